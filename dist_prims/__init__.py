@@ -1,0 +1,39 @@
+"""Distributed primitives for PyTorch: collectives as plans that prove, price, draw and run themselves.
+
+Importing this package costs nothing: each public name is fetched from its module when it is first used, so that the
+plans (``dist_prims.schedules``, NumPy only) never wait for torch.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "all_gather": "collectives",
+    "all_reduce": "collectives",
+    "all_to_all": "collectives",
+    "average_gradients": "training",
+    "barrier": "collectives",
+    "broadcast": "collectives",
+    "DataPartitioner": "training",
+    "gather": "collectives",
+    "init": "launch",
+    "reduce": "collectives",
+    "reduce_scatter": "collectives",
+    "scan": "collectives",
+    "scatter": "collectives",
+    "spawn": "launch",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dist_prims' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"dist_prims.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,104 @@
+"""Agreement before data: all ranks learn that two of them disagree, before any of them touches a tensor.
+
+Engines trust that ranks agree: gloo adds float32 to int32, or aborts the process when a message is longer than the
+receive that was posted. So each collective begins with a header of one fixed size that says what the rank is about to
+do, packed and readable rather than hashed, so that the error can show both sides.
+
+Headers spread by dissemination: in ceil(log2 n) rounds rank r passes what it knows to r + 2^k. To know that all agree
+one header is enough, to tell that two do not, two are: so that is what travels, the lowest rank's and the first that
+differs from it.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .channel import Channel, Transfer
+
+__all__ = ["Header", "MismatchError", "agree"]
+
+_LAYOUT = struct.Struct("<q16s8s16sqqq40s64s8s")
+_SLOT = struct.Struct(f"<q{_LAYOUT.size}s")
+NOBODY = -1
+
+
+class MismatchError(RuntimeError):
+    """Ranks of a group called different collectives, or one collective with different arguments."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank is about to do. ``layout`` is a checksum of the counts where every rank must give the same list."""
+
+    sequence: int
+    collective: str
+    op: str
+    dtype: str
+    count: int
+    root: int
+    layout: int
+    algorithm: str
+    parameters: str
+    segment: str
+
+    def pack(self) -> bytes:
+        return _LAYOUT.pack(*(v.encode()[:64] if isinstance(v, str) else v for v in astuple(self)))
+
+    @staticmethod
+    def unpack(data: bytes) -> Header:
+        fields: list[Any] = [v.rstrip(b"\0").decode() if isinstance(v, bytes) else v for v in _LAYOUT.unpack(data)]
+        return Header(*fields)
+
+    def __str__(self) -> str:
+        words = [self.op, self.dtype, f"{self.count} elements", f"algorithm {self.algorithm}"]
+        words += [f"root {self.root}"] * (self.root >= 0) + [self.parameters] * bool(self.parameters)
+        words += [f"segments of {self.segment} bytes"] * (self.segment not in ("", "0"))
+        words += [f"layout {self.layout:08x}"] * bool(self.layout)
+        return f"{self.collective}({', '.join(word for word in words if word)}) as call number {self.sequence}"
+
+
+Known = tuple[tuple[int, bytes], ...]  # at most two (rank, packed header), the packed headers different
+
+
+def _merge(mine: Known, other: Known) -> Known:
+    """The lowest rank's header, and of those that differ from it the lowest rank's."""
+    ordered = sorted({*mine, *other})
+    return (ordered[0], *[slot for slot in ordered if slot[1] != ordered[0][1]][:1])
+
+
+def _encode(known: Known) -> torch.Tensor:
+    padded = [*known, (NOBODY, b"")][:2]
+    return torch.frombuffer(bytearray(b"".join(_SLOT.pack(*slot) for slot in padded)), dtype=torch.uint8)
+
+
+def _decode(data: torch.Tensor) -> Known:
+    slots = list(_SLOT.iter_unpack(bytes(data.cpu().numpy())))
+    return tuple((rank, packed) for rank, packed in slots if rank != NOBODY)
+
+
+def agree(channel: Channel, group: dist.ProcessGroup, header: Header, device: torch.device) -> None:
+    """Return when all ranks are about to do the same; MismatchError on every rank when they are not."""
+    rank, size = group.rank(), group.size()
+    known: Known = ((rank, header.pack()),)
+    distance = 1
+    while distance < size:
+        sent = _encode(known).to(device)
+        received = sent.clone()  # a group that moves nothing ("fake") then agrees with itself
+        outgoing, incoming = channel.start(
+            [Transfer((rank + distance) % size, sent)], [Transfer((rank - distance) % size, received)]
+        )
+        channel.wait([*incoming, *outgoing])
+        known = _merge(known, _decode(received))
+        distance *= 2
+    if len(known) > 1:
+        (one, first), (two, second) = known
+        raise MismatchError(
+            f"rank {rank}: ranks disagree, no data was touched. Rank {one} calls {Header.unpack(first)}; "
+            f"rank {two} calls {Header.unpack(second)}. Every rank of a group must make the same calls in the same "
+            "order with the same arguments"
+        )

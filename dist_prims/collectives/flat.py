@@ -1,0 +1,29 @@
+"""Flat tensors and their cuts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["cut", "split_evenly"]
+
+
+def split_evenly(count: int, parts: int) -> list[int]:
+    """Lengths of ``parts`` chunks of ``count`` elements that differ by one at most.
+
+    >>> split_evenly(7, 3)
+    [2, 2, 3]
+    """
+    return [(part + 1) * count // parts - part * count // parts for part in range(parts)]
+
+
+def cut(flat: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Views of a flat tensor, one after the other.
+
+    >>> cut(torch.tensor([1, 2, 3]), [1, 0, 2])
+    [tensor([1]), tensor([], dtype=torch.int64), tensor([2, 3])]
+    """
+    ends = itertools.accumulate(lengths)
+    return [flat[end - length : end] for length, end in zip(lengths, ends, strict=True)]

@@ -1,0 +1,101 @@
+"""A lane for each group: its collectives one after the other, in the order of the calls, on this rank as on all.
+
+A synchronous call on an idle lane runs where it is called. An asynchronous one is handed to the lane's thread, so that
+it overlaps with what the caller computes; a synchronous call behind it waits its turn, since two collectives of one
+group that overtook each other on one rank would pair the wrong messages.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Lane", "Work", "lane_of"]
+
+
+class Work:
+    """A collective that was started with ``async_op=True``."""
+
+    def __init__(self, future: Future[None], what: str) -> None:
+        self._future = future
+        self._what = what
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when the result is there; raise what went wrong, or TimeoutError."""
+        try:
+            self._future.result(None if timeout is None else timeout.total_seconds())
+        except TimeoutError as error:
+            if self._future.done():
+                raise
+            raise TimeoutError(f"{self._what} was not done within {timeout}") from error
+        return True
+
+
+class Lane:
+    """Numbers the collectives of one group and runs them in order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)
+        self._called = 0
+        self._done = 0
+        self._jobs: queue.SimpleQueue[tuple[int, Callable[[int], None], Future[None]]] | None = None
+
+    def run(self, job: Callable[[int], None]) -> None:
+        """Run job(number of the call) here, when all earlier calls are done."""
+        with self._lock:
+            number = self._called
+            self._called += 1
+        self._run_in_turn(number, job)
+
+    def start(self, job: Callable[[int], None], what: str) -> Work:
+        """Run job(number of the call) on the lane's thread, when all earlier calls are done."""
+        future: Future[None] = Future()
+        with self._lock:
+            if self._jobs is None:
+                self._jobs = queue.SimpleQueue()
+                threading.Thread(target=self._serve, args=(self._jobs,), daemon=True, name="dist_prims lane").start()
+            self._jobs.put((self._called, job, future))
+            self._called += 1
+        return Work(future, what)
+
+    def _run_in_turn(self, number: int, job: Callable[[int], None]) -> None:
+        with self._turn:
+            self._turn.wait_for(lambda: self._done == number)
+        try:
+            job(number)
+        finally:
+            with self._turn:
+                self._done += 1
+                self._turn.notify_all()
+
+    def _serve(self, jobs: queue.SimpleQueue[tuple[int, Callable[[int], None], Future[None]]]) -> None:
+        while True:
+            number, job, future = jobs.get()
+            try:
+                with torch.no_grad():
+                    self._run_in_turn(number, job)
+            except BaseException as error:  # whatever it is, the caller of wait() is to get it
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+
+_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, Lane] = weakref.WeakKeyDictionary()
+_lanes_lock = threading.Lock()
+
+
+def lane_of(group: dist.ProcessGroup) -> Lane:
+    with _lanes_lock:
+        return _lanes.setdefault(group, Lane())

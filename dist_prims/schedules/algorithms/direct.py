@@ -1,0 +1,73 @@
+"""Direct: every rank sends to every other rank at once. As few steps as there can be, as many messages.
+
+all_reduce has two forms. In one shot each rank sends its whole buffer to all and adds what it gets: one step, n-1
+buffers. In two shots each rank is the adder of one chunk and sends the sum to all: two steps, the bytes of a ring.
+Sums go in rank order on every rank (a copy of rank 0's, then one after the other), since ranks that each began with
+their own number would end with different last bits.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..card import Card
+from ..registry import algorithm
+from ..schedule import Step
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "gather", "reduce_scatter", "scatter", "two_shot"]
+
+SOURCE = "folklore; as one-shot and two-shot in TensorRT-LLM and vLLM"
+
+
+def _pairs(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every (src, dst), for each dst with src in rank order."""
+    return np.tile(np.arange(size), size), np.repeat(np.arange(size), size)
+
+
+@algorithm("all_reduce", name="direct", chunks=1, card=Card("1", "n-1", "tiny data", SOURCE))
+def all_reduce(size: int) -> Iterator[Step]:
+    src, dst = _pairs(size)
+    yield Step(src, dst, chunk=0, reduce=src > 0)
+
+
+def _add_in_rank_order(size: int) -> Step:
+    src, dst = _pairs(size)
+    return Step(src, dst, chunk=dst, reduce=src > 0)
+
+
+@algorithm("all_reduce", name="two_shot", card=Card("2", "2*(n-1)/n", "shared memory, one switch", SOURCE))
+def two_shot(size: int) -> Iterator[Step]:
+    yield _add_in_rank_order(size)
+    yield from all_gather(size)
+
+
+@algorithm("reduce_scatter", name="direct", card=Card("1", "(n-1)/n", "one switch, small data", SOURCE))
+def reduce_scatter(size: int) -> Iterator[Step]:
+    yield _add_in_rank_order(size)
+
+
+@algorithm("all_gather", name="direct", card=Card("min(n-1, 1)", "(n-1)/n", "one switch, small data", SOURCE))
+def all_gather(size: int) -> Iterator[Step]:
+    src, dst = _pairs(size)
+    if size > 1:
+        yield Step(src, dst, chunk=src).take(src != dst)
+
+
+@algorithm("gather", name="direct", card=Card("min(n-1, 1)", "min(n-1, 1)/n", "large data", SOURCE))
+def gather(size: int, root: int = 0) -> Iterator[Step]:
+    others = np.delete(np.arange(size), root)
+    if size > 1:
+        yield Step(src=others, dst=root, chunk=others)
+
+
+@algorithm("scatter", name="direct", card=Card("min(n-1, 1)", "(n-1)/n", "large data", SOURCE))
+def scatter(size: int, root: int = 0) -> Iterator[Step]:
+    others = np.delete(np.arange(size), root)
+    if size > 1:
+        yield Step(src=root, dst=others, chunk=others)
+
+
+@algorithm("all_to_all", name="direct", card=Card("1", "(n-1)/n", "one switch", SOURCE))
+def all_to_all(size: int) -> Iterator[Step]:
+    src, dst = _pairs(size)
+    yield Step(src, dst, chunk=dst, into=size + src)

@@ -1,0 +1,48 @@
+"""The cost card of an algorithm: what it takes, when it wins, where it comes from.
+
+The formulas are what the documentation prints and what a test evaluates against the schedule, so a card cannot lie.
+In them ``n`` is the size, ``L`` the rounded-up log2 of n, ``p`` the largest power of two up to n, ``l`` its log2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+__all__ = ["Card", "ceil_log2", "floor_pow2"]
+
+
+def ceil_log2(n: int) -> int:
+    """Steps of doubling from 1 until n is reached or passed: 0 for 1, 2 for 3 and 4."""
+    return (n - 1).bit_length()
+
+
+def floor_pow2(n: int) -> int:
+    """The largest power of two that is not above n."""
+    return 1 << (n.bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class Card:
+    """``steps``: their number; ``sent``: bytes that the busiest rank sends, as a fraction of the data.
+
+    >>> ring = Card(steps="2*(n-1)", sent="2*(n-1)/n", wins="large data", source="Patarasu and Yuan 2009")
+    >>> ring.evaluate("steps", 4), ring.evaluate("sent", 4)
+    (Fraction(6, 1), Fraction(3, 2))
+    """
+
+    steps: str
+    sent: str
+    wins: str
+    source: str
+    where: Mapping[str, Callable[[int], int]] = field(default_factory=dict)
+
+    def evaluate(self, formula: str, size: int) -> Fraction:
+        """The value of one of the two formulas for a size, exact."""
+        p = floor_pow2(size)
+        names: dict[str, Any] = {"n": size, "L": ceil_log2(size), "p": p, "l": ceil_log2(p)}
+        names.update({name: function(size) for name, function in self.where.items()})
+        exact: dict[str, Any] = {name: Fraction(value) for name, value in names.items()}
+        return Fraction(eval(getattr(self, formula), {"__builtins__": {}, "min": min, "max": max}, exact))

@@ -1,0 +1,159 @@
+"""The registry: one decorated generator function is all that a new algorithm takes.
+
+Proof, price, picture, tests, benchmark and documentation iterate what is registered here.
+
+>>> from dist_prims.schedules import Step, algorithm, build
+>>> @algorithm("broadcast", name="one by one", chunks=1)
+... def one_by_one(size, root=0):
+...     for peer in range(1, size):
+...         yield Step(src=root, dst=(root + peer) % size, chunk=0)
+>>> build("broadcast", "one by one", size=4).verify()
+>>> unregister("broadcast", "one by one")
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import operator
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .card import Card
+from .contract import COLLECTIVES, ROOTED, contract
+from .schedule import Schedule, Step, Steps
+
+__all__ = ["Algorithm", "algorithm", "algorithms", "build", "lookup", "nearest", "unregister"]
+
+Count = int | Callable[..., int] | None
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What is known of a registered algorithm. ``parameters``: names and defaults, beside size and root."""
+
+    collective: str
+    name: str
+    make: Callable[..., Iterator[Step]]
+    chunks: Count
+    scratch: Count
+    replicas: str
+    card: Card | None
+    parameters: Mapping[str, Any]
+
+    def __call__(self, size: int, root: int | None = None, **parameters: Any) -> Schedule:
+        given = {**self.parameters, **parameters}
+        rooted = {"root": root} if self.collective in ROOTED else {}
+        chunks = _count(self.chunks, size, given, default=1 if self.collective in _WHOLE else size)
+        scratch = _count(self.scratch, size, given, default=0)
+        same_bits = self.replicas == "same" and self.collective != "barrier"
+        promise = contract(self.collective, size, chunks, root, scratch, same_bits=same_bits)
+        steps = Steps(functools.partial(self.make, size, **rooted, **given))
+        return Schedule(
+            self.collective, self.name, size, chunks, promise, steps, root, tuple(sorted(parameters.items()))
+        )
+
+
+_WHOLE = ("barrier", "scan", "exclusive_scan")
+_registry: dict[tuple[str, str], Algorithm] = {}
+
+
+def _count(count: Count, size: int, parameters: Mapping[str, Any], default: int) -> int:
+    return default if count is None else count(size, **parameters) if callable(count) else count
+
+
+def algorithm(
+    collective: str,
+    *,
+    name: str | None = None,
+    chunks: Count = None,
+    scratch: Count = None,
+    replicas: str = "same",
+    card: Card | None = None,
+) -> Callable[[Callable[..., Iterator[Step]]], Callable[..., Iterator[Step]]]:
+    """Register a generator function ``make(size, root=..., **parameters)`` that yields the steps.
+
+    ``chunks`` pieces the data is split into: by default ``size``, and 1 for barrier and scans; ``scratch`` chunks
+    more for passing on what is not the rank's own. Each is a number, or a function of size and the parameters.
+    ``replicas="may differ"`` admits that ranks may add in different orders, so that their results may differ in the
+    last bits; otherwise ``verify()`` refuses that.
+    """
+    if collective not in COLLECTIVES:
+        raise ValueError(f"algorithm({collective!r}): {nearest('collective', collective, COLLECTIVES)}")
+    if replicas not in ("same", "may differ"):
+        raise ValueError(f"algorithm(replicas={replicas!r}): 'same' or 'may differ'")
+
+    def register(make: Callable[..., Iterator[Step]]) -> Callable[..., Iterator[Step]]:
+        called = name or make.__name__
+        signature = inspect.signature(make).parameters
+        parameters = {key: par.default for key, par in signature.items() if key not in ("size", "root")}
+        _registry[collective, called] = Algorithm(collective, called, make, chunks, scratch, replicas, card, parameters)
+        return make
+
+    return register
+
+
+def unregister(collective: str, name: str) -> None:
+    """Forget an algorithm, so that a notebook or a test can leave the registry as it found it."""
+    del _registry[collective, name]
+
+
+@functools.cache
+def _load() -> None:
+    package = importlib.import_module(f"{__package__}.algorithms")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def nearest(kind: str, name: str, known: tuple[str, ...] | list[str]) -> str:
+    """A sentence for an unknown name: the nearest ones first, then all."""
+    close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return f"no {kind} is called {name!r}; {hint}there are: {', '.join(known)}"
+
+
+def algorithms(collective: str) -> list[str]:
+    """Names of the algorithms registered for a collective.
+
+    >>> "ring" in algorithms("all_reduce")
+    True
+    """
+    _load()
+    if collective not in COLLECTIVES:
+        raise ValueError(nearest("collective", collective, COLLECTIVES))
+    return [name for kind, name in _registry if kind == collective]
+
+
+def lookup(collective: str, name: str) -> Algorithm:
+    """What is registered under a name; ValueError with the nearest names if nothing is."""
+    known = algorithms(collective)
+    if name not in known:
+        raise ValueError(nearest(f"{collective} algorithm", name, known))
+    return _registry[collective, name]
+
+
+def build(collective: str, algorithm: str, size: int, **parameters: Any) -> Schedule:
+    """The schedule of an algorithm for a size; ``root=`` where the collective has one, 0 by default.
+
+    >>> ring = build("all_reduce", "ring", size=4)
+    >>> len(ring.steps), ring.bytes_sent(rank=0)
+    (6, Fraction(3, 2))
+    """
+    found = lookup(collective, algorithm)
+    ranks = operator.index(size)
+    if ranks < 1:
+        raise ValueError(f"{collective} {algorithm}: size {size} is not a number of ranks; 1 is the least")
+    unknown = set(parameters) - set(found.parameters) - ({"root"} if collective in ROOTED else set())
+    if unknown:
+        takes = ", ".join([*found.parameters, *(["root"] if collective in ROOTED else [])]) or "none"
+        raise ValueError(f"{collective} {algorithm} takes no parameter {sorted(unknown)[0]!r}; it takes: {takes}")
+    if collective not in ROOTED:
+        return found(ranks, **parameters)
+    root = operator.index(parameters.pop("root", 0))
+    if not 0 <= root < ranks:
+        raise ValueError(f"{collective} {algorithm}: root {root} is not among the {ranks} ranks 0..{ranks - 1}")
+    return found(ranks, root, **parameters)

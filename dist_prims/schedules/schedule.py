@@ -1,0 +1,189 @@
+"""Step and Schedule: a collective algorithm as data.
+
+An algorithm that is written as code that sends can only be run. Written as data, who sends which chunk to whom at
+which step, the same few lines can be proved, priced, drawn, simulated, run over any engine and compiled.
+
+A step is a table with one row a transfer, its columns NumPy arrays:
+
+    step of a ring of 3          src  dst  chunk  into  reduce
+    rank 0 sends chunk 0 to 1      0    1      0     0    True     rank 1: chunk 0 += rank 0's chunk 0
+    rank 1 sends chunk 1 to 2      1    2      1     1    True     rank 2: chunk 1 += rank 1's chunk 1
+    rank 2 sends chunk 2 to 0      2    0      2     2    True     rank 0: chunk 2 += rank 2's chunk 2
+
+Every transfer of a step reads the state before the step. ``src == dst`` is a local move. Rows with the same src and
+dst are one message. Rows that write one chunk of one rank happen in row order: at most one copy, which must be the
+first, then reductions; together they are one sum that is rounded once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .contract import Contract
+
+if TYPE_CHECKING:
+    from .cost import Cost
+    from .order import Order
+
+__all__ = ["Bools", "Ints", "Schedule", "Step", "Steps"]
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Step:
+    """Transfers that happen at once. Scalars and columns are broadcast to one length.
+
+    >>> Step(src=[0, 1, 2], dst=[1, 2, 0], chunk=[0, 1, 2], reduce=True).rows()[0]
+    (0, 1, 0, 0, True)
+    """
+
+    src: Ints
+    dst: Ints
+    chunk: Ints
+    into: Ints
+    reduce: Bools
+
+    def __init__(
+        self, src: ArrayLike, dst: ArrayLike, chunk: ArrayLike, reduce: ArrayLike = False, into: ArrayLike | None = None
+    ) -> None:
+        columns = np.broadcast_arrays(*np.atleast_1d(src, dst, chunk, chunk if into is None else into, reduce))
+        for name, column in zip(("src", "dst", "chunk", "into"), columns[:4], strict=True):
+            if column.size and column.dtype.kind not in "iu":
+                raise ValueError(f"Step({name}=...): whole numbers are needed, not {column.dtype}")
+            object.__setattr__(self, name, column.ravel().astype(np.int64, copy=False))
+        object.__setattr__(self, "reduce", columns[4].ravel().astype(np.bool_, copy=False))
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    def rows(self) -> list[tuple[int, int, int, int, bool]]:
+        """The transfers as tuples (src, dst, chunk, into, reduce)."""
+        columns = (self.src, self.dst, self.chunk, self.into, self.reduce)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+    def take(self, which: ArrayLike) -> Step:
+        """The rows that an index array, a slice or a mask selects, in its order."""
+        at: Any = which
+        return Step(self.src[at], self.dst[at], self.chunk[at], self.reduce[at], self.into[at])
+
+    @staticmethod
+    def concat(steps: Sequence[Step]) -> Step:
+        """One step that does what all of these do, at once."""
+        if not steps:
+            return Step([], [], np.empty(0, np.int64))
+        names = ("src", "dst", "chunk", "reduce", "into")
+        return Step(*(np.concatenate([getattr(step, name) for step in steps]) for name in names))
+
+
+class Steps(Sequence[Step]):
+    """The steps of a schedule, made anew each time they are iterated, so that they need never be stored.
+
+    >>> steps = Steps(lambda: (Step(src=i, dst=i + 1, chunk=0) for i in range(3)))
+    >>> len(steps), steps[1].rows()
+    (3, [(1, 2, 0, 0, False)])
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Step]]) -> None:
+        self._make = make
+        self._length: int | None = None
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self._make())
+
+    def __len__(self) -> int:
+        if self._length is None:
+            self._length = sum(1 for _ in self)
+        return self._length
+
+    @overload
+    def __getitem__(self, at: int) -> Step: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Step]: ...
+    def __getitem__(self, at: int | slice) -> Step | list[Step]:
+        if isinstance(at, slice):
+            return list(self)[at]
+        index = at if at >= 0 else len(self) + at
+        for step in itertools.islice(iter(self), max(index, 0), None):
+            if index >= 0:
+                return step
+        raise IndexError(f"step {at} of a schedule of {len(self)} steps")
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The steps of one collective for one size, with what every rank holds before and must hold after.
+
+    ``chunks`` is the number of pieces that the data is split into; ``contract`` says under which chunk numbers each
+    rank finds its input and leaves its output. Other chunk numbers are scratch.
+    """
+
+    collective: str
+    algorithm: str
+    size: int
+    chunks: int
+    contract: Contract = field(repr=False)
+    steps: Steps = field(repr=False)
+    root: int | None = None
+    parameters: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def share(self) -> Fraction:
+        """What one chunk is of the data that the collective speaks of (0 for a barrier)."""
+        return Fraction(0) if self.collective == "barrier" else Fraction(1, self.chunks)
+
+    def bytes_sent(self, rank: int, nbytes: int | Fraction = 1) -> Fraction:
+        """Bytes that a rank sends to others, of data of ``nbytes``; by default as a fraction of the data."""
+        rows = sum(int(np.count_nonzero((step.src == rank) & (step.dst != rank))) for step in self.steps)
+        return rows * self.share * nbytes
+
+    def verify(self) -> None:
+        """Prove the schedule right by symbolic execution, or raise ScheduleError with a counterexample."""
+        from .proof import verify
+
+        verify(self)
+
+    def cost(self, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+        """Seconds for data of ``nbytes``: alpha a message, beta a byte sent or received, gamma a byte reduced."""
+        return self.price.seconds(nbytes, alpha, beta, gamma)
+
+    @cached_property
+    def price(self) -> Cost:
+        """What the critical path counts: messages, data moved, data reduced."""
+        from .cost import price
+
+        return price(self)
+
+    def lower_bound(self, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+        """Seconds below which no algorithm for this collective can come in the model of :meth:`cost`."""
+        from .cost import lower_bound
+
+        return lower_bound(self.collective, self.size).seconds(nbytes, alpha, beta, gamma)
+
+    def order(self, chunk: int, rank: int | None = None) -> Order:
+        """The exact expression of additions that ends in an output chunk, e.g. ``((r2+r3)+r0)+r1``."""
+        from .order import order
+
+        return order(self, chunk, rank)
+
+    def simulate(self, inputs: Sequence[Any], op: Callable[[Any, Any], Any] = np.add) -> list[Any]:
+        """Run on NumPy arrays in one process, one input a rank; returns what each rank would have."""
+        from .simulate import simulate
+
+        return simulate(self, inputs, op)
+
+    def draw(self, path: str | Path) -> Path:
+        """Write the steps as an SVG picture and return its path."""
+        from .draw import write_svg
+
+        return write_svg(self, path)
