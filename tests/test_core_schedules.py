@@ -1,17 +1,39 @@
-"""Every registered algorithm keeps its promise, at every size and root."""
+"""Every registered algorithm keeps its promise and its card, at every size and root."""
 
 import numpy as np
 import pytest
 
-from dist_prims.schedules import COLLECTIVES, ScheduleError, Step, algorithm, algorithms, build, unregister
+from dist_prims.schedules import COLLECTIVES, ScheduleError, Step, algorithm, algorithms, build, lookup, unregister
+from dist_prims.schedules.contract import ROOTED
+from dist_prims.schedules.cost import busiest_sender
 
 REGISTRY = [(collective, name) for collective in COLLECTIVES for name in algorithms(collective)]
+SIZES = [*range(1, 34), 64, 100, 127, 128]
 
 
 @pytest.mark.parametrize(("collective", "name"), REGISTRY)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 12, 16, 33])
-def test_every_algorithm_verifies(collective: str, name: str, size: int) -> None:
-    build(collective, name, size).verify()
+def test_every_size_verifies_and_costs_what_its_card_says(collective: str, name: str) -> None:
+    card = lookup(collective, name).card
+    assert card is not None
+    for size in SIZES:
+        schedule = build(collective, name, size)
+        schedule.verify()
+        assert card.evaluate("steps", size) == len(schedule.steps), size
+        assert card.evaluate("sent", size) == busiest_sender(schedule), size
+
+
+@pytest.mark.parametrize(("collective", "name"), [each for each in REGISTRY if each[0] in ROOTED])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
+def test_every_root_verifies(collective: str, name: str, size: int) -> None:
+    for root in range(size):
+        build(collective, name, size, root=root).verify()
+
+
+@pytest.mark.parametrize("hosts", [(1,), (3, 1), (2, 3, 4), (1, 1, 5)])
+@pytest.mark.parametrize("inner", ["ring", "direct", "pat"])
+@pytest.mark.parametrize("outer", ["ring", "swing", "direct", "double_tree", "recursive_doubling"])
+def test_hierarchies_of_uneven_hosts(hosts: tuple[int, ...], inner: str, outer: str) -> None:
+    build("all_reduce", "hierarchical", sum(hosts), hosts=hosts, inner=inner, outer=outer).verify()
 
 
 @pytest.mark.parametrize("name", algorithms("all_reduce"))

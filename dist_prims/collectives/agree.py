@@ -11,7 +11,9 @@ differs from it.
 
 from __future__ import annotations
 
+import re
 import struct
+import zlib
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -31,6 +33,12 @@ class MismatchError(RuntimeError):
     """Ranks of a group called different collectives, or one collective with different arguments."""
 
 
+def _fit(text: str, width: int) -> bytes:
+    """What is too long for its field ends in a checksum, so that it differs where the whole does."""
+    data = text.encode()
+    return data if len(data) <= width else data[: width - 9] + b"~%08x" % zlib.crc32(data)
+
+
 @dataclass(frozen=True)
 class Header:
     """What a rank is about to do. ``layout`` is a checksum of the counts where every rank must give the same list."""
@@ -47,11 +55,14 @@ class Header:
     segment: str
 
     def pack(self) -> bytes:
-        return _LAYOUT.pack(*(v.encode()[:64] if isinstance(v, str) else v for v in astuple(self)))
+        widths = (int(width) for width in re.findall(r"(\d+)s", _LAYOUT.format))
+        return _LAYOUT.pack(*(_fit(v, next(widths)) if isinstance(v, str) else v for v in astuple(self)))
 
     @staticmethod
     def unpack(data: bytes) -> Header:
-        fields: list[Any] = [v.rstrip(b"\0").decode() if isinstance(v, bytes) else v for v in _LAYOUT.unpack(data)]
+        fields: list[Any] = [
+            v.rstrip(b"\0").decode(errors="replace") if isinstance(v, bytes) else v for v in _LAYOUT.unpack(data)
+        ]
         return Header(*fields)
 
     def __str__(self) -> str:

@@ -44,15 +44,10 @@ def verify(schedule: Schedule) -> None:
     >>> verify(build("all_reduce", "ring", size=5))
     """
     state = execute(schedule)
-    pieces, sums, ranks = [], [], []
     for rank in range(schedule.size):
-        end = schedule.contract.end(rank)
         _check_end(schedule, state, rank)
-        pieces.append(end.piece)
-        sums.append(state.sum[rank, end.chunk])
-        ranks.append(np.full(len(end.piece), rank))
     if schedule.contract.same_bits:
-        _check_same_bits(state.sums, np.concatenate(pieces), np.concatenate(sums), np.concatenate(ranks))
+        _check_same_bits(schedule, state)
 
 
 def execute(schedule: Schedule) -> State:
@@ -161,17 +156,21 @@ def _check_end(schedule: Schedule, state: State, rank: int) -> None:
             raise ScheduleError(f"at the end rank {rank}, chunk {int(end.chunk[at])}: {lost}")
 
 
-def _check_same_bits(sums: Sums, piece: Ints, number: Ints, rank: Ints) -> None:
-    """Ranks that end with one piece must have added it up in one way, or replicas drift apart in the last bits."""
+def _check_same_bits(schedule: Schedule, state: State) -> None:
+    """Ranks that end with one sum must have added it up in one way, or replicas drift apart in the last bits."""
     from .order import Order
 
-    by_piece = np.argsort(piece, kind="stable")
-    piece, number, rank = piece[by_piece], number[by_piece], rank[by_piece]
-    differs = np.flatnonzero((piece[1:] == piece[:-1]) & (number[1:] != number[:-1]))
+    ends = [schedule.contract.end(rank) for rank in range(schedule.size)]
+    promise = np.concatenate([np.stack([end.piece, end.first, end.last]) for end in ends], axis=1)
+    number = np.concatenate([state.sum[rank, end.chunk] for rank, end in enumerate(ends)])
+    rank = np.repeat(np.arange(schedule.size), [len(end.chunk) for end in ends])
+    order = np.lexsort(promise)
+    promise, number, rank = promise[:, order], number[order], rank[order]
+    differs = np.flatnonzero((promise[:, 1:] == promise[:, :-1]).all(0) & (number[1:] != number[:-1]))
     if differs.size:
         one, two = int(differs[0]), int(differs[0]) + 1
         raise ScheduleError(
-            f"piece {piece[one]} is {Order(sums, int(number[one]))} on rank {rank[one]} but "
-            f"{Order(sums, int(number[two]))} on rank {rank[two]}: the same sum in another order, so the last bits may "
-            'differ. Add in one order everywhere, or register the algorithm with replicas="may differ"'
+            f"piece {promise[0, one]} is {Order(state.sums, int(number[one]))} on rank {rank[one]} but "
+            f"{Order(state.sums, int(number[two]))} on rank {rank[two]}: the same sum in another order, so the last "
+            'bits may differ. Add in one order everywhere, or register the algorithm with replicas="may differ"'
         )

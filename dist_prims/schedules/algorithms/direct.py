@@ -35,7 +35,7 @@ def _add_in_rank_order(size: int) -> Step:
     return Step(src, dst, chunk=dst, reduce=src > 0)
 
 
-@algorithm("all_reduce", name="two_shot", card=Card("2", "2*(n-1)/n", "shared memory, one switch", SOURCE))
+@algorithm("all_reduce", name="two_shot", card=Card("min(n, 2)", "2*(n-1)/n", "shared memory, one switch", SOURCE))
 def two_shot(size: int) -> Iterator[Step]:
     yield _add_in_rank_order(size)
     yield from all_gather(size)

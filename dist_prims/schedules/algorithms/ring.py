@@ -28,9 +28,7 @@ __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 SOURCE = "Patarasu and Yuan, Bandwidth optimal all-reduce algorithms, 2009"
 
 
-@algorithm(
-    "all_reduce", name="ring", card=Card("2*(n-1)", "2*(n-1)/n", "large data, few ranks or slow links", SOURCE)
-)
+@algorithm("all_reduce", name="ring", card=Card("2*(n-1)", "2*(n-1)/n", "large data, few ranks or slow links", SOURCE))
 def all_reduce(size: int) -> Iterator[Step]:
     rank = np.arange(size)
     for step in range(size - 1):

@@ -1,0 +1,89 @@
+"""Recursive halving and doubling: the bytes of a ring in a logarithm of its steps.
+
+Halving: exchange half of the data with the rank half the group away, then a quarter with the rank a quarter away, ...
+until each rank holds one reduced chunk. Doubling runs the same exchanges backwards and gathers the chunks.
+
+    size 4, step 0    0 <-> 2    1 <-> 3    2 chunks each way: 0 and 1 keep chunks 0-1, 2 and 3 keep chunks 2-3
+            step 1    0 <-> 1    2 <-> 3    1 chunk each way: rank r now has chunk r of all ranks
+            step 2    0 <-> 1    2 <-> 3    1 chunk back
+            step 3    0 <-> 2    1 <-> 3    2 chunks back
+
+For a size that is no power of two, the ranks beyond the largest one hand their data to a partner first and get the
+result from it last: two steps with the whole buffer, which a ring does not need.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..card import Card, floor_pow2
+from ..registry import algorithm
+from ..schedule import Step
+from . import _butterfly as butterfly
+
+__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+
+SOURCE = "Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005"
+
+
+def distances(p: int) -> list[NDArray[np.int64]]:
+    """Peers at distance p/2, p/4, ..., 1."""
+    return [np.arange(p) ^ distance for distance in (p >> np.arange(1, p.bit_length())).tolist()]
+
+
+@algorithm(
+    "all_reduce",
+    name="halving_doubling",
+    chunks=floor_pow2,
+    card=Card("2*l + 2*min(n-p, 1)", "2*(p-1)/p + min(n-p, 1)", "middling and large data, powers of two", SOURCE),
+)
+def all_reduce(size: int) -> Iterator[Step]:
+    p = floor_pow2(size)
+    own, everything = np.eye(p, dtype=bool), np.arange(p)
+    yield from butterfly.fold(size, everything)
+    yield from butterfly.reduce_scatter(distances(p), own)
+    yield from butterfly.gather(distances(p), own)
+    yield from butterfly.unfold(size, everything)
+
+
+def _with_surplus(size: int) -> NDArray[np.bool_]:
+    """Chunks of each rank of the butterfly: its own, and those of the rank whose partner it is."""
+    p = floor_pow2(size)
+    own: NDArray[np.bool_] = np.arange(size) % p == np.arange(p)[:, None]
+    return own
+
+
+@algorithm(
+    "reduce_scatter",
+    name="halving",
+    card=Card("l + 2*min(n-p, 1)", "(n - 1 + min(n-p, 1))/n", "middling data", SOURCE),
+)
+def reduce_scatter(size: int) -> Iterator[Step]:
+    p = floor_pow2(size)
+    yield from butterfly.fold(size, np.arange(size))
+    yield from butterfly.reduce_scatter(distances(p), _with_surplus(size))
+    if p < size:
+        surplus = np.arange(p, size)
+        yield Step(src=surplus - p, dst=surplus, chunk=surplus)
+
+
+def _chunks_of_rank_0(n: int) -> int:
+    """What it passes on in each step: its side's chunks, those of the surplus among them; all, if it has a partner."""
+    surplus = n - floor_pow2(n)
+    sides = (1 << step for step in range(n.bit_length() - 1))
+    return sum(side + min(side, surplus) for side in sides) + (n if surplus else 0)
+
+
+@algorithm(
+    "all_gather",
+    name="doubling",
+    card=Card("l + 2*min(n-p, 1)", "g/n", "small data, powers of two", SOURCE, {"g": lambda n: _chunks_of_rank_0(n)}),
+)
+def all_gather(size: int) -> Iterator[Step]:
+    p = floor_pow2(size)
+    if p < size:
+        surplus = np.arange(p, size)
+        yield Step(src=surplus, dst=surplus - p, chunk=surplus)
+    yield from butterfly.gather(distances(p), _with_surplus(size))
+    yield from butterfly.unfold(size, np.arange(size))

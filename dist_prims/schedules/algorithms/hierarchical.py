@@ -1,0 +1,107 @@
+"""Hierarchical: inside each host first, where links are fast, then between hosts, each rank with its share.
+
+A flat ring sends most of the data over the slow links between hosts once for each rank on the way. Here the ranks of a
+host reduce-scatter among themselves, so that each holds a share of the host's sum; the ranks that hold the same share
+on their hosts all-reduce it, all shares at once over all links; and inside each host the shares are gathered.
+
+    2 hosts of 2 ranks    reduce_scatter in hosts    0-1        2-3       0 and 2 hold chunks 0-1, 1 and 3 chunks 2-3
+                          all_reduce between         0-2  1-3             of their hosts, then of all
+                          all_gather in hosts        0-1        2-3
+
+Hosts may have different numbers of ranks. The data is then cut so finely that every piece has one owner on each host,
+and a rank of a small host owns more pieces: hosts of 2 and 3 ranks share 6 units, 3 or 2 to a rank.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..card import Card
+from ..registry import algorithm, build, lookup
+from ..schedule import Schedule, Step
+
+__all__ = ["all_reduce"]
+
+Ints = NDArray[np.int64]
+
+
+def _fair_share(size: int) -> int:
+    """Ranks a host where nothing is said: the largest divisor of size up to its root."""
+    return max(m for m in range(1, math.isqrt(size) + 1) if size % m == 0)
+
+
+def _hosts(size: int, hosts: Sequence[int] | None) -> tuple[int, ...]:
+    if hosts is None:
+        each = _fair_share(size)
+        return (each,) * (size // each)
+    if sum(hosts) != size or min(hosts) < 1:
+        raise ValueError(f"hierarchical: hosts={tuple(hosts)} must be numbers of ranks from 1 that add up to {size}")
+    return tuple(hosts)
+
+
+def _outer(outer: str, hosts: tuple[int, ...]) -> Schedule:
+    if lookup("all_reduce", outer).scratch is not None or outer == "hierarchical":
+        raise ValueError(f"hierarchical: outer={outer!r} cannot be nested; use e.g. 'ring' or 'halving_doubling'")
+    return build("all_reduce", outer, len(hosts))
+
+
+def _units(hosts: tuple[int, ...]) -> int:
+    """The least number of units that every host's ranks can share evenly."""
+    return math.lcm(*hosts)
+
+
+def _chunks(size: int, inner: str, outer: str, hosts: Sequence[int] | None) -> int:
+    shape = _hosts(size, hosts)
+    inside = [build(kind, inner, m).chunks for kind in ("reduce_scatter", "all_gather") for m in set(shape)]
+    return math.lcm(_units(shape) * _outer(outer, shape).chunks, *inside)
+
+
+def _spread(step: Step, ranks: Ints, first: Ints, width: int) -> Step:
+    """A step of a small schedule run by many groups at once.
+
+    ``ranks[g]``: the ranks of group g; ``first[g]``: where its chunks begin; each of its chunks is ``width`` of ours.
+    """
+    piece = np.arange(width)
+    shape = (len(ranks), len(step), width)
+    chunk, into = (first[:, None, None] + (column[:, None] * width + piece) for column in (step.chunk, step.into))
+    src, dst = (ranks[:, column][:, :, None] for column in (step.src, step.dst))
+    columns = (np.broadcast_to(each, shape).ravel() for each in (src, dst, chunk, step.reduce[None, :, None], into))
+    return Step(*columns)
+
+
+def _inside(kind: str, inner: str, hosts: tuple[int, ...], chunks: int) -> Iterator[Step]:
+    """One collective in every host, all hosts at once."""
+    begins = np.cumsum((0, *hosts[:-1]))
+    schedules = [build(kind, inner, m) for m in hosts]
+    for steps in itertools.zip_longest(*(schedule.steps for schedule in schedules)):
+        yield Step.concat(
+            [
+                _spread(step, np.arange(begin, begin + m)[None, :], np.zeros(1, np.int64), chunks // schedule.chunks)
+                for step, schedule, begin, m in zip(steps, schedules, begins, hosts, strict=True)
+                if step is not None
+            ]
+        )
+
+
+@algorithm(
+    "all_reduce",
+    name="hierarchical",
+    chunks=_chunks,
+    card=Card("2*(m-1) + 2*(n/m - 1)", "2*(n-1)/n", "several hosts, large data", "NCCL; Horovod", {"m": _fair_share}),
+)
+def all_reduce(
+    size: int, inner: str = "ring", outer: str = "ring", hosts: Sequence[int] | None = None
+) -> Iterator[Step]:
+    shape = _hosts(size, hosts)
+    chunks, units = _chunks(size, inner, outer, hosts), _units(shape)
+    between = _outer(outer, shape)
+    unit = np.arange(units)
+    begins = np.cumsum((0, *shape[:-1]))
+    owners = begins[None, :] + unit[:, None] * np.array(shape)[None, :] // units  # of each unit on each host
+    yield from _inside("reduce_scatter", inner, shape, chunks)
+    for step in between.steps:
+        yield _spread(step, owners, unit * (chunks // units), chunks // units // between.chunks)
+    yield from _inside("all_gather", inner, shape, chunks)

@@ -1,0 +1,55 @@
+"""Broadcast and reduce of large data: nobody should send it twice, and no link should wait.
+
+A binomial tree's root sends the whole buffer log2 n times. Two ways out. *Chain*: a row of ranks, each passing chunk c
+on while chunk c+1 comes in; with enough chunks the time is that of one buffer over one link. *Scatter + all-gather*
+(van de Geijn): the root hands out a chunk to each rank, and a ring collects them: less than two buffers, whatever the
+size. Reducing is the same backwards: a ring reduce-scatter, then a gather to the root.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..card import Card
+from ..registry import algorithm
+from ..schedule import Step
+from . import binomial, ring
+from .tree import at_least_one
+
+__all__ = ["chain", "reduce_scatter_gather", "scatter_all_gather"]
+
+CHUNKS = 8
+
+
+@algorithm(
+    "broadcast",
+    name="chain",
+    chunks=at_least_one,
+    card=Card(
+        "(n - 2 + k)*min(n-1, 1)", "min(n-1, 1)", "large data, few ranks", "folklore; NCCL", {"k": lambda n: CHUNKS}
+    ),
+)
+def chain(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
+    for now in range(size - 2 + chunks if size > 1 else 0):
+        place = np.arange(max(0, now - chunks + 1), min(now + 1, size - 1))
+        yield Step(src=(root + place) % size, dst=(root + place + 1) % size, chunk=now - place)
+
+
+@algorithm(
+    "broadcast",
+    name="scatter_all_gather",
+    card=Card("L + n - 1", "2*(n-1)/n", "large data", "Barnett, van de Geijn et al. 1994"),
+)
+def scatter_all_gather(size: int, root: int = 0) -> Iterator[Step]:
+    yield from binomial.scatter(size, root)
+    yield from ring.all_gather(size)
+
+
+@algorithm(
+    "reduce",
+    name="reduce_scatter_gather",
+    card=Card("n - 1 + L", "(n-1 + max(n-q, q//2))/n", "large data", "Rabenseifner 2004", binomial.HALF),
+)
+def reduce_scatter_gather(size: int, root: int = 0) -> Iterator[Step]:
+    yield from ring.reduce_scatter(size)
+    yield from binomial.gather(size, root)

@@ -1,0 +1,62 @@
+"""Recursive doubling: exchange everything with a rank 1 away, then 2 away, then 4: after log2 n steps all know all.
+
+    size 4, step 0    0 <-> 1    2 <-> 3    0 and 1 hold r0+r1, 2 and 3 hold r2+r3
+            step 1    0 <-> 2    1 <-> 3    all hold (r0+r1)+(r2+r3)
+
+No algorithm has fewer steps, and each moves the whole buffer: for data so small that only steps count. Both sides of a
+pair add the same two sums, so all ranks end with the same bits. A scan needs no pairs: rank r adds what it gets from
+rank r - 1, then r - 2, then r - 4, and never counts anybody twice, because what it gets ends where its own begins.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..card import Card, ceil_log2, floor_pow2
+from ..registry import algorithm
+from ..schedule import Step
+from . import _butterfly as butterfly
+
+__all__ = ["all_reduce", "exclusive_scan", "scan"]
+
+
+@algorithm(
+    "all_reduce",
+    name="recursive_doubling",
+    chunks=1,
+    card=Card("l + 2*min(n-p, 1)", "l + min(n-p, 1)", "small data", "Thakur, Rabenseifner and Gropp 2005"),
+)
+def all_reduce(size: int) -> Iterator[Step]:
+    p = floor_pow2(size)
+    rank, buffer = np.arange(p), np.zeros(1, np.int64)
+    yield from butterfly.fold(size, buffer)
+    for step in range(ceil_log2(p)):
+        yield Step(src=rank, dst=rank ^ (1 << step), chunk=0, reduce=True)
+    yield from butterfly.unfold(size, buffer)
+
+
+def _scan(first: int, size: int) -> Iterator[Step]:
+    """Ranks first.. of a group; rank r adds what ranks first..r-1 hold."""
+    for step in range(ceil_log2(max(size - first, 1))):
+        rank = np.arange(first, size - (1 << step))
+        yield Step(src=rank, dst=rank + (1 << step), chunk=0, reduce=True)
+
+
+SCAN = "Hillis and Steele, Data parallel algorithms, 1986"
+
+
+@algorithm("scan", name="recursive_doubling", card=Card("L", "L", "any size", SCAN))
+def scan(size: int) -> Iterator[Step]:
+    yield from _scan(0, size)
+
+
+@algorithm(
+    "exclusive_scan",
+    name="recursive_doubling",
+    card=Card("min(n-1, 1) + K", "min(n-1, 1) + K", "any size", SCAN, {"K": lambda n: ceil_log2(max(n - 1, 1))}),
+)
+def exclusive_scan(size: int) -> Iterator[Step]:
+    rank = np.arange(size - 1)
+    if size > 1:
+        yield Step(src=rank, dst=rank + 1, chunk=0)  # every rank takes its neighbour's data, then an ordinary scan
+    yield from _scan(1, size)

@@ -1,0 +1,48 @@
+"""Swing: the butterfly for a ring or torus of wires, with peers that are near by.
+
+Halving-doubling pairs ranks up to half the group apart, and on a torus such messages share the wires between. Swing
+pairs each rank with one to the left, then to the right, ... at distances 1, -1, 3, -5, 11, -21: each step's peers are
+at most about half as far away, and no two ranks meet twice.
+
+    distance(s) = 1 - 2 + 4 - ... ± 2^s          peer of an even rank r: r + distance(s), of an odd one: r - distance(s)
+
+    size 8, step 0    0-1  2-3  4-5  6-7         step 1    0-7  2-1  4-3  6-5         step 2    0-3  2-5  4-7  6-1
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..card import Card, ceil_log2, floor_pow2
+from ..registry import algorithm
+from ..schedule import Step
+from . import _butterfly as butterfly
+
+__all__ = ["all_reduce"]
+
+
+def _peers(p: int) -> list[NDArray[np.int64]]:
+    rank = np.arange(p)
+    sign = np.where(rank % 2 == 0, 1, -1)
+    return [(rank + sign * (1 - (-2) ** (step + 1)) // 3) % p for step in range(ceil_log2(p))]
+
+
+@algorithm(
+    "all_reduce",
+    name="swing",
+    chunks=floor_pow2,
+    card=Card(
+        "2*l + 2*min(n-p, 1)",
+        "2*(p-1)/p + min(n-p, 1)",
+        "middling data on a torus",
+        "De Sensi, Bonato, Saam and Hoefler, Swing, NSDI 2024",
+    ),
+)
+def all_reduce(size: int) -> Iterator[Step]:
+    p = floor_pow2(size)
+    own, everything = np.eye(p, dtype=bool), np.arange(p)
+    yield from butterfly.fold(size, everything)
+    yield from butterfly.reduce_scatter(_peers(p), own)
+    yield from butterfly.gather(_peers(p), own)
+    yield from butterfly.unfold(size, everything)
