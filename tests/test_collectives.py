@@ -226,8 +226,7 @@ def in_python(dtype: torch.dtype, op: Any, size: int) -> torch.Tensor:
     if dtype == torch.bool:
         return torch.tensor([bool(min(value, 1)) for value in result])
     if dtype not in INTEGERS:
-        wide = torch.complex128 if dtype.is_complex else torch.float64
-        return (torch.tensor(result, dtype=wide) / (size if op == Op.AVG else 1)).to(dtype)
+        return torch.tensor([value / (size if op == Op.AVG else 1) for value in result], dtype=dtype)
     bits = 8 * dtype.itemsize
     wrapped = [value % (1 << bits) for value in result]
     return torch.tensor([v - (1 << bits) if dtype.is_signed and v >> (bits - 1) else v for v in wrapped], dtype=dtype)
@@ -282,7 +281,7 @@ def test_tensors_of_every_shape() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         scalar = torch.tensor(rank + 1)
         dist_prims.all_reduce(scalar)
-        assert scalar.shape == () and scalar.item() == 6
+        equal(scalar, torch.tensor(6), "a scalar")
 
         base = torch.full((6, 5), -7)
         column = base[::2, 1]  # every other row of one column
@@ -310,7 +309,7 @@ def test_tensors_of_every_shape() -> None:
         leaf = torch.full((5,), float(rank), requires_grad=True)
         dist_prims.all_reduce(leaf)
         assert leaf.tolist() == [3.0] * 5
-        assert leaf.requires_grad and leaf.is_leaf
+        assert (leaf.requires_grad, leaf.is_leaf) == (True, True)
 
         number = torch.tensor([1 + 2j * rank, 3 - 1j * rank])
         conjugate = number.conj()

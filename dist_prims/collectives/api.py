@@ -296,19 +296,20 @@ class _Maker:
         )
 
     def is_flat(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_contiguous()
+        """Whether its memory holds its elements one after the other, and not their conjugates or negatives."""
+        return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's elements as a flat tensor: the same memory if it is contiguous."""
+        """A tensor's elements as a flat tensor: the same memory if it is flat."""
         self._check_tensor(tensor)
-        return tensor.detach().reshape(-1)
+        return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
     def write(self, tensor: torch.Tensor, keep: bool = False) -> torch.Tensor:
         """A flat tensor whose elements end in the tensor: the same memory, or a copy that is copied back."""
         self._check_tensor(tensor)
-        if tensor.is_contiguous():
+        if self.is_flat(tensor):
             return tensor.detach().view(-1)
-        flat = tensor.detach().reshape(-1) if keep else tensor.new_empty(tensor.numel())
+        flat = self.read(tensor) if keep else tensor.new_empty(tensor.numel())
         self._after.append((tensor, flat))
         return flat
 

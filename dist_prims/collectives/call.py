@@ -92,7 +92,7 @@ def perform(call: Call, options: Options) -> Work | None:
     rank, size = call.group.rank(), call.group.size()
     algorithm = options.algorithm or choose(call.collective, size, call.nbytes, call.even)
     lookup(call.collective, algorithm)
-    parameters = tuple(sorted(options.parameters.items()))
+    parameters = tuple((name, _hashable(value)) for name, value in sorted(options.parameters.items()))
     schedule, program = _plan(call.collective, algorithm, size, call.root, parameters, rank)
     what = f"{call.collective} ({algorithm}) on rank {rank}"
     job = functools.partial(_job, call, options.segment_bytes, schedule, program)
@@ -101,6 +101,10 @@ def perform(call: Call, options: Options) -> Work | None:
         return lane.start(_on_a_stream(job, call.like.device), what)
     lane.run(job)
     return None
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _on_a_stream(job: Callable[[int], None], device: torch.device) -> Callable[[int], None]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Channel", "Transfer", "as_bytes"]
+__all__ = ["Channel", "Pending", "Transfer", "as_bytes"]
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
@@ -31,6 +31,19 @@ class Transfer:
     data: torch.Tensor
 
 
+class Pending:
+    """A transfer under way, with its memory, which must live until then. It may be waited for again and again: gloo
+    counts arrivals, so that a second wait for one of its works waits for a second arrival, forever."""
+
+    def __init__(self, work: Any, data: torch.Tensor) -> None:
+        self._under_way: tuple[Any, torch.Tensor] | None = (work, data)
+
+    def wait(self, timeout: timedelta) -> None:
+        if self._under_way is not None:
+            self._under_way[0].wait(timeout)
+            self._under_way = None
+
+
 class Channel:
     """All channels of this rank in one group, under one tag."""
 
@@ -39,25 +52,26 @@ class Channel:
         self._tag = tag
         self._timeout = timeout
 
-    def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> tuple[list[Any], list[Any]]:
-        """Begin transfers of one step: (works of the sends, works of the receives), in their order."""
-        device = (sends[0] if sends else receives[0]).data.device if sends or receives else None
-        if device is not None and device.type == "cuda":
-            return self._batch(sends, receives)
-        incoming = [self._group.recv([as_bytes(each.data)], each.peer, self._tag) for each in receives]
-        outgoing = [self._group.send([as_bytes(each.data)], each.peer, self._tag) for each in sends]
-        return outgoing, incoming
+    def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> tuple[list[Pending], list[Pending]]:
+        """Begin transfers of one step: what is pending of the sends, and of the receives, in their order."""
+        each = [*receives, *sends]
+        if each and each[0].data.device.type == "cuda":
+            works = self._batch(sends, receives)
+        else:
+            works = [self._group.recv([as_bytes(one.data)], one.peer, self._tag) for one in receives]
+            works += [self._group.send([as_bytes(one.data)], one.peer, self._tag) for one in sends]
+        pending = [Pending(work, one.data) for work, one in zip(works, each, strict=True)]
+        return pending[len(receives) :], pending[: len(receives)]
 
-    def _batch(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> tuple[list[Any], list[Any]]:
+    def _batch(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> list[Any]:
         ops = [
             dist.P2POp(kind, as_bytes(each.data), group=self._group, group_peer=each.peer)
             for kind, transfers in ((dist.irecv, receives), (dist.isend, sends))
             for each in transfers
         ]
         works = dist.batch_isend_irecv(ops)
-        # NCCL answers a batch with one work for all of it; waiting for it twice is harmless.
-        return works[-1:] * len(sends), works[:1] * len(receives)
+        return works if len(works) == len(ops) else works[:1] * len(ops)  # NCCL: one work for all of a batch
 
-    def wait(self, works: Sequence[Any]) -> None:
-        for work in works:
-            work.wait(self._timeout)
+    def wait(self, pending: Sequence[Pending]) -> None:
+        for each in pending:
+            each.wait(self._timeout)

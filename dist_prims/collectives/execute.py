@@ -14,13 +14,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..schedules.program import Action, Message, Program, Write
-from .channel import Channel, Transfer
+from .channel import Channel, Pending, Transfer
 from .flat import cut
 from .reduction import fold
 
@@ -65,7 +64,7 @@ class Executor:
         self._like = like
         self._op = op
         self._segment = segment
-        self._leaving: dict[int, list[Any]] = {}  # sends under way, by the chunk that they read
+        self._leaving: dict[int, list[Pending]] = {}  # sends under way, by the chunk that they read
 
     def run(self, program: Program) -> None:
         for action in program.actions:
@@ -78,9 +77,9 @@ class Executor:
         receives = [piece for peer, (data, _) in landings.items() for piece in self._cut(peer, data)]
         outgoing, incoming = self._channel.start(sends, receives)
         for message in action.sends:
-            works = [(w, s.data) for w, s in zip(outgoing, sends, strict=True) if s.peer == message.peer]
+            pending = [each for each, send in zip(outgoing, sends, strict=True) if send.peer == message.peer]
             for chunk in message.chunks:
-                self._leaving.setdefault(chunk, []).extend(works)
+                self._leaving.setdefault(chunk, []).extend(pending)
         arrived = _Arrivals(self._channel, list(zip(incoming, receives, strict=True)))
         own = self._own_operands(action)
         for write in action.writes:
@@ -162,7 +161,7 @@ class Executor:
 
     def _wait_sent(self, chunks: Sequence[int]) -> None:
         for chunk in chunks:
-            self._channel.wait([work for work, _ in self._leaving.pop(chunk, [])])
+            self._channel.wait(self._leaving.pop(chunk, []))
 
     def _forget(self, chunks: Sequence[int]) -> None:
         self._wait_sent(chunks)
@@ -173,11 +172,11 @@ class Executor:
 class _Arrivals:
     """The receives of one step, waited for when they are needed."""
 
-    def __init__(self, channel: Channel, receives: list[tuple[Any, Transfer]]) -> None:
+    def __init__(self, channel: Channel, receives: list[tuple[Pending, Transfer]]) -> None:
         self._channel = channel
-        self._by_peer: dict[int | None, list[tuple[Any, torch.Tensor]]] = {}
-        for work, transfer in receives:
-            self._by_peer.setdefault(transfer.peer, []).append((work, transfer.data))
+        self._by_peer: dict[int | None, list[tuple[Pending, torch.Tensor]]] = {}
+        for pending, transfer in receives:
+            self._by_peer.setdefault(transfer.peer, []).append((pending, transfer.data))
 
     def wait(self, peer: int | None) -> None:
         """Until all of a peer's message is here; a rank's own chunks (None) are."""
@@ -187,8 +186,8 @@ class _Arrivals:
     def parts(self, peer: int | None) -> Iterator[slice]:
         """The slices of a peer's message, each as soon as it is here."""
         start = 0
-        for work, data in self._by_peer.pop(peer, []):
-            self._channel.wait([work])
+        for pending, data in self._by_peer.pop(peer, []):
+            self._channel.wait([pending])
             yield slice(start, start + len(data))
             start += len(data)
 

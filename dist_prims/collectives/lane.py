@@ -12,7 +12,9 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -50,7 +52,7 @@ class Lane:
         self._turn = threading.Condition(self._lock)
         self._called = 0
         self._done = 0
-        self._jobs: queue.SimpleQueue[tuple[int, Callable[[int], None], Future[None]]] | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] | None = None
 
     def run(self, job: Callable[[int], None]) -> None:
         """Run job(number of the call) here, when all earlier calls are done."""
@@ -65,8 +67,8 @@ class Lane:
         with self._lock:
             if self._jobs is None:
                 self._jobs = queue.SimpleQueue()
-                threading.Thread(target=self._serve, args=(self._jobs,), daemon=True, name="dist_prims lane").start()
-            self._jobs.put((self._called, job, future))
+                threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name="dist_prims lane").start()
+            self._jobs.put(_Job(partial(self._run_in_turn, self._called, job), future))
             self._called += 1
         return Work(future, what)
 
@@ -80,16 +82,27 @@ class Lane:
                 self._done += 1
                 self._turn.notify_all()
 
-    def _serve(self, jobs: queue.SimpleQueue[tuple[int, Callable[[int], None], Future[None]]]) -> None:
-        while True:
-            number, job, future = jobs.get()
-            try:
-                with torch.no_grad():
-                    self._run_in_turn(number, job)
-            except BaseException as error:  # whatever it is, the caller of wait() is to get it
-                future.set_exception(error)
-            else:
-                future.set_result(None)
+    def __del__(self) -> None:
+        if self._jobs is not None:
+            self._jobs.put(None)  # the group is gone, and its thread goes too
+
+
+@dataclass(frozen=True)
+class _Job:
+    run: Callable[[], None]  # keeps the lane alive as long as there is work on it
+    future: Future[None]
+
+
+def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while job := jobs.get():
+        try:
+            with torch.no_grad():
+                job.run()
+        except BaseException as error:  # whatever it is, the caller of wait() is to get it
+            job.future.set_exception(error)
+        else:
+            job.future.set_result(None)
+        del job  # not until the next one comes
 
 
 _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, Lane] = weakref.WeakKeyDictionary()

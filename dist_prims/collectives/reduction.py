@@ -85,4 +85,5 @@ def _apply(op: Op, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -
 def finish(op: Op, out: torch.Tensor, size: int) -> None:
     """What is left to do once everything is reduced: the division of a mean."""
     if op == dist.ReduceOp.AVG:
-        out.div_(size)
+        parts = torch.view_as_real(out) if out.is_complex() else out  # a complex division would round more than once
+        parts.div_(size)

@@ -1,0 +1,8 @@
+"""Join a group of ranks, whatever started them: torchrun, mpirun, srun, a URL, nothing at all, or :func:`spawn`."""
+
+from .detect import Launcher, detect
+from .hosts import Placement, host_id
+from .join import init
+from .spawn import RankFailed, spawn
+
+__all__ = ["Launcher", "Placement", "RankFailed", "detect", "host_id", "init", "spawn"]

@@ -1,0 +1,219 @@
+"""The parent's side of spawned ranks: start them, hear them, say who failed first, and let none survive.
+
+Answers and deaths are awaited together. A death is seen through a pidfd: the end of a socket or pipe would not do,
+because whatever a rank starts inherits them and keeps them open.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from .deadline import until
+from .rank_process import NOTICE, RAISED, RETURNED, SHOW_STACK, Orders, rank_main
+
+__all__ = ["RankFailed", "Team"]
+
+_PF_EXITING = 0x4  # linux/sched.h
+_SECONDS_TO_DIE = 2.0
+_SECONDS_TO_SHOW_STACKS = 1.0
+
+
+class RankFailed(RuntimeError):
+    """A rank of ``spawn`` raised or died: the first one to do so, with its traceback in the message.
+
+    ``rank`` says which one; ``__cause__`` is its exception, where that can travel between processes.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return type(self), (str(self), self.rank)
+
+
+class Team:
+    """The ranks of one call; none of them, and no file that they share with us, outlives the ``with`` block."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.timeout, self.deadline = timeout, time.monotonic() + timeout
+        self.store = _anonymous_file("store")
+        self.notices, self.notices_end = os.pipe()
+        self.gate, self.gate_end = os.pipe()
+        self.ranks = [_Rank(number) for number in range(size)]
+
+    def __enter__(self) -> "Team":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.release()
+        for descriptor in (self.store, self.notices, self.notices_end, self.gate, self.gate_end):
+            os.close(descriptor)
+
+    def start(self, method: str, fn: Callable[..., Any], args: tuple[Any, ...], backend: str, join: bool) -> None:
+        context: Any = multiprocessing.get_context(method)
+        for rank in self.ranks:
+            orders = Orders(
+                rank=rank.number,
+                size=len(self.ranks),
+                backend=backend,
+                timeout=self.timeout,
+                join=join,
+                parent=os.getpid(),
+                store=_path(self.store),
+                notices=_path(self.notices_end),
+                gate=_path(self.gate),
+                report=_path(rank.report),
+                stack=_path(rank.stack),
+            )
+            rank.start(context.Process(target=rank_main, args=(orders, fn, args)))
+
+    def results(self) -> list[Any]:
+        """What the function returned on each rank, once it has on all of them."""
+        self._watch(lambda rank: rank.kind == RETURNED, "running")
+        return [pickle.loads(_content(rank.report)) for rank in self.ranks]
+
+    def dismiss(self) -> None:
+        """Let the ranks leave their group, and return when they have."""
+        os.write(self.gate_end, bytes(len(self.ranks)))
+        self._watch(lambda rank: rank.exitcode == 0, "leaving their group")
+
+    def _watch(self, done: Callable[["_Rank"], bool], doing: str) -> None:
+        while busy := [rank for rank in self.ranks if not done(rank)]:
+            alive = [rank.pidfd for rank in self.ranks if rank.exitcode is None]
+            if not wait([self.notices, *alive], self.deadline - time.monotonic()):
+                raise TimeoutError(self._where_they_stand(busy, doing))
+            while wait([self.notices], 0):
+                number, kind, when = NOTICE.unpack(os.read(self.notices, NOTICE.size))
+                self.ranks[number].kind, self.ranks[number].when = kind, when
+            self._raise_first_failure()
+
+    def _raise_first_failure(self) -> None:
+        """A death comes before an exception that was heard while it was under way: its likely cause."""
+        raised = sorted((rank for rank in self.ranks if rank.kind == RAISED), key=lambda rank: rank.when)
+        failed = [rank for rank in self.ranks if rank.has_died()] + raised
+        if failed:
+            first, *others = failed
+            raise first.failure([other.last_words() for other in others])
+
+    def _where_they_stand(self, busy: list["_Rank"], doing: str) -> str:
+        for rank in busy:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank.pidfd, SHOW_STACK)
+        with contextlib.suppress(TimeoutError):
+            shown = time.monotonic() + _SECONDS_TO_SHOW_STACKS
+            until(lambda: all(_content(rank.stack) for rank in busy), shown, "the stacks")
+        time.sleep(0.05)  # a stack is written line by line
+        numbers = ", ".join(str(rank.number) for rank in busy)
+        stacks = "\n".join(
+            f"\nRank {rank.number} stood at\n{_content(rank.stack).decode(errors='replace') or '(no answer)'}"
+            for rank in busy
+        )
+        return (
+            f"spawn: after {self.timeout:g} s these of {len(self.ranks)} ranks were still {doing}: {numbers}\n{stacks}"
+        )
+
+
+class _Rank:
+    """One rank as its parent knows it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.process: BaseProcess | None = None
+        self.pidfd = -1
+        self.report, self.stack = _anonymous_file("report"), _anonymous_file("stack")
+        self.kind: int | None = None  # RETURNED or RAISED, once it has reported
+        self.when = 0
+
+    def start(self, process: BaseProcess) -> None:
+        with warnings.catch_warnings():  # Python 3.12 warns of a fork beside threads: rank_main knows their traps
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        self.process = process
+        self.pidfd = os.pidfd_open(process.pid or 0)
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.process.exitcode if self.process else None
+
+    def has_died(self) -> bool:
+        """Whether it ended, or is just ending, neither by an exception nor in good order."""
+        if self.process and self.exitcode is None and _is_exiting(self.process.pid):
+            self.process.join(_SECONDS_TO_DIE)
+        good = (None, 0) if self.kind == RETURNED else (None,)
+        return self.kind != RAISED and self.exitcode not in good
+
+    def failure(self, others: list[str]) -> RankFailed:
+        """The error that the parent raises; ``others`` failed too, but later."""
+        cause, text = self._exception() if self.kind == RAISED else (None, "")
+        said = f"rank {self.number} raised\n\n{text}" if text else self.last_words()
+        failure = RankFailed("\n".join([said, *(f"Afterwards {other}" for other in others)]), self.number)
+        failure.__cause__ = cause
+        return failure
+
+    def last_words(self) -> str:
+        """The failure in one line."""
+        if self.kind == RAISED:
+            return f"rank {self.number} raised {self._exception()[1].strip().splitlines()[-1]}"
+        code = self.exitcode or 0
+        manner = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
+        moment = "while it left its group" if self.kind == RETURNED else "before its function returned"
+        return f"rank {self.number} {manner} {moment}"
+
+    def _exception(self) -> tuple[BaseException | None, str]:
+        cause, text = pickle.loads(_content(self.report))
+        try:
+            return pickle.loads(cause) if cause else None, text
+        except Exception:  # a class that only the rank can make
+            return None, text
+
+    def kill(self) -> None:
+        if self.process and self.process.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # the rank and what it started
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # a rank so young that it leads no group yet
+
+    def release(self) -> None:
+        if self.process:
+            self.process.join(_SECONDS_TO_DIE)
+            os.close(self.pidfd)
+        os.close(self.report)
+        os.close(self.stack)
+
+
+def _anonymous_file(name: str) -> int:
+    return os.memfd_create(f"dist_prims:{name}")
+
+
+def _path(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _content(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+def _is_exiting(pid: int | None) -> bool:
+    """Whether the kernel has begun to end it: that is before its sockets close, and so before a peer can notice."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return True
+    return bool(int(after_name[6]) & _PF_EXITING)
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
