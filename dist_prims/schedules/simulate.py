@@ -5,17 +5,20 @@ It is the plainest executor there is, and the oracle for the others: read the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from .schedule import Schedule
+from .schedule import Schedule, Step
 
-__all__ = ["simulate"]
+__all__ = ["simulate", "states"]
+
+Operation = Callable[[Any, Any], Any]
+Held = list[dict[int, Any]]  # of each rank: its chunks by number
 
 
-def simulate(schedule: Schedule, inputs: Sequence[Any], op: Callable[[Any, Any], Any] = np.add) -> list[Any]:
+def simulate(schedule: Schedule, inputs: Sequence[Any], op: Operation = np.add) -> list[Any]:
     """``inputs[rank]``: the rank's chunks of input, in order, as rows of an array; returns the outputs, likewise.
 
     >>> from dist_prims.schedules import build
@@ -23,16 +26,33 @@ def simulate(schedule: Schedule, inputs: Sequence[Any], op: Callable[[Any, Any],
     >>> simulate(ring, [[[1], [2]], [[10], [20]]])[0].tolist()
     [[11], [22]]
     """
-    held: list[dict[int, Any]] = []
+    held = _start(schedule, inputs)
+    for step in schedule.steps:
+        _take(step, held, op)
+    ends = (schedule.contract.end(rank).chunk.tolist() for rank in range(schedule.size))
+    return [np.array([held[rank][chunk] for chunk in chunks]) for rank, chunks in enumerate(ends)]
+
+
+def states(schedule: Schedule, inputs: Sequence[Any], op: Operation = np.add) -> Iterator[tuple[Step, Held]]:
+    """Each step, and what every rank holds after it, chunk by chunk; the same dictionaries each time."""
+    held = _start(schedule, inputs)
+    for step in schedule.steps:
+        _take(step, held, op)
+        yield step, held
+
+
+def _start(schedule: Schedule, inputs: Sequence[Any]) -> Held:
+    held: Held = []
     for rank in range(schedule.size):
         chunks = schedule.contract.start(rank).chunk.tolist()
         if len(inputs[rank]) != len(chunks):
             raise ValueError(f"simulate: rank {rank} has {len(inputs[rank])} chunks of input; {len(chunks)} are needed")
         held.append({chunk: np.asarray(data) for chunk, data in zip(chunks, inputs[rank], strict=True)})
-    for step in schedule.steps:
-        rows = step.rows()
-        moved = [held[src][chunk] for src, _, chunk, _, _ in rows]
-        for (_, dst, _, into, reduce), data in zip(rows, moved, strict=True):
-            held[dst][into] = op(held[dst][into], data) if reduce else data
-    ends = (schedule.contract.end(rank).chunk.tolist() for rank in range(schedule.size))
-    return [np.array([held[rank][chunk] for chunk in chunks]) for rank, chunks in enumerate(ends)]
+    return held
+
+
+def _take(step: Step, held: Held, op: Operation) -> None:
+    rows = step.rows()
+    moved = [held[src][chunk] for src, _, chunk, _, _ in rows]
+    for (_, dst, _, into, reduce), data in zip(rows, moved, strict=True):
+        held[dst][into] = op(held[dst][into], data) if reduce else data
