@@ -1,0 +1,238 @@
+"""Around a collective: work that overlaps, ranks that disagree, bad input, memory, settings, other engines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dist_prims
+from dist_prims.collectives import MismatchError
+from dist_prims.launch import RankFailed
+from dist_prims.schedules import algorithms
+
+
+def ones(count: int = 5) -> torch.Tensor:
+    return torch.ones(count)
+
+
+def test_many_collectives_in_flight_keep_apart() -> None:
+    def body() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        other = dist.new_group()
+        tensors = [torch.full((1000 + i,), float(rank + i)) for i in range(40)]
+        works = [
+            dist_prims.all_reduce(
+                each, group=(None, other)[i % 2], algorithm=algorithms("all_reduce")[i % 11], async_op=True
+            )
+            for i, each in enumerate(tensors)
+        ]
+        between = torch.tensor(rank)
+        dist_prims.all_reduce(between)  # waits its turn behind those
+        assert between.item() == sum(range(size))
+        for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+            assert work.wait()
+            assert work.is_completed()
+            assert tensor.eq(sum(range(size)) + i * size).all()
+
+    dist_prims.spawn(body, 4, timeout=60)
+
+
+def test_async_work_is_progressed_while_the_caller_computes() -> None:
+    def body() -> None:
+        tensor = ones()
+        work = dist_prims.all_reduce(tensor, async_op=True)
+        end = time.monotonic() + 30
+        while not work.is_completed():  # nobody waits for it
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        assert tensor.tolist() == [2.0] * 5
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_waiting_for_async_work_can_time_out_and_goes_on() -> None:
+    def body() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        tensor = ones()
+        work = dist_prims.all_reduce(tensor, async_op=True)
+        if dist.get_rank() == 0:
+            with pytest.raises(TimeoutError, match=r"all_reduce \(.*\) on rank 0 was not done"):
+                work.wait(timedelta(milliseconds=1))
+        assert work.wait(timedelta(seconds=30))
+        assert tensor.tolist() == [2.0] * 5
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_the_thread_of_a_group_goes_with_it() -> None:
+    def body() -> None:
+        for _ in range(3):
+            group = dist.new_group()
+            dist_prims.all_reduce(ones(), group=group, async_op=True).wait()
+            dist.destroy_process_group(group)
+        del group
+        end = time.monotonic() + 30
+        while any(thread.name == "dist_prims lane" for thread in threading.enumerate()):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def disagree(*calls: Callable[[], Any]) -> list[str]:
+    """Rank r makes call r; the errors of all ranks."""
+
+    def body() -> str:
+        with pytest.raises(MismatchError) as caught:
+            calls[dist.get_rank()]()
+        tensor = ones()
+        dist_prims.all_reduce(tensor)  # the group goes on
+        assert tensor.tolist() == [float(len(calls))] * 5
+        return str(caught.value)
+
+    return dist_prims.spawn(body, len(calls), timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "both"),
+    [
+        (lambda: dist_prims.all_reduce(ones()), lambda: dist_prims.broadcast(ones()), ["all_reduce", "broadcast"]),
+        (lambda: dist_prims.all_reduce(ones(5)), lambda: dist_prims.all_reduce(ones(6)), ["5", "6"]),
+        (lambda: dist_prims.all_reduce(ones()), lambda: dist_prims.all_reduce(ones().double()), ["float32", "float64"]),
+        (
+            lambda: dist_prims.all_reduce(ones()),
+            lambda: dist_prims.all_reduce(ones(), dist.ReduceOp.MAX),
+            ["SUM", "MAX"],
+        ),
+        (
+            lambda: dist_prims.all_reduce(ones(), algorithm="ring"),
+            lambda: dist_prims.all_reduce(ones(), algorithm="swing"),
+            ["ring", "swing"],
+        ),
+        (lambda: dist_prims.broadcast(ones(), src=0), lambda: dist_prims.broadcast(ones(), src=1), ["0", "1"]),
+        (
+            lambda: dist_prims.all_reduce(ones(), algorithm="ring"),
+            lambda: dist_prims.all_reduce(ones(), algorithm="ring", segment_bytes=8),
+            ["segment", "8"],
+        ),
+        (
+            lambda: dist_prims.all_gather([torch.empty(1), torch.empty(2)], torch.ones(1)),
+            lambda: dist_prims.all_gather([torch.empty(2), torch.empty(1)], torch.ones(1)),
+            ["rank 0", "rank 1"],
+        ),
+    ],
+    ids=["collective", "count", "dtype", "operation", "algorithm", "root", "segments", "layout"],
+)
+def test_ranks_that_disagree_all_get_an_error_that_names_both_sides(
+    one: Callable[[], Any], two: Callable[[], Any], both: list[str]
+) -> None:
+    for message in disagree(one, two):
+        for word in ["rank 0", "rank 1", *both]:
+            assert word in message.lower() or word in message
+
+
+def test_one_of_many_disagrees() -> None:
+    calls = [lambda: dist_prims.all_reduce(ones())] * 3 + [lambda: dist_prims.all_reduce(ones(9))]
+    for message in disagree(*calls, lambda: dist_prims.all_reduce(ones())):
+        assert "rank 3" in message
+        assert "9" in message
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """What a group of two is told, and that nothing was sent: both go on as if nothing had been called."""
+
+    def body() -> str:
+        with pytest.raises(ValueError, match=r"\w") as caught:
+            call()
+        dist_prims.barrier()
+        return str(caught.value)
+
+    messages = dist_prims.spawn(body, 2, timeout=60)
+    for rank, message in enumerate(messages):
+        assert f"rank {rank}" in message or "algorithm" in message, message
+    return messages[0]
+
+
+BAD_INPUT: dict[str, tuple[Callable[[], Any], str]] = {
+    "list": (lambda: dist_prims.all_gather([ones()], ones()), "output lists 1 tensors for a group of 2 ranks"),
+    "root": (lambda: dist_prims.broadcast(ones(), src=7), "root 7 is not in the group, whose ranks are [0, 1]"),
+    "float8": (
+        lambda: dist_prims.all_reduce(ones().to(torch.float8_e5m2)),
+        "SUM cannot reduce torch.float8_e5m2: float8 is for movement only",
+    ),
+    "bits": (lambda: dist_prims.all_reduce(ones(), dist.ReduceOp.BXOR), "BXOR cannot reduce torch.float32"),
+    "mean": (lambda: dist_prims.all_reduce(torch.ones(2).int(), dist.ReduceOp.AVG), "AVG cannot reduce torch.int32"),
+    "order": (lambda: dist_prims.all_reduce(ones().cfloat(), dist.ReduceOp.MAX), "complex numbers have no order"),
+    "device": (lambda: dist_prims.all_reduce(ones().to("meta")), "the tensor is on meta, but the group serves cpu"),
+    "sparse": (lambda: dist_prims.all_reduce(ones().to_sparse()), "call .to_dense() first"),
+    "algorithm": (lambda: dist_prims.all_reduce(ones(), algorithm="rign"), "ring"),
+    "uneven": (lambda: dist_prims.all_gather(ones(3), ones(1)), "which 2 ranks cannot share evenly; pass a list"),
+    "length": (lambda: dist_prims.all_reduce(ones(), output=ones(4)), "output has 4 elements where 5 are needed"),
+    "dtypes": (lambda: dist_prims.all_reduce(ones(), output=ones().int()), "tensors differ"),
+    "splits": (lambda: dist_prims.all_to_all(ones(4), ones(4), [1, 2], [2, 2]), "must be 2 numbers that add up to 4"),
+    "segments": (lambda: dist_prims.all_reduce(ones(), segment_bytes=-1), "segment_bytes=-1 is negative"),
+    "gather list": (lambda: dist_prims.gather(ones()), "gather_list must be given on rank 0 and only there"),
+    "no tensor": (lambda: dist_prims.all_reduce([1.0]), "a tensor is needed, not list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_refused_before_anything_is_sent(name: str) -> None:
+    call, words = BAD_INPUT[name]
+    if name == "gather list":  # right on rank 1
+        call = lambda: dist_prims.gather(ones(), [] if dist.get_rank() else None)  # noqa: E731
+    assert words in refused(call)
+
+
+def test_without_a_group() -> None:
+    with pytest.raises(ValueError, match=r"all_reduce: this process is in no group; call dist_prims.init\(\) first"):
+        dist_prims.all_reduce(ones())
+
+
+def test_a_rank_outside_the_group_is_told() -> None:
+    def body() -> None:
+        group = dist.new_group([0])
+        if dist.get_rank() == 1:
+            with pytest.raises(ValueError, match="rank 1 is not a member of the given group"):
+                dist_prims.all_reduce(ones(), group=group)
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_the_environment_chooses_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(count: int) -> str:
+        with pytest.raises(MismatchError) as caught:
+            dist_prims.all_reduce(ones(count), algorithm="naive_ring" if dist.get_rank() else None)
+        return str(caught.value)
+
+    def body() -> list[str]:
+        return [chosen(count) for count in (1, 1023, 1024, 5000)]
+
+    monkeypatch.setenv("DIST_PRIMS_ALL_REDUCE", "swing:0-4K;tree:4K-16K; ring:16K-max")
+    names = ["swing", "swing", "tree", "ring"]
+    for messages in dist_prims.spawn(body, 2, timeout=60):
+        for message, name in zip(messages, names, strict=True):
+            assert name in message
+    monkeypatch.setenv("DIST_PRIMS_ALL_REDUCE", "rign")
+    with pytest.raises(RankFailed, match="rign"):
+        dist_prims.spawn(lambda: dist_prims.all_reduce(ones()), 1, timeout=60)
+
+
+def test_the_fake_engine() -> None:
+    def body() -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+        for name in algorithms("all_reduce"):
+            dist_prims.all_reduce(ones(), algorithm=name)
+        dist.destroy_process_group()
+
+    dist_prims.spawn(body, 1, init=False, timeout=60)
