@@ -1,0 +1,5 @@
+"""Small real data that travels with the package, so that an example trains without a download."""
+
+from .digits import digits
+
+__all__ = ["digits"]

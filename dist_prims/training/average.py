@@ -1,0 +1,91 @@
+"""Gradient averaging, the heart of synchronous data-parallel training: after it, every rank takes the same step.
+
+One all-reduce a parameter pays the latency hundreds of times a step, so gradients travel packed in flat buckets. A
+parameter may have no gradient on some ranks (a branch that their batch did not take): those count as zeros, since ranks
+that skip a parameter would pair the wrong messages from there on. First of all the ranks agree on who has what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..collectives import all_reduce
+from ..collectives.flat import cut
+
+__all__ = ["average_gradients"]
+
+_NONE, _DENSE, _SPARSE = 0, 1, 2
+
+
+def average_gradients(
+    model: torch.nn.Module, group: dist.ProcessGroup | None = None, *, bucket_mb: float = 25, **options: Any
+) -> None:
+    """Replace each gradient by its mean over the ranks; call it between ``backward()`` and ``step()``.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> model(torch.ones(3, 2)).sum().backward()
+    >>> average_gradients(model)
+    >>> model.weight.grad
+    tensor([[3., 3.]])
+
+    Parameters without a gradient on any rank keep none. Memory beside the model: one bucket. ``options`` are those of
+    :func:`dist_prims.all_reduce`, such as ``algorithm="ring"``.
+    """
+    if bucket_mb <= 0:
+        raise ValueError(f"average_gradients: bucket_mb={bucket_mb} must be positive")
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    kinds = _agree([_kind(parameter) for _, parameter in named], named, group)
+    if _SPARSE in kinds:
+        name = named[kinds.index(_SPARSE)][0]
+        raise ValueError(
+            f"average_gradients: parameter {name!r} has a sparse gradient, on this rank or another; "
+            "make its layer with sparse=False, or average it by itself after .to_dense()"
+        )
+    taking_part = [parameter for (_, parameter), kind in zip(named, kinds, strict=True) if kind == _DENSE]
+    for bucket in _buckets(taking_part, int(bucket_mb * 2**20)):
+        _average(bucket, group, options)
+
+
+def _kind(parameter: torch.nn.Parameter) -> int:
+    if parameter.grad is None:
+        return _NONE
+    return _SPARSE if parameter.grad.layout != torch.strided else _DENSE
+
+
+def _agree(kinds: list[int], named: list[tuple[str, torch.nn.Parameter]], group: dist.ProcessGroup | None) -> list[int]:
+    """For each parameter the largest kind of any rank."""
+    if not kinds:
+        return kinds
+    table = torch.tensor(kinds, dtype=torch.uint8, device=named[0][1].device)
+    all_reduce(table, dist.ReduceOp.MAX, group)
+    return [int(kind) for kind in table.tolist()]
+
+
+def _buckets(parameters: list[torch.nn.Parameter], limit: int) -> Iterator[list[torch.nn.Parameter]]:
+    """Parameters of one dtype and device, in their order, up to ``limit`` bytes together but at least one."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for alike in kinds.values():
+        bucket: list[torch.nn.Parameter] = []
+        for parameter in alike:
+            if bucket and sum(each.nbytes for each in bucket) + parameter.nbytes > limit:
+                yield bucket
+                bucket = []
+            bucket.append(parameter)
+        yield bucket
+
+
+def _average(bucket: list[torch.nn.Parameter], group: dist.ProcessGroup | None, options: dict[str, Any]) -> None:
+    for parameter in bucket:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+    flat = torch.cat([gradient.detach().reshape(-1) for gradient in gradients])
+    all_reduce(flat, dist.ReduceOp.AVG, group, **options)
+    for gradient, mean in zip(gradients, cut(flat, [each.numel() for each in gradients]), strict=True):
+        gradient.detach().copy_(mean.view_as(gradient))
