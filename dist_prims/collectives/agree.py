@@ -4,7 +4,8 @@ Engines trust that ranks agree: gloo adds float32 to int32, or aborts the proces
 receive that was posted. So each collective begins with a header of one fixed size that says what the rank is about to
 do, packed and readable rather than hashed, so that the error can show both sides.
 
-Headers spread by dissemination: in ceil(log2 n) rounds rank r passes what it knows to r + 2^k. To know that all agree
+Headers spread by dissemination: in round k = 0, 1, ... rank r passes what it knows to r + 4^k, r + 2 * 4^k and
+r + 3 * 4^k, so that after ceil(log4 n) rounds all know all. To know that all agree
 one header is enough, to tell that two do not, two are: so that is what travels, the lowest rank's and the first that
 differs from it.
 """
@@ -20,13 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .channel import Channel, Transfer
+from .channel import Channel, Pending, Transfer
 
 __all__ = ["Header", "MismatchError", "agree"]
 
 _LAYOUT = struct.Struct("<q16s8s16sqqq40s64s8s")
 _SLOT = struct.Struct(f"<q{_LAYOUT.size}s")
 NOBODY = -1
+_RADIX = 4  # ranks reached in a round: on busy cores a round costs more than a message
 
 
 class MismatchError(RuntimeError):
@@ -96,16 +98,22 @@ def agree(channel: Channel, group: dist.ProcessGroup, header: Header, device: to
     """Return when all ranks are about to do the same; MismatchError on every rank when they are not."""
     rank, size = group.rank(), group.size()
     known: Known = ((rank, header.pack()),)
+    leaving: list[Pending] = []
     distance = 1
     while distance < size:
+        hops = [hop * distance for hop in range(1, _RADIX) if hop * distance < size]
         sent = _encode(known).to(device)
-        received = sent.clone()  # a group that moves nothing ("fake") then agrees with itself
+        received = [sent.clone() for _ in hops]  # a group that moves nothing ("fake") then agrees with itself
         outgoing, incoming = channel.start(
-            [Transfer((rank + distance) % size, sent)], [Transfer((rank - distance) % size, received)]
+            [Transfer((rank + hop) % size, sent) for hop in hops],
+            [Transfer((rank - hop) % size, data) for hop, data in zip(hops, received, strict=True)],
         )
-        channel.wait([*incoming, *outgoing])
-        known = _merge(known, _decode(received))
-        distance *= 2
+        leaving += outgoing
+        channel.wait(incoming)
+        for data in received:
+            known = _merge(known, _decode(data))
+        distance *= _RADIX
+    channel.wait(leaving)
     if len(known) > 1:
         (one, first), (two, second) = known
         raise MismatchError(

