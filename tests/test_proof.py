@@ -123,12 +123,24 @@ def mutants(draw: st.DrawFn) -> Schedule:
     return changed(schedule, change)
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(mutants())
-def test_what_the_proof_accepts_is_right(schedule: Schedule) -> None:
+def check_mutant(schedule: Schedule) -> None:
     if accepts(schedule):
         assert is_right(schedule)
         assert not schedule.contract.same_bits or has_same_bits(schedule)
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(mutants())
+def test_what_the_proof_accepts_is_right(schedule: Schedule) -> None:
+    check_mutant(schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(mutants())
+def test_what_the_proof_accepts_is_right_at_length(schedule: Schedule) -> None:
+    check_mutant(schedule)
 
 
 @settings(max_examples=100, deadline=None)

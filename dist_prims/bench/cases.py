@@ -1,0 +1,180 @@
+"""What is measured: for each collective its buffers, the call, and the result that is known beforehand.
+
+Values are small whole numbers that every type here adds exactly, and differ from iteration to iteration: a contender
+that works on a buffer that nobody has touched since the last time shows the speed of a cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import collectives as ours
+
+__all__ = ["CASES", "Buffers", "Case", "contenders"]
+
+_ROOT = 0
+_PERIOD = 13  # of the pattern; a prime, so that a block in the wrong place shows
+
+Call = Callable[..., Any]
+
+
+@dataclass
+class Buffers:
+    """One rank's data. ``round`` changes what is in it."""
+
+    rank: int
+    size: int
+    input: torch.Tensor
+    output: torch.Tensor
+
+    def value(self, rank: int, round: int, count: int, start: int = 0) -> torch.Tensor:
+        """What a rank holds at places ``start`` to ``start + count``."""
+        places = torch.arange(start, start + count, dtype=torch.int32)
+        return ((places + round) % _PERIOD + rank).to(self.input.dtype)
+
+    def total(self, round: int, count: int, start: int = 0) -> torch.Tensor:
+        ranks = self.size * (self.size - 1) // 2
+        return (self.value(0, round, count, start) * self.size + ranks).to(self.input.dtype)
+
+    def block(self, of: int) -> torch.Tensor:
+        length = len(self.output) // self.size
+        return self.output[of * length : (of + 1) * length]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collective: how large its buffers are for a size, how to call it with us and with the group, what it gives.
+
+    ``bus``: the factor between the data per second and what a link must carry, as nccl-tests count it.
+    """
+
+    shape: Callable[[int, int], tuple[int, int]]  # (elements, ranks) to elements of input and output
+    call: Call
+    own: Call
+    wrong: Callable[[Buffers, int], int]
+    bus: Callable[[int], float]
+    op: str = "none"
+
+
+def contenders(collective: str, names: list[str], **options: Any) -> dict[str, Callable[[Buffers], Any]]:
+    """The group's own collective first, then ours by algorithm."""
+    case = CASES[collective]
+    chosen: dict[str, Callable[[Buffers], Any]] = {dist.get_backend(): case.own}
+    for name in names:
+        chosen[name] = functools.partial(case.call, algorithm=name, **options)
+    return chosen
+
+
+def _differ(found: torch.Tensor, expected: torch.Tensor) -> int:
+    return int((found != expected).sum())
+
+
+def _whole(n: int, size: int) -> tuple[int, int]:
+    return n, 0
+
+
+def _gathered(n: int, size: int) -> tuple[int, int]:
+    return n // size, n // size * size
+
+
+def _scattered(n: int, size: int) -> tuple[int, int]:
+    return n // size * size, n // size
+
+
+def _exchanged(n: int, size: int) -> tuple[int, int]:
+    return n // size * size, n // size * size
+
+
+def _wrong_sum(b: Buffers, round: int) -> int:
+    return _differ(b.input, b.total(round, len(b.input)))
+
+
+def _wrong_gather(b: Buffers, round: int) -> int:
+    return sum(_differ(b.block(rank), b.value(rank, round, len(b.input))) for rank in range(b.size))
+
+
+def _wrong_scatter(b: Buffers, round: int) -> int:
+    return _differ(b.output, b.total(round, len(b.output), b.rank * len(b.output)))
+
+
+def _wrong_exchange(b: Buffers, round: int) -> int:
+    length = len(b.output) // b.size
+    return sum(_differ(b.block(rank), b.value(rank, round, length, b.rank * length)) for rank in range(b.size))
+
+
+def _wrong_reduce(b: Buffers, round: int) -> int:
+    return _wrong_sum(b, round) if b.rank == _ROOT else 0
+
+
+def _wrong_broadcast(b: Buffers, round: int) -> int:
+    return _differ(b.input, b.value(_ROOT, round, len(b.input)))
+
+
+def _blocks(b: Buffers) -> list[torch.Tensor]:
+    return [b.block(rank) for rank in range(b.size)]
+
+
+def _part(size: int) -> float:
+    return (size - 1) / size
+
+
+CASES: dict[str, Case] = {
+    "all_reduce": Case(
+        _whole,
+        lambda b, **how: ours.all_reduce(b.input, **how),
+        lambda b: dist.all_reduce(b.input),
+        _wrong_sum,
+        lambda size: 2 * _part(size),
+        "sum",
+    ),
+    "reduce_scatter": Case(
+        _scattered,
+        lambda b, **how: ours.reduce_scatter(b.output, b.input, **how),
+        lambda b: dist.reduce_scatter(b.output, list(b.input.view(b.size, -1))),
+        _wrong_scatter,
+        _part,
+        "sum",
+    ),
+    "all_gather": Case(
+        _gathered,
+        lambda b, **how: ours.all_gather(b.output, b.input, **how),
+        lambda b: dist.all_gather(_blocks(b), b.input),
+        _wrong_gather,
+        _part,
+    ),
+    "broadcast": Case(
+        _whole,
+        lambda b, **how: ours.broadcast(b.input, _ROOT, **how),
+        lambda b: dist.broadcast(b.input, _ROOT),
+        _wrong_broadcast,
+        lambda size: 1.0,
+    ),
+    "reduce": Case(
+        _whole,
+        lambda b, **how: ours.reduce(b.input, _ROOT, **how),
+        lambda b: dist.reduce(b.input, _ROOT),
+        _wrong_reduce,
+        lambda size: 1.0,
+        "sum",
+    ),
+    "all_to_all": Case(
+        _exchanged,
+        lambda b, **how: ours.all_to_all(b.output, b.input, **how),
+        lambda b: dist.all_to_all_single(b.output, b.input),
+        _wrong_exchange,
+        _part,
+    ),
+    "barrier": Case(
+        lambda n, size: (0, 0),
+        lambda b, **how: ours.barrier(**how),
+        lambda b: dist.barrier(),
+        lambda b, round: 0,
+        lambda size: 0.0,
+    ),
+}

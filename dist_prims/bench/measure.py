@@ -1,0 +1,103 @@
+"""Time contenders side by side, so that what disturbs the machine disturbs them alike.
+
+Each iteration runs every contender once, in an order that turns by one; before each run the buffer gets new values and
+the ranks meet. The time of a run is that of its slowest rank; of all iterations the median counts. Two contenders are
+compared by the median of their ratios, iteration by iteration: absolute times of two programs on a shared machine say
+little.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .cases import CASES, Buffers, Case, contenders
+
+__all__ = ["Line", "iterations_for", "measure"]
+
+
+@dataclass
+class Line:
+    """One contender at one size."""
+
+    collective: str
+    contender: str
+    nbytes: int
+    count: int
+    dtype: str
+    op: str
+    seconds: list[float] = field(default_factory=list)
+    wrong: int = 0
+    ratio: float = 1.0  # its time by that of the group's own collective
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def bandwidth(self, factor: float = 1.0) -> float:
+        """GB/s."""
+        return factor * self.nbytes / self.median / 1e9
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "median": self.median}
+
+
+def iterations_for(nbytes: int) -> int:
+    """Many for what is quick, enough for a median of what is not."""
+    return max(7, min(101, 2**26 // max(nbytes, 1)))
+
+
+def measure(
+    collective: str,
+    nbytes: int,
+    names: list[str],
+    dtype: torch.dtype = torch.float32,
+    iterations: int | None = None,
+    warmup: int = 2,
+    segment_bytes: int = 0,
+    more: Mapping[str, Callable[[Buffers], Any]] | None = None,
+) -> list[Line]:
+    """A line for the group's own collective, for each algorithm named and each of ``more``; the same on every rank."""
+    case, size = CASES[collective], dist.get_world_size()
+    count = nbytes // dtype.itemsize
+    shape = case.shape(count, size)
+    buffers = Buffers(dist.get_rank(), size, *(torch.zeros(length, dtype=dtype) for length in shape))
+    runs = {**contenders(collective, names, segment_bytes=segment_bytes), **(more or {})}
+    moved = max(shape) * dtype.itemsize
+    lines = [Line(collective, name, moved, max(shape), str(dtype).removeprefix("torch."), case.op) for name in runs]
+    for round in range(-warmup, iterations or iterations_for(nbytes)):
+        turn = [*range(len(lines))]
+        turn = turn[round % len(turn) :] + turn[: round % len(turn)]
+        for number in turn:
+            seconds, wrong = _run(case, buffers, runs[lines[number].contender], abs(round) + number)
+            if round >= 0:
+                lines[number].seconds.append(seconds)
+                lines[number].wrong += wrong
+    _share(lines)
+    return lines
+
+
+def _run(case: Case, buffers: Buffers, contender: Callable[[Buffers], Any], round: int) -> tuple[float, int]:
+    buffers.input.copy_(buffers.value(buffers.rank, round, len(buffers.input)))
+    buffers.output.zero_()
+    dist.barrier()
+    began = time.perf_counter()
+    contender(buffers)
+    return time.perf_counter() - began, case.wrong(buffers, round)
+
+
+def _share(lines: list[Line]) -> None:
+    """The slowest rank's times, and the wrong elements of all ranks."""
+    times = torch.tensor([line.seconds for line in lines], dtype=torch.float64)
+    wrong = torch.tensor([line.wrong for line in lines])
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    dist.all_reduce(wrong)
+    for line, seconds, errors in zip(lines, times.tolist(), wrong.tolist(), strict=True):
+        line.seconds, line.wrong = seconds, errors
+        line.ratio = statistics.median(own / first for own, first in zip(seconds, times[0].tolist(), strict=True))

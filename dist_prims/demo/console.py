@@ -1,0 +1,44 @@
+"""Output that stays readable when many ranks run: rank 0 speaks for all, and all decide what it says of a check."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from ..collectives import all_reduce
+
+__all__ = ["Console"]
+
+
+class Console:
+    """Says things once, and keeps the score."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.held = self.failed = 0
+
+    def title(self, text: str) -> None:
+        self.say(f"\n{text}\n{'─' * len(text)}")
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def progress(self, text: str, last: bool) -> None:
+        """On a terminal a line that replaces itself, elsewhere a line each time."""
+        if self.rank == 0 and sys.stdout.isatty():
+            print(f"\r\033[K{text}", end="\n" if last else "", flush=True)
+        else:
+            self.say(text)
+
+    def check(self, holds: bool, claim: str) -> None:
+        """Every rank must find that the claim holds."""
+        bad = torch.zeros(dist.get_world_size(), dtype=torch.int32)
+        bad[self.rank] = not holds
+        all_reduce(bad)
+        ranks = [rank for rank, count in enumerate(bad.tolist()) if count]
+        self.held += not ranks
+        self.failed += bool(ranks)
+        self.say(f"  ✗ {claim}: not on ranks {ranks}" if ranks else f"  ✓ {claim}")

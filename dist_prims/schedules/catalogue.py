@@ -1,0 +1,33 @@
+"""Tables of what is registered, for the README and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .contract import COLLECTIVES
+from .registry import algorithms, lookup
+
+__all__ = ["markdown_table", "text_table"]
+
+_HEADS = ("collective", "algorithm", "steps", "sent", "wins when", "source")
+
+
+def markdown_table() -> str:
+    """Every registered algorithm with its card, a row each."""
+    rows = [(c, f"`{name}`", f"`{steps}`", f"`{sent}`", *words) for c, name, steps, sent, *words in _rows()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [_HEADS, ("---",) * len(_HEADS), *rows])
+
+
+def text_table(collective: str | None = None) -> str:
+    """The same for a terminal, of one collective or of all."""
+    rows = [_HEADS, *(row for row in _rows() if collective in (None, row[0]))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _rows() -> Iterator[tuple[str, ...]]:
+    for collective in COLLECTIVES:
+        for name in algorithms(collective):
+            if card := lookup(collective, name).card:
+                yield collective, name, card.steps, card.sent, card.wins, card.source

@@ -1,0 +1,83 @@
+"""The benchmark measures what it says, and counts what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import dist_prims
+from dist_prims.bench.__main__ import main, sizes
+from dist_prims.bench.cases import CASES, Buffers
+from dist_prims.bench.measure import Line, measure
+from dist_prims.bench.memory import extra_chunks
+from dist_prims.schedules import algorithms
+
+
+def test_sizes() -> None:
+    assert sizes("8,64K,1M,1G") == [8, 65536, 1 << 20, 1 << 30]
+    assert sizes("1K:9K") == [1024, 2048, 4096, 8192]
+    assert sizes("8:1K/8") == [8, 64, 512]
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    line = Line("all_reduce", "x", 8_000_000, 2_000_000, "float32", "sum", seconds=[0.004, 0.002, 0.001])
+    assert line.median == 0.002
+    assert line.bandwidth() == pytest.approx(4.0)
+    factors = {"all_reduce": 1.5, "reduce_scatter": 0.75, "all_gather": 0.75, "broadcast": 1, "all_to_all": 0.75}
+    for collective, factor in factors.items():
+        assert line.bandwidth(CASES[collective].bus(4)) == pytest.approx(4 * factor)
+
+
+@pytest.mark.parametrize("collective", CASES)
+def test_every_collective_and_algorithm_is_right(collective: str) -> None:
+    def body() -> list[Line]:
+        return measure(collective, 240, algorithms(collective), iterations=2, warmup=1)
+
+    for lines in dist_prims.spawn(body, 3, timeout=60):
+        assert [line.contender for line in lines] == ["gloo", *algorithms(collective)]
+        assert [line.wrong for line in lines] == [0] * len(lines)
+        assert all(len(line.seconds) == 2 and min(line.seconds) > 0 for line in lines)
+        assert lines[0].ratio == 1.0
+
+
+def test_what_is_wrong_is_counted() -> None:
+    def lazy(buffers: Buffers) -> None:
+        dist.all_reduce(buffers.input[:-1])
+
+    def body() -> int:
+        return measure("all_reduce", 400, [], iterations=2, more={"lazy": lazy})[1].wrong
+
+    assert dist_prims.spawn(body, 2, timeout=60) == [4, 4]  # an element on two ranks, twice
+
+
+def test_a_ring_takes_at_most_two_chunks_of_memory() -> None:
+    used = dist_prims.spawn(extra_chunks, 4, ("all_reduce", "ring", 1 << 20), timeout=60)
+    assert 0.9 < used[0] <= 2
+
+
+def test_the_command(tmp_path: Path) -> None:
+    start = [sys.executable, "-m", "dist_prims.bench", "--ranks", "2", "--sizes", "8,1K", "--iterations", "2"]
+    start += ["--algorithms", "ring,direct", "--json", str(tmp_path / "all.json"), "--plot", str(tmp_path / "all.svg")]
+    done = subprocess.run(start, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "#wrong" in done.stdout
+    assert "# wrong elements: 0" in done.stdout
+    assert sum(line.split()[4:5] == ["ring"] for line in done.stdout.splitlines()) == 2
+    found = json.loads((tmp_path / "all.json").read_text())
+    assert found["environment"]["ranks"] == 2
+    assert [line["contender"] for line in found["lines"]] == ["gloo", "ring", "direct"] * 2
+    assert xml.etree.ElementTree.parse(tmp_path / "all.svg")
+
+
+def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--sizes", "8X"])
+    assert "'8X' is not a size" in capsys.readouterr().err
+    with pytest.raises(dist_prims.launch.RankFailed, match="did you mean 'ring'"):
+        main(["--algorithms", "rign", "--ranks", "1"])

@@ -1,0 +1,146 @@
+"""The house rules that a program can check: style and types, floors, public names, examples that run."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import dist_prims
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "dist_prims"
+CHECKS = ["ruff-lint", "ruff-format", "types", "clang-format-csrc", "shell-syntax"]
+MODULES = sorted(module.name for module in pkgutil.walk_packages(dist_prims.__path__, "dist_prims."))
+
+# Who may import whom: each floor names those below it.
+FLOORS = {
+    "schedules": set(),
+    "collectives": {"schedules"},
+    "launch": set(),
+    "datasets": set(),
+    "training": {"collectives"},
+    "demo": {"schedules", "collectives", "launch", "datasets", "training", "_chart"},
+    "bench": {"schedules", "collectives", "launch", "_chart"},
+}
+PURE = {"schedules", "_chart"}  # no torch
+
+PUBLIC = ["DataPartitioner", "__version__", "all_gather", "all_reduce", "all_to_all", "average_gradients", "barrier"]
+PUBLIC += ["broadcast", "gather", "init", "reduce", "reduce_scatter", "scan", "scatter", "spawn"]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+
+
+def sources() -> Iterator[tuple[str, Path, ast.Module]]:
+    """Floor, file and syntax tree of every module."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        floor = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        yield floor, path, ast.parse(path.read_text())
+
+
+def imported(path: Path, tree: ast.Module) -> Iterator[str]:
+    """The absolute names that a module imports, wherever in it."""
+    package = ["dist_prims", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_style_and_types(check: str) -> None:
+    found = run("launch_scripts/checks.sh", check)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_the_list_of_checks_is_the_one_that_is_run() -> None:
+    assert run("launch_scripts/checks.sh", "--list").stdout.split() == CHECKS
+    assert "launch_scripts/checks.sh" in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
+def test_imports_go_down_only() -> None:
+    for floor, path, tree in sources():
+        for name in imported(path, tree):
+            top, _, rest = name.partition(".")
+            target = rest.partition(".")[0]
+            if top == "dist_prims" and floor in FLOORS and target in {*FLOORS, "_chart"}:
+                assert target == floor or target in FLOORS[floor], f"{path}: {floor} must not import {name}"
+            assert not (top == "torch" and floor in PURE), f"{path} must do without torch"
+
+
+def test_plans_load_without_torch() -> None:
+    code = "import sys, dist_prims.schedules; assert 'torch' not in sys.modules"
+    found = run(sys.executable, "-c", code)
+    assert found.returncode == 0, found.stderr
+
+
+def test_modules_say_what_they_are_and_what_they_offer() -> None:
+    for _, path, tree in sources():
+        assert ast.get_docstring(tree), f"{path} has no docstring"
+        targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+        names = {target.id for target in targets if isinstance(target, ast.Name)}
+        if path.name != "__main__.py" and any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in tree.body):
+            assert "__all__" in names, f"{path} has no __all__"
+
+
+def test_files_and_functions_stay_short() -> None:
+    for _, path, tree in sources():
+        assert len(path.read_text().splitlines()) <= 400, f"{path} is long: the idea is not found yet"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, f"{path}: {node.name} is long"
+
+
+def test_public_names_are_few_and_stay() -> None:
+    assert sorted(dist_prims.__all__) == sorted(PUBLIC)
+    for name in dist_prims.__all__:
+        assert getattr(dist_prims, name)
+    with pytest.raises(AttributeError, match="no attribute 'all_reduc'"):
+        _ = dist_prims.all_reduc
+
+
+def test_public_functions_have_an_example() -> None:
+    for name in set(PUBLIC) - {"__version__"}:
+        found = getattr(dist_prims, name)
+        text = (found.__doc__ or "") + (importlib.import_module(found.__module__).__doc__ or "")
+        assert ">>>" in text, f"{name} has no example"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str) -> None:
+    if name.endswith("__main__"):
+        pytest.skip("a program, run by its own tests")
+    module = importlib.import_module(name)
+    if not doctest.DocTestFinder(exclude_empty=True).find(module):
+        return
+    own_group = "collectives" in name or "training" in name
+    if own_group:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert doctest.testmod(module).failed == 0
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_nothing_of_a_machine_in_the_project() -> None:
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard").stdout.split()
+    for name in listed:
+        path = ROOT / name
+        if path.is_file() and path.suffix not in {".gz", ".png"}:
+            text = path.read_text()
+            for word in ("/" + "root/", "/" + "home/", "index" + "-url"):
+                assert word not in text, f"{name} holds {word}"
