@@ -71,7 +71,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert sum(line.split()[4:5] == ["ring"] for line in done.stdout.splitlines()) == 2
     found = json.loads((tmp_path / "all.json").read_text())
     assert found["environment"]["ranks"] == 2
-    assert [line["contender"] for line in found["lines"]] == ["gloo", "ring", "direct"] * 2
+    assert [line["contender"] for line in found["lines"]] == ["gloo", "dist_prims", "ring", "direct"] * 2
     assert xml.etree.ElementTree.parse(tmp_path / "all.svg")
 
 

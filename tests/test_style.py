@@ -24,14 +24,17 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(dist_prims.__pa
 # Who may import whom: each floor names those below it.
 FLOORS = {
     "schedules": set(),
-    "collectives": {"schedules"},
-    "launch": set(),
+    "collectives": {"schedules", "errors"},
+    "errors": set(),
+    "autoload": {"backend"},
+    "backend": {"autoload", "launch"},
+    "launch": {"autoload"},
     "datasets": set(),
     "training": {"collectives"},
     "demo": {"schedules", "collectives", "launch", "datasets", "training", "_chart"},
     "bench": {"schedules", "collectives", "launch", "_chart"},
 }
-PURE = {"schedules", "_chart"}  # no torch
+PURE = {"schedules", "errors", "_chart"}  # no torch
 
 PUBLIC = ["DataPartitioner", "__version__", "all_gather", "all_reduce", "all_to_all", "average_gradients", "barrier"]
 PUBLIC += ["broadcast", "gather", "init", "reduce", "reduce_scatter", "scan", "scatter", "spawn"]

@@ -55,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench", description=__doc__)
     parser.add_argument("--collective", choices=CASES, default="all_reduce")
     parser.add_argument("--sizes", type=sizes, default="8:64M/8", help="8,64K,16M or 8:64M or 8:64M/8")
-    parser.add_argument("--algorithms", default="", help="names, or 'all'; else those with the same bits on all ranks")
+    parser.add_argument("--algorithms", default="", help="names, 'all' or 'none'; else those with the same bits on all")
+    parser.add_argument("--backends", default="dist_prims", help="more backends to measure beside gloo (dist_prims)")
     parser.add_argument("--segment-bytes", type=_size, default=0, help="cut messages into segments")
     parser.add_argument("--ranks", type=int, default=4, help="to start where no launcher has (4)")
     parser.add_argument("--dtype", default="float32")
@@ -74,12 +75,15 @@ def bench(given: argparse.Namespace) -> int:
     names = _names(given.collective, given.algorithms)
     if given.memory:
         return _memory(given, names)
+    groups = {name: dist.new_group(backend=name) for name in given.backends.split(",") if name}
     if speaks:
         print(heading(given.collective), flush=True)
     lines: list[Line] = []
     for nbytes in given.sizes:
         dtype = getattr(torch, given.dtype)
-        found = measure(given.collective, nbytes, names, dtype, given.iterations, given.warmup, given.segment_bytes)
+        found = measure(
+            given.collective, nbytes, names, dtype, given.iterations, given.warmup, given.segment_bytes, groups
+        )
         lines += found
         if speaks:
             print("\n".join(map(row, found)), flush=True)
@@ -94,6 +98,8 @@ def bench(given: argparse.Namespace) -> int:
 
 
 def _names(collective: str, text: str) -> list[str]:
+    if text == "none":
+        return []
     if text and text != "all":
         names = text.split(",")
     else:

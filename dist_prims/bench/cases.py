@@ -7,7 +7,7 @@ that works on a buffer that nobody has touched since the last time shows the spe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,13 +62,15 @@ class Case:
     op: str = "none"
 
 
-def contenders(collective: str, names: list[str], **options: Any) -> dict[str, Callable[[Buffers], Any]]:
-    """The group's own collective first, then ours by algorithm."""
+def contenders(
+    collective: str, names: list[str], groups: Mapping[str, dist.ProcessGroup | None], **options: Any
+) -> dict[str, Callable[[Buffers], Any]]:
+    """The collective of each group's own backend, then ours by algorithm over the default group."""
     case = CASES[collective]
-    chosen: dict[str, Callable[[Buffers], Any]] = {dist.get_backend(): case.own}
-    for name in names:
-        chosen[name] = functools.partial(case.call, algorithm=name, **options)
-    return chosen
+    chosen: dict[str, Callable[[Buffers], Any]] = {
+        name: functools.partial(case.own, group=group) for name, group in groups.items()
+    }
+    return chosen | {name: functools.partial(case.call, algorithm=name, **options) for name in names}
 
 
 def _differ(found: torch.Tensor, expected: torch.Tensor) -> int:
@@ -128,7 +130,7 @@ CASES: dict[str, Case] = {
     "all_reduce": Case(
         _whole,
         lambda b, **how: ours.all_reduce(b.input, **how),
-        lambda b: dist.all_reduce(b.input),
+        lambda b, group: dist.all_reduce(b.input, group=group),
         _wrong_sum,
         lambda size: 2 * _part(size),
         "sum",
@@ -136,7 +138,7 @@ CASES: dict[str, Case] = {
     "reduce_scatter": Case(
         _scattered,
         lambda b, **how: ours.reduce_scatter(b.output, b.input, **how),
-        lambda b: dist.reduce_scatter(b.output, list(b.input.view(b.size, -1))),
+        lambda b, group: dist.reduce_scatter(b.output, list(b.input.view(b.size, -1)), group=group),
         _wrong_scatter,
         _part,
         "sum",
@@ -144,21 +146,21 @@ CASES: dict[str, Case] = {
     "all_gather": Case(
         _gathered,
         lambda b, **how: ours.all_gather(b.output, b.input, **how),
-        lambda b: dist.all_gather(_blocks(b), b.input),
+        lambda b, group: dist.all_gather(_blocks(b), b.input, group=group),
         _wrong_gather,
         _part,
     ),
     "broadcast": Case(
         _whole,
         lambda b, **how: ours.broadcast(b.input, _ROOT, **how),
-        lambda b: dist.broadcast(b.input, _ROOT),
+        lambda b, group: dist.broadcast(b.input, _ROOT, group=group),
         _wrong_broadcast,
         lambda size: 1.0,
     ),
     "reduce": Case(
         _whole,
         lambda b, **how: ours.reduce(b.input, _ROOT, **how),
-        lambda b: dist.reduce(b.input, _ROOT),
+        lambda b, group: dist.reduce(b.input, _ROOT, group=group),
         _wrong_reduce,
         lambda size: 1.0,
         "sum",
@@ -166,14 +168,14 @@ CASES: dict[str, Case] = {
     "all_to_all": Case(
         _exchanged,
         lambda b, **how: ours.all_to_all(b.output, b.input, **how),
-        lambda b: dist.all_to_all_single(b.output, b.input),
+        lambda b, group: dist.all_to_all_single(b.output, b.input, group=group),
         _wrong_exchange,
         _part,
     ),
     "barrier": Case(
         lambda n, size: (0, 0),
         lambda b, **how: ours.barrier(**how),
-        lambda b: dist.barrier(),
+        lambda b, group: dist.barrier(group=group),
         lambda b, round: 0,
         lambda size: 0.0,
     ),

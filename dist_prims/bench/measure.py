@@ -1,9 +1,9 @@
 """Time contenders side by side, so that what disturbs the machine disturbs them alike.
 
 Each iteration runs every contender once, in an order that turns by one; before each run the buffer gets new values and
-the ranks meet. The time of a run is that of its slowest rank; of all iterations the median counts. Two contenders are
-compared by the median of their ratios, iteration by iteration: absolute times of two programs on a shared machine say
-little.
+the ranks meet. Small ones are called many times in a row, as the time of one is lost in the meeting. The time of a run
+is that of its slowest rank; of all iterations the median counts. Two contenders are compared by the median of their
+ratios, iteration by iteration: absolute times of two programs on a shared machine say little.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch.distributed as dist
 from .cases import CASES, Buffers, Case, contenders
 
 __all__ = ["Line", "iterations_for", "measure"]
+
+_SMALL, _CALLS_IN_A_ROW = 64 * 1024, 50
 
 
 @dataclass
@@ -61,21 +63,26 @@ def measure(
     iterations: int | None = None,
     warmup: int = 2,
     segment_bytes: int = 0,
+    groups: Mapping[str, dist.ProcessGroup | None] | None = None,
     more: Mapping[str, Callable[[Buffers], Any]] | None = None,
 ) -> list[Line]:
-    """A line for the group's own collective, for each algorithm named and each of ``more``; the same on every rank."""
+    """A line for the own collective of the default group and of ``groups``, for each algorithm named and each of
+    ``more``; the same on every rank."""
     case, size = CASES[collective], dist.get_world_size()
     count = nbytes // dtype.itemsize
     shape = case.shape(count, size)
     buffers = Buffers(dist.get_rank(), size, *(torch.zeros(length, dtype=dtype) for length in shape))
-    runs = {**contenders(collective, names, segment_bytes=segment_bytes), **(more or {})}
+    all_groups = {dist.get_backend(): None, **(groups or {})}
+    runs = {**contenders(collective, names, all_groups, segment_bytes=segment_bytes), **(more or {})}
+    calls = _CALLS_IN_A_ROW if nbytes <= _SMALL else 1
+    run = _Run(case, buffers, calls, [*all_groups.values()][-1])
     moved = max(shape) * dtype.itemsize
     lines = [Line(collective, name, moved, max(shape), str(dtype).removeprefix("torch."), case.op) for name in runs]
     for round in range(-warmup, iterations or iterations_for(nbytes)):
         turn = [*range(len(lines))]
         turn = turn[round % len(turn) :] + turn[: round % len(turn)]
         for number in turn:
-            seconds, wrong = _run(case, buffers, runs[lines[number].contender], abs(round) + number)
+            seconds, wrong = run(runs[lines[number].contender], abs(round) + number)
             if round >= 0:
                 lines[number].seconds.append(seconds)
                 lines[number].wrong += wrong
@@ -83,13 +90,30 @@ def measure(
     return lines
 
 
-def _run(case: Case, buffers: Buffers, contender: Callable[[Buffers], Any], round: int) -> tuple[float, int]:
-    buffers.input.copy_(buffers.value(buffers.rank, round, len(buffers.input)))
-    buffers.output.zero_()
-    dist.barrier()
-    began = time.perf_counter()
-    contender(buffers)
-    return time.perf_counter() - began, case.wrong(buffers, round)
+@dataclass
+class _Run:
+    """Times one call after another; the ranks meet before each by the quickest barrier that they have."""
+
+    case: Case
+    buffers: Buffers
+    calls: int
+    meeting: dist.ProcessGroup | None
+
+    def __call__(self, contender: Callable[[Buffers], Any], round: int) -> tuple[float, int]:
+        """Seconds a call, and wrong elements. Of a row of calls only the first is checked."""
+        buffers = self.buffers
+        buffers.input.copy_(buffers.value(buffers.rank, round, len(buffers.input)))
+        buffers.output.zero_()
+        seconds = self._timed(contender, 1)
+        wrong = self.case.wrong(buffers, round)
+        return (self._timed(contender, self.calls) if self.calls > 1 else seconds), wrong
+
+    def _timed(self, contender: Callable[[Buffers], Any], calls: int) -> float:
+        dist.barrier(group=self.meeting)
+        began = time.perf_counter()
+        for _ in range(calls):
+            contender(self.buffers)
+        return (time.perf_counter() - began) / calls
 
 
 def _share(lines: list[Line]) -> None:

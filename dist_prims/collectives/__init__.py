@@ -21,7 +21,7 @@ them raise MismatchError before any data is touched. What is wrong on one rank a
 sent. Half types add in float32 and round once a step. Non-contiguous tensors work, by way of a contiguous copy.
 """
 
-from .agree import MismatchError
+from ..errors import MismatchError
 from .api import (
     all_gather,
     all_reduce,

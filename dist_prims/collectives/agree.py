@@ -21,18 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..errors import MismatchError
 from .channel import Channel, Pending, Transfer
 
-__all__ = ["Header", "MismatchError", "agree"]
+__all__ = ["Header", "agree"]
 
 _LAYOUT = struct.Struct("<q16s8s16sqqq40s64s8s")
 _SLOT = struct.Struct(f"<q{_LAYOUT.size}s")
 NOBODY = -1
 _RADIX = 4  # ranks reached in a round: on busy cores a round costs more than a message
-
-
-class MismatchError(RuntimeError):
-    """Ranks of a group called different collectives, or one collective with different arguments."""
 
 
 def _fit(text: str, width: int) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..autoload import register
 from . import mpi, rendezvous
 from .detect import Launcher, detect, from_url
 from .hosts import Placement, host_id
@@ -69,6 +70,7 @@ def init(
         return _joined.placement
     if init_method is None and (rank is not None or world_size is not None):
         raise ValueError(f"init: rank={rank} and world_size={world_size} say nothing without init_method=")
+    register()
     launcher = from_url(init_method, rank, world_size) if init_method else detect()
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     seconds = _seconds(_FIVE_MINUTES if timeout is None else timeout)

@@ -1,0 +1,89 @@
+#include "tensors.h"
+
+namespace dist_prims {
+
+DType type_of(const at::Tensor& tensor) {
+    switch (tensor.scalar_type()) {
+        case at::kByte:
+            return DType::kUInt8;
+        case at::kChar:
+            return DType::kInt8;
+        case at::kUInt16:
+            return DType::kUInt16;
+        case at::kShort:
+            return DType::kInt16;
+        case at::kUInt32:
+            return DType::kUInt32;
+        case at::kInt:
+            return DType::kInt32;
+        case at::kUInt64:
+            return DType::kUInt64;
+        case at::kLong:
+            return DType::kInt64;
+        case at::kHalf:
+            return DType::kFloat16;
+        case at::kBFloat16:
+            return DType::kBFloat16;
+        case at::kFloat:
+            return DType::kFloat32;
+        case at::kDouble:
+            return DType::kFloat64;
+        case at::kComplexFloat:
+            return DType::kComplex64;
+        case at::kComplexDouble:
+            return DType::kComplex128;
+        case at::kBool:
+            return DType::kBool;
+        default:
+            break;
+    }
+    switch (tensor.element_size()) {
+        case 1:
+            return DType::kBytes1;
+        case 2:
+            return DType::kBytes2;
+        case 4:
+            return DType::kBytes4;
+        case 8:
+            return DType::kBytes8;
+        default:
+            return DType::kBytes16;
+    }
+}
+
+Op op_of(const c10d::ReduceOp& op) {
+    switch (op.op_) {
+        case c10d::ReduceOp::SUM:
+        case c10d::ReduceOp::PREMUL_SUM:
+            return Op::kSum;
+        case c10d::ReduceOp::AVG:
+            return Op::kAvg;
+        case c10d::ReduceOp::PRODUCT:
+            return Op::kProduct;
+        case c10d::ReduceOp::MIN:
+            return Op::kMin;
+        case c10d::ReduceOp::MAX:
+            return Op::kMax;
+        case c10d::ReduceOp::BAND:
+            return Op::kBitAnd;
+        case c10d::ReduceOp::BOR:
+            return Op::kBitOr;
+        case c10d::ReduceOp::BXOR:
+            return Op::kBitXor;
+        default:
+            return Op::kNone;
+    }
+}
+
+at::Tensor packed(const at::Tensor& tensor) {
+    if (!tensor.is_conj() && !tensor.is_neg() && tensor.is_contiguous()) return tensor;
+    return tensor.resolve_conj().resolve_neg().contiguous();
+}
+
+std::uint64_t checksum(const std::vector<at::Tensor>& tensors) {
+    std::uint64_t sum = 0xcbf29ce484222325u;  // FNV-1a over the lengths
+    for (const auto& tensor : tensors) sum = (sum ^ static_cast<std::uint64_t>(tensor.numel())) * 0x100000001b3u;
+    return sum;
+}
+
+}  // namespace dist_prims

@@ -1,0 +1,227 @@
+#include "collectives.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "kernels.h"
+
+namespace dist_prims {
+namespace {
+
+constexpr std::size_t kAlign = 64;           // a chunk begins on a cache line
+constexpr std::size_t kOneShot = 32 * 1024;  // up to here folding everything beats a second phase
+
+void transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
+    if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
+}
+
+// Bytes of segment `number`, of a block of `bytes` cut into segments of `length`.
+std::size_t part(std::size_t bytes, std::size_t length, std::size_t number) {
+    const std::size_t begin = number * length;
+    return begin >= bytes ? 0 : std::min(length, bytes - begin);
+}
+
+std::size_t segments(std::size_t bytes, std::size_t length) {
+    return std::max<std::size_t>((bytes + length - 1) / length, 1);
+}
+
+// The largest piece so that `pieces` of them fit a slot.
+std::size_t piece_of(const Board& board, std::size_t pieces) {
+    return board.capacity() / pieces / kAlign * kAlign;
+}
+
+void fold_ranks(Op op, DType dtype, std::byte* out, const std::vector<const void*>& in, std::size_t count, int size) {
+    fold(op, dtype, out, in.data(), static_cast<int>(in.size()), count);
+    if (op == Op::kAvg) divide(dtype, out, size, count);
+}
+
+// Reduce in two shots: each rank folds its chunk of every segment and posts it beside its part of the next segment.
+class TwoShot {
+public:
+    TwoShot(Board& board, DType dtype, Op op, const std::byte* in, std::size_t count)
+        : board_(board),
+          dtype_(dtype),
+          op_(op),
+          in_(in),
+          count_(count),
+          element_(size_of(dtype)),
+          ranks_(static_cast<std::size_t>(board.size())),
+          chunk_(piece_of(board, ranks_ + 1)) {}
+
+    // `out` may be the input, or null on a rank that wants no result.
+    void run(std::byte* out) {
+        const std::size_t per_segment = chunk_ / element_ * ranks_, last = segments(count_, per_segment);
+        std::size_t done = 0, before = 0;  // where the segment begins whose chunks are summed, and its elements
+        for (std::size_t number = 0; number <= last; ++number) {
+            const std::size_t begin = number * per_segment, now = number < last ? part(count_, per_segment, number) : 0;
+            post_input(begin, now);
+            board_.phase();
+            const std::size_t mine = edge(now, rank() + 1) - edge(now, rank());
+            std::byte* sum = board_.mine() + ranks_ * chunk_;
+            if (now) fold_own(begin, now, sum, mine);
+            if (out) collect(out, done, before);
+            if (out) transfer(out + (begin + edge(now, rank())) * element_, sum, mine * element_);
+            done = begin;
+            before = now;
+        }
+    }
+
+private:
+    std::size_t rank() const { return static_cast<std::size_t>(board_.rank()); }
+    std::size_t edge(std::size_t elements, std::size_t chunk) const { return chunk * elements / ranks_; }
+
+    void post_input(std::size_t begin, std::size_t elements) {
+        for (std::size_t chunk = 0; chunk < ranks_; ++chunk) {
+            const std::size_t from = edge(elements, chunk), to = edge(elements, chunk + 1);
+            if (chunk != rank())
+                transfer(board_.mine() + chunk * chunk_, in_ + (begin + from) * element_, (to - from) * element_);
+        }
+    }
+
+    void fold_own(std::size_t begin, std::size_t elements, std::byte* sum, std::size_t count) {
+        std::vector<const void*> each(ranks_);
+        for (std::size_t peer = 0; peer < ranks_; ++peer) {
+            each[peer] = peer == rank() ? in_ + (begin + edge(elements, rank())) * element_
+                                        : board_.theirs(static_cast<int>(peer)) + rank() * chunk_;
+        }
+        fold_ranks(op_, dtype_, sum, each, count, board_.size());
+    }
+
+    void collect(std::byte* out, std::size_t begin, std::size_t elements) {
+        for (std::size_t peer = 0; peer < ranks_; ++peer) {
+            if (peer == rank()) continue;
+            const std::size_t from = edge(elements, peer), to = edge(elements, peer + 1);
+            const std::byte* sum = board_.theirs(static_cast<int>(peer)) + ranks_ * chunk_;
+            transfer(out + (begin + from) * element_, sum, (to - from) * element_);
+        }
+    }
+
+    Board& board_;
+    const DType dtype_;
+    const Op op_;
+    const std::byte* in_;
+    const std::size_t count_, element_, ranks_, chunk_;
+};
+
+void one_shot(Board& board, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count) {
+    transfer(board.mine(), in, count * size_of(dtype));
+    board.phase();
+    if (!out) return;
+    std::vector<const void*> each(static_cast<std::size_t>(board.size()));
+    for (int peer = 0; peer < board.size(); ++peer) each[static_cast<std::size_t>(peer)] = board.theirs(peer);
+    fold_ranks(op, dtype, out, each, count, board.size());
+}
+
+}  // namespace
+
+void all_reduce(Board& board, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count) {
+    const bool small = count * size_of(dtype) <= std::min(kOneShot, board.capacity());
+    if (small)
+        one_shot(board, dtype, op, in, out, count);
+    else
+        TwoShot(board, dtype, op, in, count).run(out);
+}
+
+void reduce(Board& board, DType dtype, Op op, int root, const std::byte* in, std::byte* out, std::size_t count) {
+    all_reduce(board, dtype, op, in, board.rank() == root ? out : nullptr, count);
+}
+
+void reduce_scatter(Board& board, DType dtype, Op op, const Blocks& in, std::byte* out, const Counts& counts) {
+    const std::size_t element = size_of(dtype), ranks = in.size(), rank = static_cast<std::size_t>(board.rank());
+    const std::size_t piece = piece_of(board, ranks);
+    const std::size_t longest = *std::max_element(counts.begin(), counts.end()) * element;
+    std::vector<const void*> each(ranks);
+    for (std::size_t number = 0, all = segments(longest, piece); number < all; ++number) {
+        for (std::size_t peer = 0; peer < ranks; ++peer) {
+            if (peer == rank) continue;
+            transfer(board.mine() + peer * piece, in[peer] + number * piece,
+                     part(counts[peer] * element, piece, number));
+        }
+        board.phase();
+        for (std::size_t peer = 0; peer < ranks; ++peer) {
+            each[peer] = peer == rank ? in[rank] + number * piece : board.theirs(static_cast<int>(peer)) + rank * piece;
+        }
+        const std::size_t bytes = part(counts[rank] * element, piece, number);
+        if (bytes) fold_ranks(op, dtype, out + number * piece, each, bytes / element, board.size());
+    }
+}
+
+void broadcast(Board& board, std::size_t bytes, int root, std::byte* data) {
+    const std::size_t piece = piece_of(board, 1);
+    for (std::size_t number = 0, all = segments(bytes, piece); number < all; ++number) {
+        const std::size_t length = part(bytes, piece, number);
+        if (board.rank() == root) transfer(board.mine(), data + number * piece, length);
+        board.phase();
+        if (board.rank() != root) transfer(data + number * piece, board.theirs(root), length);
+    }
+}
+
+void all_gather(Board& board, const std::byte* in, const Places& out, const Counts& bytes) {
+    const std::size_t rank = static_cast<std::size_t>(board.rank()), piece = piece_of(board, 1);
+    const std::size_t longest = *std::max_element(bytes.begin(), bytes.end());
+    for (std::size_t number = 0, all = segments(longest, piece); number < all; ++number) {
+        const std::size_t begin = number * piece;
+        transfer(board.mine(), in + begin, part(bytes[rank], piece, number));
+        board.phase();
+        for (std::size_t peer = 0; peer < out.size(); ++peer) {
+            const std::byte* from = peer == rank ? in + begin : board.theirs(static_cast<int>(peer));
+            transfer(out[peer] + begin, from, part(bytes[peer], piece, number));
+        }
+    }
+}
+
+void gather(Board& board, int root, const std::byte* in, std::size_t bytes, const Places& out, const Counts& incoming) {
+    const std::size_t piece = piece_of(board, 1);
+    std::size_t all = 1;  // not known before the others have said how much they bring
+    for (std::size_t number = 0; number < all; ++number) {
+        const std::size_t begin = number * piece;
+        if (board.rank() != root) transfer(board.mine(), in + begin, part(bytes, piece, number));
+        board.phase();
+        if (number == 0) all = segments(board.longest(), piece);
+        if (board.rank() != root) continue;
+        for (std::size_t peer = 0; peer < out.size(); ++peer) {
+            const bool own = static_cast<int>(peer) == root;
+            const std::byte* from = own ? in + begin : board.theirs(static_cast<int>(peer));
+            transfer(out[peer] + begin, from, part(incoming[peer], piece, number));
+        }
+    }
+}
+
+void scatter(Board& board, int root, const Blocks& in, std::byte* out, std::size_t bytes) {
+    const std::size_t ranks = static_cast<std::size_t>(board.size()), rank = static_cast<std::size_t>(board.rank());
+    const std::size_t piece = piece_of(board, ranks);
+    for (std::size_t number = 0, all = segments(bytes, piece); number < all; ++number) {
+        const std::size_t begin = number * piece, length = part(bytes, piece, number);
+        for (std::size_t peer = 0; peer < in.size(); ++peer) {  // empty but on the root
+            if (peer != rank) transfer(board.mine() + peer * piece, in[peer] + begin, length);
+        }
+        board.phase();
+        transfer(out + begin, in.empty() ? board.theirs(root) + rank * piece : in[rank] + begin, length);
+    }
+}
+
+void all_to_all(Board& board, const Blocks& in, const Counts& outgoing, const Places& out, const Counts& incoming) {
+    const std::size_t ranks = in.size(), rank = static_cast<std::size_t>(board.rank()), piece = piece_of(board, ranks);
+    std::size_t all = 1;
+    for (std::size_t number = 0; number < all; ++number) {
+        const std::size_t begin = number * piece;
+        for (std::size_t peer = 0; peer < ranks; ++peer) {
+            if (peer != rank)
+                transfer(board.mine() + peer * piece, in[peer] + begin, part(outgoing[peer], piece, number));
+        }
+        board.phase();
+        if (number == 0) all = segments(board.longest(), piece);
+        for (std::size_t peer = 0; peer < ranks; ++peer) {
+            const std::byte* from =
+                peer == rank ? in[rank] + begin : board.theirs(static_cast<int>(peer)) + rank * piece;
+            transfer(out[peer] + begin, from, part(incoming[peer], piece, number));
+        }
+    }
+}
+
+void barrier(Board& board) {
+    board.phase();
+}
+
+}  // namespace dist_prims

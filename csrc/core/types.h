@@ -1,0 +1,71 @@
+// What the core knows of data: element types, reductions, and the sentence that each call of a collective begins with.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace dist_prims {
+
+enum class DType : std::uint8_t {
+    kUInt8,
+    kInt8,
+    kUInt16,
+    kInt16,
+    kUInt32,
+    kInt32,
+    kUInt64,
+    kInt64,
+    kFloat16,
+    kBFloat16,
+    kFloat32,
+    kFloat64,
+    kComplex64,
+    kComplex128,
+    kBool,
+    kBytes1,
+    kBytes2,
+    kBytes4,
+    kBytes8,
+    kBytes16,  // for movement only: float8 and whatever comes
+};
+
+enum class Op : std::uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor, kNone };
+
+enum class Collective : std::uint8_t {
+    kAllReduce,
+    kReduceScatter,
+    kAllGather,
+    kBroadcast,
+    kReduce,
+    kGather,
+    kScatter,
+    kAllToAll,
+    kBarrier,
+};
+
+std::size_t size_of(DType dtype);
+const char* name_of(DType dtype);
+const char* name_of(Op op);
+const char* name_of(Collective collective);
+
+// Whether the reduction is defined for the type; if not, why not.
+bool reduces(Op op, DType dtype, std::string* reason);
+
+// What a rank is about to do, in plain fields, so that an error can show both sides when two ranks differ.
+struct Call {
+    std::uint64_t sequence = 0;
+    std::uint64_t count = 0;    // elements in all, where every rank must give as many
+    std::uint64_t layout = 0;   // a checksum of their lengths, where every rank must give the same list
+    std::uint64_t longest = 0;  // elements of this rank's longest block; ranks may differ
+    std::int32_t root = -1;     // where there is one
+    Collective collective = Collective::kBarrier;
+    DType dtype = DType::kUInt8;
+    Op op = Op::kNone;
+    std::uint8_t spare = 0;
+
+    bool agrees_with(const Call& other) const;
+    std::string text() const;
+};
+
+}  // namespace dist_prims

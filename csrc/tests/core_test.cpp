@@ -1,0 +1,226 @@
+// The core, with ranks as threads over one mapping: so that ThreadSanitizer sees every access to the shared memory, as
+// it could not between processes. Built and run by tests/test_core_cpp.py, plain and under the sanitizers.
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../core/attach.h"
+#include "../core/board.h"
+#include "../core/collectives.h"
+#include "../core/kernels.h"
+#include "../core/queue.h"
+
+using namespace dist_prims;
+using namespace std::chrono_literals;
+
+namespace {
+
+#define CHECK(holds)                                                                   \
+    if (!(holds)) {                                                                    \
+        std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #holds); \
+        std::abort();                                                                  \
+    }
+
+constexpr std::size_t kSlot = 1 << 12;  // small, so that much is several segments
+
+// Run `body(board)` on as many threads as there are ranks.
+template <typename Body>
+void ranks(int size, Body body) {
+    const Descriptor memory = make_memory(Board::bytes(size, kSlot));
+    const auto mapping = std::make_shared<const Mapping>(memory);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank) {
+        threads.emplace_back([&, rank] {
+            Board board(mapping, rank, size, kSlot);
+            body(board);
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+}
+
+void open(Board& board, Collective collective, std::uint64_t sequence, std::uint64_t longest = 0) {
+    Call call;
+    call.collective = collective;
+    call.sequence = sequence;
+    call.longest = longest;
+    board.open(call, 60s);
+}
+
+std::int64_t value(int rank, std::size_t index) {
+    return rank * 1000 + static_cast<std::int64_t>(index) * 3;
+}
+
+std::vector<std::int64_t> held(int rank, std::size_t count) {
+    std::vector<std::int64_t> data(count);
+    for (std::size_t index = 0; index < count; ++index) data[index] = value(rank, index);
+    return data;
+}
+
+const std::byte* bytes(const std::vector<std::int64_t>& data) {
+    return reinterpret_cast<const std::byte*>(data.data());
+}
+std::byte* bytes(std::vector<std::int64_t>& data) {
+    return reinterpret_cast<std::byte*>(data.data());
+}
+
+void every_collective(int size) {
+    ranks(size, [size](Board& board) {
+        std::uint64_t sequence = 0;
+        const int rank = board.rank();
+        const std::size_t n = static_cast<std::size_t>(size);
+        for (std::size_t count : {0u, 1u, 13u, 500u, 5000u}) {
+            auto data = held(rank, count);
+            open(board, Collective::kAllReduce, sequence++);
+            all_reduce(board, DType::kInt64, Op::kSum, bytes(data), bytes(data), count);
+            for (std::size_t i = 0; i < count; ++i)
+                CHECK(data[i] == size * (size - 1) / 2 * 1000 + size * 3 * static_cast<long>(i));
+
+            const int root = static_cast<int>(count) % size;
+            data = held(rank, count);
+            open(board, Collective::kBroadcast, sequence++);
+            broadcast(board, count * 8, root, bytes(data));
+            CHECK(data == held(root, count));
+
+            std::vector<std::vector<std::int64_t>> received(n, std::vector<std::int64_t>(count));
+            Places places;
+            for (auto& each : received) places.push_back(bytes(each));
+            data = held(rank, count);
+            open(board, Collective::kAllGather, sequence++);
+            all_gather(board, bytes(data), places, Counts(n, count * 8));
+            for (int peer = 0; peer < size; ++peer)
+                CHECK(received[static_cast<std::size_t>(peer)] == held(peer, count));
+
+            std::vector<std::vector<std::int64_t>> sent;
+            Blocks blocks;
+            for (int peer = 0; peer < size; ++peer) sent.push_back(held(10 * rank + peer, count));
+            for (const auto& each : sent) blocks.push_back(bytes(each));
+            open(board, Collective::kAllToAll, sequence++, count * 8);
+            all_to_all(board, blocks, Counts(n, count * 8), places, Counts(n, count * 8));
+            for (int peer = 0; peer < size; ++peer)
+                CHECK(received[static_cast<std::size_t>(peer)] == held(10 * peer + rank, count));
+
+            std::vector<std::int64_t> own(count);
+            open(board, Collective::kReduceScatter, sequence++);
+            reduce_scatter(board, DType::kInt64, Op::kMax, blocks, bytes(own), Counts(n, count));
+            CHECK(own == held(10 * (size - 1) + rank, count));
+
+            open(board, Collective::kGather, sequence++, count * 8);
+            gather(board, root, bytes(data), count * 8, rank == root ? places : Places(), Counts(n, count * 8));
+            for (int peer = 0; rank == root && peer < size; ++peer)
+                CHECK(received[static_cast<std::size_t>(peer)] == held(peer, count));
+
+            open(board, Collective::kScatter, sequence++);
+            scatter(board, root, rank == root ? blocks : Blocks(), bytes(own), count * 8);
+            CHECK(own == held(10 * root + rank, count));
+        }
+    });
+}
+
+void disagreement() {
+    ranks(3, [](Board& board) {
+        open(board, board.rank() == 1 ? Collective::kBroadcast : Collective::kBarrier, 0);
+        bool told = false;
+        try {
+            barrier(board);
+        } catch (const CommError& error) {
+            told = error.kind == CommError::Kind::kMismatch && std::strstr(error.what(), "rank 1 calls broadcast");
+        }
+        CHECK(told);
+        open(board, Collective::kBarrier, 1);
+        barrier(board);
+    });
+}
+
+void one_who_does_not_come() {
+    ranks(2, [](Board& board) {
+        if (board.rank() == 1) {
+            std::this_thread::sleep_for(300ms);
+            return;  // leaves
+        }
+        open(board, Collective::kBarrier, 0);
+        bool told = false;
+        try {
+            barrier(board);
+        } catch (const CommError& error) {
+            told = error.kind == CommError::Kind::kPeerLeft;
+        }
+        CHECK(told);
+    });
+}
+
+void order_of_a_queue() {
+    Queue queue;
+    std::vector<int> done;
+    std::vector<Queue::Handle> jobs;
+    for (int number = 0; number < 200; ++number) {
+        auto job = std::make_shared<Queue::Job>();
+        job->run = [&done, number] { done.push_back(number); };
+        job->done = [](std::exception_ptr error) { CHECK(!error); };
+        jobs.push_back(job);
+        if (number % 3 == 0)
+            queue.run(job, {});
+        else
+            queue.submit(job);
+        if (number % 7 == 0) CHECK(queue.wait(job, 60s, {}));
+    }
+    for (const auto& job : jobs) CHECK(queue.wait(job, 60s, {}));
+    for (int number = 0; number < 200; ++number) CHECK(done[static_cast<std::size_t>(number)] == number);
+    queue.close(nullptr, {});
+}
+
+int connect_to(const std::string& word) {
+    sockaddr_un name{};
+    name.sun_family = AF_UNIX;
+    const std::string text = "dist_prims-" + word;
+    std::memcpy(name.sun_path + 1, text.data(), text.size());
+    const int peer = ::socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
+    return ::connect(peer, reinterpret_cast<sockaddr*>(&name), length) == 0 ? peer : (::close(peer), -1);
+}
+
+// Garbage of every length, and silence, do not keep the ranks from meeting.
+void strangers(int hellos) {
+    std::atomic<bool> told{false};
+    std::string word;
+    const auto deadline = Clock::now() + 300s;
+    std::thread host([&] {
+        const auto tell = [&](const std::string& text) {
+            word = text;
+            told.store(true, std::memory_order_release);
+        };
+        CHECK(host_memory(8192, 2, tell, deadline).get() >= 0);
+    });
+    while (!told.load(std::memory_order_acquire)) std::this_thread::yield();
+    std::mt19937 random(1);
+    for (int number = 0; number < hellos; ++number) {
+        const int peer = connect_to(word);
+        CHECK(peer >= 0);
+        std::vector<char> garbage(1 + random() % 200);
+        for (char& each : garbage) each = static_cast<char>(random());
+        CHECK(::send(peer, garbage.data(), garbage.size(), MSG_NOSIGNAL) >= 0);
+        ::close(peer);
+    }
+    const Descriptor memory = fetch_memory(1, [&] { return word; }, deadline);
+    CHECK(Mapping(memory).size() == 8192);
+    host.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    for (int size : {1, 2, 3, 4, 7}) every_collective(size);
+    disagreement();
+    one_who_does_not_come();
+    order_of_a_queue();
+    strangers(argc > 1 ? std::atoi(argv[1]) : 2000);
+    std::printf("ok, with %s\n", instruction_set());
+}
