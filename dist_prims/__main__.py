@@ -1,4 +1,7 @@
-"""``python -m dist_prims``: show, prove and list algorithms; ``doctor`` tells what is here."""
+"""``python -m dist_prims``: show, prove and list algorithms; ``doctor`` tells what is here.
+
+A plan can be looked at before anything runs it: so all but ``doctor`` do without torch and answer at once.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +11,51 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from .schedules import COLLECTIVES, ScheduleError, algorithms, build, lookup
-from .schedules.catalogue import markdown_table, text_table
+from .schedules import COLLECTIVES, Schedule, algorithms, build, lookup
+from .schedules.catalogue import LETTERS, markdown_table, text_table
 from .schedules.contract import ROOTED
-from .schedules.draw import terminal
+from .schedules.draw import caption, numbers, promise, terminal
 
 _SIZES = (*range(1, 34), 64)
-_REDUCING = ("all_reduce", "reduce_scatter", "reduce", "scan")
+_ADDING = ("all_reduce", "reduce_scatter", "reduce", "scan", "exclusive_scan")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    given = _parse(arguments)
     try:
         return int(given.run(given))
-    except ValueError as error:  # a name or number that cannot be: one line says it all
+    except (ValueError, OSError) as error:  # a name, number or file that cannot be: one line says it all
         print(f"dist_prims: {error}", file=sys.stderr)
         return 2
 
 
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    given, more = parser.parse_known_args(arguments)
+    if more and (given.run is not _show or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if given.run is _show:  # argparse leaves the name=value that come after an option
+        given.parameters += more
+    return given
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m dist_prims", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m dist_prims", description="Show, prove and list algorithms.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    show = commands.add_parser("show", help="the steps of an algorithm")
-    show.add_argument("collective", choices=COLLECTIVES)
-    show.add_argument("algorithm")
-    show.add_argument("--size", type=int, default=4, help="number of ranks (4)")
-    show.add_argument("--root", type=int)
+    show = commands.add_parser("show", help="the steps of an algorithm, what it promises and what it costs")
+    show.add_argument("collective", metavar="COLLECTIVE")
+    show.add_argument("algorithm", metavar="ALGORITHM")
+    show.add_argument("parameters", nargs="*", metavar="name=value", help="of the algorithm, e.g. hosts=2,2")
+    show.add_argument("--size", type=int, default=4, metavar="N", help="number of ranks (4)")
+    show.add_argument("--root", type=int, metavar="R", help="of a collective that has one (0)")
     show.add_argument("--svg", metavar="FILE", help="write the picture, too")
-    show.add_argument("-p", action="append", default=[], metavar="NAME=VALUE", help="a parameter, e.g. hosts=2,2")
     show.set_defaults(run=_show)
     prove = commands.add_parser("prove", help="verify every algorithm, or those that a file registers")
     prove.add_argument("file", nargs="?", metavar="FILE.py")
+    prove.add_argument("--sizes", metavar="LIST", help="e.g. 1-8 or 2,4,8 (1-33; of all algorithms 64, too)")
     prove.set_defaults(run=_prove)
     table = commands.add_parser("algorithms", help="a table of what is registered")
-    table.add_argument("collective", nargs="?", choices=COLLECTIVES)
+    table.add_argument("collective", nargs="?", metavar="COLLECTIVE")
     table.add_argument("--markdown", action="store_true")
     table.set_defaults(run=_list)
     doctor = commands.add_parser("doctor", help="launcher, ranks, hosts, engines, cores, memory")
@@ -50,20 +64,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(given: argparse.Namespace) -> int:
-    parameters = dict(_parameter(text) for text in given.p)
-    root = {"root": given.root or 0} if given.collective in ROOTED else {}
+    parameters = dict(_parameter(text) for text in given.parameters)
+    root = {} if given.root is None else {"root": given.root}
     schedule = build(given.collective, given.algorithm, given.size, **root, **parameters)
-    print(terminal(schedule))
-    sent = [schedule.bytes_sent(rank) for rank in range(schedule.size)]
-    print(f"\nsent       {' '.join(f'{float(each):.3g}' for each in sent)}   (a rank; of the data)")
-    if card := lookup(given.collective, given.algorithm).card:
-        print(f"wins when  {card.wins}\nsource     {card.source}")
-    if given.collective in _REDUCING:
-        rank = schedule.root or (0 if given.collective != "scan" else schedule.size - 1)
-        chunk = int(schedule.contract.end(rank).chunk[0])
-        print(f"adds       {schedule.order(chunk, rank)}   (chunk {chunk} on rank {rank})")
+    print(f"{_steps(schedule)}\n")
+    for name, value in _facts(schedule):
+        print(f"{name.ljust(9)}{value}")
     if given.svg:
-        print(f"picture    {schedule.draw(given.svg)}")
+        print(f"picture  {schedule.draw(given.svg)}")
     return 0
 
 
@@ -76,38 +84,88 @@ def _parameter(text: str) -> tuple[str, Any]:
     return name, values[0] if len(values) == 1 else tuple(values)
 
 
+def _steps(schedule: Schedule) -> str:
+    try:
+        return terminal(schedule)
+    except ValueError as too_big:  # what it promises and costs can be told all the same
+        return f"{caption(schedule)}\n{too_big}"
+
+
+def _facts(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    card = lookup(schedule.collective, schedule.algorithm).card
+    yield from promise(schedule)
+    yield "steps", f"{len(schedule.steps)}{f' = {card.steps}' if card and not schedule.parameters else ''}"
+    yield "sent", f"{_sent(schedule)}{f'; at most {card.sent}' if card and not schedule.parameters else ''}"
+    if card:
+        yield "wins", card.wins
+        yield "source", card.source
+    if schedule.collective in _ADDING:
+        rank = schedule.size - 1 if "scan" in schedule.collective else schedule.root or 0
+        if 0 in schedule.contract.end(rank).chunk:
+            yield "adds", f"chunk 0 on rank {rank}: {schedule.order(0, rank)}"
+
+
+def _sent(schedule: Schedule) -> str:
+    """How much of the data each rank sends, ranks that send the same together."""
+    rows = [0] * schedule.size
+    for step in schedule.steps:
+        for rank in step.src[step.src != step.dst].tolist():
+            rows[rank] += 1
+    alike = {count: [rank for rank in range(schedule.size) if rows[rank] == count] for count in dict.fromkeys(rows)}
+    if len(alike) == 1:
+        return f"{rows[0] * schedule.share} of the data by every rank"
+    told = [
+        f"{count * schedule.share} by rank{'s' * (len(ranks) > 1)} {numbers(ranks)}" for count, ranks in alike.items()
+    ]
+    return f"of the data: {'; '.join(told)}"
+
+
 def _prove(given: argparse.Namespace) -> int:
+    sizes = _sizes(given.sizes) if given.sizes else _SIZES[:-1] if given.file else _SIZES
     before = {each: lookup(*each) for each in _registered()}
     if given.file:
         runpy.run_path(given.file, run_name="__dist_prims_prove__")
     chosen = [each for each in _registered() if not given.file or lookup(*each) is not before.get(each)]
     if not chosen:
         raise ValueError(f"{given.file} registers no algorithm; decorate a generator with @algorithm(collective, ...)")
-    return max(_prove_one(collective, name) for collective, name in chosen)
+    return max([_prove_one(collective, name, sizes) for collective, name in chosen])
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """``1-4,8`` as (1, 2, 3, 4, 8)."""
+    sizes: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first) or int(first) < 1:
+            raise ValueError(f"--sizes {text}: {part!r} is no number of ranks; write for example 1-8 or 2,4,8")
+        sizes += range(int(first), int(last or first) + 1)
+    return tuple(sizes)
 
 
 def _registered() -> Iterator[tuple[str, str]]:
     return ((collective, name) for collective in COLLECTIVES for name in algorithms(collective))
 
 
-def _prove_one(collective: str, name: str) -> int:
+def _prove_one(collective: str, name: str, sizes: tuple[int, ...]) -> int:
     proved = 0
-    for size in _SIZES:
-        roots = [{"root": root} for root in {0, size // 2, size - 1}] if collective in ROOTED else [{}]
+    for size in sizes:
+        roots = [{"root": root} for root in sorted({0, size // 2, size - 1})] if collective in ROOTED else [{}]
         for root in roots:
             try:
                 build(collective, name, size, **root).verify()
-            except ScheduleError as error:
+            except Exception as error:
                 where = "".join(f", {key} {value}" for key, value in root.items())
-                print(f"✗ {collective} {name}, {size} ranks{where}: {error}")
+                print(f"✗ {collective} {name}, size {size}{where}: {type(error).__name__}: {error}", flush=True)
+                if not isinstance(error, ValueError):
+                    raise  # a fault in the generator itself: the traceback shows where
                 return 1
         proved += len(roots)
-    print(f"✓ {collective} {name}: {proved} schedules of {_SIZES[0]} to {_SIZES[-1]} ranks", flush=True)
+    print(f"✓ {collective} {name}: {proved} schedules, sizes {numbers(sizes)}", flush=True)
     return 0
 
 
 def _list(given: argparse.Namespace) -> int:
-    print(markdown_table() if given.markdown else text_table(given.collective))
+    print(markdown_table(given.collective) if given.markdown else f"{text_table(given.collective)}\n\n{LETTERS}")
     return 0
 
 

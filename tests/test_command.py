@@ -20,6 +20,8 @@ def star(size):
     for rank in range(1, size):
         yield Step(src=0, dst=rank, chunk=0)
 """
+WRONG = RIGHT.replace("range(1, size)", "range(2, size)", 1)  # the sum misses rank 1
+BROKEN = RIGHT.replace("dst=rank", "dst=[][rank]")
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -30,15 +32,37 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "ring.svg"
     assert main(["show", "all_reduce", "ring", "--size", "3", "--svg", str(picture)]) == 0
-    out = capsys.readouterr().out
-    assert "all_reduce ring: 3 ranks, 3 chunks, 4 steps\nstep 1   0 -0-> 1 +   1 -1-> 2 +   2 -2-> 0 +\n" in out
-    assert "adds       (r0+r1)+r2   (chunk 0 on rank 0)" in out
-    assert "sent       1.33 1.33 1.33" in out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "all_reduce ring, 3 ranks, 3 chunks, 4 steps"
+    assert lines[7:] == [
+        "starts   every rank: chunks 0-2, its own data",
+        "ends     every rank: chunks 0-2, the sum over ranks 0..2",
+        "steps    4 = 2*(n-1)",
+        "sent     4/3 of the data by every rank; at most 2*(n-1)/n",
+        "wins     large data, few ranks or slow links",
+        "source   Patarasu and Yuan, Bandwidth optimal all-reduce algorithms, 2009",
+        "adds     chunk 0 on rank 0: (r0+r1)+r2",
+        f"picture  {picture}",
+    ]
     assert "</svg>" in picture.read_text()
-    assert main(["show", "broadcast", "binomial", "--size", "4", "--root", "2"]) == 0
-    assert "root 2" in capsys.readouterr().out
-    assert main(["show", "all_reduce", "hierarchical", "--size", "4", "-p", "hosts=3,1", "-p", "inner=direct"]) == 0
-    assert "hosts (3, 1), inner direct" in capsys.readouterr().out
+
+
+def test_show_takes_root_and_parameters_in_any_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "reduce", "binomial", "--size", "4", "--root", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "root 2" in out
+    assert "adds     chunk 0 on rank 2: " in out
+    assert "sent     of the data: 1 by ranks 0-1,3; 0 by rank 2; " in out
+    for arguments in (["hosts=3,1", "inner=direct", "--size", "4"], ["--size", "4", "hosts=3,1", "inner=direct"]):
+        assert main(["show", "all_reduce", "hierarchical", *arguments]) == 0
+        assert "hosts (3, 1), inner direct" in capsys.readouterr().out
+
+
+def test_show_tells_the_cost_of_what_is_too_big_for_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "broadcast", "binomial", "--size", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "a picture has room for 32 ranks" in out
+    assert "steps    6 = L" in out
 
 
 def test_showing_waits_for_no_torch() -> None:
@@ -52,42 +76,64 @@ def test_prove_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(RIGHT)
     done = command("prove", str(file))
-    assert (done.returncode, done.stdout) == (0, "✓ all_reduce mine: 34 schedules of 1 to 64 ranks\n")
-    file.write_text(
-        RIGHT.replace("range(1, size):\n        yield Step(src=rank", "range(2, size):\n        yield Step(src=rank")
-    )
+    assert (done.returncode, done.stdout) == (0, "✓ all_reduce mine: 33 schedules, sizes 1-33\n"), done.stderr
+    file.write_text(WRONG)
     done = command("prove", str(file))
     assert done.returncode == 1
-    assert "✗ all_reduce mine, 2 ranks: at the end rank 0, chunk 0: r1 is missing" in done.stdout
+    assert done.stdout == "✗ all_reduce mine, size 2: ScheduleError: at the end rank 0, chunk 0: r1 is missing\n"
+    file.write_text(BROKEN)
+    done = command("prove", str(file), "--sizes", "1,4")
+    assert done.returncode == 1
+    assert done.stdout == "✗ all_reduce mine, size 4: IndexError: list index out of range\n"
+    assert "in star" in done.stderr
     file.write_text("")
-    assert "registers no algorithm" in command("prove", str(file)).stderr
+    done = command("prove", str(file))
+    assert done.returncode == 2
+    assert "registers no algorithm" in done.stderr
 
 
-def test_prove_the_registry() -> None:
-    done = command("prove")
-    assert done.returncode == 0, done.stdout
-    assert "✗" not in done.stdout
-    assert "✓ all_reduce swing" in done.stdout
+def test_prove_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prove", "--sizes", "1-5,8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("✓") and line.endswith("sizes 1-5,8") for line in lines)
+    assert "✓ all_reduce swing: 6 schedules, sizes 1-5,8" in lines
 
 
 def test_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["algorithms", "all_gather"]) == 0
-    assert "bruck" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "bruck" in out
+    assert "n: ranks" in out
     assert main(["algorithms", "--markdown"]) == 0
     assert capsys.readouterr().out.startswith("| collective |")
+    assert main(["algorithms", "scan", "--markdown"]) == 0
+    assert "all_reduce" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["show", "all_reduce", "rign"], "did you mean 'ring'?"),
-        (["show", "all_reduce", "ring", "-p", "speed"], "'speed' is no parameter; write name=value"),
+        (["show", "al_reduce", "ring"], "did you mean 'all_reduce'"),
+        (["algorithms", "al_gather"], "did you mean 'all_gather'"),
+        (["show", "all_reduce", "ring", "speed"], "'speed' is no parameter; write name=value"),
+        (["show", "all_reduce", "ring", "speed=2"], "takes no parameter 'speed'"),
+        (["show", "all_reduce", "ring", "--root", "1"], "takes no parameter 'root'"),
         (["show", "all_reduce", "ring", "--size", "0"], "size"),
-        (["show", "all_reduce", "hierarchical", "--size", "4", "-p", "hosts=3,3"], "add up to 4"),
+        (["show", "all_reduce", "hierarchical", "--size", "4", "hosts=3,3"], "add up to 4"),
+        (["show", "all_reduce", "ring", "--svg", "no/such/folder/x.svg"], "No such file"),
+        (["prove", "no_such_file.py"], "No such file"),
+        (["prove", "--sizes", "4-2"], "'4-2' is no number of ranks; write for example 1-8 or 2,4,8"),
     ],
 )
-def test_mistakes_are_told_in_a_line(arguments: list[str], words: str) -> None:
-    done = command(*arguments)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_mistakes_are_told_in_a_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_mistake_is_the_exit_status() -> None:
+    done = command("show", "all_reduce", "rign")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert command("show", "all_reduce", "ring", "--sise", "3").returncode == 2

@@ -232,7 +232,7 @@ std::string Board::complaint(CommError::Kind kind, int culprit) const {
             return here + who + " was interrupted" + what + "; the group cannot go on";
         default:
             if (culprit != rank_) return here + who + " has given up waiting in an earlier call; start the group anew";
-            return here + "after " + std::to_string(timeout_.count()) + " ms" + what + ": " + late();
+            return here + "timeout after " + std::to_string(timeout_.count()) + " ms" + what + ": " + late();
     }
 }
 

@@ -7,27 +7,29 @@ from collections.abc import Iterator
 from .contract import COLLECTIVES
 from .registry import algorithms, lookup
 
-__all__ = ["markdown_table", "text_table"]
+__all__ = ["LETTERS", "markdown_table", "text_table"]
+
+LETTERS = "n: ranks; L: log2 n, rounded up; p: the largest power of two up to n; l: log2 p; others: see the module"
 
 _HEADS = ("collective", "algorithm", "steps", "sent", "wins when", "source")
 
 
-def markdown_table() -> str:
-    """Every registered algorithm with its card, a row each."""
-    rows = [(c, f"`{name}`", f"`{steps}`", f"`{sent}`", *words) for c, name, steps, sent, *words in _rows()]
+def markdown_table(collective: str | None = None) -> str:
+    """The registered algorithms with their cards, of one collective or of all, a row each."""
+    rows = [(c, f"`{name}`", f"`{steps}`", f"`{sent}`", *words) for c, name, steps, sent, *words in _rows(collective)]
     return "\n".join(f"| {' | '.join(row)} |" for row in [_HEADS, ("---",) * len(_HEADS), *rows])
 
 
 def text_table(collective: str | None = None) -> str:
-    """The same for a terminal, of one collective or of all."""
-    rows = [_HEADS, *(row for row in _rows() if collective in (None, row[0]))]
+    """The same for a terminal."""
+    rows = [_HEADS, *_rows(collective)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _rows() -> Iterator[tuple[str, ...]]:
-    for collective in COLLECTIVES:
+def _rows(only: str | None) -> Iterator[tuple[str, ...]]:
+    for collective in COLLECTIVES if only is None else [only]:
         for name in algorithms(collective):
             if card := lookup(collective, name).card:
                 yield collective, name, card.steps, card.sent, card.wins, card.source

@@ -1,0 +1,81 @@
+"""What a picture is made of, whether of lines or of letters: messages, a caption, numbers written short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..schedule import Schedule, Step
+
+__all__ = ["Message", "caption", "facts", "messages", "numbers", "refuse_unreadable"]
+
+MOST_RANKS, MOST_STEPS = 32, 64
+
+
+@dataclass(frozen=True)
+class Message:
+    """What travels from one rank to another in one step: chunks, and whether they are added where they arrive."""
+
+    src: int
+    dst: int
+    chunks: tuple[int, ...]
+    into: tuple[int, ...]
+    reduce: bool
+
+
+def messages(step: Step) -> list[Message]:
+    """The rows of a step, packed by source, destination and kind.
+
+    >>> [message.chunks for message in messages(Step(src=[0, 0, 1], dst=[1, 1, 0], chunk=[2, 5, 3]))]
+    [(2, 5), (3,)]
+    """
+    packed: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}
+    for src, dst, chunk, into, reduce in step.rows():
+        packed.setdefault((src, dst, reduce), []).append((chunk, into))
+    return [
+        Message(src, dst, tuple(chunk for chunk, _ in pairs), tuple(into for _, into in pairs), reduce)
+        for (src, dst, reduce), pairs in packed.items()
+    ]
+
+
+def caption(schedule: Schedule) -> str:
+    """The schedule in a line.
+
+    >>> from dist_prims.schedules import build
+    >>> caption(build("broadcast", "binomial", size=7, root=2))
+    'broadcast binomial, 7 ranks, 1 chunk, 3 steps, root 2'
+    """
+    return f"{schedule.collective} {schedule.algorithm}, {facts(schedule)}"
+
+
+def facts(schedule: Schedule) -> str:
+    """The caption without the names."""
+    counts = [(schedule.size, "rank"), (schedule.chunks, "chunk"), (len(schedule.steps), "step")]
+    words = [f"{number} {noun}{'s' * (number != 1)}" for number, noun in counts]
+    words += [f"root {schedule.root}"] * (schedule.root is not None)
+    words += [f"{name} {value}" for name, value in schedule.parameters]
+    return ", ".join(words)
+
+
+def numbers(values: Iterable[int], dash: str = "-") -> str:
+    """Numbers with runs abbreviated.
+
+    >>> numbers((0, 1, 2, 5, 7, 8)), numbers((0, 1, 2, 4), dash="..")
+    ('0-2,5,7-8', '0..2,4')
+    """
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ",".join(str(first) if first == last else f"{first}{dash}{last}" for first, last in runs)
+
+
+def refuse_unreadable(schedule: Schedule) -> None:
+    """ValueError for a schedule too big for a picture that can be read."""
+    if schedule.size > MOST_RANKS or len(schedule.steps) > MOST_STEPS:
+        raise ValueError(
+            f"draw: {schedule.collective} {schedule.algorithm} has {schedule.size} ranks and {len(schedule.steps)} "
+            f"steps, and a picture has room for {MOST_RANKS} ranks and {MOST_STEPS} steps; build it for fewer ranks"
+        )

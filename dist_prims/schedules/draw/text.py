@@ -1,0 +1,102 @@
+"""A schedule as plain text, for a terminal: the messages of each step, and what every rank starts and ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ..contract import Holding
+from ..schedule import Schedule
+from .message import Message, caption, messages, numbers, refuse_unreadable
+
+__all__ = ["promise", "terminal"]
+
+Held = dict[tuple[int, int], set[int]]  # of which ranks the data in a rank's chunk is
+
+_MOVES = "s ─c→ d: rank s sends chunk c to rank d"
+_SUMS = ", (+) adding; then the ranks in the sum"
+
+
+def terminal(schedule: Schedule) -> str:
+    """The messages of each step as text; where sums are made, each with the ranks whose data its chunks then hold.
+
+    >>> from dist_prims.schedules import build
+    >>> print(terminal(build("all_reduce", "ring", size=2)))
+    all_reduce ring, 2 ranks, 2 chunks, 2 steps
+    s ─c→ d: rank s sends chunk c to rank d, (+) adding; then the ranks in the sum
+    step 1   0 ─0→ 1 (+) 0..1   1 ─1→ 0 (+) 0..1
+    step 2   0 ─1→ 1     0..1   1 ─0→ 0     0..1
+    """
+    refuse_unreadable(schedule)
+    steps = [messages(step) for step in schedule.steps]
+    adds = any(message.reduce for step in steps for message in step)
+    held = {(rank, int(c)): {rank} for rank in range(schedule.size) for c in schedule.contract.start(rank).chunk}
+    told = []
+    for step in steps:
+        _receive(step, held)
+        told.append([_told(message, held if adds else None) for message in step])
+    width = max((len(move) for step in told for move in step), default=0)
+    lines = [caption(schedule), _MOVES + (_SUMS if adds else "")][: 1 + bool(told)]
+    for number, step_told in enumerate(told, start=1):
+        lines += _wrapped(f"step {number}".ljust(9), step_told, width)
+    return "\n".join(lines)
+
+
+def _receive(step: Sequence[Message], held: Held) -> None:
+    before = dict(held)
+    for message in step:
+        for chunk, into in zip(message.chunks, message.into, strict=True):
+            kept = held.get((message.dst, into), set()) if message.reduce else set()
+            held[message.dst, into] = kept | before.get((message.src, chunk), set())
+
+
+def _told(message: Message, held: Held | None) -> str:
+    words = f"{message.src} ─{numbers(message.chunks)}→ {message.dst}"
+    words += f" as {numbers(message.into)}" if message.into != message.chunks else ""
+    if held is None:
+        return words
+    sums = dict.fromkeys(numbers(sorted(held[message.dst, into]), dash="..") for into in message.into)
+    return f"{words} {'(+)' if message.reduce else '   '} {' / '.join(sums)}"
+
+
+def _wrapped(head: str, moves: Sequence[str], width: int, limit: int = 80) -> Iterator[str]:
+    """Moves in columns, as many to a line as fit."""
+    fit = max(1, (limit - len(head) + 3) // (width + 3))
+    for at in range(0, len(moves), fit):
+        line = "   ".join(move.ljust(width) for move in moves[at : at + fit])
+        yield f"{head if at == 0 else ' ' * len(head)}{line}".rstrip()
+
+
+def promise(schedule: Schedule) -> list[tuple[str, str]]:
+    """What the ranks hold before and must hold after, in words.
+
+    >>> from dist_prims.schedules import build
+    >>> promise(build("broadcast", "binomial", size=3))[0]
+    ('starts', 'rank 0: chunk 0, its own data; ranks 1-2: nothing')
+    """
+    contract = schedule.contract
+    return [
+        (when, _by_rank(holding, schedule.size))
+        for when, holding in (("starts", contract.start), ("ends", contract.end))
+    ]
+
+
+def _by_rank(holding: Callable[[int], Holding], size: int) -> str:
+    alike: dict[str, list[int]] = {}
+    for rank in range(size):
+        alike.setdefault(_held(rank, holding(rank)), []).append(rank)
+    if len(alike) == 1:
+        return f"every rank: {next(iter(alike))}"
+    told = [f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)}: {what}" for what, ranks in alike.items()]
+    return "; ".join(told if len(told) <= 8 else [*told[:7], "...", told[-1]])
+
+
+def _held(rank: int, holding: Holding) -> str:
+    chunks = holding.chunk.tolist()
+    if not chunks:
+        return "nothing"
+    sources = sorted(set(zip(holding.first.tolist(), holding.last.tolist(), strict=True)))
+    first, last = sources[0][0], sources[-1][1]
+    whose = "its own data" if (first, last) == (rank, rank + 1) else f"data of rank {first}"
+    if last - first > 1:
+        whose = f"{'the sum over' if len(sources) == 1 else 'data of'} ranks {first}..{last - 1}"
+    return f"chunk{'s' * (len(chunks) > 1)} {numbers(chunks)}, {whose}"
