@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import dist_prims
 from dist_prims.bench.__main__ import main, sizes
 from dist_prims.bench.cases import CASES, Buffers
 from dist_prims.bench.measure import Line, measure
-from dist_prims.bench.memory import extra_chunks
+from dist_prims.bench.memory import chunk_bytes, extra_bytes
 from dist_prims.schedules import algorithms
 
 
@@ -23,6 +25,13 @@ def test_sizes() -> None:
     assert sizes("8,64K,1M,1G") == [8, 65536, 1 << 20, 1 << 30]
     assert sizes("1K:9K") == [1024, 2048, 4096, 8192]
     assert sizes("8:1K/8") == [8, 64, 512]
+    assert sizes("8:8") == [8]
+
+
+@pytest.mark.parametrize("text", ["0:8", "8:64/1", "8:64/0", "1M:8", "8:64/x", "8X", "", "-8"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="write"):
+        sizes(text)
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
@@ -37,7 +46,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
 @pytest.mark.parametrize("collective", CASES)
 def test_every_collective_and_algorithm_is_right(collective: str) -> None:
     def body() -> list[Line]:
-        return measure(collective, 240, algorithms(collective), iterations=2, warmup=1)
+        return measure(collective, 96 * 1024, algorithms(collective), iterations=2, warmup=1)
 
     for lines in dist_prims.spawn(body, 3, timeout=60):
         assert [line.contender for line in lines] == ["gloo", *algorithms(collective)]
@@ -47,18 +56,30 @@ def test_every_collective_and_algorithm_is_right(collective: str) -> None:
 
 
 def test_what_is_wrong_is_counted() -> None:
-    def lazy(buffers: Buffers) -> None:
-        dist.all_reduce(buffers.input[:-1])
-
     def body() -> int:
-        return measure("all_reduce", 400, [], iterations=2, more={"lazy": lazy})[1].wrong
+        return measure("all_reduce", 400, [], iterations=2, more={"lazy": _lazy})[1].wrong
 
     assert dist_prims.spawn(body, 2, timeout=60) == [4, 4]  # an element on two ranks, twice
 
 
 def test_a_ring_takes_at_most_two_chunks_of_memory() -> None:
-    used = dist_prims.spawn(extra_chunks, 4, ("all_reduce", "ring", 1 << 20), timeout=60)
-    assert 0.9 < used[0] <= 2
+    def body() -> float:
+        return extra_bytes("all_reduce", "ring", 1 << 20) / chunk_bytes("all_reduce", "ring", 1 << 20)
+
+    assert 0.9 < dist_prims.spawn(body, 4, timeout=60)[0] <= 2
+
+
+def _lazy(buffers: Buffers, **_: object) -> None:
+    dist.all_reduce(buffers.input[:-1])
+
+
+def test_a_wrong_element_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["--ranks", "2", "--sizes", "96K", "--iterations", "2", "--algorithms", "ring", "--backends", ""]
+    assert main(command) == 0
+    assert "# wrong elements: 0" in capfd.readouterr().out
+    monkeypatch.setitem(CASES, "all_reduce", dataclasses.replace(CASES["all_reduce"], call=_lazy))
+    assert main(command) == 1
+    assert "# wrong elements: 4" in capfd.readouterr().out  # an element on two ranks, twice
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -68,7 +89,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "#wrong" in done.stdout
     assert "# wrong elements: 0" in done.stdout
-    assert sum(line.split()[4:5] == ["ring"] for line in done.stdout.splitlines()) == 2
+    assert "hosts 1" in done.stdout
+    assert "vs gloo" in done.stdout
+    assert sum(line.split()[4:6] == ["-1", "ring"] for line in done.stdout.splitlines()) == 2
     found = json.loads((tmp_path / "all.json").read_text())
     assert found["environment"]["ranks"] == 2
     assert [line["contender"] for line in found["lines"]] == ["gloo", "dist_prims", "ring", "direct"] * 2
@@ -79,5 +102,8 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--sizes", "8X"])
     assert "'8X' is not a size" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--dtype", "float33"])
+    assert "'float33' is not a type" in capsys.readouterr().err
     with pytest.raises(dist_prims.launch.RankFailed, match="did you mean 'ring'"):
         main(["--algorithms", "rign", "--ranks", "1"])

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import dist_prims
@@ -21,6 +22,7 @@ from dist_prims.launch.doctor import report
 
 ROOT = Path(__file__).parent.parent
 MPIRUN = Path(sys.executable).parent / "mpirun"
+BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 needs_mpirun = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python; pip install mpich mpi4py")
 
@@ -31,6 +33,7 @@ total = torch.tensor(place.rank + 1)
 torch.distributed.all_reduce(total)
 print(f"rank {place.rank} of {place.size}: {total.item()}", flush=True)
 """
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 LAUNCHER_VARIABLES = re.compile(r"RANK$|^WORLD_SIZE$|^MASTER_|^LOCAL_|^PMI|^OMPI_|^SLURM_|^TORCHELASTIC_|^DIST_PRIMS_")
 
 
@@ -39,20 +42,33 @@ def clean(**more: str) -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.search(name)}, **more}
 
 
-def run(command: list[str], environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], environ: Mapping[str, str] | None = None, timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Run it to its end; a launcher that takes too long is asked to end its ranks, which a kill would leave behind."""
     environ = clean() if environ is None else environ
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environ, cwd=ROOT)
+    with subprocess.Popen(command, env=environ, cwd=ROOT, **PIPES) as process:
+        try:
+            out, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=20)
+            raise
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
 def together(*starts: tuple[list[str], Mapping[str, str]]) -> list[str]:
     """Start several processes at once; what each has printed."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, env=environ, **pipes) for command, environ in starts]
+    processes = [subprocess.Popen(command, env=environ, **PIPES) for command, environ in starts]
     try:
-        ends = [process.communicate(timeout=100) for process in processes]
+        ends = [process.communicate(timeout=60) for process in processes]
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     for process, (_, errors) in zip(processes, ends, strict=True):
         assert process.returncode == 0, errors
     return [out for out, _ in ends]
@@ -80,6 +96,7 @@ SLURM["SLURM_STEP_NODELIST"] = "n[08-09]"
         (SLURM, "srun"),
         ({**SLURM, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, "mpirun of Open MPI"),
         ({**TORCH, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "environment variables"),
+        ({**SLURM, "PMI_RANK": "1", "PMI_SIZE": "4"}, "srun"),  # srun --mpi=pmi2
         ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "python"),  # a process manager, but no MPI
         ({**SLURM, "SLURM_STEP_ID": "4294967291"}, "python"),  # the batch script itself
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "64", "SLURM_JOB_ID": "7"}, "python"),
@@ -121,30 +138,51 @@ def test_bad_urls() -> None:
 def test_alone() -> None:
     done = run([sys.executable, "-c", SUM])
     assert done.stdout == "rank 0 of 1: 1\n"
-    assert done.stderr == "dist_prims: 1 rank on 1 host by python, gloo over loopback\n"
+    assert done.stderr == f"dist_prims: 1 rank on 1 host by python, {BACKEND} over loopback\n"
     assert run([sys.executable, "-c", SUM], clean(DIST_PRIMS_QUIET="1")).stderr == ""
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
-def test_under_a_launcher(launcher: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(SUM)
-    start = TORCHRUN if launcher == "torchrun" else [str(MPIRUN), "-n", "2", sys.executable]
+@pytest.mark.parametrize(("launcher", "size"), [("torchrun", 2), pytest.param("mpirun", 3, marks=needs_mpirun)])
+def test_under_a_launcher(launcher: str, size: int, tmp_path: Path) -> None:
+    said_last = "atexit.register(lambda: print('left', not torch.distributed.is_initialized(), flush=True))\n"
+    (tmp_path / "program.py").write_text("import atexit\n" + said_last + SUM)
+    start = TORCHRUN if launcher == "torchrun" else [str(MPIRUN), "-n", str(size), sys.executable]
     done = run([*start, str(tmp_path / "program.py")])
     assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"rank . of 2: 3", done.stdout)) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
-    assert done.stderr.count("dist_prims: 2 ranks on 1 host") == 1
+    wanted = [f"rank {rank} of {size}: {size * (size + 1) // 2}" for rank in range(size)]
+    assert sorted(re.findall(r"rank . of .: \d+", done.stdout)) == wanted
+    assert re.findall(r"dist_prims: .* by \w+", done.stderr) == [f"dist_prims: {size} ranks on 1 host by {launcher}"]
     assert "destroy_process_group" not in done.stderr
+    assert done.stdout.count("left True") == size
 
 
-def test_by_variables_url_and_file(tmp_path: Path) -> None:
-    by_variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-c", SUM]
-    together(*((command, clean(RANK=rank, **by_variables)) for rank in "01"))
-    file = tmp_path / "meeting"
-    for url in (f"tcp://127.0.0.1:{free_port()}", f"file://{file}", f"file://{file}"):  # the file is there already
-        programs = [SUM.replace("init(", f"init(init_method={url!r}, world_size=2, rank={rank}, ") for rank in "01"]
+@pytest.mark.parametrize("init_method", ["", "init_method='env://', "], ids=["found", "asked"])
+def test_by_variables(init_method: str) -> None:
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", SUM.replace("init(", f"init({init_method}")]
+    outs = together(*((command, clean(RANK=rank, **variables)) for rank in "01"))
+    assert outs == ["rank 0 of 2: 3\n", "rank 1 of 2: 3\n"]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_by_url(scheme: str, tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meeting"
+    programs = [SUM.replace("init(", f"init(init_method={url!r}, world_size=2, rank={rank}, ") for rank in "01"]
+    for _ in range(2):  # the second time there is what the first has left: the file, or a port that has just closed
         outs = together(*(([sys.executable, "-c", program], clean()) for program in programs))
         assert outs == ["rank 0 of 2: 3\n", "rank 1 of 2: 3\n"]
+
+
+def test_by_a_file_that_the_dead_have_left(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meeting"
+    programs = [SUM.replace("init(", f"init(init_method={url!r}, world_size=2, rank={rank}, ") for rank in "01"]
+    dying = [program + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)" for program in programs]
+    with pytest.raises(AssertionError, match="assert -9 == 0"):
+        together(*(([sys.executable, "-c", program], clean()) for program in dying))
+    assert (tmp_path / "meeting").stat().st_size > 0
+    programs[0] = "import time; time.sleep(2)\n" + programs[0]  # so that rank 1 finds nothing but what is left
+    outs = together(*(([sys.executable, "-c", program], clean()) for program in programs))
+    assert outs == ["rank 0 of 2: 3\n", "rank 1 of 2: 3\n"]
 
 
 def test_a_file_that_is_something_else(tmp_path: Path) -> None:
@@ -161,7 +199,7 @@ def test_by_the_variables_of_srun() -> None:
 
 
 def listening(pid: int) -> list[str]:
-    """The addresses at which a process listens."""
+    """The sockets on which a process listens, as address:port in hexadecimal."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the descriptor by which we look
@@ -172,12 +210,11 @@ def listening(pid: int) -> list[str]:
         for table in ("tcp", "tcp6")
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
     ]
-    return [line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes]
+    return [line[1] for line in lines if line[3] == "0A" and line[9] in inodes]
 
 
-@needs_mpirun
-@pytest.mark.parametrize("launcher", ["spawn", "mpirun"])
-def test_ranks_of_one_host_listen_on_loopback_only(launcher: str) -> None:
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun", pytest.param("mpirun", marks=needs_mpirun)])
+def test_ranks_of_one_host_listen_on_loopback_only(launcher: str, tmp_path: Path) -> None:
     program = f"""
 import os, sys, torch, dist_prims
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -188,16 +225,18 @@ def body():
     before = set(listening(os.getpid()))
     dist_prims.init(timeout=60)
     torch.distributed.barrier()
-    found = set(listening(os.getpid())) - before
+    found = {{socket.split(":")[0] for socket in set(listening(os.getpid())) - before}}
+    assert found, "each rank of gloo listens"
     assert found <= {{"0100007F", "0000000000000000FFFF00000100007F"}}, found
-    return found
 if {launcher == "spawn"}:
-    assert set().union(*dist_prims.spawn(body, 2, init=False, timeout=60))
+    dist_prims.spawn(body, 2, init=False, timeout=60)
 else:
     body()
 """
-    start = [str(MPIRUN), "-n", "2"] if launcher == "mpirun" else []
-    done = run([*start, sys.executable, "-c", program])
+    (tmp_path / "program.py").write_text(program)
+    mpirun = [str(MPIRUN), "-n", "2", sys.executable]
+    start = {"spawn": [sys.executable], "torchrun": TORCHRUN, "mpirun": mpirun}[launcher]
+    done = run([*start, str(tmp_path / "program.py")])
     assert done.returncode == 0, done.stderr
 
 
@@ -231,6 +270,24 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert "no sign of ranks [1, 2]" in done.stderr
 
 
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_a_rank_0_that_does_not_come_is_named(scheme: str, tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meeting"
+    program = SUM.replace("init(timeout=60", f"init(init_method={url!r}, world_size=3, rank=1, timeout=2")
+    done = run([sys.executable, "-c", program])
+    assert done.returncode != 0
+    assert "no sign of rank 0" in done.stderr
+
+
+@needs_mpirun
+def test_an_mpi_that_is_not_the_launchers_is_named() -> None:
+    """The variables say two ranks, but this process is alone in the MPI that mpi4py loads."""
+    done = run([sys.executable, "-c", SUM], clean(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2"))
+    assert done.returncode != 0
+    assert "mpirun of Open MPI started 2 ranks" in done.stderr
+    assert "which sees 1: another MPI than the launcher's" in done.stderr
+
+
 def test_torchrun_starts_anew_after_a_crash(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         SUM + "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    os._exit(place.rank)\n"
@@ -248,11 +305,7 @@ def test_an_exception_ends_the_whole_job_under_mpirun() -> None:
     assert "LookupError: this one" in done.stderr
 
 
-def test_hosts_are_told_apart_by_more_than_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body() -> Placement:
-        os.environ["DIST_PRIMS_HOST_ID"] = "ab"[dist.get_rank() // 2] if dist.is_initialized() else "?"
-        return dist_prims.init(timeout=60)
-
+def test_hosts_are_told_apart_by_more_than_their_name() -> None:
     def named() -> Placement:
         os.environ["DIST_PRIMS_HOST_ID"] = "aabb"[int(os.environ["RANK"])]
         return dist_prims.init(timeout=60)
@@ -264,8 +317,44 @@ def test_hosts_are_told_apart_by_more_than_their_name(monkeypatch: pytest.Monkey
 
 def test_the_doctor_tells_what_is_here() -> None:
     text = report()
-    for name in ("dist_prims", "Python", "launcher", "rank", "host", "gloo", "NCCL", "MPI", "cores", "memory"):
+    names = ("dist_prims", "Python", "launcher", "rank", "host", "hosts", "gloo", "NCCL", "MPI", "shared memory")
+    for name in (*names, "cores", "memory", "/dev/shm", "open files", "locked memory", "interfaces"):
         assert re.search(rf"^{name} ", text, re.MULTILINE), name
     done = run([sys.executable, "-m", "dist_prims", "doctor"])
     assert done.returncode == 0
     assert "no launcher" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("environ", "hosts"),
+    [
+        (SLURM, "n08, n09"),
+        ({**TORCH, "LOCAL_WORLD_SIZE": "2"}, "2 of 4 ranks are on this one"),
+        (TORCH, "known once the ranks have met"),
+    ],
+)
+def test_the_doctor_knows_the_hosts_that_the_launcher_tells(
+    environ: dict[str, str], hosts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in filter(LAUNCHER_VARIABLES.search, list(os.environ)):
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(rf"^hosts +{hosts}$", report(), re.MULTILINE)
+
+
+@needs_mpirun
+def test_the_doctor_starts_nothing_and_leaves_mpi_usable() -> None:
+    """Open MPI fails a job whose ranks end without MPI_Finalize; MPICH does not mind, so the setting is asked."""
+    program = """
+import torch.distributed, mpi4py
+from dist_prims.launch.doctor import main
+assert main() == 0
+from mpi4py import MPI
+assert not MPI.Is_initialized() and not torch.distributed.is_initialized()
+assert mpi4py.rc.finalize is True
+"""
+    done = run([str(MPIRUN), "-n", "2", sys.executable, "-c", program + SUM])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rank 1 of 2: 3") == 1
+    assert done.stdout.count("2 of 2 ranks are on this one") == 2

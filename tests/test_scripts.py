@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from test_launch import ROOT, SUM, clean, needs_mpirun
+from test_launch import run as run_to_its_end
 
 SCRIPTS = sorted(ROOT.glob("launch_scripts/*.sh")) + sorted(ROOT.glob("launch_scripts/*.sbatch"))
 
 
-def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=110, check=False, cwd=ROOT, env=clean(**environ)
-    )
+def run(*command: str, **environ: str) -> CompletedProcess[str]:
+    return run_to_its_end(list(command), clean(**environ), timeout=110)  # a script may build the package first
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

