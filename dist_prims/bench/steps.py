@@ -1,0 +1,347 @@
+"""``python -m dist_prims.bench.steps``: what communication costs in real use, beside the computing that it waits for.
+
+Two kinds of work: training steps of DistributedDataParallel, which hides part of its communication behind the backward
+pass, and tokens of a tensor-parallel decoder, which can hide none. Each is done over a group of gloo, over one of
+dist_prims, and without communication; what a group takes longer than none is exposed. The contenders take turns, in an
+order that turns by one; the time of a turn is that of its slowest rank, and the median of the turns counts.
+
+Training without communication is the model without DDP. The contender "noop" is DDP with a hook that sends nothing: it
+tells how much of what is exposed is DDP's own work and not communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from ..launch import detect, init, spawn
+from .report import environment
+
+__all__ = ["Decoding", "Table", "Training", "Work", "measure", "report"]
+
+_SECONDS, _WAIT_SECONDS = 3600.0, 300.0  # of all, and of one wait for another rank
+_NONE, _NOOP, _GROUPS = "none", "noop", ("gloo", "dist_prims")
+_WORKS = ("ddp", "decode")
+_HEAD = 64
+_VOCABULARY = 256
+
+
+class Work(Protocol):
+    """What is timed: in each round every contender runs once, on the same data."""
+
+    what: str
+    unit: str
+    units: int  # in one run
+    contenders: list[str]
+    meeting: dist.ProcessGroup | None
+
+    def prepare(self, round: int) -> None: ...
+
+    def run(self, contender: str) -> None: ...
+
+    def agree(self) -> bool:
+        """Whether the results of the round are right on this rank; every rank must call it."""
+        ...
+
+
+@dataclass
+class Table:
+    """The times of one kind of work; the same on every rank."""
+
+    what: str
+    unit: str
+    units: int
+    seconds: dict[str, list[float]]  # of each run, by contender
+    agree: bool
+
+    def median(self, contender: str) -> float:
+        """Seconds a unit."""
+        return statistics.median(self.seconds[contender]) / self.units
+
+    def exposed(self, contender: str) -> float:
+        """Seconds a unit that communication adds."""
+        return self.median(contender) - self.median(_NONE)
+
+    def ratio(self, contender: str, other: str = _GROUPS[0]) -> float:
+        """What is exposed by what the other exposes; not a number where the other exposes nothing."""
+        return self.exposed(contender) / self.exposed(other) if self.exposed(other) > 0 else float("nan")
+
+    def as_dict(self) -> dict[str, Any]:
+        found = {name: {"median": self.median(name), "exposed": self.exposed(name)} for name in self.seconds}
+        return {**asdict(self), "contenders": found}
+
+
+def measure(work: Work, rounds: int, warmup: int = 2) -> Table:
+    seconds: dict[str, list[float]] = {name: [] for name in work.contenders}
+    right = True
+    for round in range(-warmup, rounds):
+        work.prepare(round)
+        turn = round % len(seconds)
+        for name in work.contenders[turn:] + work.contenders[:turn]:
+            dist.barrier(group=work.meeting)
+            began = time.perf_counter()
+            work.run(name)
+            if round >= 0:
+                seconds[name].append(time.perf_counter() - began)
+        right &= work.agree()
+    slowest = torch.tensor([*seconds.values()], dtype=torch.float64)
+    everywhere = torch.tensor(int(right))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    by_name = dict(zip(seconds, slowest.tolist(), strict=True))
+    return Table(work.what, work.unit, work.units, by_name, bool(everywhere))
+
+
+class Training:
+    """Steps of SGD on linear layers. The gradients of the groups must agree with each other in every step; in the
+    first, where all ranks still have the same model, also with the mean of those of the ranks without communication."""
+
+    what, unit, units = "ddp", "step", 1
+
+    def __init__(
+        self, groups: Mapping[str, dist.ProcessGroup | None], layers: int = 24, width: int = 1024, batch: int = 64
+    ) -> None:
+        self.names, self.meeting = [*groups], [*groups.values()][-1]
+        self.contenders = [_NONE, _NOOP, *groups]
+        self.models: dict[str, torch.nn.Module] = {_NONE: _layers(layers, width)}
+        self.models[_NOOP] = silent = DistributedDataParallel(_layers(layers, width))
+        silent.register_comm_hook(None, noop_hook)
+        for name, group in groups.items():
+            self.models[name] = DistributedDataParallel(_layers(layers, width), process_group=group)
+        self.optimizers = {name: torch.optim.SGD(each.parameters(), lr=0.01) for name, each in self.models.items()}
+        self.random = torch.Generator().manual_seed(dist.get_rank())
+        self.shape, self.first = (2, batch, width), True
+
+    def prepare(self, round: int) -> None:
+        self.input, self.target = torch.randn(self.shape, generator=self.random)
+
+    def run(self, contender: str) -> None:
+        self.optimizers[contender].zero_grad()
+        torch.autograd.backward(functional.mse_loss(self.models[contender](self.input), self.target))
+        self.optimizers[contender].step()
+
+    def agree(self) -> bool:
+        found = {name: _gradients(self.models[name]) for name in self.names}
+        wanted = found[self.names[0]]
+        if self.first:
+            wanted = _gradients(self.models[_NONE])
+            for gradient in wanted:
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+        self.first = False
+        return all(_close(own, right) for each in found.values() for own, right in zip(each, wanted, strict=True))
+
+
+def _layers(layers: int, width: int) -> torch.nn.Sequential:
+    """The same on every rank, and so that neither values nor gradients fade from layer to layer."""
+    random = torch.Generator().manual_seed(0)
+    found = [torch.nn.Linear(width, width) for _ in range(layers)]
+    for layer in found:
+        torch.nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu", generator=random)
+        torch.nn.init.zeros_(layer.bias)
+    return torch.nn.Sequential(*(part for layer in found for part in (layer, torch.nn.ReLU())))
+
+
+def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """By the scale of the whole tensor: the order of a sum may differ, and a rounding then grows step by step."""
+    return bool((found - wanted).abs().max() <= 1e-3 * wanted.abs().max())
+
+
+class Decoding:
+    """Greedy tokens of a transformer, batch 1, whose heads and inner columns are parted among the ranks: two
+    all-reduces a layer, of ``4 * hidden`` bytes. Each run goes on from a filled cache for ``tokens``. The states of all
+    ranks must have the same bits. Those of the groups must agree, but only the first of a run: rounding may turn the
+    choice of a token."""
+
+    what, unit = "decode", "token"
+
+    def __init__(
+        self,
+        groups: Mapping[str, dist.ProcessGroup | None],
+        layers: int = 8,
+        hidden: int = 4096,
+        heads: int = 1,  # of a rank
+        inner: int = 128,  # of a rank
+        context: int = 128,
+        tokens: int = 16,
+    ) -> None:
+        self.names, self.meeting, self.groups = [*groups], [*groups.values()][-1], groups
+        self.contenders, self.units, self.context = [_NONE, *groups], tokens, context
+        self.embedding = torch.randn(_VOCABULARY, hidden, generator=torch.Generator().manual_seed(0))
+        random = torch.Generator().manual_seed(1 + dist.get_rank())
+        self.layers = [_Layer(hidden, heads, inner, context + tokens, random) for _ in range(layers)]
+        self.token = 0
+        self.states: dict[str, torch.Tensor] = {}
+
+    def prepare(self, round: int) -> None:
+        self.token = round % _VOCABULARY
+
+    @torch.inference_mode()
+    def run(self, contender: str) -> None:
+        token, states = self.token, []
+        for position in range(self.context, self.context + self.units):
+            state = self.embedding[token]
+            for layer in self.layers:
+                state = state + self._sum(layer.attention(state, position), contender)
+                state = state + self._sum(layer.perceptron(state), contender)
+            token = int(functional.linear(_norm(state), self.embedding).argmax())
+            states.append(state)
+        self.states[contender] = torch.stack(states)
+
+    def _sum(self, part: torch.Tensor, contender: str) -> torch.Tensor:
+        if contender != _NONE:
+            dist.all_reduce(part, group=self.groups[contender])
+        return part
+
+    def agree(self) -> bool:
+        right = True
+        for name in self.names:
+            first = self.states[name].clone()
+            dist.broadcast(first, 0)
+            right &= torch.equal(first, self.states[name])
+            right &= _close(self.states[name][0], self.states[self.names[0]][0])
+        return right
+
+
+class _Layer:
+    """What one rank holds of a layer: columns of what comes in, rows of what goes out, and the cache of its heads."""
+
+    def __init__(self, hidden: int, heads: int, inner: int, positions: int, random: torch.Generator) -> None:
+        def matrix(rows: int, columns: int, parts: int = 1) -> torch.Tensor:
+            return torch.randn(rows, columns, generator=random) / math.sqrt(columns * parts)
+
+        size = dist.get_world_size()
+        self.heads = heads
+        self.query_key_value = matrix(3 * heads * _HEAD, hidden)
+        self.out = matrix(hidden, heads * _HEAD, size)
+        self.up, self.down = matrix(inner, hidden), matrix(hidden, inner, size)
+        self.keys, self.values = torch.randn(2, heads, positions, _HEAD, generator=random)
+
+    def attention(self, state: torch.Tensor, position: int) -> torch.Tensor:
+        """This rank's part of the sum."""
+        projected = functional.linear(_norm(state), self.query_key_value).view(3, self.heads, 1, _HEAD)
+        self.keys[:, position], self.values[:, position] = projected[1, :, 0], projected[2, :, 0]
+        keys, values = self.keys[:, : position + 1], self.values[:, : position + 1]
+        found = functional.scaled_dot_product_attention(projected[0], keys, values)
+        return functional.linear(found.flatten(), self.out)
+
+    def perceptron(self, state: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum."""
+        return functional.linear(functional.silu(functional.linear(_norm(state), self.up)), self.down)
+
+
+def _norm(state: torch.Tensor) -> torch.Tensor:
+    return functional.rms_norm(state, state.shape)
+
+
+_COLUMNS = (
+    ("what", 8),
+    ("contender", 12),
+    ("unit", 7),
+    ("ms", 10),
+    ("least ms", 10),
+    ("per s", 8),
+    ("exposed ms", 12),
+    ("vs gloo", 9),
+)
+
+
+def report(facts: Mapping[str, Any], tables: Iterable[Table]) -> str:
+    """A row for each contender.
+
+    >>> table = Table("ddp", "step", 1, {"none": [0.25], "gloo": [0.5], "dist_prims": [0.375]}, True)
+    >>> print(report({"ranks": 2, "cores": 2}, [table]))
+    # steps: ranks 2, cores 2
+    # ms: the median; exposed: it less that of none; vs gloo: exposed by what gloo exposes
+    #   what   contender   unit        ms  least ms   per s  exposed ms  vs gloo
+         ddp        none   step   250.000   250.000     4.0           -        -
+         ddp        gloo   step   500.000   500.000     2.0     250.000     1.00
+         ddp  dist_prims   step   375.000   375.000     2.7     125.000     0.50
+    # ddp: results agree
+    """
+    lines = ["# steps: " + ", ".join(f"{name} {value}" for name, value in facts.items())]
+    lines.append("# ms: the median; exposed: it less that of none; vs gloo: exposed by what gloo exposes")
+    lines.append("#" + "".join(name.rjust(width) for name, width in _COLUMNS)[1:])
+    tables = list(tables)
+    for table in tables:
+        for name in table.seconds:
+            median = table.median(name)
+            least = min(table.seconds[name]) / table.units
+            cells = [table.what, name, table.unit, f"{median * 1e3:.3f}", f"{least * 1e3:.3f}", f"{1 / median:.1f}"]
+            cells += "-", "-"
+            if name != _NONE:
+                cells[-2:] = f"{table.exposed(name) * 1e3:.3f}", f"{table.ratio(name):.2f}"
+            lines.append("".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True)))
+    lines += [f"# {table.what}: results {'agree' if table.agree else 'DIFFER'}" for table in tables]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = _parser().parse_args(arguments)
+    if detect().size > 1:
+        init(timeout=_WAIT_SECONDS)
+        return _bench(given)
+    return int(max(spawn(_bench, given.ranks, (given,), timeout=_SECONDS)))
+
+
+def _bench(given: argparse.Namespace) -> int:
+    """On every rank; 1 if any result is wrong."""
+    torch.set_num_threads(1)
+    facts = environment()
+    groups = {name: dist.new_group(backend=name, timeout=timedelta(seconds=_WAIT_SECONDS)) for name in _GROUPS}
+    tables = []
+    for what in given.what:
+        work: Work = Training(groups) if what == "ddp" else Decoding(groups)
+        tables.append(measure(work, given.steps))
+        del work  # a model for each contender
+    if dist.get_rank() == 0:
+        print(report(facts, tables), flush=True)
+        if given.json:
+            found = {"environment": facts, "tables": [table.as_dict() for table in tables]}
+            given.json.write_text(json.dumps(found, indent=1))
+    return int(not all(table.agree for table in tables))
+
+
+def _works(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= set(_WORKS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of {','.join(_WORKS)}")
+    return names
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dist_prims.bench.steps", description=__doc__)
+    parser.add_argument("--ranks", type=_positive, default=2, help="to start where no launcher has (2)")
+    parser.add_argument("--steps", type=_positive, default=20, help="runs of each contender: a step, 16 tokens (20)")
+    parser.add_argument("--what", type=_works, default=list(_WORKS), help="ddp, decode or both (ddp,decode)")
+    parser.add_argument("--json", type=Path, help="write all times")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
