@@ -21,11 +21,12 @@ def register() -> None:
     """
     import torch.distributed as dist  # under way already when torch calls us
 
+    devices = ["cpu", "cuda"] if dist.is_available() and dist.is_nccl_available() else ["cpu"]
     if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=devices)
 
 
 def _make(options: Any, given: Any) -> Any:
     from .backend import make
 
-    return make(options)
+    return make(options, given)

@@ -1,37 +1,158 @@
 """The backend "dist_prims" of ``torch.distributed``: one group of it, on one of its ranks.
 
-Ranks of one host reduce in shared memory; what is not ours (send and recv, sparse tensors, groups that span hosts) is
-gloo's, behind the same name. Ranks share a host if they say the same of it (see :mod:`.launch.hosts`) and then really
-attach: the memory comes over a socket that is only seen on one host.
+Ranks of one host reduce in shared memory. What is not ours goes to another backend behind the same name: sparse tensors
+and groups that span hosts to gloo, CUDA tensors to NCCL where torch has it. Ranks share a host if they say the same of
+it (see :mod:`.launch.hosts`) and then really attach: the memory comes over a socket that is only seen on one host.
+
+    torch.distributed.init_process_group("dist_prims")
+    torch.distributed.init_process_group("dist_prims", pg_options=dist_prims.Options(all_reduce="ring"))
+
+Memory that ranks reduce where it lies, and a call with less in its way:
+
+>>> import torch, dist_prims
+>>> gradient = dist_prims.empty((3, 2), torch.float32).fill_(1)
+>>> dist_prims.all_reduce_(gradient).tolist()
+[[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .autoload import NAME
+from .collectives.choose import parse_ranges
 from .launch.hosts import host_id
+from .schedules import build
+from .schedules.program import Program, compile_program
 
-__all__ = ["make"]
+__all__ = ["Options", "all_reduce_", "dump", "empty", "make"]
 
 _SLOT_BYTES = 1 << 20  # of shared memory; a rank has two
+_PINNED = "DIST_PRIMS_ALL_REDUCE"
+_CPU = torch.device("cpu")
 
 
-def make(options: Any) -> Any:
-    """The backend for a group; ``options`` are torch's: store, rank, size, timeout."""
-    extension = _extension()
+class Options:
+    """How a group of the backend works, as ``pg_options`` of ``init_process_group`` or ``new_group``.
+
+    ``all_reduce``: the algorithm, by name or by ranges of sizes as in ``DIST_PRIMS_ALL_REDUCE``; your own included.
+    ``slot_bytes``: of shared memory, two of them for each rank; larger ones serve larger segments.
+
+    >>> Options(all_reduce="ring:1M-max").all_reduce
+    'ring:1M-max'
+    """
+
+    def __init__(self, all_reduce: str = "", slot_bytes: int = 0) -> None:
+        parse_ranges(all_reduce, "all_reduce", "Options(all_reduce=...)")
+        self.all_reduce = all_reduce
+        self.slot_bytes = slot_bytes
+
+
+def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor in memory that the other ranks of this host can map: an all_reduce that finds all of its tensors in such
+    memory reads and writes them where they lie, without a copy. Every rank may allocate when it likes.
+
+    Not to be used in a process forked from this one: there the memory is not mapped.
+    """
+    sizes = [shape] if isinstance(shape, int) else list(shape)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"empty: a shape has no negative sizes, and this is {tuple(sizes)}")
+    tensor: torch.Tensor = _extension().empty(sizes, dtype)
+    return tensor
+
+
+def all_reduce_(
+    tensor: torch.Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Reduce ``tensor`` in place over the ranks of a group and return it: ``torch.distributed.all_reduce`` without what
+    that adds to each call. For a group whose backend is another one it is the same as that."""
+    backend: Any = (group or dist.distributed_c10d._get_default_group())._get_backend(_CPU)
+    try:
+        direct = backend.all_reduce_
+    except AttributeError:
+        dist.all_reduce(tensor, op, group)
+    else:
+        direct(tensor, op)
+    return tensor
+
+
+def dump(path: Path | str, group: dist.ProcessGroup | None = None) -> None:
+    """Write the last calls of this rank to a file, in the form of PyTorch's flight recorder; ``python -m dist_prims
+    doctor --dump`` reads those of all ranks and says which one is behind."""
+    backend: Any = (group or dist.distributed_c10d._get_default_group())._get_backend(_CPU)
+    Path(path).write_text(backend.record())
+
+
+def make(options: Any, given: Any = None) -> Any:
+    """The backend for a group; ``options`` are torch's: store, rank, size, timeout; ``given``: ours."""
+    chosen = given if isinstance(given, Options) else Options()
     rank, size = options.group_rank, options.group_size
     timeout = timedelta(seconds=options.timeout.total_seconds())
     store = dist.PrefixStore(NAME, options.store)
     store.set_timeout(timeout)
-    engine = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-    slot_bytes = int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES))
-    return extension.PrimsBackend(store, rank, size, timeout, engine, _one_host(store, rank, size), slot_bytes)
+    backend = _extension().PrimsBackend(
+        store=store,
+        rank=rank,
+        size=size,
+        timeout=timeout,
+        engine=dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout),
+        accelerator=_nccl(store, rank, size, timeout),
+        one_host=_one_host(store, rank, size),
+        slot_bytes=chosen.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
+        group=str(options.group_id),
+        ranks=str(list(options.global_ranks_in_group) or list(range(size))),
+        dump=_dump_file(str(options.group_id), rank),
+    )
+    _pin(backend, rank, size, chosen)
+    return backend
+
+
+def _pin(backend: Any, rank: int, size: int, chosen: Options) -> None:
+    text = chosen.all_reduce or os.environ.get(_PINNED, "")
+    if not (chosen.all_reduce or (text and backend.native)):
+        return
+    for name, low, high in parse_ranges(text, "all_reduce", _PINNED):
+        schedule = build("all_reduce", name, size)
+        schedule.verify()
+        program = compile_program(schedule, rank)
+        backend.pin(low, high, name, schedule.chunks, schedule.contract.total - schedule.chunks, _numbers(program))
+
+
+def _numbers(program: Program) -> list[Any]:
+    """The program as the C++ executor takes it: sends, receives and writes of each step."""
+    return [
+        (
+            [(message.peer, message.chunks, message.pieces) for message in action.sends],
+            [(message.peer, message.chunks, message.pieces) for message in action.receives],
+            [
+                (w.into, w.piece, w.copy, [(-1 if s.peer is None else s.peer, s.index) for s in w.sources])
+                for w in action.writes
+            ],
+        )
+        for action in program.actions
+    ]
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    if not (dist.is_nccl_available() and torch.cuda.is_available()):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+
+
+def _dump_file(group: str, rank: int) -> str:
+    folder = os.environ.get("DIST_PRIMS_DUMP", "")
+    return str(Path(folder) / f"{group}_rank{rank}.json") if folder else ""
 
 
 def _extension() -> Any:

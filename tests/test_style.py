@@ -27,7 +27,7 @@ FLOORS = {
     "collectives": {"schedules", "errors"},
     "errors": set(),
     "autoload": {"backend"},
-    "backend": {"autoload", "launch"},
+    "backend": {"autoload", "collectives", "launch", "schedules"},
     "launch": {"autoload"},
     "datasets": set(),
     "training": {"collectives"},
@@ -36,8 +36,20 @@ FLOORS = {
 }
 PURE = {"schedules", "errors", "_chart"}  # no torch
 
-PUBLIC = ["DataPartitioner", "__version__", "all_gather", "all_reduce", "all_to_all", "average_gradients", "barrier"]
-PUBLIC += ["broadcast", "gather", "init", "reduce", "reduce_scatter", "scan", "scatter", "spawn"]
+PUBLIC = ["DataPartitioner", "Options", "__version__", "all_gather", "all_reduce", "all_reduce_", "all_to_all"]
+PUBLIC += [
+    "average_gradients",
+    "barrier",
+    "broadcast",
+    "empty",
+    "gather",
+    "init",
+    "reduce",
+    "reduce_scatter",
+    "scan",
+    "scatter",
+    "spawn",
+]
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -129,7 +141,7 @@ def test_examples_run(name: str) -> None:
     module = importlib.import_module(name)
     if not doctest.DocTestFinder(exclude_empty=True).find(module):
         return
-    own_group = "collectives" in name or "training" in name
+    own_group = any(word in name for word in ("backend", "collectives", "training"))
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -8,21 +8,32 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "../core/board.h"
 #include "../core/collectives.h"
+#include "../core/plan.h"
 #include "../core/queue.h"
+#include "../core/record.h"
+#include "../core/room.h"
+#include "tensors.h"
 
 namespace dist_prims {
 
-using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Milliseconds = std::chrono::milliseconds;
 
+// What a group is made with.
+struct Setup {
+    Milliseconds timeout{0};
+    c10::intrusive_ptr<c10d::Backend> engine;       // for sparse tensors, and for groups that span hosts
+    c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null
+    bool one_host = false;
+    std::size_t slot_bytes = 0;
+    std::string group, ranks;  // for the record
+    std::string dump;          // the file to which the record goes when a call fails; may be empty
+};
+
 class PrimsBackend : public c10d::Backend {
 public:
-    // `engine` serves what is not ours: point-to-point, sparse tensors, and groups that span hosts (`one_host` false).
-    PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout,
-                 c10::intrusive_ptr<c10d::Backend> engine, bool one_host, std::size_t slot_bytes);
+    PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Setup setup);
     ~PrimsBackend() override;
 
     const std::string getBackendName() const override { return "dist_prims"; }
@@ -32,7 +43,21 @@ public:
     uint64_t getSequenceNumberForGroup() override { return sequence_; }
     void shutdown() override;
     void abort() override { shutdown(); }
-    bool native() const { return board_ != nullptr; }
+    bool native() const { return room_ != nullptr; }
+
+    // all_reduce of `low` to less than `high` bytes goes by this plan.
+    void pin(std::uint64_t low, std::uint64_t high, std::string name, Plan plan);
+    // all_reduce in place, at once: less is in the way than through torch.distributed.
+    void all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op);
+    // The last calls of this rank, as JSON.
+    std::string record() const { return record_.json(setup_.group, "dist_prims", setup_.ranks); }
+
+    bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+    at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+    std::shared_ptr<c10::Allocator> getMemAllocator() override;
+    bool supportsCoalescing() const override { return setup_.accelerator != nullptr; }
+    void startCoalescing() override { setup_.accelerator->startCoalescing(); }
+    WorkPtr endCoalescing() override { return setup_.accelerator->endCoalescing(); }
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
     WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
@@ -66,7 +91,7 @@ private:
     // A collective that is ready to run: told to the others as `call`, done by `run`.
     struct Task {
         Call call;
-        std::function<void(Board&)> run;
+        std::function<void(Room&)> run;
     };
     struct How {
         c10d::OpType type;
@@ -74,25 +99,41 @@ private:
         Milliseconds timeout;
         bool async;
     };
+    struct Pin {
+        std::uint64_t low, high;
+        std::string name;
+        std::shared_ptr<const Plan> plan;
+    };
 
     template <typename Opts>
-    How how(c10d::OpType type, const char* title, const Opts& opts) const;
-    WorkPtr perform(std::vector<Task> tasks, const How& how, Tensors outputs);
-    void run(std::vector<Task>& tasks, Milliseconds timeout);
+    How how(c10d::OpType type, const char* title, const Opts& opts) const {
+        return {type, title, opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout, opts.asyncOp};
+    }
 
-    Task all_reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
+    // Who serves these tensors, if not the shared memory.
+    c10d::Backend* other(const Tensors& tensors) const;
+    void check_owner() const;
+    WorkPtr perform(std::vector<Task> tasks, const How& how, Tensors outputs);
+    void run(std::vector<Task>& tasks, Milliseconds timeout, std::uint64_t entry);
+    void write_record() const;
+    WorkPtr message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag);
+
+    Task all_reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op);
     Task all_gather_task(const Tensors& outputs, const at::Tensor& input) const;
     Task reduce_scatter_task(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op) const;
     Task all_to_all_task(const Tensors& outputs, const Tensors& inputs) const;
     Tensors blocks(const at::Tensor& tensor, const std::vector<int64_t>& splits, const char* what) const;
     int root(const char* what, int64_t given) const;
 
-    c10::intrusive_ptr<c10d::Backend> engine_;
+    const Setup setup_;
     c10::intrusive_ptr<Options> options_;
     const pid_t owner_;
-    std::unique_ptr<Board> board_;
+    std::shared_ptr<Room> room_;
     std::shared_ptr<Queue> queue_;
-    std::atomic<std::uint64_t> sequence_{0};
+    std::vector<Pin> pins_;
+    std::atomic<std::uint64_t> sequence_{0}, messages_{0};
+    Mail::Tag planned_ = Mail::Tag{1} << 63;  // tags beyond those of users, one for each planned call
+    Record record_;
 };
 
 }  // namespace dist_prims

@@ -1,5 +1,6 @@
 // The Python module dist_prims._backend.
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -9,25 +10,77 @@
 
 namespace py = pybind11;
 
-PYBIND11_MODULE(_backend, module) {
-    using dist_prims::CommError;
-    using dist_prims::PrimsBackend;
-    module.doc() = "The backend of torch.distributed; see dist_prims.backend.";
-    py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>>(module, "PrimsBackend")
-        .def(py::init<const c10::intrusive_ptr<c10d::Store>&, int, int, std::chrono::milliseconds,
-                      c10::intrusive_ptr<c10d::Backend>, bool, std::size_t>(),
-             py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("engine"),
-             py::arg("one_host"), py::arg("slot_bytes"), py::call_guard<py::gil_scoped_release>())
-        .def_property_readonly("native", &PrimsBackend::native);
-    module.attr("built_for") = DIST_PRIMS_TORCH;
-    module.def("instruction_set", &dist_prims::instruction_set);
-    py::register_exception_translator([](std::exception_ptr error) {
-        try {
-            if (error) std::rethrow_exception(error);
-        } catch (const CommError& found) {
-            constexpr const char* kNames[] = {"MismatchError", "PeerDied", "PeerLeft", "CommTimeout", "Interrupted"};
-            const py::object kind = py::module_::import("dist_prims.errors").attr(kNames[static_cast<int>(found.kind)]);
-            PyErr_SetString(kind.ptr(), found.what());
+namespace {
+
+using namespace dist_prims;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+// A plan in tuples: sends, receives and writes of each step.
+using Messages = std::vector<std::tuple<int, Plan::Chunks, Plan::Chunks>>;
+using Writes = std::vector<std::tuple<int, int, bool, std::vector<std::pair<int, int>>>>;
+using Steps = std::vector<std::tuple<Messages, Messages, Writes>>;
+
+std::vector<Plan::Message> messages_of(const Messages& given) {
+    std::vector<Plan::Message> messages;
+    for (const auto& [peer, chunks, pieces] : given) messages.push_back({peer, chunks, pieces});
+    return messages;
+}
+
+Plan plan_of(int chunks, int scratch, const Steps& steps) {
+    Plan plan{chunks, scratch, {}};
+    for (const auto& [sends, receives, writes] : steps) {
+        Plan::Step& step = plan.steps.emplace_back(Plan::Step{messages_of(sends), messages_of(receives), {}});
+        for (const auto& [into, piece, copy, sources] : writes) {
+            Plan::Write& write = step.writes.emplace_back(Plan::Write{into, piece, copy, {}});
+            for (const auto& [peer, index] : sources) write.sources.push_back({peer, index});
         }
-    });
+    }
+    return plan;
+}
+
+c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                      Milliseconds timeout, const BackendPtr& engine, const BackendPtr& accelerator,
+                                      bool one_host, std::size_t slot_bytes, const std::string& group,
+                                      const std::string& ranks, const std::string& dump) {
+    Setup setup{timeout, engine, accelerator, one_host, slot_bytes, group, ranks, dump};
+    return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(setup));
+}
+
+void translate(std::exception_ptr error) {
+    try {
+        if (error) std::rethrow_exception(error);
+    } catch (const CommError& found) {
+        constexpr const char* kNames[] = {"MismatchError", "PeerDied", "PeerLeft", "CommTimeout", "Interrupted"};
+        const py::object kind = py::module_::import("dist_prims.errors").attr(kNames[static_cast<int>(found.kind)]);
+        PyErr_SetString(kind.ptr(), found.what());
+    }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_backend, module) {
+    module.doc() = "The backend of torch.distributed; see dist_prims.backend.";
+    using Free = py::call_guard<py::gil_scoped_release>;
+    py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>>(module, "PrimsBackend")
+        .def(py::init(&make), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+             py::arg("engine"), py::arg("accelerator"), py::arg("one_host"), py::arg("slot_bytes"), py::arg("group"),
+             py::arg("ranks"), py::arg("dump"), Free())
+        .def_property_readonly("native", &PrimsBackend::native)
+        .def("pin", [](PrimsBackend& self, std::uint64_t low, std::uint64_t high, const std::string& name, int chunks,
+                       int scratch, const Steps& steps) { self.pin(low, high, name, plan_of(chunks, scratch, steps)); })
+        .def("all_reduce_", &PrimsBackend::all_reduce_now, Free())
+        .def("record", &PrimsBackend::record, Free());
+    module.attr("built_for") = DIST_PRIMS_TORCH;
+    module.def("instruction_set", &instruction_set);
+    module.def(
+        "empty",
+        [](const std::vector<int64_t>& shape, at::ScalarType dtype) {
+            const auto release = [](void* data) { Lender::instance().release(static_cast<std::byte*>(data)); };
+            const auto options = at::TensorOptions().dtype(dtype);
+            std::size_t bytes = options.dtype().itemsize();
+            for (int64_t length : shape) bytes *= static_cast<std::size_t>(length);
+            return at::from_blob(Lender::instance().allocate(bytes), shape, release, options);
+        },
+        Free());
+    py::register_exception_translator(translate);
 }

@@ -86,4 +86,70 @@ std::uint64_t checksum(const std::vector<at::Tensor>& tensors) {
     return sum;
 }
 
+Counts lengths(const Tensors& tensors) {
+    Counts found;
+    for (const auto& tensor : tensors) found.push_back(static_cast<std::size_t>(tensor.nbytes()));
+    return found;
+}
+
+Counts elements(const Tensors& tensors) {
+    Counts found;
+    for (const auto& tensor : tensors) found.push_back(static_cast<std::size_t>(tensor.numel()));
+    return found;
+}
+
+Blocks blocks_of(const Tensors& tensors) {
+    Blocks found;
+    for (const auto& tensor : tensors) found.push_back(bytes_of(tensor));
+    return found;
+}
+
+Places places_of(const Tensors& tensors) {
+    Places found;
+    for (const auto& tensor : tensors) found.push_back(bytes_of(tensor));
+    return found;
+}
+
+Call call_of(Collective collective, const at::Tensor& like, std::size_t count) {
+    Call call;
+    call.collective = collective;
+    call.dtype = type_of(like);
+    call.count = count;
+    return call;
+}
+
+at::Tensor premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+    if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return tensor;
+    const auto* factor = dynamic_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
+    TORCH_CHECK(factor, "PREMUL_SUM without its factor");
+    return factor->tensor_factor.defined() ? tensor * factor->tensor_factor : tensor * factor->double_factor;
+}
+
+Op checked(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor) {
+    std::string reason;
+    TORCH_CHECK_VALUE(op_of(op) != Op::kNone, what, ": this reduction is not known");
+    TORCH_CHECK_VALUE(reduces(op_of(op), type_of(tensor), &reason), what, ": ", reason);
+    return op_of(op);
+}
+
+const at::Tensor& only(const char* what, const Tensors& tensors) {
+    TORCH_CHECK_VALUE(tensors.size() == 1, what, ": one tensor is needed, not ", tensors.size());
+    TORCH_CHECK_VALUE(tensors[0].device().is_cpu(), what, ": the tensor is on ", tensors[0].device(),
+                      ", not on the CPU");
+    return tensors[0];
+}
+
+void alike(const char* what, const Tensors& tensors, const at::Tensor& like) {
+    for (const auto& tensor : tensors) {
+        TORCH_CHECK_VALUE(tensor.scalar_type() == like.scalar_type() && tensor.device() == like.device(), what,
+                          ": tensors differ: ", tensor.scalar_type(), " on ", tensor.device(), ", ", like.scalar_type(),
+                          " on ", like.device());
+    }
+}
+
+void as_many(const char* what, std::size_t found, int wanted) {
+    TORCH_CHECK_VALUE(found == static_cast<std::size_t>(wanted), what, ": ", found, " tensors for a group of ", wanted,
+                      " ranks");
+}
+
 }  // namespace dist_prims

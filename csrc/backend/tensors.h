@@ -7,9 +7,12 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
+#include "../core/collectives.h"
 #include "../core/types.h"
 
 namespace dist_prims {
+
+using Tensors = std::vector<at::Tensor>;
 
 // The type as the core reduces it, or by its size if it can only be moved.
 DType type_of(const at::Tensor& tensor);
@@ -22,6 +25,39 @@ at::Tensor packed(const at::Tensor& tensor);
 inline std::byte* bytes_of(const at::Tensor& tensor) {
     return static_cast<std::byte*>(tensor.data_ptr());
 }
+
+Counts lengths(const Tensors& tensors);  // in bytes
+Counts elements(const Tensors& tensors);
+Blocks blocks_of(const Tensors& tensors);
+Places places_of(const Tensors& tensors);
+
+// Outputs whose memory can be written as it lies, and how the others get what was written for them.
+struct Outputs {
+    Tensors flat;
+    std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+
+    explicit Outputs(const Tensors& tensors) {
+        for (const auto& tensor : tensors) {
+            flat.push_back(packed(tensor));
+            if (!flat.back().is_same(tensor)) copies.emplace_back(tensor, flat.back());
+        }
+    }
+    void deliver() const {
+        for (const auto& [tensor, written] : copies) tensor.copy_(written);
+    }
+};
+
+Call call_of(Collective collective, const at::Tensor& like, std::size_t count);
+
+// What PREMUL_SUM adds.
+at::Tensor premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op);
+
+// The rest are checks, which throw ValueError; `what` is the operation. The reduction, if it is one for the tensor:
+Op checked(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor);
+// The only tensor, which must be on the CPU:
+const at::Tensor& only(const char* what, const Tensors& tensors);
+void alike(const char* what, const Tensors& tensors, const at::Tensor& like);
+void as_many(const char* what, std::size_t found, int wanted);
 
 // Of a list of lengths, so that ranks can tell whether theirs are the same.
 std::uint64_t checksum(const std::vector<at::Tensor>& tensors);

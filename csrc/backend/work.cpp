@@ -7,29 +7,33 @@
 namespace dist_prims {
 
 PrimsWork::PrimsWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs,
-                     std::uint64_t sequence, std::shared_ptr<Queue> queue)
-    : Work(rank, type, title, outputs), outputs_(std::move(outputs)), sequence_(sequence), queue_(std::move(queue)) {}
+                     std::uint64_t sequence)
+    : Work(rank, type, title, outputs), outputs_(std::move(outputs)), sequence_(sequence) {}
 
-Queue::Handle PrimsWork::job(std::function<void()> run) {
-    auto self = c10::intrusive_ptr<PrimsWork>::reclaim_copy(this);
-    job_ = std::make_shared<Queue::Job>();
-    job_->run = std::move(run);
-    job_->done = [self](std::exception_ptr error) { self->complete(error); };
-    return job_;
+std::function<std::function<void()>(std::exception_ptr)> PrimsWork::finisher() {
+    return [self = c10::intrusive_ptr<PrimsWork>::reclaim_copy(this)](std::exception_ptr error) {
+        return self->complete(error);
+    };
 }
 
-void PrimsWork::complete(std::exception_ptr error) {
+void PrimsWork::waits_by(Waiter waiter) {
+    const std::lock_guard lock(guard_);
+    if (!done_) waiter_ = std::move(waiter);
+}
+
+std::function<void()> PrimsWork::complete(std::exception_ptr error) {
     finish(error);
-    Queue::Handle job;
+    Waiter waiter;  // it may hold what holds us
     c10::intrusive_ptr<c10::ivalue::Future> future;
     {
         const std::lock_guard lock(guard_);
-        job.swap(job_);  // it holds us
+        waiter.swap(waiter_);
         done_ = true;
         error_ = error;
         future = future_;
     }
-    if (future) settle(*future);
+    if (!future) return {};
+    return [self = c10::intrusive_ptr<PrimsWork>::reclaim_copy(this), future] { self->settle(*future); };
 }
 
 void PrimsWork::settle(c10::ivalue::Future& future) const {
@@ -40,18 +44,18 @@ void PrimsWork::settle(c10::ivalue::Future& future) const {
 }
 
 bool PrimsWork::wait(std::chrono::milliseconds timeout) {
-    Queue::Handle job;
+    Waiter waiter;
     {
         const std::lock_guard lock(guard_);
-        if (!done_) job = job_;
+        waiter = waiter_;
     }
-    if (job) {
-        const auto limit = timeout == kNoTimeout ? std::chrono::milliseconds::max() : timeout;
-        TORCH_CHECK(queue_->wait(job, limit, check_signals), "the collective was not done after ", timeout.count(),
-                    " ms");
-    }
+    if (waiter) waiter(timeout == kNoTimeout ? std::chrono::milliseconds::max() : timeout);
     if (const auto error = exception()) std::rethrow_exception(error);
     return true;
+}
+
+int PrimsWork::sourceRank() const {
+    return source_ ? *source_ : Work::sourceRank();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> PrimsWork::getFuture() {

@@ -7,34 +7,38 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "../core/queue.h"
-
 namespace dist_prims {
 
 class PrimsWork : public c10d::Work {
 public:
-    PrimsWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs, std::uint64_t sequence,
-              std::shared_ptr<Queue> queue);
+    // Returns when the work is done, however; after the limit it ends the group and throws.
+    using Waiter = std::function<void(std::chrono::milliseconds limit)>;
 
-    // The work as a job of its queue; `run` is what it does.
-    Queue::Handle job(std::function<void()> run);
+    PrimsWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs, std::uint64_t sequence);
+
+    // To be called when the work is done, with how it ended; returns whom to tell.
+    std::function<std::function<void()>(std::exception_ptr)> finisher();
+
+    void waits_by(Waiter waiter);
+    void comes_from(std::shared_ptr<const int> source) { source_ = std::move(source); }
 
     bool wait(std::chrono::milliseconds timeout) override;
     void synchronize() override { wait(kNoTimeout); }
     std::vector<at::Tensor> result() override { return outputs_; }
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
     uint64_t getSequencenumber() const override { return sequence_; }
+    int sourceRank() const override;
 
 private:
-    void complete(std::exception_ptr error);
+    std::function<void()> complete(std::exception_ptr error);
     void settle(c10::ivalue::Future& future) const;
 
     const std::vector<at::Tensor> outputs_;
     const std::uint64_t sequence_;
-    const std::shared_ptr<Queue> queue_;
-    Queue::Handle job_;
-    std::mutex guard_;  // of the future, which is only made when someone asks
-    c10::intrusive_ptr<c10::ivalue::Future> future_;
+    std::shared_ptr<const int> source_;  // of a message
+    std::mutex guard_;                   // of all below
+    Waiter waiter_;
+    c10::intrusive_ptr<c10::ivalue::Future> future_;  // only made when someone asks
     bool done_ = false;
     std::exception_ptr error_;
 };

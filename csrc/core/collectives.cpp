@@ -10,6 +10,7 @@ namespace dist_prims {
 namespace {
 
 constexpr std::size_t kAlign = 64;           // a chunk begins on a cache line
+constexpr std::size_t kBlock = 16 * 1024;    // of lent memory at a time: it stays in the first-level cache
 constexpr std::size_t kOneShot = 32 * 1024;  // up to here folding everything beats a second phase
 
 void transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
@@ -49,14 +50,16 @@ public:
           ranks_(static_cast<std::size_t>(board.size())),
           chunk_(piece_of(board, ranks_ + 1)) {}
 
-    // `out` may be the input, or null on a rank that wants no result.
-    void run(std::byte* out) {
+    // `out` may be the input, or null on a rank that wants no result. If `unless_lent`, nothing is done but the first
+    // phase when some rank lends its data, and the result is false.
+    bool run(std::byte* out, bool unless_lent) {
         const std::size_t per_segment = chunk_ / element_ * ranks_, last = segments(count_, per_segment);
         std::size_t done = 0, before = 0;  // where the segment begins whose chunks are summed, and its elements
         for (std::size_t number = 0; number <= last; ++number) {
             const std::size_t begin = number * per_segment, now = number < last ? part(count_, per_segment, number) : 0;
             post_input(begin, now);
             board_.phase();
+            if (unless_lent && number == 0 && board_.loans()) return false;
             const std::size_t mine = edge(now, rank() + 1) - edge(now, rank());
             std::byte* sum = board_.mine() + ranks_ * chunk_;
             if (now) fold_own(begin, now, sum, mine);
@@ -65,6 +68,7 @@ public:
             done = begin;
             before = now;
         }
+        return true;
     }
 
 private:
@@ -113,18 +117,58 @@ void one_shot(Board& board, DType dtype, Op op, const std::byte* in, std::byte* 
     fold_ranks(op, dtype, out, each, count, board.size());
 }
 
+// Where the data of all ranks lies, or nowhere if some rank cannot reach it all; the ranks agree on that.
+Places borrow(Room& room) {
+    Board& board = room.board;
+    Places places;
+    for (int peer = 0; peer < board.size(); ++peer)
+        places.push_back(room.borrower.at(room.peers.process(peer), board.call(peer).loan));
+    *board.mine() = static_cast<std::byte>(std::count(places.begin(), places.end(), nullptr) == 0);
+    board.phase();
+    for (int peer = 0; peer < board.size(); ++peer) {
+        if (*board.theirs(peer) == std::byte{0}) return {};
+    }
+    return places;
+}
+
+// Each rank folds its share over the data of all, and writes the result into all of it.
+void reduce_in_place(Board& board, DType dtype, Op op, const Places& places, std::size_t count) {
+    const std::size_t element = size_of(dtype), rank = static_cast<std::size_t>(board.rank()), ranks = places.size();
+    const std::size_t lines = (count * element + kAlign - 1) / kAlign;  // shares end where cache lines do
+    const std::size_t end = std::min((rank + 1) * lines / ranks * kAlign, count * element);
+    std::vector<const void*> each(ranks);
+    for (std::size_t at = rank * lines / ranks * kAlign; at < end; at += kBlock) {
+        const std::size_t bytes = std::min(kBlock, end - at);
+        for (std::size_t peer = 0; peer < ranks; ++peer) each[peer] = places[peer] + at;
+        fold_ranks(op, dtype, places[rank] + at, each, bytes / element, board.size());
+        for (std::size_t peer = 0; peer < ranks; ++peer) transfer(places[peer] + at, places[rank] + at, bytes);
+    }
+    board.phase();
+}
+
 }  // namespace
 
-void all_reduce(Board& board, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count) {
-    const bool small = count * size_of(dtype) <= std::min(kOneShot, board.capacity());
-    if (small)
-        one_shot(board, dtype, op, in, out, count);
+void all_reduce(Room& room, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count,
+                const Loan& mine) {
+    Board& board = room.board;
+    if (count * size_of(dtype) <= std::min(kOneShot, board.capacity()))
+        return one_shot(board, dtype, op, in, out, count);
+    TwoShot two_shot(board, dtype, op, in, count);
+    if (!mine.inode && two_shot.run(out, true)) return;
+    if (mine.inode) board.phase();
+    const auto places = board.loans() == board.size() ? borrow(room) : Places();
+    if (places.empty())
+        two_shot.run(out, false);
     else
-        TwoShot(board, dtype, op, in, count).run(out);
+        reduce_in_place(board, dtype, op, places, count);
 }
 
 void reduce(Board& board, DType dtype, Op op, int root, const std::byte* in, std::byte* out, std::size_t count) {
-    all_reduce(board, dtype, op, in, board.rank() == root ? out : nullptr, count);
+    std::byte* result = board.rank() == root ? out : nullptr;
+    if (count * size_of(dtype) <= std::min(kOneShot, board.capacity()))
+        one_shot(board, dtype, op, in, result, count);
+    else
+        TwoShot(board, dtype, op, in, count).run(result, false);
 }
 
 void reduce_scatter(Board& board, DType dtype, Op op, const Blocks& in, std::byte* out, const Counts& counts) {

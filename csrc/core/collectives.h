@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "board.h"
+#include "room.h"
 
 namespace dist_prims {
 
@@ -18,7 +18,9 @@ using Blocks = std::vector<const std::byte*>;  // a place for each rank
 using Places = std::vector<std::byte*>;
 
 // Each returns when the result is there and the input may be written again. The call must have been opened.
-void all_reduce(Board& board, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count);
+// `mine`: where this rank's data lies, as its call says. If it is lent by all ranks it is reduced there (in == out).
+void all_reduce(Room& room, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count,
+                const Loan& mine = {});
 void reduce(Board& board, DType dtype, Op op, int root, const std::byte* in, std::byte* out, std::size_t count);
 void reduce_scatter(Board& board, DType dtype, Op op, const Blocks& in, std::byte* out, const Counts& counts);
 void broadcast(Board& board, std::size_t bytes, int root, std::byte* data);

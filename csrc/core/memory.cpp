@@ -50,14 +50,16 @@ Mapping::Mapping(const Descriptor& memory) {
     void* data = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, memory.get(), 0);
     if (data == MAP_FAILED) fail("mapping shared memory");
     data_ = static_cast<std::byte*>(data);
+    owner_ = ::getpid();
     ::madvise(data_, size_, MADV_DONTFORK);
 }
 
 Mapping::Mapping(Mapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)), owner_(other.owner_) {}
 
 Mapping::~Mapping() {
-    if (data_) ::munmap(data_, size_);
+    if (data_ && owner_ == ::getpid())
+        ::munmap(data_, size_);  // a forked child has it not, and may have other things there
 }
 
 }  // namespace dist_prims

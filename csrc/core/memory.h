@@ -37,6 +37,7 @@ public:
 private:
     std::byte* data_ = nullptr;
     std::size_t size_ = 0;
+    int owner_ = 0;  // the process
 };
 
 }  // namespace dist_prims

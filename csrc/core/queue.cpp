@@ -17,7 +17,7 @@ void Queue::run(const Handle& job, const std::function<void()>& interrupt) {
         if (closed_) throw std::runtime_error("the group has been destroyed");
         jobs_.push_back(job);
         if (!running_ && jobs_.size() == 1) {
-            execute(lock);
+            execute(lock, false);
             return;
         }
     }
@@ -28,12 +28,18 @@ void Queue::submit(Handle job) {
     const std::lock_guard lock(mutex_);
     if (closed_) throw std::runtime_error("the group has been destroyed");
     jobs_.push_back(std::move(job));
-    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+    have_server();
     changed_.notify_all();
 }
 
-// Run the first job; the lock is held before and after, not during.
-void Queue::execute(std::unique_lock<std::mutex>& lock) {
+void Queue::have_server() {
+    if (servers_ > 0 || jobs_.empty() || closed_) return;
+    ++servers_;
+    threads_.emplace_back([this] { serve(); });
+}
+
+// Run the first job; the lock is held before and after, not during. The next may begin while this one is being told.
+void Queue::execute(std::unique_lock<std::mutex>& lock, bool serving) {
     const Handle job = std::move(jobs_.front());
     jobs_.pop_front();
     running_ = true;
@@ -44,11 +50,18 @@ void Queue::execute(std::unique_lock<std::mutex>& lock) {
     } catch (...) {
         error = std::current_exception();
     }
-    job->done(error);
+    const auto tell = job->done(error);
     lock.lock();
     running_ = false;
     job->finished = true;
     changed_.notify_all();
+    if (!tell) return;
+    servers_ -= serving;
+    have_server();
+    lock.unlock();
+    tell();
+    lock.lock();
+    servers_ += serving;
 }
 
 bool Queue::wait(const Handle& job, std::chrono::milliseconds limit, const std::function<void()>& interrupt) {
@@ -57,7 +70,7 @@ bool Queue::wait(const Handle& job, std::chrono::milliseconds limit, const std::
     std::unique_lock lock(mutex_);
     while (!job->finished) {
         if (!running_ && !jobs_.empty() && jobs_.front() == job) {
-            execute(lock);
+            execute(lock, false);
         } else if (!for_ever && std::chrono::steady_clock::now() >= deadline) {
             return false;
         } else {
@@ -76,7 +89,7 @@ void Queue::serve() {
     std::unique_lock lock(mutex_);
     while (!closed_) {
         if (!running_ && !jobs_.empty())
-            execute(lock);
+            execute(lock, true);
         else
             changed_.wait(lock);
     }
@@ -95,13 +108,22 @@ void Queue::close(std::exception_ptr reason, const std::function<void()>& stop) 
             changed_.wait(lock, idle);
         }
     }
-    for (const Handle& job : left) job->done(reason);
-    {
-        const std::lock_guard lock(mutex_);
-        for (const Handle& job : left) job->finished = true;
+    for (const Handle& job : left) {
+        const auto tell = job->done(reason);
+        {
+            const std::lock_guard lock(mutex_);
+            job->finished = true;
+        }
+        changed_.notify_all();
+        if (tell) tell();
     }
-    changed_.notify_all();
-    if (thread_.joinable()) thread_.join();
+    for (std::thread& thread : threads_) {
+        if (thread.get_id() == std::this_thread::get_id())
+            thread.detach();  // told of its end, someone destroys the group
+        else
+            thread.join();
+    }
+    threads_.clear();
 }
 
 }  // namespace dist_prims

@@ -1,5 +1,6 @@
 #include "types.h"
 
+#include <algorithm>
 #include <array>
 
 namespace dist_prims {
@@ -55,9 +56,14 @@ bool reduces(Op op, DType dtype, std::string* reason) {
     return why == nullptr;
 }
 
+void Call::by(const std::string& name) {
+    algorithm.fill(0);
+    std::copy_n(name.begin(), std::min(name.size(), algorithm.size() - 1), algorithm.begin());
+}
+
 bool Call::agrees_with(const Call& other) const {
     return sequence == other.sequence && count == other.count && layout == other.layout && root == other.root &&
-           collective == other.collective && dtype == other.dtype && op == other.op;
+           collective == other.collective && dtype == other.dtype && op == other.op && algorithm == other.algorithm;
 }
 
 std::string Call::text() const {
@@ -66,6 +72,7 @@ std::string Call::text() const {
     if (collective != Collective::kBarrier)
         words += std::string(name_of(dtype)) + ", " + std::to_string(count) + " elements";
     if (root >= 0) words += ", root " + std::to_string(root);
+    if (algorithm[0]) words += ", by " + std::string(algorithm.data());
     return words + ") as call number " + std::to_string(sequence);
 }
 

@@ -1,6 +1,7 @@
 // What the core knows of data: element types, reductions, and the sentence that each call of a collective begins with.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -52,6 +53,14 @@ const char* name_of(Collective collective);
 // Whether the reduction is defined for the type; if not, why not.
 bool reduces(Op op, DType dtype, std::string* reason);
 
+// Memory of a rank that the others can map: see lending.h.
+struct Loan {
+    std::uint64_t inode = 0;  // of the memory; 0: the data lies in ordinary memory
+    std::uint64_t offset = 0;
+    std::int32_t descriptor = -1;
+    std::int32_t spare = 0;
+};
+
 // What a rank is about to do, in plain fields, so that an error can show both sides when two ranks differ.
 struct Call {
     std::uint64_t sequence = 0;
@@ -63,7 +72,10 @@ struct Call {
     DType dtype = DType::kUInt8;
     Op op = Op::kNone;
     std::uint8_t spare = 0;
+    std::array<char, 24> algorithm{};  // pinned by name; empty: the native one
+    Loan loan;                         // where the data is; ranks may differ
 
+    void by(const std::string& name);
     bool agrees_with(const Call& other) const;
     std::string text() const;
 };

@@ -14,10 +14,10 @@
 #include <vector>
 
 #include "../core/attach.h"
-#include "../core/board.h"
 #include "../core/collectives.h"
 #include "../core/kernels.h"
 #include "../core/queue.h"
+#include "../core/room.h"
 
 using namespace dist_prims;
 using namespace std::chrono_literals;
@@ -32,19 +32,24 @@ namespace {
 
 constexpr std::size_t kSlot = 1 << 12;  // small, so that much is several segments
 
-// Run `body(board)` on as many threads as there are ranks.
+// Run `body(room)` on as many threads as there are ranks.
 template <typename Body>
-void ranks(int size, Body body) {
-    const Descriptor memory = make_memory(Board::bytes(size, kSlot));
+void rooms(int size, Body body) {
+    const Descriptor memory = make_memory(Room::bytes(size, kSlot));
     const auto mapping = std::make_shared<const Mapping>(memory);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; ++rank) {
         threads.emplace_back([&, rank] {
-            Board board(mapping, rank, size, kSlot);
-            body(board);
+            Room room(mapping, rank, size, kSlot);
+            body(room);
         });
     }
     for (std::thread& thread : threads) thread.join();
+}
+
+template <typename Body>
+void ranks(int size, Body body) {
+    rooms(size, [&body](Room& room) { body(room.board); });
 }
 
 void open(Board& board, Collective collective, std::uint64_t sequence, std::uint64_t longest = 0) {
@@ -73,14 +78,15 @@ std::byte* bytes(std::vector<std::int64_t>& data) {
 }
 
 void every_collective(int size) {
-    ranks(size, [size](Board& board) {
+    rooms(size, [size](Room& room) {
+        Board& board = room.board;
         std::uint64_t sequence = 0;
         const int rank = board.rank();
         const std::size_t n = static_cast<std::size_t>(size);
         for (std::size_t count : {0u, 1u, 13u, 500u, 5000u}) {
             auto data = held(rank, count);
             open(board, Collective::kAllReduce, sequence++);
-            all_reduce(board, DType::kInt64, Op::kSum, bytes(data), bytes(data), count);
+            all_reduce(room, DType::kInt64, Op::kSum, bytes(data), bytes(data), count);
             for (std::size_t i = 0; i < count; ++i)
                 CHECK(data[i] == size * (size - 1) / 2 * 1000 + size * 3 * static_cast<long>(i));
 
@@ -125,6 +131,32 @@ void every_collective(int size) {
     });
 }
 
+// Data that all ranks, some, or none lend: the result is the same.
+void lent_memory(int size, int lenders) {
+    rooms(size, [=](Room& room) {
+        const std::size_t count = 20000;
+        const int rank = room.peers.rank();
+        for (std::uint64_t turn = 0; turn < 3; ++turn) {  // new memory each time
+            std::vector<std::int64_t> own(count);
+            std::byte* lent = Lender::instance().allocate(count * 8);
+            std::byte* data = rank < lenders ? lent : bytes(own);
+            std::memcpy(data, held(rank, count).data(), count * 8);
+            Call call;
+            call.collective = Collective::kAllReduce;
+            call.sequence = turn;
+            call.loan = Lender::instance().loan(data, count * 8);
+            CHECK((call.loan.inode != 0) == (rank < lenders));
+            room.board.open(call, 60s);
+            all_reduce(room, DType::kInt64, Op::kSum, data, data, count, call.loan);
+            for (std::size_t i = 0; i < count; i += 7) {
+                const auto sum = size * (size - 1) / 2 * 1000 + size * 3 * static_cast<std::int64_t>(i);
+                CHECK(reinterpret_cast<std::int64_t*>(data)[i] == sum);
+            }
+            Lender::instance().release(lent);
+        }
+    });
+}
+
 void disagreement() {
     ranks(3, [](Board& board) {
         open(board, board.rank() == 1 ? Collective::kBroadcast : Collective::kBarrier, 0);
@@ -164,7 +196,10 @@ void order_of_a_queue() {
     for (int number = 0; number < 200; ++number) {
         auto job = std::make_shared<Queue::Job>();
         job->run = [&done, number] { done.push_back(number); };
-        job->done = [](std::exception_ptr error) { CHECK(!error); };
+        job->done = [](std::exception_ptr error) {
+            CHECK(!error);
+            return std::function<void()>();
+        };
         jobs.push_back(job);
         if (number % 3 == 0)
             queue.run(job, {});
@@ -175,6 +210,102 @@ void order_of_a_queue() {
     for (const auto& job : jobs) CHECK(queue.wait(job, 60s, {}));
     for (int number = 0; number < 200; ++number) CHECK(done[static_cast<std::size_t>(number)] == number);
     queue.close(nullptr, {});
+}
+
+// Who is told that a job is done may wait for another one, which another thread runs.
+void a_callback_that_waits() {
+    Queue queue;
+    std::atomic<int> done{0};
+    std::vector<Queue::Handle> jobs;
+    for (int number = 0; number < 4; ++number) {
+        auto job = std::make_shared<Queue::Job>();
+        job->run = [&done] { ++done; };
+        job->done = [&done, number](std::exception_ptr) -> std::function<void()> {
+            if (number != 0) return {};
+            return [&done] {
+                while (done < 4) std::this_thread::yield();
+            };
+        };
+        jobs.push_back(job);
+    }
+    for (const auto& job : jobs) queue.submit(job);
+    for (const auto& job : jobs) CHECK(queue.wait(job, 60s, {}));
+    queue.close(nullptr, {});
+}
+
+Mail::Done quietly() {
+    return [](std::exception_ptr error) {
+        CHECK(!error);
+        return std::function<void()>();
+    };
+}
+
+// Everyone to everyone, tags out of order, lengths from nothing to many times the lane.
+void mail_of_all_lengths(int size, bool carried) {
+    rooms(size, [&](Room& room) {
+        const int rank = room.peers.rank();
+        const std::vector<std::size_t> counts{0, 1, 13, 3000, 200000};
+        std::vector<std::vector<std::int64_t>> sent, received;
+        std::vector<Mail::Handle> letters;
+        sent.reserve(1000);
+        received.reserve(1000);
+        const auto done = [&] { return carried ? quietly() : Mail::Done(); };
+        for (int peer = 0; peer < size; ++peer) {
+            for (std::size_t tag = 0; tag < counts.size(); ++tag) {
+                sent.push_back(held(100 * rank + peer, counts[tag]));
+                letters.push_back(room.mail.send(peer, tag, bytes(sent.back()), counts[tag] * 8, 60s, done()));
+            }
+        }
+        for (std::size_t tag = counts.size(); tag-- > 0;) {  // the last one first
+            for (int peer = 0; peer < size; ++peer) {
+                received.emplace_back(counts[tag]);
+                letters.push_back(room.mail.receive(peer, tag, bytes(received.back()), counts[tag] * 8, 60s, done()));
+            }
+        }
+        for (const auto& letter : letters) {
+            while (carried && !room.mail.is_finished(letter)) std::this_thread::sleep_for(1ms);
+            CHECK(room.mail.wait(letter, 60s));
+            CHECK(!letter->error);
+        }
+        std::size_t next = 0;
+        for (std::size_t tag = counts.size(); tag-- > 0;) {
+            for (int peer = 0; peer < size; ++peer) CHECK(received[next++] == held(100 * peer + rank, counts[tag]));
+        }
+    });
+}
+
+void mail_from_anyone() {
+    rooms(4, [](Room& room) {
+        std::int64_t value = room.peers.rank();
+        auto* data = reinterpret_cast<std::byte*>(&value);
+        if (room.peers.rank() != 0) {
+            CHECK(room.mail.wait(room.mail.send(0, 7, data, 8, 60s, {}), 60s));
+            return;  // and leave: what was sent is still to be had
+        }
+        std::vector<bool> seen(4);
+        for (int each = 1; each < 4; ++each) {
+            const auto letter = room.mail.receive(Mail::kAnyone, 7, data, 8, 60s, {});
+            CHECK(room.mail.wait(letter, 60s) && !letter->error && letter->peer == value);
+            seen[static_cast<std::size_t>(value)] = true;
+        }
+        CHECK(seen[1] && seen[2] && seen[3]);
+        const auto never = room.mail.receive(Mail::kAnyone, 7, data, 8, 60s, {});
+        CHECK(room.mail.wait(never, 60s));
+        CHECK(never->error);  // all others have left
+    });
+}
+
+void mail_that_does_not_fit() {
+    rooms(2, [](Room& room) {
+        std::int64_t value[2] = {1, 2};
+        auto* data = reinterpret_cast<std::byte*>(value);
+        const bool first = room.peers.rank() == 0;
+        const auto letter = first ? room.mail.send(1, 3, data, 16, 60s, {}) : room.mail.receive(0, 3, data, 8, 60s, {});
+        CHECK(room.mail.wait(letter, 60s));
+        CHECK(first == !letter->error);
+        const auto next = first ? room.mail.send(1, 3, data, 8, 60s, {}) : room.mail.receive(0, 3, data, 8, 60s, {});
+        CHECK(room.mail.wait(next, 60s) && !next->error);
+    });
 }
 
 int connect_to(const std::string& word) {
@@ -218,9 +349,19 @@ void strangers(int hellos) {
 
 int main(int argc, char** argv) {
     for (int size : {1, 2, 3, 4, 7}) every_collective(size);
+    for (int size : {1, 2, 3}) {
+        for (int lenders = 0; lenders <= size; ++lenders) lent_memory(size, lenders);
+    }
     disagreement();
     one_who_does_not_come();
     order_of_a_queue();
+    a_callback_that_waits();
+    for (int size : {1, 2, 3, 5}) {
+        mail_of_all_lengths(size, false);
+        mail_of_all_lengths(size, true);
+    }
+    mail_from_anyone();
+    mail_that_does_not_fit();
     strangers(argc > 1 ? std::atoi(argv[1]) : 2000);
     std::printf("ok, with %s\n", instruction_set());
 }

@@ -1,0 +1,185 @@
+#include "peers.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+namespace dist_prims {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr int kSpins = 2000;  // some microseconds; none when ranks outnumber cores
+constexpr auto kYielding =
+    2ms;  // then sleep, for a part of the time waited: long waits cost little, short ones wait little
+constexpr int kPart = 16;
+constexpr Clock::duration kLongestNap = 1ms;
+constexpr int kYieldsALook = 64;  // how often to look for errors
+constexpr auto kInterruptEvery = 20ms;
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+int cores() {
+    cpu_set_t set;
+    return ::sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+}  // namespace
+
+// What a rank says of itself.
+struct Peers::Post {
+    alignas(kLine) std::atomic<std::int32_t> pid;
+    std::atomic<std::int32_t> left;
+};
+
+// Why the group has ended: 0, or kind and culprit of the error that was seen first.
+struct Peers::Notice {
+    alignas(kLine) std::atomic<std::uint64_t> error;
+};
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "ranks share atomics between processes");
+
+std::size_t Peers::bytes(int size) {
+    return sizeof(Notice) + static_cast<std::size_t>(size) * sizeof(Post);
+}
+
+Peers::Peers(std::shared_ptr<const Mapping> memory, std::byte* place, int rank, int size)
+    : memory_(std::move(memory)), place_(place), rank_(rank), size_(size) {
+    post(rank).pid.store(static_cast<std::int32_t>(::getpid()), std::memory_order_relaxed);
+}
+
+Peers::~Peers() {
+    leave();
+}
+
+Peers::Notice& Peers::notice() const {
+    return *reinterpret_cast<Notice*>(place_);
+}
+
+Peers::Post& Peers::post(int rank) const {
+    return reinterpret_cast<Post*>(place_ + sizeof(Notice))[rank];
+}
+
+int Peers::process(int rank) const {
+    return post(rank).pid.load(std::memory_order_relaxed);
+}
+
+bool Peers::crowded() const {
+    static const int usable = cores();
+    return size_ > usable;
+}
+
+void Peers::leave() {
+    post(rank_).left.store(1, std::memory_order_release);
+}
+
+bool Peers::has_left(int rank) const {
+    return post(rank).left.load(std::memory_order_acquire) != 0;
+}
+
+void Peers::watch() {
+    for (int peer = 0; peer < size_; ++peer) {
+        const auto pid = post(peer).pid.load(std::memory_order_relaxed);
+        const bool ours = pid == static_cast<std::int32_t>(::getpid());
+        processes_.emplace_back(ours ? -1 : static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+    }
+}
+
+void Peers::heed(const What& what) const {
+    if (const std::uint64_t error = notice().error.load(std::memory_order_acquire)) {
+        give_up(static_cast<CommError::Kind>(error >> 32), static_cast<int>(error & 0xFFFFFFFFu) - 1, what);
+    }
+}
+
+void Peers::look_around(const std::function<bool(int)>& awaited, const What& what) {
+    heed(what);
+    for (int peer = 0; peer < size_; ++peer) {
+        if (has_left(peer) && awaited(peer))  // asked in this order: what it said before it left has come by now
+            give_up(CommError::Kind::kPeerLeft, peer, what);
+    }
+    check_processes(awaited, what);
+    if (stopped_.load(std::memory_order_acquire)) give_up(CommError::Kind::kPeerLeft, rank_, what);
+    const auto now = Clock::now().time_since_epoch().count();
+    if (!interrupt_ || now - interrupted_.load(std::memory_order_relaxed) < Clock::duration(kInterruptEvery).count())
+        return;
+    interrupted_.store(now, std::memory_order_relaxed);
+    try {
+        interrupt_();
+    } catch (...) {
+        give_notice(CommError::Kind::kInterrupted, rank_);
+        throw;
+    }
+}
+
+// A process that ends is seen at once, although whatever it forked keeps its sockets open.
+void Peers::check_processes(const std::function<bool(int)>& awaited, const What& what) const {
+    std::vector<pollfd> entries;
+    for (const Descriptor& process : processes_) entries.push_back({process.get(), POLLIN, 0});
+    if (::poll(entries.data(), entries.size(), 0) <= 0) return;
+    for (int peer = 0; peer < size_; ++peer) {
+        if (entries[static_cast<std::size_t>(peer)].revents && awaited(peer))
+            give_up(CommError::Kind::kPeerDied, peer, what);
+    }
+}
+
+void Peers::give_notice(CommError::Kind kind, int culprit) const {
+    std::uint64_t none = 0;
+    const std::uint64_t error = (static_cast<std::uint64_t>(kind) << 32) | static_cast<std::uint32_t>(culprit + 1);
+    notice().error.compare_exchange_strong(none, error, std::memory_order_acq_rel);
+}
+
+void Peers::give_up(CommError::Kind kind, int culprit, const What& what) const {
+    give_notice(kind, culprit);
+    throw CommError(kind, complaint(kind, culprit, what()));
+}
+
+void Peers::give_up_waiting(const std::string& what) const {
+    give_notice(CommError::Kind::kTimeout, rank_);
+    throw CommError(CommError::Kind::kTimeout, "rank " + std::to_string(rank_) + ": timeout after " + what);
+}
+
+std::string Peers::complaint(CommError::Kind kind, int culprit, const std::string& what) const {
+    const std::string who = "rank " + std::to_string(rank_) + ": rank " + std::to_string(culprit);
+    switch (kind) {
+        case CommError::Kind::kPeerDied:
+            return who + " (process " + std::to_string(post(culprit).pid.load()) + ") has died in " + what +
+                   "; look at what it printed last, and start the group anew";
+        case CommError::Kind::kPeerLeft:
+            return who + " has left the group in " + what + "; every rank must make the same calls before it leaves";
+        case CommError::Kind::kInterrupted:
+            return who + " was interrupted in " + what + "; the group cannot go on";
+        default:
+            return who + " has given up waiting in an earlier call; start the group anew before " + what;
+    }
+}
+
+Patience::Patience(bool crowded) : spins_(crowded ? 0 : kSpins) {}
+
+bool Patience::wait() {
+    if (turns_ < spins_) {
+        relax();
+        ++turns_;
+        return false;
+    }
+    if (began_ == Clock::time_point{}) began_ = Clock::now();
+    if (nap_ != Clock::duration::zero())
+        std::this_thread::sleep_for(nap_);
+    else
+        ::sched_yield();
+    if (++turns_ % kYieldsALook != 0 && nap_ < kLongestNap) return false;
+    const auto waited = Clock::now() - began_;
+    if (waited > kYielding) nap_ = std::min(waited / kPart, kLongestNap);
+    return true;
+}
+
+}  // namespace dist_prims

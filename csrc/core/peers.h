@@ -1,0 +1,104 @@
+// The ranks of one host as processes: who takes part, who has died or left, and why the group has ended if it has.
+//
+// The first error is the one that all ranks tell: it is left in shared memory, and whoever waits for others looks there
+// now and then. Every member may be called from any thread of its rank.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "attach.h"
+#include "memory.h"
+
+namespace dist_prims {
+
+// What goes wrong between ranks. After a Mismatch the group can go on; after the others it cannot.
+class CommError : public std::runtime_error {
+public:
+    enum class Kind { kMismatch, kPeerDied, kPeerLeft, kTimeout, kInterrupted };
+    CommError(Kind kind, const std::string& message) : std::runtime_error(message), kind(kind) {}
+    const Kind kind;
+};
+
+class Peers {
+public:
+    static constexpr std::size_t kLine = 64;  // bytes of a cache line: what one rank writes has lines of its own
+    static std::size_t bytes(int size);
+
+    // `place`: bytes(size) of the shared memory.
+    Peers(std::shared_ptr<const Mapping> memory, std::byte* place, int rank, int size);
+    ~Peers();
+    Peers(const Peers&) = delete;
+
+    int rank() const { return rank_; }
+    int size() const { return size_; }
+    int process(int rank) const;
+    bool crowded() const;  // more ranks than cores: who waits had better give its core away at once
+
+    // Once all ranks are here: notice when one of their processes ends.
+    void watch();
+
+    // Called now and then while waiting, on the waiting thread; what it throws ends the wait.
+    void on_wait(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
+
+    // Tell the others that this rank will not come back: those who wait for it, or will, get an error.
+    void leave();
+    bool has_left(int rank) const;
+    // End the waits of other threads of this rank with an error.
+    void stop() { stopped_.store(true, std::memory_order_release); }
+
+    // What someone is doing, in words, for an error; asked only when there is one.
+    using What = std::function<std::string()>;
+
+    // Throws if the group has ended.
+    void heed(const What& what) const;
+
+    // To be called now and then by who waits for the ranks for which `awaited` holds: throws, and ends the group, if
+    // one of them has died or left, or the wait is to end.
+    void look_around(const std::function<bool(int)>& awaited, const What& what);
+
+    // End the group because this rank has waited for too long; `what` says how long, in what, and for whom.
+    [[noreturn]] void give_up_waiting(const std::string& what) const;
+
+private:
+    struct Post;
+    struct Notice;
+
+    Post& post(int rank) const;
+    Notice& notice() const;
+    void check_processes(const std::function<bool(int)>& awaited, const What& what) const;
+    void give_notice(CommError::Kind kind, int culprit) const;
+    [[noreturn]] void give_up(CommError::Kind kind, int culprit, const What& what) const;
+    std::string complaint(CommError::Kind kind, int culprit, const std::string& what) const;
+
+    const std::shared_ptr<const Mapping> memory_;
+    std::byte* const place_;
+    const int rank_, size_;
+    std::vector<Descriptor> processes_;  // a pidfd of each, where the kernel gives one
+    std::function<void()> interrupt_;
+    std::atomic<Clock::rep> interrupted_{0};
+    std::atomic<bool> stopped_{false};
+};
+
+// How a wait spends its time: first spin, then give the core away, then sleep.
+class Patience {
+public:
+    explicit Patience(bool crowded);
+
+    // True when it is time to look around.
+    bool wait();
+
+private:
+    int spins_;
+    int turns_ = 0;
+    Clock::duration nap_{0};
+    Clock::time_point began_;
+};
+
+}  // namespace dist_prims

@@ -1,0 +1,32 @@
+// What the ranks of one host share: one piece of memory, and in it who they are, their board and their mail.
+#pragma once
+
+#include <memory>
+
+#include "board.h"
+#include "lending.h"
+#include "mail.h"
+#include "peers.h"
+
+namespace dist_prims {
+
+struct Room {
+    static std::size_t bytes(int size, std::size_t slot) {
+        return Peers::bytes(size) + Board::bytes(size, slot) + Mail::bytes(size);
+    }
+
+    Room(std::shared_ptr<const Mapping> memory, int rank, int size, std::size_t slot)
+        : peers(memory, memory->data(), rank, size),
+          board(memory, memory->data() + Peers::bytes(size), peers, slot),
+          mail(memory, memory->data() + Peers::bytes(size) + Board::bytes(size, slot), peers) {
+        if (memory->size() < bytes(size, slot))
+            throw std::runtime_error("the shared memory is too small for the ranks");
+    }
+
+    Peers peers;
+    Board board;
+    Mail mail;
+    Borrower borrower;
+};
+
+}  // namespace dist_prims
