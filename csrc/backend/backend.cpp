@@ -40,9 +40,9 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
     const std::string key = "shared memory";
     const auto tell = [&](const std::string& word) { store->set(key, word); };
     const auto ask = [&] { return store->check({key}) ? store->get_to_str(key) : std::string(); };
-    const std::size_t bytes = Room::bytes(size, setup_.slot_bytes);
+    const std::size_t slot = std::max(setup_.slot_bytes, Room::least_slot(size)), bytes = Room::bytes(size, slot);
     const Descriptor memory = rank == 0 ? host_memory(bytes, size, tell, deadline) : fetch_memory(rank, ask, deadline);
-    room_ = std::make_shared<Room>(std::make_shared<Mapping>(memory), rank, size, setup_.slot_bytes);
+    room_ = std::make_shared<Room>(std::make_shared<Mapping>(memory), rank, size, slot);
     room_->peers.on_wait(check_signals);
     room_->board.open(Call{}, setup_.timeout);
     dist_prims::barrier(room_->board);

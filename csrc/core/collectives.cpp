@@ -117,6 +117,43 @@ void one_shot(Board& board, DType dtype, Op op, const std::byte* in, std::byte* 
     fold_ranks(op, dtype, out, each, count, board.size());
 }
 
+// Lengths that each rank posts beside its data, so that all see whether what is sent is what is awaited.
+class Lists {
+public:
+    explicit Lists(Board& board)
+        : board_(board),
+          ranks_(static_cast<std::size_t>(board.size())),
+          head_(segments(16 * ranks_, kAlign) * kAlign) {}
+
+    // The rest of a slot, for data.
+    std::size_t room() const { return (board_.capacity() - head_) / kAlign * kAlign; }
+    std::byte* mine() const { return board_.mine() + head_; }
+    const std::byte* theirs(int rank) const { return board_.theirs(rank) + head_; }
+
+    void post(const std::vector<Counts>& lists) const {
+        auto* to = reinterpret_cast<std::uint64_t*>(board_.mine());
+        for (const Counts& list : lists) to = std::copy(list.begin(), list.end(), to);
+    }
+
+    std::uint64_t read(int rank, std::size_t list, int index) const {
+        return reinterpret_cast<const std::uint64_t*>(
+            board_.theirs(rank))[list * ranks_ + static_cast<std::size_t>(index)];
+    }
+
+    void must_match(const char* what, int from, std::uint64_t sent, int to, std::uint64_t awaited) const {
+        if (sent == awaited) return;
+        const auto number = [](auto value) { return std::to_string(value); };
+        throw CommError(CommError::Kind::kMismatch, "rank " + number(board_.rank()) + ": ranks disagree in " + what +
+                                                        ", no data was touched. Rank " + number(from) + " sends " +
+                                                        number(sent) + " bytes to rank " + number(to) +
+                                                        ", which expects " + number(awaited));
+    }
+
+private:
+    Board& board_;
+    const std::size_t ranks_, head_;
+};
+
 // Where the data of all ranks lies, or nowhere if some rank cannot reach it all; the ranks agree on that.
 Places borrow(Room& room) {
     Board& board = room.board;
@@ -216,18 +253,23 @@ void all_gather(Board& board, const std::byte* in, const Places& out, const Coun
 }
 
 void gather(Board& board, int root, const std::byte* in, std::size_t bytes, const Places& out, const Counts& incoming) {
-    const std::size_t piece = piece_of(board, 1);
+    const Lists lists(board);
+    if (board.rank() == root) lists.post({incoming});
     std::size_t all = 1;  // not known before the others have said how much they bring
     for (std::size_t number = 0; number < all; ++number) {
-        const std::size_t begin = number * piece;
-        if (board.rank() != root) transfer(board.mine(), in + begin, part(bytes, piece, number));
+        const std::size_t begin = number * lists.room();
+        if (board.rank() != root) transfer(lists.mine(), in + begin, part(bytes, lists.room(), number));
         board.phase();
-        if (number == 0) all = segments(board.longest(), piece);
+        if (number == 0) {
+            for (int peer = 0; peer < board.size(); ++peer)
+                lists.must_match("gather", peer, board.call(peer).longest, root, lists.read(root, 0, peer));
+            all = segments(board.longest(), lists.room());
+        }
         if (board.rank() != root) continue;
         for (std::size_t peer = 0; peer < out.size(); ++peer) {
             const bool own = static_cast<int>(peer) == root;
-            const std::byte* from = own ? in + begin : board.theirs(static_cast<int>(peer));
-            transfer(out[peer] + begin, from, part(incoming[peer], piece, number));
+            const std::byte* from = own ? in + begin : lists.theirs(static_cast<int>(peer));
+            transfer(out[peer] + begin, from, part(incoming[peer], lists.room(), number));
         }
     }
 }
@@ -246,19 +288,28 @@ void scatter(Board& board, int root, const Blocks& in, std::byte* out, std::size
 }
 
 void all_to_all(Board& board, const Blocks& in, const Counts& outgoing, const Places& out, const Counts& incoming) {
-    const std::size_t ranks = in.size(), rank = static_cast<std::size_t>(board.rank()), piece = piece_of(board, ranks);
+    const Lists lists(board);
+    const std::size_t ranks = in.size(), rank = static_cast<std::size_t>(board.rank());
+    const std::size_t piece = lists.room() / ranks / kAlign * kAlign;
     std::size_t all = 1;
+    lists.post({outgoing, incoming});
     for (std::size_t number = 0; number < all; ++number) {
         const std::size_t begin = number * piece;
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             if (peer != rank)
-                transfer(board.mine() + peer * piece, in[peer] + begin, part(outgoing[peer], piece, number));
+                transfer(lists.mine() + peer * piece, in[peer] + begin, part(outgoing[peer], piece, number));
         }
         board.phase();
-        if (number == 0) all = segments(board.longest(), piece);
+        if (number == 0) {
+            for (int from = 0; from < board.size(); ++from) {
+                for (int to = 0; to < board.size(); ++to)
+                    lists.must_match("all_to_all", from, lists.read(from, 0, to), to, lists.read(to, 1, from));
+            }
+            all = segments(board.longest(), piece);
+        }
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             const std::byte* from =
-                peer == rank ? in[rank] + begin : board.theirs(static_cast<int>(peer)) + rank * piece;
+                peer == rank ? in[rank] + begin : lists.theirs(static_cast<int>(peer)) + rank * piece;
             transfer(out[peer] + begin, from, part(incoming[peer], piece, number));
         }
     }

@@ -11,6 +11,9 @@
 namespace dist_prims {
 
 struct Room {
+    // Some collectives post a list of lengths, or a piece for each rank, in one slot.
+    static std::size_t least_slot(int size) { return 256 * (static_cast<std::size_t>(size) + 1); }
+
     static std::size_t bytes(int size, std::size_t slot) {
         return Peers::bytes(size) + Board::bytes(size, slot) + Mail::bytes(size);
     }

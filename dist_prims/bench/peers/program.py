@@ -1,0 +1,198 @@
+"""What each rank of a contender runs, in that contender's own environment: ``python program.py orders.json``.
+
+It needs numpy and the contender, and nothing of ours unless we are the contender. The loop is that of the benchmark:
+new values in the whole buffer, the ranks meet, one call, its result is checked; for small data the ranks meet again and
+a row of calls is timed. The ranks meet in a page of shared memory, the same way for every contender, so that nobody is
+judged by its barrier.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import importlib.util
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["OPENED", "SLOT", "Meeting", "main", "measure"]
+
+SLOT = 64  # bytes; a cache line for each rank, and one for the order to stop
+_SMALL, _CALLS_IN_A_ROW = 64 * 1024, 50
+_PERIOD = 13  # of the pattern, as in cases.py
+
+Array = npt.NDArray[np.float32]
+Bind = Callable[[Array], Callable[[], Any]]  # gives the call for a buffer
+
+
+class Meeting:
+    """Every rank counts in a line of its own and waits until nobody is behind."""
+
+    def __init__(self, page: Path, rank: int, size: int, seconds: float) -> None:
+        with page.open("r+b") as file:
+            self._view = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        self._rank, self._seconds, self._count = rank, seconds, 0
+        self._places = [each * SLOT // 8 for each in range(size)]
+        self._stop = size * SLOT // 8
+
+    def __call__(self) -> None:
+        view, until = self._view, time.monotonic() + self._seconds
+        self._count = count = self._count + 1
+        view[self._places[self._rank]] = count
+        for place in self._places:
+            while view[place] < count:
+                os.sched_yield()
+                if time.monotonic() > until:
+                    raise TimeoutError(f"rank {self._rank} waited {self._seconds:g} s for the others")
+
+    def agree(self, enough: bool) -> bool:
+        """What rank 0 says."""
+        if self._rank == 0:
+            self._view[self._stop] = enough
+        self()
+        answer = bool(self._view[self._stop])
+        self()
+        return answer
+
+
+def measure(bind: Bind, nbytes: int, rank: int, size: int, meet: Meeting, orders: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of each iteration on this rank, and the wrong elements of all."""
+    count = max(nbytes // 4, 1)
+    pattern = (np.arange(count + _PERIOD) % _PERIOD).astype(np.float32)
+    buffer, expected = _aligned(count), np.empty(count, np.float32)
+    call, calls = bind(buffer), _CALLS_IN_A_ROW if nbytes <= _SMALL else 1
+
+    def timed(times: int) -> float:
+        meet()
+        began = time.perf_counter()
+        for _ in range(times):
+            call()
+        return (time.perf_counter() - began) / times
+
+    seconds, wrong, began = [], 0, time.monotonic()
+    for number in range(-orders["warmup"], orders["iterations"][str(nbytes)]):
+        start = (orders["round"] + number) % _PERIOD
+        values = pattern[start : start + count]
+        np.add(values, rank, out=buffer)
+        taken = timed(1)
+        np.multiply(values, size, out=expected)
+        expected += size * (size - 1) // 2
+        wrong += int(np.count_nonzero(buffer != expected))
+        taken = timed(calls) if calls > 1 else taken
+        if number >= 0:
+            seconds.append(taken)
+            if meet.agree(time.monotonic() - began > orders["budget"]):
+                break
+    return {"nbytes": nbytes, "seconds": seconds, "wrong": wrong}
+
+
+def _aligned(count: int) -> Array:
+    """As torch aligns its tensors."""
+    room = np.zeros(count + 16, np.float32)
+    start = -room.ctypes.data % 64 // 4
+    return room[start : start + count]
+
+
+def _own_rank() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _mpi(orders: dict[str, Any]) -> tuple[int, int, Bind]:
+    mpi = import_module("mpi4py.MPI")
+    world = mpi.COMM_WORLD
+
+    def bind(buffer: Array) -> Callable[[], Any]:
+        given = [buffer, len(buffer), mpi.FLOAT]
+        return lambda: world.Allreduce(mpi.IN_PLACE, given, mpi.SUM)
+
+    return world.rank, world.size, bind
+
+
+def _group(backend: str, direct: bool = False) -> Callable[[dict[str, Any]], tuple[int, int, Bind]]:
+    def opened(orders: dict[str, Any]) -> tuple[int, int, Bind]:
+        torch, dist = import_module("torch"), import_module("torch.distributed")
+        torch.set_num_threads(1)
+        rank, size = _own_rank()
+        if backend != "gloo":
+            import_module("dist_prims.autoload").register()
+        dist.init_process_group(backend, init_method=f"file://{orders['place']}/store", rank=rank, world_size=size)
+        atexit.register(dist.destroy_process_group)
+        all_reduce = import_module("dist_prims").all_reduce_ if direct else dist.all_reduce
+
+        def bind(buffer: Array) -> Callable[[], Any]:
+            tensor = torch.from_numpy(buffer)
+            return lambda: all_reduce(tensor)
+
+        return rank, size, bind
+
+    return opened
+
+
+def _deepspeed(orders: dict[str, Any]) -> tuple[int, int, Bind]:
+    """The operator alone, as its builder left it: without deepspeed itself, which takes seconds to load."""
+    torch = import_module("torch")
+    rank, size = _own_rank()
+    spec = importlib.util.spec_from_file_location("deepspeed_shm_comm", orders["library"])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.initialize(size, rank)
+    all_reduce = torch.ops.deepspeed.inference_all_reduce_
+
+    def bind(buffer: Array) -> Callable[[], Any]:
+        tensor = torch.from_numpy(buffer)
+        return lambda: all_reduce(tensor)
+
+    return rank, size, bind
+
+
+def _oneccl(orders: dict[str, Any]) -> tuple[int, int, Bind]:
+    library = ctypes.CDLL(orders["library"])
+    rank, size = ctypes.c_int(), ctypes.c_int()
+    library.start(ctypes.byref(rank), ctypes.byref(size))
+    atexit.register(library.stop)
+
+    def bind(buffer: Array) -> Callable[[], Any]:
+        data, count = ctypes.c_void_p(buffer.ctypes.data), ctypes.c_size_t(len(buffer))
+        return lambda: library.all_reduce(data, count)
+
+    return rank.value, size.value, bind
+
+
+OPENED: dict[str, Callable[[dict[str, Any]], tuple[int, int, Bind]]] = {
+    "mpi": _mpi,
+    "gloo": _group("gloo"),
+    "dist_prims": _group("dist_prims"),
+    "direct": _group("dist_prims", direct=True),
+    "deepspeed": _deepspeed,
+    "oneccl": _oneccl,
+}
+
+
+def main(path: str) -> None:
+    orders = json.loads(Path(path).read_text())
+    faulthandler.dump_traceback_later(orders["seconds"], exit=True)  # also out of a loop in C++
+    rank, size, bind = OPENED[orders["opens"]](orders)
+    assert size == orders["ranks"], f"{size} ranks, asked for {orders['ranks']}"
+    place = Path(orders["place"])
+    meet = Meeting(place / "page", rank, size, orders["seconds"])
+    meet()
+    with (place / f"rank-{rank}.jsonl").open("w") as file:
+        for nbytes in orders["sizes"]:
+            print(json.dumps(measure(bind, nbytes, rank, size, meet, orders)), file=file, flush=True)
+    meet()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
