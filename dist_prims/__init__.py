@@ -35,7 +35,9 @@ __all__ = ["__version__", *_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'dist_prims' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"dist_prims.{_HOME[name]}"), name)
+    found = getattr(importlib.import_module(f"dist_prims.{_HOME[name]}"), name)
+    globals()[name] = found  # so that the next use does not come here
+    return found
 
 
 def __dir__() -> list[str]:

@@ -17,11 +17,13 @@ Memory that ranks reduce where it lies, and a call with less in its way:
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,7 @@ __all__ = ["Options", "all_reduce_", "dump", "empty", "make"]
 _SLOT_BYTES = 1 << 20  # of shared memory; a rank has two
 _PINNED = "DIST_PRIMS_ALL_REDUCE"
 _CPU = torch.device("cpu")
+_direct: WeakKeyDictionary[dist.ProcessGroup, Callable[..., None]] = WeakKeyDictionary()
 
 
 class Options:
@@ -75,14 +78,15 @@ def all_reduce_(
 ) -> torch.Tensor:
     """Reduce ``tensor`` in place over the ranks of a group and return it: ``torch.distributed.all_reduce`` without what
     that adds to each call. For a group whose backend is another one it is the same as that."""
-    backend: Any = (group or dist.distributed_c10d._get_default_group())._get_backend(_CPU)
-    try:
-        direct = backend.all_reduce_
-    except AttributeError:
-        dist.all_reduce(tensor, op, group)
-    else:
-        direct(tensor, op)
+    of = group or dist.distributed_c10d._get_default_group()
+    call = _direct.get(of) or _direct.setdefault(of, _direct_call(of))
+    call(tensor, op)
     return tensor
+
+
+def _direct_call(group: dist.ProcessGroup) -> Callable[..., None]:
+    backend: Any = group._get_backend(_CPU)
+    return getattr(backend, "all_reduce_", None) or functools.partial(dist.all_reduce, group=group)
 
 
 def dump(path: Path | str, group: dist.ProcessGroup | None = None) -> None:

@@ -1,7 +1,7 @@
 #include "backend.h"
 
+#include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <fstream>
@@ -26,13 +26,18 @@ private:
     static void release(void* data) { Lender::instance().release(static_cast<std::byte*>(data)); }
 };
 
+// What the profiler shows of a call.
+std::vector<c10::IValue> inputs_of(const Tensors& tensors) {
+    return {tensors.begin(), tensors.end()};
+}
+
 }  // namespace
 
 PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Setup setup)
     : Backend(rank, size),
       setup_(std::move(setup)),
       options_(c10::make_intrusive<Options>("dist_prims", setup_.timeout)),
-      owner_(::getpid()),
+      owner_(this_process()),
       queue_(std::make_shared<Queue>()) {
     init();
     if (!setup_.one_host) return;
@@ -50,7 +55,7 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
 }
 
 PrimsBackend::~PrimsBackend() {
-    if (owner_ == ::getpid()) {
+    if (owner_ == this_process()) {
         shutdown();
         return;
     }
@@ -68,7 +73,7 @@ void PrimsBackend::setTimeout(Milliseconds timeout) {
 }
 
 void PrimsBackend::shutdown() {
-    if (owner_ != ::getpid()) return;  // a forked child has nothing to end
+    if (owner_ != this_process()) return;  // a forked child has nothing to end
     const bool held = Py_IsInitialized() && PyGILState_Check();
     std::optional<pybind11::gil_scoped_release> release;
     if (held) release.emplace();  // work that is waited for may need it
@@ -82,7 +87,7 @@ void PrimsBackend::shutdown() {
 }
 
 void PrimsBackend::check_owner() const {
-    TORCH_CHECK(owner_ == ::getpid(), "rank ", rank_,
+    TORCH_CHECK(owner_ == this_process(), "rank ", rank_,
                 ": this process was forked from a rank and is none itself; use the "
                 "group in process ",
                 owner_, ", or start ranks with dist_prims.spawn");
@@ -101,18 +106,18 @@ c10d::Backend* PrimsBackend::other(const Tensors& tensors) const {
 WorkPtr PrimsBackend::perform(std::vector<Task> tasks, const How& how, Tensors outputs) {
     check_owner();
     for (Task& task : tasks) task.call.sequence = sequence_++;
-    const Call& first = tasks.front().call;
-    Record::Entry entry{.sequence = sequence_, .count = first.count, .title = how.title};
-    entry.dtype = first.collective == Collective::kBarrier ? "" : name_of(first.dtype);
-    entry.timeout_ms = how.timeout.count();
-    const std::uint64_t number = record_.add(entry);
-
-    auto work = c10::make_intrusive<PrimsWork>(rank_, how.type, how.title, std::move(outputs), sequence_);
+    const bool at_once = !how.async && queue_->take();
+    const std::uint64_t sequence = sequence_, entry = record_.add(entry_of(tasks.front().call, how, sequence), at_once);
+    if (at_once) {
+        RECORD_FUNCTION_WITH_SCOPE(at::RecordScope::USER_SCOPE, how.title, inputs_of(outputs));
+        const std::unique_ptr<Queue, void (*)(Queue*)> taken(queue_.get(), [](Queue* queue) { queue->give_back(); });
+        run(tasks, how.timeout, entry);
+        return c10::make_intrusive<DoneWork>(rank_, how.type, std::move(outputs), sequence);
+    }
+    auto work = c10::make_intrusive<PrimsWork>(rank_, how.type, how.title, std::move(outputs), sequence);
     const auto job = std::make_shared<Queue::Job>();
     job->done = work->finisher();
-    job->run = [this, tasks = std::move(tasks), timeout = how.timeout, number]() mutable {
-        run(tasks, timeout, number);
-    };
+    job->run = [this, tasks = std::move(tasks), timeout = how.timeout, entry]() mutable { run(tasks, timeout, entry); };
     if (how.async) {
         work->waits_by([queue = queue_, room = room_, job, title = how.title](Milliseconds limit) {
             if (queue->wait(job, limit, check_signals)) return;
@@ -130,6 +135,13 @@ WorkPtr PrimsBackend::perform(std::vector<Task> tasks, const How& how, Tensors o
         if (work->exception()) std::rethrow_exception(work->exception());
     }
     return work;
+}
+
+Record::Entry PrimsBackend::entry_of(const Call& call, const How& how, std::uint64_t sequence) {
+    Record::Entry entry{.sequence = sequence, .count = call.count, .title = how.title};
+    entry.dtype = call.collective == Collective::kBarrier ? "" : name_of(call.dtype);
+    entry.timeout_ms = how.timeout.count();
+    return entry;
 }
 
 void PrimsBackend::run(std::vector<Task>& tasks, Milliseconds timeout, std::uint64_t entry) {
@@ -187,11 +199,10 @@ WorkPtr PrimsBackend::message(c10d::OpType type, const char* title, Tensors& ten
     entry.dtype = name_of(type_of(tensor));
     entry.timeout_ms = options_->timeout.count();
     entry.point_to_point = true;
-    const std::uint64_t number = record_.add(entry);
-    record_.start(number);
+    const std::uint64_t number = record_.add(entry, true);
 
     auto work = c10::make_intrusive<PrimsWork>(rank_, type, title, tensors, messages_);
-    const Outputs data({tensor});
+    const Output data(tensor);
     auto done = [=, this, finish = work->finisher()](std::exception_ptr error) {
         const at::NoGradGuard no_grad;
         if (!outgoing && !error) data.deliver();
@@ -202,8 +213,8 @@ WorkPtr PrimsBackend::message(c10d::OpType type, const char* title, Tensors& ten
     const auto bytes = static_cast<std::size_t>(tensor.nbytes());
     const auto key = static_cast<std::uint32_t>(tag);
     Mail& mail = room_->mail;
-    const auto letter = outgoing ? mail.send(peer, key, bytes_of(data.flat[0]), bytes, options_->timeout, done)
-                                 : mail.receive(peer, key, bytes_of(data.flat[0]), bytes, options_->timeout, done);
+    const auto letter = outgoing ? mail.send(peer, key, data.data(), bytes, options_->timeout, done)
+                                 : mail.receive(peer, key, data.data(), bytes, options_->timeout, done);
     work->comes_from(std::shared_ptr<const int>(letter, &letter->peer));
     work->waits_by([room = room_, letter](Milliseconds limit) {
         if (room->mail.wait(letter, limit)) return;

@@ -110,10 +110,17 @@ private:
         return {type, title, opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout, opts.asyncOp};
     }
 
+    static std::vector<Task> alone(Task task) {
+        std::vector<Task> tasks;
+        tasks.push_back(std::move(task));
+        return tasks;
+    }
+
     // Who serves these tensors, if not the shared memory.
     c10d::Backend* other(const Tensors& tensors) const;
     void check_owner() const;
     WorkPtr perform(std::vector<Task> tasks, const How& how, Tensors outputs);
+    static Record::Entry entry_of(const Call& call, const How& how, std::uint64_t sequence);
     void run(std::vector<Task>& tasks, Milliseconds timeout, std::uint64_t entry);
     void write_record() const;
     WorkPtr message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag);
@@ -127,7 +134,7 @@ private:
 
     const Setup setup_;
     c10::intrusive_ptr<Options> options_;
-    const pid_t owner_;
+    const int owner_;  // the process
     std::shared_ptr<Room> room_;
     std::shared_ptr<Queue> queue_;
     std::vector<Pin> pins_;

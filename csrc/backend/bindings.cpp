@@ -68,6 +68,12 @@ PYBIND11_MODULE(_backend, module) {
         .def_property_readonly("native", &PrimsBackend::native)
         .def("pin", [](PrimsBackend& self, std::uint64_t low, std::uint64_t high, const std::string& name, int chunks,
                        int scratch, const Steps& steps) { self.pin(low, high, name, plan_of(chunks, scratch, steps)); })
+        .def(
+            "all_reduce_",  // the plain operations as they come: a ReduceOp would be made of each by Python
+            [](PrimsBackend& self, at::Tensor tensor, c10d::ReduceOp::RedOpType op) {
+                self.all_reduce_now(std::move(tensor), op);
+            },
+            Free())
         .def("all_reduce_", &PrimsBackend::all_reduce_now, Free())
         .def("record", &PrimsBackend::record, Free());
     module.attr("built_for") = DIST_PRIMS_TORCH;

@@ -9,7 +9,7 @@ WorkPtr PrimsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& 
     if (auto* who = other(tensors)) return who->allreduce(tensors, opts);
     if (tensors.at(0).layout() != at::kStrided) return setup_.engine->allreduce(tensors, opts);
     const auto& tensor = only("all_reduce", tensors);
-    return perform({all_reduce_task(tensor, opts.reduceOp)}, how(OpType::ALLREDUCE, "dist_prims:all_reduce", opts),
+    return perform(alone(all_reduce_task(tensor, opts.reduceOp)), how(OpType::ALLREDUCE, "dist_prims:all_reduce", opts),
                    tensors);
 }
 
@@ -29,14 +29,14 @@ WorkPtr PrimsBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& 
     if (auto* who = other(tensors)) return who->broadcast(tensors, opts);
     const auto& tensor = only("broadcast", tensors);
     const int from = root("broadcast", opts.rootRank);
-    const Outputs outputs({tensor});
+    const Output output(tensor);
     Task task{call_of(Collective::kBroadcast, tensor, static_cast<std::size_t>(tensor.numel())), {}};
     task.call.root = from;
     task.run = [=, bytes = static_cast<std::size_t>(tensor.nbytes())](Room& room) {
-        dist_prims::broadcast(room.board, bytes, from, bytes_of(outputs.flat[0]));
-        if (room.board.rank() != from) outputs.deliver();
+        dist_prims::broadcast(room.board, bytes, from, output.data());
+        if (room.board.rank() != from) output.deliver();
     };
-    return perform({std::move(task)}, how(OpType::BROADCAST, "dist_prims:broadcast", opts), tensors);
+    return perform(alone(std::move(task)), how(OpType::BROADCAST, "dist_prims:broadcast", opts), tensors);
 }
 
 WorkPtr PrimsBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
@@ -45,28 +45,28 @@ WorkPtr PrimsBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) 
     const int to = root("reduce", opts.rootRank);
     const Op kind = checked("reduce", opts.reduceOp, tensor);
     const at::Tensor input = packed(premultiplied(tensor, opts.reduceOp));
-    const Outputs outputs({tensor});
+    const Output output(tensor);
     const std::size_t count = static_cast<std::size_t>(tensor.numel());
     Task task{call_of(Collective::kReduce, tensor, count), {}};
     task.call.op = kind;
     task.call.root = to;
     task.run = [=, dtype = task.call.dtype](Room& room) {
-        dist_prims::reduce(room.board, dtype, kind, to, bytes_of(input), bytes_of(outputs.flat[0]), count);
-        if (room.board.rank() == to) outputs.deliver();
+        dist_prims::reduce(room.board, dtype, kind, to, bytes_of(input), output.data(), count);
+        if (room.board.rank() == to) output.deliver();
     };
-    return perform({std::move(task)}, how(OpType::REDUCE, "dist_prims:reduce", opts), tensors);
+    return perform(alone(std::move(task)), how(OpType::REDUCE, "dist_prims:reduce", opts), tensors);
 }
 
 WorkPtr PrimsBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
     if (auto* who = other(inputs)) return who->allgather(outputs, inputs, opts);
     const auto& input = only("all_gather", inputs);
-    return perform({all_gather_task(outputs.at(0), input)}, how(OpType::ALLGATHER, "dist_prims:all_gather", opts),
+    return perform(alone(all_gather_task(outputs.at(0), input)), how(OpType::ALLGATHER, "dist_prims:all_gather", opts),
                    outputs[0]);
 }
 
 WorkPtr PrimsBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
     if (auto* who = other({input})) return who->_allgather_base(output, input, opts);
-    return perform({all_gather_task(blocks(output, {}, "all_gather"), input)},
+    return perform(alone(all_gather_task(blocks(output, {}, "all_gather"), input)),
                    how(OpType::_ALLGATHER_BASE, "dist_prims:all_gather", opts), {output});
 }
 
@@ -108,11 +108,11 @@ WorkPtr PrimsBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, con
     task.call.root = to;
     task.call.longest = static_cast<std::uint64_t>(input.nbytes());
     task.run = [=](Room& room) {
-        dist_prims::gather(room.board, to, bytes_of(input), static_cast<std::size_t>(input.nbytes()),
-                           places_of(places.flat), lengths(given));
+        dist_prims::gather(room.board, to, bytes_of(input), static_cast<std::size_t>(input.nbytes()), places.places(),
+                           lengths(given));
         places.deliver();
     };
-    return perform({std::move(task)}, how(OpType::GATHER, "dist_prims:gather", opts), given);
+    return perform(alone(std::move(task)), how(OpType::GATHER, "dist_prims:gather", opts), given);
 }
 
 WorkPtr PrimsBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
@@ -132,28 +132,28 @@ WorkPtr PrimsBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, co
         TORCH_CHECK_VALUE(inputs.empty() || inputs[0].empty(), "scatter: rank ", rank_,
                           " is not the root and gives no list");
     }
-    const Outputs places({output});
+    const Output place(output);
     Task task{call_of(Collective::kScatter, output, static_cast<std::size_t>(output.numel())), {}};
     task.call.root = from;
     task.run = [=, bytes = static_cast<std::size_t>(output.nbytes())](Room& room) {
-        dist_prims::scatter(room.board, from, blocks_of(given), bytes_of(places.flat[0]), bytes);
-        places.deliver();
+        dist_prims::scatter(room.board, from, blocks_of(given), place.data(), bytes);
+        place.deliver();
     };
-    return perform({std::move(task)}, how(OpType::SCATTER, "dist_prims:scatter", opts), outputs);
+    return perform(alone(std::move(task)), how(OpType::SCATTER, "dist_prims:scatter", opts), outputs);
 }
 
 WorkPtr PrimsBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                      const c10d::ReduceScatterOptions& opts) {
     if (auto* who = other(outputs)) return who->reduce_scatter(outputs, inputs, opts);
     const auto& output = only("reduce_scatter", outputs);
-    return perform({reduce_scatter_task(output, inputs.at(0), opts.reduceOp)},
+    return perform(alone(reduce_scatter_task(output, inputs.at(0), opts.reduceOp)),
                    how(OpType::REDUCE_SCATTER, "dist_prims:reduce_scatter", opts), outputs);
 }
 
 WorkPtr PrimsBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                            const c10d::ReduceScatterOptions& opts) {
     if (auto* who = other({input})) return who->_reduce_scatter_base(output, input, opts);
-    return perform({reduce_scatter_task(output, blocks(packed(input), {}, "reduce_scatter"), opts.reduceOp)},
+    return perform(alone(reduce_scatter_task(output, blocks(packed(input), {}, "reduce_scatter"), opts.reduceOp)),
                    how(OpType::_REDUCE_SCATTER_BASE, "dist_prims:reduce_scatter", opts), {output});
 }
 
@@ -171,21 +171,22 @@ WorkPtr PrimsBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors&
 WorkPtr PrimsBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                                     std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) {
     if (auto* who = other({input})) return who->alltoall_base(output, input, output_splits, input_splits, opts);
-    return perform({all_to_all_task(blocks(output, output_splits, "all_to_all"),
-                                    blocks(packed(input), input_splits, "all_to_all"))},
+    return perform(alone(all_to_all_task(blocks(output, output_splits, "all_to_all"),
+                                         blocks(packed(input), input_splits, "all_to_all"))),
                    how(OpType::ALLTOALL_BASE, "dist_prims:all_to_all", opts), {output});
 }
 
 WorkPtr PrimsBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
     if (auto* who = other(inputs)) return who->alltoall(outputs, inputs, opts);
-    return perform({all_to_all_task(outputs, inputs)}, how(OpType::ALLTOALL, "dist_prims:all_to_all", opts), outputs);
+    return perform(alone(all_to_all_task(outputs, inputs)), how(OpType::ALLTOALL, "dist_prims:all_to_all", opts),
+                   outputs);
 }
 
 WorkPtr PrimsBackend::barrier(const c10d::BarrierOptions& opts) {
     const bool elsewhere = setup_.accelerator && opts.device && !opts.device->is_cpu();
     if (auto* who = elsewhere ? setup_.accelerator.get() : other({})) return who->barrier(opts);
     Task task{Call{}, [](Room& room) { dist_prims::barrier(room.board); }};
-    return perform({std::move(task)}, how(OpType::BARRIER, "dist_prims:barrier", opts), {});
+    return perform(alone(std::move(task)), how(OpType::BARRIER, "dist_prims:barrier", opts), {});
 }
 
 void PrimsBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {

@@ -10,7 +10,7 @@ namespace dist_prims {
 PrimsBackend::Task PrimsBackend::all_reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op) {
     const Op kind = checked("all_reduce", op, tensor);
     const at::Tensor input = packed(premultiplied(tensor, op));
-    const Outputs outputs({tensor});
+    const Output output(tensor);
     const std::size_t count = static_cast<std::size_t>(tensor.numel());
     Task task{call_of(Collective::kAllReduce, tensor, count), {}};
     task.call.op = kind;
@@ -20,18 +20,18 @@ PrimsBackend::Task PrimsBackend::all_reduce_task(const at::Tensor& tensor, const
         task.call.by(pin.name);
         task.run = [=, this, plan = pin.plan, dtype = task.call.dtype](Room& room) {
             dist_prims::barrier(room.board);  // the ranks agree, or nothing is sent
-            if (input.data_ptr() != outputs.flat[0].data_ptr()) outputs.flat[0].copy_(input);
-            std::byte* data = bytes_of(outputs.flat[0]);
+            if (input.data_ptr() != output.flat.data_ptr()) output.flat.copy_(input);
+            std::byte* data = output.data();
             execute(*plan, room.mail, planned_++, dtype, kind, data, count, options_->timeout);
             if (kind == Op::kAvg) divide(dtype, data, size_, count);
-            outputs.deliver();
+            output.deliver();
         };
         return task;
     }
     if (input.is_same(tensor)) task.call.loan = Lender::instance().loan(bytes_of(tensor), bytes);
     task.run = [=, call = task.call](Room& room) {
-        all_reduce(room, call.dtype, kind, bytes_of(input), bytes_of(outputs.flat[0]), count, call.loan);
-        outputs.deliver();
+        all_reduce(room, call.dtype, kind, bytes_of(input), output.data(), count, call.loan);
+        output.deliver();
     };
     return task;
 }
@@ -50,7 +50,7 @@ PrimsBackend::Task PrimsBackend::all_gather_task(const Tensors& given, const at:
               {}};
     task.call.layout = checksum(given);
     task.run = [=](Room& room) {
-        dist_prims::all_gather(room.board, bytes_of(input), places_of(outputs.flat), bytes);
+        dist_prims::all_gather(room.board, bytes_of(input), outputs.places(), bytes);
         outputs.deliver();
     };
     return task;
@@ -66,15 +66,15 @@ PrimsBackend::Task PrimsBackend::reduce_scatter_task(const at::Tensor& tensor, c
                       " elements and gives ", own, " to itself");
     Tensors inputs;
     for (const auto& each : given) inputs.push_back(packed(premultiplied(each, op)));
-    const Outputs outputs({tensor});
+    const Output output(tensor);
     const Counts counts = elements(given);
     Task task{
         call_of(Collective::kReduceScatter, tensor, std::accumulate(counts.begin(), counts.end(), std::size_t{0})), {}};
     task.call.op = kind;
     task.call.layout = checksum(given);
     task.run = [=, dtype = task.call.dtype](Room& room) {
-        dist_prims::reduce_scatter(room.board, dtype, kind, blocks_of(inputs), bytes_of(outputs.flat[0]), counts);
-        outputs.deliver();
+        dist_prims::reduce_scatter(room.board, dtype, kind, blocks_of(inputs), output.data(), counts);
+        output.deliver();
     };
     return task;
 }
@@ -92,7 +92,7 @@ PrimsBackend::Task PrimsBackend::all_to_all_task(const Tensors& given, const Ten
     task.call.longest = std::max(*std::max_element(outgoing.begin(), outgoing.end()),
                                  *std::max_element(incoming.begin(), incoming.end()));
     task.run = [=](Room& room) {
-        dist_prims::all_to_all(room.board, blocks_of(inputs), outgoing, places_of(outputs.flat), incoming);
+        dist_prims::all_to_all(room.board, blocks_of(inputs), outgoing, outputs.places(), incoming);
         outputs.deliver();
     };
     return task;

@@ -104,12 +104,6 @@ Blocks blocks_of(const Tensors& tensors) {
     return found;
 }
 
-Places places_of(const Tensors& tensors) {
-    Places found;
-    for (const auto& tensor : tensors) found.push_back(bytes_of(tensor));
-    return found;
-}
-
 Call call_of(Collective collective, const at::Tensor& like, std::size_t count) {
     Call call;
     call.collective = collective;

@@ -29,21 +29,29 @@ inline std::byte* bytes_of(const at::Tensor& tensor) {
 Counts lengths(const Tensors& tensors);  // in bytes
 Counts elements(const Tensors& tensors);
 Blocks blocks_of(const Tensors& tensors);
-Places places_of(const Tensors& tensors);
 
-// Outputs whose memory can be written as it lies, and how the others get what was written for them.
+// An output whose memory can be written as it lies, and how the tensor gets what was written for it.
+struct Output {
+    at::Tensor tensor, flat;
+
+    explicit Output(const at::Tensor& tensor) : tensor(tensor), flat(packed(tensor)) {}
+    std::byte* data() const { return bytes_of(flat); }
+    void deliver() const {
+        if (!flat.is_same(tensor)) tensor.copy_(flat);
+    }
+};
+
 struct Outputs {
-    Tensors flat;
-    std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+    std::vector<Output> each;
 
-    explicit Outputs(const Tensors& tensors) {
-        for (const auto& tensor : tensors) {
-            flat.push_back(packed(tensor));
-            if (!flat.back().is_same(tensor)) copies.emplace_back(tensor, flat.back());
-        }
+    explicit Outputs(const Tensors& tensors) : each(tensors.begin(), tensors.end()) {}
+    Places places() const {
+        Places found;
+        for (const Output& output : each) found.push_back(output.data());
+        return found;
     }
     void deliver() const {
-        for (const auto& [tensor, written] : copies) tensor.copy_(written);
+        for (const Output& output : each) output.deliver();
     }
 };
 

@@ -60,11 +60,14 @@ bool Board::behind(int rank) const {
 
 void Board::phase() {
     ++phase_;
+    peers_.note_core();
     post(rank()).phase.store(phase_, std::memory_order_release);
-    Patience patience(peers_.crowded());
+    Patience patience;
     for (int peer = 0; peer < size(); ++peer) {
         while (behind(peer)) {
-            if (patience.wait()) look_around();
+            const bool shares_core = peers_.shares_core(peer, [this](int each) { return behind(each); });
+            if (patience.wait(shares_core)) look_around();
+            peers_.note_core();
         }
     }
     if (opened_) compare();

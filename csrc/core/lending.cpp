@@ -41,7 +41,7 @@ std::byte* Lender::allocate(std::size_t bytes) {
 }
 
 void Lender::release(std::byte* data) {
-    if (owner_ != ::getpid()) return;  // in a forked child it is not mapped
+    if (owner_ != this_process()) return;  // in a forked child it is not mapped
     const std::lock_guard lock(mutex_);
     const auto found = lent_.find(data);
     if (found == lent_.end()) return;

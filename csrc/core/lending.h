@@ -4,8 +4,6 @@
 // memory for the first time opens it through /proc and maps it. That is no collective: ranks allocate when they like.
 #pragma once
 
-#include <unistd.h>
-
 #include <cstddef>
 #include <map>
 #include <memory>
@@ -34,7 +32,7 @@ private:
         std::uint64_t inode;
     };
 
-    const int owner_ = ::getpid();
+    const int owner_ = this_process();
     std::mutex mutex_;
     std::map<const std::byte*, Memory> lent_;  // by where the data begins
 };

@@ -271,16 +271,18 @@ bool Mail::wait(const Handle& letter, std::chrono::milliseconds limit) {
     const auto until = Clock::now() + (for_ever ? 0ms : limit);
     std::unique_lock lock(mutex_);
     ++waiting_;
-    Patience patience(peers_.crowded());
+    Patience patience;
     bool in_time = true;
     while (!letter->finished && in_time) {
         if (!closed_ && progress()) {
-            patience = Patience(peers_.crowded());
+            patience = Patience();
             tell(lock);
             continue;
         }
+        peers_.note_core();
+        const bool shares_core = peers_.shares_core(0, [&](int each) { return needs(*letter, each); });
         lock.unlock();
-        if (patience.wait()) {
+        if (patience.wait(shares_core)) {
             in_time = for_ever || Clock::now() < until;
             try {
                 look_around(letter);
@@ -357,21 +359,21 @@ Mail::Handle Mail::under_way() const {
 
 void Mail::carry() {
     std::unique_lock lock(mutex_);
-    Patience patience(true);
+    Patience patience;
     while (!ending_) {
         const Handle letter = under_way();
         if (!letter || waiting_ > 0 || closed_) {
             parked_ = true;
             wake_.wait(lock);
             parked_ = false;
-            patience = Patience(true);
+            patience = Patience();
             wake_.wait_for(lock, kGrace);
         } else if (progress()) {
-            patience = Patience(true);
+            patience = Patience();
             tell(lock);
         } else {
             lock.unlock();
-            if (patience.wait()) look_around(letter);
+            if (patience.wait(true)) look_around(letter);  // others may have better use for the core
             lock.lock();
         }
     }

@@ -1,10 +1,12 @@
 #include "memory.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <string>
 #include <system_error>
@@ -32,6 +34,13 @@ int Descriptor::release() {
     return std::exchange(number_, -1);
 }
 
+int this_process() {
+    static std::atomic<int> number{::getpid()};
+    static const int listening = ::pthread_atfork(nullptr, nullptr, [] { number = ::getpid(); });
+    static_cast<void>(listening);
+    return number.load(std::memory_order_relaxed);
+}
+
 Descriptor make_memory(std::size_t bytes) {
     Descriptor memory(::memfd_create("dist_prims", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (memory.get() < 0) fail("memfd_create");
@@ -50,7 +59,7 @@ Mapping::Mapping(const Descriptor& memory) {
     void* data = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, memory.get(), 0);
     if (data == MAP_FAILED) fail("mapping shared memory");
     data_ = static_cast<std::byte*>(data);
-    owner_ = ::getpid();
+    owner_ = this_process();
     ::madvise(data_, size_, MADV_DONTFORK);
 }
 
@@ -58,7 +67,7 @@ Mapping::Mapping(Mapping&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)), owner_(other.owner_) {}
 
 Mapping::~Mapping() {
-    if (data_ && owner_ == ::getpid())
+    if (data_ && owner_ == this_process())
         ::munmap(data_, size_);  // a forked child has it not, and may have other things there
 }
 

@@ -23,6 +23,9 @@ private:
 // Memory of `bytes`, all of it reserved: a full machine is an error here, not a SIGBUS at the first touch.
 Descriptor make_memory(std::size_t bytes);
 
+// The number of this process, known without asking the kernel each time.
+int this_process();
+
 // A mapping that a forked child neither sees nor spoils.
 class Mapping {
 public:

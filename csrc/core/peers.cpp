@@ -29,17 +29,13 @@ inline void relax() {
 #endif
 }
 
-int cores() {
-    cpu_set_t set;
-    return ::sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
 }  // namespace
 
 // What a rank says of itself.
 struct Peers::Post {
     alignas(kLine) std::atomic<std::int32_t> pid;
     std::atomic<std::int32_t> left;
+    std::atomic<std::int32_t> core;
 };
 
 // Why the group has ended: 0, or kind and culprit of the error that was seen first.
@@ -74,9 +70,15 @@ int Peers::process(int rank) const {
     return post(rank).pid.load(std::memory_order_relaxed);
 }
 
-bool Peers::crowded() const {
-    static const int usable = cores();
-    return size_ > usable;
+void Peers::note_core() {
+    const int here = ::sched_getcpu();
+    if (here == core_.load(std::memory_order_relaxed)) return;  // the others keep what they have read of it
+    core_.store(here, std::memory_order_relaxed);
+    post(rank_).core.store(here, std::memory_order_relaxed);
+}
+
+int Peers::core(int rank) const {
+    return post(rank).core.load(std::memory_order_relaxed);
 }
 
 void Peers::leave() {
@@ -163,12 +165,10 @@ std::string Peers::complaint(CommError::Kind kind, int culprit, const std::strin
     }
 }
 
-Patience::Patience(bool crowded) : spins_(crowded ? 0 : kSpins) {}
-
-bool Patience::wait() {
-    if (turns_ < spins_) {
+bool Patience::wait(bool shares_core) {
+    if (!shares_core && spins_ < kSpins) {
         relax();
-        ++turns_;
+        ++spins_;
         return false;
     }
     if (began_ == Clock::time_point{}) began_ = Clock::now();

@@ -39,7 +39,18 @@ public:
     int rank() const { return rank_; }
     int size() const { return size_; }
     int process(int rank) const;
-    bool crowded() const;  // more ranks than cores: who waits had better give its core away at once
+
+    // Note on which core this rank runs, for those who wait for it; and whether one of those that it awaits, ranks
+    // `from` and up for which `awaited` holds, was last on the same: then it cannot come before this rank gives the
+    // core away.
+    void note_core();
+    template <typename Awaited>
+    bool shares_core(int from, const Awaited& awaited) const {
+        for (int peer = from; peer < size_; ++peer) {
+            if (core(peer) == core_ && peer != rank_ && awaited(peer)) return true;
+        }
+        return false;
+    }
 
     // Once all ranks are here: notice when one of their processes ends.
     void watch();
@@ -72,6 +83,7 @@ private:
 
     Post& post(int rank) const;
     Notice& notice() const;
+    int core(int rank) const;
     void check_processes(const std::function<bool(int)>& awaited, const What& what) const;
     void give_notice(CommError::Kind kind, int culprit) const;
     [[noreturn]] void give_up(CommError::Kind kind, int culprit, const What& what) const;
@@ -82,21 +94,19 @@ private:
     const int rank_, size_;
     std::vector<Descriptor> processes_;  // a pidfd of each, where the kernel gives one
     std::function<void()> interrupt_;
+    std::atomic<int> core_{-1};
     std::atomic<Clock::rep> interrupted_{0};
     std::atomic<bool> stopped_{false};
 };
 
-// How a wait spends its time: first spin, then give the core away, then sleep.
+// How a wait spends its time: it spins while those it awaits run on other cores, else gives its own away; then sleeps.
 class Patience {
 public:
-    explicit Patience(bool crowded);
-
     // True when it is time to look around.
-    bool wait();
+    bool wait(bool shares_core);
 
 private:
-    int spins_;
-    int turns_ = 0;
+    int spins_ = 0, turns_ = 0;
     Clock::duration nap_{0};
     Clock::time_point began_;
 };

@@ -24,6 +24,23 @@ void Queue::run(const Handle& job, const std::function<void()>& interrupt) {
     wait(job, std::chrono::milliseconds::max(), interrupt);
 }
 
+bool Queue::take() {
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw std::runtime_error("the group has been destroyed");
+    if (running_ || !jobs_.empty()) return false;
+    return running_ = true;
+}
+
+void Queue::give_back() {
+    bool awaited = false;
+    {
+        const std::lock_guard lock(mutex_);
+        running_ = false;
+        awaited = !jobs_.empty() || closed_;
+    }
+    if (awaited) changed_.notify_all();
+}
+
 void Queue::submit(Handle job) {
     const std::lock_guard lock(mutex_);
     if (closed_) throw std::runtime_error("the group has been destroyed");

@@ -34,6 +34,10 @@ public:
     // Run it here, after all that was submitted before.
     void run(const Handle& job, const std::function<void()>& interrupt);
 
+    // Take the queue for something that runs here and now; false if there is other work, which must come first.
+    bool take();
+    void give_back();
+
     // Leave it to a thread of the queue.
     void submit(Handle job);
 

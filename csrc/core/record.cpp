@@ -48,8 +48,12 @@ std::string text_of(const Record::Entry& entry, const std::string& group, const 
 
 }  // namespace
 
-std::uint64_t Record::add(Entry entry) {
+std::uint64_t Record::add(Entry entry, bool at_once) {
     entry.created = now();
+    if (at_once) {
+        entry.started = entry.created;
+        entry.state = State::kStarted;
+    }
     const std::lock_guard lock(mutex_);
     entry.id = next_++;
     ring_[entry.id % kEntries] = entry;
@@ -63,7 +67,7 @@ Record::Entry* Record::find(std::uint64_t id) {
 
 void Record::start(std::uint64_t id) {
     const std::lock_guard lock(mutex_);
-    if (Entry* entry = find(id)) {
+    if (Entry* entry = find(id); entry && !entry->started) {
         entry->started = now();
         entry->state = State::kStarted;
     }

@@ -23,9 +23,9 @@ public:
         bool point_to_point = false;
     };
 
-    // A new entry, and its number for what follows.
-    std::uint64_t add(Entry entry);
-    void start(std::uint64_t id);
+    // A new entry, and its number for what follows; `at_once`: it starts now.
+    std::uint64_t add(Entry entry, bool at_once);
+    void start(std::uint64_t id);  // unless it has started
     void end(std::uint64_t id, bool well);
 
     // In the form of PyTorch's flight recorder.
