@@ -59,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--markdown", action="store_true")
     table.set_defaults(run=_list)
     doctor = commands.add_parser("doctor", help="launcher, ranks, hosts, engines, cores, memory")
+    doctor.add_argument(
+        "--dump", metavar="FOLDER", help="instead: which rank is behind, from what the ranks wrote there"
+    )
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -170,6 +173,11 @@ def _list(given: argparse.Namespace) -> int:
 
 
 def _doctor(given: argparse.Namespace) -> int:
+    if given.dump:
+        from .launch.dumps import read
+
+        print(read(given.dump))
+        return 0
     from .launch.doctor import report  # it alone needs torch
 
     print(report())

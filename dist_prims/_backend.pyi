@@ -1,6 +1,6 @@
 """The compiled part of :mod:`dist_prims.backend`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ class PrimsBackend:
         rank: int,
         size: int,
         timeout: timedelta,
-        engine: Any,
+        make_engine: Callable[[str], Any],
         accelerator: Any,
         one_host: bool,
         slot_bytes: int,

@@ -40,11 +40,14 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
       owner_(this_process()),
       queue_(std::make_shared<Queue>()) {
     init();
-    if (!setup_.one_host) return;
+    if (!setup_.one_host) {
+        engine();
+        return;
+    }
     const auto deadline = Clock::now() + setup_.timeout;
     const std::string key = "shared memory";
-    const auto tell = [&](const std::string& word) { store->set(key, word); };
-    const auto ask = [&] { return store->check({key}) ? store->get_to_str(key) : std::string(); };
+    const auto tell = [&](const std::string& word) { store->set(key, word_ = word); };
+    const auto ask = [&] { return word_ = store->check({key}) ? store->get_to_str(key) : std::string(); };
     const std::size_t slot = std::max(setup_.slot_bytes, Room::least_slot(size)), bytes = Room::bytes(size, slot);
     const Descriptor memory = rank == 0 ? host_memory(bytes, size, tell, deadline) : fetch_memory(rank, ask, deadline);
     room_ = std::make_shared<Room>(std::make_shared<Mapping>(memory), rank, size, slot);
@@ -63,11 +66,12 @@ PrimsBackend::~PrimsBackend() {
     static_cast<void>(new std::shared_ptr<Room>(std::move(room_)));
     static_cast<void>(new std::shared_ptr<Queue>(std::move(queue_)));
     static_cast<void>(new Setup(setup_));
+    static_cast<void>(engine_.release());
 }
 
 void PrimsBackend::setTimeout(Milliseconds timeout) {
     options_->timeout = timeout;
-    for (const auto& each : {setup_.engine, setup_.accelerator}) {
+    for (const auto& each : {engine_, setup_.accelerator}) {
         if (each) each->setTimeout(timeout);
     }
 }
@@ -93,14 +97,20 @@ void PrimsBackend::check_owner() const {
                 owner_, ", or start ranks with dist_prims.spawn");
 }
 
-c10d::Backend* PrimsBackend::other(const Tensors& tensors) const {
+c10d::Backend* PrimsBackend::engine() {
+    const std::lock_guard lock(guard_);
+    if (!engine_) engine_ = setup_.make_engine(word_);
+    return engine_.get();
+}
+
+c10d::Backend* PrimsBackend::other(const Tensors& tensors) {
     for (const auto& tensor : tensors) {
         if (tensor.is_cpu()) continue;
         TORCH_CHECK(setup_.accelerator, "rank ", rank_, ": a tensor is on ", tensor.device(),
                     ", and this torch has no NCCL for it; move it to the CPU first");
         return setup_.accelerator.get();
     }
-    return room_ ? nullptr : setup_.engine.get();
+    return room_ ? nullptr : engine();
 }
 
 WorkPtr PrimsBackend::perform(std::vector<Task> tasks, const How& how, Tensors outputs) {

@@ -23,7 +23,9 @@ using Milliseconds = std::chrono::milliseconds;
 // What a group is made with.
 struct Setup {
     Milliseconds timeout{0};
-    c10::intrusive_ptr<c10d::Backend> engine;       // for sparse tensors, and for groups that span hosts
+    // Makes what serves sparse tensors and groups that span hosts. All ranks make it together, and only when it is
+    // needed; the word tells this meeting of the ranks from one that has left its keys in the store.
+    std::function<c10::intrusive_ptr<c10d::Backend>(std::string word)> make_engine;
     c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null
     bool one_host = false;
     std::size_t slot_bytes = 0;
@@ -50,7 +52,7 @@ public:
     // all_reduce in place, at once: less is in the way than through torch.distributed.
     void all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op);
     // The last calls of this rank, as JSON.
-    std::string record() const { return record_.json(setup_.group, "dist_prims", setup_.ranks); }
+    std::string record() const { return record_.json(rank_, setup_.group, "dist_prims", setup_.ranks); }
 
     bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
     at::Tensor allocateTensor(long size, at::TensorOptions options) override;
@@ -117,7 +119,8 @@ private:
     }
 
     // Who serves these tensors, if not the shared memory.
-    c10d::Backend* other(const Tensors& tensors) const;
+    c10d::Backend* other(const Tensors& tensors);
+    c10d::Backend* engine();
     void check_owner() const;
     WorkPtr perform(std::vector<Task> tasks, const How& how, Tensors outputs);
     static Record::Entry entry_of(const Call& call, const How& how, std::uint64_t sequence);
@@ -134,6 +137,9 @@ private:
 
     const Setup setup_;
     c10::intrusive_ptr<Options> options_;
+    std::string word_;  // of this meeting of the ranks
+    std::mutex guard_;  // of the engine
+    c10::intrusive_ptr<c10d::Backend> engine_;
     const int owner_;  // the process
     std::shared_ptr<Room> room_;
     std::shared_ptr<Queue> queue_;

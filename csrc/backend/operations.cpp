@@ -7,7 +7,7 @@ using c10d::OpType;
 
 WorkPtr PrimsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
     if (auto* who = other(tensors)) return who->allreduce(tensors, opts);
-    if (tensors.at(0).layout() != at::kStrided) return setup_.engine->allreduce(tensors, opts);
+    if (tensors.at(0).layout() != at::kStrided) return engine()->allreduce(tensors, opts);
     const auto& tensor = only("all_reduce", tensors);
     return perform(alone(all_reduce_task(tensor, opts.reduceOp)), how(OpType::ALLREDUCE, "dist_prims:all_reduce", opts),
                    tensors);
@@ -15,7 +15,7 @@ WorkPtr PrimsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& 
 
 WorkPtr PrimsBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
     auto* who = other(tensors);
-    return (who ? who : setup_.engine.get())->allreduce(tensors, opts);
+    return (who ? who : engine())->allreduce(tensors, opts);
 }
 
 WorkPtr PrimsBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
@@ -190,7 +190,7 @@ WorkPtr PrimsBackend::barrier(const c10d::BarrierOptions& opts) {
 }
 
 void PrimsBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-    setup_.engine->monitoredBarrier(opts, wait_all_ranks);
+    engine()->monitoredBarrier(opts, wait_all_ranks);
 }
 
 }  // namespace dist_prims

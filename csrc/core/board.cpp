@@ -55,18 +55,28 @@ void Board::open(const Call& call, std::chrono::milliseconds timeout) {
 }
 
 bool Board::behind(int rank) const {
-    return post(rank).phase.load(std::memory_order_acquire) < phase_;
+    return post(rank).phase.load() < phase_;
+}
+
+bool Board::anyone_behind() const {
+    for (int peer = 0; peer < size(); ++peer) {
+        if (behind(peer)) return true;
+    }
+    return false;
 }
 
 void Board::phase() {
     ++phase_;
     peers_.note_core();
-    post(rank()).phase.store(phase_, std::memory_order_release);
-    Patience patience;
+    post(rank()).phase.store(phase_);
+    if (!anyone_behind()) {  // the last one to come wakes those who sleep
+        for (int peer = 0; peer < size(); ++peer) peers_.ring(peer);
+    }
+    Patience patience(peers_);
     for (int peer = 0; peer < size(); ++peer) {
         while (behind(peer)) {
             const bool shares_core = peers_.shares_core(peer, [this](int each) { return behind(each); });
-            if (patience.wait(shares_core)) look_around();
+            if (patience.wait(shares_core, [this] { return !anyone_behind(); })) look_around();
             peers_.note_core();
         }
     }

@@ -10,8 +10,9 @@
 // may be read until its reader posts phase t + 1. A slot is written again for phase t + 2, by one who has returned from
 // phase t + 1: so all readers have posted t + 1, and have done with t.
 //
-// The post is a store with release, the wait a load with acquire of a counter that only its owner writes, on a cache
-// line of its own. That is all the synchronisation there is, on x86 and on Arm alike.
+// The post is a store, the wait a load, of an atomic counter that only its owner writes, on a cache line of its own.
+// That is all the synchronisation there is, on x86 and on Arm alike. (They are in one order with those of the sleepers,
+// see peers.h, and not release and acquire only: the last one to post must see who sleeps.)
 #pragma once
 
 #include <chrono>
@@ -58,6 +59,7 @@ private:
     Post& post(int rank) const;
     std::byte* slot(int rank, std::uint64_t phase) const;
     bool behind(int rank) const;
+    bool anyone_behind() const;
     void compare() const;
     void look_around();
     std::string late() const;

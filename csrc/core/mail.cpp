@@ -139,7 +139,7 @@ bool Mail::push(int to) {
     auto& queue = outgoing_[index(to)];
     while (!queue.empty()) {
         const Handle letter = queue.front();
-        const std::size_t free = ring_bytes_ - (written - lane.read.load(std::memory_order_acquire));
+        const std::size_t free = ring_bytes_ - (written - lane.read.load());
         if (free == 0) break;  // all lengths are padded: what is free is a multiple of a line
         std::byte* at = ring + written % ring_bytes_;
         if (!letter->announced) {
@@ -156,13 +156,14 @@ bool Mail::push(int to) {
         }
         if (letter->moved == letter->bytes) {
             queue.pop_front();
-            lane.written.store(written, std::memory_order_release);
+            lane.written.store(written);
             finish(letter, nullptr);
         } else if (letter->moved != 0) {
-            lane.written.store(written, std::memory_order_release);
+            lane.written.store(written);
         }
     }
-    lane.written.store(written, std::memory_order_release);
+    lane.written.store(written);
+    if (written != before) peers_.ring(to);
     return written != before;
 }
 
@@ -172,7 +173,7 @@ bool Mail::pull(int from) {
     std::uint64_t read = lane.read.load(std::memory_order_relaxed);
     const std::uint64_t before = read;
     ParcelHandle& parcel = incoming_[index(from)];
-    while (const std::size_t here = lane.written.load(std::memory_order_acquire) - read) {
+    while (const std::size_t here = lane.written.load() - read) {
         const std::byte* at = ring + read % ring_bytes_;
         if (!parcel) {
             if (!is_wanted(from)) break;
@@ -189,12 +190,13 @@ bool Mail::pull(int from) {
             parcel->moved += now;
             read += padded(now);
         }
-        lane.read.store(read, std::memory_order_release);
+        lane.read.store(read);
         if (parcel->moved < parcel->bytes) continue;
         const ParcelHandle whole = std::move(parcel);
         parcel = nullptr;
         if (whole->letter) deliver(whole);
     }
+    if (read != before) peers_.ring(from);
     return read != before;
 }
 
@@ -241,6 +243,7 @@ void Mail::finish(const Handle& letter, std::exception_ptr error) {
         letter->done = nullptr;
     }
     letter->finished = true;
+    if (waiting_ > 1) peers_.ring(peers_.rank());  // another thread may wait for it
 }
 
 void Mail::fail_all(std::exception_ptr error) {
@@ -271,18 +274,18 @@ bool Mail::wait(const Handle& letter, std::chrono::milliseconds limit) {
     const auto until = Clock::now() + (for_ever ? 0ms : limit);
     std::unique_lock lock(mutex_);
     ++waiting_;
-    Patience patience;
+    Patience patience(peers_);
     bool in_time = true;
     while (!letter->finished && in_time) {
         if (!closed_ && progress()) {
-            patience = Patience();
+            patience = Patience(peers_);
             tell(lock);
             continue;
         }
         peers_.note_core();
         const bool shares_core = peers_.shares_core(0, [&](int each) { return needs(*letter, each); });
         lock.unlock();
-        if (patience.wait(shares_core)) {
+        if (patience.wait(shares_core, [&] { return moves(letter); })) {
             in_time = for_ever || Clock::now() < until;
             try {
                 look_around(letter);
@@ -298,21 +301,35 @@ bool Mail::wait(const Handle& letter, std::chrono::milliseconds limit) {
     return in_time;
 }
 
+// For one who is about to sleep: whether there is no need to.
+bool Mail::moves(const Handle& letter) {
+    std::unique_lock lock(mutex_);
+    const bool moved = !closed_ && progress();
+    tell(lock);
+    return moved || letter->finished || closed_ || ending_;
+}
+
 bool Mail::is_finished(const Handle& letter) {
     const std::lock_guard lock(mutex_);
     return letter->finished;
 }
 
-// Whether a letter is lost if this peer is gone: it is not done, and nothing of his is left on the lane.
+bool Mail::is_empty(int from) const {
+    const Lane& lane = this->lane(from, peers_.rank());
+    return lane.written.load() == lane.read.load();
+}
+
+// Whether a letter is lost if this peer is gone: it is not done, and nothing that may be for it is left on a lane.
 bool Mail::needs(const Letter& letter, int peer) const {
     if (letter.finished || peer == peers_.rank()) return false;
     if (letter.outgoing) return peer == letter.peer;
-    const Lane& lane = this->lane(peer, peers_.rank());
-    if (lane.written.load(std::memory_order_acquire) != lane.read.load(std::memory_order_acquire)) return false;
-    if (letter.peer != kAnyone) return peer == letter.peer;
-    bool all_left = true;
-    for (int each = 0; each < peers_.size(); ++each) all_left &= each == peers_.rank() || peers_.has_left(each);
-    return all_left || !peers_.has_left(peer);
+    if (letter.peer != kAnyone) return peer == letter.peer && is_empty(peer);
+    bool all_left = true, all_empty = true;
+    for (int each = 0; each < peers_.size(); ++each) {
+        all_left &= each == peers_.rank() || peers_.has_left(each);
+        all_empty &= is_empty(each);  // asked after: what one has sent before he left is there by now
+    }
+    return all_empty && (all_left || !peers_.has_left(peer));
 }
 
 // For a wait that has moved nothing for a while. An error ends all that is under way.
@@ -359,21 +376,22 @@ Mail::Handle Mail::under_way() const {
 
 void Mail::carry() {
     std::unique_lock lock(mutex_);
-    Patience patience;
+    Patience patience(peers_);
+    in_background = true;
     while (!ending_) {
         const Handle letter = under_way();
         if (!letter || waiting_ > 0 || closed_) {
             parked_ = true;
             wake_.wait(lock);
             parked_ = false;
-            patience = Patience();
+            patience = Patience(peers_);
             wake_.wait_for(lock, kGrace);
         } else if (progress()) {
-            patience = Patience();
+            patience = Patience(peers_);
             tell(lock);
         } else {
             lock.unlock();
-            if (patience.wait(true)) look_around(letter);  // others may have better use for the core
+            if (patience.wait(true, [&] { return moves(letter); })) look_around(letter);
             lock.lock();
         }
     }
@@ -386,6 +404,7 @@ void Mail::close(std::exception_ptr reason) {
         fail_all(reason);
         tell(lock);
         wake_.notify_all();
+        peers_.ring(peers_.rank());
     }
     if (!carrier_.joinable()) return;
     if (carrier_.get_id() == std::this_thread::get_id())

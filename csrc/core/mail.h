@@ -90,11 +90,13 @@ private:
     void start(const Handle& letter);
     bool claim(const Handle& letter);
     bool progress();
+    bool moves(const Handle& letter);
     bool push(int to);
     bool pull(int from);
     bool is_wanted(int from) const;
     void meet(const ParcelHandle& parcel);
     void deliver(const ParcelHandle& parcel);
+    bool is_empty(int from) const;
     bool needs(const Letter& letter, int peer) const;
     void finish(const Handle& letter, std::exception_ptr error);
     void fail_all(std::exception_ptr error);

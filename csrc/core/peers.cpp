@@ -1,24 +1,23 @@
 #include "peers.h"
 
+#include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <thread>
+#include <limits>
 
 namespace dist_prims {
 namespace {
 
 using namespace std::chrono_literals;
 
-constexpr int kSpins = 2000;  // some microseconds; none when ranks outnumber cores
-constexpr auto kYielding =
-    2ms;  // then sleep, for a part of the time waited: long waits cost little, short ones wait little
-constexpr int kPart = 16;
-constexpr Clock::duration kLongestNap = 1ms;
-constexpr int kYieldsALook = 64;  // how often to look for errors
+constexpr int kSpins = 5000, kSpinsInBackground = 100;  // some tens of microseconds, and a few
+constexpr int kYields = 20;
+constexpr Clock::duration kLongYield = 200us;  // no rank keeps the core for so long between two small calls
+constexpr Clock::duration kNoYieldsFor = 50ms;
+constexpr auto kDoze = 10ms;
 constexpr auto kInterruptEvery = 20ms;
 
 inline void relax() {
@@ -36,6 +35,8 @@ struct Peers::Post {
     alignas(kLine) std::atomic<std::int32_t> pid;
     std::atomic<std::int32_t> left;
     std::atomic<std::int32_t> core;
+    alignas(kLine) std::atomic<std::uint32_t> bell;
+    std::atomic<std::uint32_t> sleepers;
 };
 
 // Why the group has ended: 0, or kind and culprit of the error that was seen first.
@@ -79,6 +80,27 @@ void Peers::note_core() {
 
 int Peers::core(int rank) const {
     return post(rank).core.load(std::memory_order_relaxed);
+}
+
+unsigned Peers::listen() {
+    post(rank_).sleepers.fetch_add(1);
+    return post(rank_).bell.load();
+}
+
+void Peers::doze(unsigned heard) {
+    const timespec limit{0, std::chrono::nanoseconds(kDoze).count()};
+    ::syscall(SYS_futex, &post(rank_).bell, FUTEX_WAIT, heard, &limit, nullptr, 0);
+}
+
+void Peers::stop_listening() {
+    post(rank_).sleepers.fetch_sub(1);
+}
+
+void Peers::ring(int rank) const {
+    Post& of = post(rank);
+    if (of.sleepers.load() == 0) return;
+    of.bell.fetch_add(1);
+    ::syscall(SYS_futex, &of.bell, FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
 }
 
 void Peers::leave() {
@@ -165,20 +187,21 @@ std::string Peers::complaint(CommError::Kind kind, int culprit, const std::strin
     }
 }
 
-bool Patience::wait(bool shares_core) {
-    if (!shares_core && spins_ < kSpins) {
-        relax();
-        ++spins_;
+bool Patience::spin(bool shares_core) {
+    if (shares_core || spins_ >= (in_background ? kSpinsInBackground : kSpins)) return false;
+    relax();
+    ++spins_;
+    return true;
+}
+
+bool Patience::yield() {
+    const auto before = Clock::now().time_since_epoch().count();
+    if (in_background || yields_ >= kYields || before < peers_->yield_again_.load(std::memory_order_relaxed))
         return false;
-    }
-    if (began_ == Clock::time_point{}) began_ = Clock::now();
-    if (nap_ != Clock::duration::zero())
-        std::this_thread::sleep_for(nap_);
-    else
-        ::sched_yield();
-    if (++turns_ % kYieldsALook != 0 && nap_ < kLongestNap) return false;
-    const auto waited = Clock::now() - began_;
-    if (waited > kYielding) nap_ = std::min(waited / kPart, kLongestNap);
+    ++yields_;
+    ::sched_yield();
+    const auto after = Clock::now().time_since_epoch().count();
+    if (after - before > kLongYield.count()) peers_->yield_again_.store(after + Clock::duration(kNoYieldsFor).count());
     return true;
 }
 

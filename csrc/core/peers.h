@@ -58,6 +58,16 @@ public:
     // Called now and then while waiting, on the waiting thread; what it throws ends the wait.
     void on_wait(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
 
+    // Sleep until another rank rings for this one, but not long; not at all if `over` holds. Whoever does something
+    // that others may wait for rings for them afterwards: of the two, one sees what the other has done.
+    template <typename Over>
+    void sleep(const Over& over) {
+        const unsigned heard = listen();
+        if (!over()) doze(heard);
+        stop_listening();
+    }
+    void ring(int rank) const;
+
     // Tell the others that this rank will not come back: those who wait for it, or will, get an error.
     void leave();
     bool has_left(int rank) const;
@@ -78,11 +88,15 @@ public:
     [[noreturn]] void give_up_waiting(const std::string& what) const;
 
 private:
+    friend class Patience;
     struct Post;
     struct Notice;
 
     Post& post(int rank) const;
     Notice& notice() const;
+    unsigned listen();
+    void doze(unsigned heard);
+    void stop_listening();
     int core(int rank) const;
     void check_processes(const std::function<bool(int)>& awaited, const What& what) const;
     void give_notice(CommError::Kind kind, int culprit) const;
@@ -95,20 +109,35 @@ private:
     std::vector<Descriptor> processes_;  // a pidfd of each, where the kernel gives one
     std::function<void()> interrupt_;
     std::atomic<int> core_{-1};
+    std::atomic<Clock::rep> yield_again_{0};  // when to try whether the core comes back soon
     std::atomic<Clock::rep> interrupted_{0};
     std::atomic<bool> stopped_{false};
 };
 
-// How a wait spends its time: it spins while those it awaits run on other cores, else gives its own away; then sleeps.
+// True on threads that work while others of this process compute, who want the core more.
+inline thread_local bool in_background = false;
+
+// How a wait spends its time: it spins while those it awaits run on other cores, gives its own away for a moment if one
+// of them needs it, and sleeps if that takes long. To give the core away is quickest among ranks; but another process
+// that wants the core keeps it for long, and then to sleep is quicker: who sleeps has a claim to be woken.
 class Patience {
 public:
-    // True when it is time to look around.
-    bool wait(bool shares_core);
+    explicit Patience(Peers& peers) : peers_(&peers) {}
+
+    // One turn. True when it is time to look around.
+    template <typename Over>
+    bool wait(bool shares_core, const Over& over) {
+        if (spin(shares_core) || yield()) return false;
+        peers_->sleep(over);
+        return true;
+    }
 
 private:
-    int spins_ = 0, turns_ = 0;
-    Clock::duration nap_{0};
-    Clock::time_point began_;
+    bool spin(bool shares_core);
+    bool yield();
+
+    Peers* peers_;
+    int spins_ = 0, yields_ = 0;
 };
 
 }  // namespace dist_prims

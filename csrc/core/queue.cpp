@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "peers.h"
+
 namespace dist_prims {
 namespace {
 
@@ -103,6 +105,7 @@ bool Queue::wait(const Handle& job, std::chrono::milliseconds limit, const std::
 }
 
 void Queue::serve() {
+    in_background = true;
     std::unique_lock lock(mutex_);
     while (!closed_) {
         if (!running_ && !jobs_.empty())

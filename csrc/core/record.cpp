@@ -89,10 +89,11 @@ std::vector<Record::Entry> Record::entries() const {
     return found;
 }
 
-std::string Record::json(const std::string& group, const std::string& description, const std::string& ranks) const {
-    std::string text = "{\"version\": " + quoted(kVersion) + ", \"pg_config\": {" + quoted(group) +
-                       ": {\"name\": " + quoted(group) + ", \"desc\": " + quoted(description) +
-                       ", \"ranks\": " + quoted(ranks) + "}}, \"entries\": [";
+std::string Record::json(int rank, const std::string& group, const std::string& description,
+                         const std::string& ranks) const {
+    std::string text = "{\"version\": " + quoted(kVersion) + ", \"rank\": " + std::to_string(rank) +
+                       ", \"pg_config\": {" + quoted(group) + ": {\"name\": " + quoted(group) +
+                       ", \"desc\": " + quoted(description) + ", \"ranks\": " + quoted(ranks) + "}}, \"entries\": [";
     const char* separator = "\n";
     for (const Entry& entry : entries()) {
         text += separator + text_of(entry, group, description);

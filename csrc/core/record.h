@@ -29,7 +29,8 @@ public:
     void end(std::uint64_t id, bool well);
 
     // In the form of PyTorch's flight recorder.
-    std::string json(const std::string& group, const std::string& description, const std::string& ranks) const;
+    std::string json(int rank, const std::string& group, const std::string& description,
+                     const std::string& ranks) const;
 
 private:
     static constexpr std::size_t kEntries = 1024;

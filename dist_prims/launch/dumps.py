@@ -1,0 +1,64 @@
+"""Reads what the ranks of a group wrote of their last calls, and says who is behind, and in what.
+
+The files are in the form of PyTorch's flight recorder; the backend writes one for each rank and group when a call
+fails, if ``DIST_PRIMS_DUMP`` names a folder, or when ``dist_prims.backend.dump`` is called.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["read"]
+
+Ranks = dict[int, dict[str, Any]]
+
+
+def read(folder: Path | str) -> str:
+    """A few lines for each group whose ranks have left files in the folder."""
+    groups: dict[str, Ranks] = defaultdict(dict)
+    for path in sorted(Path(folder).glob("*.json")):
+        found = json.loads(path.read_text())
+        (name,) = found["pg_config"]
+        groups[name][found["rank"]] = found
+    if not groups:
+        raise ValueError(f"{folder} holds no record of a rank; set DIST_PRIMS_DUMP to a folder before the job starts")
+    return "\n".join(line for name, ranks in groups.items() for line in _group(name, ranks))
+
+
+def _group(name: str, ranks: Ranks) -> Iterator[str]:
+    size = len(json.loads(next(iter(ranks.values()))["pg_config"][name]["ranks"]))
+    missing = sorted(set(range(size)) - set(ranks))
+    yield f"group {name}, {size} ranks" + (f"; no record of rank {_names(missing)}" if missing else "")
+    made = {rank: (_last(found) or {"collective_seq_id": 0})["collective_seq_id"] for rank, found in ranks.items()}
+    furthest = max(made, key=made.__getitem__)
+    for rank in sorted(rank for rank in made if made[rank] < made[furthest]):
+        calls = f"{made[rank]} call{'s' * (made[rank] != 1)}"
+        yield f"  rank {rank} is behind: it has made {calls}, rank {furthest} has made {made[furthest]}"
+    by_number: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, found in sorted(ranks.items()):
+        if last := _last(found):
+            by_number[last["collective_seq_id"]][_text(last)].append(rank)
+    for number, texts in sorted(by_number.items()):
+        yield f"  call {number}: " + "; ".join(f"rank {_names(who)} {text}" for text, who in texts.items())
+    for rank, found in sorted(ranks.items()):
+        for entry in found["entries"]:
+            if entry["is_p2p"] and entry["state"] != "completed":
+                yield f"  message {entry['p2p_seq_id']} of rank {rank}: {_text(entry)}"
+
+
+def _last(found: dict[str, Any]) -> dict[str, Any] | None:
+    return next((entry for entry in reversed(found["entries"]) if not entry["is_p2p"]), None)
+
+
+def _text(entry: dict[str, Any]) -> str:
+    what = entry["profiling_name"].removeprefix("dist_prims:")
+    data = f"({entry['input_dtypes'][0]}, {entry['input_sizes'][0]})" if entry["input_dtypes"] else "()"
+    return f"{what}{data} {entry['state']}"
+
+
+def _names(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

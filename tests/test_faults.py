@@ -1,0 +1,327 @@
+"""What faults get from the backend, with real processes: an error that names the rank, soon, and no harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+import dist_prims
+from dist_prims.errors import CommTimeout, MismatchError, PeerDied
+from dist_prims.launch import RankFailed
+
+
+def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60) -> list[Any]:
+    return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=timeout)
+
+
+def all_reduce(tensor: torch.Tensor, seconds: float) -> None:
+    """With a timeout of its own."""
+    options = dist.AllreduceOptions()
+    options.timeout, options.asyncOp = timedelta(seconds=seconds), False
+    dist.group.WORLD.allreduce([tensor], options).wait()
+
+
+def pids() -> list[int]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, os.getpid())
+    return found
+
+
+def test_a_rank_that_is_stopped_is_named_when_time_is_up() -> None:
+    def body() -> None:
+        stopped = pids()[2]
+        dist.barrier()
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        began = time.monotonic()
+        with pytest.raises(CommTimeout) as caught:
+            all_reduce(torch.ones(100_000), 1)
+        assert 0.9 < time.monotonic() - began < 20
+        text = str(caught.value)  # of the two, one is first, and the other may be told by it
+        assert "no sign of rank 2" in text or "has given up waiting" in text
+        time.sleep(0.5)
+        if dist.get_rank() == 0:
+            os.kill(stopped, signal.SIGCONT)
+
+    spawn(body, 3)
+
+
+def test_when_wait_gives_up_the_group_ends_and_nothing_is_written_late() -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        tensor = torch.full((100_000,), float(rank))
+        if rank == 0:
+            work = dist.all_reduce(tensor, async_op=True)
+            with pytest.raises(CommTimeout, match="timeout after 200 ms in the wait for dist_prims:all_reduce"):
+                work.wait(timedelta(milliseconds=200))
+            time.sleep(1)
+            assert (tensor == 0).all()
+            assert work.is_completed()
+        else:
+            time.sleep(0.6)
+            with pytest.raises(CommTimeout, match="rank 0 has given up waiting"):
+                dist.all_reduce(tensor)
+            assert (tensor == 1).all()
+
+    spawn(body, 2)
+
+
+def test_a_rank_that_skips_a_call() -> None:
+    """The next one differs: the error tells both, with the numbers of the calls."""
+
+    def body() -> None:
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(3))  # rank 1 skips it
+        dist.broadcast(torch.ones(3), 0)
+
+    with pytest.raises(RankFailed) as caught:
+        spawn(body, 2)
+    assert (
+        "Rank 0 calls all_reduce(SUM, float32, 3 elements) as call number 0; rank 1 calls broadcast(float32, "
+        in str(caught.value)
+    )
+
+
+def test_a_signal_ends_a_wait_at_once() -> None:
+    def body() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(2)
+            return
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(SystemExit(3)))
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        began = time.monotonic()
+        with pytest.raises(SystemExit):
+            dist.all_reduce(torch.ones(3))
+        assert time.monotonic() - began < 1.5
+
+    spawn(body, 2)
+
+
+def test_more_ranks_than_cores() -> None:
+    def body() -> None:
+        for _ in range(20):
+            tensor = torch.ones(10_000)
+            dist.all_reduce(tensor)
+            dist.barrier()
+            assert tensor[0] == dist.get_world_size()
+
+    spawn(body, 4 * len(os.sched_getaffinity(0)) + 1, timeout=100)
+
+
+def test_killing_all_ranks_leaves_nothing(tmp_path: Path) -> None:
+    program = f"""
+import sys, time, torch, torch.distributed as dist, dist_prims
+dist_prims.init("dist_prims", init_method="file://{tmp_path}/meet", rank=int(sys.argv[1]), world_size=2, timeout=60)
+dist.all_reduce(dist_prims.empty(1_000_000).fill_(1))
+print("ready", flush=True)
+while True:
+    dist.all_reduce(torch.ones(100_000))
+"""
+    before = {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
+    pipe = {"stdout": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank)], **pipe) for rank in range(2)]
+    try:
+        for rank in ranks:
+            assert rank.stdout.readline() == "ready\n"
+    finally:
+        for rank in ranks:
+            rank.kill()
+        for rank in ranks:
+            rank.wait(20)
+    after = {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
+    assert not {name for name in after - before if "dist_prims" in name or "gloo" in name}
+    assert "dist_prims-" not in Path("/proc/net/unix").read_text()
+
+
+class Rows(Dataset[torch.Tensor]):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.tensor[index] + 1
+
+
+def test_workers_of_a_data_loader_harm_nothing() -> None:
+    """They are forked from a rank while its group works, and end before it."""
+
+    def body() -> None:
+        rows, total = Rows(torch.arange(8.0)), torch.ones(50_000)
+        for _ in range(3):
+            work = dist.all_reduce(total, async_op=True)
+            seen = torch.cat(list(DataLoader(rows, batch_size=2, num_workers=2)))
+            work.wait()
+            assert seen.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+        assert (total == 8).all()
+        assert rows.tensor.tolist() == list(range(8))
+
+    spawn(body, 2)
+
+
+def test_a_child_that_crashes_is_not_taken_for_its_rank() -> None:
+    def body() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0 and os.fork() == 0:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        for _ in range(50):
+            dist.all_reduce(torch.ones(1000))
+
+    spawn(body, 2)
+
+
+def test_no_memory_is_a_clear_error() -> None:
+    """Reserved when it is asked for: never a SIGBUS when it is touched."""
+    program = """
+import resource, torch, dist_prims
+dist_prims.init("dist_prims", timeout=60)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+try:
+    dist_prims.empty(10_000_000)
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "cannot reserve 40004096 bytes of shared memory" in done.stdout
+
+
+@pytest.mark.parametrize("shm", ["tiny", "none"])
+def test_without_dev_shm(shm: str, tmp_path: Path) -> None:
+    """/dev/shm of 1 MB, or none: the memory has no name and needs none."""
+    if os.geteuid() != 0:
+        pytest.skip("to mount over /dev/shm takes root")
+    (tmp_path / "program.py").write_text(
+        "import torch, torch.distributed as dist, dist_prims\n"
+        "def body():\n"
+        "    dist.all_reduce(dist_prims.empty(4_000_000).fill_(1))\n"
+        "    tensor = torch.ones(4_000_000)\n"
+        "    dist.all_reduce(tensor)\n"
+        "    return tensor.sum().item()\n"
+        "print(dist_prims.spawn(body, 2, backend='dist_prims', timeout=60))\n"
+    )
+    option = "size=1m" if shm == "tiny" else "size=4k,mode=0,ro"
+    command = f"mount -t tmpfs -o {option} none /dev/shm && exec {sys.executable} {tmp_path}/program.py"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=100, check=False
+    )
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no mount namespace: {done.stderr.strip()}")
+    assert done.stdout == "[8000000.0, 8000000.0]\n", done.stderr
+
+
+def run_restarts(tmp_path: Path, restarts: int) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "program.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('dist_prims')\n"
+        "turn = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "tensor = torch.ones(100_000)\n"
+        "dist.all_reduce(tensor)\n"
+        f"if turn < {restarts} and dist.get_rank() == turn % 2:\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "dist.all_reduce(tensor)\n"
+        "print('end of turn', turn, tensor[0].item(), flush=True)\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1", str(tmp_path / "program.py")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_torchrun_restarts(tmp_path: Path) -> None:
+    done = run_restarts(tmp_path, 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("end of turn 2 4.0") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_torchrun_restarts_ten_times(tmp_path: Path) -> None:
+    done = run_restarts(tmp_path, 10)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("end of turn 10 4.0") == 2
+
+
+def test_the_record_of_a_failure_says_who_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIST_PRIMS_DUMP", str(tmp_path))
+
+    def body() -> None:
+        dist.all_reduce(torch.ones(3))
+        dist.send(torch.ones(2), 1) if dist.get_rank() == 0 else None
+        if dist.get_rank() == 1:
+            dist.recv(torch.ones(2), 0)
+            time.sleep(1.5)
+            with pytest.raises(CommTimeout):
+                dist.all_gather_into_tensor(torch.ones(9), torch.ones(3))
+        else:
+            with pytest.raises((CommTimeout, PeerDied)):
+                all_reduce(torch.ones(7), 0.5)
+
+    spawn(body, 3)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == [f"0_rank{rank}.json" for rank in range(3)]
+    first = json.loads((tmp_path / files[0]).read_text())
+    assert [entry["state"] for entry in first["entries"]][-1] == "failed"
+    assert first["entries"][-1]["profiling_name"] == "dist_prims:all_reduce"
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_prims", "doctor", "--dump", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "group 0, 3 ranks" in done.stdout
+    assert "call 2: rank 0, 2 all_reduce(float32, [7]) failed; rank 1 all_gather(float32, [9]) failed" in done.stdout
+
+
+def test_the_record_is_written_on_demand(tmp_path: Path) -> None:
+    def body() -> None:
+        dist.all_reduce(torch.ones(3))
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(3), async_op=True)
+        from dist_prims.backend import dump
+
+        time.sleep(0.3)
+        dump(tmp_path / f"{dist.get_rank()}.json")
+        dist.barrier() if dist.get_rank() else None
+
+    with pytest.raises(RankFailed, match="MismatchError"):
+        spawn(body, 2)
+    found = subprocess.run(
+        [sys.executable, "-m", "dist_prims", "doctor", "--dump", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    ).stdout
+    assert "rank 1 is behind: it has made 1 call, rank 0 has made 2" in found, found
+
+
+def test_mismatched_survivors_are_not_poisoned() -> None:
+    def body() -> None:
+        for _ in range(5):
+            with pytest.raises(MismatchError):
+                dist.all_reduce(torch.ones(2 + dist.get_rank()))
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor)
+            assert tensor[0] == 2
+
+    spawn(body, 2)
