@@ -16,7 +16,7 @@ import torch.distributed as dist
 import dist_prims
 from dist_prims.bench.__main__ import main, sizes
 from dist_prims.bench.cases import CASES, Buffers
-from dist_prims.bench.measure import Line, measure
+from dist_prims.bench.measure import Contender, Line, measure
 from dist_prims.bench.memory import chunk_bytes, extra_bytes
 from dist_prims.schedules import algorithms
 
@@ -57,7 +57,7 @@ def test_every_collective_and_algorithm_is_right(collective: str) -> None:
 
 def test_what_is_wrong_is_counted() -> None:
     def body() -> int:
-        return measure("all_reduce", 400, [], iterations=2, more={"lazy": _lazy})[1].wrong
+        return measure("all_reduce", 400, [], iterations=2, more=lambda b: {"lazy": Contender(_lazy, b)})[1].wrong
 
     assert dist_prims.spawn(body, 2, timeout=60) == [4, 4]  # an element on two ranks, twice
 

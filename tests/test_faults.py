@@ -237,7 +237,7 @@ def run_restarts(tmp_path: Path, restarts: int) -> subprocess.CompletedProcess[s
         f"if turn < {restarts} and dist.get_rank() == turn % 2:\n"
         "    os.kill(os.getpid(), 9)\n"
         "dist.all_reduce(tensor)\n"
-        "print('end of turn', turn, tensor[0].item(), flush=True)\n"
+        "print(f'end of turn {turn} {tensor[0].item()}\\n', end='', flush=True)\n"
         "dist.destroy_process_group()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -32,7 +32,7 @@ FLOORS = {
     "datasets": set(),
     "training": {"collectives"},
     "demo": {"schedules", "collectives", "launch", "datasets", "training", "_chart"},
-    "bench": {"schedules", "collectives", "launch", "_chart"},
+    "bench": {"schedules", "collectives", "launch", "backend", "_chart"},
 }
 PURE = {"schedules", "errors", "_chart"}  # no torch
 

@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <limits>
 
 namespace dist_prims {
@@ -15,8 +16,9 @@ using namespace std::chrono_literals;
 
 constexpr int kSpins = 5000, kSpinsInBackground = 100;  // some tens of microseconds, and a few
 constexpr int kYields = 20;
-constexpr Clock::duration kLongYield = 200us;  // no rank keeps the core for so long between two small calls
-constexpr Clock::duration kNoYieldsFor = 50ms;
+constexpr Clock::duration kLongYield = 500us;  // no rank keeps the core for so long between two small calls
+constexpr Clock::duration kFirstBan = 1ms,
+                          kLongestBan = 64ms;  // twice as long after each long yield, until a short one
 constexpr auto kDoze = 10ms;
 constexpr auto kInterruptEvery = 20ms;
 
@@ -83,6 +85,8 @@ int Peers::core(int rank) const {
 }
 
 unsigned Peers::listen() {
+    core_.store(kNowhere, std::memory_order_relaxed);  // until note_core(): it may wake on any
+    post(rank_).core.store(kNowhere, std::memory_order_relaxed);
     post(rank_).sleepers.fetch_add(1);
     return post(rank_).bell.load();
 }
@@ -201,7 +205,13 @@ bool Patience::yield() {
     ++yields_;
     ::sched_yield();
     const auto after = Clock::now().time_since_epoch().count();
-    if (after - before > kLongYield.count()) peers_->yield_again_.store(after + Clock::duration(kNoYieldsFor).count());
+    Clock::rep ban = kFirstBan.count();
+    if (after - before > kLongYield.count()) {
+        ban = peers_->ban_.load(std::memory_order_relaxed);
+        peers_->yield_again_.store(after + ban, std::memory_order_relaxed);
+        ban = std::min(2 * ban, kLongestBan.count());
+    }
+    peers_->ban_.store(ban, std::memory_order_relaxed);
     return true;
 }
 

@@ -47,7 +47,8 @@ public:
     template <typename Awaited>
     bool shares_core(int from, const Awaited& awaited) const {
         for (int peer = from; peer < size_; ++peer) {
-            if (core(peer) == core_ && peer != rank_ && awaited(peer)) return true;
+            const int there = core(peer);
+            if ((there == core_ || there == kNowhere) && peer != rank_ && awaited(peer)) return true;
         }
         return false;
     }
@@ -88,6 +89,8 @@ public:
     [[noreturn]] void give_up_waiting(const std::string& what) const;
 
 private:
+    static constexpr int kNowhere = -1;  // the core of one who sleeps
+
     friend class Patience;
     struct Post;
     struct Notice;
@@ -108,8 +111,8 @@ private:
     const int rank_, size_;
     std::vector<Descriptor> processes_;  // a pidfd of each, where the kernel gives one
     std::function<void()> interrupt_;
-    std::atomic<int> core_{-1};
-    std::atomic<Clock::rep> yield_again_{0};  // when to try whether the core comes back soon
+    std::atomic<int> core_{kNowhere};
+    std::atomic<Clock::rep> yield_again_{0}, ban_{0};  // when to try whether the core comes back soon; the next pause
     std::atomic<Clock::rep> interrupted_{0};
     std::atomic<bool> stopped_{false};
 };

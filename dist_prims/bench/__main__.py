@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -11,8 +13,8 @@ import torch.distributed as dist
 
 from ..launch import detect, init, spawn
 from ..schedules import algorithms, lookup
-from .cases import CASES
-from .measure import Line, measure
+from .cases import CASES, Buffers
+from .measure import Contender, Line, measure
 from .memory import chunk_bytes, extra_bytes
 from .report import environment, heading, plot, row, write_json
 
@@ -77,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", type=_dtype, default="float32")
     parser.add_argument("--iterations", type=_positive, help="unless given, fewer for larger data")
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--limits", action="store_true", help="all_reduce also by nothing, memcpy, direct, zero_copy")
     parser.add_argument("--memory", action="store_true", help="measure the extra memory of each algorithm instead")
     parser.add_argument("--json", type=Path, help="write all times")
     parser.add_argument("--plot", type=Path, help="write a plot (SVG)")
@@ -88,15 +91,18 @@ def bench(given: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     speaks, facts = dist.get_rank() == 0, environment()
     names = _names(given.collective, given.algorithms)
+    if given.limits and given.collective != "all_reduce":
+        raise SystemExit("--limits are those of all_reduce")
     if given.memory:
         return _memory(given, names)
     groups = {name: dist.new_group(backend=name) for name in given.backends.split(",") if name}
+    more = _limits(groups) if given.limits else None
     if speaks:
         print(heading(given.collective, facts), flush=True)
     lines: list[Line] = []
     for nbytes in given.sizes:
         found = measure(
-            given.collective, nbytes, names, given.dtype, given.iterations, given.warmup, given.segment_bytes, groups
+            given.collective, nbytes, names, given.dtype, given.iterations, given.warmup, given.segment_bytes, groups, more
         )
         lines += found
         if speaks:
@@ -109,6 +115,12 @@ def bench(given: argparse.Namespace) -> int:
         if given.plot:
             plot(given.plot, facts, lines)
     return int(wrong > 0)
+
+
+def _limits(groups: Mapping[str, dist.ProcessGroup | None]) -> Callable[[Buffers], Mapping[str, Contender]]:
+    from .limits import doing_nothing, limits  # they need the backend, which may not be built
+
+    return functools.partial(limits, nothing=doing_nothing(), ours=groups.get("dist_prims"))
 
 
 def _names(collective: str, text: str) -> list[str]:

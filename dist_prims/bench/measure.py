@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .cases import CASES, Buffers, Case, contenders
 
-__all__ = ["Line", "iterations_for", "measure"]
+__all__ = ["Contender", "Line", "iterations_for", "measure"]
 
 _SMALL, _CALLS_IN_A_ROW = 64 * 1024, 50
 
@@ -50,6 +50,15 @@ class Line:
         return {**asdict(self), "median": self.median}
 
 
+@dataclass(frozen=True)
+class Contender:
+    """A call, the buffers that it works on, and whether they hold the collective's result after it."""
+
+    call: Callable[[Buffers], Any]
+    buffers: Buffers
+    checked: bool = True
+
+
 def iterations_for(nbytes: int) -> int:
     """Many for what is quick, enough for a median of what is not, and of rows that are means already."""
     return 11 if nbytes <= _SMALL else max(7, min(101, 2**26 // nbytes))
@@ -64,18 +73,19 @@ def measure(
     warmup: int = 2,
     segment_bytes: int = 0,
     groups: Mapping[str, dist.ProcessGroup | None] | None = None,
-    more: Mapping[str, Callable[[Buffers], Any]] | None = None,
+    more: Callable[[Buffers], Mapping[str, Contender]] | None = None,
 ) -> list[Line]:
-    """A line for the own collective of the default group and of ``groups``, for each algorithm named and each of
-    ``more``; the same on every rank."""
+    """A line for the own collective of the default group and of ``groups``, for each algorithm named and each that
+    ``more`` makes of the buffers; the same on every rank."""
     case, size = CASES[collective], dist.get_world_size()
     count = nbytes // dtype.itemsize
     shape = case.shape(count, size)
     buffers = Buffers(dist.get_rank(), size, *(torch.zeros(length, dtype=dtype) for length in shape))
     all_groups = {dist.get_backend(): None, **(groups or {})}
-    runs = {**contenders(collective, names, all_groups, segment_bytes=segment_bytes), **(more or {})}
+    calls_of = contenders(collective, names, all_groups, segment_bytes=segment_bytes)
+    runs = {name: Contender(call, buffers) for name, call in calls_of.items()} | dict(more(buffers) if more else {})
     calls = _CALLS_IN_A_ROW if nbytes <= _SMALL else 1
-    run = _Run(case, buffers, calls, [*all_groups.values()][-1])
+    run = _Run(case, calls, [*all_groups.values()][-1])
     moved = max(shape) * dtype.itemsize
     lines = [Line(collective, name, moved, max(shape), str(dtype).removeprefix("torch."), case.op) for name in runs]
     for round in range(-warmup, iterations or iterations_for(nbytes)):
@@ -95,25 +105,26 @@ class _Run:
     """Times one call after another; the ranks meet before each by the quickest barrier that they have."""
 
     case: Case
-    buffers: Buffers
     calls: int
     meeting: dist.ProcessGroup | None
 
-    def __call__(self, contender: Callable[[Buffers], Any], round: int) -> tuple[float, int]:
+    def __call__(self, contender: Contender, round: int) -> tuple[float, int]:
         """Seconds a call, and wrong elements. Of a row of calls only the first is checked."""
-        buffers = self.buffers
+        buffers = contender.buffers
         buffers.input.copy_(buffers.value(buffers.rank, round, len(buffers.input)))
         buffers.output.zero_()
         seconds = self._timed(contender, 1)
-        wrong = self.case.wrong(buffers, round)
+        wrong = self.case.wrong(buffers, round) if contender.checked else 0
         return (self._timed(contender, self.calls) if self.calls > 1 else seconds), wrong
 
-    def _timed(self, contender: Callable[[Buffers], Any], calls: int) -> float:
+    def _timed(self, contender: Contender, calls: int) -> float:
         dist.barrier(group=self.meeting)
         began = time.perf_counter()
         for _ in range(calls):
-            contender(self.buffers)
-        return (time.perf_counter() - began) / calls
+            contender.call(contender.buffers)
+        seconds = (time.perf_counter() - began) / calls
+        dist.barrier(group=self.meeting)  # or who is done first takes the core for the next round from who is not
+        return seconds
 
 
 def _share(lines: list[Line]) -> None:
