@@ -58,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("collective", nargs="?", metavar="COLLECTIVE")
     table.add_argument("--markdown", action="store_true")
     table.set_defaults(run=_list)
+    tune = commands.add_parser("tune", help="measure once what is quicker on this machine, for the backend")
+    tune.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    tune.set_defaults(run=_tune)
     doctor = commands.add_parser("doctor", help="launcher, ranks, hosts, engines, cores, memory")
     doctor.add_argument(
         "--dump", metavar="FOLDER", help="instead: which rank is behind, from what the ranks wrote there"
@@ -170,6 +173,12 @@ def _prove_one(collective: str, name: str, sizes: tuple[int, ...]) -> int:
 def _list(given: argparse.Namespace) -> int:
     print(markdown_table(given.collective) if given.markdown else f"{text_table(given.collective)}\n\n{LETTERS}")
     return 0
+
+
+def _tune(given: argparse.Namespace) -> int:
+    from .bench.tune import main as tune
+
+    return tune(given.ranks)
 
 
 def _doctor(given: argparse.Namespace) -> int:

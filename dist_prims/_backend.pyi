@@ -25,6 +25,7 @@ class PrimsBackend:
         accelerator: Any,
         one_host: bool,
         slot_bytes: int,
+        one_shot_bytes: int,
         group: str,
         ranks: str,
         dump: str,

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,13 +33,14 @@ from .collectives.choose import parse_ranges
 from .launch.hosts import host_id
 from .schedules import build
 from .schedules.program import Program, compile_program
+from .tuning import tuned
 
 __all__ = ["Options", "all_reduce_", "dump", "empty", "make"]
 
 _SLOT_BYTES = 1 << 20  # of shared memory; a rank has two
 _PINNED = "DIST_PRIMS_ALL_REDUCE"
 _CPU = torch.device("cpu")
-_direct: WeakKeyDictionary[dist.ProcessGroup, Callable[..., None]] = WeakKeyDictionary()
+_direct: dict[int, Callable[..., None]] = {}  # by the id of a group that lives
 
 
 class Options:
@@ -47,15 +48,18 @@ class Options:
 
     ``all_reduce``: the algorithm, by name or by ranges of sizes as in ``DIST_PRIMS_ALL_REDUCE``; your own included.
     ``slot_bytes``: of shared memory, two of them for each rank; larger ones serve larger segments.
+    ``one_shot_bytes``: up to here every rank of an all_reduce adds everything at once; beyond, each adds its part and
+    the sums are shared. Unless given, what ``python -m dist_prims tune`` found on this machine, or 32 K.
 
     >>> Options(all_reduce="ring:1M-max").all_reduce
     'ring:1M-max'
     """
 
-    def __init__(self, all_reduce: str = "", slot_bytes: int = 0) -> None:
+    def __init__(self, all_reduce: str = "", slot_bytes: int = 0, one_shot_bytes: int | None = None) -> None:
         parse_ranges(all_reduce, "all_reduce", "Options(all_reduce=...)")
         self.all_reduce = all_reduce
         self.slot_bytes = slot_bytes
+        self.one_shot_bytes = one_shot_bytes
 
 
 def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -79,14 +83,22 @@ def all_reduce_(
     """Reduce ``tensor`` in place over the ranks of a group and return it: ``torch.distributed.all_reduce`` without what
     that adds to each call. For a group whose backend is another one it is the same as that."""
     of = group or dist.distributed_c10d._get_default_group()
-    call = _direct.get(of) or _direct.setdefault(of, _direct_call(of))
+    call = _direct.get(id(of)) or _direct_call(of)
     call(tensor, op)
     return tensor
 
 
 def _direct_call(group: dist.ProcessGroup) -> Callable[..., None]:
+    """The backend's own call, looked up once for a group."""
     backend: Any = group._get_backend(_CPU)
-    return getattr(backend, "all_reduce_", None) or functools.partial(dist.all_reduce, group=group)
+    call = getattr(backend, "all_reduce_", None) or functools.partial(_through_torch, weakref.ref(group))
+    _direct[id(group)] = call
+    weakref.finalize(group, _direct.pop, id(group), None)
+    return call
+
+
+def _through_torch(group: weakref.ref[dist.ProcessGroup], tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+    dist.all_reduce(tensor, op, group())
 
 
 def dump(path: Path | str, group: dist.ProcessGroup | None = None) -> None:
@@ -112,6 +124,7 @@ def make(options: Any, given: Any = None) -> Any:
         accelerator=_nccl(store, rank, size, timeout),
         one_host=_one_host(store, rank, size),
         slot_bytes=chosen.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
+        one_shot_bytes=tuned(size) if chosen.one_shot_bytes is None else chosen.one_shot_bytes,
         group=str(options.group_id),
         ranks=str(list(options.global_ranks_in_group) or list(range(size))),
         dump=_dump_file(str(options.group_id), rank),

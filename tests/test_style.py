@@ -27,12 +27,13 @@ FLOORS = {
     "collectives": {"schedules", "errors"},
     "errors": set(),
     "autoload": {"backend"},
-    "backend": {"autoload", "collectives", "launch", "schedules"},
+    "backend": {"autoload", "collectives", "launch", "schedules", "tuning"},
+    "tuning": set(),
     "launch": {"autoload"},
     "datasets": set(),
     "training": {"collectives"},
     "demo": {"schedules", "collectives", "launch", "datasets", "training", "_chart"},
-    "bench": {"schedules", "collectives", "launch", "backend", "_chart"},
+    "bench": {"schedules", "collectives", "launch", "backend", "tuning", "_chart"},
 }
 PURE = {"schedules", "errors", "_chart"}  # no torch
 

@@ -51,8 +51,12 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
     const std::size_t slot = std::max(setup_.slot_bytes, Room::least_slot(size)), bytes = Room::bytes(size, slot);
     const Descriptor memory = rank == 0 ? host_memory(bytes, size, tell, deadline) : fetch_memory(rank, ask, deadline);
     room_ = std::make_shared<Room>(std::make_shared<Mapping>(memory), rank, size, slot);
+    room_->one_shot = setup_.one_shot_bytes;
     room_->peers.on_wait(check_signals);
-    room_->board.open(Call{}, setup_.timeout);
+    Call first;  // the ranks must agree on this as on everything
+    first.count = slot;
+    first.layout = setup_.one_shot_bytes;
+    room_->board.open(first, setup_.timeout);
     dist_prims::barrier(room_->board);
     room_->peers.watch();
 }
@@ -157,11 +161,18 @@ Record::Entry PrimsBackend::entry_of(const Call& call, const How& how, std::uint
 void PrimsBackend::run(std::vector<Task>& tasks, Milliseconds timeout, std::uint64_t entry) {
     const at::NoGradGuard no_grad;
     record_.start(entry);
-    try {
+    recorded(entry, [&] {
         for (Task& task : tasks) {
             room_->board.open(task.call, timeout);
             task.run(*room_);
         }
+    });
+}
+
+template <typename Work>
+void PrimsBackend::recorded(std::uint64_t entry, const Work& work) {
+    try {
+        work();
     } catch (...) {
         record_.end(entry, false);
         write_record();
@@ -180,11 +191,28 @@ void PrimsBackend::pin(std::uint64_t low, std::uint64_t high, std::string name, 
 }
 
 void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
-    c10d::AllreduceOptions opts;
-    opts.reduceOp = op;
-    opts.asyncOp = false;
-    Tensors tensors{std::move(tensor)};
-    allreduce(tensors, opts)->wait();
+    check_owner();
+    const bool plain = tensor.is_cpu() && tensor.layout() == at::kStrided && packed(tensor).is_same(tensor) &&
+                       op.op_ != c10d::ReduceOp::PREMUL_SUM && room_ && pins_.empty();
+    if (!plain || !queue_->take()) {
+        c10d::AllreduceOptions opts;
+        opts.reduceOp = op;
+        opts.asyncOp = false;
+        Tensors tensors{std::move(tensor)};
+        allreduce(tensors, opts)->wait();
+        return;
+    }
+    const std::unique_ptr<Queue, void (*)(Queue*)> taken(queue_.get(), [](Queue* queue) { queue->give_back(); });
+    const auto count = static_cast<std::size_t>(tensor.numel());
+    Call call = call_of(Collective::kAllReduce, tensor, count);
+    call.op = checked("all_reduce", op, tensor);
+    call.sequence = sequence_++;
+    call.loan = Lender::instance().loan(bytes_of(tensor), count * size_of(call.dtype));
+    const How how{c10d::OpType::ALLREDUCE, "dist_prims:all_reduce", options_->timeout, false};
+    recorded(record_.add(entry_of(call, how, sequence_), true), [&] {
+        room_->board.open(call, how.timeout);
+        all_reduce(*room_, call.dtype, call.op, bytes_of(tensor), bytes_of(tensor), count, call.loan);
+    });
 }
 
 at::Tensor PrimsBackend::allocateTensor(long size, at::TensorOptions options) {

@@ -28,7 +28,7 @@ struct Setup {
     std::function<c10::intrusive_ptr<c10d::Backend>(std::string word)> make_engine;
     c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null
     bool one_host = false;
-    std::size_t slot_bytes = 0;
+    std::size_t slot_bytes = 0, one_shot_bytes = 0;
     std::string group, ranks;  // for the record
     std::string dump;          // the file to which the record goes when a call fails; may be empty
 };
@@ -125,6 +125,8 @@ private:
     WorkPtr perform(std::vector<Task> tasks, const How& how, Tensors outputs);
     static Record::Entry entry_of(const Call& call, const How& how, std::uint64_t sequence);
     void run(std::vector<Task>& tasks, Milliseconds timeout, std::uint64_t entry);
+    template <typename Work>
+    void recorded(std::uint64_t entry, const Work& work);
     void write_record() const;
     WorkPtr message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag);
 

@@ -42,8 +42,9 @@ Plan plan_of(int chunks, int scratch, const Steps& steps) {
 c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                       Milliseconds timeout, std::function<BackendPtr(std::string)> make_engine,
                                       const BackendPtr& accelerator, bool one_host, std::size_t slot_bytes,
-                                      const std::string& group, const std::string& ranks, const std::string& dump) {
-    Setup setup{timeout, std::move(make_engine), accelerator, one_host, slot_bytes, group, ranks, dump};
+                                      std::size_t one_shot_bytes, const std::string& group, const std::string& ranks,
+                                      const std::string& dump) {
+    Setup setup{timeout, std::move(make_engine), accelerator, one_host, slot_bytes, one_shot_bytes, group, ranks, dump};
     return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(setup));
 }
 
@@ -65,7 +66,7 @@ PYBIND11_MODULE(_backend, module) {
     py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>>(module, "PrimsBackend")
         .def(py::init(&make), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::arg("make_engine"), py::arg("accelerator"), py::arg("one_host"), py::arg("slot_bytes"),
-             py::arg("group"), py::arg("ranks"), py::arg("dump"), Free())
+             py::arg("one_shot_bytes"), py::arg("group"), py::arg("ranks"), py::arg("dump"), Free())
         .def_property_readonly("native", &PrimsBackend::native)
         .def("pin", [](PrimsBackend& self, std::uint64_t low, std::uint64_t high, const std::string& name, int chunks,
                        int scratch, const Steps& steps) { self.pin(low, high, name, plan_of(chunks, scratch, steps)); })

@@ -51,7 +51,7 @@ WorkPtr PrimsBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) 
     task.call.op = kind;
     task.call.root = to;
     task.run = [=, dtype = task.call.dtype](Room& room) {
-        dist_prims::reduce(room.board, dtype, kind, to, bytes_of(input), output.data(), count);
+        dist_prims::reduce(room, dtype, kind, to, bytes_of(input), output.data(), count);
         if (room.board.rank() == to) output.deliver();
     };
     return perform(alone(std::move(task)), how(OpType::REDUCE, "dist_prims:reduce", opts), tensors);

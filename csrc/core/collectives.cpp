@@ -9,9 +9,8 @@
 namespace dist_prims {
 namespace {
 
-constexpr std::size_t kAlign = 64;           // a chunk begins on a cache line
-constexpr std::size_t kBlock = 16 * 1024;    // of lent memory at a time: it stays in the first-level cache
-constexpr std::size_t kOneShot = 32 * 1024;  // up to here folding everything beats a second phase
+constexpr std::size_t kAlign = 64;         // a chunk begins on a cache line
+constexpr std::size_t kBlock = 16 * 1024;  // of lent memory at a time: it stays in the first-level cache
 
 void transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
     if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
@@ -188,7 +187,7 @@ void reduce_in_place(Board& board, DType dtype, Op op, const Places& places, std
 void all_reduce(Room& room, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count,
                 const Loan& mine) {
     Board& board = room.board;
-    if (count * size_of(dtype) <= std::min(kOneShot, board.capacity()))
+    if (count * size_of(dtype) <= std::min(room.one_shot, board.capacity()))
         return one_shot(board, dtype, op, in, out, count);
     TwoShot two_shot(board, dtype, op, in, count);
     if (!mine.inode && two_shot.run(out, true)) return;
@@ -200,9 +199,10 @@ void all_reduce(Room& room, DType dtype, Op op, const std::byte* in, std::byte* 
         reduce_in_place(board, dtype, op, places, count);
 }
 
-void reduce(Board& board, DType dtype, Op op, int root, const std::byte* in, std::byte* out, std::size_t count) {
+void reduce(Room& room, DType dtype, Op op, int root, const std::byte* in, std::byte* out, std::size_t count) {
+    Board& board = room.board;
     std::byte* result = board.rank() == root ? out : nullptr;
-    if (count * size_of(dtype) <= std::min(kOneShot, board.capacity()))
+    if (count * size_of(dtype) <= std::min(room.one_shot, board.capacity()))
         one_shot(board, dtype, op, in, result, count);
     else
         TwoShot(board, dtype, op, in, count).run(result, false);

@@ -21,7 +21,7 @@ using Places = std::vector<std::byte*>;
 // `mine`: where this rank's data lies, as its call says. If it is lent by all ranks it is reduced there (in == out).
 void all_reduce(Room& room, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count,
                 const Loan& mine = {});
-void reduce(Board& board, DType dtype, Op op, int root, const std::byte* in, std::byte* out, std::size_t count);
+void reduce(Room& room, DType dtype, Op op, int root, const std::byte* in, std::byte* out, std::size_t count);
 void reduce_scatter(Board& board, DType dtype, Op op, const Blocks& in, std::byte* out, const Counts& counts);
 void broadcast(Board& board, std::size_t bytes, int root, std::byte* data);
 void all_gather(Board& board, const std::byte* in, const Places& out, const Counts& bytes);

@@ -102,7 +102,15 @@ def bench(given: argparse.Namespace) -> int:
     lines: list[Line] = []
     for nbytes in given.sizes:
         found = measure(
-            given.collective, nbytes, names, given.dtype, given.iterations, given.warmup, given.segment_bytes, groups, more
+            given.collective,
+            nbytes,
+            names,
+            given.dtype,
+            given.iterations,
+            given.warmup,
+            given.segment_bytes,
+            groups,
+            more,
         )
         lines += found
         if speaks:

@@ -41,4 +41,5 @@ def doing_nothing() -> dist.ProcessGroup:
     from torch.testing._internal.distributed import fake_pg  # registers it
 
     assert fake_pg
-    return dist.new_group(backend="fake")
+    group: dist.ProcessGroup = dist.new_group(backend="fake")
+    return group

@@ -1,0 +1,45 @@
+"""``python -m dist_prims tune``: where one shot stops being the quicker all_reduce on this machine."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..backend import Options
+from ..launch import spawn
+from ..tuning import write
+from .measure import measure
+
+__all__ = ["main"]
+
+_SIZES = [1 << exponent for exponent in range(11, 20)]  # 2 KB to 512 KB
+_WAYS = {"one shot": _SIZES[-1], "two shots": 0}
+_ROUNDS = 9
+
+
+def main(ranks: Sequence[int]) -> int:
+    """Measure for each number of ranks, print, and write the file that groups read from now on."""
+    limits = {size: spawn(_limit, size, backend="gloo", timeout=600)[0] for size in ranks}
+    for size, limit in limits.items():
+        print(f"{size} ranks: one shot up to {limit} bytes")
+    print(f"written to {write(limits)}")
+    return 0
+
+
+def _limit() -> int:
+    """The largest size up to which one shot was never slower."""
+    torch.set_num_threads(1)
+    groups = {
+        way: dist.new_group(pg_options=Options(one_shot_bytes=limit), backend="dist_prims")
+        for way, limit in _WAYS.items()
+    }
+    limit = 0
+    for nbytes in _SIZES:
+        _, one, two = measure("all_reduce", nbytes, [], iterations=_ROUNDS, groups=groups)
+        if statistics.median(a / b for a, b in zip(one.seconds, two.seconds, strict=True)) > 1.03:
+            break
+        limit = nbytes
+    return limit
