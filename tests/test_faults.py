@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -62,17 +63,18 @@ def test_a_rank_that_is_stopped_is_named_when_time_is_up() -> None:
 
 def test_when_wait_gives_up_the_group_ends_and_nothing_is_written_late() -> None:
     def body() -> None:
-        rank = dist.get_rank()
+        rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
         tensor = torch.full((100_000,), float(rank))
         if rank == 0:
             work = dist.all_reduce(tensor, async_op=True)
             with pytest.raises(CommTimeout, match="timeout after 200 ms in the wait for dist_prims:all_reduce"):
                 work.wait(timedelta(milliseconds=200))
+            store.set("given up", "")
             time.sleep(1)
             assert (tensor == 0).all()
             assert work.is_completed()
         else:
-            time.sleep(0.6)
+            store.wait(["given up"], timedelta(seconds=50))
             with pytest.raises(CommTimeout, match="rank 0 has given up waiting"):
                 dist.all_reduce(tensor)
             assert (tensor == 1).all()
@@ -179,6 +181,7 @@ def test_a_child_that_crashes_is_not_taken_for_its_rank() -> None:
     def body() -> None:
         dist.barrier()
         if dist.get_rank() == 0 and os.fork() == 0:
+            faulthandler.disable()  # or it would print what is not of interest
             os.kill(os.getpid(), signal.SIGSEGV)
         for _ in range(50):
             dist.all_reduce(torch.ones(1000))
@@ -323,5 +326,54 @@ def test_mismatched_survivors_are_not_poisoned() -> None:
             tensor = torch.ones(3)
             dist.all_reduce(tensor)
             assert tensor[0] == 2
+
+    spawn(body, 2)
+
+
+def test_groups_come_and_go_without_a_trace() -> None:
+    def body() -> None:
+        def state() -> tuple[int, int, int]:
+            maps = Path("/proc/self/maps").read_text().count("memfd:dist_prims")
+            return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), maps
+
+        before = None
+        for turn in range(60):
+            group = dist.new_group()
+            work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+            sent = dist.isend(torch.ones(3), 1 - dist.get_rank(), group=group)
+            dist.recv(torch.ones(3), 1 - dist.get_rank(), group=group)
+            work.wait(), sent.wait()
+            dist.destroy_process_group(group)
+            del group, work, sent
+            before = state() if turn == 5 else before
+        assert state() == before
+
+    spawn(body, 2)
+
+
+def test_the_timeout_can_be_set_later() -> None:
+    def body() -> None:
+        dist.group.WORLD.set_timeout(timedelta(milliseconds=300))
+        if dist.get_rank() == 0:
+            with pytest.raises(CommTimeout, match="timeout after 300 ms in all_reduce"):
+                dist.all_reduce(torch.ones(3))
+        else:
+            time.sleep(1)
+
+    spawn(body, 2)
+
+
+def test_abort_ends_what_is_under_way() -> None:
+    def body() -> None:
+        if dist.get_rank() == 0:
+            works = [dist.all_reduce(torch.ones(3), async_op=True), dist.irecv(torch.ones(3), 1)]
+            began = time.monotonic()
+            dist.distributed_c10d._abort_process_group()
+            assert time.monotonic() - began < 10
+            for work in works:
+                with pytest.raises(RuntimeError, match=r"left the group|destroyed"):
+                    work.wait()
+        else:
+            time.sleep(1)
 
     spawn(body, 2)

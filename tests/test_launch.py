@@ -144,7 +144,8 @@ def test_alone() -> None:
 
 @pytest.mark.parametrize(("launcher", "size"), [("torchrun", 2), pytest.param("mpirun", 3, marks=needs_mpirun)])
 def test_under_a_launcher(launcher: str, size: int, tmp_path: Path) -> None:
-    said_last = "atexit.register(lambda: print('left', not torch.distributed.is_initialized(), flush=True))\n"
+    left = "f'left {not torch.distributed.is_initialized()}\\n'"  # in one piece, or ranks write between each other's
+    said_last = f"atexit.register(lambda: print({left}, end='', flush=True))\n"
     (tmp_path / "program.py").write_text("import atexit\n" + said_last + SUM)
     start = TORCHRUN if launcher == "torchrun" else [str(MPIRUN), "-n", str(size), sys.executable]
     done = run([*start, str(tmp_path / "program.py")])

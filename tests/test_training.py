@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dist_prims
@@ -110,6 +110,7 @@ def test_every_item_is_in_one_part(count: int, sizes: list[float], seed: int) ->
 
 @settings(deadline=None)
 @given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=9))
+@example(counts=[0, 0])  # parts of nothing: a division by zero, once
 def test_sizes_as_counts(counts: list[int]) -> None:
     parts = DataPartitioner(range(sum(counts)), counts)
     assert [len(parts.use(part)) for part in range(len(counts))] == counts

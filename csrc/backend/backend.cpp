@@ -117,14 +117,20 @@ c10d::Backend* PrimsBackend::other(const Tensors& tensors) {
     return room_ ? nullptr : engine();
 }
 
+// The queue for a call that runs here and now, if it is wanted so and the queue is idle.
+PrimsBackend::Taken PrimsBackend::take(bool wanted) {
+    return {wanted && queue_->take() ? queue_.get() : nullptr, [](Queue* queue) { queue->give_back(); }};
+}
+
 WorkPtr PrimsBackend::perform(std::vector<Task> tasks, const How& how, Tensors outputs) {
     check_owner();
+    TORCH_CHECK_VALUE(!tasks.empty(), how.title, ": there is no tensor");
+    const auto taken = take(!how.async);
     for (Task& task : tasks) task.call.sequence = sequence_++;
-    const bool at_once = !how.async && queue_->take();
-    const std::uint64_t sequence = sequence_, entry = record_.add(entry_of(tasks.front().call, how, sequence), at_once);
-    if (at_once) {
+    const std::uint64_t sequence = sequence_;
+    const std::uint64_t entry = record_.add(entry_of(tasks.front().call, how, sequence), taken != nullptr);
+    if (taken) {
         RECORD_FUNCTION_WITH_SCOPE(at::RecordScope::USER_SCOPE, how.title, inputs_of(outputs));
-        const std::unique_ptr<Queue, void (*)(Queue*)> taken(queue_.get(), [](Queue* queue) { queue->give_back(); });
         run(tasks, how.timeout, entry);
         return c10::make_intrusive<DoneWork>(rank_, how.type, std::move(outputs), sequence);
     }
@@ -192,9 +198,10 @@ void PrimsBackend::pin(std::uint64_t low, std::uint64_t high, std::string name, 
 
 void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
     check_owner();
-    const bool plain = tensor.is_cpu() && tensor.layout() == at::kStrided && packed(tensor).is_same(tensor) &&
-                       op.op_ != c10d::ReduceOp::PREMUL_SUM && room_ && pins_.empty();
-    if (!plain || !queue_->take()) {
+    const bool is_plain = tensor.is_cpu() && tensor.layout() == at::kStrided && packed(tensor).is_same(tensor) &&
+                          op.op_ != c10d::ReduceOp::PREMUL_SUM && room_ && pins_.empty();
+    const auto taken = take(is_plain);
+    if (!taken) {
         c10d::AllreduceOptions opts;
         opts.reduceOp = op;
         opts.asyncOp = false;
@@ -202,7 +209,6 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
         allreduce(tensors, opts)->wait();
         return;
     }
-    const std::unique_ptr<Queue, void (*)(Queue*)> taken(queue_.get(), [](Queue* queue) { queue->give_back(); });
     const auto count = static_cast<std::size_t>(tensor.numel());
     Call call = call_of(Collective::kAllReduce, tensor, count);
     call.op = checked("all_reduce", op, tensor);

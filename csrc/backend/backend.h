@@ -122,6 +122,8 @@ private:
     c10d::Backend* other(const Tensors& tensors);
     c10d::Backend* engine();
     void check_owner() const;
+    using Taken = std::unique_ptr<Queue, void (*)(Queue*)>;
+    Taken take(bool wanted);
     WorkPtr perform(std::vector<Task> tasks, const How& how, Tensors outputs);
     static Record::Entry entry_of(const Call& call, const How& how, std::uint64_t sequence);
     void run(std::vector<Task>& tasks, Milliseconds timeout, std::uint64_t entry);

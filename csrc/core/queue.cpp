@@ -88,7 +88,7 @@ bool Queue::wait(const Handle& job, std::chrono::milliseconds limit, const std::
     const auto deadline = std::chrono::steady_clock::now() + (for_ever ? std::chrono::milliseconds(0) : limit);
     std::unique_lock lock(mutex_);
     while (!job->finished) {
-        if (!running_ && !jobs_.empty() && jobs_.front() == job) {
+        if (for_ever && !running_ && !jobs_.empty() && jobs_.front() == job) {  // who runs it cannot give up waiting
             execute(lock, false);
         } else if (!for_ever && std::chrono::steady_clock::now() >= deadline) {
             return false;

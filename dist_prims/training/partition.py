@@ -72,4 +72,4 @@ def _cuts(count: int, sizes: Sequence[float]) -> list[int]:
         kind = "whole numbers are counts" if whole else "fractions"
         raise ValueError(f"DataPartitioner: sizes={list(sizes)} add up to {total:g}; {kind}: they must make {wanted}")
     ends = np.cumsum(sizes)[:-1]
-    return [round(float(end) * count / total) for end in ends]
+    return [round(float(end) * count / (total or 1)) for end in ends]
