@@ -189,8 +189,32 @@ WorkPtr PrimsBackend::barrier(const c10d::BarrierOptions& opts) {
     return perform(alone(std::move(task)), how(OpType::BARRIER, "dist_prims:barrier", opts), {});
 }
 
+// Rank 0 hears from every rank, or says from whom it has not; then it lets them go. Not in the queue: whoever is held
+// up in a collective is to be found by this.
 void PrimsBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-    engine()->monitoredBarrier(opts, wait_all_ranks);
+    if (!room_) return engine()->monitoredBarrier(opts, wait_all_ranks);
+    check_owner();
+    constexpr Mail::Tag kTag = Mail::Tag{1} << 62;
+    constexpr Milliseconds kNeverAlone = std::chrono::hours(1);  // the letters do not give up, the barrier does
+    const auto limit = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
+    const auto until = Clock::now() + limit;
+    std::byte* const nothing = nullptr;
+    std::string late;
+    const auto hear = [&](int from) {
+        const auto left = std::chrono::duration_cast<Milliseconds>(until - Clock::now());
+        const auto letter = room_->mail.receive(from, kTag, nothing, 0, limit + kNeverAlone, nullptr);
+        if (!room_->mail.wait(letter, std::max(left, Milliseconds(1))) || letter->error)
+            late += (late.empty() ? "rank " : ", ") + std::to_string(from);
+    };
+    const auto tell = [&](int to) { room_->mail.send(to, kTag, nothing, 0, limit + kNeverAlone, nullptr); };
+    if (rank_ != 0) tell(0);
+    for (int peer = rank_ == 0 ? 1 : 0; peer < (rank_ == 0 ? size_ : 1); ++peer) {
+        if (late.empty() || wait_all_ranks) hear(peer);
+    }
+    if (!late.empty())
+        room_->peers.give_up_waiting(std::to_string(limit.count()) + " ms in monitored_barrier: Rank " +
+                                     std::to_string(rank_) + " timed out in monitoredBarrier, no sign of " + late);
+    for (int peer = 1; rank_ == 0 && peer < size_; ++peer) tell(peer);
 }
 
 }  // namespace dist_prims
