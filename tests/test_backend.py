@@ -407,14 +407,18 @@ def test_destroying_a_group_with_work_in_flight_ends_it() -> None:
     spawn(body, 2)
 
 
+def press_ctrl_c_soon() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+
 def test_ctrl_c_ends_a_wait() -> None:
     def body() -> None:
         if dist.get_rank() == 1:
             time.sleep(0.5)
             return
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        press_ctrl_c_soon()
         with pytest.raises(KeyboardInterrupt):
             dist.all_reduce(torch.ones(3))
 

@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.bench.__main__ import main, sizes
+from dist_prims.bench.__main__ import main
+from dist_prims.bench.arguments import sizes
 from dist_prims.bench.cases import CASES, Buffers
 from dist_prims.bench.measure import Contender, Line, measure
 from dist_prims.bench.memory import chunk_bytes, extra_bytes

@@ -262,6 +262,13 @@ def test_torchrun_restarts_ten_times(tmp_path: Path) -> None:
     assert done.stdout.count("end of turn 10 4.0") == 2
 
 
+def doctor(folder: Path) -> str:
+    command = [sys.executable, "-m", "dist_prims", "doctor", "--dump", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_the_record_of_a_failure_says_who_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIST_PRIMS_DUMP", str(tmp_path))
 
@@ -283,16 +290,9 @@ def test_the_record_of_a_failure_says_who_is_behind(tmp_path: Path, monkeypatch:
     first = json.loads((tmp_path / files[0]).read_text())
     assert [entry["state"] for entry in first["entries"]][-1] == "failed"
     assert first["entries"][-1]["profiling_name"] == "dist_prims:all_reduce"
-    done = subprocess.run(
-        [sys.executable, "-m", "dist_prims", "doctor", "--dump", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "group 0, 3 ranks" in done.stdout
-    assert "call 2: rank 0, 2 all_reduce(float32, [7]) failed; rank 1 all_gather(float32, [9]) failed" in done.stdout
+    said = doctor(tmp_path)
+    assert "group 0, 3 ranks" in said
+    assert "call 2: rank 0, 2 all_reduce(float32, [7]) failed; rank 1 all_gather(float32, [9]) failed" in said
 
 
 def test_the_record_is_written_on_demand(tmp_path: Path) -> None:
@@ -308,14 +308,8 @@ def test_the_record_is_written_on_demand(tmp_path: Path) -> None:
 
     with pytest.raises(RankFailed, match="MismatchError"):
         spawn(body, 2)
-    found = subprocess.run(
-        [sys.executable, "-m", "dist_prims", "doctor", "--dump", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    ).stdout
-    assert "rank 1 is behind: it has made 1 call, rank 0 has made 2" in found, found
+    said = doctor(tmp_path)
+    assert "rank 1 is behind: it has made 1 call, rank 0 has made 2" in said, said
 
 
 def test_mismatched_survivors_are_not_poisoned() -> None:

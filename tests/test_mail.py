@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_backend import press_ctrl_c_soon
 from test_collectives import equal, held
 
 import dist_prims
@@ -205,9 +206,7 @@ def test_ctrl_c_ends_a_receive() -> None:
         if dist.get_rank() == 1:
             time.sleep(0.5)
             return
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        press_ctrl_c_soon()
         with pytest.raises(KeyboardInterrupt):
             dist.recv(torch.ones(3), 1)
 

@@ -17,13 +17,10 @@ class LendingAllocator : public c10::Allocator {
 public:
     c10::DataPtr allocate(std::size_t bytes) override {
         std::byte* data = Lender::instance().allocate(bytes);
-        return {data, data, release, c10::Device(c10::kCPU)};
+        return {data, data, release_lent, c10::Device(c10::kCPU)};
     }
-    c10::DeleterFnPtr raw_deleter() const override { return release; }
+    c10::DeleterFnPtr raw_deleter() const override { return release_lent; }
     void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
-
-private:
-    static void release(void* data) { Lender::instance().release(static_cast<std::byte*>(data)); }
 };
 
 // What the profiler shows of a call.
@@ -56,6 +53,7 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
     Call first;  // the ranks must agree on this as on everything
     first.count = slot;
     first.layout = setup_.one_shot_bytes;
+    first.by("one shot to " + std::to_string(first.layout) + ", slot " + std::to_string(slot));
     room_->board.open(first, setup_.timeout);
     dist_prims::barrier(room_->board);
     room_->peers.watch();
@@ -222,10 +220,7 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
 }
 
 at::Tensor PrimsBackend::allocateTensor(long size, at::TensorOptions options) {
-    const auto bytes = static_cast<std::size_t>(size) * options.dtype().itemsize();
-    std::byte* data = Lender::instance().allocate(bytes);
-    const auto release = [](void* data) { Lender::instance().release(static_cast<std::byte*>(data)); };
-    return at::from_blob(data, {size}, release, options.device(c10::kCPU));
+    return lent_tensor({size}, options);
 }
 
 std::shared_ptr<c10::Allocator> PrimsBackend::getMemAllocator() {

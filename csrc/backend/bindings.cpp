@@ -83,11 +83,7 @@ PYBIND11_MODULE(_backend, module) {
     module.def(
         "empty",
         [](const std::vector<int64_t>& shape, at::ScalarType dtype) {
-            const auto release = [](void* data) { Lender::instance().release(static_cast<std::byte*>(data)); };
-            const auto options = at::TensorOptions().dtype(dtype);
-            std::size_t bytes = options.dtype().itemsize();
-            for (int64_t length : shape) bytes *= static_cast<std::size_t>(length);
-            return at::from_blob(Lender::instance().allocate(bytes), shape, release, options);
+            return lent_tensor(shape, at::TensorOptions().dtype(dtype));
         },
         Free());
     py::register_exception_translator(translate);

@@ -206,7 +206,9 @@ void PrimsBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_
         if (!room_->mail.wait(letter, std::max(left, Milliseconds(1))) || letter->error)
             late += (late.empty() ? "rank " : ", ") + std::to_string(from);
     };
-    const auto tell = [&](int to) { room_->mail.send(to, kTag, nothing, 0, limit + kNeverAlone, nullptr); };
+    const auto tell = [&](int to) {  // at once, unless the lane is full of what nobody has asked for
+        room_->mail.wait(room_->mail.send(to, kTag, nothing, 0, limit + kNeverAlone, nullptr), limit);
+    };
     if (rank_ != 0) tell(0);
     for (int peer = rank_ == 0 ? 1 : 0; peer < (rank_ == 0 ? size_ : 1); ++peer) {
         if (late.empty() || wait_all_ranks) hear(peer);

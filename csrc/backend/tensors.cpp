@@ -146,4 +146,13 @@ void as_many(const char* what, std::size_t found, int wanted) {
                       " ranks");
 }
 
+at::Tensor lent_tensor(at::IntArrayRef shape, const at::TensorOptions& options) {
+    const auto bytes = static_cast<std::size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize();
+    return at::from_blob(Lender::instance().allocate(bytes), shape, release_lent, options.device(c10::kCPU));
+}
+
+void release_lent(void* data) {
+    Lender::instance().release(static_cast<std::byte*>(data));
+}
+
 }  // namespace dist_prims

@@ -67,6 +67,10 @@ const at::Tensor& only(const char* what, const Tensors& tensors);
 void alike(const char* what, const Tensors& tensors, const at::Tensor& like);
 void as_many(const char* what, std::size_t found, int wanted);
 
+// A tensor in memory that peers can map, and what ends such memory.
+at::Tensor lent_tensor(at::IntArrayRef shape, const at::TensorOptions& options);
+void release_lent(void* data);
+
 // Of a list of lengths, so that ranks can tell whether theirs are the same.
 std::uint64_t checksum(const std::vector<at::Tensor>& tensors);
 

@@ -207,7 +207,7 @@ bool Patience::yield() {
     const auto after = Clock::now().time_since_epoch().count();
     Clock::rep ban = kFirstBan.count();
     if (after - before > kLongYield.count()) {
-        ban = peers_->ban_.load(std::memory_order_relaxed);
+        ban = std::max(peers_->ban_.load(std::memory_order_relaxed), kFirstBan.count());
         peers_->yield_again_.store(after + ban, std::memory_order_relaxed);
         ban = std::min(2 * ban, kLongestBan.count());
     }

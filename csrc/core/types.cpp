@@ -72,7 +72,7 @@ std::string Call::text() const {
     if (collective != Collective::kBarrier)
         words += std::string(name_of(dtype)) + ", " + std::to_string(count) + " elements";
     if (root >= 0) words += ", root " + std::to_string(root);
-    if (algorithm[0]) words += ", by " + std::string(algorithm.data());
+    if (algorithm[0]) words += (words.back() == '(' ? "by " : ", by ") + std::string(algorithm.data());
     return words + ") as call number " + std::to_string(sequence);
 }
 

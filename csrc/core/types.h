@@ -72,7 +72,7 @@ struct Call {
     DType dtype = DType::kUInt8;
     Op op = Op::kNone;
     std::uint8_t spare = 0;
-    std::array<char, 24> algorithm{};  // pinned by name; empty: the native one
+    std::array<char, 48> algorithm{};  // pinned by name; empty: the native one
     Loan loan;                         // where the data is; ranks may differ
 
     void by(const std::string& name);

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from ..launch import detect, init, spawn
 from ..schedules import algorithms, lookup
+from .arguments import dtype, positive, size, sizes
 from .cases import CASES, Buffers
 from .measure import Contender, Line, measure
 from .memory import chunk_bytes, extra_bytes
 from .report import environment, heading, plot, row, write_json
 
 _SECONDS = 3600.0
-_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,54 +30,16 @@ def main(arguments: list[str] | None = None) -> int:
     return int(max(spawn(bench, given.ranks, (given,), timeout=_SECONDS)))
 
 
-def sizes(text: str) -> list[int]:
-    """Bytes: a list, or a range that doubles, quadruples with ``/4``.
-
-    >>> sizes("8,64K,1M"), sizes("1K:8K"), sizes("1K:16K/4")
-    ([8, 65536, 1048576], [1024, 2048, 4096, 8192], [1024, 4096, 16384])
-    """
-    if ":" not in text:
-        return [_size(each) for each in text.split(",")]
-    low, _, rest = text.partition(":")
-    high, _, by = rest.partition("/")
-    found, last, factor = [_size(low)], _size(high), _size(by or "2")
-    if not 0 < found[0] <= last or factor < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} does not grow; write low:high or low:high/factor, as in 8:64M/8")
-    while found[-1] * factor <= last:
-        found.append(found[-1] * factor)
-    return found
-
-
-def _size(text: str) -> int:
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
-    if not number.isdigit() or unit not in {"", *_UNITS}:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 512, 16K, 1M or 2G")
-    return int(number) * _UNITS.get(unit, 1)
-
-
-def _dtype(text: str) -> torch.dtype:
-    found = getattr(torch, text, None)
-    if not isinstance(found, torch.dtype):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a type of torch; write float32, bfloat16 or int64")
-    return found
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench", description=__doc__)
     parser.add_argument("--collective", choices=CASES, default="all_reduce")
     parser.add_argument("--sizes", type=sizes, default="8:64M/8", help="8,64K,16M or 8:64M or 8:64M/8")
     parser.add_argument("--algorithms", default="", help="names, 'all' or 'none'; else those with the same bits on all")
     parser.add_argument("--backends", default="dist_prims", help="more backends to measure beside gloo (dist_prims)")
-    parser.add_argument("--segment-bytes", type=_size, default=0, help="cut messages into segments")
-    parser.add_argument("--ranks", type=_positive, default=4, help="to start where no launcher has (4)")
-    parser.add_argument("--dtype", type=_dtype, default="float32")
-    parser.add_argument("--iterations", type=_positive, help="unless given, fewer for larger data")
+    parser.add_argument("--segment-bytes", type=size, default=0, help="cut messages into segments")
+    parser.add_argument("--ranks", type=positive, default=4, help="to start where no launcher has (4)")
+    parser.add_argument("--dtype", type=dtype, default="float32")
+    parser.add_argument("--iterations", type=positive, help="unless given, fewer for larger data")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--limits", action="store_true", help="all_reduce also by nothing, memcpy, direct, zero_copy")
     parser.add_argument("--memory", action="store_true", help="measure the extra memory of each algorithm instead")

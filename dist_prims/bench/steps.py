@@ -30,6 +30,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ..launch import detect, init, spawn
+from .arguments import positive
 from .report import environment
 
 __all__ = ["Decoding", "Table", "Training", "Work", "measure", "report"]
@@ -328,16 +329,10 @@ def _works(text: str) -> list[str]:
     return names
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench.steps", description=__doc__)
-    parser.add_argument("--ranks", type=_positive, default=2, help="to start where no launcher has (2)")
-    parser.add_argument("--steps", type=_positive, default=20, help="runs of each contender: a step, 16 tokens (20)")
+    parser.add_argument("--ranks", type=positive, default=2, help="to start where no launcher has (2)")
+    parser.add_argument("--steps", type=positive, default=20, help="runs of each contender: a step, 16 tokens (20)")
     parser.add_argument("--what", type=_works, default=list(_WORKS), help="ddp, decode or both (ddp,decode)")
     parser.add_argument("--json", type=Path, help="write all times")
     return parser

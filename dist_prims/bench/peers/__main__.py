@@ -18,7 +18,7 @@ import torch
 
 import dist_prims
 
-from ..__main__ import sizes
+from ..arguments import positive, sizes
 from .launch import Failed
 from .rivals import CONTENDERS, build, cores, holds, home_of
 from .rounds import Figures, interleaved, once
@@ -116,21 +116,15 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench.peers", description=__doc__)
-    parser.add_argument("--ranks", type=_positive, default=2)
+    parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--sizes", type=sizes, default="8,4K,64K,1M,4M,16M,64M", help="8,64K,16M or 8:64M or 8:64M/8")
-    parser.add_argument("--rounds", type=_positive, default=5)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--only", type=_names, default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--build", action="store_true", help="build the environments that are not there")
     parser.add_argument("--cache", type=Path, default=_CACHE, help=f"where the environments are ({_CACHE})")
-    parser.add_argument("--seconds", type=_positive, default=120, help="for one contender in one round (120)")
+    parser.add_argument("--seconds", type=positive, default=120, help="for one contender in one round (120)")
     parser.add_argument("--json", type=Path, help="write all times")
     return parser
 

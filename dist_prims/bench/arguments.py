@@ -1,0 +1,49 @@
+"""What the commands of the bench take: sizes, types, whole numbers."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+__all__ = ["dtype", "positive", "size", "sizes"]
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def sizes(text: str) -> list[int]:
+    """Bytes: a list, or a range that doubles, quadruples with ``/4``.
+
+    >>> sizes("8,64K,1M"), sizes("1K:8K"), sizes("1K:16K/4")
+    ([8, 65536, 1048576], [1024, 2048, 4096, 8192], [1024, 4096, 16384])
+    """
+    if ":" not in text:
+        return [size(each) for each in text.split(",")]
+    low, _, rest = text.partition(":")
+    high, _, by = rest.partition("/")
+    found, last, factor = [size(low)], size(high), size(by or "2")
+    if not 0 < found[0] <= last or factor < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} does not grow; write low:high or low:high/factor, as in 8:64M/8")
+    while found[-1] * factor <= last:
+        found.append(found[-1] * factor)
+    return found
+
+
+def size(text: str) -> int:
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    if not number.isdigit() or unit not in {"", *_UNITS}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 512, 16K, 1M or 2G")
+    return int(number) * _UNITS.get(unit, 1)
+
+
+def dtype(text: str) -> torch.dtype:
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a type of torch; write float32, bfloat16 or int64")
+    return found
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
