@@ -1,4 +1,4 @@
-"""``python -m dist_prims``: show, prove and list algorithms; ``doctor`` tells what is here.
+"""``python -m dist_prims``: show, prove, list and recommend algorithms; ``doctor`` tells what is here.
 
 A plan can be looked at before anything runs it: so all but ``doctor`` do without torch and answer at once.
 """
@@ -6,17 +6,23 @@ A plan can be looked at before anything runs it: so all but ``doctor`` do withou
 from __future__ import annotations
 
 import argparse
+import json
 import runpy
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from .schedules import COLLECTIVES, Schedule, algorithms, build, lookup
+from .schedules import COLLECTIVES, Schedule, advice, algorithms, build, lookup
 from .schedules.catalogue import LETTERS, markdown_table, text_table
 from .schedules.contract import ROOTED
 from .schedules.draw import caption, numbers, promise, terminal
+from .schedules.recommend import recommend
+from .schedules.topology import Level, Topology
 
 _SIZES = (*range(1, 34), 64)
+_LINKS = {"link": "25G", "latency": "10us", "inner_link": "80G", "inner_latency": "1us"}  # plan, where nothing is said
+_GAMMA = 1e-10  # seconds a byte reduced
 _ADDING = ("all_reduce", "reduce_scatter", "reduce", "scan", "exclusive_scan")
 
 
@@ -58,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("collective", nargs="?", metavar="COLLECTIVE")
     table.add_argument("--markdown", action="store_true")
     table.set_defaults(run=_list)
+    _add_plan(commands)
     tune = commands.add_parser("tune", help="measure once what is quicker on this machine, for the backend")
     tune.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     tune.set_defaults(run=_tune)
@@ -67,6 +74,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="which algorithm to take on hosts joined by links, and why")
+    plan.add_argument("--hosts", type=int, default=1, metavar="N", help="number of hosts (1)")
+    plan.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks of each host (8)")
+    plan.add_argument("--bytes", default="100M", metavar="SIZE", help="of the data: 512, 16K, 100M, 2G (100M)")
+    plan.add_argument("--collective", default="all_reduce", metavar="NAME", help="(all_reduce)")
+    plan.add_argument("--link", metavar="SPEED", help="of a host, in bits a second (25G)")
+    plan.add_argument("--latency", metavar="TIME", help="of a message between hosts (10us)")
+    plan.add_argument("--inner-link", metavar="SPEED", help="of a rank within its host, in bits a second (80G)")
+    plan.add_argument("--inner-latency", metavar="TIME", help="of a message within a host (1us)")
+    plan.add_argument("--calibration", metavar="FILE", help="what `bench calibrate` has measured, instead of all these")
+    plan.set_defaults(run=_plan)
 
 
 def _show(given: argparse.Namespace) -> int:
@@ -173,6 +194,34 @@ def _prove_one(collective: str, name: str, sizes: tuple[int, ...]) -> int:
 def _list(given: argparse.Namespace) -> int:
     print(markdown_table(given.collective) if given.markdown else f"{text_table(given.collective)}\n\n{LETTERS}")
     return 0
+
+
+def _plan(given: argparse.Namespace) -> int:
+    if given.hosts < 1 or given.ranks < 1:
+        raise ValueError(f"--hosts {given.hosts} --ranks {given.ranks}: one host or more, of one rank or more")
+    count = advice.nbytes(given.bytes)
+    topology, source = _topology(given)
+    found = recommend(given.collective, count, topology)
+    print(f"{advice.describe(given.collective, count, topology, source)}\n\n{advice.tell(found)}")
+    return 0
+
+
+def _topology(given: argparse.Namespace) -> tuple[Topology, str]:
+    """The hosts, with links as asked, measured or supposed, and a word on which of these."""
+    hosts = (given.ranks,) * given.hosts
+    asked = {name: value for name in _LINKS if (value := getattr(given, name)) is not None}
+    if given.calibration:
+        if asked:
+            raise ValueError(f"--calibration and --{next(iter(asked)).replace('_', '-')}: one or the other")
+        try:
+            return Topology.measured(hosts, json.loads(Path(given.calibration).read_text())), given.calibration
+        except ValueError as error:
+            raise ValueError(f"{given.calibration}: {error}") from None
+    links = {**_LINKS, **asked}
+    inner = Level(advice.moment(links["inner_latency"]), advice.bits(links["inner_link"]))
+    outer = Level(advice.moment(links["latency"]), advice.bits(links["link"]))
+    supposed = ", ".join(name.replace("_", " ") for name in _LINKS if name not in asked)
+    return Topology(hosts, inner, outer, _GAMMA), f"supposed: {', '.join(filter(None, [supposed, 'reducing']))}"
 
 
 def _tune(given: argparse.Namespace) -> int:

@@ -18,9 +18,11 @@ Memory that ranks reduce where it lies, and a call with less in its way:
 from __future__ import annotations
 
 import functools
+import json
 import os
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,10 @@ import torch.distributed as dist
 from .autoload import NAME
 from .collectives.choose import parse_ranges
 from .launch.hosts import host_id
+from .launch.rendezvous import greet
 from .schedules import build
-from .schedules.program import Program, compile_program
-from .tuning import tuned
+from .spanning import ASSUMED, Spanning, told
+from .tuning import calibrated, tuned
 
 __all__ = ["Options", "all_reduce_", "dump", "empty", "make"]
 
@@ -113,50 +116,64 @@ def make(options: Any, given: Any = None) -> Any:
     chosen = given if isinstance(given, Options) else Options()
     rank, size = options.group_rank, options.group_size
     timeout = timedelta(seconds=options.timeout.total_seconds())
-    store = dist.PrefixStore(NAME, options.store)
-    store.set_timeout(timeout)
+    ranks = list(options.global_ranks_in_group) or list(range(size))
+    store, hosts = _greet(dist.PrefixStore(NAME, options.store), rank, size, timeout)
+    spanning = Spanning(hosts, rank, _measured(store, rank)) if len(set(hosts)) > 1 else None
     backend = _extension().PrimsBackend(
         store=store,
         rank=rank,
         size=size,
         timeout=timeout,
-        make_engine=lambda word: dist.ProcessGroupGloo(dist.PrefixStore(f"gloo/{word}", store), rank, size, timeout),
+        hosts=_short(hosts),
+        make_engine=lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout),
+        choose=spanning.choose if spanning else _never,
         accelerator=_nccl(store, rank, size, timeout),
-        one_host=_one_host(store, rank, size),
         slot_bytes=chosen.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
         one_shot_bytes=tuned(size) if chosen.one_shot_bytes is None else chosen.one_shot_bytes,
         group=str(options.group_id),
-        ranks=str(list(options.global_ranks_in_group) or list(range(size))),
+        ranks=str(ranks),
         dump=_dump_file(str(options.group_id), rank),
     )
-    _pin(backend, rank, size, chosen)
+    _pin(backend, rank, size, chosen, spanning)
     return backend
 
 
-def _pin(backend: Any, rank: int, size: int, chosen: Options) -> None:
+def _greet(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, list[str]]:
+    """A store that only this meeting of the ranks uses, and the host of each."""
+    store.set_timeout(timeout)
+    if size == 1:
+        return store, [host_id()]
+    name, hosts = greet(store, rank, size, time.monotonic() + timeout.total_seconds())
+    return dist.PrefixStore(name, store), hosts
+
+
+def _measured(store: Any, rank: int) -> Mapping[str, Any]:
+    """What rank 0 knows of its host and links."""
+    if rank == 0:
+        store.set("levels", json.dumps(calibrated() or ASSUMED))
+    found: Mapping[str, Any] = json.loads(store.get("levels"))
+    return found
+
+
+def _short(hosts: list[str]) -> list[str]:
+    """Names without what makes them unique, if they are so anyway."""
+    short = [host.rpartition("-")[0] or host for host in hosts]
+    return short if len(set(short)) == len(set(hosts)) else hosts
+
+
+def _never(collective: str, nbytes: int, root: int) -> Any:
+    raise AssertionError(f"{collective} of {nbytes} bytes: ranks of one host need no schedule")
+
+
+def _pin(backend: Any, rank: int, size: int, chosen: Options, spanning: Spanning | None) -> None:
     text = chosen.all_reduce or os.environ.get(_PINNED, "")
-    if not (chosen.all_reduce or (text and backend.native)):
-        return
+    pins = []
     for name, low, high in parse_ranges(text, "all_reduce", _PINNED):
-        schedule = build("all_reduce", name, size)
+        shape = {"hosts": spanning.topology.hosts} if spanning and name == "hierarchical" else {}
+        schedule = build("all_reduce", name, size, **shape)
         schedule.verify()
-        program = compile_program(schedule, rank)
-        backend.pin(low, high, name, schedule.chunks, schedule.contract.total - schedule.chunks, _numbers(program))
-
-
-def _numbers(program: Program) -> list[Any]:
-    """The program as the C++ executor takes it: sends, receives and writes of each step."""
-    return [
-        (
-            [(message.peer, message.chunks, message.pieces) for message in action.sends],
-            [(message.peer, message.chunks, message.pieces) for message in action.receives],
-            [
-                (w.into, w.piece, w.copy, [(-1 if s.peer is None else s.peer, s.index) for s in w.sources])
-                for w in action.writes
-            ],
-        )
-        for action in program.actions
-    ]
+        pins.append(told(schedule, rank, low, high, name, rank_at=spanning.seats.rank_at if spanning else None))
+    backend.pin(pins)
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -187,8 +204,3 @@ def _extension() -> Any:
             f"{remedy}"
         )
     return _backend
-
-
-def _one_host(store: Any, rank: int, size: int) -> bool:
-    store.set(f"host/{rank}", host_id())
-    return len({store.get(f"host/{peer}") for peer in range(size)}) == 1

@@ -110,6 +110,44 @@ def test_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
     assert "all_reduce" not in capsys.readouterr().out
 
 
+def test_plan_recommends_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--hosts", "3", "--ranks", "4", "--bytes", "64M", "--link", "8G"]) == 0
+    head, table, reasons = capsys.readouterr().out.split("\n\n")
+    assert head.splitlines() == [
+        "all_reduce of 64 MB: 3 hosts x 4 ranks; supposed: latency, inner link, inner latency, reducing",
+        "within a host: 1 µs a message, 80 Gbit/s a rank each way",
+        "between hosts: 10 µs a message, 8 Gbit/s a host each way",
+        "reducing: 10 GB/s",
+    ]
+    first, *others, last = table.splitlines()[1:]
+    assert first.startswith("hierarchical inner=")
+    assert "link" in first
+    assert first.endswith("85.3 MB")  # 2 * 2/3 of the data over each link; a ring of 12 ranks: 2 * 11/12
+    assert any(line.startswith("ring ") and line.endswith("117 MB") for line in others)
+    assert last.split() == ["lower", "bound", "89.5", "ms"]
+    assert reasons.startswith("Take hierarchical inner=")
+    assert "times the lower bound" in reasons
+
+
+def test_plan_takes_a_calibration_and_other_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "here.json"
+    level = '{"alpha": 1e-6, "beta": 1e-9}'
+    file.write_text(f'{{"inner": {level}, "outer": {level}, "gamma": 0, "cores": 2, "one_machine": true}}')
+    assert main(["plan", "--hosts", "2", "--ranks", "2", "--collective", "barrier", "--calibration", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert f"barrier: 2 hosts x 2 ranks; {file}" in out
+    assert "cores: 2 for all hosts" in out
+    assert "Take dissemination: 4 µs predicted" in out  # 2 steps, each 4 messages on 2 cores
+
+
+def test_plan_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--hosts", "1", "--ranks", "4000", "--collective", "gather"]) == 0
+    assert "Left out" not in capsys.readouterr().out
+    assert main(["plan", "--hosts", "1000", "--ranks", "2", "--collective", "reduce_scatter"]) == 0
+    out = capsys.readouterr().out
+    assert "Left out, as they have too many transfers to count: direct (3,936,256 at once)" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -123,6 +161,15 @@ def test_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
         (["show", "all_reduce", "hierarchical", "--size", "4", "hosts=3,3"], "add up to 4"),
         (["show", "all_reduce", "ring", "--svg", "no/such/folder/x.svg"], "No such file"),
         (["prove", "no_such_file.py"], "No such file"),
+        (["plan", "--hosts", "0"], "one host or more"),
+        (["plan", "--bytes", "100 M"], "'100 M' is not a size; write 512, 16K, 1M or 2G"),
+        (["plan", "--link", "fast"], "'fast' is not the speed of a link"),
+        (["plan", "--link", "0G"], "'0G' is not the speed of a link"),
+        (["plan", "--latency", "10"], "'10' is not a duration; write 500ns, 10us or 1.5ms"),
+        (["plan", "--collective", "al_reduce"], "did you mean 'all_reduce'"),
+        (["plan", "--calibration", "no_such_file.json"], "No such file"),
+        (["plan", "--calibration", "pyproject.toml"], "pyproject.toml: Expecting value"),
+        (["plan", "--calibration", "x.json", "--inner-link", "1G"], "--calibration and --inner-link: one or the other"),
         (["prove", "--sizes", "4-2"], "'4-2' is no number of ranks; write for example 1-8 or 2,4,8"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 CSRC = Path(__file__).parent.parent / "csrc"
+SOURCES = [str(source) for folder in ("core", "tests") for source in (CSRC / folder).glob("*.cpp")]
 COMPILER = os.environ.get("CXX", "c++")
 
 
@@ -16,11 +17,10 @@ COMPILER = os.environ.get("CXX", "c++")
 @pytest.mark.parametrize("sanitizer", ["none", "thread", "address,undefined"])
 def test_the_core(sanitizer: str, tmp_path: Path) -> None:
     program = tmp_path / "core_test"
-    sources = [*map(str, (CSRC / "core").glob("*.cpp")), str(CSRC / "tests/core_test.cpp")]
     flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
     flags += [f"-fsanitize={sanitizer}"] if sanitizer != "none" else []
     built = subprocess.run(
-        [COMPILER, *flags, *sources, "-o", str(program)], capture_output=True, text=True, timeout=200
+        [COMPILER, *flags, *SOURCES, "-o", str(program)], capture_output=True, text=True, timeout=200
     )
     assert built.returncode == 0, built.stderr
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=90)
@@ -32,7 +32,6 @@ def test_the_core(sanitizer: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_million_strangers(tmp_path: Path) -> None:
     program = tmp_path / "core_test"
-    sources = [*map(str, (CSRC / "core").glob("*.cpp")), str(CSRC / "tests/core_test.cpp")]
-    subprocess.run([COMPILER, "-std=c++20", "-O1", "-pthread", *sources, "-o", str(program)], check=True, timeout=200)
+    subprocess.run([COMPILER, "-std=c++20", "-O1", "-pthread", *SOURCES, "-o", str(program)], check=True, timeout=200)
     done = subprocess.run([str(program), "1000000"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <optional>
 
+#include "engine.h"
 #include "work.h"
 
 namespace dist_prims {
@@ -23,6 +24,25 @@ public:
     void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
 };
 
+Hosts hosts_of(const std::vector<std::string>& names, int rank) {
+    Hosts hosts;
+    std::map<std::string, std::size_t> known;
+    for (std::size_t each = 0; each < names.size(); ++each) {
+        const auto [found, is_new] = known.try_emplace(names[each], hosts.ranks.size());
+        if (is_new) hosts.ranks.emplace_back();
+        hosts.ranks[found->second].push_back(static_cast<int>(each));
+    }
+    hosts.mine = known.at(names[static_cast<std::size_t>(rank)]);
+    return hosts;
+}
+
+std::vector<std::string> titles_of(const std::vector<std::string>& hosts) {
+    std::vector<std::string> titles;
+    for (const std::string& host : hosts)
+        titles.push_back("rank " + std::to_string(titles.size()) + " on host " + host);
+    return titles;
+}
+
 // What the profiler shows of a call.
 std::vector<c10::IValue> inputs_of(const Tensors& tensors) {
     return {tensors.begin(), tensors.end()};
@@ -37,25 +57,37 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
       owner_(this_process()),
       queue_(std::make_shared<Queue>()) {
     init();
-    if (!setup_.one_host) {
-        engine();
-        return;
-    }
+    meet(store);
+}
+
+// The ranks of each host attach to one memory, and those of several hosts make an engine; then they agree.
+void PrimsBackend::meet(const c10::intrusive_ptr<c10d::Store>& store) {
+    Hosts hosts = hosts_of(setup_.hosts, rank_);
+    const std::vector<int> here = hosts.ranks[hosts.mine];
+    const bool is_one_host = hosts.ranks.size() == 1;
+    const int seat = hosts.seats()[static_cast<std::size_t>(rank_)], seats = static_cast<int>(here.size());
     const auto deadline = Clock::now() + setup_.timeout;
-    const std::string key = "shared memory";
-    const auto tell = [&](const std::string& word) { store->set(key, word_ = word); };
-    const auto ask = [&] { return word_ = store->check({key}) ? store->get_to_str(key) : std::string(); };
-    const std::size_t slot = std::max(setup_.slot_bytes, Room::least_slot(size)), bytes = Room::bytes(size, slot);
-    const Descriptor memory = rank == 0 ? host_memory(bytes, size, tell, deadline) : fetch_memory(rank, ask, deadline);
-    room_ = std::make_shared<Room>(std::make_shared<Mapping>(memory), rank, size, slot);
+    const std::string key = "shared memory/" + std::to_string(here.front());
+    const auto tell = [&](const std::string& word) { store->set(key, word); };
+    const auto ask = [&] { return store->check({key}) ? store->get_to_str(key) : std::string(); };
+    const std::size_t slot = std::max({setup_.slot_bytes, Room::least_slot(seats), Span::kLeastSlot});
+    const Descriptor memory =
+        seat == 0 ? host_memory(Room::bytes(seats, slot), seats, tell, deadline) : fetch_memory(seat, ask, deadline);
+    room_ = std::make_shared<Room>(std::make_shared<Mapping>(memory), seat, seats, slot,
+                                   is_one_host ? Names{} : Names{here, titles_of(setup_.hosts)});
     room_->one_shot = setup_.one_shot_bytes;
     room_->peers.on_wait(check_signals);
+    if (is_one_host) {
+        route_ = std::make_unique<Route>(room_->mail, std::vector<int>(), nullptr);
+    } else {
+        engine();
+        span_ = std::make_shared<Span>(std::move(hosts), *room_, std::make_unique<BackendEngine>(engine_));
+    }
     Call first;  // the ranks must agree on this as on everything
     first.count = slot;
     first.layout = setup_.one_shot_bytes;
     first.by("one shot to " + std::to_string(first.layout) + ", slot " + std::to_string(slot));
-    room_->board.open(first, setup_.timeout);
-    dist_prims::barrier(room_->board);
+    agree(first, setup_.timeout);
     room_->peers.watch();
 }
 
@@ -66,6 +98,7 @@ PrimsBackend::~PrimsBackend() {
     }
     // In a forked child there is no thread to join and no mapping to write to: let go of them without ending them.
     static_cast<void>(new std::shared_ptr<Room>(std::move(room_)));
+    static_cast<void>(new std::shared_ptr<Span>(std::move(span_)));
     static_cast<void>(new std::shared_ptr<Queue>(std::move(queue_)));
     static_cast<void>(new Setup(setup_));
     static_cast<void>(engine_.release());
@@ -88,6 +121,7 @@ void PrimsBackend::shutdown() {
     if (room_) room_->peers.leave();
     queue_->close(reason, [this] {
         if (room_) room_->peers.stop();
+        if (span_) span_->far.wake();
     });
     if (room_) room_->mail.close(reason);
 }
@@ -101,7 +135,7 @@ void PrimsBackend::check_owner() const {
 
 c10d::Backend* PrimsBackend::engine() {
     const std::lock_guard lock(guard_);
-    if (!engine_) engine_ = setup_.make_engine(word_);
+    if (!engine_) engine_ = setup_.make_engine();
     return engine_.get();
 }
 
@@ -112,7 +146,7 @@ c10d::Backend* PrimsBackend::other(const Tensors& tensors) {
                     ", and this torch has no NCCL for it; move it to the CPU first");
         return setup_.accelerator.get();
     }
-    return room_ ? nullptr : engine();
+    return nullptr;
 }
 
 // The queue for a call that runs here and now, if it is wanted so and the queue is idle.
@@ -137,12 +171,13 @@ WorkPtr PrimsBackend::perform(std::vector<Task> tasks, const How& how, Tensors o
     job->done = work->finisher();
     job->run = [this, tasks = std::move(tasks), timeout = how.timeout, entry]() mutable { run(tasks, timeout, entry); };
     if (how.async) {
-        work->waits_by([queue = queue_, room = room_, job, title = how.title](Milliseconds limit) {
+        work->waits_by([queue = queue_, room = room_, span = span_, job, title = how.title](Milliseconds limit) {
             if (queue->wait(job, limit, check_signals)) return;
             try {
                 room->peers.give_up_waiting(std::to_string(limit.count()) + " ms in the wait for " + title +
                                             "; the group has ended, so that nothing is written late");
             } catch (const CommError&) {
+                if (span) span->far.wake();
                 queue->wait(job, Milliseconds::max(), {});  // it ends as soon as it looks around
                 throw;
             }
@@ -167,8 +202,12 @@ void PrimsBackend::run(std::vector<Task>& tasks, Milliseconds timeout, std::uint
     record_.start(entry);
     recorded(entry, [&] {
         for (Task& task : tasks) {
-            room_->board.open(task.call, timeout);
-            task.run(*room_);
+            if (task.across) {
+                task.across(task.call, timeout);
+            } else {
+                room_->board.open(task.call, timeout);
+                task.run(*room_);
+            }
         }
     });
 }
@@ -180,6 +219,7 @@ void PrimsBackend::recorded(std::uint64_t entry, const Work& work) {
     } catch (...) {
         record_.end(entry, false);
         write_record();
+        if (span_ && room_->peers.notice()) span_->far.end();
         throw;
     }
     record_.end(entry, true);
@@ -189,15 +229,10 @@ void PrimsBackend::write_record() const {
     if (!setup_.dump.empty()) std::ofstream(setup_.dump) << record();
 }
 
-void PrimsBackend::pin(std::uint64_t low, std::uint64_t high, std::string name, Plan plan) {
-    TORCH_CHECK_VALUE(room_, "a pinned schedule runs in shared memory, and the ranks are on several hosts");
-    pins_.push_back({low, high, std::move(name), std::make_shared<const Plan>(std::move(plan))});
-}
-
 void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
     check_owner();
     const bool is_plain = tensor.is_cpu() && tensor.layout() == at::kStrided && packed(tensor).is_same(tensor) &&
-                          op.op_ != c10d::ReduceOp::PREMUL_SUM && room_ && pins_.empty();
+                          op.op_ != c10d::ReduceOp::PREMUL_SUM && !span_ && pins_.empty();
     const auto taken = take(is_plain);
     if (!taken) {
         c10d::AllreduceOptions opts;
@@ -258,7 +293,8 @@ WorkPtr PrimsBackend::message(c10d::OpType type, const char* title, Tensors& ten
     work->waits_by([room = room_, letter](Milliseconds limit) {
         if (room->mail.wait(letter, limit)) return;
         try {
-            room->peers.give_up_waiting(std::to_string(limit.count()) + " ms in the wait for " + letter->text());
+            room->peers.give_up_waiting(std::to_string(limit.count()) + " ms in the wait for " +
+                                        room->mail.text(*letter));
         } catch (const CommError&) {
             room->mail.wait(letter, Milliseconds::max());  // it ends as soon as it looks around
             throw;
@@ -267,18 +303,27 @@ WorkPtr PrimsBackend::message(c10d::OpType type, const char* title, Tensors& ten
     return work;
 }
 
+// Who carries a user's message, if not the mail: a receive from any rank of any host could not ask two at once.
+c10d::Backend* PrimsBackend::elsewhere(const Tensors& tensors, int tag) {
+    if (auto* who = other(tensors)) return who;
+    if (!span_) return nullptr;
+    TORCH_CHECK_VALUE(tag >= 0 && tag < Far::kUserTags, "rank ", rank_, ": tag ", tag, " of a message between hosts; ",
+                      "tags there lie between 0 and ", Far::kUserTags - 1);
+    return engine();
+}
+
 WorkPtr PrimsBackend::send(Tensors& tensors, int to, int tag) {
-    if (auto* who = other(tensors)) return who->send(tensors, to, tag);
+    if (auto* who = elsewhere(tensors, tag)) return who->send(tensors, to, tag);
     return message(c10d::OpType::SEND, "dist_prims:send", tensors, to, tag);
 }
 
 WorkPtr PrimsBackend::recv(Tensors& tensors, int from, int tag) {
-    if (auto* who = other(tensors)) return who->recv(tensors, from, tag);
+    if (auto* who = elsewhere(tensors, tag)) return who->recv(tensors, from, tag);
     return message(c10d::OpType::RECV, "dist_prims:recv", tensors, from, tag);
 }
 
 WorkPtr PrimsBackend::recvAnysource(Tensors& tensors, int tag) {
-    if (auto* who = other(tensors)) return who->recvAnysource(tensors, tag);
+    if (auto* who = elsewhere(tensors, tag)) return who->recvAnysource(tensors, tag);
     return message(c10d::OpType::RECVANYSOURCE, "dist_prims:recv", tensors, Mail::kAnyone, tag);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -13,6 +14,7 @@
 #include "../core/queue.h"
 #include "../core/record.h"
 #include "../core/room.h"
+#include "../core/span.h"
 #include "tensors.h"
 
 namespace dist_prims {
@@ -20,14 +22,24 @@ namespace dist_prims {
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Milliseconds = std::chrono::milliseconds;
 
+// A schedule for some sizes of a collective, as this rank executes it.
+struct Planned {
+    std::uint64_t low = 0, high = 0;  // bytes of the data, up to but not including
+    std::string name;
+    int segments = 1;
+    Plan plan;
+};
+
 // What a group is made with.
 struct Setup {
     Milliseconds timeout{0};
-    // Makes what serves sparse tensors and groups that span hosts. All ranks make it together, and only when it is
-    // needed; the word tells this meeting of the ranks from one that has left its keys in the store.
-    std::function<c10::intrusive_ptr<c10d::Backend>(std::string word)> make_engine;
+    std::vector<std::string> hosts;  // of each rank, by name
+    // Makes what carries messages between hosts, and serves sparse tensors. All ranks make it together: at once if the
+    // group spans hosts, else when it is first needed.
+    std::function<c10::intrusive_ptr<c10d::Backend>()> make_engine;
+    // The cheapest schedule for a size, where nothing is pinned and the group spans hosts.
+    std::function<Planned(const std::string& collective, std::uint64_t bytes, int root)> choose;
     c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null
-    bool one_host = false;
     std::size_t slot_bytes = 0, one_shot_bytes = 0;
     std::string group, ranks;  // for the record
     std::string dump;          // the file to which the record goes when a call fails; may be empty
@@ -45,10 +57,12 @@ public:
     uint64_t getSequenceNumberForGroup() override { return sequence_; }
     void shutdown() override;
     void abort() override { shutdown(); }
-    bool native() const { return room_ != nullptr; }
+    bool spans_hosts() const { return span_ != nullptr; }
 
-    // all_reduce of `low` to less than `high` bytes goes by this plan.
-    void pin(std::uint64_t low, std::uint64_t high, std::string name, Plan plan);
+    // An all_reduce of their sizes goes by these plans, and by no others that were pinned before.
+    void pin(std::vector<Planned> planned);
+    // By which schedule an all_reduce of a size goes; empty: by the collectives of one host.
+    std::string algorithm(std::uint64_t bytes);
     // all_reduce in place, at once: less is in the way than through torch.distributed.
     void all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op);
     // The last calls of this rank, as JSON.
@@ -93,7 +107,9 @@ private:
     // A collective that is ready to run: told to the others as `call`, done by `run`.
     struct Task {
         Call call;
-        std::function<void(Room&)> run;
+        std::function<void(Room&)> run;  // in phases of the board, the first of which tells the call
+        // Or else: agrees on the call by itself first.
+        std::function<void(const Call& call, Milliseconds timeout)> across = {};
     };
     struct How {
         c10d::OpType type;
@@ -101,11 +117,7 @@ private:
         Milliseconds timeout;
         bool async;
     };
-    struct Pin {
-        std::uint64_t low, high;
-        std::string name;
-        std::shared_ptr<const Plan> plan;
-    };
+    using PlannedPtr = std::shared_ptr<const Planned>;
 
     template <typename Opts>
     How how(c10d::OpType type, const char* title, const Opts& opts) const {
@@ -120,6 +132,7 @@ private:
 
     // Who serves these tensors, if not the shared memory.
     c10d::Backend* other(const Tensors& tensors);
+    c10d::Backend* elsewhere(const Tensors& tensors, int tag);
     c10d::Backend* engine();
     void check_owner() const;
     using Taken = std::unique_ptr<Queue, void (*)(Queue*)>;
@@ -132,24 +145,41 @@ private:
     void write_record() const;
     WorkPtr message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag);
 
+    void meet(const c10::intrusive_ptr<c10d::Store>& store);
+
     Task all_reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op);
-    Task all_gather_task(const Tensors& outputs, const at::Tensor& input) const;
-    Task reduce_scatter_task(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op) const;
-    Task all_to_all_task(const Tensors& outputs, const Tensors& inputs) const;
+    Task broadcast_task(const at::Tensor& tensor, int root);
+    Task reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op, int root);
+    Task all_gather_task(const Tensors& outputs, const at::Tensor& input);
+    Task gather_task(const Tensors& outputs, const at::Tensor& input, int root);
+    Task scatter_task(const at::Tensor& output, const Tensors& inputs, int root);
+    Task reduce_scatter_task(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op);
+    Task all_to_all_task(const Tensors& outputs, const Tensors& inputs);
+    Task barrier_task();
+
+    // Of groups that span hosts, and of pinned schedules: see across.cpp.
+    PlannedPtr planned(Collective collective, std::uint64_t bytes, int root = -1);
+    void agree(const Call& call, Milliseconds timeout);
+    void follow(const Planned& planned, const Call& call, const Field& field, Milliseconds timeout);
+    void exchange(const Call& call, const Blocks& in, const Counts& outgoing, const Places& out, const Counts& incoming,
+                  Milliseconds timeout);
+    void compare_lengths(const Call& call, const Counts& outgoing, const Counts& incoming, Milliseconds timeout);
     Tensors blocks(const at::Tensor& tensor, const std::vector<int64_t>& splits, const char* what) const;
     int root(const char* what, int64_t given) const;
 
     const Setup setup_;
     c10::intrusive_ptr<Options> options_;
-    std::string word_;  // of this meeting of the ranks
     std::mutex guard_;  // of the engine
     c10::intrusive_ptr<c10d::Backend> engine_;
     const int owner_;  // the process
     std::shared_ptr<Room> room_;
+    std::shared_ptr<Span> span_;    // null: the group is on one host
+    std::unique_ptr<Route> route_;  // for plans on one host
     std::shared_ptr<Queue> queue_;
-    std::vector<Pin> pins_;
+    std::mutex plans_guard_;
+    std::vector<PlannedPtr> pins_;
+    std::map<std::pair<Collective, int>, std::vector<PlannedPtr>> chosen_;  // by collective and root
     std::atomic<std::uint64_t> sequence_{0}, messages_{0};
-    Mail::Tag planned_ = Mail::Tag{1} << 63;  // tags beyond those of users, one for each planned call
     Record record_;
 };
 

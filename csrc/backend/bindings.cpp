@@ -39,12 +39,32 @@ Plan plan_of(int chunks, int scratch, const Steps& steps) {
     return plan;
 }
 
+// As Python says it: low, high, name, segments, chunks, scratch, steps.
+using Told = std::tuple<std::uint64_t, std::uint64_t, std::string, int, int, int, Steps>;
+
+Planned planned_of(const Told& told) {
+    const auto& [low, high, name, segments, chunks, scratch, steps] = told;
+    return {low, high, name, segments, plan_of(chunks, scratch, steps)};
+}
+
 c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                      Milliseconds timeout, std::function<BackendPtr(std::string)> make_engine,
-                                      const BackendPtr& accelerator, bool one_host, std::size_t slot_bytes,
-                                      std::size_t one_shot_bytes, const std::string& group, const std::string& ranks,
-                                      const std::string& dump) {
-    Setup setup{timeout, std::move(make_engine), accelerator, one_host, slot_bytes, one_shot_bytes, group, ranks, dump};
+                                      Milliseconds timeout, const std::vector<std::string>& hosts,
+                                      std::function<BackendPtr()> make_engine,
+                                      std::function<Told(std::string, std::uint64_t, int)> choose,
+                                      const BackendPtr& accelerator, std::size_t slot_bytes, std::size_t one_shot_bytes,
+                                      const std::string& group, const std::string& ranks, const std::string& dump) {
+    Setup setup{
+        .timeout = timeout,
+        .hosts = hosts,
+        .make_engine = std::move(make_engine),
+        .choose = [choose = std::move(choose)](const std::string& collective, std::uint64_t bytes,
+                                               int root) { return planned_of(choose(collective, bytes, root)); },
+        .accelerator = accelerator,
+        .slot_bytes = slot_bytes,
+        .one_shot_bytes = one_shot_bytes,
+        .group = group,
+        .ranks = ranks,
+        .dump = dump};
     return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(setup));
 }
 
@@ -52,7 +72,8 @@ void translate(std::exception_ptr error) {
     try {
         if (error) std::rethrow_exception(error);
     } catch (const CommError& found) {
-        constexpr const char* kNames[] = {"MismatchError", "PeerDied", "PeerLeft", "CommTimeout", "Interrupted"};
+        constexpr const char* kNames[] = {"MismatchError", "PeerDied",    "PeerLeft",
+                                          "CommTimeout",   "Interrupted", "CommTimeout"};
         const py::object kind = py::module_::import("dist_prims.errors").attr(kNames[static_cast<int>(found.kind)]);
         PyErr_SetString(kind.ptr(), found.what());
     }
@@ -65,11 +86,18 @@ PYBIND11_MODULE(_backend, module) {
     using Free = py::call_guard<py::gil_scoped_release>;
     py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>>(module, "PrimsBackend")
         .def(py::init(&make), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-             py::arg("make_engine"), py::arg("accelerator"), py::arg("one_host"), py::arg("slot_bytes"),
+             py::arg("hosts"), py::arg("make_engine"), py::arg("choose"), py::arg("accelerator"), py::arg("slot_bytes"),
              py::arg("one_shot_bytes"), py::arg("group"), py::arg("ranks"), py::arg("dump"), Free())
-        .def_property_readonly("native", &PrimsBackend::native)
-        .def("pin", [](PrimsBackend& self, std::uint64_t low, std::uint64_t high, const std::string& name, int chunks,
-                       int scratch, const Steps& steps) { self.pin(low, high, name, plan_of(chunks, scratch, steps)); })
+        .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
+        .def("algorithm", &PrimsBackend::algorithm, Free())
+        .def(
+            "pin",
+            [](PrimsBackend& self, const std::vector<Told>& told) {
+                std::vector<Planned> planned;
+                for (const Told& each : told) planned.push_back(planned_of(each));
+                self.pin(std::move(planned));
+            },
+            Free())
         .def(
             "all_reduce_",  // the plain operations as they come: a ReduceOp would be made of each by Python
             [](PrimsBackend& self, at::Tensor tensor, c10d::ReduceOp::RedOpType op) {

@@ -28,33 +28,15 @@ WorkPtr PrimsBackend::allreduce_coalesced(Tensors& tensors, const c10d::Allreduc
 WorkPtr PrimsBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
     if (auto* who = other(tensors)) return who->broadcast(tensors, opts);
     const auto& tensor = only("broadcast", tensors);
-    const int from = root("broadcast", opts.rootRank);
-    const Output output(tensor);
-    Task task{call_of(Collective::kBroadcast, tensor, static_cast<std::size_t>(tensor.numel())), {}};
-    task.call.root = from;
-    task.run = [=, bytes = static_cast<std::size_t>(tensor.nbytes())](Room& room) {
-        dist_prims::broadcast(room.board, bytes, from, output.data());
-        if (room.board.rank() != from) output.deliver();
-    };
-    return perform(alone(std::move(task)), how(OpType::BROADCAST, "dist_prims:broadcast", opts), tensors);
+    return perform(alone(broadcast_task(tensor, root("broadcast", opts.rootRank))),
+                   how(OpType::BROADCAST, "dist_prims:broadcast", opts), tensors);
 }
 
 WorkPtr PrimsBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
     if (auto* who = other(tensors)) return who->reduce(tensors, opts);
     const auto& tensor = only("reduce", tensors);
-    const int to = root("reduce", opts.rootRank);
-    const Op kind = checked("reduce", opts.reduceOp, tensor);
-    const at::Tensor input = packed(premultiplied(tensor, opts.reduceOp));
-    const Output output(tensor);
-    const std::size_t count = static_cast<std::size_t>(tensor.numel());
-    Task task{call_of(Collective::kReduce, tensor, count), {}};
-    task.call.op = kind;
-    task.call.root = to;
-    task.run = [=, dtype = task.call.dtype](Room& room) {
-        dist_prims::reduce(room, dtype, kind, to, bytes_of(input), output.data(), count);
-        if (room.board.rank() == to) output.deliver();
-    };
-    return perform(alone(std::move(task)), how(OpType::REDUCE, "dist_prims:reduce", opts), tensors);
+    return perform(alone(reduce_task(tensor, opts.reduceOp, root("reduce", opts.rootRank))),
+                   how(OpType::REDUCE, "dist_prims:reduce", opts), tensors);
 }
 
 WorkPtr PrimsBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
@@ -94,7 +76,7 @@ WorkPtr PrimsBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors&
 
 WorkPtr PrimsBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
     if (auto* who = other(inputs)) return who->gather(outputs, inputs, opts);
-    const at::Tensor input = packed(only("gather", inputs));
+    const auto& input = only("gather", inputs);
     const int to = root("gather", opts.rootRank);
     const Tensors given = rank_ == to ? outputs.at(0) : Tensors();
     if (rank_ == to)
@@ -103,16 +85,7 @@ WorkPtr PrimsBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, con
         TORCH_CHECK_VALUE(outputs.empty() || outputs[0].empty(), "gather: rank ", rank_,
                           " is not the root and takes no list");
     alike("gather", given, input);
-    const Outputs places(given);
-    Task task{call_of(Collective::kGather, input, 0), {}};
-    task.call.root = to;
-    task.call.longest = static_cast<std::uint64_t>(input.nbytes());
-    task.run = [=](Room& room) {
-        dist_prims::gather(room.board, to, bytes_of(input), static_cast<std::size_t>(input.nbytes()), places.places(),
-                           lengths(given));
-        places.deliver();
-    };
-    return perform(alone(std::move(task)), how(OpType::GATHER, "dist_prims:gather", opts), given);
+    return perform(alone(gather_task(given, input, to)), how(OpType::GATHER, "dist_prims:gather", opts), given);
 }
 
 WorkPtr PrimsBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
@@ -132,14 +105,7 @@ WorkPtr PrimsBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, co
         TORCH_CHECK_VALUE(inputs.empty() || inputs[0].empty(), "scatter: rank ", rank_,
                           " is not the root and gives no list");
     }
-    const Output place(output);
-    Task task{call_of(Collective::kScatter, output, static_cast<std::size_t>(output.numel())), {}};
-    task.call.root = from;
-    task.run = [=, bytes = static_cast<std::size_t>(output.nbytes())](Room& room) {
-        dist_prims::scatter(room.board, from, blocks_of(given), place.data(), bytes);
-        place.deliver();
-    };
-    return perform(alone(std::move(task)), how(OpType::SCATTER, "dist_prims:scatter", opts), outputs);
+    return perform(alone(scatter_task(output, given, from)), how(OpType::SCATTER, "dist_prims:scatter", opts), outputs);
 }
 
 WorkPtr PrimsBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -185,14 +151,13 @@ WorkPtr PrimsBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::Al
 WorkPtr PrimsBackend::barrier(const c10d::BarrierOptions& opts) {
     const bool elsewhere = setup_.accelerator && opts.device && !opts.device->is_cpu();
     if (auto* who = elsewhere ? setup_.accelerator.get() : other({})) return who->barrier(opts);
-    Task task{Call{}, [](Room& room) { dist_prims::barrier(room.board); }};
-    return perform(alone(std::move(task)), how(OpType::BARRIER, "dist_prims:barrier", opts), {});
+    return perform(alone(barrier_task()), how(OpType::BARRIER, "dist_prims:barrier", opts), {});
 }
 
 // Rank 0 hears from every rank, or says from whom it has not; then it lets them go. Not in the queue: whoever is held
 // up in a collective is to be found by this.
 void PrimsBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-    if (!room_) return engine()->monitoredBarrier(opts, wait_all_ranks);
+    if (span_) return engine()->monitoredBarrier(opts, wait_all_ranks);
     check_owner();
     constexpr Mail::Tag kTag = Mail::Tag{1} << 62;
     constexpr Milliseconds kNeverAlone = std::chrono::hours(1);  // the letters do not give up, the barrier does

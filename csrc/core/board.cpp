@@ -1,6 +1,7 @@
 #include "board.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace dist_prims {
 namespace {
@@ -45,11 +46,11 @@ const Call& Board::call(int rank) const {
     return post(rank).call[phase_ & 1];
 }
 
-void Board::open(const Call& call, std::chrono::milliseconds timeout) {
+void Board::open(const Call& call, std::chrono::milliseconds timeout, bool compares) {
     call_ = call;
     timeout_ = timeout;
     deadline_ = Clock::time_point{};
-    opened_ = true;
+    compares_ = compares;
     peers_.heed([this] { return call_.text(); });
     post(rank()).call[(phase_ + 1) & 1] = call;
 }
@@ -80,8 +81,9 @@ void Board::phase() {
             peers_.note_core();
         }
     }
-    if (opened_) compare();
-    opened_ = false;
+    if (std::exchange(compares_, false)) {
+        if (const int peer = differs(); peer >= 0) disagree(rank(), 0, call(0), peer, call(peer));
+    }
 }
 
 std::uint64_t Board::longest() const {
@@ -96,15 +98,19 @@ int Board::loans() const {
     return found;
 }
 
-void Board::compare() const {
+int Board::differs() const {
     for (int peer = 1; peer < size(); ++peer) {
-        if (call(0).agrees_with(call(peer))) continue;
-        throw CommError(
-            CommError::Kind::kMismatch,
-            "rank " + std::to_string(rank()) + ": ranks disagree, no data was touched. Rank 0 calls " + call(0).text() +
-                "; rank " + std::to_string(peer) + " calls " + call(peer).text() +
-                ". Every rank of a group must make the same calls in the same order with the same arguments");
+        if (!call(0).agrees_with(call(peer))) return peer;
     }
+    return -1;
+}
+
+void disagree(int rank, int one, const Call& calls, int other, const Call& differs) {
+    const auto text = [](int who, const Call& call) { return "ank " + std::to_string(who) + " calls " + call.text(); };
+    throw CommError(CommError::Kind::kMismatch,
+                    "rank " + std::to_string(rank) + ": ranks disagree, no data was touched. R" + text(one, calls) +
+                        "; r" + text(other, differs) +
+                        ". Every rank of a group must make the same calls in the same order with the same arguments");
 }
 
 void Board::look_around() {
@@ -118,7 +124,7 @@ void Board::look_around() {
 std::string Board::late() const {
     std::string text;
     for (int peer = 0; peer < size(); ++peer) {
-        if (behind(peer)) text += (text.empty() ? "no sign of rank " : ", ") + std::to_string(peer);
+        if (behind(peer)) text += (text.empty() ? "no sign of rank " : ", ") + std::to_string(peers_.number(peer));
     }
     return text;
 }

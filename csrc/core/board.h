@@ -26,6 +26,9 @@
 
 namespace dist_prims {
 
+// Raised by all ranks where the calls of two differ.
+[[noreturn]] void disagree(int rank, int one, const Call& calls, int other, const Call& differs);
+
 class Board {
 public:
     // How many bytes of memory a board for `size` ranks takes with two slots of `capacity` bytes for each.
@@ -39,8 +42,10 @@ public:
     std::size_t capacity() const { return capacity_; }
 
     // Say what this rank is about to do. The next phase tells the others, and raises Mismatch on all ranks if two
-    // differ.
-    void open(const Call& call, std::chrono::milliseconds timeout);
+    // differ; unless the caller compares himself.
+    void open(const Call& call, std::chrono::milliseconds timeout, bool compares = true);
+    // The first rank whose call differs from that of rank 0; -1 if there is none. Asked after the first phase.
+    int differs() const;
 
     std::byte* mine();
     void phase();
@@ -60,7 +65,6 @@ private:
     std::byte* slot(int rank, std::uint64_t phase) const;
     bool behind(int rank) const;
     bool anyone_behind() const;
-    void compare() const;
     void look_around();
     std::string late() const;
 
@@ -70,7 +74,7 @@ private:
     const std::size_t capacity_;
     std::uint64_t phase_ = 0;
     Call call_;
-    bool opened_ = false;
+    bool compares_ = false;
     Clock::time_point deadline_;
     std::chrono::milliseconds timeout_{0};
 };

@@ -139,15 +139,6 @@ public:
             board_.theirs(rank))[list * ranks_ + static_cast<std::size_t>(index)];
     }
 
-    void must_match(const char* what, int from, std::uint64_t sent, int to, std::uint64_t awaited) const {
-        if (sent == awaited) return;
-        const auto number = [](auto value) { return std::to_string(value); };
-        throw CommError(CommError::Kind::kMismatch, "rank " + number(board_.rank()) + ": ranks disagree in " + what +
-                                                        ", no data was touched. Rank " + number(from) + " sends " +
-                                                        number(sent) + " bytes to rank " + number(to) +
-                                                        ", which expects " + number(awaited));
-    }
-
 private:
     Board& board_;
     const std::size_t ranks_, head_;
@@ -183,6 +174,15 @@ void reduce_in_place(Board& board, DType dtype, Op op, const Places& places, std
 }
 
 }  // namespace
+
+void must_match(int rank, const char* what, int from, std::uint64_t sent, int to, std::uint64_t awaited) {
+    if (sent == awaited) return;
+    const auto number = [](auto value) { return std::to_string(value); };
+    throw CommError(CommError::Kind::kMismatch, "rank " + number(rank) + ": ranks disagree in " + what +
+                                                    ", no data was touched. Rank " + number(from) + " sends " +
+                                                    number(sent) + " bytes to rank " + number(to) + ", which expects " +
+                                                    number(awaited));
+}
 
 void all_reduce(Room& room, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count,
                 const Loan& mine) {
@@ -262,7 +262,7 @@ void gather(Board& board, int root, const std::byte* in, std::size_t bytes, cons
         board.phase();
         if (number == 0) {
             for (int peer = 0; peer < board.size(); ++peer)
-                lists.must_match("gather", peer, board.call(peer).longest, root, lists.read(root, 0, peer));
+                must_match(board.rank(), "gather", peer, board.call(peer).longest, root, lists.read(root, 0, peer));
             all = segments(board.longest(), lists.room());
         }
         if (board.rank() != root) continue;
@@ -303,7 +303,7 @@ void all_to_all(Board& board, const Blocks& in, const Counts& outgoing, const Pl
         if (number == 0) {
             for (int from = 0; from < board.size(); ++from) {
                 for (int to = 0; to < board.size(); ++to)
-                    lists.must_match("all_to_all", from, lists.read(from, 0, to), to, lists.read(to, 1, from));
+                    must_match(board.rank(), "all_to_all", from, lists.read(from, 0, to), to, lists.read(to, 1, from));
             }
             all = segments(board.longest(), piece);
         }

@@ -17,6 +17,9 @@ using Counts = std::vector<std::size_t>;
 using Blocks = std::vector<const std::byte*>;  // a place for each rank
 using Places = std::vector<std::byte*>;
 
+// Raises Mismatch where one rank sends another more or less than that expects; the same error on all ranks.
+void must_match(int rank, const char* what, int from, std::uint64_t sent, int to, std::uint64_t awaited);
+
 // Each returns when the result is there and the input may be written again. The call must have been opened.
 // `mine`: where this rank's data lies, as its call says. If it is lent by all ranks it is reduced there (in == out).
 void all_reduce(Room& room, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count,

@@ -39,12 +39,6 @@ struct Mail::Lane {
     alignas(Peers::kLine) std::atomic<std::uint64_t> read;
 };
 
-std::string Mail::Letter::text() const {
-    const std::string whom = peer == kAnyone ? "any rank" : "rank " + std::to_string(peer);
-    return (outgoing ? "send(" : "recv(") + std::to_string(bytes) + " bytes " + (outgoing ? "to " : "from ") + whom +
-           ", tag " + std::to_string(tag) + ")";
-}
-
 std::size_t Mail::bytes(int size) {
     return index(size) * index(size) * (sizeof(Lane) + ring_bytes_for(size));
 }
@@ -59,6 +53,12 @@ Mail::Mail(std::shared_ptr<const Mapping> memory, std::byte* place, Peers& peers
 
 Mail::~Mail() {
     close(std::make_exception_ptr(std::runtime_error("the group has been destroyed")));
+}
+
+std::string Mail::text(const Letter& letter) const {
+    const std::string whom = letter.peer == kAnyone ? "any rank" : "rank " + std::to_string(peers_.number(letter.peer));
+    return (letter.outgoing ? "send(" : "recv(") + std::to_string(letter.bytes) + " bytes " +
+           (letter.outgoing ? "to " : "from ") + whom + ", tag " + std::to_string(letter.tag) + ")";
 }
 
 Mail::Lane& Mail::lane(int from, int to) const {
@@ -81,7 +81,7 @@ Mail::Handle Mail::receive(int from, Tag tag, std::byte* data, std::size_t bytes
 
 Mail::Handle Mail::post(Letter given) {
     auto letter = std::make_shared<Letter>(std::move(given));
-    peers_.heed([&] { return letter->text(); });
+    peers_.heed([&] { return text(*letter); });
     std::unique_lock lock(mutex_);
     if (closed_) std::rethrow_exception(closed_);
     start(letter);
@@ -226,9 +226,9 @@ void Mail::deliver(const ParcelHandle& parcel) {
     std::exception_ptr error;
     if (parcel->bytes != letter->bytes) {
         error = std::make_exception_ptr(CommError(
-            CommError::Kind::kMismatch, "rank " + std::to_string(peers_.rank()) + ": rank " +
-                                            std::to_string(parcel->from) + " has sent " +
-                                            std::to_string(parcel->bytes) + " bytes for " + letter->text() +
+            CommError::Kind::kMismatch, "rank " + std::to_string(peers_.number(peers_.rank())) + ": rank " +
+                                            std::to_string(peers_.number(parcel->from)) + " has sent " +
+                                            std::to_string(parcel->bytes) + " bytes for " + text(*letter) +
                                             "; what is sent and the tensor that receives it must be of one size"));
     } else if (parcel->aside) {
         std::memcpy(letter->data, parcel->aside.get(), parcel->bytes);
@@ -340,10 +340,10 @@ void Mail::look_around(const Handle& letter) {
                 const std::lock_guard lock(mutex_);
                 return needs(*letter, peer);
             },
-            [&] { return letter->text(); });
+            [&] { return text(*letter); });
         const std::unique_lock lock(mutex_);
         if (!letter->finished && Clock::now() > letter->deadline)
-            peers_.give_up_waiting(std::to_string(letter->timeout.count()) + " ms in " + letter->text());
+            peers_.give_up_waiting(std::to_string(letter->timeout.count()) + " ms in " + text(*letter));
     } catch (const CommError&) {
         const auto error = std::current_exception();
         std::unique_lock lock(mutex_);
@@ -351,9 +351,9 @@ void Mail::look_around(const Handle& letter) {
         tell(lock);
     } catch (...) {  // Ctrl-C: whoever made us wait is to have it
         std::unique_lock lock(mutex_);
-        fail_all(std::make_exception_ptr(
-            CommError(CommError::Kind::kInterrupted,
-                      "rank " + std::to_string(peers_.rank()) + " was interrupted in " + letter->text())));
+        fail_all(std::make_exception_ptr(CommError(
+            CommError::Kind::kInterrupted,
+            "rank " + std::to_string(peers_.number(peers_.rank())) + " was interrupted in " + text(*letter))));
         tell(lock);
         lock.unlock();
         throw;

@@ -48,8 +48,6 @@ public:
         std::size_t moved = 0;
         bool announced = false, finished = false;
         std::exception_ptr error{};
-
-        std::string text() const;
     };
     using Handle = std::shared_ptr<Letter>;
 
@@ -68,6 +66,9 @@ public:
     bool wait(const Handle& letter, std::chrono::milliseconds limit);
 
     bool is_finished(const Handle& letter);
+
+    // What a letter is, in words.
+    std::string text(const Letter& letter) const;
 
     // Whatever is under way ends with `reason`, and so does what comes.
     void close(std::exception_ptr reason);

@@ -42,18 +42,18 @@ struct Peers::Post {
 };
 
 // Why the group has ended: 0, or kind and culprit of the error that was seen first.
-struct Peers::Notice {
+struct Peers::Slate {
     alignas(kLine) std::atomic<std::uint64_t> error;
 };
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "ranks share atomics between processes");
 
 std::size_t Peers::bytes(int size) {
-    return sizeof(Notice) + static_cast<std::size_t>(size) * sizeof(Post);
+    return sizeof(Slate) + static_cast<std::size_t>(size) * sizeof(Post);
 }
 
-Peers::Peers(std::shared_ptr<const Mapping> memory, std::byte* place, int rank, int size)
-    : memory_(std::move(memory)), place_(place), rank_(rank), size_(size) {
+Peers::Peers(std::shared_ptr<const Mapping> memory, std::byte* place, int rank, int size, Names names)
+    : memory_(std::move(memory)), place_(place), rank_(rank), size_(size), names_(std::move(names)) {
     post(rank).pid.store(static_cast<std::int32_t>(::getpid()), std::memory_order_relaxed);
 }
 
@@ -61,16 +61,24 @@ Peers::~Peers() {
     leave();
 }
 
-Peers::Notice& Peers::notice() const {
-    return *reinterpret_cast<Notice*>(place_);
+Peers::Slate& Peers::slate() const {
+    return *reinterpret_cast<Slate*>(place_);
 }
 
 Peers::Post& Peers::post(int rank) const {
-    return reinterpret_cast<Post*>(place_ + sizeof(Notice))[rank];
+    return reinterpret_cast<Post*>(place_ + sizeof(Slate))[rank];
 }
 
 int Peers::process(int rank) const {
     return post(rank).pid.load(std::memory_order_relaxed);
+}
+
+int Peers::number(int rank) const {
+    return names_.numbers.empty() ? rank : names_.numbers[static_cast<std::size_t>(rank)];
+}
+
+std::string Peers::title(int number) const {
+    return names_.titles.empty() ? "rank " + std::to_string(number) : names_.titles[static_cast<std::size_t>(number)];
 }
 
 void Peers::note_core() {
@@ -123,20 +131,24 @@ void Peers::watch() {
     }
 }
 
+std::optional<Peers::Notice> Peers::notice() const {
+    const std::uint64_t error = slate().error.load(std::memory_order_acquire);
+    if (error == 0) return std::nullopt;
+    return Notice{static_cast<CommError::Kind>(error >> 32), static_cast<int>(error & 0xFFFFFFFFu) - 1};
+}
+
 void Peers::heed(const What& what) const {
-    if (const std::uint64_t error = notice().error.load(std::memory_order_acquire)) {
-        give_up(static_cast<CommError::Kind>(error >> 32), static_cast<int>(error & 0xFFFFFFFFu) - 1, what);
-    }
+    if (const auto found = notice()) give_up(found->kind, found->culprit, what);
 }
 
 void Peers::look_around(const std::function<bool(int)>& awaited, const What& what) {
     heed(what);
     for (int peer = 0; peer < size_; ++peer) {
         if (has_left(peer) && awaited(peer))  // asked in this order: what it said before it left has come by now
-            give_up(CommError::Kind::kPeerLeft, peer, what);
+            give_up(CommError::Kind::kPeerLeft, number(peer), what);
     }
-    check_processes(awaited, what);
-    if (stopped_.load(std::memory_order_acquire)) give_up(CommError::Kind::kPeerLeft, rank_, what);
+    if (const int culprit = ended_process(awaited); culprit >= 0) give_up(CommError::Kind::kPeerDied, culprit, what);
+    if (stopped_.load(std::memory_order_acquire)) give_up(CommError::Kind::kPeerLeft, number(rank_), what);
     const auto now = Clock::now().time_since_epoch().count();
     if (!interrupt_ || now - interrupted_.load(std::memory_order_relaxed) < Clock::duration(kInterruptEvery).count())
         return;
@@ -144,26 +156,30 @@ void Peers::look_around(const std::function<bool(int)>& awaited, const What& wha
     try {
         interrupt_();
     } catch (...) {
-        give_notice(CommError::Kind::kInterrupted, rank_);
+        give_notice(CommError::Kind::kInterrupted, number(rank_));
         throw;
     }
 }
 
 // A process that ends is seen at once, although whatever it forked keeps its sockets open.
-void Peers::check_processes(const std::function<bool(int)>& awaited, const What& what) const {
+int Peers::ended_process(const std::function<bool(int)>& awaited) const {
     std::vector<pollfd> entries;
     for (const Descriptor& process : processes_) entries.push_back({process.get(), POLLIN, 0});
-    if (::poll(entries.data(), entries.size(), 0) <= 0) return;
+    if (::poll(entries.data(), entries.size(), 0) <= 0) return -1;
     for (int peer = 0; peer < size_; ++peer) {
-        if (entries[static_cast<std::size_t>(peer)].revents && awaited(peer))
-            give_up(CommError::Kind::kPeerDied, peer, what);
+        if (entries[static_cast<std::size_t>(peer)].revents && awaited(peer)) return number(peer);
     }
+    return -1;
+}
+
+int Peers::dead() const {
+    return ended_process([this](int peer) { return !has_left(peer); });
 }
 
 void Peers::give_notice(CommError::Kind kind, int culprit) const {
     std::uint64_t none = 0;
     const std::uint64_t error = (static_cast<std::uint64_t>(kind) << 32) | static_cast<std::uint32_t>(culprit + 1);
-    notice().error.compare_exchange_strong(none, error, std::memory_order_acq_rel);
+    slate().error.compare_exchange_strong(none, error, std::memory_order_acq_rel);
 }
 
 void Peers::give_up(CommError::Kind kind, int culprit, const What& what) const {
@@ -172,20 +188,31 @@ void Peers::give_up(CommError::Kind kind, int culprit, const What& what) const {
 }
 
 void Peers::give_up_waiting(const std::string& what) const {
-    give_notice(CommError::Kind::kTimeout, rank_);
-    throw CommError(CommError::Kind::kTimeout, "rank " + std::to_string(rank_) + ": timeout after " + what);
+    give_notice(CommError::Kind::kTimeout, number(rank_));
+    throw CommError(CommError::Kind::kTimeout, "rank " + std::to_string(number(rank_)) + ": timeout after " + what);
+}
+
+// The process of a rank of this host, or 0.
+int Peers::process_of(int culprit) const {
+    for (int peer = 0; peer < size_; ++peer) {
+        if (number(peer) == culprit) return process(peer);
+    }
+    return 0;
 }
 
 std::string Peers::complaint(CommError::Kind kind, int culprit, const std::string& what) const {
-    const std::string who = "rank " + std::to_string(rank_) + ": rank " + std::to_string(culprit);
+    const std::string who = "rank " + std::to_string(number(rank_)) + ": " + title(culprit);
+    const int pid = process_of(culprit);
     switch (kind) {
         case CommError::Kind::kPeerDied:
-            return who + " (process " + std::to_string(post(culprit).pid.load()) + ") has died in " + what +
-                   "; look at what it printed last, and start the group anew";
+            return who + (pid ? " (process " + std::to_string(pid) + ") has died" : " is gone, it has died or left,") +
+                   " in " + what + "; look at what it printed last, and start the group anew";
         case CommError::Kind::kPeerLeft:
             return who + " has left the group in " + what + "; every rank must make the same calls before it leaves";
         case CommError::Kind::kInterrupted:
             return who + " was interrupted in " + what + "; the group cannot go on";
+        case CommError::Kind::kLost:
+            return who + " was not heard of in time in " + what + "; see whether it, its host and the link are up";
         default:
             return who + " has given up waiting in an earlier call; start the group anew before " + what;
     }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -21,9 +22,15 @@ namespace dist_prims {
 // What goes wrong between ranks. After a Mismatch the group can go on; after the others it cannot.
 class CommError : public std::runtime_error {
 public:
-    enum class Kind { kMismatch, kPeerDied, kPeerLeft, kTimeout, kInterrupted };
+    enum class Kind { kMismatch, kPeerDied, kPeerLeft, kTimeout, kInterrupted, kLost };
     CommError(Kind kind, const std::string& message) : std::runtime_error(message), kind(kind) {}
     const Kind kind;
+};
+
+// What ranks are called in errors, where a group spans hosts. On one host they are what they are.
+struct Names {
+    std::vector<int> numbers;         // in the group, of the ranks of this host
+    std::vector<std::string> titles;  // of all ranks of the group: "rank 5 on host b"
 };
 
 class Peers {
@@ -31,14 +38,23 @@ public:
     static constexpr std::size_t kLine = 64;  // bytes of a cache line: what one rank writes has lines of its own
     static std::size_t bytes(int size);
 
+    // Why the group has ended; the culprit by its number in the group.
+    struct Notice {
+        CommError::Kind kind;
+        int culprit;
+    };
+
     // `place`: bytes(size) of the shared memory.
-    Peers(std::shared_ptr<const Mapping> memory, std::byte* place, int rank, int size);
+    Peers(std::shared_ptr<const Mapping> memory, std::byte* place, int rank, int size, Names names = {});
     ~Peers();
     Peers(const Peers&) = delete;
 
     int rank() const { return rank_; }
     int size() const { return size_; }
     int process(int rank) const;
+    // Of a rank of this host, in the group; and what to call that.
+    int number(int rank) const;
+    std::string title(int number) const;
 
     // Note on which core this rank runs, for those who wait for it; and whether one of those that it awaits, ranks
     // `from` and up for which `awaited` holds, was last on the same: then it cannot come before this rank gives the
@@ -80,6 +96,11 @@ public:
 
     // Throws if the group has ended.
     void heed(const What& what) const;
+    std::optional<Notice> notice() const;
+    // End the group; the first notice stands.
+    void give_notice(CommError::Kind kind, int culprit) const;
+    // A rank whose process has ended although it had not left, by its number in the group; -1 if there is none.
+    int dead() const;
 
     // To be called now and then by who waits for the ranks for which `awaited` holds: throws, and ends the group, if
     // one of them has died or left, or the wait is to end.
@@ -93,22 +114,23 @@ private:
 
     friend class Patience;
     struct Post;
-    struct Notice;
+    struct Slate;
 
     Post& post(int rank) const;
-    Notice& notice() const;
+    Slate& slate() const;
     unsigned listen();
     void doze(unsigned heard);
     void stop_listening();
     int core(int rank) const;
-    void check_processes(const std::function<bool(int)>& awaited, const What& what) const;
-    void give_notice(CommError::Kind kind, int culprit) const;
+    int ended_process(const std::function<bool(int)>& awaited) const;
     [[noreturn]] void give_up(CommError::Kind kind, int culprit, const What& what) const;
+    int process_of(int culprit) const;
     std::string complaint(CommError::Kind kind, int culprit, const std::string& what) const;
 
     const std::shared_ptr<const Mapping> memory_;
     std::byte* const place_;
     const int rank_, size_;
+    const Names names_;
     std::vector<Descriptor> processes_;  // a pidfd of each, where the kernel gives one
     std::function<void()> interrupt_;
     std::atomic<int> core_{kNowhere};

@@ -3,12 +3,19 @@
 // Every transfer of a step reads the state before the step. So a step sends first, receives beside the data what is to
 // be added or would spoil what is still read, and folds when both are done: in the order that the program gives, which
 // is the order of the schedule, so the bits are those of the Python executor and of the simulator.
+//
+// Data may be cut into segments that follow each other through the steps, one step apart: while one segment is on the
+// link between hosts, another is reduced inside. All ranks finish and begin the steps of segments in one order, so that
+// none waits for a message that another has yet to begin.
+//
+//     segment 0    step 0   step 1   step 2
+//     segment 1             step 0   step 1   step 2
 #pragma once
 
 #include <cstddef>
 #include <vector>
 
-#include "mail.h"
+#include "route.h"
 #include "types.h"
 
 namespace dist_prims {
@@ -38,8 +45,15 @@ struct Plan {
     std::vector<Step> steps;
 };
 
-// Run the plan of an all_reduce on `data`, in place; `tag` is of this call alone.
-void execute(const Plan& plan, Mail& mail, Mail::Tag tag, DType dtype, Op op, std::byte* data, std::size_t count,
+// What a plan works on: elements in one place, cut evenly into its pieces, or into blocks for the ranks that are.
+struct Field {
+    std::byte* data;
+    std::size_t count;
+    std::vector<std::size_t> blocks{};  // elements of each; empty: the data is no list of blocks
+};
+
+// Run the plan on data that lies in one place, and leave the result there.
+void execute(const Plan& plan, Route& route, DType dtype, Op op, const Field& field, int segments,
              std::chrono::milliseconds timeout);
 
 }  // namespace dist_prims

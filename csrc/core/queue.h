@@ -41,7 +41,7 @@ public:
     // Leave it to a thread of the queue.
     void submit(Handle job);
 
-    // Return when it is finished; false if that takes longer than `until` (empty: for ever).
+    // Return when it is finished; false if that takes longer than `limit`. Who waits for ever may run it himself.
     bool wait(const Handle& job, std::chrono::milliseconds limit, const std::function<void()>& interrupt);
 
     // No more work: what has not begun ends with `reason`; what runs may finish for a moment, then `stop` is called to

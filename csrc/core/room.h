@@ -18,8 +18,8 @@ struct Room {
         return Peers::bytes(size) + Board::bytes(size, slot) + Mail::bytes(size);
     }
 
-    Room(std::shared_ptr<const Mapping> memory, int rank, int size, std::size_t slot)
-        : peers(memory, memory->data(), rank, size),
+    Room(std::shared_ptr<const Mapping> memory, int rank, int size, std::size_t slot, Names names = {})
+        : peers(memory, memory->data(), rank, size, std::move(names)),
           board(memory, memory->data() + Peers::bytes(size), peers, slot),
           mail(memory, memory->data() + Peers::bytes(size) + Board::bytes(size, slot), peers) {
         if (memory->size() < bytes(size, slot))

@@ -22,6 +22,8 @@
 using namespace dist_prims;
 using namespace std::chrono_literals;
 
+void spans();  // span_test.cpp
+
 namespace {
 
 #define CHECK(holds)                                                                   \
@@ -362,6 +364,7 @@ int main(int argc, char** argv) {
     }
     mail_from_anyone();
     mail_that_does_not_fit();
+    spans();
     strangers(argc > 1 ? std::atoi(argv[1]) : 2000);
     std::printf("ok, with %s\n", instruction_set());
 }

@@ -23,7 +23,12 @@ _SECONDS = 3600.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["calibrate"]:
+        from .calibrate import main as calibrate  # it needs the backend, which may not be built
+
+        return calibrate(words[1:])
+    given = _parser().parse_args(words)
     if detect().size > 1:
         init(timeout=_SECONDS)
         return bench(given)

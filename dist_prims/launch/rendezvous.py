@@ -24,7 +24,7 @@ from .detect import Launcher
 from .hosts import host_id
 from .network import LOOPBACK, interface_towards, listen
 
-__all__ = ["Meeting", "connect", "meet"]
+__all__ = ["Meeting", "connect", "greet", "meet"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _meet_at(url: SplitResult, launcher: Launcher, deadline: float) -> Meeting:
         address, port = LOOPBACK if url.hostname == "localhost" else url.hostname or "", url.port or 0
         store = _tcp_store(launcher, address, port, max(1.0, deadline - time.monotonic()))
         interface = interface_towards(address, port)
-    name, hosts = _greet(dist.PrefixStore("dist_prims", store), launcher.rank, launcher.size, deadline)
+    name, hosts = greet(dist.PrefixStore("dist_prims", store), launcher.rank, launcher.size, deadline)
     return Meeting(dist.PrefixStore(f"dist_prims/{name}", store), hosts, interface, launcher.name)
 
 
@@ -92,7 +92,7 @@ def _tcp_store(launcher: Launcher, address: str, port: int, timeout: float) -> d
     return connect(address, port, launcher.size, timeout, server.detach())
 
 
-def _greet(store: dist.Store, rank: int, size: int, deadline: float) -> tuple[str, list[str]]:
+def greet(store: dist.Store, rank: int, size: int, deadline: float) -> tuple[str, list[str]]:
     """The name of this meeting, and the hosts of its ranks."""
     token = secrets.token_hex(8)
     if rank == 0:

@@ -1,8 +1,18 @@
-"""The price of a schedule in the alpha-beta-gamma model: one port a rank, sending and receiving at once.
+"""The price of a schedule: for equal ranks as three numbers, on a topology as seconds, with or without segments.
 
-A step lasts as long as its busiest rank: ``alpha`` for each message (transfers between one pair of ranks are one),
-``beta`` for each byte sent or received, ``gamma`` for each byte reduced. The price is one pass over the steps and
-holds one step at a time, so a ring of 12,500 hosts has its price in seconds without being stored.
+Equal ranks (``price``): one port a rank, sending and receiving at once. A step lasts as long as its busiest rank:
+``alpha`` for each message (transfers between one pair of ranks are one), ``beta`` for each byte sent or received,
+``gamma`` for each byte reduced. The price is one pass over the steps and holds one step at a time, so a ring of 12,500
+hosts has its price in seconds without being stored.
+
+On a topology (``seconds``): a step lasts as long as its busiest rank, link or machine. Data may be cut into *segments*
+that follow each other through the steps, so that one is on the link while the next one is being reduced:
+
+    3 steps, 2 segments      tick 0    tick 1    tick 2    tick 3
+    segment 0                step 0    step 1    step 2
+    segment 1                          step 0    step 1    step 2
+
+A tick lasts as long as its busiest resource, which does what both segments ask of it, each with half of the bytes.
 """
 
 from __future__ import annotations
@@ -11,12 +21,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from .card import ceil_log2
+from .replay import Loads, patterns, replay
 from .schedule import Schedule, Step
+from .topology import Topology
 
-__all__ = ["Cost", "busiest_sender", "lower_bound", "price"]
+__all__ = ["MOST_SEGMENTS", "Cost", "best_segments", "busiest_sender", "lower_bound", "parts", "price", "seconds"]
+
+Floats = NDArray[np.float64]
+MOST_SEGMENTS = 64
 
 
 @dataclass(frozen=True)
@@ -33,13 +48,59 @@ class Cost:
 
 def price(schedule: Schedule) -> Cost:
     """What the busiest rank of each step counts, added over the steps."""
+    counted: dict[int, tuple[int, int, int]] = {}
     messages = moved = reduced = 0
-    for step in schedule.steps:
-        far = step.take(step.src != step.dst)
-        messages += _busiest_messages(far, schedule.size)
-        moved += max(_most(far.src), _most(far.dst))
-        reduced += _most(step.dst[step.reduce])
+    for number, step in patterns(iter(schedule.steps)):
+        if number not in counted:
+            counted[number] = _busiest_ranks(step, schedule.size)
+        messages, moved, reduced = (sum(each) for each in zip((messages, moved, reduced), counted[number], strict=True))
     return Cost(messages, moved * schedule.share, reduced * schedule.share)
+
+
+def parts(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments: int = 1) -> Floats:
+    """Seconds for each of ``nbytes`` as (…, 9) parts, what the busiest resource of each tick did: see ``topology``."""
+    loads = replay(schedule, topology)
+    if segments < 1 or (segments > 1 and not loads.followed):
+        why = "1 or more" if segments < 1 else "so large a schedule is not followed rank by rank; segments=1 is"
+        raise ValueError(f"{schedule.collective} {schedule.algorithm}: segments={segments}; {why}")
+    sizes = np.asarray(nbytes, np.float64)
+    share = float(schedule.share) / segments
+    counts, times = loads.ticks(segments)
+    every = [_busiest(counts, times, topology.weights(share * each)) for each in sizes.ravel().tolist()]
+    return np.reshape(every, (*sizes.shape, counts.shape[-1]))
+
+
+def _busiest(counts: NDArray[np.int64], times: NDArray[np.int64], weights: Floats) -> Floats:
+    most = (counts @ weights).argmax(axis=1)
+    spent: Floats = (times @ counts[np.arange(len(counts)), most]) * weights
+    return spent
+
+
+def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments: int = 1) -> Floats:
+    """Seconds for data of ``nbytes`` (a number or an array of them, and then as many results).
+
+    Two hosts of two ranks and links of 1 GB/s: 64 MB go over a link in a hierarchical all-reduce, 96 MB in a ring.
+
+    >>> from dist_prims.schedules import build
+    >>> from dist_prims.schedules.topology import Level
+    >>> cluster = Topology((2, 2), Level(0, 0), Level(0, 1e-9))
+    >>> [float(seconds(build("all_reduce", name, 4), 64e6, cluster)) for name in ("hierarchical", "ring")]
+    [0.064, 0.096]
+    """
+    found: Floats = parts(schedule, nbytes, topology, segments).sum(axis=-1)
+    return found
+
+
+def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> NDArray[np.int64]:
+    """For each of ``nbytes`` the number of segments, a power of two up to 64, that takes the least time.
+
+    A schedule that is too large to follow rank by rank is not cut: 1.
+    """
+    loads: Loads = replay(schedule, topology)
+    choices = [1 << power for power in range(MOST_SEGMENTS.bit_length() if loads.followed else 1)]
+    times = np.stack([seconds(schedule, nbytes, topology, segments) for segments in choices])
+    clear = times < times.min(axis=0) * (1 + 1e-9)  # the fewest, where rounding alone makes a difference
+    return np.asarray(np.asarray(choices)[clear.argmax(axis=0)])
 
 
 def busiest_sender(schedule: Schedule) -> Fraction:
@@ -50,13 +111,20 @@ def busiest_sender(schedule: Schedule) -> Fraction:
     return int(rows.max()) * schedule.share
 
 
-def _most(ranks: NDArray[np.int64]) -> int:
-    return int(np.bincount(ranks).max()) if len(ranks) else 0
+def _busiest_ranks(step: Step, size: int) -> tuple[int, int, int]:
+    """(messages, chunks moved, chunks reduced) of the rank with most of each."""
+    rows, span = step.narrow
+    chunks = np.ones(len(rows), np.int64) if span is None else span
+    far = rows.src != rows.dst
+    pairs = np.unique(rows.src[far] * size + rows.dst[far])
+    one = np.ones(len(pairs), np.int64)
+    messages = max(_most(pairs // size, one), _most(pairs % size, one))
+    moved = max(_most(rows.src[far], chunks[far]), _most(rows.dst[far], chunks[far]))
+    return messages, moved, _most(rows.dst[rows.reduce], chunks[rows.reduce])
 
 
-def _busiest_messages(step: Step, size: int) -> int:
-    pairs = np.unique(step.src * size + step.dst)
-    return max(_most(pairs // size), _most(pairs % size))
+def _most(ranks: NDArray[np.int64], chunks: NDArray[np.int64]) -> int:
+    return int(np.bincount(ranks, chunks).max()) if len(ranks) else 0
 
 
 def lower_bound(collective: str, size: int) -> Cost:

@@ -11,7 +11,7 @@ the steps: pieces may differ in length, and the receiver must know what comes be
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,8 +49,9 @@ class Write:
 
 @dataclass(frozen=True)
 class Action:
-    """One step of one rank; the chunks in ``dead`` are never read after it."""
+    """What one rank does in step number ``step``; the chunks in ``dead`` are never read after it."""
 
+    step: int
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
     writes: tuple[Write, ...]
@@ -78,17 +79,17 @@ def compile_program(schedule: Schedule, rank: int) -> Program:
         start = schedule.contract.start(each)
         held[each, start.chunk] = start.piece
     actions = []
-    for step in schedule.steps:
+    for number, step in enumerate(schedule.steps):
         pieces = held[step.src, step.chunk]
         mine = (step.src == rank) | (step.dst == rank)
         if mine.any():
-            actions.append(_action(step.take(mine), pieces[mine].tolist(), rank))
+            actions.append(_action(number, step.take(mine), pieces[mine].tolist(), rank))
         held[step.dst, step.into] = pieces
     keep = set(schedule.contract.end(rank).chunk.tolist())
     return Program(rank, tuple(_with_last_reads(actions, keep)))
 
 
-def _action(step: Step, pieces: list[int], rank: int) -> Action:
+def _action(number: int, step: Step, pieces: list[int], rank: int) -> Action:
     sends: dict[int, list[tuple[int, int]]] = defaultdict(list)
     receives: dict[int, list[tuple[int, int]]] = defaultdict(list)
     writes: dict[int, list[tuple[Source, bool, int]]] = defaultdict(list)
@@ -101,7 +102,7 @@ def _action(step: Step, pieces: list[int], rank: int) -> Action:
             receives[src].append((into, piece))
         writes[into].append((source, reduce, piece))
     folded = (_write(into, rows) for into, rows in writes.items())
-    return Action(_messages(sends), _messages(receives), tuple(write for write in folded if write.sources))
+    return Action(number, _messages(sends), _messages(receives), tuple(write for write in folded if write.sources))
 
 
 def _messages(by_peer: dict[int, list[tuple[int, int]]]) -> tuple[Message, ...]:
@@ -124,5 +125,5 @@ def _with_last_reads(actions: list[Action], keep: set[int]) -> list[Action]:
         reads |= {source.index for write in action.writes for source in write.sources if source.peer is None}
         dead = tuple(sorted(reads - seen - {write.into for write in action.writes}))
         seen |= reads | {write.into for write in action.writes}
-        done.append(Action(action.sends, action.receives, action.writes, dead))
+        done.append(replace(action, dead=dead))
     return done[::-1]

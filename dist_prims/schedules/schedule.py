@@ -33,8 +33,9 @@ from .contract import Contract
 if TYPE_CHECKING:
     from .cost import Cost
     from .order import Order
+    from .topology import Topology
 
-__all__ = ["Bools", "Ints", "Schedule", "Step", "Steps"]
+__all__ = ["Bools", "Ints", "Schedule", "Step", "Steps", "WideStep"]
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -67,6 +68,11 @@ class Step:
     def __len__(self) -> int:
         return len(self.src)
 
+    @property
+    def narrow(self) -> tuple[Step, Ints | None]:
+        """The rows as they were written, and how many chunks in a row each stands for (None: one)."""
+        return self, None
+
     def rows(self) -> list[tuple[int, int, int, int, bool]]:
         """The transfers as tuples (src, dst, chunk, into, reduce)."""
         columns = (self.src, self.dst, self.chunk, self.into, self.reduce)
@@ -84,6 +90,39 @@ class Step:
             return Step([], [], np.empty(0, np.int64))
         names = ("src", "dst", "chunk", "reduce", "into")
         return Step(*(np.concatenate([getattr(step, name) for step in steps]) for name in names))
+
+
+class WideStep(Step):
+    """A step whose rows move several chunks each: row i moves chunk[i], chunk[i] + 1, ..., span[i] of them.
+
+    A rank of a large group may pass on thousands of chunks at once. Who wants them one by one asks for a column, and
+    then they are written out; who only counts them (a price) need not.
+
+    >>> wide = WideStep(Step(src=[0, 1], dst=[1, 0], chunk=[0, 4]), span=[2, 1])
+    >>> wide.rows()
+    [(0, 1, 0, 0, False), (0, 1, 1, 1, False), (1, 0, 4, 4, False)]
+    """
+
+    def __init__(self, rows: Step, span: ArrayLike) -> None:
+        object.__setattr__(self, "_rows", rows)
+        object.__setattr__(self, "_span", np.broadcast_to(np.asarray(span, np.int64), len(rows)))
+
+    _rows: Step
+    _span: Ints
+
+    @property
+    def narrow(self) -> tuple[Step, Ints | None]:
+        return self._rows, self._span
+
+    def __getattr__(self, name: str) -> Any:
+        """A column, when it is first asked for."""
+        if name not in ("src", "dst", "chunk", "into", "reduce"):
+            raise AttributeError(name)
+        column = np.repeat(getattr(self._rows, name), self._span)
+        if name in ("chunk", "into"):
+            column = column + np.arange(len(column)) - np.repeat(np.cumsum(self._span) - self._span, self._span)
+        object.__setattr__(self, name, column)
+        return column
 
 
 class Steps(Sequence[Step]):
@@ -153,8 +192,29 @@ class Schedule:
 
         verify(self)
 
-    def cost(self, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-        """Seconds for data of ``nbytes``: alpha a message, beta a byte sent or received, gamma a byte reduced."""
+    @overload
+    def cost(self, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float: ...
+    @overload
+    def cost(self, nbytes: float, *, topology: Topology) -> float: ...
+    def cost(
+        self,
+        nbytes: float,
+        alpha: float | None = None,
+        beta: float | None = None,
+        gamma: float = 0.0,
+        *,
+        topology: Topology | None = None,
+    ) -> float:
+        """Seconds for data of ``nbytes``: alpha a message, beta a byte sent or received, gamma a byte reduced.
+
+        With a topology instead: on its hosts and links.
+        """
+        if topology is not None:
+            from .cost import seconds
+
+            return float(seconds(self, nbytes, topology))
+        if alpha is None or beta is None:
+            raise TypeError("cost() takes alpha and beta, or topology=")
         return self.price.seconds(nbytes, alpha, beta, gamma)
 
     @cached_property

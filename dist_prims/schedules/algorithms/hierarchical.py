@@ -15,13 +15,14 @@ and a rank of a small host owns more pieces: hosts of 2 and 3 ranks share 6 unit
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..card import Card
 from ..registry import algorithm, build, lookup
-from ..schedule import Schedule, Step
+from ..schedule import Schedule, Step, WideStep
 
 __all__ = ["all_reduce"]
 
@@ -59,31 +60,50 @@ def _chunks(size: int, inner: str, outer: str, hosts: Sequence[int] | None) -> i
     return math.lcm(_units(shape) * _outer(outer, shape).chunks, *inside)
 
 
-def _spread(step: Step, ranks: Ints, first: Ints, width: int) -> Step:
-    """A step of a small schedule run by many groups at once.
+class _Groups:
+    """Runs the steps of a small schedule in many groups of ranks at once.
 
     ``ranks[g]``: the ranks of group g; ``first[g]``: where its chunks begin; each of its chunks is ``width`` of ours.
     """
-    piece = np.arange(width)
-    shape = (len(ranks), len(step), width)
-    chunk, into = (first[:, None, None] + (column[:, None] * width + piece) for column in (step.chunk, step.into))
-    src, dst = (ranks[:, column][:, :, None] for column in (step.src, step.dst))
-    columns = (np.broadcast_to(each, shape).ravel() for each in (src, dst, chunk, step.reduce[None, :, None], into))
-    return Step(*columns)
+
+    def __init__(self, ranks: Ints, first: Ints, width: int) -> None:
+        self.ranks, self.first, self.width = ranks, first, width
+        self._small: list[NDArray[Any]] = []  # who sends to whom in the step that was spread last,
+        self._wide: list[NDArray[Any]] = []  # and among all groups
+
+    def spread(self, step: Step) -> Step:
+        """The rows of all groups, each standing for ``width`` chunks.
+
+        A ring's next step differs in its chunks only, and what stays is not written out again: of 100,000 ranks that
+        would be most of the work.
+        """
+        small = [step.src, step.dst, step.reduce]
+        if not self._small or not all(map(np.array_equal, small, self._small)):
+            self._small = [column.copy() for column in small]
+            src, dst = self.ranks[:, step.src].ravel(), self.ranks[:, step.dst].ravel()
+            self._wide = [src, dst, np.tile(step.reduce, len(self.ranks))]
+        src, dst, reduce = self._wide
+        return Step(src, dst, self._chunks(step.chunk), reduce, self._chunks(step.into))
+
+    def _chunks(self, column: Ints) -> Ints:
+        return (self.first[:, None] + column * self.width).ravel()
 
 
 def _inside(kind: str, inner: str, hosts: tuple[int, ...], chunks: int) -> Iterator[Step]:
-    """One collective in every host, all hosts at once."""
-    begins = np.cumsum((0, *hosts[:-1]))
-    schedules = [build(kind, inner, m) for m in hosts]
+    """One collective in every host, all hosts at once; hosts of one size are groups of one schedule."""
+    begins, sizes = np.cumsum((0, *hosts[:-1])), np.array(hosts)
+    schedules = [build(kind, inner, m) for m in sorted(set(hosts))]
+    groups = []
+    for schedule in schedules:
+        alike = begins[sizes == schedule.size]
+        ranks, first = alike[:, None] + np.arange(schedule.size), np.zeros_like(alike)
+        groups.append(_Groups(ranks, first, chunks // schedule.chunks))
     for steps in itertools.zip_longest(*(schedule.steps for schedule in schedules)):
-        yield Step.concat(
-            [
-                _spread(step, np.arange(begin, begin + m)[None, :], np.zeros(1, np.int64), chunks // schedule.chunks)
-                for step, schedule, begin, m in zip(steps, schedules, begins, hosts, strict=True)
-                if step is not None
-            ]
-        )
+        wide = [
+            (group.spread(step), group.width) for group, step in zip(groups, steps, strict=True) if step is not None
+        ]
+        spans = np.repeat([width for _, width in wide], [len(step) for step, _ in wide])
+        yield WideStep(Step.concat([step for step, _ in wide]), spans)
 
 
 @algorithm(
@@ -102,6 +122,7 @@ def all_reduce(
     begins = np.cumsum((0, *shape[:-1]))
     owners = begins[None, :] + unit[:, None] * np.array(shape)[None, :] // units  # of each unit on each host
     yield from _inside("reduce_scatter", inner, shape, chunks)
+    groups = _Groups(owners, unit * (chunks // units), chunks // units // between.chunks)
     for step in between.steps:
-        yield _spread(step, owners, unit * (chunks // units), chunks // units // between.chunks)
+        yield WideStep(groups.spread(step), groups.width)
     yield from _inside("all_gather", inner, shape, chunks)

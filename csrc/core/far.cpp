@@ -1,0 +1,191 @@
+#include "far.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <utility>
+
+namespace dist_prims {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr int kWordTag = Far::kUserTags, kNobodysTag = kWordTag + 1, kFirstTag = kWordTag + 2;
+constexpr std::uint64_t kTags = (1u << 27) - static_cast<std::uint64_t>(kFirstTag);
+constexpr auto kTimeToTell = 100ms, kTimeToLearn = 300ms;
+constexpr auto kTick = 50ms;
+constexpr auto kMomentToFinish = 500ms;  // a rank that has died may have done its part
+
+int tag_of(std::uint64_t number) {
+    return kFirstTag + static_cast<int>(number % kTags);
+}
+
+}  // namespace
+
+Far::Far(std::unique_ptr<Engine> engine, Peers& peers, std::vector<int> strangers)
+    : peers_(peers),
+      strangers_(std::move(strangers)),
+      engine_(std::move(engine)),
+      word_(engine_->receive(Engine::kAnyone, kWordTag, reinterpret_cast<std::byte*>(&heard_), sizeof(heard_))) {}
+
+Far::~Far() {
+    {
+        const std::lock_guard lock(mutex_);
+        closing_ = true;
+        wakes_.notify_all();
+    }
+    if (ticker_.joinable()) ticker_.join();
+    word_->abort();
+}
+
+// Make long waits return, so that who waits looks around.
+void Far::tick() {
+    std::unique_lock lock(mutex_);
+    while (!closing_) {
+        if (waiting_.empty())
+            wakes_.wait(lock);
+        else if (const auto before = waiting_; wakes_.wait_for(lock, kTick) == std::cv_status::timeout) {
+            for (Engine::Letter* letter : waiting_) {
+                if (before.count(letter)) letter->abort();
+            }
+        }
+    }
+}
+
+void Far::wake() {
+    const std::lock_guard lock(mutex_);
+    for (Engine::Letter* letter : waiting_) letter->abort();
+}
+
+template <typename Begin>
+Far::Handle Far::begin(Letter letter, const Begin& make) {
+    letter.deadline = Clock::now() + letter.timeout;
+    std::string reason;
+    try {
+        letter.handle = make();
+        return std::make_shared<Letter>(std::move(letter));
+    } catch (const std::exception& error) {
+        reason = error.what();
+    }
+    failed(letter, reason);
+}
+
+Far::Handle Far::send(int to, std::uint64_t number, const std::byte* data, std::size_t bytes,
+                      std::chrono::milliseconds timeout) {
+    return begin({nullptr, to, true, bytes, timeout, {}},
+                 [&] { return engine_->send(to, tag_of(number), data, bytes); });
+}
+
+Far::Handle Far::receive(int from, std::uint64_t number, std::byte* data, std::size_t bytes,
+                         std::chrono::milliseconds timeout) {
+    return begin({nullptr, from, false, bytes, timeout, {}},
+                 [&] { return engine_->receive(from, tag_of(number), data, bytes); });
+}
+
+void Far::wait(const Handle& letter) {
+    while (true) {
+        std::string reason;
+        try {
+            if (wait_a_while(*letter)) return;
+        } catch (const std::exception& error) {
+            reason = error.what();
+        }
+        if (!reason.empty() || Clock::now() >= letter->deadline) failed(*letter, reason);
+        look_around(*letter);
+    }
+}
+
+void Far::wait(const Handle& letter, std::chrono::milliseconds timeout) {
+    letter->timeout = timeout;
+    letter->deadline = Clock::now() + timeout;
+    wait(letter);
+}
+
+bool Far::wait_a_while(Letter& letter) {
+    struct Waiting {
+        Far& far;
+        Engine::Letter* letter;
+        Waiting(Far& far, Engine::Letter* letter) : far(far), letter(letter) {
+            const std::lock_guard lock(far.mutex_);
+            if (!far.ticker_.joinable()) far.ticker_ = std::thread([&far] { far.tick(); });
+            if (far.waiting_.empty()) far.wakes_.notify_all();
+            far.waiting_.insert(letter);
+        }
+        ~Waiting() {
+            const std::lock_guard lock(far.mutex_);
+            far.waiting_.erase(letter);
+        }
+    } waiting(*this, letter.handle.get());
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(letter.deadline - Clock::now());
+    return letter.handle->wait(std::max(left, 1ms));
+}
+
+void Far::look_around(const Letter& letter) {
+    if (!peers_.notice() && word_->is_done()) learn(1ms);
+    if (const int culprit = peers_.dead(); culprit >= 0 && !peers_.notice()) {
+        const std::lock_guard lock(mutex_);
+        const auto now = Clock::now();
+        if (death_seen_ == Clock::time_point{}) death_seen_ = now;
+        if (now - death_seen_ > kMomentToFinish) peers_.give_notice(CommError::Kind::kPeerDied, culprit);
+    }
+    peers_.look_around([](int) { return false; }, [&] { return text(letter, ""); });
+}
+
+void Far::failed(const Letter& letter, const std::string& reason) {
+    using Kind = CommError::Kind;
+    const bool is_late = Clock::now() >= letter.deadline;
+    if (!is_late && !peers_.notice()) learn(kTimeToLearn);
+    peers_.give_notice(is_late ? Kind::kLost : Kind::kPeerDied, letter.peer);
+    peers_.heed([&] { return text(letter, reason); });
+    std::abort();  // there is a notice, so it has thrown
+}
+
+// Wait for the word that another rank may have sent before it went.
+void Far::learn(std::chrono::milliseconds limit) {
+    try {
+        if (word_->wait(limit)) peers_.give_notice(static_cast<CommError::Kind>(heard_.kind), heard_.culprit);
+    } catch (const std::exception&) {  // it has not come, and will not
+    }
+}
+
+void Far::end() {
+    {
+        const std::lock_guard lock(mutex_);
+        if (std::exchange(ended_, true)) return;
+    }
+    peers_.give_notice(CommError::Kind::kInterrupted, peers_.number(peers_.rank()));  // unless there is one
+    tell();
+    try {  // gloo lets go of all connections when time is up for one message
+        std::byte nothing{};
+        engine_->receive(strangers_.front(), kNobodysTag, &nothing, 1)->wait(1ms);
+    } catch (const std::exception&) {
+    }
+}
+
+void Far::tell() {
+    const auto notice = peers_.notice();
+    const Word word{static_cast<std::int32_t>(notice->kind), notice->culprit};
+    std::vector<Engine::Handle> letters;
+    for (const int stranger : strangers_) {
+        try {
+            letters.push_back(
+                engine_->send(stranger, kWordTag, reinterpret_cast<const std::byte*>(&word), sizeof(word)));
+        } catch (const std::exception&) {  // it is gone
+        }
+    }
+    const auto until = Clock::now() + kTimeToTell;
+    for (const auto& letter : letters) {
+        try {
+            const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now());
+            letter->wait(std::max(left, 1ms));
+        } catch (const std::exception&) {
+        }
+    }
+}
+
+std::string Far::text(const Letter& letter, const std::string& reason) const {
+    return (letter.outgoing ? "send(" : "recv(") + std::to_string(letter.bytes) + " bytes " +
+           (letter.outgoing ? "to " : "from ") + peers_.title(letter.peer) + ") within " +
+           std::to_string(letter.timeout.count()) + " ms" + (reason.empty() ? "" : " (" + reason.substr(0, 200) + ")");
+}
+
+}  // namespace dist_prims

@@ -1,0 +1,195 @@
+"""Which algorithm to take on a topology: every candidate priced, what bounds it, how near the best is to the bound.
+
+Candidates are the registered algorithms as they are and, for an all-reduce over several hosts, ``hierarchical`` with
+each algorithm between the hosts. (Within the hosts a ring is taken first; then the other inner algorithms are tried
+with the best outer one only: the phases follow each other, so that one choice hardly touches the other.)
+
+Thousands of ranks that all talk to all are too many transfers to count. How many there will be is guessed from small
+sizes, and a candidate with too many is left out, and named.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .card import ceil_log2
+from .contract import COLLECTIVES
+from .cost import best_segments, lower_bound, parts, seconds
+from .registry import Algorithm, algorithms, build, lookup, nearest
+from .replay import replay
+from .schedule import Schedule
+from .topology import LATENCY, LINK, PROCESSOR, Topology
+
+__all__ = ["Advice", "Candidate", "bound", "recommend"]
+
+MOST_TRANSFERS = 150_000_000  # of a schedule: some seconds
+MOST_AT_ONCE = 3_000_000  # of a step: some hundred MB
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule in segments: what the busiest resources spend their seconds on, and the bytes over the busiest link.
+
+    ``uncut``: seconds in one segment.
+    """
+
+    name: str
+    schedule: Schedule
+    segments: int
+    latency: float
+    processor: float
+    link: float
+    link_bytes: float
+    uncut: float
+
+    @property
+    def seconds(self) -> float:
+        return self.latency + self.processor + self.link
+
+    @property
+    def bound_by(self) -> str:
+        return max(("link", "latency", "processor"), key=lambda part: getattr(self, part))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Candidates, the quickest first; what was left out, and its transfers; ``bound``: nothing takes fewer seconds."""
+
+    candidates: tuple[Candidate, ...]
+    left_out: tuple[tuple[str, str], ...]
+    bound: float
+
+
+def recommend(collective: str, nbytes: float, topology: Topology) -> Advice:
+    """Price the candidates for a collective of ``nbytes`` on a topology.
+
+    >>> from dist_prims.schedules.topology import Level
+    >>> cluster = Topology((4, 4), Level(1e-6, 1e-10), Level(20e-6, 1e-9))
+    >>> best = recommend("all_reduce", 64e6, cluster).candidates[0]
+    >>> best.name.split()[0], best.bound_by
+    ('hierarchical', 'link')
+    """
+    if collective not in COLLECTIVES:
+        raise ValueError(nearest("collective", collective, COLLECTIVES))
+    search = _Search(collective, nbytes, topology)
+    search.flat()
+    if collective == "all_reduce" and len(topology.hosts) > 1 and max(topology.hosts) > 1:
+        search.hierarchies()
+    if not search.found:
+        raise ValueError(f"{collective} over {topology.size} ranks: every algorithm has too many transfers to count")
+    ranked = sorted(search.found, key=lambda candidate: candidate.seconds)
+    return Advice(tuple(ranked), tuple(search.left_out), bound(collective, nbytes, topology))
+
+
+@dataclass
+class _Search:
+    """The candidates of one collective, tried one by one."""
+
+    collective: str
+    nbytes: float
+    topology: Topology
+    found: list[Candidate] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+
+    def flat(self) -> None:
+        for each in _equal_ranks(self.collective):
+            self._try(each.name, _growth(self.collective, each.name, self.topology.size), {})
+
+    def hierarchies(self) -> None:
+        before = len(self.found)
+        for each in _equal_ranks(self.collective):
+            if each.scratch is None:
+                self._hierarchy("ring", each.name)
+        if tried := self.found[before:]:
+            best = dict(min(tried, key=lambda candidate: candidate.seconds).schedule.parameters)["outer"]
+            for inner in sorted({*algorithms("reduce_scatter")} & {*algorithms("all_gather")} - {"ring"}):
+                self._hierarchy(inner, best)
+
+    def _hierarchy(self, inner: str, outer: str) -> None:
+        hosts = self.topology.hosts
+        between = _growth("all_reduce", outer, len(hosts))
+        within = [_growth(kind, inner, max(hosts)) for kind in ("reduce_scatter", "all_gather")]
+        total = between[0] * math.lcm(*hosts) + len(hosts) * sum(each for each, _ in within)
+        at_once = max(between[1] * math.lcm(*hosts), *(len(hosts) * each for _, each in within))
+        self._try("hierarchical", (total, at_once), {"inner": inner, "outer": outer, "hosts": hosts})
+
+    def _try(self, name: str, transfers: tuple[float, float], parameters: dict[str, Any]) -> None:
+        """Price a candidate, or leave it out because of the transfers that it has in all or in its largest step."""
+        schedule = build(self.collective, name, self.topology.size, **parameters)
+        total, at_once = transfers
+        if total > MOST_TRANSFERS or at_once > MOST_AT_ONCE:
+            many = f"{at_once:,.0f} at once" if at_once > MOST_AT_ONCE else f"{total:,.0f}"
+            self.left_out.append((_name(schedule), many))
+            return
+        segments = int(best_segments(schedule, self.nbytes, self.topology))
+        spent = parts(schedule, self.nbytes, self.topology, segments)
+        latency, processor, link = (float(spent[columns].sum()) for columns in (LATENCY, PROCESSOR, LINK))
+        loads = replay(schedule, self.topology)
+        busiest = int(np.maximum(loads.sent, loads.received).max()) * float(schedule.share) * self.nbytes
+        uncut = float(seconds(schedule, self.nbytes, self.topology))
+        self.found.append(Candidate(_name(schedule), schedule, segments, latency, processor, link, busiest, uncut))
+
+
+def _name(schedule: Schedule) -> str:
+    """The algorithm with its parameters; hosts are known from the topology."""
+    return " ".join([schedule.algorithm, *(f"{key}={value}" for key, value in schedule.parameters if key != "hosts")])
+
+
+def _equal_ranks(collective: str) -> Iterator[Algorithm]:
+    """Algorithms that know nothing of hosts, and whose ranks end with the same bits."""
+    every = (lookup(collective, name) for name in algorithms(collective))
+    return (each for each in every if each.replicas == "same" and "hosts" not in each.parameters)
+
+
+@functools.cache
+def _growth(collective: str, name: str, size: int) -> tuple[float, float]:
+    """About how many transfers there are in all and in the largest step.
+
+    Counted where that is quick; beyond, from a quarter to a half of the ranks it grew as from a half to all of them.
+    """
+    if size <= 64:
+        rows = [len(step) for step in build(collective, name, size).steps]
+        return sum(rows), max(rows, default=0)
+    half, quarter = _growth(collective, name, size // 2), _growth(collective, name, size // 4)
+    return half[0] ** 2 / quarter[0], half[1] ** 2 / quarter[1]
+
+
+def bound(collective: str, nbytes: float, topology: Topology) -> float:
+    """Seconds below which no algorithm can come.
+
+    Between hosts: each rank of a host that knows can tell one more host with each message, and the busiest link carries
+    what must cross it. On one host: what :func:`lower_bound` says.
+    """
+    inner, hosts = topology.inner, len(topology.hosts)
+    every = lower_bound(collective, topology.size)
+    if hosts == 1:
+        return every.seconds(nbytes, inner.alpha, inner.beta, topology.gamma)
+    ranks = max(topology.hosts)
+    known, messages = 1, 0
+    while known < hosts:
+        known, messages = known * (1 + ranks), messages + 1
+    latency = max(messages * topology.outer.alpha, ceil_log2(ranks) * min(inner.alpha, topology.outer.alpha))
+    return max(
+        latency,
+        _crossing(collective, topology) * nbytes * topology.outer.beta,
+        float(every.reduced) * nbytes * topology.gamma,
+    )
+
+
+def _crossing(collective: str, topology: Topology) -> float:
+    """What the busiest link carries at least, as a fraction of the data: as much as if each host were one rank.
+
+    But where every rank has blocks of its own, hosts count by their ranks.
+    """
+    shares = [ranks / topology.size for ranks in topology.hosts]
+    if collective == "all_to_all":
+        return max(share * topology.size * (1 - share) for share in shares)
+    if collective in ("gather", "scatter"):
+        return 1 - max(shares)  # the root may be on the largest host
+    return float(lower_bound(collective, len(shares)).moved)

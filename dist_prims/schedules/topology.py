@@ -1,0 +1,178 @@
+"""A topology: hosts joined by links, several ranks a host, and what a step of a schedule asks of each part of it.
+
+A price for equal ranks says that a ring of 2 hosts x 2 ranks and a hierarchical all-reduce cost the same. They do not:
+the ranks of a host share its link, and a byte within a host is cheap. So a step is counted against *resources*:
+
+    resource                     is kept busy by                                                      which is
+    rank, sending                messages it sends: inner.alpha or outer.alpha each                   latency
+                                 bytes it sends within its host, inner.beta each; bytes it reduces    processor
+    rank, receiving              the same for what it receives, and the same reductions               both
+    link of a host, out and in   bytes that all ranks of the host send to (get from) others           link
+    cores of a machine           what its ranks count, added up and divided by the cores, each way    both
+
+A step lasts as long as its busiest resource, and the next one begins when it is over. The bytes of one message may be
+on the link while the processor begins the next: that is what segments live on, and it makes a single step of one
+message between hosts cost ``max(alpha, bytes * beta)``, not their sum.
+
+What a resource does in a step is a row of counts, so that seconds are a product with :meth:`Topology.weights`:
+
+    column    0               1               2              3                4             5 6 7 8
+    counts    inner messages  outer messages  inner chunks   chunks reduced   link chunks   0-3 again, of the cores
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .schedule import Step
+
+__all__ = ["COLUMNS", "LATENCY", "LINK", "PROCESSOR", "Level", "Topology"]
+
+Ints = NDArray[np.int64]
+
+COLUMNS = 9
+_LEVELS = ("inner", "outer")
+LATENCY, PROCESSOR, LINK = [0, 1, 5, 6], [2, 3, 7, 8], [4]  # what the columns are time for
+
+
+@dataclass(frozen=True)
+class Level:
+    """Seconds a message (``alpha``) and a byte (``beta``) take, within a host or between hosts."""
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.alpha < math.inf and 0 <= self.beta < math.inf):
+            raise ValueError(f"{self}: seconds a message and a byte are 0 or more")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """``hosts``: the number of ranks of each host; ranks are numbered host by host. ``gamma``: seconds a byte reduced.
+
+    ``cores``: of each host; with them, ranks that outnumber the cores share their time. ``one_machine``: all hosts live
+    in one machine (containers, network namespaces) and share its cores.
+
+    >>> cluster = Topology(hosts=(2, 2), inner=Level(1e-6, 1e-10), outer=Level(10e-6, 1e-9))
+    >>> cluster.size, cluster.host_of.tolist()
+    (4, [0, 0, 1, 1])
+    """
+
+    hosts: tuple[int, ...]
+    inner: Level
+    outer: Level
+    gamma: float = 0.0
+    cores: int | None = None
+    one_machine: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.hosts or min(self.hosts) < 1:
+            raise ValueError(f"Topology(hosts={self.hosts}): one host or more, each with one rank or more")
+        if not 0 <= self.gamma < math.inf:
+            raise ValueError(f"Topology(gamma={self.gamma}): seconds a byte reduced are 0 or more")
+        if self.cores is not None and self.cores < 1:
+            raise ValueError(f"Topology(cores={self.cores}): one core or more, or None where they do not matter")
+
+    @staticmethod
+    def flat(size: int, alpha: float, beta: float, gamma: float = 0.0) -> Topology:
+        """Equal ranks, every pair joined by a wire of its own: the model of ``Schedule.cost(nbytes, alpha, beta)``.
+
+        The price is the same but where one rank sends most and another one reduces most (in trees, with a gamma): there
+        the older model adds up the two, and this one tells the busier rank.
+        """
+        return Topology((size,), Level(alpha, beta), Level(0.0, 0.0), gamma)
+
+    @staticmethod
+    def measured(hosts: tuple[int, ...], found: Mapping[str, Any]) -> Topology:
+        """From what ``bench calibrate`` has written: inner, outer, gamma, cores, one_machine."""
+        try:
+            inner, outer = (Level(float(found[level]["alpha"]), float(found[level]["beta"])) for level in _LEVELS)
+            cores = None if found.get("cores") is None else int(found["cores"])
+            one_machine = bool(found.get("one_machine", False))
+            return Topology(hosts, inner, outer, float(found.get("gamma", 0)), cores, one_machine)
+        except (KeyError, TypeError, AttributeError) as error:
+            wanted = '{"inner": {"alpha": s, "beta": s}, "outer": {...}, "gamma": s, "cores": n, "one_machine": bool}'
+            raise ValueError(f"a calibration is {wanted}, seconds a message and a byte; here: {error!r}") from None
+
+    @cached_property
+    def size(self) -> int:
+        return sum(self.hosts)
+
+    @cached_property
+    def host_of(self) -> Ints:
+        """The host of each rank."""
+        return np.repeat(np.arange(len(self.hosts)), self.hosts)
+
+    def loads(self, step: Step) -> Ints:
+        """The counts of a step: a row for each rank sending, each receiving, each link out, each in, and the cores.
+
+        Two hosts of one rank each, one sends a chunk to the other, which reduces it; all but the columns of cores:
+
+        >>> pair = Topology((1, 1), Level(0, 0), Level(0, 0))
+        >>> pair.loads(Step(src=0, dst=1, chunk=0, reduce=True))[:, :5].tolist()[:4]
+        [[0, 1, 0, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0], [0, 1, 0, 1, 0]]
+        >>> pair.loads(Step(src=0, dst=1, chunk=0, reduce=True))[4:, 4].tolist()  # link out of 0, 1; in of 0, 1
+        [1, 0, 0, 1]
+        """
+        step, span = step.narrow
+        far = step.src != step.dst
+        src, dst = step.src[far], step.dst[far]
+        spans = None if span is None else span[far]
+        pairs = _distinct(src * self.size + dst)
+        sends, receives = pairs // self.size, pairs % self.size
+        between, leaves = self.host_of[sends] != self.host_of[receives], self.host_of[src] != self.host_of[dst]
+        reduced = _count(step.dst, self.size, span, step.reduce)
+        ranks = [
+            np.stack(
+                [
+                    _count(messages, self.size, None, ~between),
+                    _count(messages, self.size, None, between),
+                    _count(chunks, self.size, spans, ~leaves),
+                    reduced,
+                ],
+                axis=1,
+            )
+            for messages, chunks in ((sends, src), (receives, dst))
+        ]
+        links = [_count(self.host_of[chunks], len(self.hosts), spans, leaves) for chunks in (src, dst)]
+        return self._rows(ranks, links)
+
+    def _rows(self, ranks: list[Ints], links: list[Ints]) -> Ints:
+        cores = [] if self.cores is None else [np.add.reduceat(each, self._machines, axis=0) for each in ranks]
+        blocks = [(0, np.concatenate(ranks)), (4, np.concatenate(links)[:, None])]
+        blocks += [(5, np.concatenate(cores))] if cores else []
+        rows = np.zeros((sum(len(block) for _, block in blocks), COLUMNS), np.int64)
+        at = 0
+        for column, block in blocks:
+            rows[at : at + len(block), column : column + block.shape[1]] = block
+            at += len(block)
+        return rows
+
+    @cached_property
+    def _machines(self) -> Ints:
+        """The first rank of each machine."""
+        return np.zeros(1, np.int64) if self.one_machine else np.cumsum((0, *self.hosts[:-1]))
+
+    def weights(self, nbytes: float) -> NDArray[np.float64]:
+        """Seconds that each column of the counts stands for, where a chunk has ``nbytes``."""
+        rank = [self.inner.alpha, self.outer.alpha, nbytes * self.inner.beta, nbytes * self.gamma]
+        return np.array([*rank, nbytes * self.outer.beta, *(each / (self.cores or 1) for each in rank)])
+
+
+def _count(places: Ints, size: int, span: Ints | None, which: NDArray[np.bool_]) -> Ints:
+    """How often each place is among those that ``which`` marks, each counted ``span`` times."""
+    weights = None if span is None else span[which]
+    return np.bincount(places[which], weights, minlength=size).astype(np.int64)
+
+
+def _distinct(pairs: Ints) -> Ints:
+    """The pairs without repetition; they often come in order, and then need no sorting."""
+    return pairs if bool((pairs[1:] > pairs[:-1]).all()) else np.unique(pairs)

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# The inner half of netns-hosts.sh: makes the hosts and their links, starts the ranks, and waits for them.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+# The first process of the cluster. Its own network namespace is the switch.
+cluster() { # NAME HOSTS RANKS RATE how command
+    local how=$5 host list="" launcher=() command
+    export HOSTS=$2 RANKS=$3 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    mount -t tmpfs tmpfs /var/run # where ip keeps the namespaces; nobody outside sees it
+    printf '%s\n' "127.0.0.1 localhost" "10.0.0.254 switch" >/var/run/hosts
+    mount --bind /var/run/hosts /etc/hosts
+    mkdir /var/run/bin
+    printf '#!/bin/sh\nexec bash "%s" ssh "$@"\n' "$here/netns-inside.sh" >/var/run/bin/ssh
+    chmod +x /var/run/bin/ssh
+    hostname switch
+    ip link add switch mtu 9000 type bridge
+    ip address add 10.0.0.254/24 dev switch
+    ip link set switch up
+    for ((host = 0; host < HOSTS; host++)); do
+        add_host "host$host" "10.0.0.$((host + 1))" "$4"
+        list+=${list:+,}host$host
+    done
+    shift 5
+    case $how in
+        --login) PATH=/var/run/bin:$PATH "$@" & ;;
+        --mpirun) mpirun -launcher ssh -launcher-exec /var/run/bin/ssh -localhost switch -hosts "$list" \
+            -ppn "$RANKS" -n $((HOSTS * RANKS)) "$@" & ;;
+        --torchrun | --each) for ((host = 0; host < HOSTS; host++)); do
+            [[ $how == --each ]] || launcher=(torchrun --nnodes "$HOSTS" --nproc-per-node "$RANKS" --node-rank "$host"
+                --master-addr host0 --master-port 29500 --no-python)
+            command=("${launcher[@]}" "$@")
+            HOST=$host ssh "host$host" "${command[*]@Q}" &
+        done ;;
+    esac
+    await_all "$(jobs -p)"
+}
+
+add_host() { # NAME ADDRESS RATE
+    ip netns add "$1"
+    ip link add "$1" mtu 9000 type veth peer name eth0 mtu 9000 netns "$1"
+    ip link set "$1" master switch up
+    ip -n "$1" address add "$2/24" dev eth0
+    ip -n "$1" link set eth0 up
+    ip -n "$1" link set lo up
+    ip netns exec "$1" sysctl -qw net.ipv4.tcp_congestion_control=reno # which every kernel has
+    shape "$1" "$3"
+    printf '%s\n' "$2 $1" "::ffff:$2 $1.mapped" >>/var/run/hosts # the latter so that torch finds who calls, and is quiet
+}
+
+# Both directions of a host's link. A burst passes at once: if it is long, small transfers travel free; if it is shorter
+# than timers are late (hence 150 us), large ones do not reach the rate. Packets longer than a burst are cut into frames,
+# so frames have the 9000 bytes that clusters give them: those of 1500 cost too much here. The queue holds 5 ms.
+shape() { # HOST RATE
+    local bits=$2 burst limit arguments
+    tc qdisc del dev "$1" root 2>/dev/null || true
+    ip netns exec "$1" tc qdisc del dev eth0 root 2>/dev/null || true
+    [[ $2 != none ]] || return 0
+    bits=${bits/kbit/000} bits=${bits/mbit/000000} bits=${bits/gbit/000000000}
+    burst=$((bits / 8 * 150 / 1000000)) limit=$((bits / 8 * 5 / 1000))
+    arguments=(tbf rate "$2" burst $((burst > 18000 ? burst : 18000)) limit $((limit > 256000 ? limit : 256000)))
+    tc qdisc add dev "$1" root "${arguments[@]}"
+    ip netns exec "$1" tc qdisc add dev eth0 root "${arguments[@]}"
+}
+
+ssh() { # [options] HOST command: processes of a host have its name, and do not see those of others
+    while [[ $1 == -* ]]; do shift; done
+    exec ip netns exec "$1" unshare --uts --ipc --pid --fork --kill-child --mount-proc bash -c "hostname $1; ${*:2}"
+}
+
+await_all() { # processes: until all have ended, or, when one has failed, for GRACE seconds more
+    local left=$1 ended code status=0 alarm
+    sleep "$TIMEOUT" &
+    alarm=$!
+    while [[ $left == *[0-9]* ]]; do
+        code=0
+        wait -n -p ended $left "$alarm" || code=$?
+        if ((ended == alarm)); then
+            ((status)) || echo "netns-hosts: not over after TIMEOUT=$TIMEOUT s" >&2
+            exit $((status ? status : 124))
+        elif ((code && !status)); then
+            status=$code
+            sleep "$GRACE" &
+            alarm=$!
+        fi
+        left=$(grep -vx "$ended" <<<"$left" || true)
+    done
+    exit "$status"
+}
+
+"$@"
