@@ -1,5 +1,15 @@
-"""Build script: the extension dist_prims._backend. The metadata is in pyproject.toml."""
+"""Build script: the extension dist_prims._backend, and one for each kind of MPI. The metadata is in pyproject.toml.
 
+The extensions for MPI are compiled with its header alone and linked to none of its libraries: they use the one that
+mpi4py loads. An mpicc tells where the header is: that of the environment, that of the PATH, and those that the variable
+DIST_PRIMS_MPICC names, with colons between them.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import setup
@@ -15,16 +25,60 @@ except ImportError as error:
 
 # Without contraction a * b + c rounds twice on every processor: the same bits everywhere.
 FLAGS = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall"]
+CORE = list(Path("csrc/core").glob("*.cpp"))
+FAMILIES = {"mpich": "MPICH, Intel MPI or MVAPICH", "openmpi": "Open MPI"}  # by the kind of their handles
+
+
+class Build(BuildExtension):
+    """The extensions share sources and not the flags, so each has its own folder of objects."""
+
+    def build_extension(self, ext):
+        everything = self.build_temp
+        self.build_temp = str(Path(everything) / ext.name)
+        super().build_extension(ext)
+        self.build_temp = everything
+
+
+def extension(name, sources, include_dirs=()):
+    return CppExtension(
+        f"dist_prims.{name}",
+        sources=sorted(map(str, [*CORE, *sources])),
+        depends=sorted(map(str, Path("csrc").rglob("*.h"))),
+        include_dirs=list(include_dirs),
+        define_macros=[("DIST_PRIMS_TORCH", f'"{torch.__version__}"')],
+        extra_compile_args=FLAGS,
+    )
+
+
+def ask(mpicc):
+    """Family and folders of headers of an mpicc; no family if it is none."""
+    for family, question in (("openmpi", "--showme:compile"), ("mpich", "-show")):
+        try:
+            said = subprocess.run([mpicc, question], capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        folders = [word[2:] for word in shlex.split(said) if word.startswith("-I")]
+        if any(Path(folder, "mpi.h").is_file() for folder in folders):
+            return family, folders
+    return None, []
+
+
+def mpi_extensions():
+    named = [name for name in os.environ.get("DIST_PRIMS_MPICC", "").split(":") if name]
+    found = {}
+    for mpicc in [*named, str(Path(sys.executable).parent / "mpicc"), shutil.which("mpicc")]:
+        family, folders = ask(mpicc) if mpicc else (None, [])
+        if family:
+            found.setdefault(family, folders)
+        elif mpicc in named:
+            print(f"dist_prims: {mpicc} is no mpicc of Open MPI or of MPICH's kind, and left out", file=sys.stderr)
+    for family in FAMILIES.keys() - found.keys():
+        print(f"dist_prims: built without {FAMILIES[family]}: no mpicc of it is found", file=sys.stderr)
+    sources = [*Path("csrc/engines/mpi").glob("*.cpp"), Path("csrc/backend/tensors.cpp"), Path("csrc/backend/work.cpp")]
+    return [extension(f"_mpi_{family}", sources, folders) for family, folders in sorted(found.items())]
+
 
 setup(
-    ext_modules=[
-        CppExtension(
-            "dist_prims._backend",
-            sources=sorted(map(str, [*Path("csrc/core").glob("*.cpp"), *Path("csrc/backend").glob("*.cpp")])),
-            depends=sorted(map(str, Path("csrc").rglob("*.h"))),
-            define_macros=[("DIST_PRIMS_TORCH", f'"{torch.__version__}"')],
-            extra_compile_args=FLAGS,
-        )
-    ],
-    cmdclass={"build_ext": BuildExtension},
+    ext_modules=[extension("_backend", Path("csrc/backend").glob("*.cpp")), *mpi_extensions()],
+    cmdclass={"build_ext": Build},
 )

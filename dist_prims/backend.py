@@ -1,8 +1,9 @@
 """The backend "dist_prims" of ``torch.distributed``: one group of it, on one of its ranks.
 
-Ranks of one host reduce in shared memory. What is not ours goes to another backend behind the same name: sparse tensors
-and groups that span hosts to gloo, CUDA tensors to NCCL where torch has it. Ranks share a host if they say the same of
-it (see :mod:`.launch.hosts`) and then really attach: the memory comes over a socket that is only seen on one host.
+Ranks of one host reduce in shared memory; those of several follow schedules over an engine, gloo or MPI. What is not
+ours goes to another backend behind the same name: sparse tensors to gloo, CUDA tensors to NCCL where torch has it.
+Ranks share a host if they say the same of it (see :mod:`.launch.hosts`) and then really attach: the memory comes over
+a socket that is only seen on one host.
 
     torch.distributed.init_process_group("dist_prims")
     torch.distributed.init_process_group("dist_prims", pg_options=dist_prims.Options(all_reduce="ring"))
@@ -32,6 +33,7 @@ import torch.distributed as dist
 
 from .autoload import NAME
 from .collectives.choose import parse_ranges
+from .engines import mpi
 from .launch.hosts import host_id
 from .launch.rendezvous import greet
 from .schedules import build
@@ -53,16 +55,23 @@ class Options:
     ``slot_bytes``: of shared memory, two of them for each rank; larger ones serve larger segments.
     ``one_shot_bytes``: up to here every rank of an all_reduce adds everything at once; beyond, each adds its part and
     the sums are shared. Unless given, what ``python -m dist_prims tune`` found on this machine, or 32 K.
+    ``engine``: what carries messages between hosts, "gloo" or "mpi", or ``DIST_PRIMS_ENGINE``; unless given, MPI where
+    mpirun has started the ranks and gloo elsewhere. Rank 0's counts.
 
     >>> Options(all_reduce="ring:1M-max").all_reduce
     'ring:1M-max'
     """
 
-    def __init__(self, all_reduce: str = "", slot_bytes: int = 0, one_shot_bytes: int | None = None) -> None:
+    def __init__(
+        self, all_reduce: str = "", slot_bytes: int = 0, one_shot_bytes: int | None = None, engine: str = ""
+    ) -> None:
+        if engine not in ("", "gloo", "mpi"):
+            raise ValueError(f"Options(engine={engine!r}): 'gloo' or 'mpi'")
         parse_ranges(all_reduce, "all_reduce", "Options(all_reduce=...)")
         self.all_reduce = all_reduce
         self.slot_bytes = slot_bytes
         self.one_shot_bytes = one_shot_bytes
+        self.engine = engine
 
 
 def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -118,14 +127,18 @@ def make(options: Any, given: Any = None) -> Any:
     timeout = timedelta(seconds=options.timeout.total_seconds())
     ranks = list(options.global_ranks_in_group) or list(range(size))
     store, hosts = _greet(dist.PrefixStore(NAME, options.store), rank, size, timeout)
-    spanning = Spanning(hosts, rank, _measured(store, rank)) if len(set(hosts)) > 1 else None
+    spans = len(set(hosts)) > 1
+    shared = _of_rank_0(store, rank, chosen) if spans else {}
+    spanning = Spanning(hosts, rank, shared["levels"]) if spans else None
+    make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
     backend = _extension().PrimsBackend(
         store=store,
         rank=rank,
         size=size,
         timeout=timeout,
         hosts=_short(hosts),
-        make_engine=lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout),
+        engine=(mpi.make(ranks, timeout) if shared["engine"] == "mpi" else make_gloo()) if spans else None,
+        make_gloo=make_gloo,
         choose=spanning.choose if spanning else _never,
         accelerator=_nccl(store, rank, size, timeout),
         slot_bytes=chosen.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
@@ -147,11 +160,12 @@ def _greet(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, l
     return dist.PrefixStore(name, store), hosts
 
 
-def _measured(store: Any, rank: int) -> Mapping[str, Any]:
-    """What rank 0 knows of its host and links."""
+def _of_rank_0(store: Any, rank: int, chosen: Options) -> Mapping[str, Any]:
+    """What all must do alike: the engine between hosts, and by which figures schedules are chosen."""
     if rank == 0:
-        store.set("levels", json.dumps(calibrated() or ASSUMED))
-    found: Mapping[str, Any] = json.loads(store.get("levels"))
+        engine = chosen.engine or os.environ.get("DIST_PRIMS_ENGINE", "") or ("mpi" if mpi.available() else "gloo")
+        store.set("rank 0", json.dumps({"engine": engine, "levels": calibrated() or ASSUMED}))
+    found: Mapping[str, Any] = json.loads(store.get("rank 0"))
     return found
 
 

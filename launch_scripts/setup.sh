@@ -22,7 +22,10 @@ dist_prims_setup() {
         return 1
     fi
     stamp=$root/.venv/.dist_prims
-    state=$(cd "$root" && { echo "$root"; cat requirements.lock setup.py pyproject.toml csrc/*/*; } | cksum)
+    state=$(cd "$root" && {
+        echo "$root" "${DIST_PRIMS_MPICC:-}"
+        find requirements.lock setup.py pyproject.toml csrc -type f -print0 | LC_ALL=C sort -z | xargs -0 cat
+    } | cksum)
     if [ ! -e "$stamp" ] || [ "$(cat "$stamp")" != "$state" ]; then
         echo "dist_prims: making the environment in $root/.venv (a few minutes)" >&2
         [ -x "$root/.venv/bin/python" ] || "$python" -m venv "$root/.venv" || return 1

@@ -28,7 +28,11 @@ RIGHT = """
 for count in (0, 1, 1000, 300_000):
     check(count)
 dist.barrier()
-say(f"right on {len(place.hosts)} hosts")
+engine = dist.group.WORLD._get_backend(torch.device("cpu")).engine
+sys.path.insert(0, os.environ["TESTS"])
+from test_backend import everything
+everything(size)
+say(f"right on {len(place.hosts)} hosts over {engine}")
 dist.destroy_process_group()
 """
 
@@ -57,9 +61,11 @@ def program(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("mpirun", [False, True])
 def test_sums_over_links(mpirun: bool) -> None:
-    done = on_hosts(2, 2, PROGRAM + RIGHT, rate="1gbit", mpirun=mpirun)
+    """And by mpirun MPI carries what is between the hosts."""
+    tests = str(Path(__file__).parent)
+    done = on_hosts(2, 2, PROGRAM + RIGHT, rate="1gbit", mpirun=mpirun, env={"TESTS": tests})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("right on 2 hosts") == 4
+    assert done.stdout.count(f"right on 2 hosts over {'mpi' if mpirun else 'gloo'}\n") == 4
 
 
 def test_a_host_that_vanishes_is_named_by_all(program: Path) -> None:
@@ -92,7 +98,7 @@ def test_a_death_is_named_on_all_hosts(program: Path) -> None:
     with cluster(2, 2, [sys.executable, str(program)], env={"LIMIT": "20", "DIES": "3"}) as job:
         done = job.result()
     found = dict(re.findall(r"^(\d): after [\d.]+ s (.*)$", done.stdout, re.MULTILINE))
-    assert sorted(found) == list("012")
+    assert {"0", "1"} <= found.keys()  # torchrun ends rank 2 as soon as it sees that its neighbour has died
     assert all("rank 3 on host host1" in text and text.startswith("PeerDied") for text in found.values())
 
 

@@ -60,7 +60,7 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
     meet(store);
 }
 
-// The ranks of each host attach to one memory, and those of several hosts make an engine; then they agree.
+// The ranks of each host attach to one memory; then all agree.
 void PrimsBackend::meet(const c10::intrusive_ptr<c10d::Store>& store) {
     Hosts hosts = hosts_of(setup_.hosts, rank_);
     const std::vector<int> here = hosts.ranks[hosts.mine];
@@ -80,8 +80,7 @@ void PrimsBackend::meet(const c10::intrusive_ptr<c10d::Store>& store) {
     if (is_one_host) {
         route_ = std::make_unique<Route>(room_->mail, std::vector<int>(), nullptr);
     } else {
-        engine();
-        span_ = std::make_shared<Span>(std::move(hosts), *room_, std::make_unique<BackendEngine>(engine_));
+        span_ = std::make_shared<Span>(std::move(hosts), *room_, std::make_unique<BackendEngine>(setup_.engine));
     }
     Call first;  // the ranks must agree on this as on everything
     first.count = slot;
@@ -101,12 +100,12 @@ PrimsBackend::~PrimsBackend() {
     static_cast<void>(new std::shared_ptr<Span>(std::move(span_)));
     static_cast<void>(new std::shared_ptr<Queue>(std::move(queue_)));
     static_cast<void>(new Setup(setup_));
-    static_cast<void>(engine_.release());
+    static_cast<void>(gloo_.release());
 }
 
 void PrimsBackend::setTimeout(Milliseconds timeout) {
     options_->timeout = timeout;
-    for (const auto& each : {engine_, setup_.accelerator}) {
+    for (const auto& each : {setup_.engine, gloo_, setup_.accelerator}) {
         if (each) each->setTimeout(timeout);
     }
 }
@@ -124,6 +123,7 @@ void PrimsBackend::shutdown() {
         if (span_) span_->far.wake();
     });
     if (room_) room_->mail.close(reason);
+    if (setup_.engine && setup_.engine->getBackendName() == "mpi") setup_.engine->shutdown();  // nothing may come late
 }
 
 void PrimsBackend::check_owner() const {
@@ -133,10 +133,10 @@ void PrimsBackend::check_owner() const {
                 owner_, ", or start ranks with dist_prims.spawn");
 }
 
-c10d::Backend* PrimsBackend::engine() {
+c10d::Backend* PrimsBackend::gloo() {
     const std::lock_guard lock(guard_);
-    if (!engine_) engine_ = setup_.make_engine();
-    return engine_.get();
+    if (!gloo_) gloo_ = setup_.make_gloo();
+    return gloo_.get();
 }
 
 c10d::Backend* PrimsBackend::other(const Tensors& tensors) {
@@ -309,7 +309,7 @@ c10d::Backend* PrimsBackend::elsewhere(const Tensors& tensors, int tag) {
     if (!span_) return nullptr;
     TORCH_CHECK_VALUE(tag >= 0 && tag < Far::kUserTags, "rank ", rank_, ": tag ", tag, " of a message between hosts; ",
                       "tags there lie between 0 and ", Far::kUserTags - 1);
-    return engine();
+    return setup_.engine.get();
 }
 
 WorkPtr PrimsBackend::send(Tensors& tensors, int to, int tag) {

@@ -33,10 +33,10 @@ struct Planned {
 // What a group is made with.
 struct Setup {
     Milliseconds timeout{0};
-    std::vector<std::string> hosts;  // of each rank, by name
-    // Makes what carries messages between hosts, and serves sparse tensors. All ranks make it together: at once if the
-    // group spans hosts, else when it is first needed.
-    std::function<c10::intrusive_ptr<c10d::Backend>()> make_engine;
+    std::vector<std::string> hosts;            // of each rank, by name
+    c10::intrusive_ptr<c10d::Backend> engine;  // what carries messages between hosts; null if there is but one
+    // Makes what serves sparse tensors. All ranks make it together, when it is first needed.
+    std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
     // The cheapest schedule for a size, where nothing is pinned and the group spans hosts.
     std::function<Planned(const std::string& collective, std::uint64_t bytes, int root)> choose;
     c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null
@@ -58,6 +58,7 @@ public:
     void shutdown() override;
     void abort() override { shutdown(); }
     bool spans_hosts() const { return span_ != nullptr; }
+    std::string engine() const { return setup_.engine ? setup_.engine->getBackendName() : ""; }  // between hosts
 
     // An all_reduce of their sizes goes by these plans, and by no others that were pinned before.
     void pin(std::vector<Planned> planned);
@@ -133,7 +134,7 @@ private:
     // Who serves these tensors, if not the shared memory.
     c10d::Backend* other(const Tensors& tensors);
     c10d::Backend* elsewhere(const Tensors& tensors, int tag);
-    c10d::Backend* engine();
+    c10d::Backend* gloo();
     void check_owner() const;
     using Taken = std::unique_ptr<Queue, void (*)(Queue*)>;
     Taken take(bool wanted);
@@ -169,8 +170,8 @@ private:
 
     const Setup setup_;
     c10::intrusive_ptr<Options> options_;
-    std::mutex guard_;  // of the engine
-    c10::intrusive_ptr<c10d::Backend> engine_;
+    std::mutex guard_;  // of gloo
+    c10::intrusive_ptr<c10d::Backend> gloo_;
     const int owner_;  // the process
     std::shared_ptr<Room> room_;
     std::shared_ptr<Span> span_;    // null: the group is on one host

@@ -49,14 +49,15 @@ Planned planned_of(const Told& told) {
 
 c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                       Milliseconds timeout, const std::vector<std::string>& hosts,
-                                      std::function<BackendPtr()> make_engine,
+                                      const BackendPtr& engine, std::function<BackendPtr()> make_gloo,
                                       std::function<Told(std::string, std::uint64_t, int)> choose,
                                       const BackendPtr& accelerator, std::size_t slot_bytes, std::size_t one_shot_bytes,
                                       const std::string& group, const std::string& ranks, const std::string& dump) {
     Setup setup{
         .timeout = timeout,
         .hosts = hosts,
-        .make_engine = std::move(make_engine),
+        .engine = engine,
+        .make_gloo = std::move(make_gloo),
         .choose = [choose = std::move(choose)](const std::string& collective, std::uint64_t bytes,
                                                int root) { return planned_of(choose(collective, bytes, root)); },
         .accelerator = accelerator,
@@ -86,9 +87,11 @@ PYBIND11_MODULE(_backend, module) {
     using Free = py::call_guard<py::gil_scoped_release>;
     py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>>(module, "PrimsBackend")
         .def(py::init(&make), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-             py::arg("hosts"), py::arg("make_engine"), py::arg("choose"), py::arg("accelerator"), py::arg("slot_bytes"),
-             py::arg("one_shot_bytes"), py::arg("group"), py::arg("ranks"), py::arg("dump"), Free())
+             py::arg("hosts"), py::arg("engine"), py::arg("make_gloo"), py::arg("choose"), py::arg("accelerator"),
+             py::arg("slot_bytes"), py::arg("one_shot_bytes"), py::arg("group"), py::arg("ranks"), py::arg("dump"),
+             Free())
         .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
+        .def_property_readonly("engine", &PrimsBackend::engine)
         .def("algorithm", &PrimsBackend::algorithm, Free())
         .def(
             "pin",

@@ -7,7 +7,7 @@ using c10d::OpType;
 
 WorkPtr PrimsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
     if (auto* who = other(tensors)) return who->allreduce(tensors, opts);
-    if (tensors.at(0).layout() != at::kStrided) return engine()->allreduce(tensors, opts);
+    if (tensors.at(0).layout() != at::kStrided) return gloo()->allreduce(tensors, opts);
     const auto& tensor = only("all_reduce", tensors);
     return perform(alone(all_reduce_task(tensor, opts.reduceOp)), how(OpType::ALLREDUCE, "dist_prims:all_reduce", opts),
                    tensors);
@@ -15,7 +15,7 @@ WorkPtr PrimsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& 
 
 WorkPtr PrimsBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
     auto* who = other(tensors);
-    return (who ? who : engine())->allreduce(tensors, opts);
+    return (who ? who : gloo())->allreduce(tensors, opts);
 }
 
 WorkPtr PrimsBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
@@ -157,7 +157,7 @@ WorkPtr PrimsBackend::barrier(const c10d::BarrierOptions& opts) {
 // Rank 0 hears from every rank, or says from whom it has not; then it lets them go. Not in the queue: whoever is held
 // up in a collective is to be found by this.
 void PrimsBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-    if (span_) return engine()->monitoredBarrier(opts, wait_all_ranks);
+    if (span_) return setup_.engine->monitoredBarrier(opts, wait_all_ranks);
     check_owner();
     constexpr Mail::Tag kTag = Mail::Tag{1} << 62;
     constexpr Milliseconds kNeverAlone = std::chrono::hours(1);  // the letters do not give up, the barrier does

@@ -142,6 +142,16 @@ private:
 // True on threads that work while others of this process compute, who want the core more.
 inline thread_local bool in_background = false;
 
+class InBackground {
+public:
+    InBackground() : before_(in_background) { in_background = true; }
+    ~InBackground() { in_background = before_; }
+    InBackground(const InBackground&) = delete;
+
+private:
+    const bool before_;
+};
+
 // How a wait spends its time: it spins while those it awaits run on other cores, gives its own away for a moment if one
 // of them needs it, and sleeps if that takes long. To give the core away is quickest among ranks; but another process
 // that wants the core keeps it for long, and then to sleep is quicker: who sleeps has a claim to be woken.

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <list>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "kernels.h"
@@ -258,6 +259,8 @@ private:
 
 void execute(const Plan& plan, Route& route, DType dtype, Op op, const Field& field, int segments,
              std::chrono::milliseconds timeout) {
+    std::optional<InBackground> sleeping;  // who waits for the network leaves the core to those who work for it
+    if (route.spans_hosts()) sleeping.emplace();
     Buffers buffers;
     std::list<Execution> under_way;  // the oldest first
     try {

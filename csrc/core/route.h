@@ -28,6 +28,8 @@ public:
     // Those of this host come first: they move while we wait for them; the engine moves the others by itself.
     void wait(const std::vector<Letter>& letters);
 
+    bool spans_hosts() const { return far_ != nullptr; }
+
     // After an error: no message may touch its memory any more.
     void end() {
         if (far_) far_->end();

@@ -58,8 +58,7 @@ int Span::leader(std::size_t distance) const {
 // Ask for what the other leaders will say at the next meeting.
 void Span::prepare() {
     const std::size_t hosts = hosts_.ranks.size();
-    next_.frames.resize(hosts);
-    next_.letters.clear();
+    next_ = {Frames(hosts), {}};
     for (std::size_t have = 1; have < hosts; have *= 2) {
         auto* place = reinterpret_cast<std::byte*>(&next_.frames[have]);
         const std::size_t bytes = std::min(have, hosts - have) * sizeof(Frame);
@@ -87,26 +86,27 @@ Span::Frame Span::of_host(const Call& call, const std::byte* in, std::size_t byt
 // The frames of all hosts, by host: Bruck's all-gather among the leaders. In each round they hold twice as many.
 Span::Frames Span::gather(const Frame& mine, std::chrono::milliseconds timeout) {
     const std::size_t hosts = hosts_.ranks.size();
-    Frames& held = next_.frames;
-    held[0] = mine;
+    Meeting now = std::move(next_);
+    const std::uint64_t number = number_;
+    number_ += 2;
+    now.frames[0] = mine;
     std::vector<Far::Handle> sent;
     try {
         for (std::size_t have = 1, round = 0; have < hosts; have *= 2, ++round) {
             const std::size_t bytes = std::min(have, hosts - have) * sizeof(Frame);
-            const auto* from = reinterpret_cast<const std::byte*>(held.data());
-            sent.push_back(far.send(leader(hosts - have), number_, from, bytes, timeout));
-            far.wait(next_.letters[round], timeout);
+            const auto* from = reinterpret_cast<const std::byte*>(now.frames.data());
+            sent.push_back(far.send(leader(hosts - have), number, from, bytes, timeout));
+            if (round == 0) prepare();  // there is time for it: the others are on their way
+            far.wait(now.letters[round], timeout);
         }
         for (const auto& letter : sent) far.wait(letter);
-        Frames all(held);
-        std::rotate(all.begin(), all.begin() + static_cast<std::ptrdiff_t>((hosts - hosts_.mine) % hosts), all.end());
-        number_ += 2;
-        prepare();
-        return all;
     } catch (...) {
         far.end();
         throw;
     }
+    const auto first = now.frames.begin();
+    std::rotate(first, first + static_cast<std::ptrdiff_t>((hosts - hosts_.mine) % hosts), now.frames.end());
+    return std::move(now.frames);
 }
 
 // The first two calls that differ, if any do.
@@ -138,8 +138,11 @@ Span::Frame Span::meet(const Call& call, const std::byte* in, std::size_t bytes,
             fold(call.op, call.dtype, verdict.data, each.data(), static_cast<int>(each.size()), call.count);
         }
         std::memcpy(board.mine(), &verdict, sizeof(verdict));
+        board.phase();
+    } else {
+        const InBackground sleeping;  // the leader waits for the network, and needs the core for it
+        board.phase();
     }
-    board.phase();
     std::memcpy(&verdict, board.theirs(0), sizeof(verdict));
     if (verdict.other_rank >= 0)
         disagree(room_.peers.number(board.rank()), verdict.rank, verdict.call, verdict.other_rank, verdict.other);

@@ -18,20 +18,22 @@ import stat
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 import torch.distributed as dist
 
 from .deadline import until
-from .detect import Launcher
+from .detect import Launcher, detect
 from .hosts import host_id
 from .network import LOOPBACK, addresses, interface_towards, listen
 from .rendezvous import Meeting, connect
 
-__all__ = ["abort_on_exception", "library_name", "meet"]
+__all__ = ["abort_on_exception", "is_launcher", "library_name", "meet", "rendezvous"]
 
 _WIDTH = 1024  # bytes of a text between ranks: a host's name, or where rank 0 listens
 _SECONDS_PER_ADDRESS = 3.0
@@ -53,6 +55,32 @@ def meet(launcher: Launcher, timeout: float) -> Meeting:
     address = candidates[0] if one_host else _reachable_by_all(MPI, port, candidates, deadline)
     store = connect(address, port, launcher.size, deadline - time.monotonic(), server.detach() if server else None)
     return Meeting(dist.PrefixStore(name, store), hosts, interface_towards(address, port), f"mpirun ({library})")
+
+
+def is_launcher() -> bool:
+    """Whether mpirun has started this process, and nothing within it."""
+    return detect().name.startswith("mpirun")
+
+
+def rendezvous(url: str, timeout: timedelta = timedelta(minutes=5), **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """How ``torch.distributed.init_process_group`` asks to meet: store, rank, size."""
+    launcher = detect()
+    if not is_launcher():
+        raise ValueError(
+            f"init_process_group: init_method={url!r} is for ranks that mpirun has started, and this one was started "
+            f"by {launcher.name}; start it with: mpirun -n 4 python program.py"
+        )
+    store = meet(launcher, timeout.total_seconds()).store
+    told = dict(parse_qsl(urlsplit(url).query))
+    for name, found in (("rank", launcher.rank), ("world_size", launcher.size)):
+        if int(told.get(name, -1)) not in (-1, found):  # now that we have met, this ends the others, too
+            raise ValueError(
+                f"init_process_group: {name} is {told[name]}, and {found} by {launcher.name}; leave it out"
+            )
+    try:
+        yield store, launcher.rank, launcher.size
+    finally:  # torch lets go of us when the group is made and its own hook is in place
+        abort_on_exception()
 
 
 def library_name(version: str) -> str:

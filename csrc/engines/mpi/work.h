@@ -1,0 +1,27 @@
+// What a call returns: a Work that follows an operation of MPI.
+#pragma once
+
+#include "../../backend/work.h"
+#include "operation.h"
+
+namespace dist_prims::mpi {
+
+class MpiWork : public PrimsWork {
+public:
+    using PrimsWork::PrimsWork;
+
+    void follow(std::shared_ptr<Operation> operation) { operation_ = std::move(operation); }
+    // False if abort() has woken it, as with gloo's works: it goes on, and may be waited for again.
+    bool wait(Milliseconds timeout) override {
+        const auto limit = timeout == kNoTimeout ? Milliseconds::max() : timeout;
+        return operation_->wait(limit, check_signals) && PrimsWork::wait(kNoTimeout);
+    }
+    void abort() override { operation_->wake(); }
+    bool isCompleted() override { return operation_->test(); }
+    int sourceRank() const override { return operation_->source(); }
+
+private:
+    std::shared_ptr<Operation> operation_;
+};
+
+}  // namespace dist_prims::mpi

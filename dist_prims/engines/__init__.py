@@ -1,0 +1,3 @@
+"""Backends of torch.distributed over what else is installed."""
+
+__all__: list[str] = []

