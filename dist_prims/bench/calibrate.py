@@ -6,7 +6,7 @@ exchange a chunk and do nothing else. The time of a step is that of a call with 
 
     probe                           by itself               all ranks at once
     exchange of 4 KB                alpha                   how many ranks really work at once (cores)
-    exchange of much                beta
+    exchange of much                beta (inside)         beta (of the links between hosts)
     the same, and add it            gamma
 """
 
@@ -121,10 +121,11 @@ def _calibrate(bench: _Bench) -> dict[str, Any]:
     found: dict[str, Any] = {"call": nothing}
     local = seats < 2 if hosts[0] > 1 else seats < 0
     pair = np.isin(seats, [0, first[1]]) if len(hosts) > 1 else local
-    wide = {"inner": (inside, local), "outer": (across, pair)}
-    for level, (peer, who) in wide.items():
-        alpha = step(peer, who, _SMALL)
-        found[level] = {"alpha": alpha, "beta": max(step(peer, who, _LARGE) - alpha, 0.0) / _LARGE}
+    alpha = step(inside, local, _SMALL)
+    found["inner"] = {"alpha": alpha, "beta": max(step(inside, local, _LARGE) - alpha, 0.0) / _LARGE}
+    alpha = step(across, pair, _SMALL)
+    full = step(across, seats >= 0, _LARGE)  # links are never so busy with one message as with those of all ranks
+    found["outer"] = {"alpha": alpha, "beta": max(full - alpha, 0.0) / (_LARGE * max(hosts))}
     folded = step(inside, local, _LARGE, reduce=True) - step(inside, local, _LARGE)
     found["gamma"] = max(folded, 0.0) / _LARGE
     crowd = step(across, seats >= 0, _SMALL) / max(found["outer"]["alpha"], 1e-9)

@@ -29,6 +29,8 @@ from .topology import LATENCY, LINK, PROCESSOR, Topology
 __all__ = ["Advice", "Candidate", "bound", "recommend"]
 
 MOST_TRANSFERS = 150_000_000  # of a schedule: some seconds
+_ALIKE = 0.02  # prices that differ by less do not tell which is quicker
+_MOST_TO_LOOK_AT = 256
 MOST_AT_ONCE = 3_000_000  # of a step: some hundred MB
 
 
@@ -59,7 +61,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """Candidates, the quickest first; what was left out, and its transfers; ``bound``: nothing takes fewer seconds."""
+    """Candidates, the quickest first (of those that are alike the one whose hosts meet least on a link); what was left
+    out, and its transfers; ``bound``: nothing takes fewer seconds."""
 
     candidates: tuple[Candidate, ...]
     left_out: tuple[tuple[str, str], ...]
@@ -84,7 +87,23 @@ def recommend(collective: str, nbytes: float, topology: Topology) -> Advice:
     if not search.found:
         raise ValueError(f"{collective} over {topology.size} ranks: every algorithm has too many transfers to count")
     ranked = sorted(search.found, key=lambda candidate: candidate.seconds)
+    near = [candidate for candidate in ranked if candidate.seconds <= ranked[0].seconds * (1 + _ALIKE)]
+    near.sort(key=lambda candidate: _crowd(candidate.schedule, topology))
+    ranked[: len(near)] = near
     return Advice(tuple(ranked), tuple(search.left_out), bound(collective, nbytes, topology))
+
+
+def _crowd(schedule: Schedule, topology: Topology) -> int:
+    """How many hosts at most send to one at once: streams that meet on a link get in each other's way, which the price
+    does not know. Not counted for very many ranks."""
+    if topology.size > _MOST_TO_LOOK_AT:
+        return 0
+    most, hosts = 0, len(topology.hosts)
+    for step in schedule.steps:
+        pairs = np.unique(topology.host_of[step.dst] * hosts + topology.host_of[step.src])
+        between = pairs[pairs // hosts != pairs % hosts]
+        most = max(most, int(np.bincount(between // hosts, minlength=1).max()))
+    return most
 
 
 @dataclass
