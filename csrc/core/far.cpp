@@ -13,6 +13,7 @@ constexpr int kWordTag = Far::kUserTags, kNobodysTag = kWordTag + 1, kFirstTag =
 constexpr std::uint64_t kTags = (1u << 27) - static_cast<std::uint64_t>(kFirstTag);
 constexpr auto kTimeToTell = 100ms, kTimeToLearn = 300ms;
 constexpr auto kTick = 50ms;
+constexpr int kIdleTicks = 20;
 constexpr auto kMomentToFinish = 500ms;  // a rank that has died may have done its part
 
 int tag_of(std::uint64_t number) {
@@ -37,17 +38,21 @@ Far::~Far() {
     word_->abort();
 }
 
-// Make long waits return, so that who waits looks around.
+// Make long waits return, so that who waits looks around. It sleeps when there has been none for a while: to be woken
+// for each short one would cost more than the wait.
 void Far::tick() {
     std::unique_lock lock(mutex_);
-    while (!closing_) {
-        if (waiting_.empty())
-            wakes_.wait(lock);
-        else if (const auto before = waiting_; wakes_.wait_for(lock, kTick) == std::cv_status::timeout) {
-            for (Engine::Letter* letter : waiting_) {
-                if (before.count(letter)) letter->abort();
-            }
+    for (int idle = 0; !closing_;) {
+        if (idle == kIdleTicks) {
+            asleep_ = true;
+            wakes_.wait(lock, [this] { return closing_ || !asleep_; });
         }
+        const auto before = waiting_;
+        wakes_.wait_for(lock, kTick, [this] { return closing_; });
+        for (Engine::Letter* letter : waiting_) {
+            if (before.count(letter)) letter->abort();
+        }
+        idle = waiting_.empty() ? idle % kIdleTicks + 1 : 0;
     }
 }
 
@@ -107,7 +112,7 @@ bool Far::wait_a_while(Letter& letter) {
         Waiting(Far& far, Engine::Letter* letter) : far(far), letter(letter) {
             const std::lock_guard lock(far.mutex_);
             if (!far.ticker_.joinable()) far.ticker_ = std::thread([&far] { far.tick(); });
-            if (far.waiting_.empty()) far.wakes_.notify_all();
+            if (std::exchange(far.asleep_, false)) far.wakes_.notify_all();
             far.waiting_.insert(letter);
         }
         ~Waiting() {

@@ -75,7 +75,7 @@ private:
 
     std::mutex mutex_;  // of all below
     std::set<Engine::Letter*> waiting_;
-    bool ended_ = false, closing_ = false;
+    bool ended_ = false, closing_ = false, asleep_ = false;
     Clock::time_point death_seen_{};
     std::condition_variable wakes_;
     std::thread ticker_;  // an engine's wait cannot be told to return now and then: this thread makes it
