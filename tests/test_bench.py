@@ -20,6 +20,8 @@ from dist_prims.bench.cases import CASES, Buffers
 from dist_prims.bench.measure import Contender, Line, measure
 from dist_prims.bench.memory import chunk_bytes, extra_bytes
 from dist_prims.schedules import algorithms
+from dist_prims.schedules.topology import Topology
+from dist_prims.spanning import ASSUMED
 
 
 def test_sizes() -> None:
@@ -108,3 +110,19 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'float33' is not a type" in capsys.readouterr().err
     with pytest.raises(dist_prims.launch.RankFailed, match="did you mean 'ring'"):
         main(["--algorithms", "rign", "--ranks", "1"])
+
+
+def test_calibrate_without_another_host(tmp_path: Path) -> None:
+    """What cannot be measured stays as it is assumed, and one rank alone measures nothing."""
+    file = tmp_path / "found.json"
+    command = ["-m", "dist_prims.bench", "calibrate", "--rounds", "0", "--output", str(file)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *command]
+    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["outer"] == ASSUMED["outer"]
+    assert 0 < found["inner"]["alpha"] != ASSUMED["inner"]["alpha"]
+    assert Topology.measured((3, 3), found).meeting == 0
+    alone = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, check=False)
+    assert alone.returncode == 2
+    assert "start it with 2 or more" in alone.stderr

@@ -99,7 +99,8 @@ def test_a_death_is_named_on_all_hosts(program: Path) -> None:
         done = job.result()
     found = dict(re.findall(r"^(\d): after [\d.]+ s (.*)$", done.stdout, re.MULTILINE))
     assert {"0", "1"} <= found.keys()  # torchrun ends rank 2 as soon as it sees that its neighbour has died
-    assert all("rank 3 on host host1" in text and text.startswith("PeerDied") for text in found.values())
+    # torchrun then ends rank 2, too: on a busy machine before a rank has looked round for who was first
+    assert all(re.match(r"PeerDied.* rank [23] on host host1", text) for text in found.values()), found
 
 
 @pytest.mark.slow

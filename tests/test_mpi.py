@@ -112,6 +112,35 @@ dist.barrier()
     assert "[rank1]: ValueError: the error of rank 1" in done.stderr, "one rank's error must end the job, and be seen"
 
 
+def test_ctrl_c_ends_a_wait_for_another_host(kind: Kind) -> None:
+    """The engine's own wait sees it first. It was once taken for the end of the other rank: PeerDied."""
+    code = """
+import os, signal, threading, time
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+os.environ["DIST_PRIMS_HOST_ID"] = str(rank)
+import torch, torch.distributed as dist
+dist.init_process_group("dist_prims")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if rank == 1:
+    time.sleep(2)
+    try:
+        for _ in range(2):  # what rank 0 gives to the first may have left
+            dist.all_reduce(torch.ones(3))
+    except RuntimeError as error:
+        print("told" if "interrupted" in str(error) else error, flush=True)
+else:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(3))
+    except KeyboardInterrupt:
+        print("interrupted" if time.monotonic() - began < 1.5 else "late", flush=True)
+"""
+    done = kind.run(2, "-c", code)
+    assert sorted(done.stdout.split()) == ["interrupted", "told"], done.stdout + done.stderr
+
+
 def test_init_process_group_with_other_numbers_than_the_launcher() -> None:
     kind = KINDS["MPICH"]
     if reason := kind.lacks():

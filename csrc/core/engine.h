@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <stdexcept>
 
 namespace dist_prims {
 
@@ -11,12 +12,18 @@ class Engine {
 public:
     static constexpr int kAnyone = -1;
 
+    // The other side is gone, or time is up. Whatever else comes out of an engine, such as Ctrl-C, is not the other
+    // side's doing.
+    struct Broken : std::runtime_error {
+        using std::runtime_error::runtime_error;
+    };
+
     // A message under way, on one of its ends. Its memory must stay until it is done, or the engine has let go.
     class Letter {
     public:
         virtual ~Letter() = default;
-        // Return when it is done; false if it was aborted, and then one may wait again. Throws if the other side is
-        // gone or `limit` has passed; then the engine is good for nothing: gloo closes all its connections.
+        // Return when it is done; false if it was aborted, and then one may wait again. Throws Broken if the other side
+        // is gone or `limit` has passed; then the engine is good for nothing: gloo closes all its connections.
         virtual bool wait(std::chrono::milliseconds limit) = 0;
         // Whether it is done, where the engine can tell without waiting.
         virtual bool is_done() = 0;

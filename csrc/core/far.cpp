@@ -68,7 +68,7 @@ Far::Handle Far::begin(Letter letter, const Begin& make) {
     try {
         letter.handle = make();
         return std::make_shared<Letter>(std::move(letter));
-    } catch (const std::exception& error) {
+    } catch (const Engine::Broken& error) {
         reason = error.what();
     }
     failed(letter, reason);
@@ -91,8 +91,11 @@ void Far::wait(const Handle& letter) {
         std::string reason;
         try {
             if (wait_a_while(*letter)) return;
-        } catch (const std::exception& error) {
+        } catch (const Engine::Broken& error) {
             reason = error.what();
+        } catch (...) {  // Ctrl-C
+            peers_.give_notice(CommError::Kind::kInterrupted, peers_.number(peers_.rank()));
+            throw;
         }
         if (!reason.empty() || Clock::now() >= letter->deadline) failed(*letter, reason);
         look_around(*letter);

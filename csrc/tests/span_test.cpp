@@ -88,9 +88,8 @@ private:
             const auto until = Clock::now() + limit;
             while (!take()) {
                 if (std::exchange(aborted, false)) return false;
-                if (from >= 0 && office.closed[from]) throw std::runtime_error("connection closed");
-                if (office.changed.wait_until(lock, until) == std::cv_status::timeout)
-                    throw std::runtime_error("time is up");
+                if (from >= 0 && office.closed[from]) throw Broken("connection closed");
+                if (office.changed.wait_until(lock, until) == std::cv_status::timeout) throw Broken("time is up");
             }
             return true;
         }

@@ -6,7 +6,7 @@ exchange a chunk and do nothing else. The time of a step is that of a call with 
 
     probe                           by itself               all ranks at once
     exchange of 4 KB                alpha                   how many ranks really work at once (cores)
-    exchange of much                beta (inside)         beta (of the links between hosts)
+    exchange of much                beta (inside)         beta (of the links between hosts); to all other hosts: meeting
     the same, and add it            gamma
 """
 
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from ..launch import init
 from ..schedules.contract import contract
@@ -31,11 +32,13 @@ from ..schedules.cost import seconds
 from ..schedules.recommend import Candidate, recommend
 from ..schedules.schedule import Schedule, Step, Steps
 from ..schedules.topology import Topology
-from ..spanning import Seats, told
+from ..spanning import ASSUMED, Seats, told
 from ..tuning import calibration_file, write_json
 from .arguments import sizes
 
 __all__ = ["main"]
+
+Ints = NDArray[np.int64]
 
 _CPU = torch.device("cpu")
 _SMALL, _LARGE = 4096, 4 << 20  # bytes of a message in a probe
@@ -50,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, default=calibration_file(), help="the file that groups read")
     given = parser.parse_args(arguments)
     place = init("dist_prims", timeout=600)
+    if dist.get_world_size() < 2:
+        parser.error("one rank sends nothing: start it with 2 or more, torchrun ... -m dist_prims.bench calibrate")
     torch.set_num_threads(1)
     bench = _Bench(place.hosts)
     found = _calibrate(bench)
@@ -94,47 +99,81 @@ class _Bench:
         return statistics.median(found[1:])
 
 
-def _exchange(size: int, src: Sequence[int], dst: Sequence[int], steps: int, reduce: bool = False) -> Schedule:
+def _exchange(size: int, src: Ints | list[int], dst: Ints | list[int], steps: int, reduce: bool = False) -> Schedule:
     """Each of ``src`` sends its chunk to the one of ``dst`` beside it, so often; only its time counts."""
+
+    nth = [list(dst[:number]).count(to) for number, to in enumerate(dst)]  # who gets several keeps them apart
+    into = np.zeros(len(dst), np.int64) if reduce else 1 + np.array(nth, np.int64)
+    scratch = 1 + max(nth, default=0)
 
     def make() -> Iterator[Step]:
         for _ in range(steps):
-            yield Step(src, dst, chunk=0, into=0 if reduce else 1, reduce=reduce)
+            yield Step(src, dst, chunk=0, into=into, reduce=reduce)
 
-    return Schedule("all_reduce", "exchange", size, 1, contract("all_reduce", size, 1, scratch=1), Steps(make))
+    return Schedule("all_reduce", "exchange", size, 1, contract("all_reduce", size, 1, scratch=scratch), Steps(make))
 
 
 def _calibrate(bench: _Bench) -> dict[str, Any]:
+    probes = _Probes(bench)
     hosts = bench.seats.hosts
-    first = np.cumsum((0, *hosts[:-1]))
-    seats = np.arange(bench.size)
-    host = np.repeat(np.arange(len(hosts)), hosts)
-    following = (host + 1) % len(hosts)
-    across = first[following] + (seats - first[host]) % np.array(hosts)[following]
-    inside = first[host] + (seats - first[host] + 1) % np.array(hosts)[host]
-    nothing = bench.median(_exchange(bench.size, [], [], 0), _SMALL)
-
-    def step(peer: Any, who: Any, nbytes: int, reduce: bool = False) -> float:
-        schedule = _exchange(bench.size, seats[who], peer[who], _STEPS[nbytes], reduce)
-        return max(bench.median(schedule, nbytes) - nothing, 0.0) / _STEPS[nbytes]
-
-    found: dict[str, Any] = {"call": nothing}
-    local = seats < 2 if hosts[0] > 1 else seats < 0
-    pair = np.isin(seats, [0, first[1]]) if len(hosts) > 1 else local
-    alpha = step(inside, local, _SMALL)
-    found["inner"] = {"alpha": alpha, "beta": max(step(inside, local, _LARGE) - alpha, 0.0) / _LARGE}
-    alpha = step(across, pair, _SMALL)
-    full = step(across, seats >= 0, _LARGE)  # links are never so busy with one message as with those of all ranks
-    found["outer"] = {"alpha": alpha, "beta": max(full - alpha, 0.0) / (_LARGE * max(hosts))}
-    folded = step(inside, local, _LARGE, reduce=True) - step(inside, local, _LARGE)
-    found["gamma"] = max(folded, 0.0) / _LARGE
-    crowd = step(across, seats >= 0, _SMALL) / max(found["outer"]["alpha"], 1e-9)
+    found: dict[str, Any] = {"call": probes.nothing, **ASSUMED}  # what cannot be measured here stays assumed
+    if max(hosts) > 1:
+        found |= probes.inside()
+    if len(hosts) > 1:
+        found |= probes.between()
     boots = [""] * bench.size
     dist.all_gather_object(boots, Path("/proc/sys/kernel/random/boot_id").read_text())
     found["one_machine"] = len(set(boots)) == 1 and len(hosts) > 1
     sharing = bench.size if found["one_machine"] else max(hosts)
+    crowd = probes.crowd() / max(found["outer" if len(hosts) > 1 else "inner"]["alpha"], 1e-9)
     found["cores"] = min(os.cpu_count() or 1, max(1, round(sharing / max(crowd, 1.0))))
     return _agreed(found)
+
+
+class _Probes:
+    """Exchanges between seats."""
+
+    def __init__(self, bench: _Bench) -> None:
+        self.bench, self.hosts = bench, np.array(bench.seats.hosts)
+        self.seats = np.arange(bench.size)
+        self.first = np.cumsum((0, *self.hosts[:-1]))
+        self.host = np.repeat(np.arange(len(self.hosts)), self.hosts)
+        self.nothing = bench.median(_exchange(bench.size, [], [], 0), _SMALL)
+
+    def step(self, src: Ints, dst: Ints, nbytes: int, reduce: bool = False) -> float:
+        """Seconds of one step in which ``src`` send so much to ``dst``."""
+        steps = _STEPS[nbytes]
+        spent = self.bench.median(_exchange(self.bench.size, src, dst, steps, reduce), nbytes)
+        return max(spent - self.nothing, 0.0) / steps
+
+    def following(self, away: int) -> Ints:
+        """For each seat the one beside it: on its own host (0), or so many hosts further."""
+        to = (self.host + away) % len(self.hosts)
+        seats: Ints = self.first[to] + (self.seats - self.first[self.host] + (away == 0)) % self.hosts[to]
+        return seats
+
+    def inside(self) -> dict[str, Any]:
+        pair = self.first[int(self.hosts.argmax())] + np.arange(2)
+        alpha, moved = self.step(pair, pair[::-1], _SMALL), self.step(pair, pair[::-1], _LARGE)
+        folded = self.step(pair, pair[::-1], _LARGE, reduce=True)
+        beta, gamma = max(moved - alpha, 0.0) / _LARGE, max(folded - moved, 0.0) / _LARGE
+        return {"inner": {"alpha": alpha, "beta": beta}, "gamma": gamma}
+
+    def between(self) -> dict[str, Any]:
+        pair = self.first[:2]
+        alpha = self.step(pair, pair[::-1], _SMALL)
+        others = [self.following(away) for away in range(1, len(self.hosts))]
+        # links are never so busy with one message as with those of all ranks
+        beta = max(self.step(self.seats, others[0], _LARGE) - alpha, 0.0) / (_LARGE * int(self.hosts.max()))
+        meeting = 0.0
+        if len(others) > 1:
+            everyone = self.step(np.tile(self.seats, len(others)), np.concatenate(others), _LARGE)
+            meeting = max((everyone - alpha) / (_LARGE * int(self.hosts.max()) * len(others)) - beta, 0.0)
+        return {"outer": {"alpha": alpha, "beta": beta}, "meeting": meeting}
+
+    def crowd(self) -> float:
+        """Seconds of a small message where all ranks send one at a time."""
+        return self.step(self.seats, self.following(int(len(self.hosts) > 1)), _SMALL)
 
 
 def _agreed(found: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def price(schedule: Schedule) -> Cost:
 
 
 def parts(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments: int = 1) -> Floats:
-    """Seconds for each of ``nbytes`` as (…, 9) parts, what the busiest resource of each tick did: see ``topology``."""
+    """Seconds for each of ``nbytes`` as (…, 10) parts, what the busiest resource of each tick did: see ``topology``."""
     loads = replay(schedule, topology)
     if segments < 1 or (segments > 1 and not loads.followed):
         why = "1 or more" if segments < 1 else "so large a schedule is not followed rank by rank; segments=1 is"

@@ -7,7 +7,8 @@ the ranks of a host share its link, and a byte within a host is cheap. So a step
     rank, sending                messages it sends: inner.alpha or outer.alpha each                   latency
                                  bytes it sends within its host, inner.beta each; bytes it reduces    processor
     rank, receiving              the same for what it receives, and the same reductions               both
-    link of a host, out and in   bytes that all ranks of the host send to (get from) others           link
+    link of a host, out and in   bytes that all ranks of the host send to (get from) others; those
+                                 into which several hosts send at once: `meeting` more for each byte  link
     cores of a machine           what its ranks count, added up and divided by the cores, each way    both
 
 A step lasts as long as its busiest resource, and the next one begins when it is over. The bytes of one message may be
@@ -16,8 +17,8 @@ message between hosts cost ``max(alpha, bytes * beta)``, not their sum.
 
 What a resource does in a step is a row of counts, so that seconds are a product with :meth:`Topology.weights`:
 
-    column    0               1               2              3                4             5 6 7 8
-    counts    inner messages  outer messages  inner chunks   chunks reduced   link chunks   0-3 again, of the cores
+    column    0               1               2              3               4            5 6 7 8          9
+    counts    inner messages  outer messages  inner chunks   chunks reduced  link chunks  0-3 of the cores  that meet
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ __all__ = ["COLUMNS", "LATENCY", "LINK", "PROCESSOR", "Level", "Topology"]
 
 Ints = NDArray[np.int64]
 
-COLUMNS = 9
+COLUMNS = 10
 _LEVELS = ("inner", "outer")
-LATENCY, PROCESSOR, LINK = [0, 1, 5, 6], [2, 3, 7, 8], [4]  # what the columns are time for
+LATENCY, PROCESSOR, LINK = [0, 1, 5, 6], [2, 3, 7, 8], [4, 9]  # what the columns are time for
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Level:
 class Topology:
     """``hosts``: the number of ranks of each host; ranks are numbered host by host. ``gamma``: seconds a byte reduced.
 
+    ``meeting``: seconds more for each byte on a link into which several hosts send in one step: streams that meet there
+    disturb each other.
     ``cores``: of each host; with them, ranks that outnumber the cores share their time. ``one_machine``: all hosts live
     in one machine (containers, network namespaces) and share its cores.
 
@@ -72,12 +75,14 @@ class Topology:
     gamma: float = 0.0
     cores: int | None = None
     one_machine: bool = False
+    meeting: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.hosts or min(self.hosts) < 1:
             raise ValueError(f"Topology(hosts={self.hosts}): one host or more, each with one rank or more")
-        if not 0 <= self.gamma < math.inf:
-            raise ValueError(f"Topology(gamma={self.gamma}): seconds a byte reduced are 0 or more")
+        for name, value in (("gamma", self.gamma), ("meeting", self.meeting)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"Topology({name}={value}): seconds a byte are 0 or more")
         if self.cores is not None and self.cores < 1:
             raise ValueError(f"Topology(cores={self.cores}): one core or more, or None where they do not matter")
 
@@ -92,12 +97,13 @@ class Topology:
 
     @staticmethod
     def measured(hosts: tuple[int, ...], found: Mapping[str, Any]) -> Topology:
-        """From what ``bench calibrate`` has written: inner, outer, gamma, cores, one_machine."""
+        """From what ``bench calibrate`` has written: inner, outer, gamma, cores, one_machine, meeting."""
         try:
             inner, outer = (Level(float(found[level]["alpha"]), float(found[level]["beta"])) for level in _LEVELS)
             cores = None if found.get("cores") is None else int(found["cores"])
             one_machine = bool(found.get("one_machine", False))
-            return Topology(hosts, inner, outer, float(found.get("gamma", 0)), cores, one_machine)
+            gamma, meeting = (float(found.get(name, 0)) for name in ("gamma", "meeting"))
+            return Topology(hosts, inner, outer, gamma, cores, one_machine, meeting)
         except (KeyError, TypeError, AttributeError) as error:
             wanted = '{"inner": {"alpha": s, "beta": s}, "outer": {...}, "gamma": s, "cores": n, "one_machine": bool}'
             raise ValueError(f"a calibration is {wanted}, seconds a message and a byte; here: {error!r}") from None
@@ -143,9 +149,15 @@ class Topology:
             for messages, chunks in ((sends, src), (receives, dst))
         ]
         links = [_count(self.host_of[chunks], len(self.hosts), spans, leaves) for chunks in (src, dst)]
-        return self._rows(ranks, links)
+        return self._rows(ranks, links, self._meet(src[leaves], dst[leaves]))
 
-    def _rows(self, ranks: list[Ints], links: list[Ints]) -> Ints:
+    def _meet(self, src: Ints, dst: Ints) -> NDArray[np.bool_]:
+        """The hosts to which more than one other host sends."""
+        count = len(self.hosts)
+        pairs = _distinct(self.host_of[src] * count + self.host_of[dst])
+        return np.bincount(pairs % count, minlength=count) > 1
+
+    def _rows(self, ranks: list[Ints], links: list[Ints], meet: NDArray[np.bool_]) -> Ints:
         cores = [] if self.cores is None else [np.add.reduceat(each, self._machines, axis=0) for each in ranks]
         blocks = [(0, np.concatenate(ranks)), (4, np.concatenate(links)[:, None])]
         blocks += [(5, np.concatenate(cores))] if cores else []
@@ -154,6 +166,8 @@ class Topology:
         for column, block in blocks:
             rows[at : at + len(block), column : column + block.shape[1]] = block
             at += len(block)
+        links_in = rows[2 * self.size + len(self.hosts) :][: len(self.hosts)]
+        links_in[meet, 9] = links_in[meet, 4]
         return rows
 
     @cached_property
@@ -164,7 +178,8 @@ class Topology:
     def weights(self, nbytes: float) -> NDArray[np.float64]:
         """Seconds that each column of the counts stands for, where a chunk has ``nbytes``."""
         rank = [self.inner.alpha, self.outer.alpha, nbytes * self.inner.beta, nbytes * self.gamma]
-        return np.array([*rank, nbytes * self.outer.beta, *(each / (self.cores or 1) for each in rank)])
+        cores = [each / (self.cores or 1) for each in rank]
+        return np.array([*rank, nbytes * self.outer.beta, *cores, nbytes * self.meeting])
 
 
 def _count(places: Ints, size: int, span: Ints | None, which: NDArray[np.bool_]) -> Ints:
