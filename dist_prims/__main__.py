@@ -17,10 +17,14 @@ from .schedules import COLLECTIVES, Schedule, advice, algorithms, build, lookup
 from .schedules.catalogue import LETTERS, markdown_table, text_table
 from .schedules.contract import ROOTED
 from .schedules.draw import caption, numbers, promise, terminal
+from .schedules.pipeline import markdown_table as pipeline_table
+from .schedules.pipeline import pipeline_plan, pipeline_plans
+from .schedules.pipeline import show as show_pipeline
 from .schedules.recommend import recommend
 from .schedules.topology import Level, Topology
 
 _SIZES = (*range(1, 34), 64)
+_PIPELINES = (*range(1, 13),)
 _LINKS = {"link": "25G", "latency": "10us", "inner_link": "80G", "inner_latency": "1us"}  # plan, where nothing is said
 _GAMMA = 1e-10  # seconds a byte reduced
 _ADDING = ("all_reduce", "reduce_scatter", "reduce", "scan", "exclusive_scan")
@@ -65,6 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--markdown", action="store_true")
     table.set_defaults(run=_list)
     _add_plan(commands)
+    pipeline = commands.add_parser("pipeline", help="a pipeline's schedule: its chart, bubble and memory")
+    pipeline.add_argument("name", nargs="?", metavar="NAME", help="unless given, a table of all")
+    pipeline.add_argument("--ranks", type=int, default=4, metavar="N", help="(4)")
+    pipeline.add_argument("--micros", type=int, default=8, metavar="N", help="micro-batches (8)")
+    pipeline.add_argument("--stages-a-rank", type=int, metavar="N", help="unless given, what the schedule is for")
+    pipeline.add_argument("--svg", metavar="FILE", help="write the chart, too")
+    pipeline.set_defaults(run=_pipeline)
     tune = commands.add_parser("tune", help="measure once what is quicker on this machine, for the backend")
     tune.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     tune.set_defaults(run=_tune)
@@ -155,7 +166,11 @@ def _prove(given: argparse.Namespace) -> int:
     chosen = [each for each in _registered() if not given.file or lookup(*each) is not before.get(each)]
     if not chosen:
         raise ValueError(f"{given.file} registers no algorithm; decorate a generator with @algorithm(collective, ...)")
-    return max([_prove_one(collective, name, sizes) for collective, name in chosen])
+    pipelines = [] if given.file else pipeline_plans()
+    return max(
+        [_prove_one(collective, name, sizes) for collective, name in chosen]
+        + [_prove_pipeline(name) for name in pipelines]
+    )
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -188,6 +203,24 @@ def _prove_one(collective: str, name: str, sizes: tuple[int, ...]) -> int:
                 return 1
         proved += len(roots)
     print(f"✓ {collective} {name}: {proved} schedules, sizes {numbers(sizes)}", flush=True)
+    return 0
+
+
+def _prove_pipeline(name: str) -> int:
+    for ranks in _PIPELINES:
+        for micros in _PIPELINES:
+            pipeline_plan(name, ranks, micros).verify()
+    print(f"✓ pipeline {name}: {len(_PIPELINES) ** 2} plans, ranks and micro-batches {numbers(_PIPELINES)}", flush=True)
+    return 0
+
+
+def _pipeline(given: argparse.Namespace) -> int:
+    if given.name is None:
+        print(pipeline_table())
+        return 0
+    print(show_pipeline(given.name, given.ranks, given.micros, given.stages_a_rank))
+    if given.svg:
+        print(f"picture  {pipeline_plan(given.name, given.ranks, given.micros, given.stages_a_rank).draw(given.svg)}")
     return 0
 
 

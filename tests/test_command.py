@@ -95,8 +95,21 @@ def test_prove_a_file(tmp_path: Path) -> None:
 def test_prove_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prove", "--sizes", "1-5,8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert all(line.startswith("✓") and line.endswith("sizes 1-5,8") for line in lines)
+    assert all(line.startswith("✓") and line.endswith(("sizes 1-5,8", "micro-batches 1-12")) for line in lines)
+    assert "✓ pipeline 1f1b: 144 plans, ranks and micro-batches 1-12" in lines
     assert "✓ all_reduce swing: 6 schedules, sizes 1-5,8" in lines
+
+
+def test_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.svg"
+    assert main(["pipeline", "1f1b", "--ranks", "2", "--micros", "2", "--svg", str(picture)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "pipeline 1f1b, 2 ranks, 2 stages, 2 micro-batches"
+    assert "time  9 units, where less than 6 cannot be; ranks are idle 33.3 % of it" in lines
+    assert lines[-1] == f"picture  {picture}"
+    assert "</svg>" in picture.read_text()
+    assert main(["pipeline"]) == 0
+    assert "| `zb_h1` |" in capsys.readouterr().out
 
 
 def test_algorithms(capsys: pytest.CaptureFixture[str]) -> None:

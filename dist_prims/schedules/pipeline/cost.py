@@ -1,0 +1,132 @@
+"""The price of a plan: when every action begins and ends, how long a step takes, and how much of it ranks are idle.
+
+An action begins when its rank is free and what it needs is there. What another rank has done is there ``transfer``
+seconds after its end; both ranks compute meanwhile. Since the order is fixed, one pass in any order in which needs come
+first gives all times.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from .plan import Action, PipelinePlan, Seconds
+from .proof import replay
+
+__all__ = ["PipelineCost", "Row", "lower_bound", "price"]
+
+
+class Row(NamedTuple):
+    """When an action was done, or would be: what a picture is drawn from."""
+
+    kind: str
+    stage: int
+    micro: int
+    begin: float
+    end: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class PipelineCost:
+    """``makespan``: seconds of a step; ``busy``: of them, seconds that each rank computes; ``rows``: every action."""
+
+    makespan: float
+    busy: tuple[float, ...]
+    rows: tuple[Row, ...] = field(repr=False)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step that the ranks are idle, on average."""
+        return 1 - self.used
+
+    @property
+    def used(self) -> float:
+        """The share of the step that the ranks compute: what a run can reach of as many independent ranks."""
+        return sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 1.0
+
+    @property
+    def gap(self) -> float:
+        """Most seconds that a rank is idle between its first action and its last.
+
+        What is idle before and after can be used by the next step if nothing makes the ranks meet in between.
+        """
+        ends: dict[int, tuple[float, float]] = {}
+        for row in self.rows:
+            first, last = ends.get(row.rank, (row.begin, row.end))
+            ends[row.rank] = min(first, row.begin), max(last, row.end)
+        return max((last - first - self.busy[rank] for rank, (first, last) in ends.items()), default=0.0)
+
+
+def price(
+    plan: PipelinePlan,
+    forward: Seconds = 1.0,
+    input_grad: Seconds = 1.0,
+    weight_grad: Seconds = 1.0,
+    transfer: float = 0.0,
+) -> PipelineCost:
+    """Begin and end of every action; BW takes the sum of B and W.
+
+    >>> from dist_prims.schedules.pipeline import pipeline_plan
+    >>> price(pipeline_plan("1f1b", ranks=2, micros=8)).makespan
+    27.0
+    """
+    seconds = _durations(plan, forward, input_grad, weight_grad)
+    if not (math.isfinite(transfer) and transfer >= 0):
+        raise ValueError(f"cost of plan {plan.name}: transfer={transfer} must be seconds from 0")
+    free, busy = [0.0] * plan.ranks, [0.0] * plan.ranks
+    end: dict[Action, float] = {}
+    rows = []
+    for action in replay(plan):
+        rank = plan.rank_of[action.stage]
+        begin = free[rank]
+        for needed in plan.needs(action):
+            begin = max(begin, end[needed] + (transfer if plan.rank_of[needed.stage] != rank else 0.0))
+        duration = seconds[action.kind][action.stage]
+        end[action] = free[rank] = begin + duration
+        busy[rank] += duration
+        rows.append(Row(*action, begin, begin + duration, rank))
+    return PipelineCost(max(free), tuple(busy), tuple(rows))
+
+
+def _durations(
+    plan: PipelinePlan, forward: Seconds, input_grad: Seconds, weight_grad: Seconds
+) -> dict[str, list[float]]:
+    table = {"F": _each("forward", forward, plan), "B": _each("input_grad", input_grad, plan)}
+    table["W"] = _each("weight_grad", weight_grad, plan)
+    table["BW"] = [both + rest for both, rest in zip(table["B"], table["W"], strict=True)]
+    return table
+
+
+def _each(name: str, given: Seconds, plan: PipelinePlan) -> list[float]:
+    """Seconds of every stage."""
+    values = np.asarray(given, np.float64)
+    if values.shape not in ((), (plan.stages,)):
+        raise ValueError(
+            f"cost of plan {plan.name}: {name} has shape {values.shape} for {plan.stages} stages; "
+            "give one number, or one a stage"
+        )
+    if not (np.isfinite(values) & (values >= 0)).all():
+        raise ValueError(f"cost of plan {plan.name}: {name}={given} must be seconds from 0")
+    found: list[float] = np.broadcast_to(values, plan.stages).tolist()
+    return found
+
+
+def lower_bound(
+    plan: PipelinePlan,
+    forward: Seconds = 1.0,
+    input_grad: Seconds = 1.0,
+    weight_grad: Seconds = 1.0,
+    transfer: float = 0.0,
+) -> float:
+    """Seconds below which no order of the same work comes: the busiest rank, or one micro-batch there and back."""
+    seconds = _durations(plan, forward, input_grad, weight_grad)
+    load = [0.0] * plan.ranks
+    for stage, rank in enumerate(plan.rank_of):
+        load[rank] += plan.micros * sum(seconds[kind][stage] for kind in "FBW")
+    crossings = sum(a != b for a, b in zip(plan.rank_of, plan.rank_of[1:], strict=False))
+    way = sum(seconds["F"]) + sum(seconds["B"]) + seconds["W"][0] + 2 * crossings * transfer
+    return max(*load, way)

@@ -1,0 +1,33 @@
+"""Fill and drain (GPipe): all forwards, then all backwards.
+
+The simplest order that keeps ranks busy side by side. The pipeline fills and drains once forwards and once backwards,
+and all activations are held in between, so memory grows with the number of micro-batches. 2 ranks, 3 micro-batches:
+
+    rank 0  F0 F1 F2          BW2-- BW1-- BW0--
+    rank 1     F0 F1 F2 BW2-- BW1-- BW0--
+
+The last micro-batch goes back first: its activations are the youngest, and the last rank's next backward needs no wait.
+"""
+
+from collections.abc import Iterator
+
+from .plan import Action
+from .registry import PipelineCard, pipeline_schedule
+
+__all__ = ["fill_drain"]
+
+CARD = PipelineCard(
+    idea="all F, then all BW",
+    idle="3*(p-1)",
+    peak="m",
+    wins="memory is plenty: it waits for messages least",
+    source="Huang et al., GPipe, 2019",
+)
+
+
+@pipeline_schedule("fill_drain", CARD)
+def fill_drain(rank: int, ranks: int, micros: int, stages_a_rank: int) -> Iterator[Action]:
+    for micro in range(micros):
+        yield Action("F", rank, micro)
+    for micro in reversed(range(micros)):
+        yield Action("BW", rank, micro)

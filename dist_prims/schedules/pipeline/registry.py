@@ -1,0 +1,158 @@
+"""The registry of pipeline schedules: one decorated function, which says the order of one rank, is all a new one takes.
+
+>>> from dist_prims.schedules.pipeline import Action, PipelineCard, pipeline_plan, pipeline_schedule
+>>> card = PipelineCard("one rank, one micro-batch", idle="0", peak="1", wins="never", source="none")
+>>> @pipeline_schedule("hasty", card)
+... def hasty(rank, ranks, micros, stages_a_rank):
+...     for micro in range(micros):
+...         yield Action("F", rank, micro)
+...         yield Action("BW", rank, micro)
+>>> pipeline_plan("hasty", ranks=3, micros=2).verify()
+>>> unregister("hasty")
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from ..registry import nearest
+from .plan import Action, PipelinePlan
+
+__all__ = [
+    "PipelineCard",
+    "PipelineSchedule",
+    "lookup",
+    "pipeline_plan",
+    "pipeline_plans",
+    "pipeline_schedule",
+    "unregister",
+]
+
+Order = Callable[[int, int, int, int], Iterator[Action]]  # of rank, ranks, micros, stages a rank
+
+
+@dataclass(frozen=True)
+class PipelineCard:
+    """What a schedule costs, as formulas that a test evaluates against its plans.
+
+    ``idle``: time units of a step that every rank is idle, where F, B and W of a stage take one each, and BW two.
+    ``peak``: most activations (of one stage and micro-batch) that rank r holds. In them ``p`` is the number of ranks,
+    ``m`` of micro-batches, ``v`` of stages a rank, ``r`` the rank; ``where`` has more names, functions of p and m.
+
+    >>> card = PipelineCard("all F, then all B", "3*(p-1)", "m", wins="never", source="Huang et al. 2019")
+    >>> card.evaluate("idle", p=2, m=8), card.evaluate("peak", p=2, m=8), card.bubble(p=2, m=8)
+    (Fraction(3, 1), Fraction(8, 1), Fraction(1, 9))
+    """
+
+    idea: str
+    idle: str
+    peak: str
+    wins: str
+    source: str
+    where: Mapping[str, Callable[[int, int], int]] = field(default_factory=dict)
+
+    def bubble(self, p: int, m: int, v: int = 1) -> Fraction:
+        """The share of the step that a rank is idle: it works 3 units for every stage and micro-batch."""
+        idle = self.evaluate("idle", p, m, v)
+        return idle / (3 * v * m + idle)
+
+    def evaluate(self, formula: str, p: int, m: int, v: int = 1, r: int = 0) -> Fraction:
+        """The value of one of the two formulas, exact."""
+        names = {"p": p, "m": m, "v": v, "r": r, **{name: function(p, m) for name, function in self.where.items()}}
+        exact = {name: Fraction(value) for name, value in names.items()}
+        return Fraction(eval(getattr(self, formula), {"__builtins__": {}, "min": min, "max": max}, exact))
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """What is known of a registered schedule."""
+
+    name: str
+    order: Order
+    card: PipelineCard
+    stages_a_rank: int
+    any_more: bool
+    v_shape: bool
+
+    def __call__(self, ranks: int, micros: int, stages_a_rank: int) -> PipelinePlan:
+        stages = ranks * stages_a_rank
+        down = [stage % ranks for stage in range(stages)]
+        rank_of = [ranks - 1 - rank if self.v_shape and stage // ranks % 2 else rank for stage, rank in enumerate(down)]
+        actions = tuple(tuple(self.order(rank, ranks, micros, stages_a_rank)) for rank in range(ranks))
+        return PipelinePlan(self.name, ranks, stages, micros, tuple(rank_of), actions)
+
+
+_registry: dict[str, PipelineSchedule] = {}
+
+
+def pipeline_schedule(
+    name: str, card: PipelineCard, *, stages_a_rank: int = 1, any_more: bool = False, v_shape: bool = False
+) -> Callable[[Order], Order]:
+    """Register a function ``order(rank, ranks, micros, stages_a_rank)`` that yields the actions of one rank.
+
+    ``stages_a_rank``: how many the schedule is for; ``any_more``: any other number will do, too. Stage s is with rank
+    ``s % ranks``, or, in a ``v_shape``, down the ranks and up again, so that the first rank has the last stage, too.
+    """
+
+    def register(order: Order) -> Order:
+        _registry[name] = PipelineSchedule(name, order, card, stages_a_rank, any_more, v_shape)
+        return order
+
+    return register
+
+
+def unregister(name: str) -> None:
+    """Forget a schedule, so that a notebook or a test can leave the registry as it found it."""
+    del _registry[name]
+
+
+@functools.cache
+def _load() -> None:
+    for module in pkgutil.iter_modules(importlib.import_module(__package__).__path__):
+        importlib.import_module(f"{__package__}.{module.name}")
+
+
+def pipeline_plans() -> list[str]:
+    """Names of the registered schedules.
+
+    >>> "1f1b" in pipeline_plans()
+    True
+    """
+    _load()
+    return list(_registry)
+
+
+def lookup(name: str) -> PipelineSchedule:
+    """What is registered under a name; ValueError with the nearest names if nothing is."""
+    known = pipeline_plans()
+    if name not in known:
+        raise ValueError(nearest("pipeline schedule", name, known))
+    return _registry[name]
+
+
+def pipeline_plan(name: str, ranks: int, micros: int, stages_a_rank: int | None = None) -> PipelinePlan:
+    """The plan of a schedule for so many ranks and micro-batches; ``stages_a_rank`` is by default what it is for.
+
+    >>> plan = pipeline_plan("zbv", ranks=2, micros=4)
+    >>> plan.stages, plan.rank_of
+    (4, (0, 1, 1, 0))
+    """
+    found = lookup(name)
+    wanted = found.stages_a_rank if stages_a_rank is None else stages_a_rank
+    counts = {"ranks": ranks, "micros": micros, "stages_a_rank": wanted}
+    for what, count in counts.items():
+        if operator.index(count) < 1:
+            raise ValueError(f"pipeline {name}: {what}={count}; 1 is the least")
+    if wanted != found.stages_a_rank and not found.any_more:
+        raise ValueError(
+            f"pipeline {name}: stages_a_rank={wanted}, but its order is for {found.stages_a_rank}; "
+            f"cut the model into {ranks * found.stages_a_rank} stages, or take a schedule for any number: "
+            f"{', '.join(each for each, schedule in _registry.items() if schedule.any_more)}"
+        )
+    return found(ranks, micros, wanted)

@@ -1,0 +1,51 @@
+"""ZB-H1: 1F1B with the backward cut in two, so that the weights' gradients fill what would be idle.
+
+The rank before waits only for the gradient of the input (B); that of the weights (W) nobody waits for. So B is done at
+once, which halves the way back, and W where there is time for it. Up to the last p micro-batches W follows its B, as
+in 1F1B. From there on it waits until the rank's last forward is done: thus the last backwards reach the first rank
+earlier, and the ranks behind do their W while the drain goes on before them. 3 ranks, 5 micro-batches, F, B and W of
+equal length:
+
+    rank 0  F0 F1 F2       B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4
+    rank 1     F0 F1    B0 W0 F2 B1 W1 F3 B2 F4 B3 W2 B4 W3 W4
+    rank 2        F0 B0 W0 F1 B1 W1 F2 B2 F3 B3 F4 B4 W2 W3 W4
+
+An activation is held until its W. On the first rank W never waits; on rank r the W that wait take the place of the
+forwards that 1F1B has under way on the ranks before it: no rank holds more than p, as the first does in 1F1B.
+
+Whatever the three take, p or more micro-batches have a bubble of (p-1) * max(F, B, F+B-W), 1F1B's is (p-1) * (F+B+W).
+That is for stages that take equally long; where one takes many times as long as another, ask ``cost()`` for both.
+"""
+
+from collections.abc import Iterator
+
+from .plan import Action
+from .registry import PipelineCard, pipeline_schedule
+
+__all__ = ["zb_h1"]
+
+CARD = PipelineCard(
+    idea="1F1B, the backward split: B at once, W later",
+    idle="max(p-1, 2*p-1-m)",
+    peak="min(p, m)",
+    wins="one stage a rank: a third of the bubble of 1F1B in no more memory than its first rank's",
+    source="Qi, Wan, Huang and Lin, Zero Bubble Pipeline Parallelism, 2024",
+)
+
+
+@pipeline_schedule("zb_h1", CARD)
+def zb_h1(rank: int, ranks: int, micros: int, stages_a_rank: int) -> Iterator[Action]:
+    ahead = min(ranks - 1 - rank, micros)
+    last = micros - ahead - 1  # the backward with which the last forward goes
+    weights = 0
+    for micro in range(ahead):
+        yield Action("F", rank, micro)
+    for micro in range(micros):
+        if micro <= last:
+            yield Action("F", rank, ahead + micro)
+        yield Action("B", rank, micro)
+        if not micros - ranks <= micro < last:
+            yield Action("W", rank, weights)
+            weights += 1
+    for micro in range(weights, micros):
+        yield Action("W", rank, micro)
