@@ -20,12 +20,16 @@ _HOME = {
     "DataPartitioner": "training",
     "empty": "backend",
     "gather": "collectives",
+    "GradientAverager": "training",
     "init": "launch",
     "Options": "backend",
+    "partition_dataset": "training",
+    "Pipeline": "training",
     "reduce": "collectives",
     "reduce_scatter": "collectives",
     "scan": "collectives",
     "scatter": "collectives",
+    "ShardedSampler": "training",
     "spawn": "launch",
 }
 

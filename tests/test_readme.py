@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dist_prims.schedules.catalogue import markdown_table
+from dist_prims.schedules.pipeline import markdown_table as pipeline_table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -25,8 +26,9 @@ def test_programs_run(number: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_ten_lines_run_on_several_ranks(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAMS[0])
+@pytest.mark.parametrize("number", [number for number, text in enumerate(PROGRAMS) if "dist_prims.init(" in text])
+def test_programs_run_on_several_ranks(number: int, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAMS[number])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "program.py"]
     done = subprocess.run(torchrun, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
@@ -35,6 +37,11 @@ def test_the_ten_lines_run_on_several_ranks(tmp_path: Path) -> None:
 def test_the_table_of_algorithms_is_fresh() -> None:
     table = README.partition("<!-- algorithms -->\n")[2].partition("<!-- /algorithms -->")[0]
     assert table.strip() == markdown_table().strip(), "paste what `python -m dist_prims algorithms --markdown` prints"
+
+
+def test_the_table_of_pipelines_is_fresh() -> None:
+    table = README.partition("<!-- pipelines -->\n")[2].partition("<!-- /pipelines -->")[0]
+    assert table.strip() == pipeline_table().strip(), "paste what `python -m dist_prims pipeline` prints"
 
 
 def test_links_lead_somewhere() -> None:

@@ -33,7 +33,7 @@ def test_all_contenders_are_timed_and_agree() -> None:
     (text, tables), (_, others) = dist_prims.spawn(body, 2, timeout=60)
     assert tables == others
     assert [table.agree for table in tables] == [True, True]
-    assert [*tables[0].seconds] == ["none", "noop", "gloo", "dist_prims"]
+    assert [*tables[0].seconds] == ["none", "noop", "gloo", "dist_prims", "averager"]
     assert [*tables[1].seconds] == ["none", "gloo", "dist_prims"]
     assert all(len(each) == 3 and min(each) > 0 for table in tables for each in table.seconds.values())
     rows = [line.split()[:2] for line in text.splitlines() if not line.startswith("#")]

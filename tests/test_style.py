@@ -34,13 +34,14 @@ FLOORS = {
     "tuning": set(),
     "launch": {"autoload"},
     "datasets": set(),
-    "training": {"collectives"},
+    "training": {"backend", "collectives", "errors", "schedules"},
     "demo": {"schedules", "collectives", "launch", "datasets", "training", "_chart"},
-    "bench": {"schedules", "collectives", "launch", "backend", "spanning", "tuning", "_chart"},
+    "bench": {"schedules", "collectives", "launch", "backend", "spanning", "training", "tuning", "_chart"},
 }
 PURE = {"schedules", "errors", "_chart"}  # no torch
 
 PUBLIC = ["DataPartitioner", "Options", "__version__", "all_gather", "all_reduce", "all_reduce_", "all_to_all"]
+PUBLIC += ["GradientAverager", "Pipeline", "ShardedSampler", "partition_dataset"]
 PUBLIC += [
     "average_gradients",
     "barrier",

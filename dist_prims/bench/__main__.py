@@ -28,6 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
         from .calibrate import main as calibrate  # it needs the backend, which may not be built
 
         return calibrate(words[1:])
+    if words[:1] == ["pipeline"]:
+        from .pipeline import main as pipeline
+
+        return pipeline(words[1:])
     given = _parser().parse_args(words)
     if detect().size > 1:
         init(timeout=_SECONDS)

@@ -6,7 +6,8 @@ dist_prims, and without communication; what a group takes longer than none is ex
 order that turns by one; the time of a turn is that of its slowest rank, and the median of the turns counts.
 
 Training without communication is the model without DDP. The contender "noop" is DDP with a hook that sends nothing: it
-tells how much of what is exposed is DDP's own work and not communication.
+tells how much of what is exposed is DDP's own work and not communication. "averager" is GradientAverager over the group
+of dist_prims.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ..launch import detect, init, spawn
+from ..training import GradientAverager
 from .arguments import positive
 from .report import environment
 
 __all__ = ["Decoding", "Table", "Training", "Work", "measure", "report"]
 
 _SECONDS, _WAIT_SECONDS = 3600.0, 300.0  # of all, and of one wait for another rank
-_NONE, _NOOP, _GROUPS = "none", "noop", ("gloo", "dist_prims")
+_NONE, _NOOP, _AVERAGER, _GROUPS = "none", "noop", "averager", ("gloo", "dist_prims")
 _WORKS = ("ddp", "decode")
 _HEAD = 64
 _VOCABULARY = 256
@@ -118,12 +120,14 @@ class Training:
         self, groups: Mapping[str, dist.ProcessGroup | None], layers: int = 24, width: int = 1024, batch: int = 64
     ) -> None:
         self.names, self.meeting = [*groups], [*groups.values()][-1]
-        self.contenders = [_NONE, _NOOP, *groups]
+        self.contenders = [_NONE, _NOOP, *groups, _AVERAGER]
         self.models: dict[str, torch.nn.Module] = {_NONE: _layers(layers, width)}
         self.models[_NOOP] = silent = DistributedDataParallel(_layers(layers, width))
         silent.register_comm_hook(None, noop_hook)
         for name, group in groups.items():
             self.models[name] = DistributedDataParallel(_layers(layers, width), process_group=group)
+        self.models[_AVERAGER] = _layers(layers, width)
+        self.averager = GradientAverager(self.models[_AVERAGER], group=self.meeting)
         self.optimizers = {name: torch.optim.SGD(each.parameters(), lr=0.01) for name, each in self.models.items()}
         self.random = torch.Generator().manual_seed(dist.get_rank())
         self.shape, self.first = (2, batch, width), True
@@ -137,7 +141,7 @@ class Training:
         self.optimizers[contender].step()
 
     def agree(self) -> bool:
-        found = {name: _gradients(self.models[name]) for name in self.names}
+        found = {name: _gradients(self.models[name]) for name in (*self.names, _AVERAGER)}
         wanted = found[self.names[0]]
         if self.first:
             wanted = _gradients(self.models[_NONE])

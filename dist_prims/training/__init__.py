@@ -1,6 +1,27 @@
-"""What a custom trainer imports: gradients averaged over the ranks, data parted among them."""
+"""What a custom trainer imports: gradients averaged over the ranks, data parted among them, models cut into pipelines.
+
+Compressors of gradients are in :mod:`.compression`, tar archives in :mod:`.data`, ResNets in :mod:`.resnet`.
+"""
 
 from .average import average_gradients
+from .data import Batches, ShardedIterable, ShardedSampler, partition_dataset
+from .gradients import GradientAverager
+from .local_sgd import LocalSGD
 from .partition import DataPartitioner, Partition
+from .pipeline import DevicePipeline, Pipeline
+from .pipeline.split import split
 
-__all__ = ["DataPartitioner", "Partition", "average_gradients"]
+__all__ = [
+    "Batches",
+    "DataPartitioner",
+    "DevicePipeline",
+    "GradientAverager",
+    "LocalSGD",
+    "Partition",
+    "Pipeline",
+    "ShardedIterable",
+    "ShardedSampler",
+    "average_gradients",
+    "partition_dataset",
+    "split",
+]

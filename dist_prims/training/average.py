@@ -7,7 +7,6 @@ that skip a parameter would pair the wrong messages from there on. First of all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from ..collectives import all_reduce
 from ..collectives.flat import cut
+from .gradients.layout import plan
 
 __all__ = ["average_gradients"]
 
@@ -46,8 +46,8 @@ def average_gradients(
             "make its layer with sparse=False, or average it by itself after .to_dense()"
         )
     taking_part = [parameter for (_, parameter), kind in zip(named, kinds, strict=True) if kind == _DENSE]
-    for bucket in _buckets(taking_part, int(bucket_mb * 2**20)):
-        _average(bucket, group, options)
+    for numbers in plan(taking_part, range(len(taking_part)), int(bucket_mb * 2**20)):
+        _average([taking_part[number] for number in numbers], group, options)
 
 
 def _kind(parameter: torch.nn.Parameter) -> int:
@@ -63,21 +63,6 @@ def _agree(kinds: list[int], named: list[tuple[str, torch.nn.Parameter]], group:
     table = torch.tensor(kinds, dtype=torch.uint8, device=named[0][1].device)
     all_reduce(table, dist.ReduceOp.MAX, group)
     return [int(kind) for kind in table.tolist()]
-
-
-def _buckets(parameters: list[torch.nn.Parameter], limit: int) -> Iterator[list[torch.nn.Parameter]]:
-    """Parameters of one dtype and device, in their order, up to ``limit`` bytes together but at least one."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    for alike in kinds.values():
-        bucket: list[torch.nn.Parameter] = []
-        for parameter in alike:
-            if bucket and sum(each.nbytes for each in bucket) + parameter.nbytes > limit:
-                yield bucket
-                bucket = []
-            bucket.append(parameter)
-        yield bucket
 
 
 def _average(bucket: list[torch.nn.Parameter], group: dist.ProcessGroup | None, options: dict[str, Any]) -> None:

@@ -12,17 +12,20 @@ True
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["DataPartitioner", "Partition"]
+__all__ = ["DataPartitioner", "Items", "Partition", "deal"]
 
 
-class _Items(Protocol):
+class Items(Protocol):
+    """What can be parted: a data set of PyTorch's map style, a list, a tensor."""
+
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
@@ -30,7 +33,7 @@ class _Items(Protocol):
 class Partition:
     """One part of a data set: a data set itself."""
 
-    def __init__(self, data: _Items, indices: NDArray[np.int64]) -> None:
+    def __init__(self, data: Items, indices: NDArray[np.int64]) -> None:
         self.data = data
         self.indices = indices
 
@@ -45,12 +48,44 @@ class Partition:
 
 
 class DataPartitioner:
-    """Parts of ``data``, shuffled by ``seed``; ``sizes`` are fractions that add up to 1, or counts to ``len(data)``."""
+    """Parts of ``data``, shuffled by ``seed``; ``sizes`` are fractions that add up to 1, or counts to ``len(data)``.
 
-    def __init__(self, data: _Items, sizes: Sequence[float] = (0.7, 0.2, 0.1), seed: int = 1234) -> None:
+    ``stratify`` is a label for each item. The parts are as long as without it, and each holds its share of every label:
+    of a label's items len(part) / len(data), but for at most 1 + len(sizes) * len(part) / len(data) items.
+
+    ``weights`` is a weight for each item, such as the length of a text. Then the fractions are of the total weight, and
+    each part's weight is right to (1 - 1 / len(sizes)) times the heaviest item. Items of no weight go by number.
+
+    >>> even = DataPartitioner(range(6), [0.5, 0.5], stratify=["cat", "dog", "dog", "cat", "dog", "dog"])
+    >>> [sorted(item in (0, 3) for item in even.use(part)) for part in (0, 1)]
+    [[False, False, True], [False, False, True]]
+    >>> fair = DataPartitioner(range(4), [0.5, 0.5], weights=[30, 10, 10, 10])
+    >>> sorted(len(fair.use(part)) for part in (0, 1))
+    [1, 3]
+    """
+
+    def __init__(
+        self,
+        data: Items,
+        sizes: Sequence[float] = (0.7, 0.2, 0.1),
+        seed: int = 1234,
+        *,
+        stratify: ArrayLike | None = None,
+        weights: ArrayLike | None = None,
+    ) -> None:
+        if stratify is not None and weights is not None:
+            raise ValueError("DataPartitioner: stratify and weights are both given; choose one")
         self.data = data
-        order = np.random.RandomState(seed).permutation(len(data))
-        self._parts = np.split(order, _cuts(len(data), sizes))
+        random = np.random.RandomState(seed)
+        order: NDArray[np.int64] = random.permutation(len(data))
+        cuts = _cuts(len(data), sizes)
+        if stratify is not None:
+            owners = _by_label(_one_each("stratify", stratify, len(data))[order], cuts)
+        elif weights is not None:
+            owners = _by_weight(_weights(weights, len(data))[order], sizes)
+        else:
+            owners = np.repeat(np.arange(len(sizes)), np.diff([0, *cuts, len(data)]))
+        self._parts = [order[owners == part] for part in range(len(sizes))]
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -62,9 +97,23 @@ class DataPartitioner:
         return Partition(self.data, self._parts[part])
 
 
+def deal(counts: Sequence[int]) -> NDArray[np.int64]:
+    """Whose turn it is when items are dealt to parts that end with ``counts``: each part's turns evenly spread.
+
+    >>> deal([4, 2]).tolist()
+    [0, 1, 0, 0, 1, 0]
+
+    Part p's turn number j comes at the time (j + 1/2) / counts[p]; so at any time each part is within half an item of
+    its share, and among any turns in a row it has its share but for 1 + len(counts) * counts[p] / sum(counts) turns.
+    """
+    times = [(np.arange(count) + 0.5) / max(count, 1) for count in counts]
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return owners[np.argsort(np.concatenate(times), kind="stable")]
+
+
 def _cuts(count: int, sizes: Sequence[float]) -> list[int]:
     """Where each part but the first begins. Rounding the ends, not the lengths, loses nothing."""
-    if not sizes or min(sizes) < 0:
+    if len(sizes) == 0 or min(sizes) < 0:
         raise ValueError(f"DataPartitioner: sizes={list(sizes)} must be one or more numbers from 0")
     whole = all(isinstance(size, int | np.integer) for size in sizes)
     total, wanted = math.fsum(sizes), count if whole else 1
@@ -73,3 +122,50 @@ def _cuts(count: int, sizes: Sequence[float]) -> list[int]:
         raise ValueError(f"DataPartitioner: sizes={list(sizes)} add up to {total:g}; {kind}: they must make {wanted}")
     ends = np.cumsum(sizes)[:-1]
     return [round(float(end) * count / (total or 1)) for end in ends]
+
+
+def _one_each(name: str, values: ArrayLike, count: int) -> NDArray[Any]:
+    found = np.asarray(values)
+    if found.shape != (count,):
+        raise ValueError(f"DataPartitioner: {name} has shape {found.shape}; it takes one for each of {count} items")
+    return found
+
+
+def _weights(weights: ArrayLike, count: int) -> NDArray[np.float64]:
+    found = _one_each("weights", weights, count).astype(np.float64)
+    if not (np.isfinite(found) & (found >= 0)).all():
+        raise ValueError("DataPartitioner: weights must be finite numbers from 0")
+    return found
+
+
+def _by_label(labels: NDArray[Any], cuts: list[int]) -> NDArray[np.int64]:
+    """Deal the items label by label: any run of turns, so each label's, is shared fairly."""
+    owners = np.empty(len(labels), dtype=np.int64)
+    owners[np.argsort(labels, kind="stable")] = deal(np.diff([0, *cuts, len(labels)]).tolist())
+    return owners
+
+
+def _by_weight(weights: NDArray[np.float64], sizes: Sequence[float]) -> NDArray[np.int64]:
+    """The heaviest item first, each to the part that lacks most.
+
+    Why the bound holds, with w the heaviest weight and n parts: what the parts lack is what is left to deal, so an item
+    of v <= w goes to a part that lacks at least v/n, and then it is over by at most w (1 - 1/n). And who lacks d > 0 at
+    the end always lacked as much, so every other part lacks at least d - w; as they sum to 0, d <= w (1 - 1/n).
+    """
+    owners = np.empty(len(weights), dtype=np.int64)
+    light = np.flatnonzero(weights == 0)
+    owners[light] = deal(np.diff([0, *_cuts(len(light), _fractions(sizes)), len(light)]).tolist())
+    total = float(weights.sum())
+    lacking = [(-fraction * total, part) for part, fraction in enumerate(_fractions(sizes)) if fraction]
+    heapq.heapify(lacking)
+    heaviest = np.argsort(-weights, kind="stable")[: len(weights) - len(light)]
+    for item, weight in zip(heaviest.tolist(), weights[heaviest].tolist(), strict=True):
+        lack, part = lacking[0]
+        owners[item] = part
+        heapq.heapreplace(lacking, (lack + weight, part))
+    return owners
+
+
+def _fractions(sizes: Sequence[float]) -> list[float]:
+    total = math.fsum(sizes) or 1.0
+    return [float(size) / total for size in sizes]

@@ -1,0 +1,313 @@
+"""``python -m dist_prims.bench pipeline``: a ResNet cut over ranks, by every schedule, beside what could be reached.
+
+    contender         what it is
+    alone             each rank trains the whole model on a batch of its own: what the ranks could do without waiting
+    model_parallel    one micro-batch at a time, through all stages and back: the naive twin
+    1f1b, zb_h1, ...  the registered schedules
+    torch ...         torch.distributed.pipelining over the same group, with the same cut
+
+All have the same micro-batches, share one model, and take turns; the slowest rank's time and the median of turns count.
+*alone* is the rate of a schedule over that of the ranks alone; *plan* is what the plan foretells, from the seconds that
+its own actions took, over what the step took; *held* are the activations that rank 0 held at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn import functional
+
+from .._chart import line_chart
+from ..launch import detect, init, spawn
+from ..schedules.pipeline import PipelinePlan, Row, draw_gantt, pipeline_plan, pipeline_plans
+from ..training import resnet
+from ..training.pipeline import Pipeline
+from ..training.pipeline.profile import profile
+from ..training.pipeline.split import balance, split
+from .arguments import positive
+from .steps import Table, measure
+
+__all__ = ["main"]
+
+_SECONDS = 3600.0
+_ALONE, _TWIN = "alone", "model_parallel"
+_THEIRS = {"torch gpipe": ScheduleGPipe, "torch 1f1b": Schedule1F1B}
+
+
+def main(arguments: Sequence[str]) -> int:
+    given = _parser().parse_args(arguments)
+    if detect().size > 1:
+        init("dist_prims", timeout=_SECONDS)
+        return bench(given)
+    return int(max(spawn(bench, given.ranks, (given,), timeout=_SECONDS, backend="dist_prims")))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dist_prims.bench pipeline", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
+    parser.add_argument("--batch", type=positive, default=32)
+    parser.add_argument("--image", type=positive, default=128, help="its width and height (128)")
+    parser.add_argument("--micros", type=positive, default=8, help="micro-batches (8)")
+    parser.add_argument("--schedules", default="", help="names; unless given, all")
+    parser.add_argument("--ranks", type=positive, default=2, help="to start where no launcher has (2)")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--sweep", default="", help="instead: 1f1b with these numbers of micro-batches, as 1,2,4,8,16")
+    parser.add_argument("--pictures", type=Path, help="folder for the plot of the sweep, or for charts of plan and run")
+    return parser
+
+
+def bench(given: argparse.Namespace) -> int:
+    """On every rank; 1 if a loss or a gradient was wrong."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = getattr(resnet, given.model)(num_classes=1000)
+    cuts = _Cuts(model, torch.randn(max(given.batch // given.micros, 1), 3, given.image, given.image))
+    if given.pictures and dist.get_rank() == 0:
+        given.pictures.mkdir(parents=True, exist_ok=True)
+    return _sweep(given, model, cuts) if given.sweep else _compare(given, model, cuts)
+
+
+class _Cuts:
+    """The stages of a model for any number of them; its layers are measured once, by rank 0."""
+
+    def __init__(self, model: torch.nn.Module, sample: torch.Tensor) -> None:
+        self.model = model
+        box = [[cost.seconds for cost in profile(model, sample)] if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(box)
+        assert box[0] is not None
+        self.seconds = box[0]
+
+    def __call__(self, stages: int) -> list[torch.nn.Module]:
+        return [*split(self.model, stages, balance(self.seconds, stages))]
+
+
+class _Work:
+    """Steps of one model by all contenders, for :func:`.steps.measure`."""
+
+    what, unit, units = "pipeline", "step", 1
+    meeting: dist.ProcessGroup | None = None
+
+    def __init__(self, given: argparse.Namespace, model: torch.nn.Module, plans: dict[str, PipelinePlan], cuts: _Cuts):
+        self.model, self.micros, self.plans = model, given.micros, plans
+        self.shape = (given.batch, 3, given.image, given.image)
+        self.pipelines = {
+            name: Pipeline(cuts(plan.stages), plan, loss=functional.cross_entropy) for name, plan in plans.items()
+        }
+        own = cuts(dist.get_world_size())[dist.get_rank()]
+        stage = functools.partial(PipelineStage, own, dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+        self.theirs = {
+            name: make(stage(), self.micros, loss_fn=functional.cross_entropy)
+            for name, make in _THEIRS.items()
+            if dist.get_world_size() > 1 and self.micros >= dist.get_world_size() and given.batch % self.micros == 0
+        }
+        self.contenders = [_ALONE, *self.pipelines, *self.theirs]
+        self.losses: dict[str, float] = {}
+        self.gradients: dict[str, dict[str, torch.Tensor]] = {}
+        self.random = torch.Generator().manual_seed(0)  # the same batch on every rank
+        self.first = True
+
+    def prepare(self, round: int) -> None:
+        self.inputs = torch.randn(self.shape, generator=self.random)
+        self.targets = torch.randint(1000, self.shape[:1], generator=self.random)
+        self.model.zero_grad()
+
+    def run(self, contender: str) -> None:
+        self.model.zero_grad()
+        if contender == _ALONE:
+            loss = self._alone()
+        elif contender in self.pipelines:
+            loss = float(self.pipelines[contender].step(self.inputs, self.targets))
+        else:
+            loss = self._torchs(self.theirs[contender])
+        self.losses[contender] = loss
+        if self.first:
+            named = self.model.named_parameters()
+            self.gradients[contender] = {name: each.grad.clone() for name, each in named if each.grad is not None}
+
+    def _alone(self) -> float:
+        total = 0.0
+        for x, y in zip(self.inputs.chunk(self.micros), self.targets.chunk(self.micros), strict=True):
+            loss = functional.cross_entropy(self.model(x), y) * (len(x) / len(self.inputs))
+            torch.autograd.backward(loss)
+            total += float(loss)
+        return total
+
+    def _torchs(self, schedule: Any) -> float:
+        inputs = [self.inputs] if dist.get_rank() == 0 else []
+        if dist.get_rank() < dist.get_world_size() - 1:
+            schedule.step(*inputs)
+            return math.nan  # it is told to the last rank only
+        losses: list[torch.Tensor] = []
+        schedule.step(*inputs, target=self.targets, losses=losses)
+        return statistics.fmean(map(float, losses))
+
+    def agree(self) -> bool:
+        """Losses, and in the first round gradients, are the unsplit model's, to 1e-5 of the largest."""
+        wanted = self.gradients.pop(_ALONE, {})
+        close = all(abs(loss / self.losses[_ALONE] - 1) < 1e-5 for loss in self.losses.values() if not math.isnan(loss))
+        for found in self.gradients.values():
+            close &= all(_apart(grad, wanted[name]) < 1e-5 for name, grad in found.items())
+        self.gradients.clear()
+        self.first = False
+        return close
+
+
+def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def _plans(text: str, micros: int) -> dict[str, PipelinePlan]:
+    names = text.split(",") if text else pipeline_plans()
+    return {name: pipeline_plan(name, dist.get_world_size(), micros) for name in dict.fromkeys([_TWIN, *names])}
+
+
+def _compare(given: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> int:
+    plans = _plans(given.schedules, given.micros)
+    work = _Work(given, model, plans, cuts)
+    table = measure(work, given.rounds, warmup=1)
+    found = {name: _foretold(work, name, given.rounds) for name in plans}
+    held = {name: _held(work, name) for name in plans}
+    if dist.get_rank() == 0:
+        _print(given, table, work, found, held)
+        for name, (rows, *_) in found.items():
+            if given.pictures:
+                _draw(given.pictures / f"{name}.svg", plans[name], rows)
+    return int(not table.agree)
+
+
+def _foretold(work: _Work, name: str, rounds: int) -> tuple[list[Row], float]:
+    """A recorded step, and the median over steps of (what the plan foretells from its actions) / (what it took)."""
+    pipeline, ratios, rows = work.pipelines[name], [], []
+    for _ in range(rounds):
+        work.model.zero_grad()
+        pipeline.record = True
+        dist.barrier()
+        began = time.perf_counter()
+        pipeline.step(work.inputs, work.targets)
+        took = torch.tensor(time.perf_counter() - began)
+        pipeline.record = False
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        rows = pipeline.rows()
+        if rows:
+            ratios.append(_price(work.plans[name], rows) / float(took))
+    return rows, statistics.median(ratios) if ratios else 0.0
+
+
+def _price(plan: PipelinePlan, rows: Sequence[Row]) -> float:
+    """What a step takes by the plan, if each action takes the mean of its kind and stage."""
+
+    def mean(*kinds: str) -> list[float]:
+        return [sum(_mean(rows, kind, stage) for kind in kinds) for stage in range(plan.stages)]
+
+    return plan.cost(mean("F"), mean("B", "BW"), mean("W")).makespan
+
+
+def _mean(rows: Sequence[Row], kind: str, stage: int) -> float:
+    spent = [row.end - row.begin for row in rows if (row.kind, row.stage) == (kind, stage)]
+    return statistics.fmean(spent) if spent else 0.0
+
+
+def _draw(path: Path, plan: PipelinePlan, rows: Sequence[Row]) -> None:
+    draw_gantt(path, {"as it ran": rows}, f"{plan.name}, {plan.ranks} ranks, {plan.micros} micro-batches")
+
+
+@contextmanager
+def _counting() -> Iterator[Callable[[], int]]:
+    """Counts the bytes that autograd keeps for the backward; the function tells the most at any moment."""
+    storages: Counter[int] = Counter()
+    now = most = 0
+
+    class Kept:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            nonlocal now, most
+            self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
+            if not storages[self.key]:
+                now += tensor.untyped_storage().nbytes()
+                most = max(most, now)
+            storages[self.key] += 1
+
+        def __del__(self) -> None:
+            nonlocal now
+            storages[self.key] -= 1
+            if not storages[self.key]:
+                now -= self.tensor.untyped_storage().nbytes()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | Kept:
+        return tensor if tensor.is_leaf and tensor.requires_grad else Kept(tensor)
+
+    def unpack(kept: torch.Tensor | Kept) -> torch.Tensor:
+        return kept.tensor if isinstance(kept, Kept) else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield lambda: most
+
+
+def _held(work: _Work, name: str) -> int:
+    """Bytes of activations that this rank holds at most in a step."""
+    work.model.zero_grad()
+    with _counting() as most:
+        work.pipelines[name].step(work.inputs, work.targets)
+    return most()
+
+
+def _print(given: Any, table: Table, work: _Work, found: dict[str, Any], held: dict[str, int]) -> None:
+    ranks = dist.get_world_size()
+    print(
+        f"# {given.model}, batch {given.batch} of {given.image}x{given.image}, {given.micros} micro-batches, "
+        f"{ranks} ranks of one thread, torch {torch.__version__}\n"
+        f"# {'':17}{'step':>9}{'rate':>10}{'alone':>8}{'twin':>7}{'plan':>7}{'ceiling':>9}{'held':>9}"
+    )
+    alone, twin = table.median(_ALONE), table.median(_TWIN)
+    for name in table.seconds:
+        seconds = table.median(name)
+        images = given.batch * (ranks if name == _ALONE else 1) / seconds
+        line = f"{name:18} {seconds * 1e3:6.0f} ms {images:6.2f}/s {images * alone / (ranks * given.batch):8.3f}"
+        line += f" {twin / seconds:6.2f}" if name != _ALONE else ""
+        if name in found:
+            rows, ratio = found[name]
+            line += f" {ratio:6.3f} {_used(work.plans[name], rows):8.3f} {held[name] / 2**20:5.0f} MB"
+        print(line, flush=True)
+    print(f"# losses and gradients {'are' if table.agree else 'ARE NOT'} those of the unsplit model")
+
+
+def _used(plan: PipelinePlan, rows: Sequence[Row]) -> float:
+    """The share of the ranks' time that the plan uses, by what the actions took."""
+    return sum(row.end - row.begin for row in rows) / plan.ranks / max(_price(plan, rows), 1e-9)
+
+
+def _sweep(given: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> int:
+    """The tutorial's experiment: alone, model parallel, and a pipeline, over the number of micro-batches."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    agree = True
+    for micros in map(int, given.sweep.split(",")):
+        given.micros = micros
+        work = _Work(given, model, _plans(given.schedules or "1f1b,zb_h1", micros), cuts)
+        table = measure(work, given.rounds, warmup=1)
+        agree &= table.agree
+        for name in table.seconds:
+            rate = given.batch / table.median(name)
+            lines.setdefault("one rank alone" if name == _ALONE else name, []).append((given.batch / micros, rate))
+        if dist.get_rank() == 0:
+            rates = ", ".join(f"{name} {points[-1][1]:.2f}" for name, points in lines.items())
+            print(f"{micros:4} micro-batches of {given.batch / micros:g}: images a second: {rates}", flush=True)
+    if dist.get_rank() == 0 and given.pictures:
+        title = f"{given.model}, batch {given.batch}, {dist.get_world_size()} ranks"
+        print(line_chart(given.pictures / "sweep.svg", title, "images of a micro-batch", "images a second", lines))
+    return int(not agree)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,71 @@
+"""The mean in two exchanges of encoded pieces: all_to_all, sum, all_gather.
+
+To add in a low precision loses bits with every rank, and float16 overflows. Here each rank encodes its gradient and
+sends piece r to rank r, which decodes what it gets, adds in float32 in the order of the ranks, divides, and sends the
+mean, encoded once more, to all. The bytes are those of a ring, 2(n-1)/n of the encoded gradient, and everything is
+rounded twice however many ranks there are. (A quantised ring rounds every partial sum: n times, in n-1 steps that wait
+for each other.) What the second rounding loses is kept by the rank that lost it (DoubleSqueeze, Tang et al. 2019).
+
+Messages are bytes, so that every engine carries them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from .gather import gather_rows
+from .stages import Staged, wide
+
+if TYPE_CHECKING:
+    from ..gradients.bucket import Bucket
+
+__all__ = ["Exchange"]
+
+
+class Exchange(Staged):
+    """A compressor that says how rows of values become rows of bytes, and back."""
+
+    @abstractmethod
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of float32 or float64 as rows of uint8."""
+
+    @abstractmethod
+    def decode(self, packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of ``width`` values, what is left of them after :meth:`encode`."""
+
+    def width(self, count: int) -> int:
+        """The length of a piece of at least ``count`` elements."""
+        return count
+
+    def stages(self, bucket: Bucket, group: dist.ProcessGroup | None, size: int) -> Iterator[Any]:
+        """See :meth:`Staged.stages`."""
+        count, width = bucket.flat.numel(), self.width(-(-bucket.flat.numel() // size))
+        wanted = self.feedback.add((bucket.index, "gradient"), wide(bucket.flat))
+        padded = pad(wanted, (0, size * width - count)) if count < size * width else wanted
+        leaving = self.encode(padded.view(size, width))
+        arriving = torch.empty_like(leaving)
+        work = dist.all_to_all_single(arriving, leaving, group=group, async_op=True)
+        self.sent_bytes += (size - 1) * leaving.shape[1]
+        if self.feedback.enabled:  # while it travels
+            lost = self.decode(leaving, width, wanted.dtype).view(-1)[:count]
+            self.feedback.keep((bucket.index, "gradient"), wanted, lost)
+        yield work
+
+        mean = self.decode(arriving[:1], width, wanted.dtype)
+        for rank in range(1, size):
+            mean += self.decode(arriving[rank : rank + 1], width, wanted.dtype)
+        mean = self.feedback.add((bucket.index, "mean"), mean.div_(size))
+        mine = self.encode(mean)
+        everyones, work = gather_rows(mine.view(-1), group)
+        self.sent_bytes += (size - 1) * mine.numel()
+        if self.feedback.enabled:
+            self.feedback.keep((bucket.index, "mean"), mean, self.decode(mine, width, wanted.dtype))
+        yield work
+
+        bucket.flat.copy_(self.decode(everyones, width, wanted.dtype).view(-1)[:count])

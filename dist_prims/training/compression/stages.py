@@ -1,0 +1,130 @@
+"""What all compressors share: their work in stages, launched in one order on all ranks, and the bytes they send.
+
+Compression takes more than one collective, and the second needs what the first has brought. A thread, or a callback on
+the end of the first, would launch the second when it happens to be there, behind different collectives on different
+ranks: the wrong messages would be paired. Waiting for all of it in ``start`` would hold up backward. So a compressor is
+a generator that yields each collective it has launched, and ``start`` of a bucket launches its first collective, then
+takes the bucket before it one stage on. The order depends on the order of the buckets only, the network always has
+something to do, and backward waits only if the network is slower than it by a whole bucket.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from .feedback import Feedback
+from .same import check_same
+
+if TYPE_CHECKING:
+    from ..gradients.bucket import Bucket
+
+__all__ = ["Staged", "wide"]
+
+
+class Staged(ABC):
+    """A compressor whose subclasses say what happens to a bucket, in :meth:`stages`.
+
+    ``sent_bytes`` counts what a rank has sent, ``dense_bytes`` what a ring would have sent of the same gradients
+    uncompressed; :meth:`ratio` compares the two.
+    """
+
+    rounds: ClassVar[int] = 2  # collectives one after the other
+
+    def __init__(self, *, feedback: bool = True) -> None:
+        self.feedback = Feedback(feedback)
+        self.sent_bytes = 0
+        self.dense_bytes = 0
+        self._last: _Job | None = None
+        self._agreed: set[str] = set()
+
+    @abstractmethod
+    def stages(self, bucket: Bucket, group: dist.ProcessGroup | None, size: int) -> Iterator[Any]:
+        """Turn ``bucket.flat`` into the mean, yielding each work that is to be waited for; ``size`` is 2 or more."""
+
+    @abstractmethod
+    def __repr__(self) -> str:
+        """The class and its arguments, all that ranks must have alike."""
+
+    def start(self, bucket: Bucket, group: dist.ProcessGroup | None) -> Callable[[], None]:
+        """Begin to turn ``bucket.flat`` into the mean over the ranks; the callable returned waits and writes it.
+
+        Every rank starts the same buckets in the same order, and ends them in one order, too.
+        """
+        flat, size = bucket.flat, dist.get_world_size(group)
+        self._check(bucket, group)
+        if size == 1 or not flat.numel():
+            return _nothing
+        self.dense_bytes += 2 * (size - 1) * flat.nbytes // size
+        job = _Job(self.stages(bucket, group, size))
+        before, self._last = self._last, job
+        job.advance()
+        if before is not None and before.launched < self.rounds:
+            before.advance()
+        return job.finish
+
+    def reset(self) -> None:
+        """Forget what was lost: the buckets were built anew, or the parameters are others."""
+        self.feedback.reset()
+        self._agreed.clear()
+        self._last = None
+
+    def ratio(self) -> float:
+        """How many times fewer bytes were sent than without compression; 1 where none were to be sent."""
+        return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+    def _check(self, bucket: Bucket, group: dist.ProcessGroup | None) -> None:
+        flat = bucket.flat
+        if not flat.is_floating_point():
+            raise ValueError(
+                f"rank {dist.get_rank(group)}: {self!r} compresses real floating-point gradients, and those of bucket "
+                f"{bucket.index} are {flat.dtype}; average that model without compression"
+            )
+        text = f"{self!r} on bucket {bucket.index} of {flat.numel()} elements of {flat.dtype}"
+        if text not in self._agreed:  # once a bucket: later steps cost nothing
+            check_same(text, "Every rank must make its compressor with the same arguments", group, flat.device)
+            self._agreed.add(text)
+
+
+class _Job:
+    """One bucket on its way."""
+
+    def __init__(self, stages: Iterator[Any]) -> None:
+        self._stages = stages
+        self._work: Any = None
+        self._failed: BaseException | None = None
+        self._done = False
+        self.launched = 0
+
+    def advance(self) -> None:
+        """Wait for the collective that is under way, and go on to the next or to the end."""
+        if self._failed is not None:
+            raise self._failed
+        if self._done:
+            return
+        try:
+            if self._work is not None:
+                self._work.wait()
+            self._work = next(self._stages, None)
+        except BaseException as error:
+            self._failed = error  # who asks for the end of this bucket must not find it done
+            raise
+        self._done = self._work is None
+        self.launched += not self._done
+
+    def finish(self) -> None:
+        while not self._done:
+            self.advance()
+
+
+def _nothing() -> None:
+    return None
+
+
+def wide(flat: torch.Tensor) -> torch.Tensor:
+    """A tensor in the dtype in which its values are added: half types in float32. Itself where it is wide enough."""
+    return flat.to(torch.promote_types(flat.dtype, torch.float32))

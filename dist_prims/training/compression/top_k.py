@@ -1,0 +1,87 @@
+"""Only the largest values of a gradient are sent, with their places; the rest waits till it has grown (error feedback).
+
+Each rank chooses for itself, so an all_reduce does not fit: all ranks' places and values are gathered, and every rank
+adds them in the order of the ranks. What a rank sends grows with their number, so this is for few ranks and slow links.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .gather import gather_rows
+from .stages import Staged, wide
+
+if TYPE_CHECKING:
+    from ..gradients.bucket import Bucket
+
+__all__ = ["TopK", "largest"]
+
+_SAMPLE = 1 << 16  # elements of which a first guess at the threshold is made
+_INT32 = 2**31
+
+
+class TopK(Staged):
+    """The fraction ``ratio`` of a bucket with the largest magnitudes, at least one value of it.
+
+    >>> TopK(ratio=0.25).count(7)
+    2
+    """
+
+    rounds = 1
+
+    def __init__(self, ratio: float = 0.01, *, feedback: bool = True) -> None:
+        if not 0 < ratio <= 1:
+            raise ValueError(f"TopK(ratio={ratio}): a fraction above 0, up to 1")
+        super().__init__(feedback=feedback)
+        self.fraction = ratio
+
+    def __repr__(self) -> str:
+        return f"TopK(ratio={self.fraction}, feedback={self.feedback.enabled})"
+
+    def count(self, elements: int) -> int:
+        """How many of them are sent."""
+        return math.ceil(self.fraction * elements)
+
+    def stages(self, bucket: Bucket, group: dist.ProcessGroup | None, size: int) -> Iterator[Any]:
+        """See :meth:`Staged.stages`."""
+        wanted = self.feedback.add(bucket.index, wide(bucket.flat))
+        places = largest(wanted, self.count(wanted.numel()))
+        index = torch.int32 if wanted.numel() < _INT32 else torch.int64
+        values = wanted[places].to(bucket.flat.dtype)
+        mine = torch.cat([values.view(torch.uint8), places.to(index).view(torch.uint8)])
+        everyones, work = gather_rows(mine, group)
+        self.sent_bytes += (size - 1) * mine.numel()
+        if self.feedback.enabled:
+            sent = torch.zeros_like(wanted).index_copy_(0, places, values.to(wanted.dtype))
+            self.feedback.keep(bucket.index, wanted, sent)
+        yield work
+
+        mean = wanted.zero_()
+        for row in everyones:  # in the order of the ranks; none has a place twice
+            of_rank, at = row[: values.nbytes].clone(), row[values.nbytes :].clone()  # aligned for what they hold
+            mean.index_add_(0, at.view(index).long(), of_rank.view(values.dtype).to(mean.dtype))
+        bucket.flat.copy_(mean.div_(size))
+
+
+def largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the ``count`` largest magnitudes are, in no order; NaN is the largest of all.
+
+    On a CPU ``topk`` of millions takes long, so it is given only what lies above a threshold, which is guessed from a
+    sample: if that is enough elements, then the largest are among them.
+
+    >>> sorted(largest(torch.tensor([1.0, -3.0, 2.0]), 2).tolist())
+    [1, 2]
+    """
+    sizes = values.abs()
+    if values.device.type == "cpu" and values.numel() > 4 * _SAMPLE:
+        sample = sizes[:: values.numel() // _SAMPLE]
+        guess = min(len(sample), math.ceil(1.3 * len(sample) * count / values.numel()) + 20)
+        near = (~(sizes < sample.topk(guess).values[-1])).nonzero().view(-1)  # not "at least": that would lose NaN
+        if len(near) >= count:
+            return near[sizes[near].topk(count, sorted=False).indices]
+    return sizes.topk(count, sorted=False).indices

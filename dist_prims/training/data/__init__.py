@@ -1,0 +1,18 @@
+"""Data parted among ranks and workers: batches, samplers and streams that neither lose an item nor give one twice."""
+
+from .batches import Batches, partition_dataset
+from .iterable import ShardedIterable
+from .permutation import Permutation
+from .sampler import ShardedSampler
+from .tar import TarError, tar_members, tar_samples
+
+__all__ = [
+    "Batches",
+    "Permutation",
+    "ShardedIterable",
+    "ShardedSampler",
+    "TarError",
+    "partition_dataset",
+    "tar_members",
+    "tar_samples",
+]

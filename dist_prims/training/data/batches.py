@@ -1,0 +1,137 @@
+"""A data set in batches over the ranks, such that the ranks together do what one process would do.
+
+The obvious way, batch / ranks each, makes another total batch where it does not divide, ends with ranks that take
+different numbers of steps (a hang), and averages gradients of uneven batches as if they were even. Here the total of
+every batch is what was asked for, the last one's what is left, and all ranks take the same steps. Each rank's loss
+counts with a weight, own items * ranks / items of all: then the mean of the ranks' gradients is the gradient of the
+whole batch's mean loss. A rank that has no item in a batch gets one on loan, with weight 0: it runs forward and
+backward like the others, whatever the model does with no items, and adds nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike
+from torch.utils.data import default_collate
+
+from ...collectives import all_gather
+from ..partition import DataPartitioner, Items, deal
+from .place import place_of
+
+__all__ = ["Batches", "partition_dataset"]
+
+
+def partition_dataset(
+    data: Items,
+    batch: int,
+    *,
+    sizes: Sequence[float] | None = None,
+    stratify: ArrayLike | None = None,
+    group: dist.ProcessGroup | None = None,
+    seed: int = 1234,
+    shuffle: bool = True,
+    collate: Callable[[list[Any]], Any] = default_collate,
+) -> Batches:
+    """This rank's part of ``data``, in batches with ``batch`` items on all ranks together.
+
+    >>> data = [(torch.ones(2), torch.tensor(1.0))] * 10
+    >>> batches = partition_dataset(data, batch=4)
+    >>> [(tuple(x.shape), tuple(y.shape), weight) for x, y, weight in batches]
+    [((4, 2), (4,), 1.0), ((4, 2), (4,), 1.0), ((2, 2), (2,), 1.0)]
+
+    Train with ``(loss * weight).backward()``, where ``loss`` is a mean over the items, then ``average_gradients``.
+    ``sizes``: each rank's share, as fractions or counts; even unless given. ``stratify``: see
+    :class:`~dist_prims.DataPartitioner`. All ranks call this together, with alike arguments: where they differ, all of
+    them get a ValueError.
+    """
+    rank, size = place_of("partition_dataset", group, None, None)
+    shares = [1 / size] * size if sizes is None else list(sizes)
+    problem = ""
+    if batch < 1:
+        problem = f"batch={batch} must be at least 1"
+    elif len(shares) != size:
+        problem = f"sizes={shares} are {len(shares)}, and the group has {size} ranks; give one for each"
+    labels = None if stratify is None else np.asarray(stratify)
+    _agree(rank, group, len(data), batch, seed, shuffle, repr(shares), None if labels is None else labels.tolist())
+    if problem:
+        raise ValueError(f"partition_dataset: rank {rank}: {problem}")
+    parts = DataPartitioner(data, shares, seed, stratify=labels)
+    return Batches(parts, batch, rank, seed=seed, shuffle=shuffle, collate=collate)
+
+
+class Batches:
+    """The batches of one rank: iterate, and each iteration is an epoch with an order of its own.
+
+    >>> batches = Batches(DataPartitioner(range(5), [0.8, 0.2]), batch=2, rank=1)
+    >>> [weight for numbers, weight in batches]  # of the second two items one is ours, of the others none
+    [0.0, 1.0, 0.0]
+    >>> len(batches), batches.epoch
+    (3, 1)
+
+    A batch is ``(fields..., weight)`` where items are tuples or lists, else ``(batch, weight)``. ``epoch`` is the
+    number of the next one; set it to go on where a checkpoint was made.
+    """
+
+    def __init__(
+        self,
+        parts: DataPartitioner,
+        batch: int,
+        rank: int,
+        *,
+        seed: int = 1234,
+        shuffle: bool = True,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        self.part, self.batch, self.epoch = parts.use(rank), batch, 0
+        self._seed, self._shuffle, self._collate, self._rank, self._size = seed, shuffle, collate, rank, len(parts)
+        mine = deal([len(parts.use(part)) for part in range(len(parts))]) == rank
+        self._ends = np.minimum(np.arange(0, len(mine) + batch, batch), len(mine))  # of the batches of all ranks
+        self._mine = np.concatenate([[0], np.cumsum(mine)])[self._ends]  # and of this rank's part of them
+
+    def __len__(self) -> int:
+        """Steps an epoch, the same on every rank."""
+        return len(self._ends) - 1
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        return self._steps(epoch)
+
+    def _steps(self, epoch: int) -> Iterator[tuple[Any, ...]]:
+        order = np.arange(len(self.part))
+        if self._shuffle:
+            order = np.random.RandomState([self._seed, epoch, self._rank]).permutation(order)
+        for step, total in enumerate(np.diff(self._ends).tolist()):
+            chosen = order[self._mine[step] : self._mine[step + 1]].tolist()
+            items = [self.part[index] for index in chosen] or [self._loan()]
+            batch = self._collate(items)
+            several = isinstance(items[0], tuple | list) and isinstance(batch, tuple | list)
+            fields = batch if several else (batch,)
+            yield (*fields, len(chosen) * self._size / total)
+
+    def _loan(self) -> Any:
+        return self.part[0] if len(self.part) else self.part.data[0]
+
+
+def _agree(rank: int, group: dist.ProcessGroup | None, count: int, batch: int, seed: int, *rest: object) -> None:
+    """ValueError on every rank where any differs: parts would overlap, or ranks would wait for steps never taken."""
+    names = ("len(data)", "batch", "seed", "one of shuffle, sizes and stratify (by checksum)")
+    only_cuda = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if only_cuda else torch.device("cpu")
+    own = torch.tensor([count, batch, seed, zlib.crc32(repr(rest).encode())], device=device)
+    size = dist.get_world_size(group)
+    all_of_them = torch.empty(size * len(own), dtype=own.dtype, device=device)
+    all_gather(all_of_them, own, group)
+    rows = all_of_them.view(size, -1).tolist()
+    for other, row in enumerate(rows):
+        for name, first, value in zip(names, rows[0], row, strict=True):
+            if first != value:
+                raise ValueError(
+                    f"partition_dataset: rank {rank}: ranks differ in {name}: rank 0 has {first}, rank {other} has "
+                    f"{value}; call it with the same arguments on every rank"
+                )

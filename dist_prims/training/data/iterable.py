@@ -1,0 +1,203 @@
+"""Streams and archives, each sample once an epoch over ranks and workers, and the rest of an epoch after a crash.
+
+A stream has no length and cannot be read from its middle. So whole shards are dealt to the *consumers* (a consumer is
+one DataLoader worker of one rank) as far as they go round; the shards that are left over, fewer than consumers, are
+each read by several consumers, which take its samples in turns (*stripes*). That works for one shard, too.
+
+What a consumer gives in an epoch is a function of the shards, the seed and its number. So it is enough to keep how many
+samples it has given: whoever goes on reads again from the beginning and skips those, and the shuffle buffer is as it
+was. And the rest of a consumer's stream is a stream: if the number of consumers changes, the old ones' rests are dealt
+to the new ones as if they were shards. The price of a resume is reading again what was read in the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from .permutation import Permutation
+from .place import place_of
+
+__all__ = ["ShardedIterable"]
+
+_SAME = ("shards", "seed", "shuffle", "shuffle_buffer")
+
+
+def _open(source: Any) -> Iterable[Any]:
+    samples: Iterable[Any] = source() if callable(source) else source
+    return samples
+
+
+class ShardedIterable(IterableDataset[Any]):
+    """The samples of ``sources``: iterables, functions that make one, or anything that ``open`` makes one of.
+
+    >>> streams = [range(0, 4), range(4, 7), range(7, 12)]
+    >>> mine, yours = (ShardedIterable(streams, rank=rank, size=2, seed=1) for rank in range(2))
+    >>> sorted([*mine, *yours]) == list(range(12))
+    True
+    >>> [len(batch) for batch in ShardedIterable(streams).batches(5)]
+    [5, 5, 2]
+
+    ``open(source)`` may be :func:`~.tar.tar_samples`, for paths of archives. Each epoch has an order of shards of its
+    own unless ``shuffle`` is False. ``shuffle_buffer``: so many samples are kept in memory, and a random one of them is
+    given. Reading a source again must give the same samples.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Any],
+        open: Callable[[Any], Iterable[Any]] = _open,
+        *,
+        group: dist.ProcessGroup | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        shuffle_buffer: int = 0,
+    ) -> None:
+        if shuffle_buffer < 0 or seed < 0:
+            raise ValueError(f"ShardedIterable: shuffle_buffer={shuffle_buffer} and seed={seed} must be from 0")
+        self.sources, self.open = sources, open
+        self.shards, self.seed, self.shuffle, self.shuffle_buffer = len(sources), seed, shuffle, shuffle_buffer
+        self.rank, self.size = place_of("ShardedIterable", group, rank, size)
+        self.epoch = 0
+        self._before: list[list[int]] = []  # samples that each consumer has given, by change of consumers
+        self._given: list[int] = []  # by this rank's workers since
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch; where it has begun already, as after ``load_state_dict``, go on with it."""
+        if epoch < 0:
+            raise ValueError(f"ShardedIterable: epoch {epoch} is negative")
+        if epoch != self.epoch:
+            self.epoch, self._before, self._given = epoch, [], []
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        stream = self._stream(len(self._before), self.rank * workers + number, self.size * workers)
+        self._check_workers(workers)
+        return islice(stream, self._given[number] if self._given else 0, None)
+
+    def _check_workers(self, workers: int) -> None:
+        if len(self._given) not in (0, workers):
+            raise ValueError(
+                f"ShardedIterable: rank {self.rank} began epoch {self.epoch} with {len(self._given)} workers, and is "
+                f"to go on with {workers}; load_state_dict the states of all ranks, or begin the next epoch"
+            )
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        workers: int = 0,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        **options: Any,
+    ) -> Iterator[Any]:
+        """What is left of the epoch in batches, from a DataLoader with so many workers and ``options``.
+
+        Samples count as given when their batch is handed out, not when a worker has read ahead to them; so save the
+        state after the step that trains on the batch.
+        """
+        self._check_workers(max(workers, 1))
+        given = self._given = self._given or [0] * max(workers, 1)
+        loader = DataLoader(self, batch_size, num_workers=workers, collate_fn=_Origin(collate), **options)
+        for worker, count, batch in loader:
+            given[worker] += count
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far this rank is in the epoch, as plain numbers; ``load_state_dict`` takes those of all ranks."""
+        state = {name: getattr(self, name) for name in _SAME}
+        place = {"epoch": self.epoch, "rank": self.rank, "size": self.size}
+        return {**state, **place, "before": [list(each) for each in self._before], "given": list(self._given)}
+
+    def load_state_dict(self, states: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the states of all ranks (of one rank alone: its state), on any number of ranks and workers."""
+        given = [states] if isinstance(states, Mapping) else sorted(states, key=lambda state: int(state["rank"]))
+        where = f"ShardedIterable: rank {self.rank} loads a state"
+        ranks = [int(state["rank"]) for state in given]
+        if not given or ranks != list(range(int(given[0]["size"]))):
+            raise ValueError(f"{where} of ranks {ranks}; give a list of the states of all ranks of one save")
+        for state in given:
+            for name in _SAME:
+                if state[name] != getattr(self, name):
+                    raise ValueError(f"{where} with {name}={state[name]}, and has {getattr(self, name)}; make it alike")
+            for name in ("epoch", "size", "before"):
+                if state[name] != given[0][name]:
+                    raise ValueError(f"{where} whose ranks differ in {name}: {given[0][name]} and {state[name]}")
+        workers = {len(state["given"]) for state in given} - {0}
+        if len(workers) > 1:
+            raise ValueError(f"{where} whose ranks had {sorted(workers)} workers; all ranks take as many")
+        self.epoch, self._given = int(given[0]["epoch"]), []
+        self._before = [list(each) for each in given[0]["before"]]
+        if workers:
+            none = [0] * workers.pop()
+            self._before.append([count for state in given for count in state["given"] or none])
+
+    def _stream(self, stage: int, consumer: int, consumers: int) -> Iterator[Any]:
+        """What a consumer gives since change number ``stage`` of the consumers; 0 is the epoch's beginning."""
+        if stage:
+            before = self._before[stage - 1]
+            old = [_Rest(self, stage - 1, each, before) for each in range(len(before))]
+            yield from _dealt(old, iter, consumer, consumers)
+            return
+        order = Permutation(self.shards, [self.seed, self.epoch])(range(self.shards)).tolist()
+        sources = [self.sources[shard] for shard in order] if self.shuffle else self.sources
+        samples = _dealt(sources, self.open, consumer, consumers)
+        key = [self.seed, self.epoch, consumer, consumers]
+        yield from _shuffled(samples, self.shuffle_buffer, key) if self.shuffle_buffer > 1 else samples
+
+
+class _Rest:
+    """What a consumer of an earlier stage has not given."""
+
+    def __init__(self, data: ShardedIterable, stage: int, consumer: int, given: list[int]) -> None:
+        self._data, self._stage, self._consumer, self._given = data, stage, consumer, given
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = self._data._stream(self._stage, self._consumer, len(self._given))
+        return islice(stream, self._given[self._consumer], None)
+
+
+class _Origin:
+    """Collates in the worker, and says which worker and how many samples."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[int, int, Any]:
+        worker = get_worker_info()
+        return worker.id if worker else 0, len(samples), self._collate(samples)
+
+
+def _dealt(
+    sources: Sequence[Any], open: Callable[[Any], Iterable[Any]], consumer: int, consumers: int
+) -> Iterator[Any]:
+    """Whole sources as far as they go round; then a stripe of one of those left over."""
+    whole = len(sources) // consumers * consumers
+    for number in range(consumer, whole, consumers):
+        yield from open(sources[number])
+    left = len(sources) - whole
+    if left:
+        mine, stripe = consumer % left, consumer // left
+        share = len(range(mine, consumers, left))  # consumers that read this one
+        yield from islice(open(sources[whole + mine]), stripe, None, share)
+
+
+def _shuffled(samples: Iterator[Any], size: int, key: list[int]) -> Iterator[Any]:
+    random = np.random.RandomState(np.random.SeedSequence(key).generate_state(8))
+    kept: list[Any] = []
+    for sample in samples:
+        if len(kept) < size:
+            kept.append(sample)
+        else:
+            chosen = random.randint(size)
+            yield kept[chosen]
+            kept[chosen] = sample
+    for chosen in random.permutation(len(kept)).tolist():
+        yield kept[chosen]

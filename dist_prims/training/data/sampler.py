@@ -1,0 +1,184 @@
+"""Every item once an epoch, over all ranks, through crashes and changes of the number of ranks.
+
+torch's DistributedSampler stores the whole order, gives some items twice so that the ranks have equally many, and
+cannot begin in the middle. Here the order is computed (:mod:`.permutation`), rank r takes the positions r, r + size,
+r + 2 size, ..., and so what ranks in step have seen is a prefix of the order: one number. What is left after it is a
+suffix, however many ranks share it from now on. Ranks that were not in step leave some positions open before it; those
+are kept by number.
+
+**What was consumed is not what was drawn.** A DataLoader draws ahead of the training, so the sampler cannot know how
+far the training is: it is told, by ``follow(loader)`` or by ``advance(items)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any, Literal
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Sampler
+
+from .permutation import Permutation
+from .place import place_of
+
+__all__ = ["ShardedSampler"]
+
+_CHUNK = 1 << 14  # positions computed at once: their temporaries stay in the cache
+_SAME = ("count", "seed", "shuffle", "uneven")  # what the state and the sampler must agree on
+
+Uneven = Literal["keep", "repeat", "drop"]
+
+
+class ShardedSampler(Sampler[int]):
+    """This rank's indices of ``data``, which has a length or is one, in a fresh order each epoch.
+
+    >>> sampler = ShardedSampler(10, rank=0, size=2, seed=1)
+    >>> other = ShardedSampler(10, rank=1, size=2, seed=1)
+    >>> sorted([*sampler, *other])
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    >>> sampler.advance(2)  # two items here, so also two on the other rank
+    >>> alone = ShardedSampler(10, rank=0, size=1, seed=1)
+    >>> alone.load_state_dict(sampler.state_dict())
+    >>> sorted([*alone]) == sorted([*sampler, *list(other)[2:]]), len(alone)
+    (True, 6)
+
+    ``uneven`` says what happens where the items do not go evenly among the ranks: "keep" leaves some ranks one fewer,
+    "repeat" gives those ranks one more that another rank has too, "drop" leaves out what is left over. An iteration
+    gives what this rank has left of the epoch, and ``len`` is how much that is.
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        uneven: Uneven = "keep",
+    ) -> None:
+        if uneven not in ("keep", "repeat", "drop"):
+            raise ValueError(f"ShardedSampler: uneven={uneven!r}; choose 'keep', 'repeat' or 'drop'")
+        self.count = data if isinstance(data, int) else len(data)
+        self.seed, self.shuffle, self.uneven = seed, shuffle, uneven
+        self.rank, self.size = place_of("ShardedSampler", group, rank, size)
+        self.epoch = -1
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin this epoch; where it has begun already, as after ``load_state_dict``, go on with it."""
+        if epoch < 0:
+            raise ValueError(f"ShardedSampler: epoch {epoch} is negative")
+        if epoch != self.epoch:
+            self._begin(epoch, np.empty(0, np.int64), 0, 0)
+
+    def _begin(self, epoch: int, gaps: NDArray[np.int64], start: int, consumed: int) -> None:
+        order = Permutation(self.count, [self.seed, epoch])  # checks count and seed, shuffled or not
+        self.epoch, self._order = epoch, order if self.shuffle else None
+        self._gaps, self._start, self._consumed = gaps, start, consumed
+
+    @property
+    def _left(self) -> int:
+        """Items left to all ranks, before what was consumed since the epoch began or the state was loaded."""
+        return len(self._gaps) + self.count - self._start
+
+    def _share(self, rank: int, size: int) -> int:
+        """How many of those fall to a rank."""
+        whole, rest = divmod(self._left, size)
+        return whole + ((self.uneven == "repeat" and rest > 0) or (self.uneven == "keep" and rank < rest))
+
+    def __len__(self) -> int:
+        return max(0, self._share(self.rank, self.size) - self._consumed)
+
+    def __iter__(self) -> Iterator[int]:
+        first, order, at = self._consumed, self._order, self._positions
+        last, left = first + len(self), max(self._left, 1)
+        for low in range(first, last, _CHUNK):
+            turns = np.arange(low, min(low + _CHUNK, last), dtype=np.int64) * self.size + self.rank
+            positions = at(turns % left)  # beyond what is left only where items are repeated
+            yield from (order(positions) if order else positions).tolist()
+
+    def _positions(self, turns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of what is left the items of these numbers: first the gaps, then the suffix."""
+        gaps = len(self._gaps)
+        found = turns - gaps + self._start
+        early = turns < gaps
+        found[early] = self._gaps[turns[early]]
+        return found
+
+    def advance(self, items: int) -> None:
+        """Rank 0 has trained on so many more items, and all ranks in step with it on as many or, at the end, one fewer.
+
+        So for a batch that is shorter here than on rank 0 give the length that it has there.
+        """
+        most = self._share(0, self.size) - self._consumed
+        if not 0 <= items <= most:
+            raise ValueError(
+                f"ShardedSampler: rank {self.rank} advances by {items} items, and ranks have at most {most} left in "
+                f"epoch {self.epoch}; call set_epoch() before each epoch, and advance() by what was trained on"
+            )
+        self._consumed += items
+
+    def follow(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """The batches of a DataLoader over this sampler; each counts as consumed when it is handed out.
+
+        So save the state after the step that trains on the batch.
+        """
+        if loader.batch_sampler is not None and loader.batch_size is None:
+            raise ValueError("ShardedSampler.follow: a loader with its own batch_sampler; call advance(items) instead")
+        for batch in loader:
+            self.advance(min(loader.batch_size or 1, self._share(0, self.size) - self._consumed))
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far this epoch is, as plain numbers."""
+        return {
+            **{name: getattr(self, name) for name in _SAME},
+            "epoch": self.epoch,
+            "rank": self.rank,
+            "size": self.size,
+            "start": self._start,
+            "gaps": self._gaps.tolist(),
+            "consumed": self._consumed,
+        }
+
+    def load_state_dict(self, states: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a state, on any number of ranks; all of them must load the same.
+
+        One rank's state is enough if the ranks were in step, each with as many items consumed as it; rank 0's, which
+        has the last item of all. If they were not, give the states of all ranks: then too each item is seen once, and
+        at most ranks x (most - fewest items) positions are kept as gaps.
+        """
+        given = [states] if isinstance(states, Mapping) else sorted(states, key=lambda state: int(state["rank"]))
+        self._check(given)
+        first = given[0]
+        size = int(first["size"])
+        self._begin(int(first["epoch"]), np.array(first["gaps"], dtype=np.int64), int(first["start"]), 0)
+        shares = [self._share(rank, size) for rank in range(size)]
+        consumed = [int(state["consumed"]) for state in given] * (size if len(given) == 1 else 1)
+        self._leave([min(each, share) for each, share in zip(consumed, shares, strict=True)])
+
+    def _check(self, given: list[Mapping[str, Any]]) -> None:
+        where = f"ShardedSampler: rank {self.rank} loads a state"
+        for state in given:
+            for name in _SAME:
+                if state[name] != getattr(self, name):
+                    raise ValueError(f"{where} with {name}={state[name]}, and has {getattr(self, name)}; make it alike")
+            for name in ("epoch", "size", "start", "gaps"):
+                if state[name] != given[0][name]:
+                    raise ValueError(f"{where} whose ranks differ in {name}: {given[0][name]} and {state[name]}")
+        ranks = [int(state["rank"]) for state in given]
+        if not given or (len(given) > 1 and ranks != list(range(int(given[0]["size"])))):
+            raise ValueError(f"{where} of ranks {ranks}; give one rank's state, or those of all ranks of one save")
+
+    def _leave(self, taken: list[int]) -> None:
+        """Leave the items that were not taken: ``taken`` is by rank."""
+        size, left = len(taken), self._left
+        low, high = min(taken) * size, min(max(taken) * size, left)
+        window = np.arange(low, high, dtype=np.int64)
+        window = window[window // size >= np.array(taken, dtype=np.int64)[window % size]]
+        kept = np.concatenate([self._positions(window), self._gaps[high:]])
+        self._begin(self.epoch, kept, self._start + max(0, high - len(self._gaps)), 0)

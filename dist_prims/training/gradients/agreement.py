@@ -1,0 +1,84 @@
+"""At the end of every backward: what each parameter has got, on this rank and on any other.
+
+A rank whose batch does not take a branch has no gradient for it, while another has one. And a parameter that is frozen
+on one rank only, or sparse on one only, would part the ranks for ever. One small all-reduce tells all of it: four
+numbers for each parameter, one of them this rank's number (from 1), the others 0; the largest remain, so that an error
+can name a rank for each side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["DENSE", "FROZEN", "SPARSE", "Agreement", "Verdict", "kind_of"]
+
+FROZEN, _NONE, DENSE, SPARSE = 0, 1, 2, 3
+_KINDS = 4
+
+
+def kind_of(parameter: torch.Tensor) -> int:
+    if not parameter.requires_grad:
+        return FROZEN
+    if parameter.grad is None:
+        return _NONE
+    return DENSE if parameter.grad.layout == torch.strided else SPARSE
+
+
+@dataclass
+class Verdict:
+    """For each kind and parameter: the highest rank, from 1, that says so; 0 if none does."""
+
+    rows: list[list[int]]
+
+    def who(self, kind: int) -> set[int]:
+        """The parameters of which any rank says so."""
+        return {number for number, rank in enumerate(self.rows[kind]) if rank}
+
+    def trainable(self) -> set[int]:
+        return {number for number, rank in enumerate(self.rows[FROZEN]) if not rank}
+
+    def check(self, names: Sequence[str], rank: int) -> None:
+        for name, frozen, none, dense, sparse in zip(names, *self.rows, strict=True):
+            if frozen and (free := max(none, dense, sparse)):
+                raise ValueError(
+                    f"rank {rank}: GradientAverager: parameter {name!r} has requires_grad=True on rank {free - 1} and "
+                    f"False on rank {frozen - 1}; freeze and unfreeze it on every rank before the same step"
+                )
+            if dense and sparse:
+                raise ValueError(
+                    f"rank {rank}: GradientAverager: parameter {name!r} has a dense gradient on rank {dense - 1} and a "
+                    f"sparse one on rank {sparse - 1}; make its layer with sparse=False"
+                )
+
+
+class Agreement:
+    """One exchange: begun when made; on a GPU what it says can be read later, without waiting for the GPU now."""
+
+    def __init__(self, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._table = mine.clone()
+        self._work = dist.all_reduce(self._table, dist.ReduceOp.MAX, group, async_op=True) if group.size() > 1 else None
+        self._copied: torch.cuda.Event | None = None
+
+    def arrive(self) -> None:
+        """Wait for the exchange as one waits for a bucket; on a GPU only its stream does."""
+        if self._work is not None:
+            self._work.wait()
+        if self._table.is_cuda:
+            self._table = self._table.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self) -> Verdict:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return Verdict(self._table.view(_KINDS, -1).tolist())
+
+    @staticmethod
+    def table(kinds: Sequence[int | None], rank: int, device: torch.device) -> torch.Tensor:
+        """This rank's part; ``None``: it has no say in a parameter."""
+        rows = [[(rank + 1) * (kind == row) for kind in kinds] for row in range(_KINDS)]
+        return torch.tensor(rows, dtype=torch.int32, device=device)

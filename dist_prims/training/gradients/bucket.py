@@ -1,0 +1,70 @@
+"""A bucket, gradients that travel together, and what a compressor of buckets does.
+
+>>> flat = torch.arange(6.0)
+>>> Bucket(index=0, flat=flat, views=[flat[:4].view(2, 2), flat[4:]]).views[0]
+tensor([[0., 1.],
+        [2., 3.]])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Bucket", "Compressor", "Exact"]
+
+
+@dataclass
+class Bucket:
+    """Gradients of one dtype and device, in one piece of memory."""
+
+    index: int  # stable over steps while the buckets are not rebuilt: error feedback is kept by it
+    flat: torch.Tensor  # 1-D, all gradients of the bucket
+    views: list[torch.Tensor]  # those gradients in the shapes of their parameters, views of flat
+
+
+class Compressor(Protocol):
+    """Turns the gradients of each rank into their mean, in its own way."""
+
+    def start(self, bucket: Bucket, group: dist.ProcessGroup | None) -> Callable[[], None]:
+        """Begin to turn ``bucket.flat`` into the mean over the ranks; the callable returned ends it."""
+        ...
+
+    def reset(self) -> None:
+        """The buckets were rebuilt: forget what was kept by their index."""
+        ...
+
+
+class Exact:
+    """No compression: the sum of what was divided when it was copied into the bucket.
+
+    Dividing first costs nothing there, keeps float16 from overflow, and is what DistributedDataParallel does: so the
+    bits are the same as its own.
+
+    >>> bucket = Bucket(0, torch.ones(3), [])
+    >>> Exact().start(bucket, None)()
+    >>> bucket.flat
+    tensor([1., 1., 1.])
+    """
+
+    def start(self, bucket: Bucket, group: dist.ProcessGroup | None) -> Callable[[], None]:
+        if dist.get_world_size(group) == 1:
+            return _nothing
+        work = dist.all_reduce(bucket.flat, group=group, async_op=True)
+        return lambda: _wait(work)
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+
+def _nothing() -> None:
+    """A single rank has nobody to wait for."""
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()

@@ -1,0 +1,95 @@
+"""Which gradient lies in which bucket, and the memory of the buckets.
+
+Buckets are sent in their order, the same on every rank, each as soon as it is full. So the order should be the one in
+which backward fills them: at first that of the parameters, reversed, later the one that rank 0 has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ...backend import empty
+from .bucket import Bucket
+
+__all__ = ["Layout", "lay_out", "plan"]
+
+
+@dataclass
+class Layout:
+    """The buckets, and the place of each parameter, by its number."""
+
+    buckets: list[Bucket]
+    members: list[list[int]]  # of each bucket: its parameters
+    place: dict[int, tuple[int, torch.Tensor]]  # of each parameter: its bucket, and its gradient there
+
+
+def plan(parameters: Sequence[torch.Tensor], order: Sequence[int], limit: int) -> list[list[int]]:
+    """Parameters of one dtype and device, in the order given, up to ``limit`` bytes together but at least one.
+
+    Buckets are in the order in which they are full.
+
+    >>> plan([torch.ones(2), torch.ones(2), torch.ones(2).double()], [2, 1, 0], limit=8)
+    [[2], [1], [0]]
+    >>> plan([torch.ones(2), torch.ones(2).double(), torch.ones(2)], [0, 1, 2], limit=16)
+    [[1], [0, 2]]
+    """
+    found: list[tuple[int, list[int]]] = []  # when it is full, its parameters
+    latest: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}  # bucket, bytes
+    for position, number in enumerate(order):
+        parameter = parameters[number]
+        kind = parameter.dtype, parameter.device
+        bucket, nbytes = latest.get(kind, (len(found), 0))
+        if nbytes and nbytes + parameter.nbytes > limit:
+            bucket, nbytes = len(found), 0
+        if bucket == len(found):
+            found.append((position, []))
+        found[bucket] = (position, [*found[bucket][1], number])
+        latest[kind] = bucket, nbytes + parameter.nbytes
+    return [numbers for _, numbers in sorted(found)]
+
+
+def lay_out(parameters: Sequence[torch.Tensor], members: list[list[int]], group: dist.ProcessGroup) -> Layout:
+    """Buckets in fresh memory. Gradients that the parameters have move there, bucket by bucket, so that old buckets go
+    as new ones come; a caller that keeps the old ones keeps all of their memory."""
+    layout = Layout([], members, {})
+    for index, numbers in enumerate(members):
+        first = parameters[numbers[0]]
+        flat = _memory(sum(parameters[number].numel() for number in numbers), first, group)
+        views = []
+        begin = 0
+        for number in numbers:
+            parameter = parameters[number]
+            view = _shaped(flat[begin : begin + parameter.numel()], parameter)
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+                parameter.grad = view
+            begin += parameter.numel()
+            views.append(view)
+            layout.place[number] = index, view
+        layout.buckets.append(Bucket(index, flat, views))
+    return layout
+
+
+def _memory(count: int, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Where ranks of our own backend reduce without a copy, such memory."""
+    if like.device.type == "cpu" and _is_ours(group):
+        return empty(count, like.dtype)
+    return torch.empty(count, dtype=like.dtype, device=like.device)
+
+
+def _is_ours(group: dist.ProcessGroup) -> bool:
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # it has none for the CPU
+        return False
+    return hasattr(backend, "all_reduce_")
+
+
+def _shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """With the strides of the parameter where they are dense, so that channels_last stays so."""
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return piece.as_strided(parameter.shape, parameter.stride()) if dense else piece.view(parameter.shape)

@@ -1,0 +1,37 @@
+"""Loss scaling: all ranks skip a step, or none.
+
+A sum spreads one rank's inf to all. But a compressor may lose it, a clamp may hide it, and an optimiser may hold
+parameters that no rank averages; a rank that then steps while others skip has another model for ever. So the ranks
+agree on what ``GradScaler`` has found, by one all-reduce of one number.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["unscale"]
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
+    """``scaler.unscale_(optimizer)``, and then what was found on any rank is found on all.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("cpu")
+    >>> scaler.scale(weight.sum() * float("inf")).backward()
+    >>> unscale(scaler, optimizer, None)
+    >>> scaler.step(optimizer), weight.item()
+    (None, 1.0)
+    """
+    if not scaler.is_enabled():
+        return
+    scaler.unscale_(optimizer)
+    found = scaler._found_inf_per_device(optimizer)
+    device = optimizer.param_groups[0]["params"][0].device
+    verdict = torch.zeros((), device=device)
+    for each in found.values():
+        verdict = torch.maximum(verdict, each.to(device))
+    dist.all_reduce(verdict, dist.ReduceOp.MAX, group)
+    found.setdefault(device, torch.zeros((), device=device))  # a rank without gradients has looked at none
+    for each in found.values():
+        each.copy_(verdict)

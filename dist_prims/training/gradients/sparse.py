@@ -1,0 +1,67 @@
+"""The mean of sparse gradients: what the ranks have is gathered, not added up to something dense."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["announced_sparse", "sparse_mean"]
+
+
+def announced_sparse(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> set[int]:
+    """The numbers of parameters that need no place in a bucket. Others that turn out to be sparse lose theirs later.
+
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True), torch.nn.Linear(2, 2))
+    >>> announced_sparse(model, [*model.parameters()])
+    {0}
+    """
+    layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    announced = {id(each.weight) for each in model.modules() if isinstance(each, layers) and each.sparse}
+    return {number for number, parameter in enumerate(parameters) if id(parameter) in announced}
+
+
+def sparse_mean(parameter: torch.Tensor, share: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over the ranks of ``share`` times each one's gradient, coalesced, with the same bits on every rank; a
+    rank that has none takes part with nothing.
+
+    >>> layer = torch.nn.Embedding(5, 2, sparse=True)
+    >>> layer(torch.tensor([3, 3])).sum().backward()
+    >>> sparse_mean(layer.weight, 1.0, dist.group.WORLD).values()
+    tensor([[2., 2.]])
+    """
+    own = parameter.grad if parameter.grad is not None else _nothing(parameter)
+    own = own.coalesce()
+    indices, values = own.indices(), own.values() * share
+    count = torch.tensor([values.shape[0]], device=values.device)
+    counts = [int(each) for each in _gathered(count, group)]
+    longest = max(counts)
+    if not longest:
+        return own
+    all_indices = _gathered(_padded(indices.t(), longest), group)
+    all_values = _gathered(_padded(values, longest), group)
+    joined = torch.sparse_coo_tensor(
+        torch.cat([each[:count] for each, count in zip(all_indices, counts, strict=True)]).t(),
+        torch.cat([each[:count] for each, count in zip(all_values, counts, strict=True)]),
+        parameter.shape,
+        check_invariants=False,
+    )
+    return joined.coalesce()
+
+
+def _nothing(parameter: torch.Tensor) -> torch.Tensor:
+    """As embeddings have it: one sparse dimension."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape, check_invariants=False)
+
+
+def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([rows, rows.new_zeros(length - rows.shape[0], *rows.shape[1:])])
+
+
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Of the same shape on every rank."""
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(found, tensor, group=group)
+    return found

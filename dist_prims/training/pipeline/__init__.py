@@ -1,0 +1,46 @@
+"""Pipelines: a model cut into stages, and a plan that says which rank computes which of them for which micro-batch.
+
+    import dist_prims, torch
+    from dist_prims.training.pipeline import Pipeline, split
+
+    dist_prims.init("dist_prims")
+    stages = split(model, torch.distributed.get_world_size(), sample=inputs[:4])
+    pipeline = Pipeline(stages, "1f1b", loss=torch.nn.functional.cross_entropy, micros=8)
+    loss = pipeline.step(inputs, targets)           # gradients are in .grad; the loss is the same on every rank
+
+The plans are data (:mod:`dist_prims.schedules.pipeline`): proved before they are run, priced and drawn. What runs one:
+
+    work.py         the work of each action, its micro-batch's share in the loss, what was done when
+      worker.py     one stage: forward, backward, and what it keeps between them
+      backward.py   the gradients of the weights apart from those of the input
+    processes.py    stages in processes: Pipeline           transfer.py, packet.py    their messages
+    devices.py      stages on devices of one process: DevicePipeline
+"""
+
+from .batch_norm import DeferredBatchNorm, commit_batch_norm, defer_batch_norm
+from .chain import Chain, Pop, Stash
+from .checkpoint import load_stages, save_stages
+from .devices import DevicePipeline
+from .processes import Pipeline
+from .profile import LayerCost, profile, stage_costs
+from .split import balance, split
+from .transfer import StageFailed
+
+__all__ = [
+    "Chain",
+    "DeferredBatchNorm",
+    "DevicePipeline",
+    "LayerCost",
+    "Pipeline",
+    "Pop",
+    "StageFailed",
+    "Stash",
+    "balance",
+    "commit_batch_norm",
+    "defer_batch_norm",
+    "load_stages",
+    "profile",
+    "save_stages",
+    "split",
+    "stage_costs",
+]

@@ -1,0 +1,258 @@
+"""A backward in two halves: the gradient of a stage's input now, those of its weights when there is time for them.
+
+The rank in front waits for the gradient of the input, nobody for those of the weights: so a plan that keeps them apart
+fills with the one what would be idle while it waits for the other. Autograd knows one backward only; to ask it twice,
+first for the input and then for the weights, runs the chain of input gradients twice. Instead, while a stage's forward
+runs, each ``linear``, ``conv`` and ``embedding`` whose weight is a leaf is replaced by a function with the same result,
+whose backward passes on the input's gradient and notes (input, gradient of the output) for later. All other
+parameters, such as those of norms, are cheap and get their gradients with the input's.
+
+>>> layer, later = torch.nn.Linear(2, 1), Later()
+>>> x = torch.ones(1, 2, requires_grad=True)
+>>> with split_backward(later):
+...     y = layer(x)
+>>> y.backward()
+>>> x.grad is None, layer.weight.grad is None
+(False, True)
+>>> later.drain()
+>>> layer.weight.grad, layer.bias.grad
+(tensor([[1., 1.]]), tensor([1.]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Later", "split_backward"]
+
+Grads = tuple[torch.Tensor, torch.Tensor | None]  # of weight and bias
+
+
+class Later:
+    """What the backward of a micro-batch has left to do, for one stage."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[_Layer, torch.Tensor, torch.Tensor]] = []
+
+    def add(self, layer: _Layer, x: torch.Tensor, grad: torch.Tensor) -> None:
+        self._left.append((layer, x, grad))
+
+    def drain(self) -> None:
+        """Accumulate the weights' gradients as autograd does, hooks included, and let go of what they took."""
+        left, self._left = self._left, []
+        left.reverse()
+        while left:  # each is let go as soon as it is done
+            layer, x, grad = left.pop()
+            with torch.no_grad():
+                weight, bias = layer.weight_grads(x, grad)
+            layer.weight.backward(weight.to(layer.weight.dtype))  # type: ignore[no-untyped-call]
+            if bias is not None and layer.bias is not None:
+                layer.bias.backward(bias.to(layer.bias.dtype))  # type: ignore[no-untyped-call]
+
+
+class split_backward(TorchFunctionMode):
+    """Within it, on this thread, weights' gradients are left to ``later``."""
+
+    def __init__(self, later: Later) -> None:
+        super().__init__()
+        self._later = later
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        make = _LAYERS.get(func)
+        if make is None or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        layer, x = make(*args, **kwargs)
+        if not layer.can_wait(x):
+            return func(*args, **kwargs)
+        # Detached, or autograd would hand the weights a gradient of None, and their hooks with it.
+        weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+        device = x.device.type
+        if layer.is_cast and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            x, weight = _cast(x, dtype), _cast(weight, dtype)
+            bias = None if bias is None else _cast(bias, dtype)
+        return _Deferred.apply(x, _anchor(x), layer, self._later, weight, bias)  # type: ignore[no-untyped-call]
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As autocast does, which leaves doubles and numbers as they are."""
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _anchor(x: torch.Tensor) -> torch.Tensor:
+    """Makes the output require a gradient though the input does not, as that of a model's first layer."""
+    return torch.empty(0, device=x.device, requires_grad=not x.requires_grad)
+
+
+class _Deferred(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        anchor: torch.Tensor,
+        layer: _Layer,
+        later: Later,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.later = layer, later
+        device = x.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            return layer.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.later.add(ctx.layer, x.detach(), grad)
+        passed_on = ctx.layer.input_grad(x, weight, grad) if ctx.needs_input_grad[0] else None
+        return passed_on, None, None, None, None, None
+
+
+class _Layer:
+    """One call of a layer: its weights and settings."""
+
+    is_cast = True  # by autocast
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def can_wait(self, x: torch.Tensor) -> bool:
+        """Weights that are computed from others, or belong to a subclass of Tensor, are autograd's."""
+        weights = [each for each in (self.weight, self.bias) if each is not None]
+        plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in weights)
+        return plain and all(each.is_leaf and each.requires_grad for each in weights)
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def input_grad(self, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def weight_grads(self, x: torch.Tensor, grad: torch.Tensor) -> Grads:
+        raise NotImplementedError
+
+
+class _Linear(_Layer):
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+    def input_grad(self, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return grad.matmul(weight)
+
+    def weight_grads(self, x: torch.Tensor, grad: torch.Tensor) -> Grads:
+        rows = grad.reshape(-1, grad.shape[-1])
+        weight = rows.t().mm(x.reshape(-1, x.shape[-1]))
+        return weight, None if self.bias is None else rows.sum(0)
+
+
+class _Conv(_Layer):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any) -> None:
+        super().__init__(weight, bias)
+        spatial = weight.dim() - 2
+        each = [[value] * spatial if isinstance(value, int) else list(value) for value in settings[:3]]
+        self.stride, self.padding, self.dilation = (value * spatial if len(value) == 1 else value for value in each)
+        self.groups: int = settings[3]
+
+    def can_wait(self, x: torch.Tensor) -> bool:
+        return super().can_wait(x) and x.dim() == self.weight.dim()  # one image without its batch is autograd's
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        nothing = [0] * len(self.stride)
+        return torch.convolution(x, weight, bias, self.stride, self.padding, self.dilation, False, nothing, self.groups)
+
+    def input_grad(self, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self._backward(x, weight, grad, [True, False, False])[0]
+        return found
+
+    def weight_grads(self, x: torch.Tensor, grad: torch.Tensor) -> Grads:
+        weight = self.weight.detach().to(x.dtype)
+        _, weight_grad, bias_grad = self._backward(x, weight, grad, [False, True, self.bias is not None])
+        return weight_grad, bias_grad
+
+    def _backward(self, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, mask: list[bool]) -> Any:
+        nothing = [0] * len(self.stride)
+        bias_sizes = None if self.bias is None else list(self.bias.shape)
+        settings = (self.stride, self.padding, self.dilation, False, nothing, self.groups)
+        return torch.ops.aten.convolution_backward(grad, x, weight, bias_sizes, *settings, mask)
+
+
+class _Embedding(_Layer):
+    is_cast = False
+
+    def __init__(self, weight: torch.Tensor, padding_idx: int, by_frequency: bool) -> None:
+        super().__init__(weight, None)
+        self.padding_idx, self.by_frequency = padding_idx, by_frequency
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.embedding(weight, x, self.padding_idx, self.by_frequency)
+
+    def weight_grads(self, x: torch.Tensor, grad: torch.Tensor) -> Grads:
+        count = self.weight.shape[0]
+        found = torch.ops.aten.embedding_dense_backward(grad, x, count, self.padding_idx, self.by_frequency)
+        return found, None
+
+
+class _Autograds(_Layer):
+    """What is left to autograd as a whole."""
+
+    def can_wait(self, x: torch.Tensor) -> bool:
+        return False
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[_Layer, torch.Tensor]:
+    return _Linear(weight, bias), input
+
+
+def _conv(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> tuple[_Layer, torch.Tensor]:
+    if isinstance(padding, str):
+        reach = [size - 1 for size in weight.shape[2:]]
+        apart = [dilation] * len(reach) if isinstance(dilation, int) else list(dilation)
+        both = [far * step for far, step in zip(reach, apart, strict=True)]
+        if padding != "valid" and any(each % 2 for each in both):
+            return _Autograds(weight, bias), input  # one more on one side than on the other
+        padding = 0 if padding == "valid" else [each // 2 for each in both]
+    return _Conv(weight, bias, stride, padding, dilation, groups), input
+
+
+def _embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> tuple[_Layer, torch.Tensor]:
+    if max_norm is not None or sparse:
+        return _Autograds(weight, None), input
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    return _Embedding(weight, padding, scale_grad_by_freq), input
+
+
+_LAYERS: dict[Any, Callable[..., tuple[_Layer, torch.Tensor]]] = {
+    F.linear: _linear,
+    torch.conv1d: _conv,
+    torch.conv2d: _conv,
+    torch.conv3d: _conv,
+    F.embedding: _embedding,
+}

@@ -1,0 +1,173 @@
+"""A pipeline whose stages are on several devices of one process: the same plan, the same work, no messages.
+
+Calls to CUDA return before they are done, so one thread that goes through the plan in the order of time keeps all
+devices busy. What passes from device to device is copied on streams of their own, beside what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+
+from ...schedules.pipeline import PipelinePlan, Row
+from .work import Batch, Function, Job, in_order, joined, make_plan, message_to, parts, targets_of
+from .worker import Tensors, Worker, as_tuple
+
+__all__ = ["DevicePipeline"]
+
+
+class DevicePipeline:
+    """Stages of a model, which are moved to ``devices`` by the plan; the other arguments are those of Pipeline.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    >>> pipeline = DevicePipeline(list(model), devices=["cpu", "cpu"], loss=torch.nn.functional.mse_loss, micros=2)
+    >>> loss = pipeline.step(torch.ones(4, 2), torch.ones(4, 1))
+    >>> torch.allclose(loss, torch.nn.functional.mse_loss(model(torch.ones(4, 2)), torch.ones(4, 1)))
+    True
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[torch.nn.Module],
+        plan: str | PipelinePlan = "1f1b",
+        *,
+        devices: Sequence[torch.device | str],
+        loss: Function | None = None,
+        metrics: Mapping[str, Function] | None = None,
+        micros: int | None = None,
+        reduction: str = "mean",
+        checkpoint: bool = False,
+    ) -> None:
+        self.plan = make_plan(plan, len(devices), micros, len(stages))
+        self._device_of = [torch.device(devices[rank]) for rank in self.plan.rank_of]
+        self.stages = {number: module.to(self._device_of[number]) for number, module in enumerate(stages)}
+        workers = {number: Worker(module, number) for number, module in self.stages.items()}
+        self._job = Job(self.plan, workers, loss, metrics or {}, reduction, checkpoint)
+        self._order = in_order(self.plan)
+        self._copies = _Copies(self._device_of)
+        self.measured: dict[str, torch.Tensor] = {}
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Of all stages."""
+        for module in self.stages.values():
+            yield from module.parameters()
+
+    def train(self, mode: bool = True) -> DevicePipeline:
+        """Set all stages to training, or to evaluation."""
+        for module in self.stages.values():
+            module.train(mode)
+        return self
+
+    def eval(self) -> DevicePipeline:
+        """Set all stages to evaluation."""
+        return self.train(False)
+
+    def step(self, inputs: Any, targets: Any = None) -> torch.Tensor:
+        """Forward and backward of a batch: gradients are added to ``.grad``, and the loss is returned."""
+        return self._judged(self._run(True, inputs, targets))
+
+    def evaluate(self, inputs: Any, targets: Any = None) -> torch.Tensor:
+        """The loss of a batch, and its metrics in ``measured``, without a gradient."""
+        return self._judged(self._run(False, inputs, targets))
+
+    def forward(self, inputs: Any) -> Any:
+        """The outputs for a batch, on the device of the last stage, without a gradient."""
+        outputs = joined(self._run(False, inputs, None, judge=False).outputs)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    @property
+    def record(self) -> bool:
+        """Whether it is noted when each action was done; on CUDA that makes the devices wait for each other."""
+        return self._job.record
+
+    @record.setter
+    def record(self, value: bool) -> None:
+        self._job.record = value
+
+    def rows(self) -> list[Row]:
+        """What was recorded since the last call."""
+        rows, self._job.rows = self._job.rows, []
+        start = rows[0].begin if rows else 0.0
+        return [row._replace(begin=row.begin - start, end=row.end - start) for row in rows]
+
+    def _judged(self, batch: Batch) -> torch.Tensor:
+        assert batch.sums is not None
+        values = batch.sums.to(torch.get_default_dtype()).unbind()
+        self.measured = dict(zip(("loss", *self._job.metrics), values, strict=True))
+        return self.measured["loss"]
+
+    def _run(self, learn: bool, inputs: Any, targets: Any, judge: bool = True) -> Batch:
+        whole = as_tuple(inputs, "the batch of inputs")
+        cut = parts(whole, self.plan.micros, "inputs")
+        batch = Batch(learn, len(whole[0]))
+        if judge:
+            self._job.check_loss()
+            cut_targets = targets_of(targets, self.plan.micros, batch.count)
+            batch.targets = [tuple(each.to(self._device_of[-1]) for each in micro) for micro in cut_targets]
+        on_their_way = {
+            ("F", 0, micro): self._copies.start(cut[micro], self._device_of[0]) for micro in range(len(cut))
+        }
+        try:
+            for action in self._order:
+                if not (learn or action.kind == "F"):
+                    continue
+                arriving = on_their_way.pop((action.kind[0], action.stage, action.micro), None)
+                device = self._device_of[action.stage]
+                with torch.cuda.device(device) if device.type == "cuda" else ExitStack():
+                    incoming = self._copies.finish(arriving) if arriving else ()
+                    outgoing = self._job.do(action, incoming, batch)
+                    if to := message_to(self.plan, action):
+                        on_their_way[to] = self._copies.start(outgoing, self._device_of[to[1]])
+        except BaseException:
+            self._job.forget()
+            raise
+        return batch
+
+
+class _Copy(NamedTuple):
+    tensors: Tensors
+    device: torch.device
+    done: torch.cuda.Event | None
+
+
+class _Copies:
+    """From device to device, on a stream for each."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._streams = {each: torch.cuda.Stream(each) for each in devices if each.type == "cuda"}  # type: ignore[no-untyped-call]
+
+    def start(self, tensors: Tensors, device: torch.device) -> _Copy:
+        moved = []
+        streams: dict[torch.device, torch.cuda.Stream] = {}
+        for each in tensors:
+            if each.device == device:
+                moved.append(each.detach())
+                continue
+            streams = {on: self._stream(on) for on in (each.device, device) if on.type == "cuda"}
+            with ExitStack() as stack:
+                for on, stream in streams.items():
+                    if on == each.device:
+                        stream.wait_stream(torch.cuda.current_stream(on))  # it must have been computed
+                        each.record_stream(stream)  # and not be freed before it is copied
+                    stack.enter_context(torch.cuda.stream(stream))
+                moved.append(each.detach().to(device, non_blocking=True))
+        found = tuple(copy.requires_grad_(each.requires_grad) for copy, each in zip(moved, tensors, strict=True))
+        return _Copy(found, device, list(streams.values())[-1].record_event() if streams else None)
+
+    def finish(self, copy: _Copy) -> Tensors:
+        if copy.done is not None and copy.device.type == "cuda":
+            stream = torch.cuda.current_stream(copy.device)
+            stream.wait_event(copy.done)
+            for each in copy.tensors:
+                each.record_stream(stream)
+        elif copy.done is not None:
+            copy.done.synchronize()
+        return copy.tensors
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]

@@ -1,0 +1,169 @@
+"""Several tensors as one message: a head of fixed size, then their bytes, each where its alignment is.
+
+One message a micro-batch, whatever its stage gives, and what is received needs no copy: the tensors of the receiver are
+views of it. The head says that all is well, or what has gone wrong; so a failure takes the way of the data, and no
+rank waits for what will not come. How the bytes are to be read, the layout, is known on both sides beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["FAILED", "HEAD", "LAYOUT", "WORD", "Layout", "Pool", "Spec", "head_of", "pack", "read_head", "spec_of"]
+
+HEAD = 512
+_WELL, FAILED, LAYOUT, WORD = range(4)  # in the head: data; what has gone wrong; a layout's length; what comes
+_ALIGNED = 64
+_WORD = 8  # bytes of the status, before the text
+_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+
+
+class Spec(NamedTuple):
+    """One tensor of a message. ``needs_grad``: a gradient for it is to come back."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    needs_grad: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{' with gradient' if self.needs_grad else ''}"
+        )
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """Its strides are kept where it has no gaps: what is channels-last stays so.
+
+    >>> str(spec_of(torch.ones(2, 3)))
+    'float32[2, 3]'
+    """
+    stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+    return Spec(tensor.dtype, tuple(tensor.shape), tuple(stride), tensor.requires_grad)
+
+
+class Layout:
+    """Where the tensors of a message lie in it."""
+
+    def __init__(self, specs: Iterable[Spec]) -> None:
+        self.specs = tuple(specs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.specs == other.specs
+
+    def __hash__(self) -> int:
+        return hash(self.specs)
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.specs))})"
+
+    @cached_property
+    def gradients(self) -> Layout:
+        """Of the message that comes back."""
+        return Layout(spec._replace(needs_grad=False) for spec in self.specs if spec.needs_grad)
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, int]]:
+        """First byte and end of every tensor."""
+        spans, end = [], HEAD
+        for spec in self.specs:
+            begin = -(-end // _ALIGNED) * _ALIGNED
+            end = begin + math.prod(spec.shape) * spec.dtype.itemsize
+            spans.append((begin, end))
+        return spans
+
+    @property
+    def nbytes(self) -> int:
+        return self._spans[-1][1] if self._spans else HEAD
+
+    def views(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that lie in a message."""
+        parts = [data[begin:end] for begin, end in self._spans]
+        return [
+            part.view(spec.dtype).as_strided(spec.shape, spec.stride)
+            for part, spec in zip(parts, self.specs, strict=True)
+        ]
+
+    def encode(self) -> list[int]:
+        """As numbers, for who does not know it yet."""
+        numbers = [len(self.specs)]
+        for spec in self.specs:
+            numbers += [_DTYPES.index(spec.dtype), spec.needs_grad, len(spec.shape), *spec.shape, *spec.stride]
+        return numbers
+
+    @classmethod
+    def decode(cls, numbers: Sequence[int]) -> Layout:
+        """What :meth:`encode` has written.
+
+        >>> layout = Layout([spec_of(torch.ones(2, 3).t())])
+        >>> Layout.decode(layout.encode()) == layout
+        True
+        """
+        left = iter(numbers)
+        specs = []
+        for _ in range(next(left)):
+            dtype, needs_grad, dims = _DTYPES[next(left)], bool(next(left)), next(left)
+            shape, stride = (tuple(next(left) for _ in range(dims)) for _ in range(2))
+            specs.append(Spec(dtype, shape, stride, needs_grad))
+        return cls(specs)
+
+
+def pack(data: torch.Tensor, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+    """Write tensors into a message, with the head that says that all is well."""
+    with torch.no_grad():
+        data[:_WORD].zero_()
+        for view, tensor in zip(layout.views(data), tensors, strict=True):
+            view.copy_(tensor)
+
+
+def head_of(status: int, text: str = "") -> torch.Tensor:
+    """The head of a message, with a text.
+
+    >>> read_head(head_of(FAILED, "no input"))
+    (1, 'no input')
+    """
+    data = status.to_bytes(_WORD, "little") + text.encode()[: HEAD - _WORD]
+    return torch.frombuffer(bytearray(data.ljust(HEAD, b"\0")), dtype=torch.uint8)
+
+
+def read_head(data: torch.Tensor) -> tuple[int, str]:
+    """Status and text; the text of a message that is well is whatever stood there before."""
+    head = bytes(data[:HEAD].cpu().numpy())
+    status = int.from_bytes(head[:_WORD], "little")
+    return status, head[_WORD:].rstrip(b"\0").decode(errors="replace") if status else ""
+
+
+class Pool:
+    """Messages' memory, used again as soon as nothing refers to it: no tensor in it, no graph, no transfer.
+
+    What lies in a message may live long, in a graph or with a user, and so who took memory cannot say when it is free.
+    How many refer to it is what its storage counts anyway.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[int, list[tuple[torch.Tensor, Any, int]]] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Bytes that nobody uses, of any content."""
+        kept = self._kept.setdefault(nbytes, [])
+        for data, storage, idle in kept:
+            if _users(storage) == idle:
+                return data[:]
+        data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        storage = data.untyped_storage()
+        kept.append((data, storage, _users(storage)))
+        return data[:]
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+def _users(storage: Any) -> int:
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count

@@ -1,0 +1,352 @@
+"""A pipeline whose stages are in processes: each rank follows its part of a plan.
+
+    ranks = dist.get_world_size()
+    stages = split(model, ranks)                                    # or a list of your own
+    pipeline = Pipeline(stages, "1f1b", loss=F.cross_entropy, micros=8)
+    optimizer = torch.optim.SGD(pipeline.parameters())              # of the stages of this rank
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = pipeline.step(inputs, targets)                       # the same on every rank
+        optimizer.step()
+
+Every rank makes the same calls. The rank of the first stage reads the inputs and that of the last stage the targets;
+what other ranks give is ignored, so all may give the whole batch. A rank that fails in its stage tells the others
+instead of sending its results: all of them raise, and the group can go on with the next step.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import MismatchError
+from ...schedules.pipeline import Action, PipelinePlan, Row
+from .packet import FAILED, HEAD, WORD, head_of, read_head
+from .transfer import Message, StageFailed, Transfers
+from .work import Batch, Function, Job, joined, make_plan, message_to, parts, targets_of
+from .worker import Tensors, Worker, as_tuple
+
+__all__ = ["Pipeline"]
+
+_KINDS = 16  # of batches, whose layouts are remembered
+
+
+class Pipeline:
+    """The stages of this rank, in a pipeline over the ranks of ``group``.
+
+    ``stages``: all stages in order, of which a rank keeps its own, or a dict {number: stage} of its own. ``plan``: a
+    plan, or the name of a schedule with ``micros`` micro-batches (2 a rank unless given). ``loss`` and each of
+    ``metrics``: function(output, target) of a micro-batch; a stage that returns a tuple gives a tuple as output, and a
+    tuple of targets is given as further arguments. ``reduction``: whether the loss is the "mean" or the "sum" over its
+    micro-batch, and so over the batch. ``checkpoint``: keep the input of a stage only, and compute the rest again in
+    the backward. ``device``: where messages lie; by default that of the stages.
+
+    >>> torch.manual_seed(0) and None
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pipeline = Pipeline([model], loss=torch.nn.functional.mse_loss, micros=2)
+    >>> loss = pipeline.step(torch.ones(4, 2), torch.ones(4, 1))
+    >>> torch.allclose(loss, torch.nn.functional.mse_loss(model(torch.ones(4, 2)), torch.ones(4, 1)))
+    True
+    >>> pipeline.forward(torch.ones(4, 2)).shape
+    torch.Size([4, 1])
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[torch.nn.Module] | Mapping[int, torch.nn.Module],
+        plan: str | PipelinePlan = "1f1b",
+        *,
+        loss: Function | None = None,
+        metrics: Mapping[str, Function] | None = None,
+        micros: int | None = None,
+        reduction: str = "mean",
+        checkpoint: bool = False,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._group = group or dist.distributed_c10d._get_default_group()
+        self._rank = self._group.rank()
+        problem: Exception | None = None
+        told = ""
+        try:
+            self.plan = make_plan(plan, self._group.size(), micros, _count(stages, self._group.size()))
+            own = _own(stages, self.plan, self._rank)
+            workers = {stage: Worker(module, stage) for stage, module in own.items()}
+            self._job = Job(self.plan, workers, loss, metrics or {}, reduction, checkpoint)
+            told = _description(self.plan, reduction, self._job.metrics)
+        except Exception as error:  # whatever it is, the others are to hear of it
+            problem = error
+        self._agree(problem, told)
+        self.stages = own
+        self.measured: dict[str, torch.Tensor] = {}
+        self._device = torch.device(device) if device is not None else _device(own)
+        if self._device.type == "cuda":
+            first = torch.zeros(1, device=self._device)
+            dist.all_reduce(first, group=self._group)  # all ranks must make NCCL's first call in a group
+        self._transfers = Transfers(self.plan, self._group, self._device)
+        self._local: dict[tuple[str, int, int], Tensors] = {}
+        self._slots: OrderedDict[Any, int] = OrderedDict()
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Of the stages of this rank."""
+        for module in self.stages.values():
+            yield from module.parameters()
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the stages of this rank to training, or to evaluation."""
+        for module in self.stages.values():
+            module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Set the stages of this rank to evaluation."""
+        return self.train(False)
+
+    def step(self, inputs: Any = None, targets: Any = None) -> torch.Tensor:
+        """Forward and backward of a batch: gradients are added to ``.grad``, the loss is returned on every rank and the
+        metrics are in ``measured``."""
+        self._run("step", inputs, targets)
+        return self.measured["loss"]
+
+    def evaluate(self, inputs: Any = None, targets: Any = None) -> torch.Tensor:
+        """The loss of a batch, and its metrics, without a gradient."""
+        self._run("evaluate", inputs, targets)
+        return self.measured["loss"]
+
+    def forward(self, inputs: Any = None, everywhere: bool = False) -> Any:
+        """The outputs for a batch, without a gradient: on the rank of the last stage, None on others; or on all."""
+        outputs = self._run("forward everywhere" if everywhere else "forward", inputs, None)
+        return outputs[0] if outputs is not None and len(outputs) == 1 else outputs
+
+    def renegotiate(self) -> None:
+        """Forget what stages gave for each kind of batch: after a change of the model, such as of its dtype."""
+        self._slots.clear()
+
+    @property
+    def record(self) -> bool:
+        """Whether it is noted when each action was done; on CUDA that makes the ranks wait for their devices."""
+        return self._job.record
+
+    @record.setter
+    def record(self, value: bool) -> None:
+        self._job.record = value
+
+    def rows(self) -> list[Row]:
+        """What was recorded on all ranks since the last call, on rank 0; every rank calls it. Clocks are the hosts'."""
+        mine, self._job.rows = self._job.rows, []
+        everyones: list[list[Row]] = [[] for _ in range(self._group.size())]
+        dist.all_gather_object(everyones, mine, group=self._group)
+        rows = sorted((row for rows in everyones for row in rows), key=lambda row: row.begin)
+        start = rows[0].begin if rows else 0.0
+        return [row._replace(begin=row.begin - start, end=row.end - start) for row in rows] if self._rank == 0 else []
+
+    def _agree(self, problem: Exception | None, told: str) -> None:
+        """Raise on every rank if one of them cannot begin, or wants something else."""
+        everyones: list[tuple[str, str]] = [("", "")] * self._group.size()
+        dist.all_gather_object(everyones, (str(problem) if problem else "", told), group=self._group)
+        if problem is not None:
+            raise problem
+        for rank, (failed, its) in enumerate(everyones):
+            if failed:
+                raise MismatchError(f"rank {self._rank}: rank {rank} could not make its part of the pipeline: {failed}")
+            if its != told:
+                raise MismatchError(
+                    f"rank {self._rank}: ranks disagree on the pipeline. Rank {rank} has {its}; rank {self._rank} has "
+                    f"{told}. Every rank must give the same plan, micros, reduction and metrics"
+                )
+
+    def _run(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
+        batch, slot, fresh, failure = self._open(call, inputs)
+        self._transfers.begin(batch.learn, slot, fresh)
+        try:
+            if failure is None and call in ("step", "evaluate") and self._is_last:
+                self._job.check_loss()
+                batch.targets = targets_of(targets, self.plan.micros, batch.count)
+        except Exception as error:
+            failure = self._failed(error, call)
+        for action in self.plan.actions[self._rank]:
+            if batch.learn or action.kind == "F":
+                failure = self._do(action, batch, failure)
+        result, failure = self._close(call, batch, failure)
+        self._local.clear()
+        if failure is not None:
+            self._job.forget()
+            if self._is_first and fresh:
+                self._slots.popitem()
+            raise failure
+        return result
+
+    def _open(self, call: str, inputs: Any) -> tuple[Batch, int, bool, Exception | None]:
+        """The first rank says what comes."""
+        first = self.plan.rank_of[0]
+        if self._rank != first:
+            status, text = read_head(self._transfers.hear(first, HEAD))
+            if status == FAILED:
+                raise StageFailed(text)
+            word = json.loads(text)
+            failure: Exception | None = None
+            if word["call"] != call:
+                failure = MismatchError(
+                    f"rank {self._rank}: {call}() of the pipeline, while rank {first} calls {word['call']}(); every "
+                    "rank makes the same calls"
+                )
+            return Batch(word["learn"], word["count"]), word["slot"], word["fresh"], failure
+        try:
+            if inputs is None:
+                raise ValueError(f"{call}() has no inputs; the rank of the first stage gives them")
+            batch = Batch(call == "step", 0)
+            whole = as_tuple(inputs, "the batch of inputs")
+            batch.inputs = [
+                tuple(each.detach() for each in micro) for micro in parts(whole, self.plan.micros, "inputs")
+            ]
+            batch.count = len(whole[0])
+        except Exception as error:
+            failed = self._failed(error, call)
+            self._say(head_of(FAILED, str(failed)))
+            self._transfers.finish()
+            raise failed from error
+        slot, fresh = self._slot(batch.learn, whole)
+        word = {"call": call, "learn": batch.learn, "count": batch.count, "slot": slot, "fresh": fresh}
+        self._say(head_of(WORD, json.dumps(word)))
+        return batch, slot, fresh, None
+
+    def _say(self, head: torch.Tensor) -> None:
+        for rank in self._others:
+            self._transfers.tell(rank, head)
+
+    def _slot(self, learn: bool, whole: Tensors) -> tuple[int, bool]:
+        """The number of this kind of batch, and whether it is new."""
+        kind = self._device.type
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (learn, cast, tuple((each.dtype, each.shape, each.stride()) for each in whole))
+        if key in self._slots:
+            self._slots.move_to_end(key)
+            return self._slots[key], False
+        if len(self._slots) == _KINDS:
+            self._slots.popitem(last=False)
+        self._slots[key] = min(set(range(_KINDS)) - set(self._slots.values()))
+        return self._slots[key], True
+
+    def _do(self, action: Action, batch: Batch, failure: Exception | None) -> Exception | None:
+        """One action, or, after a failure, what others need to hear instead of its result."""
+        incoming: Tensors = ()
+        try:
+            incoming = self._take(action)
+        except StageFailed as error:
+            failure = failure or error
+        outgoing: Tensors = ()
+        if failure is None:
+            try:
+                outgoing = self._job.do(action, incoming, batch)
+            except Exception as error:
+                failure = self._failed(error, str(action))
+        to = message_to(self.plan, action)
+        if to is None or not (batch.learn or action.kind == "F"):
+            return failure
+        target = self.plan.rank_of[to[1]]
+        message = Message(*to, self._rank, target)
+        if target == self._rank:
+            self._local[to] = outgoing
+            return failure
+        if failure is None:
+            try:
+                self._transfers.give(message, outgoing)
+            except ValueError as error:
+                failure = self._failed(error, str(action))
+        if failure is not None:
+            self._transfers.fail(message, str(failure))
+        return failure
+
+    def _take(self, action: Action) -> Tensors:
+        """What an action needs of another stage."""
+        kind, stage, micro = action
+        maker = stage - 1 if kind == "F" else stage + 1
+        if kind == "W" or not 0 <= maker < self.plan.stages:
+            return ()
+        source = self.plan.rank_of[maker]
+        if source != self._rank:
+            return self._transfers.take(Message(kind[0], stage, micro, source, self._rank))
+        passed = self._local.pop((kind[0], stage, micro))
+        return tuple(each.detach().requires_grad_(each.requires_grad) for each in passed)
+
+    def _close(self, call: str, batch: Batch, failure: Exception | None) -> tuple[Tensors | None, Exception | None]:
+        """The last rank tells what has come of it."""
+        last, outputs = self.plan.rank_of[-1], None
+        told: Tensors = ()
+        try:
+            if self._rank != last:
+                told = self._transfers.hear_all(last)
+            elif failure is None:
+                outputs = None if batch.learn or call == "evaluate" else joined(batch.outputs)
+                if batch.sums is not None:
+                    told = (batch.sums,)
+                elif outputs is not None and call == "forward everywhere":
+                    told = outputs
+        except StageFailed as error:
+            failure = failure or error
+        except Exception as error:
+            failure = failure or self._failed(error, call)
+        if self._rank == last:
+            self._transfers.tell_all(self._others, told, str(failure) if failure else None)
+        try:
+            self._transfers.finish()
+        except StageFailed as error:
+            failure = failure or error
+        if failure is None and call in ("step", "evaluate"):
+            values = told[0].to(torch.get_default_dtype()).unbind()
+            self.measured = dict(zip(("loss", *self._job.metrics), values, strict=True))
+        return outputs if self._rank == last or call != "forward everywhere" else told, failure
+
+    def _failed(self, error: Exception, what: str) -> StageFailed:
+        failure = StageFailed(f"rank {self._rank}: {what} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
+
+    @property
+    def _is_first(self) -> bool:
+        return self._rank == self.plan.rank_of[0]
+
+    @property
+    def _is_last(self) -> bool:
+        return self._rank == self.plan.rank_of[-1]
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._group.size()) if rank != self._rank]
+
+
+def _count(stages: Sequence[torch.nn.Module] | Mapping[int, torch.nn.Module], ranks: int) -> int:
+    return len(stages) * ranks if isinstance(stages, Mapping) else len(stages)
+
+
+def _own(
+    stages: Sequence[torch.nn.Module] | Mapping[int, torch.nn.Module], plan: PipelinePlan, rank: int
+) -> dict[int, torch.nn.Module]:
+    """The stages of a rank, by number."""
+    numbers = [stage for stage in range(plan.stages) if plan.rank_of[stage] == rank]
+    if isinstance(stages, Mapping) and sorted(stages) != numbers:
+        raise ValueError(f"pipeline: rank {rank} is given stages {sorted(stages)}; by {plan.name} it has {numbers}")
+    own = {number: stages[number] for number in numbers}
+    for number, module in own.items():
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"pipeline: stage {number} is a {type(module).__name__}; it must be a torch.nn.Module")
+    return own
+
+
+def _device(own: Mapping[int, torch.nn.Module]) -> torch.device:
+    tensors = (each for module in own.values() for each in (*module.parameters(), *module.buffers()))
+    return next((each.device for each in tensors), torch.device("cpu"))
+
+
+def _description(plan: PipelinePlan, reduction: str, metrics: Mapping[str, Function]) -> str:
+    order = zlib.crc32(repr((plan.rank_of, plan.actions)).encode())
+    return (
+        f"{plan.name} (stages={plan.stages}, micros={plan.micros}, order {order:08x}, reduction={reduction}, "
+        f"metrics={list(metrics)})"
+    )

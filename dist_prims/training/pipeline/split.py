@@ -1,0 +1,170 @@
+"""Cut a model into stages, none of which is slower, or larger, than it must be.
+
+A pipeline goes at the pace of its slowest stage, so the cut is a small problem of optimisation: of all ways to cut a
+row of costs into consecutive parts, the one whose largest part is smallest. Rules of thumb miss it, and nobody needs
+them: dynamic programming finds it, for any number of layers that a model has, in milliseconds.
+
+>>> balance([5, 1, 1, 1, 5], stages=3)
+[1, 3, 1]
+>>> [stage.names for stage in split(nn.Sequential(nn.Linear(2, 9), nn.ReLU(), nn.Linear(9, 1)), 2, by=[2, 1])]
+[('0', '1'), ('2',)]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...collectives import broadcast
+from .chain import Layers, Pop, Stage, Stash, layers
+from .profile import profile
+
+__all__ = ["balance", "split"]
+
+
+def split(
+    model: nn.Module,
+    stages: int,
+    by: str | Sequence[int] = "time",
+    sample: Any = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> list[Stage]:
+    """``stages`` modules that, one after the other, do what ``model`` does; its parameters are theirs, not copied.
+
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    >>> first, second = split(model, 2, by="memory", sample=torch.ones(8, 64))
+    >>> second.names, list(second.state_dict()), second._modules["2"] is model[2]
+    (('1', '2'), ['2.weight', '2.bias'], True)
+
+    ``by`` says what to balance for micro-batches like ``sample``: ``"time"`` of forward and backward, or ``"memory"``
+    of parameters, gradients and activations; or how many layers each stage gets. What a model may be, says
+    :func:`~dist_prims.training.pipeline.chain.layers`.
+
+    No two ranks measure the same. Where torch.distributed is in use, ``by="time"`` is a collective: rank 0 of ``group``
+    measures, while the others are quiet, and all of them cut as it says.
+    """
+    chain = layers(model)
+    _check_arguments(model, chain, stages, by, sample)
+    if not isinstance(by, str):
+        sizes = list(by)
+    elif by == "memory":
+        sizes = balance([cost.memory for cost in profile(model, sample, runs=1)], stages)
+    else:
+        sizes = _sizes_by_time(model, stages, sample, group)
+    ends = list(accumulate(sizes))
+    parts = [chain[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    _check_shared(parts)
+    borders = [(), *(_carried(chain, end) for end in ends)]
+    return [
+        Stage(part, number=number, count=stages, takes=borders[number], gives=borders[number + 1])
+        for number, part in enumerate(parts)
+    ]
+
+
+def balance(costs: Sequence[float], stages: int) -> list[int]:
+    """How many consecutive ``costs`` go to each of the ``stages``, so that the largest sum is smallest; at least one.
+
+    >>> balance([1, 2, 3, 4, 5, 6], stages=2)  # 10 and 11
+    [4, 2]
+    """
+    if not 1 <= stages <= len(costs):
+        raise ValueError(f"balance: stages={stages} of {len(costs)} layers; each stage takes one layer or more")
+    if any(not math.isfinite(cost) or cost < 0 for cost in costs):
+        raise ValueError(f"balance: costs={list(costs)} must be finite numbers from 0")
+    before = np.array([0, *accumulate(costs)], dtype=np.float64)
+    count = len(costs)
+    worst = before.copy()  # of the best cut of the first n layers into as many stages as were looked at
+    last = [np.zeros(count + 1, dtype=np.int64)]  # and where its last stage begins
+    for stage in range(2, stages + 1):
+        following, begins = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
+        for end in range(stage, count + 1):
+            choices = np.maximum(worst[stage - 1 : end], before[end] - before[stage - 1 : end])
+            best = int(choices.argmin())
+            following[end], begins[end] = choices[best], best + stage - 1
+        worst = following
+        last.append(begins)
+    sizes: list[int] = []
+    end = count
+    for begins in reversed(last):
+        begin = int(begins[end])
+        sizes.insert(0, end - begin)
+        end = begin
+    return sizes
+
+
+def _check_arguments(model: nn.Module, chain: Layers, stages: int, by: str | Sequence[int], sample: Any) -> None:
+    """All that can be wrong is found here, on every rank, before anything is measured or sent."""
+    if not 1 <= stages <= len(chain):
+        raise ValueError(
+            f"split: stages={stages} of {len(chain)} layers; each stage takes one layer or more: ask for fewer stages, "
+            "or let the model's layers() name smaller parts"
+        )
+    if isinstance(by, str):
+        if by not in ("time", "memory"):
+            raise ValueError(
+                f"split: by={by!r}; choose 'time', 'memory', or a list with the number of layers of each stage"
+            )
+        if sample is None:
+            raise ValueError(f"split: by={by!r} measures the model; give it a micro-batch as sample=")
+    elif len(by) != stages or sum(by) != len(chain) or min(by) < 1:
+        raise ValueError(
+            f"split: by={list(by)} must name, for each of {stages} stages, one layer or more, {len(chain)} together"
+        )
+    placed = {f"{name}.{key}" for name, layer in chain for key in layer.state_dict()}
+    wanted = set(model.state_dict())
+    if placed != wanted:
+        raise ValueError(
+            f"split: {sorted(placed ^ wanted)[:5]} of the model's state_dict are in none of its layers, or under "
+            "another name there; layers() must name all that has parameters or buffers, as the model does"
+        )
+
+
+def _check_shared(parts: Sequence[Layers]) -> None:
+    home: dict[int, tuple[int, str]] = {}
+    for stage, part in enumerate(parts):
+        for name, layer in part:
+            for key, tensor in (*layer.named_parameters(name), *layer.named_buffers(name)):
+                first, other = home.setdefault(id(tensor), (stage, key))
+                if first != stage:
+                    raise ValueError(
+                        f"split: {other} in stage {first} and {key} in stage {stage} are the same tensor, which would "
+                        "get but half of its gradient in each; cut with by=[sizes] so that one stage has both"
+                    )
+
+
+def _carried(chain: Layers, cut: int) -> tuple[str, ...]:
+    """What is kept before the cut and popped behind it."""
+    popped = {layer.name for _, layer in chain[cut:] if isinstance(layer, Pop)}
+    return tuple(layer.name for _, layer in chain[:cut] if isinstance(layer, Stash) and layer.name in popped)
+
+
+def _sizes_by_time(model: nn.Module, stages: int, sample: Any, group: dist.ProcessGroup | None) -> list[int]:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return _measured(model, stages, sample)
+    parameter = next(model.parameters(), None)
+    sizes = torch.zeros(stages, dtype=torch.int64, device=parameter.device if parameter is not None else None)
+    failure = None
+    if dist.get_rank(group) == 0:
+        try:
+            sizes.copy_(torch.tensor(_measured(model, stages, sample)))
+        except Exception as error:
+            failure = error  # the others wait for an answer
+    broadcast(sizes, 0, group)
+    if failure is not None:
+        raise failure
+    found = [int(size) for size in sizes.tolist()]
+    if not found[0]:
+        raise RuntimeError("split: rank 0 could not measure the model with its sample; its own error says why")
+    return found
+
+
+def _measured(model: nn.Module, stages: int, sample: Any) -> list[int]:
+    return balance([cost.seconds for cost in profile(model, sample)], stages)

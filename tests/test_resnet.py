@@ -1,0 +1,303 @@
+"""ResNets under torchvision's names, their twins on several devices, and batch norm under micro-batches."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dist_prims.datasets import digits
+from dist_prims.training.pipeline.batch_norm import (
+    DeferredBatchNorm,
+    checkpoint_contexts,
+    commit_batch_norm,
+    defer_batch_norm,
+    recomputing,
+)
+from dist_prims.training.pipeline.twins import ModelParallelResNet50, PipelineParallelResNet50
+from dist_prims.training.resnet import ResNet, resnet18, resnet34, resnet50, resnet101, resnet152
+
+# What is published of each: how many parameters, how many blocks, whether they are bottlenecks.
+NETS = {
+    resnet18: (11_689_512, (2, 2, 2, 2), False),
+    resnet34: (21_797_672, (3, 4, 6, 3), False),
+    resnet50: (25_557_032, (3, 4, 6, 3), True),
+    resnet101: (44_549_160, (3, 4, 23, 3), True),
+    resnet152: (60_192_808, (3, 8, 36, 3), True),
+}
+
+
+def torchvisions(depths: tuple[int, ...], bottleneck: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a checkpoint of torchvision, in its order."""
+    yield "conv1.weight", (64, 3, 7, 7)
+    yield from norm("bn1", 64)
+    before = 64
+    for layer, depth in enumerate(depths):
+        width = 64 << layer
+        after = 4 * width if bottleneck else width
+        for block in range(depth):
+            name = f"layer{layer + 1}.{block}"
+            kernels = [(width, before, 1, 1), (width, width, 3, 3), (after, width, 1, 1)]
+            for number, kernel in enumerate(
+                kernels if bottleneck else [(width, before, 3, 3), (width, width, 3, 3)], 1
+            ):
+                yield f"{name}.conv{number}.weight", kernel
+                yield from norm(f"{name}.bn{number}", kernel[0])
+            if before != after or (block == 0 and layer > 0):
+                yield f"{name}.downsample.0.weight", (after, before, 1, 1)
+                yield from norm(f"{name}.downsample.1", after)
+            before = after
+    yield "fc.weight", (1000, before)
+    yield "fc.bias", (1000,)
+
+
+def norm(name: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for part in ("weight", "bias", "running_mean", "running_var"):
+        yield f"{name}.{part}", (width,)
+    yield f"{name}.num_batches_tracked", ()
+
+
+@pytest.mark.parametrize("make", NETS)
+def test_names_shapes_and_counts_are_torchvisions(make: Callable[..., ResNet]) -> None:
+    count, depths, bottleneck = NETS[make]
+    with torch.device("meta"):
+        model = make()
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    found = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
+    assert found == list(torchvisions(depths, bottleneck))
+
+
+def test_first_values_are_torchvisions() -> None:
+    torch.manual_seed(0)
+    model = resnet18()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 4:  # Kaiming's for a ReLU, by what goes out
+            gain, fan_out = math.sqrt(2), parameter.shape[0] * parameter[0, 0].numel()
+            assert parameter.std().item() == pytest.approx(gain / math.sqrt(fan_out), rel=0.03), name
+        elif name.startswith("fc"):
+            assert parameter.abs().max().item() == pytest.approx(1 / math.sqrt(512), rel=0.01)
+        else:
+            assert (parameter == (1 if name.endswith("weight") else 0)).all(), name
+    torch.manual_seed(0)
+    again = resnet18()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("make", [resnet18, resnet50])
+@pytest.mark.parametrize("options", [{}, {"small_images": True, "in_channels": 1, "num_classes": 10}])
+def test_layers_one_after_the_other_are_the_model(make: Callable[..., ResNet], options: dict[str, int]) -> None:
+    model = make(**options)
+    twin = copy.deepcopy(model)
+    channels, size = (1, 8) if options else (3, 40)
+    for training in (True, False):
+        model.train(training), twin.train(training)
+        x = image = torch.randn(3, channels, size, size)
+        for name, layer in twin.layers():
+            assert model.get_submodule(name) is not None
+            x = layer(x)
+        assert torch.equal(x, model(image))
+        assert x.shape == (3, options.get("num_classes", 1000))
+    for (name, a), b in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name  # running statistics, too
+
+
+def test_it_learns_digits() -> None:
+    torch.manual_seed(0)
+    images, labels = (tensor[:32] for tensor in digits().tensors)
+    model = ResNet(type(resnet18().layer1[0]), (1, 1, 1, 1), 10, in_channels=1, small_images=True)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for _ in range(8):
+        loss = nn.functional.cross_entropy(model(images), labels)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2, losses
+
+
+# Twins
+
+
+def both(twin: ResNet, training: bool, count: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output of a twin and of the single model of the same values; their gradients are compared here."""
+    single = resnet50(num_classes=7).train(training).double()  # or 50 layers would make much of the last bit
+    twin.train(training).double()
+    single.load_state_dict(twin.state_dict())
+    x = torch.randn(count, 3, 32, 32, dtype=torch.float64)
+    outputs = twin(x), single(x)
+    for output in outputs:
+        output.square().mean().backward()
+    for (name, a), b in zip(twin.named_parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.cpu(), b.grad, msg=name)
+    return outputs
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu"] * 3])
+def test_a_model_on_several_devices_is_the_model(devices: list[str]) -> None:
+    a, b = both(ModelParallelResNet50(devices, num_classes=7), training=True)
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("split_size", [2, 9])
+def test_a_batch_in_parts_gives_what_the_batch_gives(split_size: int) -> None:
+    a, b = both(PipelineParallelResNet50(split_size, ["cpu", "cpu"], num_classes=7), training=False)
+    torch.testing.assert_close(a, b)
+
+
+def test_twins_refuse_what_is_not_theirs() -> None:
+    with pytest.raises(ValueError, match=r"sizes=\[11, 11\] must be 2 numbers, one a device, 23 together"):
+        ModelParallelResNet50(["cpu", "cpu"], sizes=[11, 11])
+    with pytest.raises(ValueError, match="split_size=0 must be 1 or more"):
+        PipelineParallelResNet50(0, ["cpu"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_twins_on_cuda() -> None:
+    devices = ["cuda:0", f"cuda:{torch.cuda.device_count() - 1}"]
+    twin = PipelineParallelResNet50(2, devices, num_classes=7)
+    a, b = both(twin, training=False)
+    torch.testing.assert_close(a.cpu(), b)
+
+
+# Batch norm under micro-batches
+
+NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}
+
+
+def an_image(count: int, dims: int) -> torch.Tensor:
+    """``count`` images of 3 channels and ``dims`` - 1 directions, far from zero: what sums of squares would lose."""
+    return torch.randn(count, 3, *[2] * (dims - 1)) * torch.tensor(2.0) + 300
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    dims=st.sampled_from([1, 2, 3, 4]),
+    sizes=st.lists(st.integers(2, 7), min_size=1, max_size=6),
+    momentum=st.sampled_from([0.1, 0.7, 1.0, None]),
+    affine=st.booleans(),
+    batches=st.integers(1, 3),
+)
+def test_running_statistics_are_those_of_the_whole_batch(
+    dims: int, sizes: list[int], momentum: float | None, affine: bool, batches: int
+) -> None:
+    whole = NORMS[dims](3, momentum=momentum, affine=affine)
+    deferred = defer_batch_norm(copy.deepcopy(whole), len(sizes))
+    for _ in range(batches):
+        x = an_image(sum(sizes), dims)
+        whole(x)
+        for part in x.split(sizes):
+            fresh = NORMS[dims](3, affine=affine)
+            assert torch.equal(deferred(part), fresh(part))  # each by its own statistics, as ever
+    torch.testing.assert_close(deferred.running_mean, whole.running_mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(deferred.running_var, whole.running_var, rtol=2e-5, atol=1e-6)
+    assert torch.equal(deferred.num_batches_tracked, whole.num_batches_tracked)
+    x = an_image(2, dims)
+    torch.testing.assert_close(deferred.eval()(x), whole.eval()(x), rtol=1e-4, atol=1e-4)
+
+
+def test_in_double_precision_they_are_equal_to_the_last_digits() -> None:
+    whole = nn.BatchNorm2d(3).double()
+    deferred = defer_batch_norm(copy.deepcopy(whole), 3)
+    x = an_image(9, 3).double()
+    whole(x)
+    for part in x.split([2, 3, 4]):
+        deferred(part)
+    torch.testing.assert_close(deferred.running_var, whole.running_var, rtol=1e-12, atol=1e-12)
+
+
+def test_a_deferred_model_keeps_names_parameters_and_buffers() -> None:
+    model = resnet18(num_classes=2)
+    keys, tensors = list(model.state_dict()), {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    assert defer_batch_norm(model, 4) is model
+    assert list(model.state_dict()) == keys
+    assert {id(parameter) for parameter in model.parameters()} <= tensors
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    assert len(norms) == 20
+    assert all(isinstance(each, DeferredBatchNorm) and each.micro_batches == 4 for each in norms)
+    defer_batch_norm(model, 2)  # again: the same modules, another number
+    assert {id(each) for each in norms} == {id(each) for each in model.modules() if isinstance(each, DeferredBatchNorm)}
+    assert norms[0].micro_batches == 2
+    resnet18(num_classes=2).load_state_dict(model.state_dict())
+    copy.deepcopy(model)(torch.randn(2, 3, 32, 32)).sum().backward()
+
+
+def test_a_norm_of_several_places_stays_one() -> None:
+    shared = nn.BatchNorm1d(2)
+    model = defer_batch_norm(nn.Sequential(shared, nn.ReLU(), shared), 2)
+    assert model[0] is model[2]
+
+
+def test_without_running_statistics_and_in_evaluation_nothing_is_counted() -> None:
+    bare = defer_batch_norm(nn.BatchNorm1d(2, track_running_stats=False), 2)
+    x = torch.randn(4, 2)
+    assert torch.equal(bare(x), nn.BatchNorm1d(2)(x))
+    evaluated = defer_batch_norm(nn.BatchNorm1d(2), 1).eval()
+    assert torch.equal(evaluated(x), nn.BatchNorm1d(2).eval()(x))
+    commit_batch_norm(evaluated)
+    assert evaluated.running_mean.tolist() == [0, 0]
+    with pytest.raises(ValueError, match="expected 4D input"):
+        defer_batch_norm(nn.BatchNorm2d(2), 2)(x)
+
+
+def test_a_batch_that_ends_early() -> None:
+    whole, deferred = nn.BatchNorm1d(2), defer_batch_norm(nn.BatchNorm1d(2), 8)
+    x = torch.randn(6, 2)
+    whole(x)
+    for part in x.split(2):
+        deferred(part)
+    assert deferred.num_batches_tracked == 0
+    commit_batch_norm(deferred)
+    commit_batch_norm(deferred)  # nothing more to count
+    torch.testing.assert_close(deferred.running_var, whole.running_var)
+    assert deferred.num_batches_tracked == 1
+
+
+def test_another_number_of_micro_batches_begins_anew() -> None:
+    norm = defer_batch_norm(nn.Sequential(nn.BatchNorm1d(1)), 3)
+    norm(torch.tensor([[1000.0], [1002.0]]))
+    defer_batch_norm(norm, 1)
+    norm(torch.tensor([[0.0], [2.0]]))
+    assert norm[0].running_mean.item() == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="micro_batches=0 must be 1 or more"):
+        defer_batch_norm(norm, 0)
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_repeated_forward_is_counted_once(deferred: bool, momentum: float | None) -> None:
+    def a_model() -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=momentum), nn.ReLU(), nn.Linear(4, 1))
+        return defer_batch_norm(model, 2) if deferred else model
+
+    plain, repeating = a_model(), a_model()
+    contexts = partial(checkpoint_contexts, repeating)
+    for part in torch.randn(8, 3).split(4):
+        plain(part).sum().backward()
+        checkpoint(repeating, part, use_reentrant=False, context_fn=contexts).sum().backward()
+    with recomputing(repeating):
+        repeating(torch.randn(4, 3))
+    for (name, a), b in zip(plain.state_dict().items(), repeating.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    for a, b in zip(plain.parameters(), repeating.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_after_an_error_within_recomputing_all_is_as_before() -> None:
+    norm = nn.BatchNorm1d(1, momentum=0.3)
+    counter = norm.num_batches_tracked
+    with pytest.raises(ValueError, match="expected 2D or 3D input"), recomputing(norm), recomputing(norm):
+        norm(torch.randn(2))
+    assert (norm.momentum, norm.num_batches_tracked is counter, counter.item()) == (0.3, True, 0)
+    norm(torch.randn(2, 1))
+    assert counter == 1
