@@ -126,3 +126,18 @@ def test_calibrate_without_another_host(tmp_path: Path) -> None:
     alone = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, check=False)
     assert alone.returncode == 2
     assert "start it with 2 or more" in alone.stderr
+
+
+def test_pipelines_beside_what_they_could_reach(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The exit status says that losses and gradients are the unsplit model's, torch's own pipelines included."""
+    small = ["pipeline", "--model", "resnet18", "--image", "64", "--batch", "4", "--rounds", "1"]
+    where = ["--pictures", str(tmp_path)]
+    assert main([*small, "--micros", "2", "--schedules", "zb_h1,interleaved_1f1b", *where]) == 0
+    out = capfd.readouterr().out
+    names = [line.split("  ")[0] for line in out.splitlines() if not line.startswith("#")]
+    assert names == ["alone", "model_parallel", "zb_h1", "interleaved_1f1b", "torch gpipe", "torch 1f1b"]
+    assert out.endswith("# losses and gradients are those of the unsplit model\n")
+    assert main([*small, "--sweep", "1,2", *where]) == 0
+    assert "2 micro-batches of 2: images a second: one rank alone" in capfd.readouterr().out
+    for picture in ("zb_h1.svg", "sweep.svg"):
+        assert xml.etree.ElementTree.parse(tmp_path / picture).getroot().tag.endswith("svg")

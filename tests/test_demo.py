@@ -27,9 +27,9 @@ def test_the_demo_checks_itself(start: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "✗" not in done.stdout
-    assert "All 15 checks held" in done.stdout
+    assert "All 17 checks held" in done.stdout
     assert done.stdout.count("Ring all-reduce") == 1, "rank 0 alone speaks"
-    for name in ("ring.svg", "loss.svg"):
+    for name in ("ring.svg", "loss.svg", "pipeline.svg"):
         assert xml.etree.ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
         assert str(tmp_path / name) in done.stdout
 

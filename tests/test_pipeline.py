@@ -508,6 +508,13 @@ LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
     (lambda: nn.Sequential(nn.Linear(3, 3), nn.Sigmoid(), nn.LayerNorm(3), nn.Linear(3, 2)), (0, 3)),
     (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 5)), (4, 3)),
     (lambda: nn.MultiheadAttention(4, 2, batch_first=True), (2, 3, 4)),
+    (lambda: nn.Linear(3, 5, bias=False), (3,)),
+    (lambda: nn.Conv2d(4, 6, 1, bias=False), (2, 4, 7, 8)),
+    (lambda: nn.Conv2d(4, 6, 1, stride=2, bias=False), (2, 4, 7, 8)),
+    (lambda: nn.Conv2d(4, 6, 1, groups=2, bias=False), (2, 4, 7, 8)),
+    (lambda: nn.Conv2d(4, 6, 1, padding=1, bias=False), (2, 4, 7, 8)),
+    (lambda: nn.Conv1d(4, 6, 1, bias=False).double(), (2, 4, 7)),
+    (lambda: nn.Linear(3, 5, dtype=torch.complex64), (4, 3)),
 ]
 
 
@@ -519,7 +526,7 @@ def test_a_split_backward_gives_the_whole_one(case: int, of_input: bool) -> None
     one = make()
     other = make()
     other.load_state_dict(one.state_dict())
-    x = torch.randn(shape, requires_grad=of_input)
+    x = torch.randn(shape, requires_grad=of_input, dtype=next(one.parameters()).dtype)
     y = x.detach().clone().requires_grad_(of_input)
     later = Later()
     for _ in range(2):  # gradients add up
@@ -527,13 +534,33 @@ def test_a_split_backward_gives_the_whole_one(case: int, of_input: bool) -> None
         with split_backward(later):
             second = other(y, y, y)[0] if isinstance(other, nn.MultiheadAttention) else other(y)
         torch.testing.assert_close(first, second, rtol=0, atol=0)
-        first.square().sum().backward()
-        second.square().sum().backward()
+        first.abs().square().sum().backward()
+        second.abs().square().sum().backward()
         later.drain()
         for mine, its in zip(other.parameters(), one.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, its.grad)
         if of_input:
             torch.testing.assert_close(y.grad, x.grad)
+
+
+@pytest.mark.parametrize("watched", ["hook", "after", "by DDP", "by nobody"])
+def test_whoever_watches_a_weight_sees_each_gradient(watched: str) -> None:
+    """A product of matrices is added to ``.grad`` as it is computed, but not behind somebody's back."""
+    layer = nn.Conv2d(2, 3, 1, bias=False)
+    seen: list[torch.Tensor] = []
+    if watched == "hook":
+        layer.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    elif watched == "after":
+        layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    node = layer.weight.view_as(layer.weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: seen.append(layer.weight.grad))
+    for _ in range(3):
+        later = Later(watched=watched == "by DDP")
+        with split_backward(later):
+            layer(torch.ones(1, 2, 3, 3)).sum().backward()
+        later.drain()
+    assert layer.weight.grad.flatten().tolist() == [27.0] * 6
+    assert len(seen) == {"hook": 6, "after": 6, "by DDP": 3, "by nobody": 1}[watched]  # the first is always autograd's
 
 
 def test_a_split_backward_leaves_the_weights_for_later() -> None:

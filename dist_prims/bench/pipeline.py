@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from .._chart import line_chart
 from ..launch import detect, init, spawn
-from ..schedules.pipeline import PipelinePlan, Row, draw_gantt, pipeline_plan, pipeline_plans
+from ..schedules.pipeline import PipelinePlan, Row, draw_gantt, foretold, pipeline_plan, pipeline_plans
 from ..training import resnet
 from ..training.pipeline import Pipeline
 from ..training.pipeline.profile import profile
@@ -64,9 +64,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedules", default="", help="names; unless given, all")
     parser.add_argument("--ranks", type=positive, default=2, help="to start where no launcher has (2)")
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--sweep", default="", help="instead: 1f1b with these numbers of micro-batches, as 1,2,4,8,16")
+    parser.add_argument(
+        "--sweep", type=_numbers, default=(), help="instead: 1f1b with these numbers of micro-batches, as 1,2,4,8,16"
+    )
     parser.add_argument("--pictures", type=Path, help="folder for the plot of the sweep, or for charts of plan and run")
     return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(positive, text.split(",")))
 
 
 def bench(given: argparse.Namespace) -> int:
@@ -74,7 +80,8 @@ def bench(given: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = getattr(resnet, given.model)(num_classes=1000)
-    cuts = _Cuts(model, torch.randn(max(given.batch // given.micros, 1), 3, given.image, given.image))
+    micros = max([given.micros] if not given.sweep else given.sweep)
+    cuts = _Cuts(model, torch.randn(max(given.batch // micros, 1), 3, given.image, given.image))
     if given.pictures and dist.get_rank() == 0:
         given.pictures.mkdir(parents=True, exist_ok=True)
     return _sweep(given, model, cuts) if given.sweep else _compare(given, model, cuts)
@@ -142,7 +149,7 @@ class _Work:
         for x, y in zip(self.inputs.chunk(self.micros), self.targets.chunk(self.micros), strict=True):
             loss = functional.cross_entropy(self.model(x), y) * (len(x) / len(self.inputs))
             torch.autograd.backward(loss)
-            total += float(loss)
+            total += loss.item()
         return total
 
     def _torchs(self, schedule: Any) -> float:
@@ -152,7 +159,7 @@ class _Work:
             return math.nan  # it is told to the last rank only
         losses: list[torch.Tensor] = []
         schedule.step(*inputs, target=self.targets, losses=losses)
-        return statistics.fmean(map(float, losses))
+        return statistics.fmean(each.item() for each in losses)
 
     def agree(self) -> bool:
         """Losses, and in the first round gradients, are the unsplit model's, to 1e-5 of the largest."""
@@ -202,26 +209,13 @@ def _foretold(work: _Work, name: str, rounds: int) -> tuple[list[Row], float]:
         dist.all_reduce(took, dist.ReduceOp.MAX)
         rows = pipeline.rows()
         if rows:
-            ratios.append(_price(work.plans[name], rows) / float(took))
+            ratios.append(foretold(work.plans[name], rows).makespan / float(took))
     return rows, statistics.median(ratios) if ratios else 0.0
 
 
-def _price(plan: PipelinePlan, rows: Sequence[Row]) -> float:
-    """What a step takes by the plan, if each action takes the mean of its kind and stage."""
-
-    def mean(*kinds: str) -> list[float]:
-        return [sum(_mean(rows, kind, stage) for kind in kinds) for stage in range(plan.stages)]
-
-    return plan.cost(mean("F"), mean("B", "BW"), mean("W")).makespan
-
-
-def _mean(rows: Sequence[Row], kind: str, stage: int) -> float:
-    spent = [row.end - row.begin for row in rows if (row.kind, row.stage) == (kind, stage)]
-    return statistics.fmean(spent) if spent else 0.0
-
-
 def _draw(path: Path, plan: PipelinePlan, rows: Sequence[Row]) -> None:
-    draw_gantt(path, {"as it ran": rows}, f"{plan.name}, {plan.ranks} ranks, {plan.micros} micro-batches")
+    panels = {"planned, from what each action took": foretold(plan, rows).rows, "as it ran": rows}
+    draw_gantt(path, panels, f"{plan.name}, {plan.ranks} ranks, {plan.micros} micro-batches")
 
 
 @contextmanager
@@ -278,21 +272,16 @@ def _print(given: Any, table: Table, work: _Work, found: dict[str, Any], held: d
         line += f" {twin / seconds:6.2f}" if name != _ALONE else ""
         if name in found:
             rows, ratio = found[name]
-            line += f" {ratio:6.3f} {_used(work.plans[name], rows):8.3f} {held[name] / 2**20:5.0f} MB"
+            line += f" {ratio:6.3f} {foretold(work.plans[name], rows).used:8.3f} {held[name] / 2**20:5.0f} MB"
         print(line, flush=True)
     print(f"# losses and gradients {'are' if table.agree else 'ARE NOT'} those of the unsplit model")
-
-
-def _used(plan: PipelinePlan, rows: Sequence[Row]) -> float:
-    """The share of the ranks' time that the plan uses, by what the actions took."""
-    return sum(row.end - row.begin for row in rows) / plan.ranks / max(_price(plan, rows), 1e-9)
 
 
 def _sweep(given: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> int:
     """The tutorial's experiment: alone, model parallel, and a pipeline, over the number of micro-batches."""
     lines: dict[str, list[tuple[float, float]]] = {}
     agree = True
-    for micros in map(int, given.sweep.split(",")):
+    for micros in given.sweep:
         given.micros = micros
         work = _Work(given, model, _plans(given.schedules or "1f1b,zb_h1", micros), cuts)
         table = measure(work, given.rounds, warmup=1)

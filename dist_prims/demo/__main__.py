@@ -16,6 +16,7 @@ from ..launch import detect, init, spawn
 from ..schedules import build
 from .check import check_algorithms
 from .console import Console
+from .pipeline import train_pipeline
 from .ring import show_ring
 from .train import train_digits
 
@@ -44,9 +45,12 @@ def demo(out: Path) -> int:
     losses = train_digits(console)
     if console.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
+    pictures = train_pipeline(console, out)
+    if console.rank == 0:
         pictures = [
             build("all_reduce", "ring", min(dist.get_world_size(), 8)).draw(out / "ring.svg"),
             line_chart(out / "loss.svg", "Loss of the digits", "step", "cross entropy", losses),
+            *pictures,
         ]
         console.say(f"\nPictures: {', '.join(map(str, pictures))}")
     verdict = f"{console.failed} of {console.held + console.failed}" if console.failed else f"All {console.held}"

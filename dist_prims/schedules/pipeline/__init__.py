@@ -4,7 +4,7 @@ A plan proves, prices and draws itself; :mod:`dist_prims.training.pipeline` runs
 """
 
 from .catalogue import markdown_table, show
-from .cost import PipelineCost, Row
+from .cost import PipelineCost, Row, foretold
 from .draw import draw_gantt, text_gantt
 from .plan import Action, PipelinePlan
 from .registry import PipelineCard, pipeline_plan, pipeline_plans, pipeline_schedule, unregister
@@ -16,6 +16,7 @@ __all__ = [
     "PipelinePlan",
     "Row",
     "draw_gantt",
+    "foretold",
     "markdown_table",
     "pipeline_plan",
     "pipeline_plans",

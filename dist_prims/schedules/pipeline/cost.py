@@ -8,6 +8,7 @@ first gives all times.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from .plan import Action, PipelinePlan, Seconds
 from .proof import replay
 
-__all__ = ["PipelineCost", "Row", "lower_bound", "price"]
+__all__ = ["PipelineCost", "Row", "foretold", "lower_bound", "price"]
 
 
 class Row(NamedTuple):
@@ -90,6 +91,26 @@ def price(
         busy[rank] += duration
         rows.append(Row(*action, begin, begin + duration, rank))
     return PipelineCost(max(free), tuple(busy), tuple(rows))
+
+
+def foretold(plan: PipelinePlan, rows: Iterable[Row]) -> PipelineCost:
+    """What the plan takes where every action takes the mean of its kind and stage in ``rows``, those of a real run.
+
+    >>> from dist_prims.schedules.pipeline import pipeline_plan
+    >>> plan = pipeline_plan("zb_h1", ranks=2, micros=3)
+    >>> cost = plan.cost(forward=[1, 2], input_grad=3, weight_grad=4)
+    >>> foretold(plan, cost.rows) == cost
+    True
+    """
+    spent: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        spent.setdefault((row.kind, row.stage), []).append(row.end - row.begin)
+
+    def mean(*kinds: str) -> list[float]:
+        every = [[spent.get((kind, stage), [0.0]) for kind in kinds] for stage in range(plan.stages)]
+        return [sum(sum(times) / len(times) for times in each) for each in every]
+
+    return price(plan, mean("F"), mean("B", "BW"), mean("W"))
 
 
 def _durations(

@@ -7,6 +7,9 @@ runs, each ``linear``, ``conv`` and ``embedding`` whose weight is a leaf is repl
 whose backward passes on the input's gradient and notes (input, gradient of the output) for later. All other
 parameters, such as those of norms, are cheap and get their gradients with the input's.
 
+Where the gradient of a weight is a product of matrices and nobody watches it, it is added while it is computed: a
+tensor less to make, to write and to read.
+
 >>> layer, later = torch.nn.Linear(2, 1), Later()
 >>> x = torch.ones(1, 2, requires_grad=True)
 >>> with split_backward(later):
@@ -35,9 +38,11 @@ Grads = tuple[torch.Tensor, torch.Tensor | None]  # of weight and bias
 
 
 class Later:
-    """What the backward of a micro-batch has left to do, for one stage."""
+    """What the backward of a micro-batch has left to do, for one stage. ``watched``: whether somebody waits for the
+    weights' gradients where hooks do not show it, as DistributedDataParallel does."""
 
-    def __init__(self) -> None:
+    def __init__(self, watched: bool = False) -> None:
+        self._watched = watched
         self._left: list[tuple[_Layer, torch.Tensor, torch.Tensor]] = []
 
     def add(self, layer: _Layer, x: torch.Tensor, grad: torch.Tensor) -> None:
@@ -50,6 +55,8 @@ class Later:
         while left:  # each is let go as soon as it is done
             layer, x, grad = left.pop()
             with torch.no_grad():
+                if not self._watched and layer.add_product(x, grad):
+                    continue
                 weight, bias = layer.weight_grads(x, grad)
             layer.weight.backward(weight.to(layer.weight.dtype))  # type: ignore[no-untyped-call]
             if bias is not None and layer.bias is not None:
@@ -129,10 +136,10 @@ class _Layer:
         self.weight, self.bias = weight, bias
 
     def can_wait(self, x: torch.Tensor) -> bool:
-        """Weights that are computed from others, or belong to a subclass of Tensor, are autograd's."""
+        """Weights that are computed from others, complex, or of a subclass of Tensor, are autograd's."""
         weights = [each for each in (self.weight, self.bias) if each is not None]
         plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in weights)
-        return plain and all(each.is_leaf and each.requires_grad for each in weights)
+        return plain and all(each.is_leaf and each.requires_grad and not each.is_complex() for each in weights)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         raise NotImplementedError
@@ -142,6 +149,21 @@ class _Layer:
 
     def weight_grads(self, x: torch.Tensor, grad: torch.Tensor) -> Grads:
         raise NotImplementedError
+
+    def factors(self, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Matrices (micro-batch, out, k) and (micro-batch, k, in) whose products add up to the weight's gradient."""
+        return None
+
+    def add_product(self, x: torch.Tensor, grad: torch.Tensor) -> bool:
+        """Add the weight's gradient to what is there, if it is a product, and no hook is to see it by itself."""
+        there = self.weight.grad
+        hooks = self.weight._backward_hooks or self.weight._post_accumulate_grad_hooks
+        if self.bias is not None or there is None or hooks or not there.is_contiguous() or there.dtype != grad.dtype:
+            return False
+        found = self.factors(x, grad)
+        if found is not None:
+            there.view(len(there), -1).addbmm_(*found)
+        return found is not None
 
 
 class _Linear(_Layer):
@@ -155,6 +177,9 @@ class _Linear(_Layer):
         rows = grad.reshape(-1, grad.shape[-1])
         weight = rows.t().mm(x.reshape(-1, x.shape[-1]))
         return weight, None if self.bias is None else rows.sum(0)
+
+    def factors(self, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return grad.reshape(1, -1, grad.shape[-1]).transpose(1, 2), x.reshape(1, -1, x.shape[-1])
 
 
 class _Conv(_Layer):
@@ -180,6 +205,10 @@ class _Conv(_Layer):
         weight = self.weight.detach().to(x.dtype)
         _, weight_grad, bias_grad = self._backward(x, weight, grad, [False, True, self.bias is not None])
         return weight_grad, bias_grad
+
+    def factors(self, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        one = all(each == 1 for each in (*self.weight.shape[2:], *self.stride, self.groups))
+        return (grad.flatten(2), x.flatten(2).transpose(1, 2)) if one and not any(self.padding) else None
 
     def _backward(self, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, mask: list[bool]) -> Any:
         nothing = [0] * len(self.stride)

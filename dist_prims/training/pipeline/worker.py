@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Later, split_backward
 from .batch_norm import recomputing
@@ -85,6 +86,7 @@ class Worker:
     def __init__(self, module: torch.nn.Module, stage: int) -> None:
         self.module = module
         self.stage = stage
+        self._watched = any(isinstance(each, DistributedDataParallel) for each in module.modules())
         self._held: dict[int, _Held] = {}
         self._later: dict[int, Later] = {}
 
@@ -97,7 +99,7 @@ class Worker:
     ) -> Tensors:
         """The outputs, which go on to ``loss`` if there is one. ``split``: there will be :meth:`weights`; ``again``:
         keep the inputs only, and compute the rest again when the gradient comes."""
-        held = self._held[micro] = _Held(inputs, loss, Later() if split else None)
+        held = self._held[micro] = _Held(inputs, loss, Later(self._watched) if split else None)
         if not again:
             outputs = self._run(held)
             held.wanted = tuple(each.requires_grad for each in held.roots)
