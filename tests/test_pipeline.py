@@ -23,6 +23,7 @@ from dist_prims.training.pipeline.batch_norm import defer_batch_norm
 from dist_prims.training.pipeline.devices import DevicePipeline
 from dist_prims.training.pipeline.packet import Layout, Pool, pack, spec_of
 from dist_prims.training.pipeline.processes import Pipeline
+from dist_prims.training.pipeline.split import split
 from dist_prims.training.pipeline.transfer import StageFailed, messages
 
 BACKENDS = ["gloo", "dist_prims"]
@@ -320,30 +321,16 @@ def test_a_failure_reaches_all_and_the_next_step_works(backend: str, name: str) 
                     Bomb.armed = kind if rank == guilty else ""
                     failed = _failure(lambda: pipeline.step(torch.ones(4, 4), torch.ones(4, 4)))  # noqa: B023
                     word = {"F": "forward", "B": "backward"}[kind]
-                    reached = kind == "F" or rank <= guilty or name == "zbv"
-                    if (
-                        kind == "B" and guilty == 0 and not failed
-                    ):  # no gradient of the inputs: its bomb has no backward
-                        reached = False
-                    if reached:
+                    if kind == "F" or any(plan.rank_of[stage] == guilty for stage in range(1, plan.stages)):
                         assert f"rank {guilty}: " in failed, (warm, guilty, kind, failed)
                         assert f"ArithmeticError: {word} bomb" in failed
+                    else:  # no gradient of the inputs: the bomb of stage 0 has no backward
+                        assert not failed
                     Bomb.armed = ""
                     assert pipeline.step(torch.ones(4, 4), torch.ones(4, 4)) > 0
                     assert pipeline.forward(torch.ones(4, 4), everywhere=True).shape == (4, 4)
 
     dist_prims.spawn(body, 3 if name == "1f1b" else 2, backend=backend, timeout=60)
-
-
-def reached(rank: int, guilty: int, kind: str, plan: PipelinePlan) -> bool:
-    """Whether a rank hears of a failure: all do of one in a forward. Gradients go to earlier stages, and
-    with the loss the rank of the last stage tells of its failures. Inputs have no gradient, so the bomb of stage 0 has
-    no backward."""
-    if kind == "F":
-        return True
-    if all(plan.rank_of[stage] != guilty for stage in range(1, plan.stages)):
-        return False
-    return rank <= guilty or guilty == plan.rank_of[-1] or plan.rank_of[-1] == plan.rank_of[0]
 
 
 def _failure(call: Callable[[], Any]) -> str:
@@ -352,6 +339,107 @@ def _failure(call: Callable[[], Any]) -> str:
     except StageFailed as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize("plan", ["1f1b", "zb_h1"])
+def test_a_failure_that_no_message_carries_reaches_all(plan: str) -> None:
+    """The last work of the first stage: once the others returned a loss, and would have stepped."""
+
+    def body() -> None:
+        def burst(grad: torch.Tensor) -> None:
+            raise ArithmeticError("the last gradient")
+
+        layers = [nn.Linear(4, 4) for _ in range(3)]
+        pipeline = Pipeline(layers, plan, loss=F.mse_loss, micros=3)
+        hook = layers[0].weight.register_hook(burst)
+        told = _failure(lambda: pipeline.step(torch.ones(6, 4), torch.ones(6, 4)))
+        assert "rank 0: " in told
+        assert "the last gradient" in told
+        hook.remove()
+        assert pipeline.step(torch.ones(6, 4), torch.ones(6, 4)) > 0
+
+    dist_prims.spawn(body, 3, timeout=60)
+
+
+def test_a_failure_reaches_all_where_heads_are_read_late() -> None:
+    """As on CUDA, where nobody waits for a message to read it: a rank in between computes with zeros and sends on."""
+
+    def body() -> None:
+        pipeline = Pipeline([Explosive() for _ in range(3)], "1f1b", loss=F.mse_loss, micros=3)
+        pipeline.step(torch.ones(6, 4), torch.ones(6, 4))
+        pipeline._transfers._queued = True
+        Bomb.armed = "F" if dist.get_rank() == 0 else ""
+        assert "rank 0: F(" in _failure(lambda: pipeline.step(torch.ones(6, 4), torch.ones(6, 4)))
+
+    dist_prims.spawn(body, 3, timeout=60)
+
+
+def test_what_cannot_be_sent_is_told_at_once() -> None:
+    class Sparse(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.to_sparse()
+
+    def body() -> None:
+        pipeline = Pipeline([Sparse(), nn.Linear(4, 4)], "1f1b", loss=F.mse_loss, micros=2)
+        words = "ValueError: a stage gives a tensor of layout torch.sparse_coo"
+        assert words in _failure(lambda: pipeline.step(torch.ones(4, 4), torch.ones(4, 4)))
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_a_step_after_an_evaluation_in_inference_mode() -> None:
+    """Memory that is kept was once made as the caller's mode has it, and could not be written in the next step."""
+
+    def body() -> None:
+        pipeline = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], "1f1b", loss=F.mse_loss, micros=2)
+        x = torch.ones(4, 4)
+        first = pipeline.step(x, x)
+        with torch.inference_mode():
+            assert pipeline.evaluate(x, x) == first
+        assert pipeline.step(x, x) == first
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_stages_side_by_side_do_not_share_memory() -> None:
+    """A stage that begins in place once changed what the sigmoid before it had kept, on the same rank or device."""
+
+    class Double(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(2)
+
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+    x = torch.randn(4, 4)
+    F.mse_loss(first(x) * 2, x).backward()
+    wanted = [each.grad.clone() for each in first.parameters()]
+    for pipeline in (
+        DevicePipeline([first, Double()], devices=["cpu", "cpu"], loss=F.mse_loss, micros=1),
+        Pipeline([first, Double()], "interleaved_1f1b", loss=F.mse_loss, micros=1, group=_alone()),
+    ):
+        first.zero_grad()
+        pipeline.step(x, x)
+        torch.testing.assert_close([each.grad for each in first.parameters()], wanted)
+    dist.destroy_process_group()
+
+
+def _alone() -> dist.ProcessGroup:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.distributed_c10d._get_default_group()
+
+
+def test_a_failed_step_leaves_no_statistics() -> None:
+    """The micro-batches that a failed step had seen were once part of the next batch, and of all that followed."""
+    norm = defer_batch_norm(nn.Sequential(nn.BatchNorm1d(4)), 3)
+    stage = nn.Sequential(norm, Explosive())
+    pipeline = DevicePipeline([stage], "fill_drain", devices=["cpu"], loss=F.mse_loss, micros=3)
+    Bomb.armed = "F"
+    x = torch.randn(6, 4)
+    with pytest.raises(ArithmeticError):
+        pipeline.step(5 * x, x)  # the norm has seen its first micro-batch
+    Bomb.armed = ""
+    pipeline.step(x, x)
+    torch.testing.assert_close(norm[0].running_mean, 0.1 * x.mean(0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -413,6 +501,9 @@ def test_ranks_must_agree_on_the_pipeline() -> None:
             Pipeline([layers[0], "layer"])  # type: ignore[list-item]
         with pytest.raises(ValueError, match="reduction='max'"):
             Pipeline(layers, reduction="max")
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+        with pytest.raises(MismatchError, match=r"cut [0-9a-f]{8}\).*same plan, micros, reduction, metrics, cut"):
+            Pipeline(split(model, 2, by=[2, 2] if rank else [3, 1]), "1f1b")  # a layer was once left out in silence
         Pipeline({rank: layers[rank]}, "1f1b")
 
     dist_prims.spawn(body, 2, timeout=60)
@@ -463,7 +554,9 @@ def test_nothing_is_negotiated_twice_and_memory_is_used_again() -> None:
             pipeline.step(*a_batch(8))
             counts.append(len(sizes))
             sizes.clear()
-        assert counts[1:] == [len(messages(plan, True)) + 1 + 3] * 3  # the word in front, the loss behind
+        assert (
+            counts[1:] == [len(messages(plan, True)) + 1 + 1 + 3] * 3
+        )  # the word in front, behind all is well and the loss
         assert counts[0] == counts[1] + 2 * plan.micros
         buffers = sum(map(len, transfers._pool._kept.values()))
         pipeline.step(*a_batch(8))
@@ -508,6 +601,7 @@ LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
     (lambda: nn.Sequential(nn.Linear(3, 3), nn.Sigmoid(), nn.LayerNorm(3), nn.Linear(3, 2)), (0, 3)),
     (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 5)), (4, 3)),
     (lambda: nn.MultiheadAttention(4, 2, batch_first=True), (2, 3, 4)),
+    (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)), (4, 3, 4)),
     (lambda: nn.Linear(3, 5, bias=False), (3,)),
     (lambda: nn.Conv2d(4, 6, 1, bias=False), (2, 4, 7, 8)),
     (lambda: nn.Conv2d(4, 6, 1, stride=2, bias=False), (2, 4, 7, 8)),

@@ -37,6 +37,7 @@ from ..training import resnet
 from ..training.pipeline import Pipeline
 from ..training.pipeline.profile import profile
 from ..training.pipeline.split import balance, split
+from ..training.pipeline.work import parts
 from .arguments import positive
 from .steps import Table, measure
 
@@ -146,7 +147,7 @@ class _Work:
 
     def _alone(self) -> float:
         total = 0.0
-        for x, y in zip(self.inputs.chunk(self.micros), self.targets.chunk(self.micros), strict=True):
+        for x, y in parts((self.inputs, self.targets), self.micros, "inputs"):
             loss = functional.cross_entropy(self.model(x), y) * (len(x) / len(self.inputs))
             torch.autograd.backward(loss)
             total += loss.item()

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..datasets import digits
 from ..schedules.pipeline import draw_gantt, foretold
 from ..training import Pipeline, split
+from ..training.pipeline.work import parts
 from ..training.resnet import BasicBlock, ResNet
 from .console import Console
 
@@ -81,7 +82,7 @@ def _alone(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
     for images, labels in batches:
         optimizer.zero_grad()
         loss = torch.zeros(())
-        for x, y in zip(images.tensor_split(_MICROS), labels.tensor_split(_MICROS), strict=True):
+        for x, y in parts((images, labels), _MICROS, "images"):
             part = F.cross_entropy(model(x), y) * (len(x) / len(images))
             torch.autograd.backward(part)
             loss += part.detach()

@@ -3,9 +3,10 @@
 The rank in front waits for the gradient of the input, nobody for those of the weights: so a plan that keeps them apart
 fills with the one what would be idle while it waits for the other. Autograd knows one backward only; to ask it twice,
 first for the input and then for the weights, runs the chain of input gradients twice. Instead, while a stage's forward
-runs, each ``linear``, ``conv`` and ``embedding`` whose weight is a leaf is replaced by a function with the same result,
-whose backward passes on the input's gradient and notes (input, gradient of the output) for later. All other
-parameters, such as those of norms, are cheap and get their gradients with the input's.
+runs, each ``linear``, ``conv`` and ``embedding`` that a module calls, and whose weight is a leaf, is replaced by a
+function with the same result, whose backward passes on the input's gradient and notes (input, gradient of the output)
+for later. All other parameters get their gradients with the input's: those of norms, which are cheap, and what a
+function computes as a whole, such as the projections of ``nn.MultiheadAttention``.
 
 Where the gradient of a weight is a product of matrices and nobody watches it, it is added while it is computed: a
 tensor less to make, to write and to read.
@@ -32,9 +33,15 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Later", "split_backward"]
+__all__ = ["Later", "same_memory", "split_backward"]
 
 Grads = tuple[torch.Tensor, torch.Tensor | None]  # of weight and bias
+
+
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Not a view, which autograd would not let be changed in place behind a function of our own."""
+    place = (tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)
 
 
 class Later:
@@ -117,7 +124,8 @@ class _Deferred(torch.autograd.Function):
         ctx.layer, ctx.later = layer, later
         device = x.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            return layer.forward(x, weight, bias)
+            found = layer.forward(x, weight, bias)
+        return same_memory(found) if found._is_view() else found
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -167,6 +175,9 @@ class _Layer:
 
 
 class _Linear(_Layer):
+    def can_wait(self, x: torch.Tensor) -> bool:
+        return super().can_wait(x) and self.weight.dim() == 2
+
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, weight, bias)
 

@@ -120,7 +120,7 @@ class DevicePipeline:
                     incoming = self._copies.finish(arriving) if arriving else ()
                     outgoing = self._job.do(action, incoming, batch)
                     if to := message_to(self.plan, action):
-                        on_their_way[to] = self._copies.start(outgoing, self._device_of[to[1]])
+                        on_their_way[to] = self._copies.start(outgoing, self._device_of[to[1]], apart=to[0] == "F")
         except BaseException:
             self._job.forget()
             raise
@@ -139,12 +139,13 @@ class _Copies:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._streams = {each: torch.cuda.Stream(each) for each in devices if each.type == "cuda"}  # type: ignore[no-untyped-call]
 
-    def start(self, tensors: Tensors, device: torch.device) -> _Copy:
+    def start(self, tensors: Tensors, device: torch.device, apart: bool = False) -> _Copy:
+        """``apart``: in memory of their own, or a stage that begins in place would change what the one before keeps."""
         moved = []
         streams: dict[torch.device, torch.cuda.Stream] = {}
         for each in tensors:
             if each.device == device:
-                moved.append(each.detach())
+                moved.append(each.detach().clone() if apart else each.detach())
                 continue
             streams = {on: self._stream(on) for on in (each.device, device) if on.type == "cuda"}
             with ExitStack() as stack:

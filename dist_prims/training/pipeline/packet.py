@@ -14,10 +14,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["FAILED", "HEAD", "LAYOUT", "WORD", "Layout", "Pool", "Spec", "head_of", "pack", "read_head", "spec_of"]
+__all__ = [
+    "FAILED",
+    "HEAD",
+    "LAYOUT",
+    "WELL",
+    "WORD",
+    "Layout",
+    "Pool",
+    "Spec",
+    "head_of",
+    "pack",
+    "read_head",
+    "spec_of",
+]
 
 HEAD = 512
-_WELL, FAILED, LAYOUT, WORD = range(4)  # in the head: data; what has gone wrong; a layout's length; what comes
+WELL, FAILED, LAYOUT, WORD = range(4)  # in the head: data; what has gone wrong; a layout's length; what comes
 _ALIGNED = 64
 _WORD = 8  # bytes of the status, before the text
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
@@ -43,6 +56,8 @@ def spec_of(tensor: torch.Tensor) -> Spec:
     >>> str(spec_of(torch.ones(2, 3)))
     'float32[2, 3]'
     """
+    if tensor.layout != torch.strided:
+        raise ValueError(f"a stage gives a tensor of layout {tensor.layout}; stages pass dense tensors: .to_dense()")
     stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
     return Spec(tensor.dtype, tuple(tensor.shape), tuple(stride), tensor.requires_grad)
 
@@ -154,14 +169,20 @@ class Pool:
         kept = self._kept.setdefault(nbytes, [])
         for data, storage, idle in kept:
             if _users(storage) == idle:
-                return data[:]
-        data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                return _view(data)
+        with torch.inference_mode(False):  # it outlives the caller's mode
+            data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         storage = data.untyped_storage()
         kept.append((data, storage, _users(storage)))
-        return data[:]
+        return _view(data)
 
     def clear(self) -> None:
         self._kept.clear()
+
+
+def _view(data: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return data[:]
 
 
 def _users(storage: Any) -> int:

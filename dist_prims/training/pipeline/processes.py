@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import MismatchError
+from ...errors import CommError, MismatchError
 from ...schedules.pipeline import Action, PipelinePlan, Row
-from .packet import FAILED, HEAD, WORD, head_of, read_head
+from .packet import FAILED, HEAD, WELL, WORD, head_of, read_head
 from .transfer import Message, StageFailed, Transfers
 from .work import Batch, Function, Job, joined, make_plan, message_to, parts, targets_of
 from .worker import Tensors, Worker, as_tuple
@@ -79,13 +79,13 @@ class Pipeline:
             own = _own(stages, self.plan, self._rank)
             workers = {stage: Worker(module, stage) for stage, module in own.items()}
             self._job = Job(self.plan, workers, loss, metrics or {}, reduction, checkpoint)
-            told = _description(self.plan, reduction, self._job.metrics)
+            self._device = torch.device(device) if device is not None else _device(own)
+            told = _description(self.plan, reduction, self._job.metrics, stages, self._device)
         except Exception as error:  # whatever it is, the others are to hear of it
             problem = error
         self._agree(problem, told)
         self.stages = own
         self.measured: dict[str, torch.Tensor] = {}
-        self._device = torch.device(device) if device is not None else _device(own)
         if self._device.type == "cuda":
             first = torch.zeros(1, device=self._device)
             dist.all_reduce(first, group=self._group)  # all ranks must make NCCL's first call in a group
@@ -158,7 +158,7 @@ class Pipeline:
             if its != told:
                 raise MismatchError(
                     f"rank {self._rank}: ranks disagree on the pipeline. Rank {rank} has {its}; rank {self._rank} has "
-                    f"{told}. Every rank must give the same plan, micros, reduction and metrics"
+                    f"{told}. Every rank must give the same plan, micros, reduction, metrics, cut and type of device"
                 )
 
     def _run(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
@@ -257,7 +257,9 @@ class Pipeline:
         if failure is None:
             try:
                 self._transfers.give(message, outgoing)
-            except ValueError as error:
+            except CommError:
+                raise
+            except Exception as error:
                 failure = self._failed(error, str(action))
         if failure is not None:
             self._transfers.fail(message, str(failure))
@@ -273,12 +275,16 @@ class Pipeline:
         if source != self._rank:
             return self._transfers.take(Message(kind[0], stage, micro, source, self._rank))
         passed = self._local.pop((kind[0], stage, micro))
-        return tuple(each.detach().requires_grad_(each.requires_grad) for each in passed)
+        if kind != "F":
+            return passed
+        # Memory of its own, or a stage that begins in place would change what the stage before has kept.
+        return tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in passed)
 
     def _close(self, call: str, batch: Batch, failure: Exception | None) -> tuple[Tensors | None, Exception | None]:
-        """The last rank tells what has come of it."""
+        """The last rank hears whether all is well, and tells what has come of it."""
         last, outputs = self.plan.rank_of[-1], None
         told: Tensors = ()
+        failure = self._verdict(last, failure or self._transfers.unread())
         try:
             if self._rank != last:
                 told = self._transfers.hear_all(last)
@@ -294,14 +300,22 @@ class Pipeline:
             failure = failure or self._failed(error, call)
         if self._rank == last:
             self._transfers.tell_all(self._others, told, str(failure) if failure else None)
-        try:
-            self._transfers.finish()
-        except StageFailed as error:
-            failure = failure or error
+        self._transfers.finish()
         if failure is None and call in ("step", "evaluate"):
             values = told[0].to(torch.get_default_dtype()).unbind()
             self.measured = dict(zip(("loss", *self._job.metrics), values, strict=True))
         return outputs if self._rank == last or call != "forward everywhere" else told, failure
+
+    def _verdict(self, last: int, failure: Exception | None) -> Exception | None:
+        """On the last rank: what failed anywhere. Failures in a backward reach only earlier stages by themselves."""
+        if self._rank != last:
+            self._transfers.tell(last, head_of(FAILED, str(failure)) if failure else head_of(WELL))
+            return failure
+        for rank in self._others:
+            status, text = read_head(self._transfers.hear(rank, HEAD))
+            if status == FAILED:
+                failure = failure or StageFailed(text)
+        return failure
 
     def _failed(self, error: Exception, what: str) -> StageFailed:
         failure = StageFailed(f"rank {self._rank}: {what} failed: {type(error).__name__}: {error}")
@@ -332,11 +346,11 @@ def _own(
     numbers = [stage for stage in range(plan.stages) if plan.rank_of[stage] == rank]
     if isinstance(stages, Mapping) and sorted(stages) != numbers:
         raise ValueError(f"pipeline: rank {rank} is given stages {sorted(stages)}; by {plan.name} it has {numbers}")
-    own = {number: stages[number] for number in numbers}
-    for number, module in own.items():
+    every = stages.items() if isinstance(stages, Mapping) else enumerate(stages)
+    for number, module in every:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"pipeline: stage {number} is a {type(module).__name__}; it must be a torch.nn.Module")
-    return own
+    return {number: stages[number] for number in numbers}
 
 
 def _device(own: Mapping[int, torch.nn.Module]) -> torch.device:
@@ -344,9 +358,24 @@ def _device(own: Mapping[int, torch.nn.Module]) -> torch.device:
     return next((each.device for each in tensors), torch.device("cpu"))
 
 
-def _description(plan: PipelinePlan, reduction: str, metrics: Mapping[str, Function]) -> str:
+def _description(
+    plan: PipelinePlan,
+    reduction: str,
+    metrics: Mapping[str, Function],
+    stages: Sequence[torch.nn.Module] | Mapping[int, torch.nn.Module],
+    device: torch.device,
+) -> str:
     order = zlib.crc32(repr((plan.rank_of, plan.actions)).encode())
+    cut = "" if isinstance(stages, Mapping) else f", cut {_cut(stages):08x}"
     return (
         f"{plan.name} (stages={plan.stages}, micros={plan.micros}, order {order:08x}, reduction={reduction}, "
-        f"metrics={list(metrics)})"
+        f"metrics={list(metrics)}, device={device.type}{cut})"
+    )
+
+
+def _cut(stages: Sequence[torch.nn.Module]) -> int:
+    """A number that tells in which layers a model was cut."""
+    shapes = [[(name, tuple(each.shape)) for name, each in stage.named_parameters()] for stage in stages]
+    return zlib.crc32(
+        repr([(getattr(each, "names", None), of) for each, of in zip(stages, shapes, strict=True)]).encode()
     )

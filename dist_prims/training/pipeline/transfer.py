@@ -126,11 +126,15 @@ class Transfers:
                     f"the output of stage {message.stage - 1} is now {layout}, and was {known} for such "
                     "a batch; call renegotiate() on every rank after a change of the model"
                 )
+        if message.kind == "B":
+            layout = self._layout(message)
+        data = self._pool.take(layout.nbytes)
+        pack(data, layout, tensors)  # may fail, and then nothing has been sent
         self._before(message)
         if message.kind == "F" and self._fresh:
             self._known[message[1:3]] = layout
             self._tell_layout(message.target, layout)
-        self._depart(message, tensors, None)
+        self.tell(message.target, data, message)
 
     def fail(self, message: Message, text: str) -> None:
         """Send instead of the tensors what has gone wrong."""
@@ -138,7 +142,10 @@ class Transfers:
         if self._fresh and message.kind == "F":
             self.tell(message.target, head_of(FAILED, text))
         else:
-            self._depart(message, (), text)
+            data = self._pool.take(self._layout(message).nbytes)
+            data.zero_()  # a device that has not read the head computes with it
+            data[:HEAD] = head_of(FAILED, text)
+            self.tell(message.target, data, message)
 
     def take(self, message: Message) -> Tensors:
         """The tensors of a message, when it has come; StageFailed if they will not."""
@@ -185,31 +192,23 @@ class Transfers:
             raise StageFailed(layout)
         return tuple(layout.views(self.hear(rank, layout.nbytes)))
 
+    def unread(self) -> StageFailed | None:
+        """What the messages that were not read when they came, as on CUDA, say of a failure."""
+        unread, self._unread = self._unread, []
+        failures = (_failure(head) for head in (torch.stack(unread).cpu() if unread else []))
+        return next((StageFailed(failure) for failure in failures if failure), None)
+
     def finish(self) -> None:
-        """Return when nothing of the step is under way; StageFailed if an unread message said so."""
+        """Return when nothing of the step is under way."""
         leaving, self._leaving = self._leaving, []
         for _, work, _ in leaving:
             self._wait(work)
-        unread, self._unread = self._unread, []
-        for head in torch.stack(unread).cpu() if unread else []:
-            if failure := _failure(head):
-                raise StageFailed(failure)
 
     def _layout(self, message: Message) -> Layout:
         """Of a message; what failed before it was told has nothing in it, and so has its answer."""
         if message.kind == "F":
             return self._known[message[1:3]]
         return self._known.get((message.stage + 1, message.micro), Layout(())).gradients
-
-    def _depart(self, message: Message, tensors: Tensors, failure: str | None) -> None:
-        layout = self._layout(message)
-        data = self._pool.take(layout.nbytes)
-        if failure is None:
-            pack(data, layout, tensors)
-        else:
-            data.zero_()  # a device that has not read the head computes with it
-            data[:HEAD] = head_of(FAILED, failure)
-        self.tell(message.target, data, message)
 
     def _before(self, message: Message) -> None:
         """Ask for all that comes before a send."""

@@ -160,7 +160,7 @@ class Job:
             loss = self._judged(micro, batch) if last else None
             split = Action("W", stage, micro) in self.plan.places
             outputs = worker.forward(micro, inputs, split=split, again=action in self._again, loss=loss)
-        if last and not batch.learn:
+        if last and not batch.learn and batch.targets is None:
             batch.outputs[micro] = outputs
         return () if last else outputs
 

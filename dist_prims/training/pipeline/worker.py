@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .backward import Later, split_backward
-from .batch_norm import recomputing
+from .backward import Later, same_memory, split_backward
+from .batch_norm import DeferredBatchNorm, recomputing
 
 __all__ = ["Loss", "Tensors", "Worker", "as_tuple"]
 
@@ -64,7 +64,7 @@ class _Enter(torch.autograd.Function):
     ) -> Tensors:
         ctx.found = found  # and not what holds it, and the graph: memory in a circle is not let go
         ctx.set_materialize_grads(False)
-        entered = tuple(_same_memory(each) for each in inputs)
+        entered = tuple(same_memory(each) for each in inputs)
         ctx.mark_non_differentiable(*(each for each, need in zip(entered, needs, strict=True) if not need))
         return entered
 
@@ -72,12 +72,6 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         ctx.found[:] = grads
         return (None,) * (3 + len(grads))
-
-
-def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Not a view, which autograd would not let be changed in place."""
-    place = (tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)
 
 
 class Worker:
@@ -143,9 +137,12 @@ class Worker:
         self._later.pop(micro).drain()
 
     def forget(self) -> None:
-        """Let go of all micro-batches."""
+        """Let go of all micro-batches of a step that failed."""
         self._held.clear()
         self._later.clear()
+        for each in self.module.modules():
+            if isinstance(each, DeferredBatchNorm):
+                each.forget()
 
     def _run(self, held: _Held) -> Tensors:
         with split_backward(held.later) if held.later is not None else nullcontext():
