@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dist_prims
 from dist_prims.launch import RankFailed
+from dist_prims.training.compression import TopK
 from dist_prims.training.gradients import Bucket, GradientAverager
 from dist_prims.training.gradients.layout import plan
 
@@ -379,6 +380,26 @@ def test_uneven_numbers_of_batches(backend: str, by_size: bool) -> None:
     spawn(body, 3, backend)
 
 
+def test_a_second_epoch_of_join() -> None:
+    """A rank that was done first was left with the last step's mean in ``.grad``, to which its next epoch added."""
+
+    def body() -> None:
+        model = torch.nn.Linear(2, 1, bias=False)
+        averager = GradientAverager(model)
+        for _ in range(3):
+            with averager.join():
+                for step in range(2 + dist.get_rank()):  # 2, 3 and 4
+                    with averager.no_sync():
+                        model(torch.ones(1, 2)).sum().backward()
+                    model(torch.ones(1, 2)).sum().backward()
+                    going_on = min(3, 4 - step)  # of 3 ranks
+                    torch.testing.assert_close(model.weight.grad, torch.full((1, 2), 2 * going_on / 3))
+                    model.zero_grad()
+            assert model.weight.grad is None
+
+    spawn(body, 3)
+
+
 def test_join_where_nobody_has_anything() -> None:
     def body() -> None:
         with GradientAverager(torch.nn.Linear(1, 1)).join():
@@ -589,6 +610,45 @@ def test_checkpoints() -> None:
     spawn(body, 2)
 
 
+class Recomputed(torch.autograd.Function):
+    """A checkpoint as people write it: its backward calls backward()."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), gradients)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("bucket_mb", [25, 1e-6])
+def test_a_backward_within_any_function(bucket_mb: float) -> None:
+    """Only torch's checkpoint was known, so the inner end was taken for the end: half of the mean, and no error."""
+
+    def body() -> None:
+        inner, outer = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+        model = torch.nn.Sequential(inner, outer)
+        torch.nn.init.ones_(inner.weight)
+        torch.nn.init.ones_(outer.weight)
+        GradientAverager(model, bucket_mb=bucket_mb)
+        x = torch.full((1, 1), 1.0 + dist.get_rank(), requires_grad=True)
+        for _ in range(2):
+            outer(Recomputed.apply(x, inner)).sum().backward()
+            assert (inner.weight.grad.item(), outer.weight.grad.item()) == (1.5, 1.5)
+            model.zero_grad()
+        with pytest.raises(RuntimeError, match=r"that of a torch.autograd.Function.*torch.autograd.grad"):
+            Recomputed.apply(x, model).sum().backward()
+
+    spawn(body, 2)
+
+
 NO_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ for inductor")
 
 
@@ -680,6 +740,38 @@ def test_a_backward_that_raises_before_anything_is_sent_does_no_harm() -> None:
     spawn(body, 2)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_backward_that_raised_is_not_taken_for_one_that_runs(kept: bool) -> None:
+    """All ranks catch an error; then a checkpoint's inner backward was taken for one within the backward that had
+    raised, and averaged to half of its mean."""
+
+    def body() -> None:
+        layers = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(3))
+        GradientAverager(layers)
+        errors: list[BaseException] = []
+        x = torch.ones(1, 1, requires_grad=True)
+        for _ in range(2):
+            try:
+                layers[1](Failing.apply(layers[0](x))).sum().backward()
+            except ArithmeticError as error:
+                errors += [error] if kept else []
+            layers.zero_grad()
+            with pytest.raises(RuntimeError, match="the first gradients come from a backward within"):
+                checkpoint(layers[2], layers[0](x), use_reentrant=True).sum().backward()
+            layers.zero_grad()
+            layers[1](checkpoint(layers[2], layers[0](x), use_reentrant=True)).sum().backward()  # ours is the outer
+            for layer, wanted in zip(layers, weights(layers), strict=True):
+                torch.testing.assert_close(layer.weight.grad, wanted)
+            layers.zero_grad()
+
+    def weights(layers: torch.nn.ModuleList) -> list[torch.Tensor]:
+        """The gradients of a product of three."""
+        first, second, third = (layer.weight.detach() for layer in layers)
+        return [second * third, first * third, first * second]
+
+    spawn(body, 2)
+
+
 def test_a_backward_that_raised_after_sending_is_not_followed_by_another() -> None:
     def body() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
@@ -688,6 +780,31 @@ def test_a_backward_that_raised_after_sending_is_not_followed_by_another() -> No
             model[1](Failing.apply(model[0](torch.ones(1, 2)))).sum().backward()
         with pytest.raises(RuntimeError, match=r"the last backward\(\) has raised after 2 of 4 buckets were sent"):
             model(torch.ones(1, 2)).sum().backward()
+
+    spawn(body, 2)
+
+
+def test_a_compressor_has_one_averager() -> None:
+    """What TopK had lost of one model's gradients was added to those of the other, without a word."""
+
+    def body() -> None:
+        first, second = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+        shared = TopK(0.5)
+        averager = GradientAverager(first, compress=shared)
+        first(torch.tensor([[3.0, 2.0]])).sum().backward()
+        assert first.weight.grad.tolist() == [[3.0, 0.0]]  # the 2 is kept
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"another averager uses this TopK; give each averager its own"):
+                GradientAverager(second, compress=shared)
+        averager.remove()
+        GradientAverager(second, compress=shared)
+        averager.remove()  # once more: it is not the owner any longer
+        with pytest.raises(ValueError, match="another averager"):
+            GradientAverager(first, compress=shared)
+        second(torch.zeros(1, 2)).sum().backward()
+        assert second.weight.grad.tolist() == [[0.0, 0.0]]
+        GradientAverager(torch.nn.Linear(2, 1), compress="topk")  # a name makes a new one each time
+        GradientAverager(torch.nn.Linear(2, 1), compress="topk")
 
     spawn(body, 2)
 

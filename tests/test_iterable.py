@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
+import multiprocessing
 import os
 import tarfile
 from itertools import chain, islice
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import dist_prims
 from dist_prims.training.data import ShardedIterable, TarError, tar_members, tar_samples
@@ -97,6 +100,29 @@ def test_workers_that_read_ahead_and_a_change_of_workers() -> None:
     assert sorted(chain(*seen)) == sorted(chain(*sources))
     with pytest.raises(ValueError, match="began epoch 0 with 2 workers, and is to go on with 1"):
         list(ranks[0])
+
+
+def test_workers_that_live_on_are_refused() -> None:
+    """They gave the first epoch's order again, and after a resume left out again what had been given before it."""
+    data = ShardedIterable(shards_of([8, 8]), rank=0, size=1)
+    loader = DataLoader(data, batch_size=None, num_workers=1, persistent_workers=True)
+    assert len(list(loader)) == 16
+    data.set_epoch(1)
+    with pytest.raises(ValueError, match=r"epoch 0 once more.*do not hear of set_epoch"):
+        list(loader)
+    fresh = DataLoader(data, batch_size=None, num_workers=1, collate_fn=tuple)
+    assert list(fresh) == list(data) == list(fresh)
+    in_order = ShardedIterable(shards_of([8]), rank=0, size=1, shuffle=False)  # the same in each epoch: no harm
+    loader = DataLoader(in_order, batch_size=None, num_workers=1, persistent_workers=True)
+    assert list(loader) == list(loader)
+    in_order.load_state_dict({**in_order.state_dict(), "given": [3]})
+    loader = DataLoader(in_order, batch_size=None, num_workers=1, persistent_workers=True)
+    assert len(list(loader)) == 5
+    with pytest.raises(ValueError, match="epoch 0 once more"):
+        list(loader)
+    del loader
+    gc.collect()  # the errors hold iterators, and these the workers
+    assert not multiprocessing.active_children()
 
 
 def test_the_group_says_rank_and_size() -> None:
@@ -189,11 +215,27 @@ def test_directories_and_pipes(tmp_path: Path) -> None:
         assert list(tar_members(f"/dev/fd/{reading}")) == [("folder/x.txt", b"")]
 
 
-@pytest.mark.parametrize("name", ["/etc/x.txt", "../x.txt", "a/../../x.txt", "./..", "/" + "a" * 200])
+@pytest.mark.parametrize(
+    "name", ["/etc/x.txt", "../x.txt", "a/../../x.txt", "./..", "/" + "a" * 200, ".//../x.txt", "././/./.."]
+)
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_names_that_lead_out_are_refused(tmp_path: Path, name: str, form: int) -> None:
     with pytest.raises(TarError, match="leads out of the archive"):
         list(tar_members(pack(tmp_path / "a.tar", {"good.txt": b"", name: b""}, form)))
+
+
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_names_that_begin_with_the_folder_they_are_in(tmp_path: Path, form: int) -> None:
+    """Its "./" was taken away after the check: ".//etc/passwd" came out as "/etc/passwd", a file "./" with no name."""
+    names = {".//etc/passwd": b"1", "././/b.txt": b"2", "./": b"", ".//": b"", "./.hidden": b"3", "a/./c": b"4"}
+    path = pack(tmp_path / "a.tar", names, form)
+    assert list(tar_members(path)) == [("etc/passwd", b"1"), ("b.txt", b"2"), (".hidden", b"3"), ("a/./c", b"4")]
+    with tarfile.open(tmp_path / "b.tar", "w", format=form) as archive:
+        for name in ("./", "."):
+            member = tarfile.TarInfo(name)
+            member.type = tarfile.DIRTYPE
+            archive.addfile(member)
+    assert list(tar_members(tmp_path / "b.tar")) == []
 
 
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, b"Z"])

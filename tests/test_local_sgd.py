@@ -229,17 +229,55 @@ def test_ranks_that_disagree_all_get_an_error() -> None:
         with pytest.raises(MismatchError, match=r"Rank 0 has average after step 0.*rank 1 has average after step 1"):
             local.average()
         assert bits(model) == before
-        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-        local = LocalSGD(model, optimizer=optimizer)
-        if rank == 0:  # only here has it a momentum
-            model(torch.ones(1, 64)).sum().backward()
-            optimizer.step()
-        with pytest.raises(MismatchError, match=r"8 tensors.*4 tensors"):
-            local.average()
+        with pytest.raises(MismatchError, match=r"optimizer=SGD.*optimizer=None"):
+            LocalSGD(model, optimizer=None if rank else torch.optim.SGD(model.parameters(), momentum=0.9))
         local = LocalSGD(model, outer=nesterov if rank else lambda p: torch.optim.SGD(p, lr=1))
         with pytest.raises(MismatchError, match="average after step 0"):
             local.average()
         LocalSGD(model).average()  # nobody is left behind
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_momentum_that_some_ranks_do_not_have(size: int) -> None:
+    """State was matched by its place in the list: the momentum of one parameter was averaged with another one's."""
+
+    def body() -> None:
+        rank = dist.get_rank()
+        experts = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(size))
+        both, some = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(3, 1, bias=False)
+        model = torch.nn.ModuleList([experts, both, some])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        local = LocalSGD(model, every=1, optimizer=optimizer)
+        used = (experts[rank](torch.ones(1, 1)) + both(torch.ones(1, 1))) * (1 + rank)
+        (used + (some(torch.ones(1, 3)) if rank == 0 else 0)).sum().backward()
+        optimizer.step()
+        local.step()
+        assert same_everywhere(model)
+        momenta = [optimizer.state.get(each, {}).get("momentum_buffer") for each in model.parameters()]
+        alone = [None if expert != rank else [[1.0 + rank]] for expert in range(size)]
+        wanted = [*alone, [[(1 + size) / 2]], None if rank else [[1.0] * 3]]
+        assert [None if each is None else each.tolist() for each in momenta] == wanted
+
+    dist_prims.spawn(body, size, timeout=60)
+
+
+@pytest.mark.parametrize("shape", [(2,), ()])
+def test_counts_of_steps_remain_each_ranks_own(shape: tuple[int, ...]) -> None:
+    """Also those of a scalar parameter, whose shape they have."""
+
+    def body() -> None:
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(shape))])
+        optimizer = torch.optim.Adam(model.parameters())
+        local = LocalSGD(model, every=1, optimizer=optimizer)
+        for _ in range(1 + dist.get_rank()):
+            model[0].grad = torch.full(shape, 1.0 + dist.get_rank())
+            optimizer.step()
+        local.step()
+        (state,) = optimizer.state.values()
+        assert state["step"].item() == 1 + dist.get_rank()
+        assert len({str(each) for each in everyones(state["exp_avg"].tolist())}) == 1
 
     dist_prims.spawn(body, 2, timeout=60)
 

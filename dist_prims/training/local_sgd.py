@@ -9,7 +9,7 @@ it to an optimiser of its own, as BMUF (Chen and Huo 2016) and DiLoCo (Douillard
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ class LocalSGD:
 
     Ranks begin with rank 0's parameters and buffers. After each averaging parameters and buffers are the same on all of
     them, to the last bit: floating-point buffers are averaged too, others become rank 0's. ``optimizer`` averages its
-    state as well (momentum), of parameters that have one on every rank. ``outer`` makes an optimiser for what the ranks
+    state as well (momentum), of parameters that have one on every rank; where some have none, those that have one keep
+    their own, as every rank keeps its counts of steps (Adam's). ``outer`` makes an optimiser for what the ranks
     moved on average, such as ``lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)``; it costs a copy of
     the parameters. Every rank makes as many steps; after an uneven last period, call :meth:`average`.
     """
@@ -107,9 +108,8 @@ class LocalSGD:
                 f"{len(self._parameters)} when this was made; make a new LocalSGD after freezing or unfreezing some"
             )
         buffers = [buffer for buffer in self.model.buffers() if buffer.numel()]
-        state = list(_state_of(self.optimizer, parameters)) if self.optimizer else []
-        tensors = [*parameters, *buffers, *state]
-        self._agree(f"average after step {self.steps}", tensors)
+        self._agree(f"average after step {self.steps}", [*parameters, *buffers])
+        tensors = [*parameters, *buffers, *self._common_state(parameters)]
         means = [tensor.detach() for tensor in tensors if _has_mean(tensor)]
         for numbers in plan(means, range(len(means)), _BUCKET_BYTES):
             _average([means[number] for number in numbers], self.group)
@@ -144,11 +144,22 @@ class LocalSGD:
     def _agree(self, what: str, tensors: list[Any]) -> None:
         shapes = [(list(each.shape), each.dtype) for each in tensors]
         outer = (type(self._outer).__name__, self._outer.defaults) if self._outer else None
+        inner = type(self.optimizer).__name__ if self.optimizer else None
         layout = zlib.crc32(repr((shapes, outer)).encode())
         device = next((each.device for each in self.model.parameters()), torch.device("cpu"))
-        text = f"{what}: every={self.every}, warm_up={self.warm_up}, {len(tensors)} tensors, layout {layout:08x}"
+        options = f"every={self.every}, warm_up={self.warm_up}, optimizer={inner}"
+        text = f"{what}: {options}, {len(tensors)} tensors, layout {layout:08x}"
         remedy = "Every rank must make a LocalSGD of the same model with the same arguments, and as many steps"
         check_same(text, remedy, self.group, device)
+
+    def _common_state(self, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+        """State that every rank has, in one order: a rank whose batches have not used a parameter has none of it."""
+        if not self.optimizer:
+            return []
+        mine = _state_of(self.optimizer, parameters)
+        everyones: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyones, [*mine], group=self.group)
+        return [mine[place] for place in sorted(set(mine).intersection(*everyones))]
 
     def _step_outer(self, outer: torch.optim.Optimizer) -> None:
         """The mean is where plain averaging would go: the way there, backwards, is the outer gradient. Where nobody has
@@ -171,13 +182,18 @@ def _has_mean(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _state_of(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
-    """What an optimiser keeps for each element of a parameter: momentum, not counts of steps."""
-    for parameter in parameters:
-        state = optimizer.state.get(parameter, {})
-        for key in sorted(state):
-            if isinstance(state[key], torch.Tensor) and state[key].shape == parameter.shape and _has_mean(state[key]):
-                yield state[key]
+def _state_of(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]
+) -> dict[tuple[int, str, str], torch.Tensor]:
+    """What an optimiser keeps for each element of a parameter (momentum, not counts of steps), by the parameter's
+    number, its name there and its dtype. Torch's optimisers call a count "step"; a scalar parameter has its shape."""
+    found = {}
+    for number, parameter in enumerate(parameters):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            shaped = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if shaped and key != "step" and _has_mean(value):
+                found[number, str(key), str(value.dtype)] = value
+    return found
 
 
 def _average(bucket: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -4,7 +4,10 @@ Each compressor here is given to ``GradientAverager(compress=...)``, as an objec
 
 - every rank ends with the same bits: what differs between ranks is decoded from the same bytes by each of them;
 - what a step loses is added to the gradient of the next one (error feedback, :mod:`.feedback`), so that nothing is lost
-  for ever; ``feedback=False`` leaves it out, and its memory, which is that of the gradients once more;
+  for ever, except once when buckets are rebuilt: after the first step, which tells the order of gradients, and after
+  parameters are frozen or unfrozen; ``feedback=False`` leaves it out, and its memory, which is that of the gradients
+  once more;
+- it keeps that for one averager: each has its own;
 - a gradient that is not finite on one rank is not finite on any rank afterwards, so that a ``GradScaler`` sees it.
   What was lost is kept in the scale of the gradients: a scaler that halves its scale doubles it for one step;
 - on a group of one rank nothing is sent and nothing changes.

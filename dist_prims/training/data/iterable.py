@@ -45,7 +45,8 @@ class ShardedIterable(IterableDataset[Any]):
 
     ``open(source)`` may be :func:`~.tar.tar_samples`, for paths of archives. Each epoch has an order of shards of its
     own unless ``shuffle`` is False. ``shuffle_buffer``: so many samples are kept in memory, and a random one of them is
-    given. Reading a source again must give the same samples.
+    given. Reading a source again must give the same samples. A DataLoader of your own must not have
+    ``persistent_workers``: they keep copies of this that do not hear of the next epoch.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ShardedIterable(IterableDataset[Any]):
         self.shards, self.seed, self.shuffle, self.shuffle_buffer = len(sources), seed, shuffle, shuffle_buffer
         self.rank, self.size = place_of("ShardedIterable", group, rank, size)
         self.epoch = 0
+        self._last_read = -1  # the epoch that a worker's copy has given
         self._before: list[list[int]] = []  # samples that each consumer has given, by change of consumers
         self._given: list[int] = []  # by this rank's workers since
 
@@ -81,7 +83,18 @@ class ShardedIterable(IterableDataset[Any]):
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         stream = self._stream(len(self._before), self.rank * workers + number, self.size * workers)
         self._check_workers(workers)
-        return islice(stream, self._given[number] if self._given else 0, None)
+        if worker:
+            self._check_epoch()
+        yield from islice(stream, self._given[number] if self._given else 0, None)
+
+    def _check_epoch(self) -> None:
+        """In a worker, which by default is another one in each epoch."""
+        again, self._last_read = self._last_read == self.epoch, self.epoch
+        if again and (self.shuffle or self.shuffle_buffer > 1 or self._given or self._before):
+            raise ValueError(
+                f"ShardedIterable: rank {self.rank}: a worker is to give epoch {self.epoch} once more: those of a "
+                "DataLoader with persistent_workers=True do not hear of set_epoch(); use batches(), or leave it False"
+            )
 
     def _check_workers(self, workers: int) -> None:
         if len(self._given) not in (0, workers):

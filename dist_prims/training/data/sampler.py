@@ -79,6 +79,7 @@ class ShardedSampler(Sampler[int]):
         order = Permutation(self.count, [self.seed, epoch])  # checks count and seed, shuffled or not
         self.epoch, self._order = epoch, order if self.shuffle else None
         self._gaps, self._start, self._consumed = gaps, start, consumed
+        self._followed = False  # to its end
 
     @property
     def _left(self) -> int:
@@ -129,9 +130,16 @@ class ShardedSampler(Sampler[int]):
         """
         if loader.batch_sampler is not None and loader.batch_size is None:
             raise ValueError("ShardedSampler.follow: a loader with its own batch_sampler; call advance(items) instead")
+        if self._followed and not len(loader):
+            raise ValueError(
+                f"ShardedSampler: rank {self.rank} has followed epoch {self.epoch} to its end; call set_epoch() before "
+                "each epoch"
+            )
         for batch in loader:
             self.advance(min(loader.batch_size or 1, self._share(0, self.size) - self._consumed))
+            self._followed = self._consumed == self._share(0, self.size)
             yield batch
+        self._followed = True
 
     def state_dict(self) -> dict[str, Any]:
         """How far this epoch is, as plain numbers."""

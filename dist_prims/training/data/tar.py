@@ -236,9 +236,13 @@ class _Reader:
         if kind not in _FILES and kind != _DIRECTORY:
             what = _KINDS.get(kind, f"of kind {kind!r}")
             raise TarError(f"{self.path}: member {name!r} is {what}; only files and directories are read")
-        if not name or name[0] == "/" or "\0" in name or (".." in name and ".." in name.split("/")):
+        inner = name
+        while inner.startswith("./"):
+            inner = inner[2:].lstrip("/")
+        inner = inner or name[:2]  # "./", the archive's own directory
+        if not inner or inner[0] == "/" or "\0" in inner or (".." in inner and ".." in inner.split("/")):
             raise TarError(f"{self.path}: member {name!r} leads out of the archive, or has no name; use relative names")
-        return name.removeprefix("./")
+        return inner
 
     def _admit(self, name: str, size: int) -> None:
         limits = self.limits

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -33,7 +34,7 @@ from ...collectives.call import group_of
 from .agreement import DENSE, FROZEN, SPARSE, Agreement, Verdict, kind_of
 from .bucket import Compressor, Exact
 from .join import Joining
-from .nested import within_a_checkpoint
+from .nested import within_a_backward
 from .overflow import unscale
 from .sending import Sending
 from .sparse import announced_sparse, sparse_mean
@@ -42,6 +43,7 @@ from .start import compare, spread
 __all__ = ["GradientAverager"]
 
 _NO_BACKWARD = -1
+_OWNERS: weakref.WeakValueDictionary[int, GradientAverager] = weakref.WeakValueDictionary()  # by id of a compressor
 
 
 class GradientAverager:
@@ -61,8 +63,9 @@ class GradientAverager:
 
     A ``.grad`` is averaged as a whole. So two losses whose backwards follow each other are averaged right, and sent
     twice; all but the last of them in :meth:`no_sync` are sent once. A parameter without gradient on some ranks counts
-    as zero there; without one on any, it keeps none. Parameters may be frozen and unfrozen between steps, on all ranks
-    alike; parameters that the model is given later are not seen: make a new averager then, after :meth:`remove`.
+    as zero there; without one on any, it keeps none. A ``.grad`` that a program keeps is overwritten by the next
+    backward: clone it. Parameters may be frozen and unfrozen between steps, on all ranks alike; parameters that the
+    model is given later are not seen: make a new averager then, after :meth:`remove`.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class GradientAverager:
             raise ValueError(f"GradientAverager: bucket_mb={bucket_mb} must be positive")
         self._group = group_of(group, "GradientAverager")
         self._rank, self._size = self._group.rank(), self._group.size()
+        _refuse_shared(compress, self._rank)
         compare(model, f"bucket_mb={bucket_mb}, compress={_name_of(compress)}", self._group)
         self._model, self._overlap, self._exact = model, overlap, compress is None
         self._names = [name for name, _ in model.named_parameters()]
@@ -88,7 +92,8 @@ class GradientAverager:
         self._order = [*reversed(range(len(self._names)))]  # in which gradients come: at first a guess
         self._learning = True
         self._sparse = announced_sparse(model, self._parameters)
-        self._sending = Sending(self._parameters, _compressor_of(compress), int(bucket_mb * 2**20), self._group)
+        self._compressor = _compressor_of(compress)
+        self._sending = Sending(self._parameters, self._compressor, int(bucket_mb * 2**20), self._group)
         self._dense = {n for n, each in enumerate(self._parameters) if each.requires_grad and n not in self._sparse}
         self._follow()
         self._kinds: list[int | None] = []  # what this rank's table was made from
@@ -96,10 +101,11 @@ class GradientAverager:
         self._unread: Agreement | None = None
         self._local = False
         self._joining: Joining | None = None
-        self._task = _NO_BACKWARD
+        self._outer: weakref.ref[Callable[[], None]] | None = None  # what autograd holds until backward ends or raises
         self._lock = threading.RLock()  # each device has a thread of autograd
         self._begin_anew()
         self._hooks = [_hook(each, functools.partial(self._arrived, n)) for n, each in enumerate(self._parameters)]
+        _OWNERS[id(self._compressor)] = self
 
     @torch.no_grad()
     def synchronize(self, source: int = 0) -> None:
@@ -123,7 +129,9 @@ class GradientAverager:
         step (what optimisers remember remains each rank's own).
 
         Sums are divided by the number of ranks, as DistributedDataParallel does it, or by that of the ranks which are
-        not done. Gradients are zeroed after every step.
+        not done. Gradients are zeroed after every step. A step has one averaged backward, those before it being in
+        :meth:`no_sync`: a second one would count the first one's mean as zero on ranks that are done, unless
+        ``divide_by_initial_world_size`` is False.
         """
         self._joining = joining = Joining(self._group, self._device, divide_by_initial_world_size)
         try:
@@ -131,6 +139,7 @@ class GradientAverager:
             while joining.roll(present=False):
                 self._open()
                 self._end(shadow=True)
+                self._zero()
         finally:
             self._joining = None
         if joining.last is not None:
@@ -153,10 +162,18 @@ class GradientAverager:
         unscale(scaler, optimizer, self._group)
 
     def remove(self) -> None:
-        """Leave the model alone from now on."""
+        """Leave the model alone from now on, and the compressor to another averager."""
+        if _OWNERS.get(id(self._compressor)) is self:
+            del _OWNERS[id(self._compressor)]
         for hook in self._hooks:
             if hook is not None:
                 hook.remove()
+
+    def _zero(self) -> None:
+        """After a step in which this rank was a shadow; where it has made the step itself, the program does this."""
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                parameter.grad = None
 
     @torch.no_grad()
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
@@ -176,7 +193,8 @@ class GradientAverager:
             if number in self._seen:
                 raise RuntimeError(
                     f"rank {self._rank}: GradientAverager: parameter {self._names[number]!r} has got two gradients in "
-                    "one backward(), by a backward within it; use checkpoint(..., use_reentrant=False)"
+                    "one backward(), by a backward within it; use checkpoint(..., use_reentrant=False), or "
+                    "torch.autograd.grad in a Function of your own"
                 )
             self._seen[number] = None
             if self._sending.has_place(number):
@@ -186,25 +204,29 @@ class GradientAverager:
 
     def _begin(self) -> None:
         """The first gradient of a backward has come."""
-        if within_a_checkpoint():
-            if self._task != _NO_BACKWARD:
-                return  # a backward within ours
-            raise RuntimeError(
-                f"rank {self._rank}: GradientAverager: the first gradients come from a backward within backward(), "
-                "which does not tell where the outer one ends; use checkpoint(..., use_reentrant=False)"
-            )
+        nested = within_a_backward()
+        if nested and self._outer is not None and self._outer() is not None:
+            return  # a backward within ours
         if self._sending.sent:
             raise RuntimeError(
                 f"rank {self._rank}: GradientAverager: the last backward() has raised after {self._sending.sent} of "
                 f"{len(self._sending.layout.buckets)} buckets were sent, and the other ranks wait for the rest; "
                 "end this process, so that they do not wait in vain"
             )
+        if nested:
+            raise RuntimeError(
+                f"rank {self._rank}: GradientAverager: the first gradients come from a backward within backward(), "
+                "that of a torch.autograd.Function, which does not tell where the outer one ends; use checkpoint(..., "
+                "use_reentrant=False), or torch.autograd.grad in a Function of your own"
+            )
         self._read()
         if self._joining:
             self._joining.roll(present=True)
         self._open()
         self._task = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        end = functools.partial(self._end)
+        self._outer = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _open(self) -> None:
         """Buckets are rebuilt here, not when that was found out: gradients have mostly been set to None since, so that
@@ -215,6 +237,7 @@ class GradientAverager:
 
     def _begin_anew(self) -> None:
         self._task = _NO_BACKWARD
+        self._outer = None
         self._seen: dict[int, None] = {}  # in the order in which they came
         self._sending.forget()
         self._mean_share = self._joining.share if self._joining else 1 / self._size
@@ -314,6 +337,15 @@ def _compressor_of(compress: str | Compressor | None) -> Compressor:
 
         return make(compress)
     return compress
+
+
+def _refuse_shared(compress: str | Compressor | None, rank: int) -> None:
+    """What it has lost of one model's gradients would be added to another's, in silence where buckets are as large."""
+    if id(compress) in _OWNERS:
+        raise ValueError(
+            f"rank {rank}: GradientAverager: another averager uses this {_name_of(compress)}; give each averager its "
+            "own compressor, or remove() the other one"
+        )
 
 
 def _name_of(compress: str | Compressor | None) -> str:

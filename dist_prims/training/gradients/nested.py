@@ -5,20 +5,25 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-from torch.utils.checkpoint import CheckpointFunction
+from torch.autograd.function import BackwardCFunction
 
-__all__ = ["within_a_checkpoint"]
+__all__ = ["within_a_backward"]
+
+_CALLS = {
+    getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if name in vars(BackwardCFunction)
+}
 
 
-def within_a_checkpoint() -> bool:
-    """Whether ``checkpoint(use_reentrant=True)`` is in its backward, on this thread.
+def within_a_backward() -> bool:
+    """Whether the backward of a ``torch.autograd.Function`` runs on this thread, as that of
+    ``checkpoint(use_reentrant=True)`` does: gradients that are accumulated then come from a backward within it.
 
-    >>> within_a_checkpoint()
+    >>> within_a_backward()
     False
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
+        if frame.f_code in _CALLS:
             return True
         frame = frame.f_back
     return False
