@@ -91,12 +91,12 @@ def test_tuning_writes_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_wheel_works_in_another_environment(tmp_path: Path) -> None:
     source = tmp_path / "source"
     run("git", "clone", "--quiet", str(ROOT), str(source))
     build = ["wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
-    run(sys.executable, "-m", "pip", *build, timeout=400)
+    run(sys.executable, "-m", "pip", *build, timeout=900)
     (wheel,) = tmp_path.glob("*.whl")
     run(sys.executable, "-m", "venv", str(tmp_path / "venv"))
     python = tmp_path / "venv" / "bin" / "python"
