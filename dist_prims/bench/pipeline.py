@@ -66,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=positive, default=2, help="to start where no launcher has (2)")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument(
-        "--sweep", type=_numbers, default=(), help="instead: 1f1b with these numbers of micro-batches, as 1,2,4,8,16"
+        "--sweep",
+        type=_numbers,
+        default=(),
+        help="instead: 1f1b and zb_h1 with these numbers of micro-batches, as 1,2,4,8,16",
     )
     parser.add_argument("--pictures", type=Path, help="folder for the plot of the sweep, or for charts of plan and run")
     return parser

@@ -6,20 +6,20 @@ devices busy. What passes from device to device is copied on streams of their ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 
 from ...schedules.pipeline import PipelinePlan, Row
-from .work import Batch, Function, Job, in_order, joined, make_plan, message_to, parts, targets_of
+from .work import Batch, Function, Job, Owner, in_order, joined, make_plan, message_to, parts, targets_of
 from .worker import Tensors, Worker, as_tuple
 
 __all__ = ["DevicePipeline"]
 
 
-class DevicePipeline:
+class DevicePipeline(Owner):
     """Stages of a model, which are moved to ``devices`` by the plan; the other arguments are those of Pipeline.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
@@ -50,21 +50,6 @@ class DevicePipeline:
         self._copies = _Copies(self._device_of)
         self.measured: dict[str, torch.Tensor] = {}
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Of all stages."""
-        for module in self.stages.values():
-            yield from module.parameters()
-
-    def train(self, mode: bool = True) -> DevicePipeline:
-        """Set all stages to training, or to evaluation."""
-        for module in self.stages.values():
-            module.train(mode)
-        return self
-
-    def eval(self) -> DevicePipeline:
-        """Set all stages to evaluation."""
-        return self.train(False)
-
     def step(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Forward and backward of a batch: gradients are added to ``.grad``, and the loss is returned."""
         return self._judged(self._run(True, inputs, targets))
@@ -77,15 +62,6 @@ class DevicePipeline:
         """The outputs for a batch, on the device of the last stage, without a gradient."""
         outputs = joined(self._run(False, inputs, None, judge=False).outputs)
         return outputs[0] if len(outputs) == 1 else outputs
-
-    @property
-    def record(self) -> bool:
-        """Whether it is noted when each action was done; on CUDA that makes the devices wait for each other."""
-        return self._job.record
-
-    @record.setter
-    def record(self, value: bool) -> None:
-        self._job.record = value
 
     def rows(self) -> list[Row]:
         """What was recorded since the last call."""

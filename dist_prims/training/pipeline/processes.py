@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ...errors import CommError, MismatchError
 from ...schedules.pipeline import Action, PipelinePlan, Row
 from .packet import FAILED, HEAD, WELL, WORD, head_of, read_head
 from .transfer import Message, StageFailed, Transfers
-from .work import Batch, Function, Job, joined, make_plan, message_to, parts, targets_of
+from .work import Batch, Function, Job, Owner, joined, make_plan, message_to, parts, targets_of
 from .worker import Tensors, Worker, as_tuple
 
 __all__ = ["Pipeline"]
@@ -37,7 +37,7 @@ __all__ = ["Pipeline"]
 _KINDS = 16  # of batches, whose layouts are remembered
 
 
-class Pipeline:
+class Pipeline(Owner):
     """The stages of this rank, in a pipeline over the ranks of ``group``.
 
     ``stages``: all stages in order, of which a rank keeps its own, or a dict {number: stage} of its own. ``plan``: a
@@ -93,21 +93,6 @@ class Pipeline:
         self._local: dict[tuple[str, int, int], Tensors] = {}
         self._slots: OrderedDict[Any, int] = OrderedDict()
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Of the stages of this rank."""
-        for module in self.stages.values():
-            yield from module.parameters()
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """Set the stages of this rank to training, or to evaluation."""
-        for module in self.stages.values():
-            module.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        """Set the stages of this rank to evaluation."""
-        return self.train(False)
-
     def step(self, inputs: Any = None, targets: Any = None) -> torch.Tensor:
         """Forward and backward of a batch: gradients are added to ``.grad``, the loss is returned on every rank and the
         metrics are in ``measured``."""
@@ -127,15 +112,6 @@ class Pipeline:
     def renegotiate(self) -> None:
         """Forget what stages gave for each kind of batch: after a change of the model, such as of its dtype."""
         self._slots.clear()
-
-    @property
-    def record(self) -> bool:
-        """Whether it is noted when each action was done; on CUDA that makes the ranks wait for their devices."""
-        return self._job.record
-
-    @record.setter
-    def record(self, value: bool) -> None:
-        self._job.record = value
 
     def rows(self) -> list[Row]:
         """What was recorded on all ranks since the last call, on rank 0; every rank calls it. Clocks are the hosts'."""

@@ -7,8 +7,8 @@ else. What is here is the same for both: micro-batches, their share in the loss,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,8 +16,9 @@ from ...collectives.flat import split_evenly
 from ...schedules.pipeline import Action, PipelinePlan, Row, pipeline_plan
 from .worker import Tensors, Worker, as_tuple
 
-__all__ = ["Batch", "Function", "Job", "in_order", "joined", "make_plan", "message_to", "parts", "targets_of"]
+__all__ = ["Batch", "Function", "Job", "Owner", "in_order", "joined", "make_plan", "message_to", "parts", "targets_of"]
 
+_Owner = TypeVar("_Owner", bound="Owner")
 Function = Callable[..., torch.Tensor]  # of the output, or the tuple of them, and the target
 
 
@@ -196,6 +197,37 @@ class Job:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # who records wants to know when it was done, not when it was asked for
         return time.perf_counter()
+
+
+class Owner:
+    """Has stages, all or those of its rank, and a job to do with them."""
+
+    stages: Mapping[int, torch.nn.Module]
+    _job: Job
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Of the stages that are here."""
+        for module in self.stages.values():
+            yield from module.parameters()
+
+    def train(self: _Owner, mode: bool = True) -> _Owner:
+        """Set the stages that are here to training, or to evaluation."""
+        for module in self.stages.values():
+            module.train(mode)
+        return self
+
+    def eval(self: _Owner) -> _Owner:
+        """Set the stages that are here to evaluation."""
+        return self.train(False)
+
+    @property
+    def record(self) -> bool:
+        """Whether it is noted when each action was done; on CUDA that makes ranks and devices wait for each other."""
+        return self._job.record
+
+    @record.setter
+    def record(self, value: bool) -> None:
+        self._job.record = value
 
 
 def targets_of(targets: Any, micros: int, count: int) -> list[Tensors]:
