@@ -128,7 +128,7 @@ def make(options: Any, given: Any = None) -> Any:
     ranks = list(options.global_ranks_in_group) or list(range(size))
     store, hosts = _greet(dist.PrefixStore(NAME, options.store), rank, size, timeout)
     spans = len(set(hosts)) > 1
-    shared = _of_rank_0(store, rank, chosen) if spans else {}
+    shared = _of_rank_0(store, rank, ranks, chosen) if spans else {}
     spanning = Spanning(hosts, rank, shared["levels"]) if spans else None
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
     backend = _extension().PrimsBackend(
@@ -160,10 +160,10 @@ def _greet(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, l
     return dist.PrefixStore(name, store), hosts
 
 
-def _of_rank_0(store: Any, rank: int, chosen: Options) -> Mapping[str, Any]:
+def _of_rank_0(store: Any, rank: int, ranks: list[int], chosen: Options) -> Mapping[str, Any]:
     """What all must do alike: the engine between hosts, and by which figures schedules are chosen."""
     if rank == 0:
-        engine = chosen.engine or os.environ.get("DIST_PRIMS_ENGINE", "") or ("mpi" if mpi.available() else "gloo")
+        engine = chosen.engine or os.environ.get("DIST_PRIMS_ENGINE", "") or ("mpi" if mpi.holds(ranks) else "gloo")
         store.set("rank 0", json.dumps({"engine": engine, "levels": calibrated() or ASSUMED}))
     found: Mapping[str, Any] = json.loads(store.get("rank 0"))
     return found

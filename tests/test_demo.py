@@ -37,7 +37,7 @@ def test_the_demo_checks_itself(start: str, tmp_path: Path) -> None:
 def test_a_check_that_fails_is_told_with_its_ranks() -> None:
     program = """
 import dist_prims, sys, torch.distributed as dist
-from dist_prims.demo.console import Console
+from dist_prims._console import Console
 def body():
     console = Console()
     console.check(True, "this holds")

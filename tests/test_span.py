@@ -3,6 +3,7 @@ share no memory and talk over gloo. tests/test_hosts.py has real links between t
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import time
@@ -49,6 +50,22 @@ def backend() -> Any:
 def go_on_until_it_fails(tensor: torch.Tensor) -> None:
     for _ in range(10_000):
         dist.all_reduce(tensor)
+
+
+def test_mpi_of_a_lone_process_is_no_engine_between_hosts() -> None:
+    """mpi4py may be there although no mpirun is. Its world of one was once taken for an engine: no group was made."""
+
+    def rank(me: str) -> float:
+        os.environ["DIST_PRIMS_HOST_ID"] = me[dist.get_rank()]
+        dist.destroy_process_group()
+        importlib.import_module("mpi4py.MPI")
+        dist_prims.init("dist_prims", timeout=30)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    pytest.importorskip("mpi4py")
+    assert dist_prims.spawn(rank, 2, ("ab",), timeout=60) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

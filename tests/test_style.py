@@ -35,7 +35,10 @@ FLOORS = {
     "launch": {"autoload"},
     "datasets": set(),
     "training": {"backend", "collectives", "errors", "schedules"},
-    "demo": {"schedules", "collectives", "launch", "datasets", "training", "_chart"},
+    "_console": {"collectives"},
+    "demo": {"schedules", "collectives", "launch", "datasets", "training", "_chart", "_console"},
+    "ops": {"errors"},
+    "recipes": {"schedules", "collectives", "launch", "datasets", "training", "ops", "errors", "_console"},
     "bench": {"schedules", "collectives", "launch", "backend", "spanning", "training", "tuning", "_chart"},
 }
 PURE = {"schedules", "errors", "_chart"}  # no torch

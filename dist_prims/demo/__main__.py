@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from .._chart import line_chart
+from .._console import Console
 from ..launch import detect, init, spawn
 from ..schedules import build
 from .check import check_algorithms
-from .console import Console
 from .pipeline import train_pipeline
 from .ring import show_ring
 from .train import train_digits

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from .. import collectives as ours
+from .._console import Console
 from ..collectives.flat import cut
 from ..schedules import algorithms
 from ..schedules.contract import COLLECTIVES
-from .console import Console
 
 __all__ = ["check_algorithms"]
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from .._console import Console
 from ..datasets import digits
 from ..schedules.pipeline import draw_gantt, foretold
 from ..training import Pipeline, split
 from ..training.pipeline.work import parts
 from ..training.resnet import BasicBlock, ResNet
-from .console import Console
 
 __all__ = ["train_pipeline"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from .._console import Console
 from ..collectives import all_reduce
 from ..schedules import build
 from ..schedules.schedule import Schedule
 from ..schedules.simulate import states
-from .console import Console
 
 __all__ = ["show_ring"]
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from .._console import Console
 from ..collectives import all_gather, all_reduce, broadcast
 from ..datasets import digits
 from ..training import DataPartitioner, Partition, average_gradients
-from .console import Console
 
 __all__ = ["train_digits"]
 

@@ -12,7 +12,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from ..launch.detect import detect
 
-__all__ = ["available", "make", "why_not"]
+__all__ = ["holds", "make", "why_not"]
 
 _LARGEST_COUNT = 2**31 - 1  # MPI counts in ints
 _FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "mpich", "MVAPICH": "mpich", "CRAY": "mpich"}
@@ -43,8 +43,16 @@ def make(ranks: Sequence[int], timeout: timedelta, *, largest_count: int = _LARG
     return _extension().MpiBackend(ranks=list(ranks), timeout=timeout, largest_count=largest_count)
 
 
-def available() -> bool:
-    return not why_not()
+def holds(ranks: Sequence[int]) -> bool:
+    """Whether MPI can serve a group of these ranks, of which this process is the first.
+
+    Not every MPI can that is here: in a process that no mpirun has started, but which has imported mpi4py, it has a
+    world of one.
+    """
+    if why_not():
+        return False
+    world = _mpi4py().COMM_WORLD
+    return bool(world.Get_rank() == ranks[0] and max(ranks) < world.Get_size())
 
 
 def why_not() -> str:
@@ -103,4 +111,22 @@ def _extension() -> Any:
             f"{torch.__version__}; {remedy}"
         )
     atexit.register(extension.close)  # while Python is whole: callbacks of what is under way may need it
+    _close_before_finalize(MPI, extension.close)
     return extension
+
+
+def _close_before_finalize(MPI: Any, close: Callable[[], None]) -> None:
+    """A program's own ``MPI.Finalize()`` stops our thread first.
+
+    The library would tell us, by an attribute of MPI.COMM_SELF, and so it does where something else than Python
+    finalises. But MPICH stops locking before it tells: a thread of ours that is inside a call at that moment leaves a
+    lock behind, which Finalize then fails to destroy, and the process is aborted.
+    """
+    finalize = MPI.Finalize
+
+    @functools.wraps(finalize)
+    def close_and_finalize() -> None:
+        close()
+        finalize()
+
+    MPI.Finalize = close_and_finalize

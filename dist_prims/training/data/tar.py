@@ -10,6 +10,7 @@ silence is worse than a run that stops.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import os
 import zlib
@@ -180,17 +181,18 @@ class _Reader:
         return self._content(size)
 
     def _verify(self, header: bytes) -> None:
-        told = header[148:156]  # counts as blanks; the lower half of Adler-32 is 1 + the sum, mod 65521
-        if (self._number(told) + sum(told) - 8 * 32 + 1) % 65521 != zlib.adler32(header) & 0xFFFF:
-            raise TarError(f"{self.place()}: the next header's checksum is wrong: no tar archive, or a damaged one")
+        # The checksum counts as blanks; the lower half of Adler-32 is 1 + the sum, mod 65521.
+        if zlib.adler32(header) & 0xFFFF != _lower_half(header[148:156]):
+            told = self._number(header[148:156])
+            raise TarError(
+                f"{self.place()}: the next header's checksum is wrong, not {told}: no tar archive, or a damaged one"
+            )
 
     def _number(self, field: bytes) -> int:
-        if field[0] == 0x80:  # GNU: too large for octal digits
-            return int.from_bytes(field[1:], "big")
-        digits = field.strip(b" \0")
-        if digits.translate(None, b"01234567"):  # int() would take signs, underscores and prefixes
-            raise TarError(f"{self.place()}: the next header holds {field!r} for a number: a damaged archive")
-        return int(digits or b"0", 8)
+        try:
+            return _number(field)
+        except ValueError:
+            raise TarError(f"{self.place()}: the next header holds {field!r} for a number: a damaged archive") from None
 
     def _size(self, text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 20):
@@ -205,9 +207,8 @@ class _Reader:
 
     def _own_name(self, header: bytes) -> str:
         name = header[:100].partition(b"\0")[0]
-        if header[257:263] == b"ustar\0":
-            prefix = header[345:500].partition(b"\0")[0]
-            name = prefix + b"/" + name if prefix else name
+        if header[345] and header[257:263] == b"ustar\0":
+            name = header[345:500].partition(b"\0")[0] + b"/" + name
         return self._text(name)
 
     def _records(self, text: bytes) -> dict[str, str]:
@@ -264,3 +265,27 @@ class _Reader:
         while rest := self.file.read(1 << 16):
             if rest.count(0) != len(rest):
                 raise TarError(f"{self.place()}: data behind the end mark: several archives in one? Keep them apart")
+
+
+def _number(field: bytes) -> int:
+    """
+    >>> _number(b"00000303240\\0"), _number(b"  17 \\0"), _number(b"\\0" * 8), _number(b"\\x80" + bytes(9) + b"\\1\\0")
+    (100000, 15, 0, 256)
+    """
+    digits = field[:-1]
+    if not digits.isdigit():  # what all write today; older ones put blanks around
+        if field[0] == 0x80:  # GNU: too large for octal digits
+            return int.from_bytes(field[1:], "big")
+        digits = field.strip(b" \0") or b"0"
+        if not digits.isdigit():  # int() would take signs, underscores and prefixes
+            raise ValueError(field)
+    return int(digits, 8)
+
+
+@functools.lru_cache(1 << 12)
+def _lower_half(told: bytes) -> int:
+    """Of the Adler-32 of a header with this checksum; -1 if that is no number. The headers of an archive share few."""
+    try:
+        return (_number(told) + sum(told) - 8 * 32 + 1) % 65521
+    except ValueError:
+        return -1

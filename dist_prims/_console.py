@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from ..collectives import all_reduce
+from .collectives import all_reduce
 
 __all__ = ["Console"]
 
@@ -25,6 +26,17 @@ class Console:
     def say(self, text: str) -> None:
         if self.rank == 0:
             print(text, flush=True)
+
+    def table(self, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Columns as wide as they need be: what comes first to the left, the rest, figures as a rule, to the right."""
+        lines = [[str(cell) for cell in row] for row in (headings, *rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            first, *others = (
+                cell.rjust(width) if at else cell.ljust(width)
+                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            self.say(("  " + "   ".join([first, *others])).rstrip())
 
     def progress(self, text: str, last: bool) -> None:
         """On a terminal a line that replaces itself, elsewhere a line each time."""
