@@ -37,7 +37,7 @@ FLOORS = {
     "training": {"backend", "collectives", "errors", "schedules"},
     "_console": {"collectives"},
     "demo": {"schedules", "collectives", "launch", "datasets", "training", "_chart", "_console"},
-    "ops": {"errors"},
+    "ops": {"collectives", "errors"},
     "recipes": {"schedules", "collectives", "launch", "datasets", "training", "ops", "errors", "_console"},
     "bench": {"schedules", "collectives", "launch", "backend", "spanning", "training", "tuning", "_chart"},
 }

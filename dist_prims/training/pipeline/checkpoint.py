@@ -18,7 +18,6 @@ True
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections import Counter
@@ -30,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..checkpoint.files import digest, sync_folder
 from .chain import Stage
 
 __all__ = ["load_stages", "save_stages"]
@@ -135,13 +135,13 @@ def _write_part(folder: Path, number: int, stage: nn.Module) -> dict[str, Any]:
     try:
         with temporary.open("wb") as file:
             torch.save(state, file)
-        digest = _digest(temporary)
-        final = f"stage-{number}-{digest[:16]}.pt"
+        sha256 = digest(temporary)
+        final = f"stage-{number}-{sha256[:16]}.pt"
         _put(temporary, folder / final)
     finally:
         temporary.unlink(missing_ok=True)
     count = stage.count if isinstance(stage, Stage) else None
-    return {"stage": number, "of": count, "file": final, "sha256": digest, "keys": list(state)}
+    return {"stage": number, "of": count, "file": final, "sha256": sha256, "keys": list(state)}
 
 
 def _compact(value: Any) -> Any:
@@ -185,11 +185,7 @@ def _put(temporary: Path, final: Path) -> None:
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.replace(final)
-    folder = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(final.parent)
 
 
 def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
@@ -213,24 +209,16 @@ def _read_part(folder: Path, entry: dict[str, Any]) -> dict[str, Any]:
     file = folder / entry["file"]
     if not file.exists():
         raise FileNotFoundError(f"load_stages: {file}, the part of stage {entry['stage']}, is missing")
-    digest = _digest(file)
-    if digest != entry["sha256"]:
+    found = digest(file)
+    if found != entry["sha256"]:
         raise ValueError(
-            f"load_stages: {file}, the part of stage {entry['stage']}, is damaged: its SHA-256 is {digest[:16]}…, "
+            f"load_stages: {file}, the part of stage {entry['stage']}, is damaged: its SHA-256 is {found[:16]}…, "
             f"the manifest says {entry['sha256'][:16]}…"
         )
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     if list(state) != list(entry["keys"]):
         raise ValueError(f"load_stages: {file} holds other keys than the manifest says")
     return state
-
-
-def _digest(file: Path) -> str:
-    found = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
 
 
 def _refuse(operation: str, what: str, keys: Iterable[Any]) -> None:

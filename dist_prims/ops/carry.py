@@ -1,0 +1,101 @@
+"""What an operator does when it runs: the collective itself, over whatever backend the group has.
+
+Our backend compares the calls of all ranks before it touches data, and NCCL's calls are asynchronous: there the calls
+are those of ``torch.distributed``. gloo and others trust that ranks agree, so there :mod:`dist_prims.collectives`
+compares and carries. Roots are numbers in the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import collectives
+
+__all__ = ["Carrier"]
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # of what has been divided: float16 does not overflow
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Carrier:
+    """The group of one call, and tensors that nobody else holds."""
+
+    def __init__(self, what: str, group: str, like: torch.Tensor) -> None:
+        self.group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a str in 2.11
+        self.rank, self.size = self.group.rank(), self.group.size()
+        self.what = f"dist_prims.ops.{what} on rank {self.rank}"
+        self._native = like.is_cuda or self.group._get_backend(like.device).name() == "dist_prims"
+
+    def check(self, holds: bool, complaint: str) -> None:
+        if not holds:
+            raise ValueError(f"{self.what}: {complaint}")
+
+    def check_splits(self, name: str, splits: Sequence[int], rows: int) -> None:
+        self.check(len(splits) == self.size, f"{name}={list(splits)} must have a number for each of {self.size} ranks")
+        self.check(min(splits) >= 0, f"{name}={list(splits)} must be numbers from 0")
+        self.check(sum(splits) == rows, f"{name}={list(splits)} add up to {sum(splits)}; there are {rows} rows")
+
+    def operand(self, x: torch.Tensor, op: str) -> tuple[torch.Tensor, Any]:
+        """A copy of ``x`` to be reduced, and how."""
+        self.check(op in _OPS, f"op={op!r}: there are {', '.join(map(repr, _OPS))}")
+        if op == "mean":
+            is_number = x.is_floating_point() or x.is_complex()
+            self.check(is_number, f"op='mean' of {x.dtype}: the mean of whole numbers is none; use 'sum'")
+            return _copy(x).div_(self.size), _OPS[op]
+        return _copy(x), _OPS[op]
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
+        (dist if self._native else collectives).all_reduce(tensor, op, self.group)
+
+    def all_gather(self, output: torch.Tensor, x: torch.Tensor, splits: Sequence[int]) -> None:
+        is_even = len(set(splits)) == 1
+        if not self._native:
+            collectives.all_gather(_parts(output, splits), x, self.group)
+        elif is_even:
+            _all_gather(output, x, group=self.group)
+        else:
+            dist.all_gather(_parts(output, splits), x, group=self.group)
+
+    def reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, op: Any, splits: Sequence[int]) -> None:
+        is_even = len(set(splits)) == 1
+        if not self._native:
+            collectives.reduce_scatter(output, _parts(x, splits), op, self.group)
+        elif is_even:
+            _reduce_scatter(output, x, op=op, group=self.group)
+        else:
+            dist.reduce_scatter(output, _parts(x, splits), op=op, group=self.group)
+
+    def all_to_all(self, output: torch.Tensor, x: torch.Tensor, receive: list[int], send: list[int]) -> None:
+        if self._native:
+            dist.all_to_all_single(output, x, receive, send, group=self.group)
+        else:
+            collectives.all_to_all(output, x, receive, send, self.group)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        (dist if self._native else collectives).broadcast(tensor, self._global(root), self.group)
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> None:
+        (dist if self._native else collectives).reduce(tensor, self._global(root), group=self.group)
+
+    def _global(self, root: int) -> int:
+        self.check(0 <= root < self.size, f"root {root} is asked for; the group's ranks are 0 to {self.size - 1}")
+        return dist.get_global_rank(self.group, root)
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _parts(tensor: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
+    return list(torch.split(tensor, list(splits)))

@@ -1,0 +1,65 @@
+"""What the recipe of RPC stands on: agents that meet and leave, the twin of one process, a model and its data."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+from torch.nn import functional as F
+
+from ..launch.network import loopback_interface
+
+__all__ = ["RATE", "STEPS", "agents", "alone", "batch", "net"]
+
+STEPS, RATE = 8, 0.5
+_SECONDS, _WORDS = 60.0, 12
+
+
+@contextlib.contextmanager
+def agents(rank: int) -> Iterator[None]:
+    """RPC from here to there: agents meet in a file, leave together, and leave nothing behind."""
+    os.environ.setdefault("TP_SOCKET_IFNAME", loopback_interface() or "lo")
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about its own groups
+        box = [stack.enter_context(tempfile.TemporaryDirectory()) if rank == 0 else ""]
+        dist.broadcast_object_list(box, src=0)
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{box[0]}/meeting", rpc_timeout=_SECONDS)
+        size = dist.get_world_size()
+        rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=options)  # type: ignore[no-untyped-call]
+        graceful = False
+        try:
+            yield
+            graceful = True
+        finally:
+            rpc.shutdown(graceful, timeout=_SECONDS)
+        dist.barrier()  # nobody reads the file any more
+
+
+def alone() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        words, labels = zip(*(batch(step, rank) for rank in range(dist.get_world_size())), strict=True)
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.cat(words)), torch.cat(labels)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return [*model.parameters()]
+
+
+def net() -> torch.nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Embedding(_WORDS, 16), torch.nn.Linear(16, _WORDS))
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words, and the one that follows each."""
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    words = torch.randint(_WORDS, (16,), generator=draw)
+    return words, (words + 1) % _WORDS

@@ -1,0 +1,119 @@
+"""DDP twin: DistributedDataParallel in 60 lines of our primitives, the same bits on 2 ranks.
+
+Hooks tell when a gradient is there; a full bucket is summed while the backward goes on; the end of backward waits.
+GradientAverager is this with what real models need: gradients that do not come, sparse ones, compression.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from .._console import Console
+from ..collectives.flat import cut
+from ..training import GradientAverager, average_gradients
+
+__all__ = ["DDPTwin", "run"]
+_WIDTH, _DEPTH, _BATCH, _STEPS = 192, 6, 32, 12
+
+
+class DDPTwin:
+    """Every backward of ``model`` ends with the mean of the gradients over the ranks; all parameters must get one."""
+
+    def __init__(self, model: torch.nn.Module, bucket_bytes: int = 2**18) -> None:
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        for each in model.parameters():
+            dist.broadcast(each.detach(), 0)
+        self.buckets: list[_Bucket] = []
+        for parameter in reversed(parameters):  # roughly the order in which backward makes gradients
+            if not self.buckets or self.buckets[-1].nbytes >= bucket_bytes:
+                self.buckets.append(_Bucket())
+            self.buckets[-1].add(parameter)
+            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+        self._of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        self._arrivals = self._next = 0
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        if self._arrivals == 0:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._arrivals += 1
+        self._of[parameter].missing -= 1
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:  # in one order on all ranks
+            self.buckets[self._next].send()
+            self._next += 1
+
+    def _end(self) -> None:
+        if self._arrivals != len(self._of):
+            raise RuntimeError(f"DDPTwin: {len(self._of) - self._arrivals} parameters have got no gradient")
+        for bucket in self.buckets:
+            bucket.finish()
+        self._arrivals = self._next = 0
+
+
+class _Bucket:
+    """Gradients that travel together."""
+
+    def __init__(self) -> None:
+        self.parameters: list[torch.Tensor] = []
+        self.nbytes = self.missing = 0
+
+    def add(self, parameter: torch.Tensor) -> None:
+        self.parameters.append(parameter)
+        self.nbytes += parameter.nbytes
+        self.missing += 1
+
+    def send(self) -> None:
+        flat = torch.cat([each.grad.reshape(-1) for each in self.parameters if each.grad is not None])
+        self.flat = flat.div_(dist.get_world_size())
+        self.work: Any = dist.all_reduce(self.flat, async_op=True)
+
+    def finish(self) -> None:
+        self.work.wait()
+        means = cut(self.flat, [each.numel() for each in self.parameters])
+        for parameter, mean in zip(self.parameters, means, strict=True):
+            parameter.grad = mean.view_as(parameter)
+        self.missing = len(self.parameters)
+
+
+def run(console: Console) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_DEPTH)))
+    models: dict[str, torch.nn.Module] = {
+        "DistributedDataParallel": DistributedDataParallel(copy.deepcopy(net)),
+        "the twin": copy.deepcopy(net),
+        "GradientAverager": copy.deepcopy(net),
+        "average_gradients, after backward": copy.deepcopy(net),
+        "DataParallel, everyone's batch": torch.nn.DataParallel(copy.deepcopy(net)),
+    }
+    DDPTwin(models["the twin"])
+    GradientAverager(models["GradientAverager"])
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for name, model in models.items()}
+    times: dict[str, list[float]] = {name: [] for name in models}
+    draws = [torch.Generator().manual_seed(rank) for rank in range(dist.get_world_size())]
+    for _ in range(_STEPS):
+        everyones = [torch.randn(_BATCH, _WIDTH, generator=draw) for draw in draws]
+        for name, model in models.items():
+            x = torch.cat(everyones) if name.startswith("DataParallel") else everyones[console.rank]
+            dist.barrier()
+            began = time.perf_counter()
+            optimizers[name].zero_grad()
+            (model(x) - x.roll(1, 1)).square().mean().backward()
+            if name.startswith("average_gradients"):
+                average_gradients(model)
+            optimizers[name].step()
+            times[name].append(time.perf_counter() - began)
+    weights = {name: torch.nn.utils.parameters_to_vector(model.parameters()) for name, model in models.items()}
+    ddp, *others = weights
+    for name in others:
+        bound = 0 if len(draws) <= 2 and name in others[:-1] else 1e-6
+        apart = (weights[name] - weights[ddp]).abs().max().item()
+        console.check(apart <= bound, f"{name}: DDP's weights after {_STEPS} steps, but for {bound:g}")
+    medians = {name: sorted(each)[_STEPS // 2] for name, each in times.items()}
+    rows = [(name, f"{1000 * each:.2f} ms", f"{each / medians[ddp]:.2f}") for name, each in medians.items()]
+    console.table(("form", "a step", "against DDP"), rows)
+    console.say(f"  DataParallel sees {torch.cuda.device_count()} GPUs; below 2 it only runs the module.")

@@ -1,0 +1,119 @@
+"""Mixed precision: a chessboard learnt in float16, one verdict on overflow for all ranks.
+
+A small network learns the colour of each point of a board from its coordinates; each rank has its share of the
+points. Computed and sent in 16 bits it learns as it does in float32. Then each rank trains an expert that no other rank
+has, and rank 0's overflows: with torch's scaler rank 0 goes its own way, with ours all skip that step.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import mse_loss
+
+from .._console import Console
+from ..training import GradientAverager
+from ..training.compression import Half
+from ..training.mixed_precision import GradScaler
+
+__all__ = ["run"]
+
+SIDE, SQUARES, STEPS = 16, 4, 120
+
+
+def run(console: Console) -> None:
+    threads, size = torch.get_num_threads(), dist.get_world_size()
+    torch.set_num_threads(1)  # so small a network is slower on several
+    alone = fit(torch.float32, alone=True)
+    rows, fits = [("float32, one process", "", *told(alone))], []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        fits.append(fit(dtype))
+        rows.append((f"{str(dtype)[6:]}, ranks: {size}", f"{dtype.itemsize * 8}", *told(fits[-1])))
+    torch.set_num_threads(threads)
+    console.table(("computed in", "bits sent", "loss first", "loss last", "points right", "scale"), rows)
+    near = torch.allclose(fits[0][0][:10], alone[0][:10], rtol=1e-3)
+    console.check(near, "in float32 the ranks learn as one process does, for as long as rounding does not tell")
+    console.check(min(right for _, right, _ in fits) > 0.95, "in 16 bits as in 32 over 95 % of the points are right")
+    console.check(rounded_twice_only(), "gradients in bfloat16 are added in float32: the mean is rounded once")
+    theirs, ours = experts(torch.amp.GradScaler("cpu", init_scale=8.0)), experts(GradScaler("cpu", init_scale=8.0))
+    console.table(("scaler, rank by rank", "steps made of 3", "scale after"), [("torch's", *theirs), ("ours", *ours)])
+    console.check(set(ours[0].split()) == {"2"}, "ours: the step in which one rank overflows is skipped by all")
+
+
+def told(found: tuple[torch.Tensor, float, float]) -> tuple[str, ...]:
+    losses, right, scale = found
+    return f"{losses[0]:.4f}", f"{losses[-1]:.4f}", f"{right:.0%}", f"{scale:g}"
+
+
+def board() -> tuple[torch.Tensor, torch.Tensor]:
+    """The coordinates of every point, and the colour of its square."""
+    line = torch.arange(SIDE)
+    points = torch.cartesian_prod(line, line)
+    colours = (points // (SIDE // SQUARES)).sum(1, keepdim=True) % 2
+    return 8 * points / SIDE - 4, colours.float()
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    widths = (2, 48, 48, 48)
+    layers: list[torch.nn.Module] = []
+    for into, out in itertools.pairwise(widths):
+        layers += [torch.nn.Linear(into, out), torch.nn.LayerNorm(out), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(widths[-1], 1))
+
+
+def fit(dtype: torch.dtype, alone: bool = False) -> tuple[torch.Tensor, float, float]:
+    """The loss over all points, step by step; the share of points coloured right; and the scale."""
+    x, y = board()
+    rank, size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    mine, weight = slice(rank, None, size), size * len(y[rank::size]) / len(y)
+    model, is_half = network(), dtype != torch.float32
+    if not alone:
+        GradientAverager(model, compress=Half(dtype) if is_half else None)
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=5e-3), []
+    scaler = GradScaler("cpu", enabled=dtype == torch.float16)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype, enabled=is_half):
+            out = model(x[mine])
+        loss = mse_loss(out.float(), y[mine]) * weight
+        torch.autograd.backward(scaler.scale(loss))
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.detach() / size)
+    whole = torch.stack(losses)
+    if not alone:
+        dist.all_reduce(whole)
+    with torch.no_grad():
+        right = ((model(x) > 0.5) == (y > 0.5)).float().mean()
+    return whole, right.item(), scaler.get_scale()
+
+
+def rounded_twice_only() -> bool:
+    """Each rank's gradient is rounded on its way to the sum, the mean on its way back, and nothing in between."""
+    size = dist.get_world_size()
+    everyones = torch.randn(size, 1000, generator=torch.Generator().manual_seed(1))
+    weight = torch.nn.ParameterList([torch.zeros(1000)])
+    GradientAverager(weight, compress=Half(torch.bfloat16, feedback=False))
+    (weight[0] * everyones[dist.get_rank()]).sum().backward()
+    arrived = everyones.bfloat16().float() if size > 1 else everyones
+    mean = sum(arrived[1:], arrived[0].clone()).div_(size)  # in the order of the ranks
+    return torch.equal(weight[0].grad, mean.bfloat16().float() if size > 1 else mean)
+
+
+def experts(scaler: torch.amp.GradScaler) -> tuple[str, str]:
+    """Three steps of a part of the model that only this rank has; steps made, and the scale, of every rank."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        overflow = float("inf") if step == 1 and dist.get_rank() == 0 else 1.0
+        torch.autograd.backward(scaler.scale(-overflow * weight.sum()))
+        scaler.step(optimizer)
+        scaler.update()
+    found = [torch.zeros(2) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, torch.tensor([weight.item(), scaler.get_scale()]))
+    steps, scales = zip(*(each.tolist() for each in found), strict=True)
+    return " ".join(f"{each:g}" for each in steps), " ".join(f"{each:g}" for each in scales)

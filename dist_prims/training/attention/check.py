@@ -1,0 +1,195 @@
+"""What is given to attention over a split sequence, looked at before anything is sent, and agreed on by all ranks.
+
+A rank that is called wrongly must not leave the others waiting for its keys. So each tells all what it is about to do,
+its mistake if it made one, and all go on or none. On a CPU that is 256 bytes a call; on CUDA reading the answer would
+stop the stream of kernels, so it is asked for each kind of call once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ...errors import MismatchError
+from ..compression.same import check_same
+from .layout import ORDERS
+
+__all__ = ["Call", "Tensors", "agree", "lowered", "uncompiled"]
+
+_REMEDY = "Every rank must call it alike, with parts of one sequence that are equally long: split_sequence() gives them"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_AGREED: set[tuple[str, str]] = set()  # by group and call, for CUDA
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call. ``lengths``: of the whole sequences."""
+
+    name: str
+    group: dist.ProcessGroup
+    causal: bool
+    scale: float | None
+    order: str
+    enable_gqa: bool
+    lengths: tuple[int, ...] | None
+    dropout_p: float
+
+    @staticmethod
+    def of(
+        name: str, group: dist.ProcessGroup | None, lengths: Sequence[int] | torch.Tensor | None, options: Any
+    ) -> Call:
+        group = group or dist.distributed_c10d._get_default_group()
+        if not isinstance(group, dist.ProcessGroup):  # what new_group() gives those who are not in it
+            raise ValueError(f"rank {dist.get_rank()} is not in the group of this {name}; nothing was sent")
+        numbers = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
+        return Call(
+            name=name,
+            group=group,
+            lengths=None if numbers is None else tuple(int(each) for each in numbers),
+            **options,
+        )
+
+
+def agree(call: Call, tensors: Tensors) -> Call:
+    """Return, with the scale filled in, when all ranks are about to do the same; else raise on every rank.
+
+    >>> options = {"causal": True, "scale": None, "order": "zigzag", "enable_gqa": False, "dropout_p": 0.0}
+    >>> call = Call.of("ring_attention", None, None, options)
+    >>> agree(call, (torch.ones(1, 1, 4, 16),) * 3).scale
+    0.25
+    """
+    problem = _problem(call, *tensors)
+    told = f"{call.name}: {problem}" if problem else _words(call, tensors)
+    device = tensors[0].device
+    key = (call.group.group_name, told)
+    if device.type == "cpu" or key not in _AGREED or problem:
+        try:
+            check_same(told, _REMEDY, call.group, device)
+        except MismatchError as error:
+            if problem:
+                raise ValueError(_sentence(call, problem)) from error
+            raise
+        if problem:
+            raise ValueError(_sentence(call, problem))
+        _AGREED.add(key)
+    return replace(call, scale=tensors[0].shape[-1] ** -0.5 if call.scale is None else float(call.scale))
+
+
+def lowered(tensors: Tensors) -> Tensors:
+    """In the low type within autocast, as ``scaled_dot_product_attention`` takes them there.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     lowered((torch.ones(1), torch.ones(1), torch.ones(1)))[0].dtype
+    torch.bfloat16
+    """
+    q, k, v = tensors
+    if not torch.is_autocast_enabled(q.device.type):
+        return tensors
+    low = torch.get_autocast_dtype(q.device.type)
+    return q.to(low), k.to(low), v.to(low)
+
+
+def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The same, run as it is where a model is compiled: the graph breaks here, and not in the midst of messages.
+
+    >>> uncompiled(len)([1, 2])
+    2
+    """
+    if not torch.compiler.is_compiling():  # as a decorator it would load the compiler with this module: seconds
+        return function
+    disabled: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def _sentence(call: Call, problem: str) -> str:
+    return f"rank {call.group.rank()}: {call.name}: {problem}; nothing was sent"
+
+
+def _words(call: Call, tensors: Tensors) -> str:
+    q, k, v = tensors
+    learns = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    shapes = " ".join(
+        f"{name} {'x'.join(map(_number, each.shape))}" for name, each in zip("qkv", (q, k, v), strict=True)
+    )
+    words = [shapes, str(q.dtype).removeprefix("torch."), q.device.type, f"order {call.order}"]
+    words += ["causal"] * call.causal + ["with a backward" if learns else "without a backward"]
+    words += [] if call.scale is None else [f"scale {call.scale:g}"]
+    words += [] if call.lengths is None else [f"lengths {list(call.lengths)}"]
+    return f"{call.name}({', '.join(words)})"
+
+
+def _number(extent: Any) -> str:
+    return str(extent) if isinstance(extent, int) else "nested"
+
+
+def _problem(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """What is wrong with the arguments of this rank."""
+    if call.order not in ORDERS:
+        return f"order={call.order!r}; choose {' or '.join(map(repr, ORDERS))}"
+    if call.dropout_p:
+        return f"dropout_p={call.dropout_p} is not offered; put a torch.nn.Dropout behind the attention"
+    if len({each.dtype for each in (q, k, v)}) > 1 or not q.is_floating_point():
+        return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one floating type"
+    if len({each.device for each in (q, k, v)}) > 1:
+        return f"q, k and v are on {q.device}, {k.device} and {v.device}; they must be on one device"
+    if any(each.is_nested and each.layout != torch.jagged for each in (q, k, v)):
+        return "nested tensors must be made with layout=torch.jagged"
+    if {each.dim() for each in (q, k, v)} != {4}:
+        return f"q, k and v have {q.dim()}, {k.dim()}, {v.dim()} dimensions, not (batch, heads, tokens, features)"
+    if len({each.is_nested for each in (q, k, v)}) > 1:
+        return "some of q, k and v are nested; all of them must be, or none"
+    if q.is_nested:
+        return _nested(call, (q, k, v)) or _shapes(call, q, k, v)
+    return _shapes(call, q, k, v) or _dense(call, q)
+
+
+def _shapes(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3]:
+        return f"q {_size(q)}, k {_size(k)} and v {_size(v)} do not fit: batch, heads of k and v, features of q and k"
+    if not q.is_nested and len({each.shape[2] for each in (q, k, v)}) > 1:
+        return f"q, k and v have {q.shape[2]}, {k.shape[2]} and {v.shape[2]} tokens here; they must be as many"
+    if min(q.shape[3], v.shape[3], k.shape[1]) < 1:
+        return f"q {_size(q)}, k {_size(k)} and v {_size(v)} need a head and a feature"
+    if q.shape[1] != k.shape[1] and not call.enable_gqa:
+        return f"{q.shape[1]} heads of queries and {k.shape[1]} of keys; enable_gqa=True lets several share one"
+    if q.shape[1] % k.shape[1]:
+        return f"{q.shape[1]} heads of queries cannot share {k.shape[1]} heads of keys evenly"
+    if call.name == "ulysses_attention" and (q.shape[1] % call.group.size() or k.shape[1] % call.group.size()):
+        return (
+            f"{q.shape[1]} heads of queries and {k.shape[1]} of keys cannot be dealt evenly to {call.group.size()} "
+            "ranks; ring_attention needs no such thing"
+        )
+    return None
+
+
+def _dense(call: Call, q: torch.Tensor) -> str | None:
+    tokens = q.shape[2]
+    if tokens % ORDERS[call.order]:
+        return f"{tokens} tokens on this rank cannot be the two chunks of order 'zigzag'; their number must be even"
+    if call.lengths is None:
+        return None
+    whole = tokens * call.group.size()
+    if len(call.lengths) != q.shape[0] or not all(0 <= each <= whole for each in call.lengths):
+        return f"lengths={list(call.lengths)} must be one for each of {q.shape[0]} sequences, from 0 to {whole}"
+    return None
+
+
+def _nested(call: Call, tensors: Tensors) -> str | None:
+    if any(each._ragged_idx != 2 for each in tensors):  # type: ignore[attr-defined]
+        return "the tokens of a nested tensor must be in dimension 2, as in (batch, heads, tokens, features)"
+    if call.lengths is not None:
+        return "lengths are given beside nested tensors, which have their own"
+    offsets = [each.offsets() for each in tensors]  # type: ignore[attr-defined]
+    if not all(torch.equal(each, offsets[0]) for each in offsets):
+        return "q, k and v have sequences of unlike lengths here"
+    return None
+
+
+def _size(tensor: torch.Tensor) -> str:
+    return f"({', '.join(map(_number, tensor.shape))})"

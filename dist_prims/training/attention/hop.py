@@ -1,0 +1,49 @@
+"""One hop of the ring: what this rank has goes to the next rank while what the one before has comes here."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Hop", "finish"]
+
+
+class Hop:
+    """Begins with the object; the ranks of the group make their hops in one order. What comes is put ``into`` memory
+    that is free, if there is some.
+
+    >>> Hop(torch.ones(2), torch.distributed.group.WORLD).arrived()
+    tensor([1., 1.])
+    """
+
+    def __init__(self, data: torch.Tensor, group: dist.ProcessGroup, into: torch.Tensor | None = None) -> None:
+        self._group = group
+        rank, size = group.rank(), group.size()
+        self._data = data  # lives until it has left
+        into = torch.empty_like(data) if into is None else into
+        self._coming = into if size > 1 else data
+        pair = [(dist.isend, data, (rank + 1) % size), (dist.irecv, self._coming, (rank - 1) % size)]
+        calls = [dist.P2POp(kind, each, group=group, group_peer=peer) for kind, each, peer in pair if peer != rank]
+        self._works = dist.batch_isend_irecv(calls) if calls and data.numel() else []
+
+    def arrived(self) -> torch.Tensor:
+        """What came from the rank before; ours has left."""
+        for work in self._works:
+            finish(work, self._group, self._data.device)
+        return self._coming
+
+
+def finish(work: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Wait for what a group does, no longer than its time limit.
+
+    >>> tensor = torch.ones(1)
+    >>> finish(dist.all_reduce(tensor, async_op=True), dist.group.WORLD, tensor.device)
+    """
+    if device.type == "cuda":
+        work.wait()  # the stream waits, not this thread; NCCL's watchdog keeps the time
+        return
+    limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    work.wait(limit if isinstance(limit, timedelta) else dist.default_pg_timeout)

@@ -1,0 +1,198 @@
+"""One block of attention, queries against some of the keys: its output, and the log of its softmax's denominator.
+
+With these logarithms blocks that were computed apart can be merged, and a block's gradient needs nothing of the other
+blocks but the merged output and logarithm: p = exp(score - logsumexp) is then the share in the whole softmax. So the
+kernels behind ``scaled_dot_product_attention`` do, called directly, and they are chosen as there: what
+``torch.nn.attention.sdpa_kernel`` allows, and what the tensors permit. The plain formula stands in for the rest.
+
+Heads of queries that share a head of keys are put side by side in a dimension of their own, in which keys and values
+have stride 0: nothing is repeated, and the gradients are summed over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+__all__ = ["Kernel", "choose", "merge"]
+
+Tensor = torch.Tensor
+Three = tuple[Tensor, Tensor, Tensor]
+_ALIGNED = 32  # rows of logarithms that the memory-efficient kernel reads at a time
+
+
+class Kernel(NamedTuple):
+    """``forward(q, k, v, causal, scale)`` gives output and logarithms, ``backward(grad, q, k, v, output, logarithms,
+    causal, scale)`` the three gradients."""
+
+    name: str
+    forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], Three]
+
+
+def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
+    """The kernel that ``scaled_dot_product_attention`` would take here, grouped for heads that share keys.
+
+    >>> q = torch.randn(1, 4, 8, 16)
+    >>> with sdpa_kernel(SDPBackend.MATH):
+    ...     choose(q, q, q, True).name
+    'math'
+    """
+    one_q, one_k, one_v = (each[:, :1, :1].detach().contiguous() for each in (q, k, v))  # no more counts
+    if not (one_q.numel() and one_v.numel()):
+        return _grouped(_MATH)
+    allowed = SDPBackend(torch._fused_sdp_choice(one_q, one_k, one_v, is_causal=causal))
+    if allowed == SDPBackend.CUDNN_ATTENTION:  # the next best: its logarithms have another form
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            allowed = SDPBackend(torch._fused_sdp_choice(one_q, one_k, one_v, is_causal=causal))
+    if allowed == SDPBackend.FLASH_ATTENTION and q.device.type == "cpu":
+        return _grouped(_CPU)
+    if q.device.type == "cuda" and q.shape[-1] % 8 == 0 and q.shape[-1] == v.shape[-1]:
+        return _grouped(_CUDA.get(allowed, _MATH))
+    return _grouped(_MATH)
+
+
+def merge(output: Tensor, logs: Tensor, block: Tensor, block_logs: Tensor) -> None:
+    """Take a block into what was merged so far, in place; a logarithm of -inf stands for nothing yet.
+
+    >>> output, logs = torch.zeros(1, 2), torch.full((1,), -torch.inf)
+    >>> merge(output, logs, torch.tensor([[1.0, 3.0]]), torch.zeros(1))
+    >>> merge(output, logs, torch.tensor([[3.0, 5.0]]), torch.zeros(1))
+    >>> output, logs.exp()
+    (tensor([[2., 4.]]), tensor([2.]))
+    """
+    output.lerp_(block.to(output.dtype), torch.sigmoid(block_logs - logs).unsqueeze(-1).to(output.dtype))
+    torch.logaddexp(logs, block_logs, out=logs)
+
+
+def _grouped(kernel: Kernel) -> Kernel:
+    """The same for fewer heads of keys than of queries."""
+
+    def spread(q: Tensor, k: Tensor, v: Tensor) -> Three:
+        flat = [each.flatten(0, 1).unsqueeze(1).expand(-1, q.shape[1] // k.shape[1], -1, -1) for each in (k, v)]
+        if q.device.type == "cuda":  # kernels there are not made for stride 0
+            flat = [each.contiguous() for each in flat]
+        return by_key(q, k), flat[0], flat[1]
+
+    def by_key(each: Tensor, k: Tensor) -> Tensor:
+        return each.reshape(-1, each.shape[1] // k.shape[1], *each.shape[2:])
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = (_dense(each) for each in (q, k, v))
+        if q.shape[1] == k.shape[1]:
+            return kernel.forward(q, k, v, causal, scale)
+        output, logs = kernel.forward(*spread(q, k, v), causal, scale)
+        return output.reshape(*q.shape[:-1], -1), logs.reshape(q.shape[:-1])
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, logs: Tensor, causal: bool, scale: float
+    ) -> Three:
+        grad, q, k, v = (_dense(each) for each in (grad, q, k, v))
+        if q.shape[1] == k.shape[1]:
+            return kernel.backward(grad, q, k, v, output, logs, causal, scale)
+        grad, output, logs = (by_key(each, k) for each in (grad, output, logs))
+        of_q, of_k, of_v = kernel.backward(grad, *spread(q, k, v), output, logs, causal, scale)
+        return of_q.reshape(q.shape), of_k.sum(1).view(k.shape), of_v.sum(1).view(v.shape)
+
+    return Kernel(kernel.name, forward, backward)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The kernels read a token's features one behind the other, whatever the stride says."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = _aten("_scaled_dot_product_flash_attention_for_cpu")(
+        q, k, v, 0.0, causal, scale=scale
+    )
+    return found
+
+
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, logs: Tensor, causal: bool, scale: float
+) -> Three:
+    found: Three = _aten("_scaled_dot_product_flash_attention_for_cpu_backward")(
+        grad, q, k, v, output, logs, 0.0, causal, scale=scale
+    )
+    return found
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    found = _aten("_scaled_dot_product_flash_attention")(q, k, v, 0.0, causal, scale=scale)
+    return found[0], found[1]
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, logs: Tensor, causal: bool, scale: float
+) -> Three:
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that is not there
+    found: Three = _aten("_scaled_dot_product_flash_attention_backward")(
+        *(grad, q, k, v, output, logs.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal),
+        *(seed, seed.new_empty(0)),
+        scale=scale,
+    )
+    return found
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    found = _aten("_scaled_dot_product_efficient_attention")(q, k, v, None, True, 0.0, causal, scale=scale)
+    return found[0], found[1][..., : q.shape[2]]
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, logs: Tensor, causal: bool, scale: float
+) -> Three:
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    logs = torch.nn.functional.pad(logs, (0, -logs.shape[-1] % _ALIGNED), value=torch.inf)  # exp(score - inf) = 0
+    found = _aten("_scaled_dot_product_efficient_attention_backward")(
+        *(grad, q, k, v, None, output, logs, seed, seed, 0.0, [True, True, True, False], causal), scale=scale
+    )
+    return found[0], found[1], found[2]
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = torch.matmul(q * scale, k.mT)
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores.masked_fill_(~seen, -torch.inf)
+    return scores
+
+
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """Half floats are too coarse for a softmax in several steps."""
+    return [each.float() if each.dtype in (torch.float16, torch.bfloat16) else each for each in tensors]
+
+
+def _math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    with torch.autocast(q.device.type, enabled=False):
+        wide_q, wide_k, wide_v = _wide(q, k, v)
+        scores = _scores(wide_q, wide_k, causal, scale)
+        logs = scores.logsumexp(-1)
+        return torch.matmul(scores.sub_(logs.unsqueeze(-1)).exp_(), wide_v), logs
+
+
+def _math_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, logs: Tensor, causal: bool, scale: float
+) -> Three:
+    with torch.autocast(q.device.type, enabled=False):
+        grad, q, k, v, output = _wide(grad, q, k, v, output)
+        shares = _scores(q, k, causal, scale).sub_(logs.unsqueeze(-1)).exp_()
+        of_v = torch.matmul(shares.mT, grad)
+        of_scores = torch.matmul(grad, v.mT).sub_((grad * output).sum(-1, keepdim=True)).mul_(shares).mul_(scale)
+        return torch.matmul(of_scores, k), torch.matmul(of_scores.mT, q), of_v
+
+
+def _aten(name: str) -> Any:
+    return getattr(torch.ops.aten, name)
+
+
+_MATH = Kernel("math", _math_forward, _math_backward)
+_CPU = Kernel("flash on the CPU", _cpu_forward, _cpu_backward)
+_CUDA = {
+    SDPBackend.FLASH_ATTENTION: Kernel("flash", _flash_forward, _flash_backward),
+    SDPBackend.EFFICIENT_ATTENTION: Kernel("memory-efficient", _efficient_forward, _efficient_backward),
+}

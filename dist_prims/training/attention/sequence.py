@@ -1,0 +1,125 @@
+"""A sequence to its parts and back: what each rank gets, which positions those are, and all of it on every rank.
+
+Gradients are those of the sum of all ranks' losses. So what came of a joined sequence on every rank is summed on its
+way back, and a split is a plain choice of tokens: its gradient is zero for the tokens that other ranks have.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ...collectives import all_gather, reduce_scatter
+from .layout import ORDERS, chunks
+
+__all__ = ["join_sequence", "sequence_positions", "split_sequence"]
+
+
+def sequence_positions(
+    length: int,
+    group: dist.ProcessGroup | None = None,
+    order: str = "contiguous",
+    *,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Where this rank's tokens stand in a sequence of ``length``.
+
+    With 2 ranks, 8 tokens and "zigzag" rank 0 has [0, 1, 6, 7] and rank 1 has [2, 3, 4, 5].
+
+    >>> sequence_positions(4)
+    tensor([0, 1, 2, 3])
+    """
+    held = chunks(length, dist.get_world_size(group), _known(order), dist.get_rank(group))
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in held])
+
+
+def split_sequence(
+    x: torch.Tensor, dim: int = 1, group: dist.ProcessGroup | None = None, order: str = "contiguous"
+) -> torch.Tensor:
+    """This rank's tokens of a sequence that every rank has whole; of a jagged nested tensor its share of each sequence.
+
+    >>> split_sequence(torch.arange(8).view(1, 8))
+    tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
+    """
+    if x.is_nested:
+        return _split_each(x, dim, group, order)
+    size, length = dist.get_world_size(group), x.shape[dim]
+    if length % (ORDERS[_known(order)] * size):
+        raise ValueError(
+            f"rank {dist.get_rank(group)}: split_sequence: {length} tokens do not divide into {ORDERS[order] * size} "
+            f"chunks (order={order!r}, {size} ranks); pad the sequence, and give lengths to the attention"
+        )
+    parts = [x.narrow(dim, start, stop - start) for start, stop in chunks(length, size, order, dist.get_rank(group))]
+    return torch.cat(parts, dim)
+
+
+def join_sequence(
+    x: torch.Tensor, dim: int = 1, group: dist.ProcessGroup | None = None, order: str = "contiguous"
+) -> torch.Tensor:
+    """The whole sequence, on every rank, of equally long parts.
+
+    >>> join_sequence(torch.arange(8).view(1, 8)).shape
+    torch.Size([1, 8])
+    """
+    if x.is_nested:
+        raise ValueError("join_sequence: takes parts of equal length; join the sequences of a nested tensor one by one")
+    if x.shape[dim] % ORDERS[_known(order)]:
+        raise ValueError(
+            f"rank {dist.get_rank(group)}: join_sequence: {x.shape[dim]} tokens are not two chunks of order {order!r}"
+        )
+    joined: torch.Tensor = _Join.apply(x, dim, group, order)  # type: ignore[no-untyped-call]
+    return joined
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, order: str) -> torch.Tensor:
+        ctx.dim, ctx.group, ctx.order = dim, group, order
+        parts = list(x.new_empty(dist.get_world_size(group), *x.shape))
+        all_gather(parts, x.detach().contiguous(), group)
+        ctx.place = _place(len(parts), x.shape[dim], order, x.device)
+        return torch.cat(parts, dim).index_select(dim, ctx.place.argsort())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        size = dist.get_world_size(ctx.group)
+        parts = [each.contiguous() for each in grad.index_select(ctx.dim, ctx.place).chunk(size, ctx.dim)]
+        mine = torch.empty_like(parts[0])
+        reduce_scatter(mine, parts, group=ctx.group)
+        return mine, None, None, None
+
+
+def _place(size: int, width: int, order: str, device: torch.device) -> torch.Tensor:
+    """The positions of the tokens of all ranks, rank by rank."""
+    held = [each for rank in range(size) for each in chunks(size * width, size, order, rank)]
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in held])
+
+
+def _split_each(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, order: str) -> torch.Tensor:
+    if x.layout != torch.jagged or x._ragged_idx != dim:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"split_sequence: a nested tensor must be made with layout=torch.jagged and have its tokens in dim={dim}"
+        )
+    by_token = x.transpose(1, dim) if dim != 1 else x
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    begins: list[int] = by_token.offsets().tolist()  # type: ignore[attr-defined]
+    mine, offsets = [], [0]
+    for begin, end in itertools.pairwise(begins):
+        held = chunks(end - begin, size, _known(order), rank)
+        mine += [torch.arange(begin + start, begin + stop) for start, stop in held]
+        offsets.append(offsets[-1] + sum(stop - start for start, stop in held))
+    values = by_token.values()
+    chosen = values[torch.cat(mine).to(values.device)]
+    split = torch.nested.nested_tensor_from_jagged(chosen, offsets=torch.tensor(offsets, device=values.device))
+    return split.transpose(1, dim) if dim != 1 else split
+
+
+def _known(order: str) -> str:
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r}; choose {' or '.join(map(repr, ORDERS))}")
+    return order

@@ -1,0 +1,122 @@
+"""Ulysses attention: tokens are exchanged for heads, so that each rank computes some heads over the whole sequence.
+
+One all-to-all takes (all heads, tokens of this rank) to (heads of this rank, all tokens), and one brings the output
+back; between them attention is an ordinary one. Fewer messages than a ring, but no more ranks than heads of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from .check import Call, Tensors, agree, lowered, uncompiled
+from .hop import finish
+from .jagged import dense, laid_out, like
+from .layout import Layout
+from .ring import Plan, attend
+
+__all__ = ["ulysses_attention"]
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    order: str = "contiguous",
+    enable_gqa: bool = False,
+    lengths: Sequence[int] | torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """The same as :func:`ring_attention`, by dealing the heads out; the ranks must divide both numbers of heads.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4)
+    >>> output = ulysses_attention(q, k, v, causal=True)
+    >>> torch.allclose(output, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
+    True
+    """
+    options = {"causal": causal, "scale": scale, "order": order, "enable_gqa": enable_gqa, "dropout_p": dropout_p}
+    return uncompiled(_ulysses)(Call.of("ulysses_attention", group, lengths, options), (q, k, v))
+
+
+def _ulysses(call: Call, tensors: Tensors) -> torch.Tensor:
+    tensors = lowered(tensors)
+    call = agree(call, tensors)
+    layout = laid_out(call, tensors[0])
+    whole = Layout(1, "contiguous", layout.lengths, layout.padded)  # what a rank has of its heads
+    plan = Plan(whole, 0, call.causal, call.scale or 0.0, None)
+    heads = _to_heads([dense(each, layout.width) for each in tensors], call.group)
+    if layout.padded is not None and layout.order == "contiguous":  # what comes is in order
+        output = attend(plan, *heads)
+    else:
+        there, back = (each.to(heads[0].device) for each in _places(layout, whole.width))
+        output = _reordered(attend(plan, *(_reordered(each, there) for each in heads)), back)
+    return like(_to_tokens(output, call.group), tensors[0])
+
+
+def _to_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Some heads and all tokens, rank by rank, for all heads and some tokens; all tensors in one message."""
+    size = group.size()
+    dealt = [each.reshape(len(each), size, each.shape[1] // size, *each.shape[2:]).movedim(1, 0) for each in tensors]
+    sent = torch.cat([each.flatten(1) for each in dealt], 1)
+    parts = torch.split(_exchange(sent, group), [each[0].numel() for each in dealt], 1)
+    return [part.view(each.shape).movedim(0, 2).flatten(2, 3) for part, each in zip(parts, dealt, strict=True)]
+
+
+def _to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    batch, heads, tokens, features = output.shape
+    dealt = output.reshape(batch, heads, group.size(), tokens // group.size(), features).movedim(2, 0)
+    return _exchange(dealt, group).movedim(0, 1).flatten(1, 2)
+
+
+def _places(layout: Layout, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each token of a sequence where it lies among those of all ranks; and the way back."""
+    there = torch.zeros(len(layout.lengths), width, dtype=torch.int64)
+    end = torch.tensor(layout.lengths, dtype=torch.int64).clamp(max=max(width - 1, 0))  # what is padding
+    back = end.unsqueeze(1).repeat(1, layout.size * layout.width)  # is as the padding behind a sequence
+    for rank in range(layout.size):
+        for row, held in enumerate(layout.held(rank)):
+            at = rank * layout.width
+            for start, stop in held:
+                there[row, start:stop] = torch.arange(at, at + stop - start)
+                back[row, at : at + stop - start] = torch.arange(start, stop)
+                at += stop - start
+    return there, back
+
+
+def _reordered(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    rows = torch.arange(len(places), device=x.device).unsqueeze(1)
+    return x.transpose(1, 2)[rows, places].transpose(1, 2)
+
+
+def _exchange(data: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if group.size() == 1:
+        return data
+    exchanged: torch.Tensor = _Exchange.apply(data, group)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """Row r goes to rank r, and the row of rank r comes in its place; so do the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        data = data.contiguous()
+        exchanged = torch.empty_like(data)
+        if data.numel():
+            work = dist.all_to_all_single(exchanged, data, group=group, async_op=True)
+            finish(work, group, data.device)
+        return exchanged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Exchange.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]

@@ -1,0 +1,263 @@
+"""Save the state of a job such that one checkpoint is always usable, and go on from it on any number of ranks.
+
+``if rank == 0: torch.save(model.state_dict(), path)`` loses everything if the process dies while it writes, does not
+notice a file that has changed, and forgets what else decides the next step: the optimizer, the place in the data, the
+random numbers of each rank, and what only one rank has. Here
+
+1. all ranks compare what they are about to save; nothing has been written yet;
+2. each writes its files into a folder that no manifest names, syncs them, and tells bytes and checksums;
+3. rank 0 writes the manifest and renames it into its place: from now on the checkpoint is there;
+4. rank 0 removes what is old, and what saves that nobody finished have left.
+
+A failure in any of them is raised on every rank, and what was there before is untouched until step 4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ...collectives.call import group_of
+from . import randomness
+from .files import put_text, sync_folder, write_tensors
+from .manifest import Manifest, is_ours, name_of, steps_in
+from .plain import Target, is_stream, plain, state_of
+from .reading import Reader
+from .shards import Padded, agreed, describe, unpadded
+from .together import CheckpointError, Damaged, together
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """The checkpoints of a job in ``directory``, which every rank sees; the last ``keep`` of them are kept.
+
+    >>> import tempfile, torch
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> weight = torch.zeros(2)
+    >>> checkpoints = Checkpoints(folder.name, {"weight": weight})
+    >>> checkpoints.restore()
+    0
+    >>> _ = checkpoints.save(10), weight.add_(1), checkpoints.restore()
+    >>> weight, checkpoints.steps()
+    (tensor([0., 0.]), [10])
+    >>> folder.cleanup()
+
+    By name, modules, optimizers and whatever else has ``state_dict`` and ``load_state_dict``, tensors, which are filled
+    in their place, and generators of random numbers:
+
+    - ``state``: the same on every rank; rank 0 writes it. A ShardedSampler or ShardedIterable may be here, too: the
+      states of all ranks are saved, so it goes on on any number of ranks.
+    - ``sharded``: of every tensor each rank has some rows; see :mod:`.shards` for the split, and :class:`Padded`.
+    - ``own``: each rank's own, whatever it is; it comes back on as many ranks only.
+
+    The global random states of torch, NumPy, Python and CUDA are saved without being asked for.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        state: Mapping[str, Target],
+        *,
+        sharded: Mapping[str, Target | Padded] | None = None,
+        own: Mapping[str, Target] | None = None,
+        keep: int = 2,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"Checkpoints: keep={keep}; at least the last one is kept")
+        self.directory, self.keep = Path(directory), keep
+        self.group = group_of(group, "Checkpoints")
+        self._rank = self.group.rank()
+        names = [*state, *(sharded or {}), *(own or {})]
+        if len(set(names)) < len(names):
+            raise ValueError(f"Checkpoints: {sorted(names)}: each name once, in state, sharded or own")
+        self._whole = {name: target for name, target in state.items() if not is_stream(target)}
+        self._streams = {name: target for name, target in state.items() if is_stream(target)}
+        self._sharded = dict(sharded or {})
+        self._own = dict(own or {})
+        self._refused: set[int] = set()  # steps whose checkpoint is damaged
+
+    def steps(self) -> list[int]:
+        """The steps that this rank sees a checkpoint of, the last one first."""
+        return steps_in(os.listdir(self.directory)) if self.directory.is_dir() else []
+
+    def save(self, step: int) -> Path:
+        """Write a checkpoint, and return the path of its manifest; call it on every rank.
+
+        It is the state after ``step`` steps. When this returns, it is on the disk.
+        """
+        operation = f"Checkpoints.save of step {step}"
+        files: dict[str, Any] = {}
+
+        def prepare() -> dict[str, Any]:
+            if self._rank == 0:
+                self._refuse_to_go_back(step)
+            files.update(self._files())
+            return {
+                "asked": {"step": step, **self._names()},
+                "parts": self._parts(files),
+                "token": secrets.token_hex(4),
+            }
+
+        told = together(operation, prepare, self.group)
+        _compare(operation, [each["asked"] for each in told])
+        sharded = {
+            name: agreed(f"{operation}: sharded {name!r}", [each["parts"][name] for each in told], unpadded(given)[1])
+            for name, given in self._sharded.items()
+        }
+        folder = self.directory / f"step-{step}.{told[0]['token']}"
+        try:
+            written = together(operation, lambda: _write(folder, files), self.group)
+            every = {name: about for each in written for name, about in each.items()}
+            manifest = Manifest(step, self.group.size(), folder.name, every, sharded)
+            together(operation, lambda: self._commit(manifest) if self._rank == 0 else None, self.group)
+        except CheckpointError:
+            if self._rank == 0:  # all ranks have told that they write no more
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return self.directory / name_of(step)
+
+    def restore(self) -> int:
+        """Load the last checkpoint that is whole into all objects, and return its step; 0 where there is none.
+
+        Call it on every rank; the number of ranks may be another than when it was saved. A damaged checkpoint is
+        refused with a warning that names the file, and the one before it is taken, by all ranks. Random states come
+        back, too; ranks that were not there begin with states derived from rank 0's.
+        """
+        operation = f"Checkpoints.restore from {self.directory}"
+        told = together(operation, lambda: (self._names(), self.steps()), self.group)
+        _compare(operation, [names for names, _ in told])
+        refusals = []
+        for step in told[0][1]:  # as rank 0 sees them
+            try:
+                return self._restore(step, f"{operation}, step {step}")
+            except Damaged as error:
+                self._refused.add(step)
+                refusals.append(str(error))
+                if self._rank == 0:
+                    warnings.warn(f"{error}; trying the checkpoint before it", RuntimeWarning, stacklevel=2)
+        if refusals:
+            raise Damaged(
+                f"{operation}: rank {self._rank}: every checkpoint is damaged; to begin anew choose another directory. "
+                + " ".join(refusals)
+            )
+        return 0
+
+    def _restore(self, step: int, operation: str) -> int:
+        path = self.directory / name_of(step)
+        text = together(operation, lambda: _text(path) if self._rank == 0 else "", self.group)[0]
+        reader = Reader(self.directory, Manifest.parse(text, str(path)), self._rank, self.group.size())
+
+        def read() -> None:
+            reader.whole(self._whole)
+            reader.streams(self._streams)
+            reader.sharded(self._sharded)
+            reader.own(self._own)
+            reader.random()  # last, for a load may draw
+
+        together(operation, read, self.group)
+        together(operation, reader.load, self.group)
+        return step
+
+    def _names(self) -> dict[str, Any]:
+        return {
+            "state": sorted([*self._whole, *self._streams]),
+            "sharded": {name: unpadded(self._sharded[name])[1] for name in sorted(self._sharded)},
+            "own": sorted(self._own),
+        }
+
+    def _files(self) -> dict[str, Any]:
+        """What this rank writes, by file, as it lies in memory."""
+
+        def states(targets: Mapping[str, Target]) -> dict[str, Any]:
+            return {name: plain(name, state_of(target)) for name, target in targets.items()}
+
+        mine = {"states": states({**self._own, **self._streams}), "random": randomness.capture()}
+        files: dict[str, Any] = {f"rank-{self._rank}.pt": mine}
+        if self._rank == 0:
+            files["state.pt"] = states(self._whole)
+        if self._sharded:
+            files[f"shard-{self._rank}.pt"] = states(
+                {name: unpadded(given)[0] for name, given in self._sharded.items()}
+            )
+        return files
+
+    def _parts(self, files: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: describe(files[f"shard-{self._rank}.pt"][name]) for name in self._sharded}
+
+    def _refuse_to_go_back(self, step: int) -> None:
+        """Of two runs in one directory the later would hide what the other saves."""
+        if step < 0:
+            raise ValueError("steps are counted from 0")
+        later = [each for each in self.steps() if each > step and each not in self._refused]
+        if later:
+            raise ValueError(
+                f"{self.directory} has a checkpoint of step {later[0]}; restore() it first, or choose another directory"
+            )
+
+    def _commit(self, manifest: Manifest) -> None:
+        for name, about in manifest.files.items():
+            path = self.directory / manifest.folder / name
+            if not path.exists() or path.stat().st_size != about["bytes"]:
+                raise CheckpointError(
+                    f"{path} of another rank is not seen here; choose a directory that all ranks share"
+                )
+        sync_folder(self.directory)
+        put_text(self.directory / name_of(manifest.step), manifest.text())
+        self._refused.discard(manifest.step)
+        with contextlib.suppress(OSError):  # the checkpoint is there; what cannot be removed may stay
+            self._clean()
+
+    def _clean(self) -> None:
+        """Remove everything of ours that the last checkpoints do not need."""
+        needed: set[str] = set()
+        kept = 0
+        for step in self.steps():
+            path = self.directory / name_of(step)
+            try:
+                if kept < self.keep and step not in self._refused:
+                    needed |= {path.name, Manifest.parse(_text(path), str(path)).folder}
+                    kept += 1
+            except (Damaged, ValueError):
+                continue
+        for step in self.steps():
+            if name_of(step) not in needed:
+                (self.directory / name_of(step)).unlink(missing_ok=True)
+        for entry in self.directory.iterdir():
+            if is_ours(entry.name) and entry.name not in needed:
+                shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Damaged(f"{path} cannot be read: {error}") from None
+
+
+def _write(folder: Path, files: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        name: {**write_tensors(folder / name, content), "holds": sorted(content)} for name, content in files.items()
+    }
+    sync_folder(folder)
+    return about
+
+
+def _compare(operation: str, asked: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(asked):
+        for what, value in each.items():
+            if value != asked[0][what]:
+                raise ValueError(
+                    f"{operation}: ranks differ in {what}: rank 0 has {asked[0][what]}, rank {rank} has {value}; "
+                    "call it with the same on every rank, after the same step"
+                )

@@ -1,0 +1,93 @@
+"""Files that are either whole or not there: written, put on the disk, then named; and their checksums.
+
+A rename alone is not enough: the disk may keep the new name and lose the bytes. So the bytes are synced before they get
+their name, and the folder after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+
+__all__ = ["digest", "put_text", "read_tensors", "sync_folder", "write_tensors"]
+
+
+class _Hashing:
+    """Hashes what it writes, so that a file need not be read again for its checksum; and keeps what went wrong."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.sha256, self.count = file, hashlib.sha256(), 0
+        self.failure: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        self.sha256.update(data)
+        self.count += len(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.failure = OSError(error.errno, error.strerror, self.file.name)
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def write_tensors(path: Path, content: Any) -> dict[str, Any]:
+    """Write and sync ``content``; its bytes and checksum.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     about = write_tensors(Path(folder, "a.pt"), {"x": torch.ones(2)})
+    ...     about["sha256"] == digest(Path(folder, "a.pt")), read_tensors(Path(folder, "a.pt"))
+    (True, {'x': tensor([1., 1.])})
+    """
+    with path.open("wb") as file:
+        hashing = _Hashing(file)
+        try:
+            torch.save(content, cast(BinaryIO, hashing))
+        except RuntimeError as error:  # torch tells positions in its archive, not that the disk is full
+            raise hashing.failure or error from None
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": hashing.count, "sha256": hashing.sha256.hexdigest()}
+
+
+def read_tensors(path: Path, lazily: bool = False) -> Any:
+    """Tensors and plain values, nothing that runs; ``lazily``: tensors are read where they are looked at."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily or None)
+
+
+def put_text(path: Path, text: str) -> None:
+    """Write a small file such that it has its old content or the new one, whenever the power fails."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in it are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    found = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()

@@ -1,0 +1,96 @@
+"""One checkpoint, read for one rank: everything is read and compared first, and only then anything is changed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from . import randomness
+from .files import read_tensors
+from .manifest import Manifest
+from .plain import Target, leaves, load, state_of
+from .shards import Padded, join, unpadded
+
+__all__ = ["Reader"]
+
+
+class Reader:
+    """Collects what to load, from files that are whole; :meth:`load` then does it."""
+
+    def __init__(self, directory: Path, manifest: Manifest, rank: int, size: int) -> None:
+        self._directory, self._manifest, self._rank, self._size = directory, manifest, rank, size
+        self._loads: list[Callable[[], None]] = []
+        self._file = functools.cache(self._read)  # each is hashed once
+
+    def _read(self, name: str) -> Any:
+        return read_tensors(self._manifest.check(self._directory, name), lazily=name.startswith("shard"))
+
+    def _add(self, name: str, target: Target, state: Any) -> None:
+        there = dict(leaves(state_of(target)))
+        for path, tensor in leaves(state):
+            if path in there and tensor.shape != there[path].shape:
+                raise ValueError(
+                    f"{name!r} is {tuple(tensor.shape)} at {list(path)} in the checkpoint and "
+                    f"{tuple(there[path].shape)} here; make it as it was saved"
+                )
+        self._loads.append(functools.partial(load, name, target, state))
+
+    def random(self) -> None:
+        mine = self._rank < self._manifest.ranks
+        state = self._file(f"rank-{self._rank if mine else 0}.pt")["random"]
+        self._loads.append(lambda: randomness.restore(state) if mine else randomness.derive(state, self._rank))
+
+    def whole(self, targets: Mapping[str, Target]) -> None:
+        if targets:
+            _has("state", self._manifest.files["state.pt"]["holds"], targets)
+        for name, target in targets.items():
+            self._add(name, target, self._file("state.pt")[name])
+
+    def streams(self, targets: Mapping[str, Target]) -> None:
+        for name, target in targets.items():
+            states = [self._of_rank(rank, name) for rank in range(self._manifest.ranks)]
+            self._loads.append(functools.partial(load, name, target, states))
+
+    def sharded(self, targets: Mapping[str, Target | Padded]) -> None:
+        _has("sharded", self._manifest.sharded, targets)
+        for name, given in targets.items():
+            target, rows = unpadded(given)
+            about = self._manifest.sharded[name]
+            if about["padded"] != rows:
+                raise ValueError(
+                    f"sharded {name!r} was saved with Padded rows={about['padded']} and is to be loaded with {rows}; "
+                    "make it as it was saved"
+                )
+            self._add(name, target, join(about, self._rank, self._size, functools.partial(self._shard, name)))
+
+    def _shard(self, name: str, rank: int) -> Any:
+        return self._file(f"shard-{rank}.pt")[name]
+
+    def own(self, targets: Mapping[str, Target]) -> None:
+        if targets and self._manifest.ranks != self._size:
+            raise ValueError(
+                f"{', '.join(map(repr, targets))}: each rank's own, saved by {self._manifest.ranks} ranks, and here "
+                f"are {self._size}; give what has to follow as state= or sharded=, or start as many ranks"
+            )
+        for name, target in targets.items():
+            self._add(name, target, self._of_rank(self._rank, name))
+
+    def _of_rank(self, rank: int, name: str) -> Any:
+        states = self._file(f"rank-{rank}.pt")["states"]
+        _has(f"rank {rank}'s part", states, [name])
+        return states[name]
+
+    def load(self) -> None:
+        for act in self._loads:
+            act()
+
+
+def _has(part: str, there: Collection[str], wanted: Iterable[str]) -> None:
+    missing = sorted(set(wanted) - set(there))
+    if missing:
+        raise ValueError(
+            f"{', '.join(map(repr, missing))} not in the {part} of this checkpoint, which has "
+            f"{', '.join(map(repr, sorted(there))) or 'nothing'}; ask for what was saved"
+        )

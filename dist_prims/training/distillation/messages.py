@@ -1,0 +1,94 @@
+"""What a student and its teacher say to each other: a head, then, if it announces any, tensors.
+
+Student to teacher: a request (tensors), or that it has ended, or what went wrong there. Teacher to student: an answer
+(tensors), or what went wrong there. A message is a head of fixed size that tells what follows, so what follows may
+differ each time: the last batch may be smaller.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...errors import CommError
+from ..pipeline.packet import FAILED, HEAD, LAYOUT, WELL, Layout, head_of, pack, read_head, spec_of
+
+__all__ = ["LessonFailed", "Message", "Messages", "as_tuple"]
+
+_TAG = 20_554  # beside the tags that a program may use in the same group
+_ROOM = HEAD - 8  # for the text of a head
+
+
+class LessonFailed(CommError):
+    """A teacher or a student failed in its part of a distillation; the group can go on."""
+
+
+class Message(NamedTuple):
+    """One message: ``tensors`` of a request or an answer, ``failure``, or neither at the end."""
+
+    tensors: tuple[torch.Tensor, ...] | None = None
+    failure: str | None = None
+
+
+class Messages:
+    """Sends to ranks of a group and receives from them; every wait has the group's timeout."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        self._timeout = timeout if isinstance(timeout, timedelta) else dist.default_pg_timeout
+        self.broken = False  # the engine has failed: nothing more can be sent
+
+    def send(self, peer: int, message: Message) -> None:
+        """Return when it is on its way; ValueError, and nothing is sent, if a head cannot tell of so many tensors."""
+        if message.tensors is None:
+            head = head_of(WELL) if message.failure is None else head_of(FAILED, message.failure)
+            self._move(dist.isend, head, peer)
+            return
+        layout = Layout(spec_of(each.detach()) for each in message.tensors)
+        text = json.dumps(layout.encode(), separators=(",", ":"))
+        if len(text) > _ROOM:
+            raise ValueError(f"{len(layout.specs)} tensors are more than one message tells; join some of them")
+        data = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        pack(data, layout, message.tensors)
+        self._move(dist.isend, head_of(LAYOUT, text), peer)
+        self._move(dist.isend, data, peer)
+
+    def receive(self, peer: int) -> Message:
+        """The next message of a rank."""
+        head = torch.empty(HEAD, dtype=torch.uint8)
+        status, text = read_head(self._move(dist.irecv, head, peer))
+        if status == FAILED:
+            return Message(failure=text)
+        if status == WELL:
+            return Message()
+        layout = Layout.decode(json.loads(text))
+        data = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        return Message(tuple(layout.views(self._move(dist.irecv, data, peer))))
+
+    def _move(self, kind: Any, data: torch.Tensor, peer: int) -> torch.Tensor:
+        data = data.to(self._device)
+        try:
+            if self._device.type == "cuda":  # NCCL: the stream waits, its watchdog keeps the time
+                dist.batch_isend_irecv([dist.P2POp(kind, data, group=self._group, group_peer=peer)])[0].wait()
+                return data
+            start = self._group.send if kind is dist.isend else self._group.recv
+            start([data], peer, _TAG).wait(self._timeout)
+            return data
+        except Exception:
+            self.broken = True
+            raise
+
+
+def as_tuple(outputs: Any, whose: str) -> tuple[torch.Tensor, ...]:
+    """Tensors of a request or an answer; TypeError if they are none."""
+    found = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs) if isinstance(outputs, Sequence) else ()
+    if not found or not all(isinstance(each, torch.Tensor) for each in found):
+        raise TypeError(f"{whose} is {type(outputs).__name__}; give a tensor, or a tuple of tensors")
+    return found

@@ -1,0 +1,116 @@
+"""Who teaches whom, where teachers have ranks of their own, and how far a teacher works ahead.
+
+::
+
+    student   asks 0, 1 | learns 0 | asks 2 | learns 1 | asks 3 | learns 2 |
+    teacher             | answer 1 |        | answer 2 |        | answer 3 |
+
+A student asks for batch t + 1 before it learns from batch t: then the teacher's work hides behind the student's, and
+each step takes as long as the slower of the two. Both sides send and receive in one order, that of the picture, so
+nothing hangs even where a send waits for its receiver, as NCCL's does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ...collectives.call import group_of
+from ..compression.same import check_same
+from .lessons import Lessons
+from .messages import Messages
+from .teaching import Teaching
+
+__all__ = ["Distillation"]
+
+_Batch = TypeVar("_Batch")
+
+
+class Distillation:
+    """The last ``teachers`` ranks of ``group`` teach, the others learn: student s asks teacher number s % ``teachers``.
+
+    >>> distillation = Distillation(classes=3, teachers=0)  # each student has the teacher on its own rank
+    >>> teacher, student = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    >>> with distillation.lessons([(torch.ones(4, 2), "labels")], teacher) as lessons:
+    ...     for (inputs, labels), logits in lessons:
+    ...         print(labels, student(inputs).shape, logits.shape)
+    labels torch.Size([4, 3]) torch.Size([4, 3])
+
+    Every rank of the group makes it, with the number of ``classes`` of its own model: MismatchError on all of them
+    where the teacher's is another. ``students`` is the students' group, for a GradientAverager, or None on a teacher.
+    ``ahead``: how many batches a teacher may have been asked for beyond the one that is learnt. ``device``: where
+    messages lie; for NCCL, this rank's CUDA device.
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        teachers: int = 1,
+        group: dist.ProcessGroup | None = None,
+        *,
+        ahead: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._group = group_of(group, "Distillation")
+        self.classes, self.teachers, self.ahead = classes, teachers, ahead
+        self._device = torch.device(device)
+        size = self._group.size()
+        text = f"classes={classes}, teachers={teachers}, ahead={ahead}, device={self._device.type}"
+        remedy = "Give models of the same classes on all ranks, and the same arguments"
+        check_same(f"Distillation({text})", remedy, self._group, self._device)
+        if classes < 1 or ahead < 0 or teachers < 0 or 2 * teachers > size:
+            raise ValueError(
+                f"rank {self._group.rank()}: Distillation({text}) in a group of {size}: classes must be 1 or more, "
+                "ahead 0 or more, and there must be a student for each teacher; teachers=0 gives each its own"
+            )
+        self._messages = Messages(self._group, self._device)
+        ranks = dist.get_process_group_ranks(self._group)[: size - teachers]
+        # Ranks outside of a sub-group know nothing of this.
+        alone = self._group.size() < dist.get_world_size()
+        found = dist.new_group(ranks, use_local_synchronization=alone) if teachers else self._group
+        self.students = None if self.is_teacher else found
+
+    @property
+    def is_teacher(self) -> bool:
+        return self._group.rank() >= self._group.size() - self.teachers
+
+    def teacher_of(self, student: int) -> int:
+        """The rank in the group that a student asks."""
+        return self._group.size() - self.teachers + student % self.teachers if self.teachers else student
+
+    def students_of(self, teacher: int) -> list[int]:
+        """The ranks in the group that ask a teacher."""
+        return [rank for rank in range(self._group.size() - self.teachers) if self.teacher_of(rank) == teacher]
+
+    def teach(self, teacher: Callable[..., Any]) -> int:
+        """Answer this teacher's students, without a gradient, until all of them have ended; how many batches it were.
+
+        The teacher is called with the tensors of a request and gives a tensor, the logits, or a tuple of tensors that
+        begins with them. A module is set to ``eval()``. What fails here is raised here and on the students; what fails
+        on a student is raised here as :class:`LessonFailed`, and on the other students.
+        """
+        if not self.is_teacher:
+            raise ValueError(
+                f"rank {self._group.rank()}: teach() is for the last {self.teachers} ranks; call lessons()"
+            )
+        return Teaching(teacher, self.students_of(self._group.rank()), self).run()
+
+    def lessons(
+        self,
+        batches: Iterable[_Batch],
+        teacher: Callable[..., Any] | None = None,
+        ask: Callable[[_Batch], Any] = lambda batch: batch[0],  # type: ignore[index]
+    ) -> Lessons[_Batch]:
+        """A student's batches, each with what the teacher says of it; see :class:`Lessons`.
+
+        ``ask``: what of a batch goes to the teacher: by default its first element, the inputs. Where the teacher has
+        the data, too, send numbers of samples instead. ``teacher`` is needed, and used, only with ``teachers=0``.
+        """
+        if self.is_teacher:
+            raise ValueError(f"rank {self._group.rank()}: lessons() is for students, and this teaches; call teach()")
+        if self.teachers == 0 and teacher is None:
+            raise ValueError("lessons: with teachers=0 each student brings its teacher: lessons(batches, teacher)")
+        return Lessons(batches, ask, self, None if self.teachers else teacher)

@@ -1,0 +1,182 @@
+"""Training whose ranks may die, leave and join: it goes on from the last checkpoint, on however many ranks there are.
+
+torchrun starts all ranks anew whenever one has failed, or a host has come or gone; what a program has to do is to go on
+where it was. Three things make that exact:
+
+- the *global* batch of every step is a function of seed and step (:class:`GlobalBatches`): neither which samples come
+  nor their order depends on the ranks, and a rank's loss has the weight that makes the averaged gradient that of the
+  whole batch. So the step is the same on 3 ranks as on 1, but for the order of additions;
+- who is told to stop (torchrun sends SIGTERM before it changes the membership, and so do clusters that want a host
+  back) does not stop in the middle: all ranks hear of it after the same step, save, and leave (:class:`StopRequest`);
+- a rank that dies costs the steps since the last checkpoint, no more (:func:`elastic_steps`).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import default_collate
+
+from ..collectives.call import group_of
+from ..collectives.flat import split_evenly
+from .checkpoint import Checkpoints
+from .data import Permutation
+from .partition import Items
+
+__all__ = ["GlobalBatches", "StopRequest", "elastic_steps"]
+
+
+class GlobalBatches:
+    """Without end, this rank's share of ``batch`` items a step, in an order that does not depend on the ranks.
+
+    >>> batches = GlobalBatches(range(5), batch=2, seed=1)
+    >>> drawn = [next(batches) for _ in range(3)]
+    >>> sorted(number.item() for numbers, weight in drawn for number in numbers), drawn[0][1]
+    ([0, 1, 2, 3, 4], 1.0)
+    >>> batches.step, len(batches), batches.epoch
+    (3, 3, 1)
+
+    A batch is ``(fields..., weight)`` where items are tuples or lists, else ``(batch, weight)``. ``(loss * weight)``,
+    with a mean over the items as loss, has the whole batch's gradient as mean over the ranks. A rank that has no item
+    gets one on loan, with weight 0. Each epoch has an order of its own, and ends with a shorter batch where the items
+    do not divide. The state is the number of the step, so it fits any number of ranks.
+    """
+
+    def __init__(
+        self,
+        data: Items,
+        batch: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        if batch < 1 or len(data) < 1:
+            raise ValueError(f"GlobalBatches: batch={batch} and {len(data)} items; there must be at least one of each")
+        members = group_of(group, "GlobalBatches")
+        self._rank, self._size = members.rank(), members.size()
+        self._data, self._collate, self._shuffle = data, collate, shuffle
+        self._count, self._batch, self._seed = len(data), batch, seed
+        self._order = Permutation(self._count, [seed, 0])
+        self._order_of = 0  # the epoch
+        self.step = 0
+
+    def __len__(self) -> int:
+        """Steps an epoch."""
+        return -(-self._count // self._batch)
+
+    @property
+    def epoch(self) -> int:
+        return self.step // len(self)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return self
+
+    def __next__(self) -> tuple[Any, ...]:
+        indices, weight = self._share()
+        self.step += 1
+        items = [self._data[index] for index in indices]
+        batch = self._collate(items)
+        several = isinstance(items[0], tuple | list) and isinstance(batch, tuple | list)
+        return (*(batch if several else (batch,)), weight)
+
+    def _share(self) -> tuple[list[int], float]:
+        start = self.step % len(self) * self._batch
+        total = min(self._batch, self._count - start)
+        lengths = split_evenly(total, self._size)
+        low = start + sum(lengths[: self._rank])
+        mine = np.arange(low, low + lengths[self._rank])
+        positions = mine if len(mine) else np.array([start])
+        return self._items(positions), len(mine) * self._size / total
+
+    def _items(self, positions: np.ndarray[Any, np.dtype[np.int64]]) -> list[int]:
+        if self._shuffle and self._order_of != self.epoch:
+            self._order, self._order_of = Permutation(self._count, [self._seed, self.epoch]), self.epoch
+        found: list[int] = (self._order(positions) if self._shuffle else positions).tolist()
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where we are, as plain numbers."""
+        return {"step": self.step, **self._same()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, on any number of ranks."""
+        for name, value in self._same().items():
+            if state[name] != value:
+                raise ValueError(
+                    f"GlobalBatches: the state has {name}={state[name]}, and here it is {value}; make it alike"
+                )
+        self.step = int(state["step"])
+
+    def _same(self) -> dict[str, Any]:
+        return {"count": self._count, "batch": self._batch, "seed": self._seed, "shuffle": self._shuffle}
+
+
+class StopRequest:
+    """Notes a signal to stop, and lets all ranks hear of it after the same step; to be made in the main thread.
+
+    >>> with StopRequest() as stop:
+    ...     signal.raise_signal(signal.SIGTERM)
+    ...     stop.agreed()
+    True
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, number: signal.Signals = signal.SIGTERM) -> None:
+        self._group, self._number, self._heard = group_of(group, "StopRequest"), number, False
+        only_cuda = dist.get_backend(group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if only_cuda else torch.device("cpu")
+        self._flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self._before = signal.signal(number, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._heard = True
+
+    def agreed(self) -> bool:
+        """Whether any rank has been told to stop; call it on all of them."""
+        self._flag.fill_(self._heard)
+        dist.all_reduce(self._flag, dist.ReduceOp.MAX, self._group)
+        return bool(self._flag.item())
+
+    def __enter__(self) -> StopRequest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(self._number, self._before)
+
+
+def elastic_steps(checkpoints: Checkpoints, last: int, *, every: int) -> Iterator[int]:
+    """Restore, then the numbers of the steps that are left below ``last``, with a checkpoint after ``every`` of them.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> weight = torch.zeros(1)
+    >>> for step in elastic_steps(Checkpoints(folder.name, {"weight": weight}), 5, every=2):
+    ...     weight += step
+    >>> list(elastic_steps(Checkpoints(folder.name, {"weight": weight}), 7, every=2)), weight
+    ([5, 6], tensor([10.]))
+    >>> folder.cleanup()
+
+    The body of the loop is the step. If any rank gets SIGTERM, all save after the step that they are in and leave by
+    SystemExit with code 143, on which torchrun starts whoever is still a member. With several things to iterate write
+    ``for step, batch in zip(elastic_steps(...), batches)``, this first: what comes behind it is then restored before
+    it is asked.
+    """
+    if every < 1:
+        raise ValueError(f"elastic_steps: every={every} must be at least 1")
+    with StopRequest(checkpoints.group) as stop:
+        step = checkpoints.restore()
+        while step < last:
+            yield step
+            step += 1
+            leave = stop.agreed()
+            if leave or step % every == 0 or step == last:
+                checkpoints.save(step)
+            if leave and step < last:
+                raise SystemExit(128 + signal.SIGTERM)

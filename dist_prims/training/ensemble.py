@@ -1,0 +1,282 @@
+"""Models of one shape, run and trained together: stacked and vectorised on each rank, shared out over the ranks.
+
+A loop over models starts as many small kernels as there are layers and models. Stacked, the weights of one layer are
+one tensor and its kernel is one, by ``torch.func.vmap``. Ranks divide the members among them and never speak of
+weights: what travels are outputs, or, where a mean or a vote is wanted, only sums of the size of one member's output.
+Training needs no message at all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.func import functional_call, stack_module_state, vmap
+
+from .gradients.start import spread
+from .members import agree_on_members, dice
+from .rows import Kind, agree, gather, share
+
+__all__ = ["DistributedEnsemble"]
+
+Models = Sequence[torch.nn.Module] | Callable[[int], torch.nn.Module]
+
+
+class DistributedEnsemble:
+    """The members of an ensemble, some on each rank of the group.
+
+    >>> ensemble = DistributedEnsemble([torch.nn.Linear(3, 2) for _ in range(5)])
+    >>> x = torch.ones(4, 3)
+    >>> ensemble.outputs(x).shape, ensemble.mean(x).shape, ensemble.vote(x).shape
+    (torch.Size([5, 4, 2]), torch.Size([4, 2]), torch.Size([4]))
+    >>> optimizer = torch.optim.SGD(ensemble.parameters(), lr=0.1)
+    >>> losses = ensemble.backward(torch.nn.functional.mse_loss, x, torch.zeros(4, 2))  # of this rank's members
+    >>> optimizer.step()
+    >>> ensemble.gather(losses).shape
+    torch.Size([5])
+    >>> sorted(ensemble.member(4))
+    ['bias', 'weight']
+
+    ``models`` are all members, the same on every rank, which keeps copies of its share; or, with ``count``, a function
+    that makes the member of a number, called on that member's rank alone. Members are alike in all but the values of
+    their tensors, and there may be fewer of them than ranks. ``inputs`` are a tensor or a tuple of tensors, the same
+    batch for every member; with ``each=True`` there is a batch for every member, in order, or for every member of this
+    rank, :attr:`mine`.
+
+    Calls that speak of all members are collective: every rank makes them, in one order. Calling the ensemble itself,
+    :meth:`backward` and what concerns parameters are not. Random numbers (dropout) are different for each member.
+    """
+
+    def __init__(self, models: Models, count: int | None = None, group: dist.ProcessGroup | None = None) -> None:
+        self._group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
+        if (count is None) != isinstance(models, Sequence | torch.nn.ModuleList):
+            raise ValueError(
+                f"DistributedEnsemble on rank {self._group.rank()}: count={count} with a {type(models).__name__}; "
+                "give a list of models, or a function that makes one of a number, and count"
+            )
+        self.count = count if count is not None else len(models)  # type: ignore[arg-type]
+        self.mine = share(self.count, self._group.size(), self._group.rank())
+        members: list[torch.nn.Module] = []
+        failure: Exception | None = None
+        try:
+            if self.count < 1:
+                raise ValueError(f"DistributedEnsemble: {self.count} members; there must be one at least")
+            members = [models[number] if count is None else models(number) for number in self.mine]  # type: ignore
+        except Exception as error:
+            failure = error
+        self._spec = agree_on_members(self.count, members, self.mine, failure, self._group)
+        self._template = _without_memory(members[0]) if members else None
+        self._training = self._spec.training
+        if members:
+            self._parameters, self._buffers = stack_module_state(members)
+            self._device = next((each.device for each in self._tensors()), torch.device("cpu"))
+        else:
+            self._device = torch.empty(0, device=self._spec.device).device
+            self._parameters, self._buffers = self._spec.stacks_of_none(self._device)
+
+    def __call__(self, inputs: Any, *, each: bool = False) -> torch.Tensor:
+        """The outputs of this rank's members, (members, ...); empty where it has none. It can be differentiated."""
+        rows = self._rows(inputs, each)
+        return torch.empty(0, device=self._device) if rows is None else rows
+
+    def outputs(self, inputs: Any, *, each: bool = False, root: int | None = None) -> torch.Tensor | None:
+        """All members' outputs in order, (count, ...): on every rank, or on ``root`` alone and None elsewhere."""
+        what = "outputs" if root is None else f"outputs to {root}"
+        rows, kind = self._agreed(what, inputs, each)
+        return gather(rows, kind, self.count, self._group, self._device, root)
+
+    def mean(self, inputs: Any, *, each: bool = False) -> torch.Tensor:
+        """The members' mean output, on every rank."""
+        rows, kind = self._agreed("mean", inputs, each)
+        return self._mean(rows, kind).to(kind.dtype)
+
+    def moments(self, inputs: Any, *, each: bool = False, correction: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean and the variance of the members' outputs, on every rank. Sums are of squared distances from the
+        mean, not of squares: where members agree, nothing cancels. ``correction`` as in :func:`torch.var`."""
+        rows, kind = self._agreed("moments", inputs, each)
+        mean = self._mean(rows, kind)
+        squares = torch.zeros_like(mean) if rows is None else (rows.to(mean.dtype) - mean).square().sum(0)
+        dist.all_reduce(squares, group=self._group)
+        return mean.to(kind.dtype), (squares / max(self.count - correction, 0)).to(kind.dtype)
+
+    def variance(self, inputs: Any, *, each: bool = False, correction: int = 1) -> torch.Tensor:
+        """How far the members disagree: the variance of their outputs, on every rank."""
+        return self.moments(inputs, each=each, correction=correction)[1]
+
+    def votes(self, inputs: Any, *, each: bool = False, dim: int = -1) -> torch.Tensor:
+        """How many members have their largest output in each place along ``dim`` of an output; on every rank."""
+        rows, kind = self._agreed(f"votes along {dim}", inputs, each)
+        if not -len(kind.shape) <= dim < len(kind.shape):
+            raise ValueError(
+                f"DistributedEnsemble.votes on rank {self._group.rank()}: dim={dim} of outputs of shape {kind.shape}"
+            )
+        counts = torch.zeros(kind.shape, dtype=torch.int64, device=self._device)
+        if rows is not None:
+            dim = dim % len(kind.shape) + 1
+            largest = rows.argmax(dim, keepdim=True)
+            counts += torch.zeros_like(rows, dtype=torch.int64).scatter_(dim, largest, 1).sum(0)
+        dist.all_reduce(counts, group=self._group)
+        return counts
+
+    def vote(self, inputs: Any, *, each: bool = False, dim: int = -1) -> torch.Tensor:
+        """What most members choose along ``dim``, on every rank; of equals the first."""
+        return self.votes(inputs, each=each, dim=dim).argmax(dim)
+
+    def gather(self, rows: torch.Tensor, root: int | None = None) -> torch.Tensor | None:
+        """Something that each rank has of its members, such as losses, of all members in order."""
+        failure = None
+        if len(rows) != len(self.mine):
+            members = f"{len(self.mine)} members"
+            failure = ValueError(
+                f"DistributedEnsemble.gather on rank {self._group.rank()}: {len(rows)} rows of {members}"
+            )
+        mine = rows if self.mine else None
+        kind = agree(f"gather to {root}", mine, failure, self._group, self._device)
+        return gather(mine, kind, self.count, self._group, self._device, root)
+
+    def backward(
+        self, loss: Callable[[torch.Tensor, Any], torch.Tensor], inputs: Any, targets: Any, *, each: bool = False
+    ) -> torch.Tensor:
+        """Add the gradient of each member's own loss to ``.grad`` of the stacked parameters; the losses of this rank's
+        members. No message is sent. The sum of all losses is what is differentiated: a member's parameters are in its
+        own loss alone."""
+        losses = self._rows(inputs, each, loss, targets)
+        if losses is None:
+            return torch.empty(0, device=self._device)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        return losses.detach()
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """The stacked parameters of this rank's members, of length 0 where it has none, for an optimiser. One that
+        looks at each element alone, such as SGD or Adam, trains each member as if it were alone; one that takes the
+        norm of a parameter, such as Adafactor, would take that of many members'."""
+        yield from self._parameters.values()
+
+    def train(self, mode: bool = True) -> DistributedEnsemble:
+        self._training = mode
+        if self._template is not None:
+            self._template.train(mode)
+        return self
+
+    def eval(self) -> DistributedEnsemble:
+        return self.train(False)
+
+    @torch.no_grad()
+    def member(self, number: int) -> dict[str, torch.Tensor]:
+        """The state of one member, on every rank: what ``load_state_dict`` of a plain model takes."""
+        place = self._place("member", number)
+        agree(f"member {number}", torch.empty(1), None, self._group, self._device)
+        owner = next(
+            rank for rank in range(self._group.size()) if number in share(self.count, self._group.size(), rank)
+        )
+        mine = {
+            name: each.new_empty(each.shape[1:]) if place is None else each[place].detach().clone()
+            for name, each in (*self._parameters.items(), *self._buffers.items())
+        }
+        spread(mine.values(), owner, self._group)
+        return {key: mine[name] for key, name in self._spec.keys.items()}
+
+    @torch.no_grad()
+    def load_member(self, number: int, state: dict[str, torch.Tensor]) -> None:
+        """Give a member the state of a plain model; only the rank that has it does something. No message is sent."""
+        if (place := self._place("load_member", number)) is None:
+            return
+        stacks = {**self._parameters, **self._buffers}
+        for key, name in self._spec.keys.items():
+            if key not in state or state[key].shape != stacks[name].shape[1:]:
+                found = list(state[key].shape) if key in state else "missing"
+                raise ValueError(
+                    f"DistributedEnsemble.load_member({number}) on rank {self._group.rank()}: {key!r} is {found} in "
+                    f"the state and {list(stacks[name].shape[1:])} in the members; give the state of a model like them"
+                )
+        for key, name in self._spec.keys.items():
+            stacks[name][place] = state[key]
+
+    def _place(self, call: str, number: int) -> int | None:
+        if not 0 <= number < self.count:
+            raise ValueError(f"DistributedEnsemble.{call}: member {number}; there are {self.count}, numbered from 0")
+        return number - self.mine.start if number in self.mine else None
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from self._parameters.values()
+        yield from self._buffers.values()
+
+    def _mean(self, rows: torch.Tensor | None, kind: Kind) -> torch.Tensor:
+        if not kind.dtype.is_floating_point:
+            raise ValueError(
+                f"DistributedEnsemble on rank {self._group.rank()}: outputs are {kind.dtype} and have no mean; "
+                "use outputs() or vote()"
+            )
+        wide = torch.promote_types(kind.dtype, torch.float32)
+        total = torch.zeros(kind.shape, dtype=wide, device=self._device) if rows is None else rows.sum(0, dtype=wide)
+        dist.all_reduce(total, group=self._group)
+        return total / self.count
+
+    @torch.no_grad()
+    def _agreed(self, what: str, inputs: Any, each: bool) -> tuple[torch.Tensor | None, Kind]:
+        """This rank's rows, and what a row is, after all ranks have agreed that they have such."""
+        rows, failure = None, None
+        try:
+            rows = self._rows(inputs, each)
+        except Exception as error:
+            failure = error
+        return rows, agree(f"{what}, {self.count} members", rows, failure, self._group, self._device)
+
+    def _rows(
+        self, inputs: Any, each: bool, loss: Callable[..., torch.Tensor] | None = None, targets: Any = None
+    ) -> torch.Tensor | None:
+        """The outputs of this rank's members, or their losses; None where it has none."""
+        with dice(self._training, self._group.rank(), self._device):  # drawn on every rank: they stay in step
+            return None if self._template is None else self._run(self._template, inputs, each, loss, targets)
+
+    def _run(
+        self,
+        template: torch.nn.Module,
+        inputs: Any,
+        each: bool,
+        loss: Callable[..., torch.Tensor] | None,
+        targets: Any,
+    ) -> torch.Tensor:
+        batch = inputs if isinstance(inputs, tuple) else (inputs,)
+        given = [*batch] if loss is None else [*batch, targets]
+        if each:
+            given = [self._dealt(tensor) for tensor in given]
+
+        def one(parameters: Any, buffers: Any, *given: Any) -> torch.Tensor:
+            output = functional_call(template, (parameters, buffers), given[: len(batch)])
+            if loss is not None:
+                output = loss(output, given[-1])
+            if not isinstance(output, torch.Tensor) or (loss is not None and output.dim() > 0):
+                what = "one number" if loss is not None else "a tensor"
+                raise ValueError(f"DistributedEnsemble: each member must give {what}; it gives {_told(output)}")
+            return output
+
+        in_dims = (0, 0, *[0 if each else None for _ in given])
+        rows: torch.Tensor = vmap(one, in_dims, randomness="different")(self._parameters, self._buffers, *given)
+        return rows
+
+    def _dealt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A batch for each of this rank's members."""
+        if len(tensor) == self.count:
+            return tensor[self.mine.start : self.mine.stop]
+        if len(tensor) == len(self.mine):
+            return tensor
+        raise ValueError(
+            f"DistributedEnsemble on rank {self._group.rank()}: each=True with {len(tensor)} batches; give one for "
+            f"each of all {self.count} members, or for each of this rank's {len(self.mine)}"
+        )
+
+
+def _told(output: Any) -> str:
+    return f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+
+
+def _without_memory(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy whose tensors have a shape only. ``.to("meta")`` would part weights that are tied."""
+    memo: dict[int, Any] = {id(each): each.detach().to("meta") for each in model.buffers()}
+    for each in model.parameters():
+        memo[id(each)] = torch.nn.Parameter(each.detach().to("meta"), each.requires_grad)
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,133 @@
+"""What the members of an ensemble must have in common, and how ranks find out that they have.
+
+Stacking asks for tensors of one shape. But vmap runs one member's code for all, so what is no tensor must be alike,
+too: a dropout rate or a mode that differs would be silently ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import MismatchError
+
+__all__ = ["Spec", "agree_on_members", "dice"]
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Spec:
+    """One member: (is a parameter, name, dtype, shape, requires_grad) of each tensor; its state's keys and the tensors
+    that they mean, two keys one tensor where weights are tied; the type of its device; its mode."""
+
+    tensors: list[tuple[bool, str, torch.dtype, tuple[int, ...], bool]]
+    keys: dict[str, str]
+    device: str
+    training: bool
+
+    @staticmethod
+    def of(model: torch.nn.Module) -> Spec:
+        named: list[tuple[bool, str, torch.Tensor]] = [(True, *each) for each in model.named_parameters()]
+        named += [(False, *each) for each in model.named_buffers()]
+        tensors = [(is_one, name, each.dtype, tuple(each.shape), each.requires_grad) for is_one, name, each in named]
+        names = {id(each): name for _, name, each in named}
+        state = model.state_dict(keep_vars=True)
+        keys = {key: names[id(each)] for key, each in state.items() if id(each) in names}
+        return Spec(tensors, keys, named[0][2].device.type if named else "cpu", model.training)
+
+    def stacks_of_none(self, device: torch.device) -> tuple[Tensors, Tensors]:
+        """The stacked parameters and buffers of a rank without members."""
+        parameters: Tensors = {}
+        buffers: Tensors = {}
+        for is_parameter, name, dtype, shape, requires_grad in self.tensors:
+            empty = torch.empty(0, *shape, dtype=dtype, device=device, requires_grad=requires_grad)
+            (parameters if is_parameter else buffers)[name] = empty
+        return parameters, buffers
+
+
+def agree_on_members(
+    count: int,
+    members: Sequence[torch.nn.Module],
+    mine: range,
+    failure: Exception | None,
+    group: dist.ProcessGroup,
+) -> Spec:
+    """What a member is, on every rank; or an error on every rank, with the first difference."""
+    numbered = [(number, [*_described(member)]) for number, member in zip(mine, members, strict=False)]
+    rank, size = group.rank(), group.size()
+    if failure is None and (text := _difference(numbered)):
+        failure = ValueError(f"rank {rank}: {text}")
+    problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+    digest = hashlib.sha256("\n".join(numbered[0][1]).encode()).hexdigest() if numbered else None
+    spec = Spec.of(members[0]) if members and failure is None else None
+    told = spec if size > count and rank == size - 1 else None  # the last rank has one, whoever has none
+    everyones = _gathered((count, problem, digest, told), group)
+    if failure is not None:
+        raise failure
+    for other, (its, failed, _, _) in enumerate(everyones):
+        if failed is not None:
+            raise MismatchError(f"rank {rank}: DistributedEnsemble: rank {other} failed: {failed}")
+        if its != everyones[0][0]:
+            raise MismatchError(
+                f"rank {rank}: DistributedEnsemble: rank 0 has an ensemble of {everyones[0][0]} members, rank {other} "
+                f"of {its}; give the same on every rank"
+            )
+    if len({digest for _, _, digest, _ in everyones if digest}) > 1:
+        firsts = [each for each in _gathered(numbered[0] if numbered else None, group) if each]
+        raise ValueError(f"rank {rank}: {_difference(firsts)}")
+    found: Spec = spec or everyones[-1][3]
+    return found
+
+
+@contextmanager
+def dice(in_use: bool, rank: int, device: torch.device) -> Iterator[None]:
+    """Within it random numbers are this rank's own, though all ranks were seeded alike; which ones, the ordinary
+    generator decides, so that a seed or a saved state of it decides all."""
+    if not in_use:
+        yield
+        return
+    seed = int(torch.randint(2**62, ())) + rank
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.random.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+def _described(model: torch.nn.Module) -> Iterator[str]:
+    yield f"training={model.training}"
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, each in named:
+            grad = f", requires_grad={each.requires_grad}" if kind == "parameter" else ""
+            yield f"{kind} {name!r} ({each.dtype}, shape {tuple(each.shape)}, on {each.device.type}{grad})"
+    for name, module in model.named_modules():
+        own = type(module).__module__.startswith("torch.nn.")  # what others print may be a member's name
+        settings = f"{module.extra_repr()}, training={module.training}" if own else f"training={module.training}"
+        yield f"layer {name!r} {type(module).__qualname__}({settings})"
+
+
+def _difference(numbered: Sequence[tuple[int, list[str]]]) -> str:
+    """The first member that is unlike the first, and in what."""
+    for number, lines in numbered:
+        for here, there in zip_longest(numbered[0][1], lines, fillvalue="nothing more"):
+            if here != there:
+                return (
+                    f"DistributedEnsemble: member {numbered[0][0]} has {here}, member {number} has {there}; "
+                    "members must be alike in all but the values of their tensors"
+                )
+    return ""
+
+
+def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found

@@ -1,0 +1,227 @@
+"""A parameter server: one rank keeps the parameters, the others send it gradients when they have them.
+
+In synchronous training every step is as slow as the slowest rank. Here a worker sends its gradient, gets the newest
+parameters back and goes on; the server takes whoever comes next (a receive from any rank). The price is staleness: a
+gradient is of parameters that have been stepped since. It is counted, and can be bounded: a worker that is more than
+``staleness`` gradients ahead of the slowest is answered only when that one has come. With 0 all of a round come before
+any is applied, and their mean in the order of ranks is one step: synchronous SGD, the same bits each time.
+
+::
+
+    worker 1  gradient 1 ──┐        ┌── parameters, version 1       gradient 3 ──┐
+    server                 apply 1 ─┘        apply 2 ─┐                          apply 3, staleness 1
+    worker 2       gradient 2 ───────────────┘        └── parameters, version 2
+
+Messages are on the CPU, so any group will do that has a backend for it: "dist_prims", gloo, "cpu:gloo,cuda:nccl".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..collectives.call import group_of
+from ..collectives.flat import cut
+from ..errors import CommError, MismatchError
+from .gradients.start import spread
+from .zero.alike import check_alike
+
+__all__ = ["ParameterServer", "Report", "Worker"]
+
+_GRADIENT, _DONE, _FAILED = range(3)
+
+
+@dataclass
+class Report:
+    """What a server did: its steps, gradients of each worker, how many had which staleness, who ended by an error."""
+
+    steps: int = 0
+    gradients: Counter[int] = field(default_factory=Counter)
+    staleness: Counter[int] = field(default_factory=Counter)
+    failed: list[int] = field(default_factory=list)
+
+
+class ParameterServer:
+    """On the rank ``server`` of the group, over the model and its optimiser; every other rank makes a :class:`Worker`.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> server = ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> server.serve()  # no worker in a group of one
+    Report(steps=0, gradients=Counter(), staleness=Counter(), failed=[])
+
+    ``staleness``: by how many gradients a worker may be ahead of the slowest; None is without bound. With n workers no
+    gradient is then applied more than (n - 1) (2 staleness + 1) steps after its parameters were read.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup | None = None,
+        *,
+        server: int = 0,
+        staleness: int | None = None,
+    ) -> None:
+        if staleness is not None and staleness < 0:
+            raise ValueError(f"ParameterServer: staleness={staleness} must be 0 or more, or None for no bound")
+        self._group = group_of(group, "ParameterServer")
+        self._optimizer, self._bound = optimizer, staleness
+        self._parameters = _meet(model, self._group, server, serving=True)
+        self._waiting: dict[int, list[torch.Tensor | None]] = {}  # workers that have no answer yet, and their gradients
+        self._present = {rank for rank in range(self._group.size()) if rank != server}
+
+    def serve(self) -> Report:
+        """Answer until all workers have left. PeerDied, with the model as it is then, if one dies (backend
+        "dist_prims"; over gloo the end of a connection)."""
+        report = Report()
+        bulk = _Bulk(self._parameters)
+        while self._present:
+            head = torch.empty(2, dtype=torch.int64)
+            worker = dist.get_group_rank(self._group, _any_source(head, self._group))
+            kind, seen = head.tolist()
+            if kind == _GRADIENT:
+                dist.recv(bulk.flat, group=self._group, group_src=worker)
+                report.gradients[worker] += 1
+                self._take(worker, seen, bulk.gradients(), report)
+            else:
+                self._present.remove(worker)
+                report.failed += [worker] * (kind == _FAILED)
+            self._answer(report)
+        return report
+
+    def _take(self, worker: int, seen: int, gradients: list[torch.Tensor | None], report: Report) -> None:
+        report.staleness[report.steps - seen] += 1
+        self._waiting[worker] = gradients
+        if self._bound != 0:
+            self._step([gradients], report)
+
+    def _answer(self, report: Report) -> None:
+        """To those who may go on: in rounds all together, otherwise who is not too far ahead of the slowest."""
+        if self._bound == 0:
+            if not self._waiting or self._waiting.keys() != self._present:
+                return
+            self._step([self._waiting[worker] for worker in sorted(self._waiting)], report)
+        slowest = min((report.gradients[worker] for worker in self._present), default=0)
+        for worker in sorted(self._waiting):
+            if self._bound is None or report.gradients[worker] - slowest <= self._bound:
+                del self._waiting[worker]
+                dist.send(torch.tensor([report.steps]), group=self._group, group_dst=worker)
+                dist.send(_Bulk(self._parameters).of_values(), group=self._group, group_dst=worker)
+
+    def _step(self, everyones: Sequence[Sequence[torch.Tensor | None]], report: Report) -> None:
+        """With the mean, added in the order of ranks; a gradient that a worker has not got counts as zero."""
+        for parameter, given in zip(self._parameters, zip(*everyones, strict=True), strict=True):
+            there = [each / len(everyones) for each in given if each is not None]
+            parameter.grad = sum(there[1:], there[0]).to(parameter.device) if there else None
+        self._optimizer.step()
+        report.steps += 1
+
+
+class Worker:
+    """On every rank but the server's. Have the loop within; :meth:`step` stands where an optimiser's would.
+
+        with Worker(model) as worker:
+            for x, y in batches:
+                loss(model(x), y).backward()
+                worker.step()
+
+    Ranks may have uneven numbers of batches. Leaving tells the server, also by an error. Buffers stay a worker's own.
+    """
+
+    def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup | None = None, *, server: int = 0) -> None:
+        self._group, self._server = group_of(group, "Worker"), server
+        self._parameters = _meet(model, self._group, server, serving=False)
+        self._bulk = _Bulk(self._parameters)
+        self._sending = False  # the server waits for the rest
+        self.version = 0  # steps of the server that the parameters here have in them
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._send(torch.tensor([_DONE, 0]))
+        elif not (self._sending or issubclass(kind, CommError)):
+            with suppress(RuntimeError):  # what has happened here is told first
+                self._send(torch.tensor([_FAILED, 0]))
+
+    def step(self) -> None:
+        """Send the gradients, take the newest parameters, and zero the gradients."""
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise ValueError(
+                    f"rank {self._group.rank()}: Worker: a parameter of shape {tuple(parameter.shape)} has a sparse "
+                    "gradient; make its layer with sparse=False"
+                )
+        self._sending = True
+        self._send(torch.tensor([_GRADIENT, self.version]))
+        self._send(self._bulk.of_gradients())
+        version = torch.empty(1, dtype=torch.int64)
+        dist.recv(version, group=self._group, group_src=self._server)
+        dist.recv(self._bulk.flat, group=self._group, group_src=self._server)
+        self._sending = False
+        self.version = int(version)
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, self._bulk.values(), strict=True):
+                parameter.copy_(value)
+                parameter.grad = None
+
+    def _send(self, message: torch.Tensor) -> None:
+        dist.send(message, group=self._group, group_dst=self._server)
+
+
+class _Bulk:
+    """Parameters or gradients of all dtypes as bytes, and before them which of them are there."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self.flat = torch.zeros(len(parameters) + sum(each.nbytes for each in parameters), dtype=torch.uint8)
+        self._there, *self._places = cut(self.flat, [len(parameters), *(each.nbytes for each in parameters)])
+
+    def of_values(self) -> torch.Tensor:
+        return self._of([each.detach() for each in self._parameters])
+
+    def of_gradients(self) -> torch.Tensor:
+        return self._of([each.grad for each in self._parameters])
+
+    def values(self) -> list[torch.Tensor]:
+        pieces = zip(self._places, self._parameters, strict=True)
+        return [place.clone().view(each.dtype).view(each.shape) for place, each in pieces]  # cloned: aligned
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        return [value if there else None for value, there in zip(self.values(), self._there.tolist(), strict=True)]
+
+    def _of(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        self._there.copy_(torch.tensor([each is not None for each in tensors], dtype=torch.uint8))
+        for place, each in zip(self._places, tensors, strict=True):
+            if each is not None:
+                place.copy_(each.contiguous().view(-1).view(torch.uint8))
+        return self.flat
+
+
+def _any_source(head: torch.Tensor, group: dist.ProcessGroup) -> int:
+    source: int = dist.recv(head, group=group)
+    return source
+
+
+def _meet(model: torch.nn.Module, group: dist.ProcessGroup, server: int, serving: bool) -> list[torch.nn.Parameter]:
+    """All ranks have the same model and the same server, and take its parameters."""
+    roles: list[Any] = [None] * group.size()
+    dist.all_gather_object(roles, (serving, server), group=group)
+    for rank, (serves, whose) in enumerate(roles):
+        if whose != roles[0][1] or serves != (rank == whose):
+            raise MismatchError(
+                f"rank {group.rank()}: rank {rank} makes a {'ParameterServer' if serves else 'Worker'} with "
+                f"server={whose}, rank 0 one with server={roles[0][1]}; nothing was sent. The rank that is named "
+                "makes the ParameterServer, every other one a Worker"
+            )
+    check_alike("ParameterServer", [], model.named_parameters(), group)
+    parameters = [*model.parameters()]
+    spread([each.detach() for each in parameters], server, group)
+    return parameters

@@ -1,0 +1,181 @@
+"""Scores for every item of a pool, computed on all ranks: norms of gradients, or whatever else a batch of items gives.
+
+Each rank takes a share of neighbours, chunk by chunk, so memory is that of a chunk and of the results. Nothing is sent
+meanwhile. The results stay where they are until somebody asks: all of them, in the order of the pool, or only the
+largest, for which each rank sends no more than its own largest.
+
+>>> from torch.utils.data import TensorDataset
+>>> pool = TensorDataset(torch.arange(5.0))
+>>> rows = over_pool(lambda x: (x - 2).abs(), pool, chunk=2)
+>>> rows.gather()
+tensor([2., 1., 0., 1., 2.])
+>>> rows.top(3)
+(tensor([2., 2., 1.]), tensor([0, 4, 1]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset, default_collate
+
+from ...errors import MismatchError
+from ..compression.gather import gather_rows
+from ..rows import Kind, agree, gather, share
+
+__all__ = ["PoolRows", "over_pool"]
+
+Rows = torch.Tensor | dict[str, torch.Tensor]
+
+
+class PoolRows:
+    """A row for each item of a pool, each on the rank that computed it: ``local``, for the items ``mine``.
+
+    The rows are a tensor, or a dictionary of tensors. Every rank calls :meth:`gather` and :meth:`top` alike.
+    """
+
+    def __init__(
+        self, columns: dict[str, torch.Tensor], kinds: dict[str, Kind], count: int, group: dist.ProcessGroup
+    ) -> None:
+        self.count, self.mine = count, share(count, group.size(), group.rank())
+        self._columns, self._kinds, self._group = columns, kinds, group
+
+    @property
+    def local(self) -> Any:
+        return self._plain(self._columns)
+
+    def __getitem__(self, name: str) -> PoolRows:
+        """One of the tensors of a dictionary."""
+        if name not in self._columns:
+            raise ValueError(f"PoolRows: there is no {name!r}; there are {sorted(self._columns)}")
+        return PoolRows({"": self._columns[name]}, {"": self._kinds[name]}, self.count, self._group)
+
+    def gather(self, root: int | None = None) -> Any:
+        """All rows in the order of the pool, on every rank, or on ``root`` alone and None elsewhere."""
+        for name, rows in self._columns.items():
+            agree(f"PoolRows.gather({root}) {name}", rows, None, self._group, rows.device)
+        found = {
+            name: gather(rows, self._kinds[name], self.count, self._group, rows.device, root)
+            for name, rows in self._columns.items()
+        }
+        return None if None in found.values() else self._plain(found)
+
+    def top(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ``k`` largest of all, or all if there are fewer, and which items they are: on every rank, the largest
+        first, of equals the first in the pool; NaN counts as largest. Each rank sends ``k`` numbers and places."""
+        if "" not in self._columns or self._kinds[""].shape or self._kinds[""].dtype.is_complex:
+            raise ValueError(
+                f"PoolRows.top on rank {self._group.rank()}: rows of {self._kinds} have no order; choose a tensor that "
+                "has one number for each item, such as rows['norms'].top(k)"
+            )
+        if k < 0:
+            raise ValueError(f"PoolRows.top on rank {self._group.rank()}: k={k} must be 0 or more")
+        values = self._columns[""]
+        k = min(k, self.count)
+        agree(f"PoolRows.top({k})", values, None, self._group, values.device)
+        if k == 0:
+            return values[:0], torch.empty(0, dtype=torch.int64, device=values.device)
+        mine = torch.sort(values, descending=True, stable=True).indices[:k]
+        best, places = values.new_zeros(k), torch.full((k,), -1, dtype=torch.int64, device=values.device)
+        best[: len(mine)], places[: len(mine)] = values[mine], mine + self.mine.start
+        best, places = self._all(best), self._all(places)
+        there = places >= 0  # ranks are in the order of their items, so a stable sort keeps the first of equals first
+        best, places = best[there], places[there]
+        order = torch.sort(best, descending=True, stable=True).indices[:k]
+        return best[order], places[order]
+
+    def _all(self, rows: torch.Tensor) -> torch.Tensor:
+        everyones, work = gather_rows(rows.view(torch.uint8), self._group)
+        work.wait()
+        return everyones.view(-1).view(rows.dtype)
+
+    @staticmethod
+    def _plain(columns: Any) -> Any:
+        return columns.get("", columns)
+
+
+def over_pool(
+    function: Callable[..., Rows],
+    pool: Any,
+    *,
+    chunk: int = 256,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int, int], object] | None = None,
+) -> PoolRows:
+    """Call ``function`` on the items of ``pool``, ``chunk`` at a time, this rank's share of them; every rank does.
+
+    ``pool`` is a map-style data set whose items are tensors or tuples of them; they arrive as batches on ``device``,
+    and of a tuple each member is an argument. So ``over_pool(PerSampleGradients(model, loss).norms, pool)`` takes items
+    (input, target). The function gives a row for each item: a tensor whose first dimension is the items', or a
+    dictionary of such. ``progress(done, share)`` is called after each chunk, on every rank for its own items.
+    """
+    world = group or dist.distributed_c10d._get_default_group()
+    here, count = torch.device(device), len(pool)
+    mine = share(count, world.size(), world.rank())
+    found: list[dict[str, torch.Tensor]] = []
+    columns: dict[str, torch.Tensor] = {}
+    failure: Exception | None = None
+    try:
+        if chunk < 1:
+            raise ValueError(f"over_pool on rank {world.rank()}: chunk={chunk} must be at least 1")
+        for begin in range(mine.start, mine.stop, chunk):
+            end = min(begin + chunk, mine.stop)
+            batch = tuple(each.to(here) for each in _batch(pool, range(begin, end)))
+            found.append(_columns(function(*batch), end - begin))
+            if progress is not None:
+                progress(end - mine.start, len(mine))
+        columns = {name: torch.cat([each[name] for each in found]) for name in (found[0] if found else ())}
+    except Exception as error:
+        failure = error
+    kinds = _agree(columns, failure, count, world)
+    return PoolRows(columns or {name: kind.empty(0, here) for name, kind in kinds.items()}, kinds, count, world)
+
+
+def _batch(pool: Any, numbers: range) -> tuple[torch.Tensor, ...]:
+    if isinstance(pool, TensorDataset):  # a slice instead of items put together again
+        return tuple(each[numbers.start : numbers.stop] for each in pool.tensors)
+    many = getattr(pool, "__getitems__", None)
+    batch = default_collate(many([*numbers]) if many else [pool[number] for number in numbers])
+    return tuple(batch) if isinstance(batch, Sequence) else (batch,)
+
+
+def _columns(rows: Rows, count: int) -> dict[str, torch.Tensor]:
+    columns = {name: each.detach() for name, each in ({"": rows} if isinstance(rows, torch.Tensor) else rows).items()}
+    for name, each in columns.items():
+        if each.dim() == 0 or len(each) != count:
+            raise ValueError(
+                f"over_pool: {name or 'the function'} gives a tensor of shape {tuple(each.shape)} for {count} items; "
+                "it gives a row for each item"
+            )
+    return columns
+
+
+def _agree(
+    columns: dict[str, torch.Tensor], failure: Exception | None, count: int, group: dist.ProcessGroup
+) -> dict[str, Kind]:
+    """What the rows are. If a rank has failed, all raise: that rank what it has met, the others a MismatchError."""
+    mine = {name: Kind.of(rows) for name, rows in columns.items()} or None
+    problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+    everyones: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyones, (count, mine, problem), group=group)
+    if failure is not None:
+        raise failure
+    for rank, (_, _, failed) in enumerate(everyones):
+        if failed is not None:
+            raise MismatchError(f"rank {group.rank()}: over_pool: rank {rank} failed: {failed}")
+    first = next((rank for rank, (_, kinds, _) in enumerate(everyones) if kinds is not None), 0)
+    here = everyones[first]
+    for rank, there in enumerate(everyones):
+        if there[0] != here[0] or (there[1] or here[1]) != here[1]:
+            raise MismatchError(
+                f"rank {group.rank()}: over_pool: ranks disagree. Rank {first} has {here[0]} items and rows {here[1]}; "
+                f"rank {rank} has {there[0]} items and rows {there[1]}. Every rank gives the same pool and function"
+            )
+    if here[1] is None:
+        return {"": Kind(torch.float32, ())}  # an empty pool
+    kinds: dict[str, Kind] = here[1]
+    return kinds

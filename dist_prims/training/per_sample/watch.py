@@ -1,0 +1,90 @@
+"""Notes, while a model runs, what enters each known layer, and where the gradient of its output will pass.
+
+The model runs under vmap, as if it had one sample: so whatever it does with the dimensions, which of them is the
+samples' is known and not guessed. Known layers get their weights detached. What gradient autograd still finds for a
+parameter then came by another way, which is how uses that nobody knows are found out, whoever makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from .layers import LAYERS, Layer
+from .parts import Part
+
+__all__ = ["Use", "Watch"]
+
+_functorch: Any = torch._C._functorch  # vmap shows what it holds here only; a Function with a rule for it costs 0.3 ms
+
+
+class Use:
+    """One call of a known layer by the parameters of these names."""
+
+    def __init__(self, layer: Layer, weight: str | None, bias: str | None, output: torch.Tensor) -> None:
+        self.weight, self.bias, self._build = weight, bias, layer.build
+        y, self._dim = _held(output)
+        self.edge: GradientEdge = get_gradient_edge(y)  # stays where it is though y be changed in place
+        x, self._x_dim = _held(layer.x)
+        self._x, self._version = x.detach(), x._version
+
+    def parts(self, grad: torch.Tensor) -> tuple[Part, Part | None]:
+        """Of weight and bias, given the gradient that has come to the edge."""
+        x = self._x
+        if x._version != self._version:  # as autograd says of what it has saved
+            raise RuntimeError(
+                f"per-sample gradients: the input of the layer of {self.weight or self.bias!r} was changed in place "
+                "after the layer had used it; use the operation that is not in place"
+            )
+        x = x.unsqueeze(0).expand(grad.shape[self._dim], *x.shape) if self._x_dim is None else x.movedim(self._x_dim, 0)
+        return self._build(x, grad.movedim(self._dim, 0))
+
+
+class Watch(TorchFunctionMode):
+    """Within it, known layers that use one of ``names`` (the name of a parameter by its id) are noted in ``uses``.
+
+    ``zero`` is 0 for each sample and requires a gradient: what it is added to depends on the sample and requires one.
+    """
+
+    def __init__(self, names: dict[int, str], zero: torch.Tensor, uses: list[Use]) -> None:
+        super().__init__()
+        self._names, self._zero, self._uses = names, zero, uses
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        read = LAYERS.get(func)
+        if read is None or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        layer = read(*args, **kwargs)
+        used = [each if id(each) in self._names else None for each in (layer.weight, layer.bias)]
+        weight, bias = (self._names.get(id(each)) for each in (layer.weight, layer.bias))
+        if (weight is None and bias is None) or _is_nested(layer.x):
+            return func(*args, **kwargs)
+        known = {id(each): each.detach() for each in used if each is not None}
+        args = tuple(each if each is layer.x else known.get(id(each), each) for each in args)
+        kwargs = {key: each if each is layer.x else known.get(id(each), each) for key, each in kwargs.items()}
+        y = func(*args, **kwargs)
+        held, dim = _held(y)
+        if dim is None or not held.requires_grad:
+            y = y + self._zero.to(y.dtype)
+        self._uses.append(Use(layer, weight, bias, y))
+        return y
+
+
+def _held(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """The tensor of all samples, and which dimension is theirs; None where x does not depend on the sample."""
+    if not _functorch.is_batchedtensor(x):
+        return x, None
+    held: tuple[torch.Tensor, int] = _functorch._unwrap_batched(x, _functorch.maybe_get_level(x))
+    return held
+
+
+def _is_nested(x: torch.Tensor) -> bool:
+    """Whether a vmap of the model's own is at work."""
+    return bool(_functorch.is_functorch_wrapped_tensor(_held(x)[0]))

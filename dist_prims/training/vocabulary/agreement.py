@@ -1,0 +1,130 @@
+"""Before rows are gathered: every rank learns where its columns begin, and that all ranks mean the same rows.
+
+One small message of a fixed size says what a rank is about to do. It may also say that the rank cannot begin: then it
+raises, and so do the others, instead of waiting for rows that will not come.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ...errors import MismatchError
+from ..compression.gather import gather_rows
+
+__all__ = ["Part", "Said", "Targets", "agree"]
+
+_HEAD = struct.Struct("<qqqqd")
+_WIDTH = 320  # bytes of a message, numbers and text
+_Prepared = TypeVar("_Prepared")
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of the vocabulary, and what it needs to know of the others'."""
+
+    group: dist.ProcessGroup
+    first: int  # the word of this rank's first column
+    words: int  # of all ranks
+    class_weights: tuple[float, ...]  # their sum on each rank; the number of columns where there are none
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What can be said of targets in three numbers: the lowest and the highest that count, and a checksum of all."""
+
+    lowest: int = 0
+    highest: int = -1
+    checksum: int = 0
+
+    @staticmethod
+    def of(targets: torch.Tensor, ignore_index: int) -> Targets:
+        """
+        >>> Targets.of(torch.tensor([3, -100, 1]), ignore_index=-100)
+        Targets(lowest=1, highest=3, checksum=4294967013)
+        """
+        if not targets.numel():
+            return Targets()
+        flat = targets.reshape(-1)
+        checksum = ((flat + 1) * (2 * torch.arange(len(flat), device=flat.device) + 1)).sum()  # order counts, too
+        live = flat != ignore_index
+        limits = torch.iinfo(torch.int64)
+        lowest = torch.where(live, flat, limits.max).min()
+        highest = torch.where(live, flat, limits.min).max()
+        found = torch.stack([lowest, highest, checksum]).tolist()  # at once: a device is waited for only here
+        return (
+            Targets(found[0], found[1], found[2] % 2**32) if found[0] <= found[1] else Targets(0, -1, found[2] % 2**32)
+        )
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rank is about to do: ``text`` and ``targets`` must be the same on every rank."""
+
+    text: str
+    columns: int
+    class_weight: float = 0.0  # the sum over its columns
+    targets: Targets = Targets()
+
+
+def agree(
+    call: str, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[], tuple[Said, _Prepared]]
+) -> tuple[Part, _Prepared]:
+    """Where this rank's columns lie, and what ``prepare`` has made beside; an error on every rank where one cannot
+    begin, or two begin differently."""
+    rank = group.rank()
+    problem: Exception | None = None
+    said = Said("", 0)
+    try:
+        said, prepared = prepare()
+        text = said.text
+    except Exception as error:  # whatever it is, the others are to hear of it
+        problem, text = error, f"{type(error).__name__}: {error}"
+    targets = said.targets
+    numbers = _HEAD.pack(problem is not None, said.columns, targets.lowest, targets.highest, said.class_weight)
+    mine = numbers + _fit(f"{text}, targets {targets.checksum:08x}", _WIDTH - _HEAD.size)
+    everyones, work = gather_rows(torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device), group)
+    work.wait()
+    if problem:
+        raise ValueError(f"rank {rank}: {call}: {problem}") from problem
+    rows = [row.tobytes() for row in everyones.cpu().numpy()]
+    heads = [_HEAD.unpack(row[: _HEAD.size]) for row in rows]
+    _compare(call, rank, heads, [row[_HEAD.size :].rstrip(b"\0").decode(errors="replace") for row in rows])
+    words = sum(head[1] for head in heads)
+    _check_range(call, rank, targets, words)
+    return Part(group, sum(head[1] for head in heads[:rank]), words, tuple(head[4] for head in heads)), prepared
+
+
+def _compare(call: str, rank: int, heads: list[tuple[Any, ...]], texts: list[str]) -> None:
+    for other, (failed, *_) in enumerate(heads):
+        if failed:
+            raise MismatchError(f"rank {rank}: {call}: rank {other} cannot begin, no data was touched. {texts[other]}")
+    for other, its in enumerate(texts):
+        if its != texts[0]:
+            raise MismatchError(
+                f"rank {rank}: {call}: ranks disagree, no data was touched. Rank 0 has {texts[0]}; rank {other} has "
+                f"{its}. Every rank gives the same rows, targets, dtype and options, and columns of its own"
+            )
+
+
+def _check_range(call: str, rank: int, targets: Targets, words: int) -> None:
+    for value in (targets.lowest, targets.highest) if targets.lowest <= targets.highest else ():
+        if not 0 <= value < words:
+            raise ValueError(
+                f"rank {rank}: {call}: target {value} is out of range: the ranks together have {words} columns, so "
+                f"targets go from 0 to {words - 1}; rows without a target have ignore_index"
+            )
+
+
+def _fit(text: str, width: int) -> bytes:
+    """What is too long ends in a checksum, so that it differs where the whole does."""
+    data = text.encode()
+    if len(data) > width:
+        data = data[: width - 9] + b"~%08x" % zlib.crc32(data)
+    return data.ljust(width, b"\0")

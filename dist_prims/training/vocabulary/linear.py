@@ -1,0 +1,180 @@
+"""The last layer and its loss in one, by chunks of rows, so that the logits never exist as a whole.
+
+Logits are the largest tensor of a language model, and of no use but for the loss. A chunk's are made, turned into
+losses, then, where they lie, into their gradient, and that into gradients of the rows, the weight and the bias. All of
+it happens in the *forward*: the backward has nothing left to do but to multiply by the gradient of the loss. To compute
+logits again in the backward would let every row have a loss of its own, and cost four products of matrices instead of
+three; and the gradient of the weight, which is what the forward has to hold, would be needed a moment later anyway.
+
+A rank's part of a row's gradient comes from its own words; the sum over the ranks travels while the next chunk's logits
+are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from ...collectives.call import group_of
+from .agreement import Part, Said, agree
+from .losses import said_of
+from .rows import Rule, gradient, losses_of
+
+__all__ = ["linear_cross_entropy"]
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    chunk: int = 1024,
+    class_weight: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight, bias), targets)`` with the rows of ``weight``, the words, split over
+    the ranks; no more than ``chunk`` rows of logits exist at a time.
+
+    >>> hidden, weight = torch.ones(3, 2, requires_grad=True), torch.eye(2, requires_grad=True)
+    >>> loss = linear_cross_entropy(hidden, weight, torch.tensor([0, 1, 1]), chunk=2)
+    >>> loss.backward()
+    >>> round(loss.item(), 4), weight.grad.sum(1)
+    (0.6931, tensor([ 0.3333, -0.3333]))
+
+    ``hidden``: (..., features) and ``targets``: (...), both the same on every rank; ``weight``: (columns, features) and
+    ``bias``: (columns,) of this rank's words, which follow those of the ranks before it. ``reduction`` is "mean" or
+    "sum". The gradient of ``hidden`` is that of the whole, the same on every rank. Every rank calls it, with the same
+    arguments but for its columns; the backward sends nothing, and can be done once.
+    """
+    home = group_of(group, "linear_cross_entropy")
+    if torch.is_autocast_enabled(hidden.device.type):
+        kind = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(kind), weight.to(kind)
+        bias = None if bias is None else bias.to(kind)
+
+    def prepare() -> tuple[Said, Rule]:
+        _check(hidden, weight, bias, chunk, reduction)
+        learn = torch.is_grad_enabled() and hidden.requires_grad
+        further = f", features {hidden.shape[-1]}, chunk={chunk}, hidden {'with' if learn else 'without'} a gradient"
+        return said_of(hidden, len(weight), targets, class_weight, label_smoothing, ignore_index, reduction, further)
+
+    part, rule = agree("linear_cross_entropy", home, hidden.device, prepare)
+    work = _Work(part, rule, chunk, reduction)
+    with torch.autocast(hidden.device.type, enabled=False):
+        rows = hidden.flatten(0, -2)
+        loss: torch.Tensor = _Fused.apply(rows, weight, bias, targets.long().flatten(), work)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _Work(NamedTuple):
+    part: Part
+    rule: Rule
+    chunk: int
+    reduction: str
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        work: _Work,
+    ) -> torch.Tensor:
+        sums = _Sums(hidden, weight, bias, ctx.needs_input_grad, work.part.group)
+        losses, counts = [hidden.new_zeros(1, dtype=sums.kind)], [hidden.new_zeros(1, dtype=sums.kind)]
+        for begin in range(0, len(hidden), work.chunk):
+            rows = slice(begin, begin + work.chunk)
+            logits = F.linear(hidden[rows], weight, bias)
+            of_rows, kept = losses_of(logits, targets[rows], work.part, work.rule)
+            del logits
+            losses.append(of_rows)
+            counts.append(torch.where(kept.live, kept.weights, 0))
+            if sums.wanted:
+                by_logits = gradient(kept, torch.ones_like(of_rows), work.part, work.rule, out=kept.exponents)
+                sums.add(rows, by_logits.to(hidden.dtype))
+        ctx.held = sums.finish()
+        ctx.kinds = (hidden.dtype, weight.dtype, hidden.dtype)
+        total, count = torch.cat(losses).sum(), torch.cat(counts).sum()
+        if work.reduction == "sum":
+            ctx.factor = torch.ones_like(total)
+            return total
+        ctx.factor = torch.where(count > 0, 1 / count, 0)  # without a row that counts, no gradient
+        return total / count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, by_loss: torch.Tensor) -> Any:
+        if ctx.held is None:
+            raise RuntimeError("linear_cross_entropy: a second backward; its gradients were handed over in the first")
+        held, ctx.held = ctx.held, None
+        factor = by_loss * ctx.factor
+        found = [
+            None if each is None else each.mul_(factor).to(kind) for each, kind in zip(held, ctx.kinds, strict=True)
+        ]
+        return *found, None, None
+
+
+class _Sums:
+    """Gradients as they grow chunk by chunk; those of weight and bias in float32 at least."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        needs: Sequence[bool],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.kind = torch.promote_types(hidden.dtype, torch.float32)
+        self.wanted = any(needs)
+        self._hidden, self._weight, self._group = hidden, weight, group
+        self._by_hidden = torch.empty_like(hidden) if needs[0] else None
+        self._by_weight = torch.zeros_like(weight, dtype=self.kind) if needs[1] else None
+        self._by_bias = torch.zeros_like(bias, dtype=self.kind) if bias is not None and needs[2] else None
+        self._leaving: list[Any] = []
+
+    def add(self, rows: slice, by_logits: torch.Tensor) -> None:
+        if self._by_hidden is not None:
+            mine = torch.mm(by_logits, self._weight, out=self._by_hidden[rows])
+            self._leaving.append(dist.all_reduce(mine, group=self._group, async_op=True))
+        if self._by_weight is not None and by_logits.dtype == self.kind:
+            self._by_weight.addmm_(by_logits.t(), self._hidden[rows])
+        elif self._by_weight is not None:
+            self._by_weight.add_(by_logits.t() @ self._hidden[rows])
+        if self._by_bias is not None:
+            self._by_bias.add_(by_logits.sum(0, dtype=self.kind))
+
+    def finish(self) -> tuple[torch.Tensor | None, ...]:
+        for work in self._leaving:
+            work.wait()
+        return self._by_hidden, self._by_weight, self._by_bias
+
+
+def _check(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: int, reduction: str) -> None:
+    if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit; give (..., features) and "
+            "(columns, features)"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; this rank has {len(weight)} columns")
+    kinds = {each.dtype for each in (hidden, weight, bias) if each is not None}
+    if len(kinds) > 1 or not hidden.is_floating_point():
+        raise ValueError(
+            f"hidden, weight and bias have dtypes {', '.join(sorted(map(str, kinds)))}; give them one of floats"
+        )
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk} must be a number of rows, at least 1")
+    if reduction == "none":
+        raise ValueError("reduction='none' would need logits twice; choose 'mean' or 'sum', or use split_cross_entropy")

@@ -1,0 +1,216 @@
+"""ZeRO-1: each rank keeps the optimiser's state of its share of the parameters, and steps only those.
+
+In plain data parallelism every rank holds the same state (with Adam twice the parameters) and takes the same step. Here
+each parameter has one owner. Its gradient is averaged to the owner only, the owner steps, and sends the new value to
+all: a reduce and a broadcast, the two halves of the all_reduce that was there before, so nothing more is sent.
+
+Whole parameters are dealt out, the largest first, each to the rank that has least. Ranges of one flat tensor would be
+even to the element, but only fit optimisers that treat each element by itself; and state by parameter is what a plain
+optimiser saves, so that checkpoints go from one to the other and to any number of ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...collectives.call import group_of
+from ...collectives.flat import cut
+from ..gradients.layout import plan
+from ..gradients.start import spread
+from .alike import check_alike
+
+__all__ = ["ZeroOptimizer", "balanced"]
+
+_BUCKET_BYTES = 25 * 2**20
+_NONE, _DENSE, _SPARSE, _CHANGED = range(4)
+_WRONG = {
+    _SPARSE: "has a sparse gradient; make its layer with sparse=False",
+    _CHANGED: "has another shape, dtype or device than at the start; make a new ZeroOptimizer after changing the model",
+}
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """``optimizer_class`` over ``params``, with its state sharded over the ranks of ``group``.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    >>> model(torch.ones(3, 2)).sum().backward()
+    >>> optimizer.step()
+    >>> [sorted(state) for state in optimizer.state.values()]
+    [['exp_avg', 'exp_avg_sq', 'step'], ['exp_avg', 'exp_avg_sq', 'step']]
+
+    ``step()`` averages the gradients, each to its owner, and lets go of the others; with ``average=False`` it takes
+    them as averaged already, by a GradientAverager or DistributedDataParallel, and then more is sent, but behind the
+    backward. At the start all ranks take rank 0's parameters. Learning rates are read from ``param_groups`` at every
+    step, so schedulers work; ``state`` holds what this rank owns. Every rank makes as many steps. A parameter without a
+    gradient on some ranks counts as zero there; without one on any, it is not stepped.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        *,
+        average: bool = True,
+        group: dist.ProcessGroup | None = None,
+        **defaults: Any,
+    ) -> None:
+        if optimizer_class is torch.optim.LBFGS:
+            raise ValueError("ZeroOptimizer: LBFGS steps along all parameters together, which nobody has; use another")
+        self._group = group_of(group, "ZeroOptimizer")
+        self._rank, self._size, self._average = self._group.rank(), self._group.size(), average
+        super().__init__(params, {})
+        self._parameters = [each for settings in self.param_groups for each in settings["params"]]
+        named = [name for settings in self.param_groups for name in settings.get("param_names", [])]
+        self._names = named or [str(number) for number in range(len(self._parameters))]
+        self._looks = [_look(each) for each in self._parameters]
+        settings = [f"average={average}, {getattr(optimizer_class, '__name__', '')}"]
+        check_alike("ZeroOptimizer", settings, zip(self._names, self._parameters, strict=True), self._group)
+        spread([each.detach() for each in self._parameters], 0, self._group)
+        self._owner = balanced([each.numel() for each in self._parameters], self._size)
+        self._owned = {id(each) for each, who in zip(self._parameters, self._owner, strict=True) if who == self._rank}
+        shares = [{**_settings(group), "params": self._of(group["params"])} for group in self.param_groups]
+        self._inner = optimizer_class(shares, **defaults)
+        self.defaults, self.state = self._inner.defaults, self._inner.state
+        for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            mine.update(_settings(inner))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_inner"):
+            raise ValueError("ZeroOptimizer: parameters are dealt out once; give all groups when making it")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average, step what is owned here, and take the rest from its owners. ValueError on every rank, before
+        anything is sent, where a gradient is sparse or a parameter was replaced on any of them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        moving = self._agree()
+        if self._average and self._size > 1:
+            for owner, parameters in self._pieces(moving):
+                self._average_to(owner, parameters)
+        for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(_settings(mine))
+        if self._owned:
+            self._inner.step()
+        for owner in range(self._size):
+            spread([self._parameters[n].detach() for n in moving if self._owner[n] == owner], owner, self._group)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, on every rank, as the plain optimiser would save it: all ranks must call it."""
+        packed = super().state_dict()
+        whole: dict[int, Any] = {}
+        for owner in range(self._size):
+            whole.update(self._state_from(owner, packed["state"]))
+        return {**packed, "state": dict(sorted(whole.items()))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's share of a whole state: a ZeroOptimizer's of any number of ranks, or a plain optimiser's."""
+        share = {n: each for n, each in state_dict["state"].items() if self._owner[n] == self._rank}
+        super().load_state_dict({**state_dict, "state": share})
+        self._inner.state = self.state
+
+    def _of(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [each for each in parameters if id(each) in self._owned]
+
+    def _agree(self) -> list[int]:
+        """The numbers of the parameters that have a gradient on any rank."""
+        codes = [self._kind(number) * self._size + self._rank for number in range(len(self._parameters))]
+        table = torch.tensor(codes, dtype=torch.int32, device=self._parameters[0].device)
+        dist.all_reduce(table, dist.ReduceOp.MAX, self._group)
+        kinds = [divmod(code, self._size) for code in table.tolist()]
+        for name, (kind, rank) in zip(self._names, kinds, strict=True):
+            if kind in _WRONG:
+                raise ValueError(f"rank {self._rank}: ZeroOptimizer: parameter {name!r} on rank {rank} {_WRONG[kind]}")
+        return [number for number, (kind, _) in enumerate(kinds) if kind == _DENSE]
+
+    def _kind(self, number: int) -> int:
+        parameter = self._parameters[number]
+        if _look(parameter) != self._looks[number]:
+            return _CHANGED
+        if parameter.grad is None:
+            return _NONE
+        return _DENSE if parameter.grad.layout == torch.strided else _SPARSE
+
+    def _pieces(self, moving: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """What travels together: parameters of one owner and dtype."""
+        for owner in range(self._size):
+            own = [self._parameters[number] for number in moving if self._owner[number] == owner]
+            for piece in plan(own, range(len(own)), _BUCKET_BYTES):
+                yield owner, [own[number] for number in piece]
+
+    def _average_to(self, owner: int, parameters: list[torch.Tensor]) -> None:
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        flat = torch.cat([each.reshape(-1) for each in gradients]).div_(self._size)  # as DDP: divided, then added
+        dist.reduce(flat, group=self._group, group_dst=owner)
+        means = cut(flat, [each.numel() for each in parameters])
+        for parameter, gradient, mean in zip(parameters, gradients, means, strict=True):
+            parameter.grad = gradient.copy_(mean.view_as(gradient)) if owner == self._rank else None
+
+    def _state_from(self, owner: int, own: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """The state that a rank owns: first its structure, then its tensors, as bytes."""
+        here = self._rank == owner
+        box: list[Any] = [{n: {key: _Blank.of(v) for key, v in each.items()} for n, each in own.items()}]
+        dist.broadcast_object_list(box, group=self._group, group_src=owner)
+        found: dict[int, dict[str, Any]] = {}
+        tensors = []
+        for number, each in box[0].items():
+            found[number] = {}
+            device = self._parameters[number].device
+            for key, value in each.items():
+                if isinstance(value, _Blank):
+                    there = own[number][key].to(device) if here else value.tensor.to(device)
+                    tensors.append(there)
+                    value = there
+                found[number][key] = value
+        spread(tensors, owner, self._group)
+        return found
+
+
+class _Blank(NamedTuple):
+    """A tensor that travels apart from the structure it is in."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        return _Blank(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+def balanced(counts: Sequence[int], parts: int) -> list[int]:
+    """To which of ``parts`` each item goes: the largest first, each to the part that has least so far.
+
+    >>> balanced([10, 40, 20, 30], 2)
+    [0, 0, 1, 1]
+
+    No part has more than 4/3 of the least possible (Graham 1969).
+    """
+    heap = [(0, part) for part in range(parts)]
+    owners = [0] * len(counts)
+    for number in sorted(range(len(counts)), key=lambda n: -counts[n]):
+        has, part = heap[0]
+        owners[number] = part
+        heapq.heapreplace(heap, (has + counts[number], part))
+    return owners
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _look(parameter: torch.Tensor) -> tuple[Any, ...]:
+    return parameter.shape, parameter.dtype, parameter.device

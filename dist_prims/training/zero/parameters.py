@@ -1,0 +1,340 @@
+"""ZeRO-3: parameters, gradients and the optimiser's state are sharded; a layer is whole only while it computes.
+
+::
+
+    forward   gather 1 | compute 1 | let go 1, gather 2 | compute 2 | let go 2
+    backward  gather 2 | gradients 2 | let go 2, reduce_scatter 2, gather 1 | gradients 1 | let go 1, reduce_scatter 1
+
+Autograd saves what the backward needs, parameters too, and would keep every layer whole until then. So while a unit
+computes, what is saved of its parameters is not the tensor but its place (``saved_tensors_hooks``); when backward asks
+for it, the unit is gathered anew, and the one before it is let go. Whichever way a backward takes, a unit is there when
+it is read, and at most one beside those whose forward is running.
+
+Ranks must gather and reduce in one order, which follows from the graph alone: gradients are reduced when the next unit
+is gathered, not when all have come, for a rank whose batch skips a layer would wait. Those that come later, the ranks
+agree on at the end of the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...collectives.call import group_of
+from ..gradients.start import spread
+from .alike import check_alike
+from .unit import Unit
+
+__all__ = ["ShardedParameters"]
+
+_NO_BACKWARD = -1
+_NONE, _DENSE, _FROZEN = range(3)
+
+
+class ShardedParameters:
+    """Shards the parameters of ``model``, in place, by ``units``: modules that are each gathered as a whole.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    >>> sharded = ShardedParameters(model)
+    >>> optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.1)
+    >>> for batch in torch.ones(3, 4, 2):
+    ...     model(batch).sum().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> {name: tuple(each.shape) for name, each in sharded.state_dict().items()}
+    {'0.weight': (3, 2), '0.bias': (3,), '2.weight': (1, 3), '2.bias': (1,)}
+
+    Units are the model's children unless given. What is in none of them or in several (tied weights) is whole during
+    the model's forward. The optimiser gets :meth:`parameters`: a flat tensor for each unit and dtype, so it must treat
+    each element by itself, as SGD and Adam do. All ranks take rank 0's parameters at the start, and run the same units
+    in the same order. Gradients are means over the ranks, added up until ``zero_grad()``. A parameter without a
+    gradient counts as zero where its unit has one. Freeze parameters before.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        units: Iterable[torch.nn.Module] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group = group_of(group, "ShardedParameters")
+        self._model = model
+        self.peak_bytes = 0  # of parameters that were whole at one time
+        modules = list(_children(model) if units is None else units)
+        homes = _homes(model, modules)
+        settings = [f"{len(homes)} units"]
+        check_alike("ShardedParameters", settings, model.named_parameters(), self._group)
+        spread([each.detach() for each in (*model.parameters(), *model.buffers())], 0, self._group)
+        self._whole: dict[int, Unit] = {}  # by the storage of what is gathered
+        self._units: list[Unit] = []
+        self._task = _NO_BACKWARD
+        self._undo = ExitStack()
+        names = {module: name for name, module in model.named_modules()}
+        for module, parameters in homes:
+            own = [Unit(names[module] or "the model", each, self._group) for each in _by_kind(parameters)]
+            self._units += own
+            self._wrap(module, own)
+        for unit in self._units:
+            for each in unit.parameters if unit.trained else []:
+                hook: Any = each.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+                self._undo.callback(hook.remove)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What this rank keeps and its optimiser steps, of those that are trained."""
+        return [unit.shard for unit in self._units if unit.trained]
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within, all parameters are whole, to be read; forwards gather nothing."""
+        with self._in_use(self._units):
+            yield
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """Scale gradients so that the 2-norm of all of them together is at most ``max_norm``; return what it was."""
+        gradients = [each.grad for each in self.parameters() if each.grad is not None]
+        squares = torch.zeros((), device=self._units[0].shard.device)
+        for each in gradients:
+            squares += each.float().square().sum()
+        dist.all_reduce(squares, group=self._group)
+        total = squares.sqrt()
+        for each in gradients:
+            each.mul_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model's, on every rank: all must call it. Gathered unit by unit."""
+        whole = {}
+        for unit in self._units:
+            with self._in_use([unit]):
+                whole.update({each: each.detach().clone() for each in unit.parameters})
+        names = dict(self._model.named_parameters(remove_duplicate=False))
+        plain = self._model.state_dict()
+        return {name: whole[names[name]] if name in names else value for name, value in plain.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take this rank's part of a whole model's state: of a plain model, or sharded over any number of ranks."""
+        mine = self._model.state_dict()
+        if missing := sorted(mine.keys() ^ state.keys()):
+            raise ValueError(f"ShardedParameters: {missing[0]!r} is in the state or in the model, and not in both")
+        for name, value in mine.items():
+            if isinstance(value, torch.Tensor) and value.shape != state[name].shape:
+                raise ValueError(
+                    f"ShardedParameters: {name!r} has shape {tuple(state[name].shape)} in the state and "
+                    f"{tuple(value.shape)} in the model; load the state of the same model"
+                )
+        names = {each: name for name, each in self._model.named_parameters()}
+        for unit in self._units:
+            unit.load([state[names[each]] for each in unit.parameters])
+        for name, buffer in self._model.named_buffers():
+            if name in state:
+                buffer.copy_(state[name])
+
+    def remove(self) -> None:
+        """Make the model plain again, whole on every rank."""
+        for unit in self._units:
+            whole = [each.clone() for each in unit.pieces(unit.gather())]
+            unit.let_go()
+            for parameter, value in zip(unit.parameters, whole, strict=True):
+                parameter.data = value
+        self._undo.close()
+
+    def _wrap(self, module: torch.nn.Module, units: list[Unit]) -> None:
+        plain, before = module.forward, module.__dict__.get("forward")
+
+        @functools.wraps(plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self._in_use(units), self._places_saved():
+                return plain(*args, **kwargs)
+
+        module.forward = forward
+        self._undo.callback(functools.partial(_restore_forward, module, before))
+
+    @contextmanager
+    def _in_use(self, units: list[Unit]) -> Iterator[None]:
+        in_backward = _current_task() != _NO_BACKWARD  # a checkpoint that computes again
+        if in_backward:
+            self._watch()
+        elif self._task != _NO_BACKWARD:
+            self._forget()
+        self._check_unchanged(units)
+        try:
+            for unit in units:
+                unit.uses += 1
+                self._gather(unit)
+            yield
+        finally:
+            for unit in units:
+                unit.uses -= 1
+                if not in_backward and not unit.uses:
+                    self._let_go(unit)
+
+    @contextmanager
+    def _places_saved(self) -> Iterator[None]:
+        """Save places in place of parameters; what else is saved goes to hooks further out, such as a checkpoint's."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            unit = self._whole.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+            if unit is None or unit.shard.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+                return outer[0](tensor) if outer else tensor
+            return _Place(unit, unit.shard._version, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+        def unpack(kept: Any) -> Any:
+            if isinstance(kept, _Place):
+                return self._at(kept)
+            return outer[1](kept) if outer else kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _at(self, place: _Place) -> torch.Tensor:
+        """What backward asks for."""
+        if place.version != place.unit.shard._version:
+            raise RuntimeError(
+                f"rank {self._group.rank()}: ShardedParameters: the parameters of {place.unit.name} were changed "
+                "between forward and backward; step the optimiser after backward()"
+            )
+        self._watch()
+        return self._gather(place.unit).as_strided(place.shape, place.stride, place.offset)
+
+    def _gather(self, unit: Unit) -> torch.Tensor:
+        """Make a unit whole, and let go of those that nobody uses."""
+        if unit.full is None:
+            for other in [*self._whole.values()]:
+                if not other.uses:
+                    self._let_go(other)
+                    if other.trained and self._task != _NO_BACKWARD:
+                        other.reduce()
+            self._whole[unit.gather().untyped_storage()._cdata] = unit
+            self.peak_bytes = max(self.peak_bytes, sum(each.gather().nbytes for each in self._whole.values()))
+        return unit.gather()
+
+    def _let_go(self, unit: Unit) -> None:
+        if unit.full is not None:
+            del self._whole[unit.full.untyped_storage()._cdata]
+            unit.let_go()
+
+    def _watch(self) -> None:
+        """Be called when this backward ends."""
+        if self._task != (task := _current_task()):
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        self._watch()
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ValueError(
+                f"rank {self._group.rank()}: ShardedParameters: a parameter of shape {tuple(parameter.shape)} has a "
+                "sparse gradient; make its layer with sparse=False"
+            )
+
+    def _end(self) -> None:
+        """Of a backward: reduce what has come since, on any rank."""
+        self._task = _NO_BACKWARD
+        for unit in [*self._whole.values()]:
+            if not unit.uses:
+                self._let_go(unit)
+        trained = [unit for unit in self._units if unit.trained]
+        rank, size = self._group.rank(), self._group.size()
+        table = torch.tensor([_kind(unit) * size + rank for unit in trained], device=trained[0].shard.device)
+        dist.all_reduce(table, dist.ReduceOp.MAX, self._group)
+        kinds = [divmod(code, size) for code in table.tolist()]
+        for unit, (kind, who) in zip(trained, kinds, strict=True):
+            if kind == _FROZEN:
+                raise ValueError(
+                    f"rank {rank}: ShardedParameters: a parameter of {unit.name} was frozen on rank {who} after it was "
+                    "sharded; remove(), freeze it, and shard again"
+                )
+        for unit, (kind, _) in zip(trained, kinds, strict=True):
+            if kind == _DENSE:
+                unit.reduce()
+
+    def _forget(self) -> None:
+        """What a backward left that has raised."""
+        self._task = _NO_BACKWARD
+        for unit in self._units:
+            for parameter in unit.parameters:
+                parameter.grad = None
+            if not unit.uses:
+                self._let_go(unit)
+
+    def _check_unchanged(self, units: list[Unit]) -> None:
+        for unit in units:
+            if (found := unit.replaced()) is not None:
+                raise ValueError(
+                    f"rank {self._group.rank()}: ShardedParameters: a parameter of {unit.name} was replaced by other "
+                    f"data ({found.dtype} on {found.device}) after it was sharded ({unit.shard.dtype} on "
+                    f"{unit.shard.device}); change the model before, use load_state_dict(), or remove() and shard again"
+                )
+
+
+class _Place(NamedTuple):
+    """Where in a unit a tensor lay that autograd has saved, and when."""
+
+    unit: Unit
+    version: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _current_task() -> int:
+    return int(torch._C._current_graph_task_id())
+
+
+def _kind(unit: Unit) -> int:
+    if not all(each.requires_grad for each in unit.parameters):
+        return _FROZEN
+    return _DENSE if unit.has_gradient() else _NONE
+
+
+def _restore_forward(module: torch.nn.Module, before: Any) -> None:
+    del module.forward
+    if before is not None:
+        module.forward = before
+
+
+def _children(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules of a model that are called: lists of modules are not, and their members are."""
+    for child in model.children():
+        if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
+            yield from _children(child)
+        elif not isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
+            yield child
+
+
+def _homes(
+    model: torch.nn.Module, modules: list[torch.nn.Module]
+) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
+    """The modules that gather something, and what: the model itself what is in none of them, or in several."""
+    modules = list(dict.fromkeys(each for each in modules if each is not model))
+    inside = {id(each) for each in model.modules()}
+    for module in modules:
+        if id(module) not in inside:
+            raise ValueError(f"ShardedParameters: a unit, {type(module).__name__}, is no part of the model")
+        if nested := next((each for each in module.modules() if each in modules and each is not module), None):
+            raise ValueError(
+                f"ShardedParameters: unit {type(module).__name__} has unit {type(nested).__name__} in it; name either"
+            )
+    users: dict[torch.nn.Parameter, list[torch.nn.Module]] = {each: [] for each in model.parameters()}
+    for module in modules:
+        for parameter in module.parameters():
+            users[parameter].append(module)
+    found = [(module, [p for p, by in users.items() if by == [module]]) for module in modules]
+    rest = [parameter for parameter, by in users.items() if len(by) != 1]
+    if not users:
+        raise ValueError("ShardedParameters: the model has no parameters")
+    return [(module, parameters) for module, parameters in [(model, rest), *found] if parameters]
+
+
+def _by_kind(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    kinds: dict[Any, list[torch.nn.Parameter]] = {}
+    for each in parameters:
+        kinds.setdefault((each.dtype, each.device, each.requires_grad), []).append(each)
+    return list(kinds.values())

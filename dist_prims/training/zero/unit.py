@@ -1,0 +1,107 @@
+"""Parameters that are gathered together: this rank's part of them always, the whole only while it is needed.
+
+In between each parameter keeps its shape and has no memory: all of its elements are one NaN, so that whoever reads a
+parameter out of turn sees it. What autograd saved does not hold the whole either, see :mod:`.parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...collectives.flat import cut
+
+__all__ = ["Unit"]
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Unit:
+    """Parameters of one dtype and device, all of them trained or all frozen.
+
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> with torch.no_grad():
+    ...     _ = layer.weight.fill_(3)
+    >>> unit = Unit("layer", [layer.weight], dist.group.WORLD)
+    >>> unit.shard.tolist(), layer.weight.tolist()
+    ([3.0, 3.0], [[nan, nan]])
+    >>> unit.gather().tolist(), layer.weight.tolist()
+    ([3.0, 3.0], [[3.0, 3.0]])
+    """
+
+    def __init__(self, name: str, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.name, self.parameters, self._group = name, list(parameters), group
+        self.uses = 0  # by forwards that are running
+        self.full: torch.Tensor | None = None
+        self._trained = parameters[0].requires_grad
+        self._counts = [each.numel() for each in parameters]
+        self._part = -(-sum(self._counts) // group.size())
+        own = self._flat([each.detach() for each in parameters]).view(group.size(), -1)[group.rank()].clone()
+        self.shard = torch.nn.Parameter(own, requires_grad=self._trained)
+        self.let_go()
+
+    @property
+    def trained(self) -> bool:
+        return self._trained
+
+    def gather(self) -> torch.Tensor:
+        """The whole of the parameters, flat; from now on they can be read."""
+        if self.full is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.full = self.shard.new_empty(self._part * self._group.size())
+                _all_gather(self.full, self.shard.detach(), group=self._group)
+                for parameter, piece in zip(self.parameters, self.pieces(self.full), strict=True):
+                    parameter.data = piece
+        return self.full
+
+    def let_go(self) -> None:
+        """Forget the whole; what autograd unpacked a moment ago lives as long as it is used."""
+        self.full = None
+        with torch.inference_mode(False):
+            self._nothing = self.shard.new_full((), float("nan") if self.shard.dtype.is_floating_point else 0)
+            for parameter in self.parameters:
+                parameter.data = self._nothing.expand(parameter.shape)
+
+    def replaced(self) -> torch.nn.Parameter | None:
+        """A parameter that was given other data while it was let go."""
+        if self.full is not None:
+            return None
+        pointer = self._nothing.data_ptr()
+        return next((each for each in self.parameters if each.numel() and each.data_ptr() != pointer), None)
+
+    def has_gradient(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.parameters)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Add the mean of the ranks' gradients to that of the shard, and let go of them."""
+        flat = self._flat([parameter.grad for parameter in self.parameters]).div_(self._group.size())
+        for parameter in self.parameters:
+            parameter.grad = None
+        own = torch.empty_like(self.shard)
+        _reduce_scatter(own, flat, group=self._group)
+        self.shard.grad = own if self.shard.grad is None else self.shard.grad.add_(own)
+
+    @torch.no_grad()
+    def load(self, whole: Sequence[torch.Tensor]) -> None:
+        """Take this rank's part of new values."""
+        flat = self._flat([each.to(self.shard) for each in whole])
+        self.shard.copy_(flat.view(self._group.size(), -1)[self._group.rank()])
+
+    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's place in it."""
+        found = cut(flat[: sum(self._counts)], self._counts)
+        return [piece.view(each.shape) for piece, each in zip(found, self.parameters, strict=True)]
+
+    def _flat(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """One after the other, with zeros for what is missing, and up to the next multiple of the number of ranks."""
+        like = self.parameters[0]
+        flat = torch.zeros(self._part * self._group.size(), dtype=like.dtype, device=like.device)
+        for place, tensor in zip(self.pieces(flat), tensors, strict=True):
+            if tensor is not None:
+                place.copy_(tensor)
+        return flat

@@ -1,0 +1,400 @@
+"""Attention over a split sequence: equal to the unsplit, forward and backward, and nothing sent on bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import dist_prims
+from dist_prims.errors import MismatchError
+from dist_prims.training.attention import (
+    join_sequence,
+    ring_attention,
+    sequence_positions,
+    split_sequence,
+    ulysses_attention,
+)
+from dist_prims.training.attention.kernels import choose, merge
+from dist_prims.training.attention.layout import Layout, chunks
+
+BOTH = {"ring": ring_attention, "ulysses": ulysses_attention}
+ORDERS = ["contiguous", "zigzag"]
+Tensor = torch.Tensor
+
+
+def near(found: Tensor, wanted: Tensor, bound: float = 1e-5, what: str = "") -> None:
+    """Not torch.testing.assert_close, whose first call in each forked rank imports for seconds."""
+    assert found.shape == wanted.shape, what
+    found, wanted = found.double(), wanted.double()
+    assert torch.allclose(found, wanted, atol=bound, rtol=bound), f"{what}: {(found - wanted).abs().max()} apart"
+
+
+def unsplit(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, lengths: list[int] | None) -> Tensor:
+    """The formula, in double precision, on one process."""
+    q, k, v = (each.double() for each in (q, k, v))
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+    tokens = torch.arange(q.shape[2])
+    hidden = tokens[None, :] > tokens[:, None] if causal else torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if lengths is None:
+        return scores.softmax(-1) @ v
+    rows = []
+    for row, length in enumerate(lengths):
+        seen = scores[row, :, :length, :length].softmax(-1) @ v[row, :, :length]
+        rows.append(torch.nn.functional.pad(seen, (0, 0, 0, len(tokens) - length)))
+    return torch.stack(rows)
+
+
+def twin(
+    shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, causal: bool, lengths: list[int] | None
+) -> list[Tensor]:
+    """q, k, v, the gradient that comes, the output and the three gradients, all of the whole sequence."""
+    batch, heads, tokens, features = shape
+    torch.manual_seed(tokens)
+    q = torch.randn(batch, heads, tokens, features, dtype=dtype)
+    k, v = torch.randn(2, batch, kv_heads, tokens, features, dtype=dtype)
+    grad = torch.randn_like(q)
+    asked = [each.double().requires_grad_() for each in (q, k, v)]
+    output = unsplit(asked[0], asked[1], asked[2], causal, 0.4, lengths)
+    return [q, k, v, grad, output.detach(), *torch.autograd.grad(output, asked, grad.double())]
+
+
+def compare(
+    kind: str,
+    order: str,
+    shape: tuple[int, int, int, int],
+    *,
+    kv_heads: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    causal: bool = True,
+    lengths: list[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """On this rank: outputs and gradients are those of the unsplit."""
+    whole = twin(shape, kv_heads or shape[1], dtype, causal, lengths)
+    q, k, v, grad, *wanted = (split_sequence(each, 2, group, order) for each in whole)
+    asked = [each.requires_grad_() for each in (q, k, v)]
+    options: dict[str, Any] = {"causal": causal, "scale": 0.4, "group": group, "order": order, "lengths": lengths}
+    output = BOTH[kind](*asked, enable_gqa=kv_heads is not None, **options)
+    found = [output, *torch.autograd.grad(output, asked, grad)]
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}[dtype]
+    for name, one, other in zip(("output", "q", "k", "v"), found, wanted, strict=True):
+        assert one.dtype == dtype
+        near(one, other, bound, name)
+
+
+@pytest.mark.parametrize(
+    ("size", "backend"), [(1, "gloo"), (2, "gloo"), (3, "gloo"), (2, "dist_prims"), (4, "dist_prims")]
+)
+def test_equal_to_the_unsplit(size: int, backend: str) -> None:
+    def body() -> None:
+        for kind in BOTH:
+            for order in ORDERS:
+                for causal in (False, True):
+                    compare(kind, order, (2, size, 4 * size, 8), causal=causal)
+            compare(kind, "zigzag", (2, 3 * size, 6 * size, 4), kv_heads=size)  # three of queries share one of keys
+            compare(kind, "zigzag", (2, size, 0, 4))
+            compare(kind, "zigzag", (0, size, 2 * size, 4))
+        compare("ring", "contiguous", (1, 1, size, 4))  # one token a rank, and more ranks than heads
+        compare("ring", "zigzag", (1, 3, 128 * size, 16), kv_heads=1)
+
+    dist_prims.spawn(body, size, backend=backend, timeout=60)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_types(dtype: torch.dtype) -> None:
+    def body() -> None:
+        for kind in BOTH:
+            compare(kind, "zigzag", (2, 6, 24, 8), dtype=dtype)
+            compare(kind, "zigzag", (2, 6, 24, 8), kv_heads=3, dtype=dtype)
+            with sdpa_kernel(SDPBackend.MATH):
+                compare(kind, "zigzag", (2, 6, 24, 8), kv_heads=3, dtype=dtype)
+
+    dist_prims.spawn(body, 3, timeout=60)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_lengths(size: int) -> None:
+    def body() -> None:
+        whole = 8 * size
+        for lengths in ([whole, 1, 5], [0, whole - 1, whole], [3, 3, 4]):
+            for kind in BOTH:
+                for order in ORDERS:
+                    compare(kind, order, (3, 6, whole, 4), causal=order == "zigzag", kv_heads=3, lengths=lengths)
+            compare("ring", "zigzag", (3, 1, whole, 4), causal=False, lengths=lengths)
+            compare("ring", "contiguous", (3, 1, whole, 4), lengths=lengths)
+
+    dist_prims.spawn(body, size, timeout=60)
+
+
+def test_nested() -> None:
+    def body() -> None:
+        lengths = [11, 1, 7, 0, 2]
+        torch.manual_seed(0)
+        whole = [[torch.randn(each, heads, 4) for each in lengths] for heads in (6, 3, 3)]
+        for kind in BOTH:
+            nested_one(kind, "contiguous", False, lengths, whole)
+            nested_one(kind, "zigzag", True, lengths, whole)
+        nested_mistakes()
+
+    dist_prims.spawn(body, 3, timeout=60)
+
+
+def nested_mistakes() -> None:
+    mine = [torch.ones(tokens, 2, 3) for tokens in ([1, 6], [4, 2], [4, 4])[dist.get_rank()]]
+    uneven = torch.nested.nested_tensor(mine, layout=torch.jagged)
+    with pytest.raises(ValueError, match="join the sequences of a nested tensor one by one"):
+        join_sequence(uneven)
+    with pytest.raises(ValueError, match="have its tokens in dim=2"):
+        split_sequence(uneven, 2)
+    uneven = uneven.transpose(1, 2)
+    with pytest.raises(
+        ValueError, match=r"rank 0 has \[1, 6\] tokens .* lengths \[9, 12\], where .* gives it \[3, 4\]"
+    ):
+        ring_attention(uneven, uneven, uneven, order="zigzag")
+    with pytest.raises(ValueError, match="the tokens of a nested tensor must be in dimension 2"):
+        ring_attention(*[uneven.transpose(1, 2)] * 3, order="zigzag")
+    with pytest.raises(ValueError, match="some of q, k and v are nested"):
+        ring_attention(uneven, uneven, torch.ones(2, 2, 3, 3))
+    with pytest.raises(ValueError, match="lengths are given beside nested tensors"):
+        ring_attention(uneven, uneven, uneven, lengths=[9, 12])
+    loose = torch.nested.nested_tensor([torch.ones(2, 4, 3)])
+    with pytest.raises(ValueError, match=r"made with layout=torch\.jagged"):
+        ring_attention(loose, loose, loose)
+
+
+def nested_one(kind: str, order: str, causal: bool, lengths: list[int], whole: list[list[Tensor]]) -> None:
+    asked = [torch.nested.nested_tensor(each, layout=torch.jagged, requires_grad=True) for each in whole]
+    q, *kv = (split_sequence(each, 1, None, order) for each in asked)
+    k, v = (torch.nested.nested_tensor_from_jagged(each.values(), offsets=q.offsets()) for each in kv)
+    output = BOTH[kind](*(each.transpose(1, 2) for each in (q, k, v)), causal=causal, order=order, enable_gqa=True)
+    output.transpose(1, 2).values().square().sum().backward()
+    grads = [each.grad.values().clone() for each in asked]
+    for each in grads:
+        dist.all_reduce(each)  # every rank has those of its tokens
+    alone = [[each.clone().requires_grad_() for each in kind] for kind in whole]
+    mine = output.transpose(1, 2).unbind()
+    for row, sequence in enumerate(zip(*alone, strict=True)):
+        single = unsplit(*(each.transpose(0, 1)[None] for each in sequence), causal, None, None)[0].transpose(0, 1)
+        held = chunks(lengths[row], dist.get_world_size(), order, dist.get_rank())
+        expected = torch.cat([single[start:stop] for start, stop in held])
+        near(mine[row], expected)
+        single.square().sum().backward()
+    for found, wanted in zip(grads, alone, strict=True):
+        near(found, torch.cat([each.grad for each in wanted]))
+
+
+def test_groups_within_the_group() -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        groups = [dist.new_group([0, 2, 3]), dist.new_group([1])]
+        compare("ring", "zigzag", (1, 1, 12, 4), group=groups[rank == 1])
+        compare("ulysses", "contiguous", (1, 3, 9, 4), group=groups[rank == 1])
+        if rank == 1:
+            with pytest.raises(ValueError, match="rank 1 is not in the group"):
+                ring_attention(*torch.ones(3, 1, 1, 2, 4), group=groups[0])
+
+    dist_prims.spawn(body, 4, timeout=60)
+
+
+def test_memory_of_any_layout() -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        x = torch.randn(1, 8, 2, 4, 3)
+        for kind, attention in BOTH.items():
+            for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):  # chosen, whatever the strides are
+                split = split_sequence(x, 1).requires_grad_()
+                q, k, v = split.permute(4, 0, 2, 1, 3)  # features are 3 apart
+                with sdpa_kernel(kernel):
+                    attention(q, k, v, causal=True).sum().backward()
+                whole = x.clone().requires_grad_()
+                q, k, v = whole.permute(4, 0, 2, 1, 3)
+                unsplit(q, k, v, True, None, None).sum().backward()
+                near(split.grad, split_sequence(whole.grad, 1), what=kind)
+            v = torch.ones(1, 2, 8, 1).cumsum(2).expand(-1, -1, -1, 6)  # other features than q's
+            output = attention(*(split_sequence(each.detach(), 2) for each in (q, k, v)), causal=True)
+            near(output, split_sequence(unsplit(q, k, v, True, None, None), 2).detach())
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_the_kernel_is_chosen_as_there() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    assert choose(q, q, q, True).name == "flash on the CPU"
+    assert choose(q, q, q[..., :4], True).name == "math"  # values with other features
+    with sdpa_kernel(SDPBackend.MATH):
+        assert choose(q, q, q, True).name == "math"
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), pytest.raises(RuntimeError, match="No viable backend"):
+        choose(q, q, q, True)
+
+
+def test_autocast_lowers_as_the_original_does() -> None:
+    def body() -> None:
+        q, k, v = torch.randn(3, 1, 2, 4, 8, requires_grad=True)
+        for attention in BOTH.values():
+            for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+                with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(kernel):
+                    output = attention(q, k.bfloat16(), v)
+                assert output.dtype == torch.bfloat16
+                assert [each.dtype for each in torch.autograd.grad(output.sum(), (q, k))] == [torch.float32] * 2
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_split_and_join(size: int, order: str) -> None:
+    def body() -> None:
+        rank, whole = dist.get_rank(), torch.arange(3.0 * 4 * size * 2).view(3, 4 * size, 2)
+        part = split_sequence(whole.clone().requires_grad_(), 1, None, order)
+        places = sequence_positions(4 * size, None, order)
+        assert torch.equal(part, whole[:, places])
+        leaf = part.detach().requires_grad_()
+        joined = join_sequence(leaf, 1, None, order)
+        assert torch.equal(joined, whole)
+        (joined * whole * (rank + 1)).sum().backward()  # every rank's loss reaches it
+        assert torch.equal(leaf.grad, part * sum(range(1, size + 1)))
+        assert join_sequence(leaf[:0], 1, None, order).shape == (0, 4 * size, 2)
+
+    dist_prims.spawn(body, size, timeout=60)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    size=st.integers(1, 5),
+    order=st.sampled_from(ORDERS),
+    causal=st.booleans(),
+    even=st.booleans(),
+    lengths=st.lists(st.integers(0, 40), max_size=4),
+)
+def test_every_visible_pair_is_computed_once(
+    size: int, order: str, causal: bool, even: bool, lengths: list[int]
+) -> None:
+    """A plan needs no ranks to be proved: every key that a query sees is in one piece, and no other is."""
+    padded = 40 * size if even else None
+    layout = Layout(size, order, tuple(lengths), padded)
+    for row, length in enumerate(lengths):
+        where = [
+            [at for start, stop in held[row] for at in range(start, stop)] for held in map(layout.held, range(size))
+        ]
+        assert sorted(at for each in where for at in each) == list(range(length))
+        assert max(map(len, where)) <= layout.width
+        seen = torch.zeros(length, length, dtype=torch.int64)
+        for queries in range(size):
+            for keys in range(size):
+                for piece in layout.pieces(queries, keys, causal):
+                    if piece.rows.start <= row < piece.rows.stop:
+                        asks, answers = where[queries][piece.queries], where[keys][piece.keys]
+                        assert asks
+                        assert answers
+                        block = torch.ones(len(asks), len(answers), dtype=torch.int64)
+                        seen[torch.tensor(asks)[:, None], torch.tensor(answers)] += (
+                            block.tril() if piece.causal else block
+                        )
+        wanted = torch.ones_like(seen)
+        assert torch.equal(seen, wanted.tril() if causal else wanted)
+
+
+def test_zigzag_shares_the_work_evenly() -> None:
+    def pairs(order: str, rank: int) -> int:
+        pieces = [piece for keys in range(4) for piece in Layout(4, order, (64,)).pieces(rank, keys, True)]
+        areas = [(len(range(64)[piece.queries]), len(range(64)[piece.keys]), piece.causal) for piece in pieces]
+        return sum(asks * (asks + 1) // 2 if causal else asks * answers for asks, answers, causal in areas)
+
+    assert [pairs("zigzag", rank) for rank in range(4)] == [520] * 4
+    assert [pairs("contiguous", rank) for rank in range(4)] == [136, 392, 648, 904]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6))
+def test_merging_is_exact_for_far_apart_logarithms(logs: list[float]) -> None:
+    blocks = torch.randn(len(logs), 1, 3, dtype=torch.float64)
+    output, total = torch.zeros(1, 3, dtype=torch.float64), torch.full((1,), -torch.inf, dtype=torch.float64)
+    each = torch.tensor(logs, dtype=torch.float64)
+    for block, log in zip(blocks, each, strict=True):
+        merge(output, total, block, log[None])
+    near(total[0], each.logsumexp(0), 1e-12)
+    near(output, (each.softmax(0)[:, None, None] * blocks).sum(0), 1e-12)
+
+
+def good(tokens: int = 4) -> list[Tensor]:
+    return list(torch.ones(3, 1, 2, tokens, 8))
+
+
+MISTAKES: list[tuple[str, Callable[[], Any]]] = [
+    ("3 tokens on this rank cannot be the two chunks", lambda: ring_attention(*good(3), order="zigzag")),
+    ("order='spiral'; choose 'contiguous' or 'zigzag'", lambda: ring_attention(*good(), order="spiral")),
+    ("dropout_p=0.1 is not offered", lambda: ring_attention(*good(), dropout_p=0.1)),
+    ("must be of one floating type", lambda: ring_attention(good()[0].double(), *good()[1:])),
+    ("must be of one floating type", lambda: ring_attention(*torch.ones(3, 1, 2, 4, 8, dtype=torch.int32))),
+    ("have 3, 4, 4 dimensions", lambda: ring_attention(good()[0][0], *good()[1:])),
+    ("have 2, 4 and 4 tokens here", lambda: ring_attention(good(2)[0], *good()[1:])),
+    ("do not fit", lambda: ring_attention(good()[0][..., :4], *good()[1:])),
+    (
+        "2 heads of queries and 1 of keys; enable_gqa=True",
+        lambda: ring_attention(good()[0], *torch.ones(2, 1, 1, 4, 8)),
+    ),
+    ("1 heads of queries cannot share 2 heads", lambda: ring_attention(good()[0][:, :1], *good()[1:], enable_gqa=True)),
+    ("need a head and a feature", lambda: ring_attention(*torch.ones(3, 1, 2, 4, 0))),
+    (r"lengths=\[9\] must be one for each of 1 sequences, from 0 to 8", lambda: ring_attention(*good(), lengths=[9])),
+    (r"lengths=\[1, 2\] must be one", lambda: ring_attention(*good(), lengths=torch.tensor([1, 2]))),
+    ("1 heads of queries and 1 of keys cannot be dealt", lambda: ulysses_attention(*(x[:, :1] for x in good()))),
+]
+
+
+def test_mistakes_are_told_before_anything_is_sent() -> None:
+    def body() -> None:
+        for words, mistake in MISTAKES:
+            with pytest.raises(ValueError, match=words + ".*nothing was sent"):
+                mistake()  # all ranks make it
+            if dist.get_rank() == 0:
+                with pytest.raises(ValueError, match=words):
+                    mistake()
+            else:  # one rank makes it, the others are told
+                with pytest.raises(MismatchError, match=f"Rank 0 has .*{words}"):
+                    ring_attention(*good())
+        for x in ring_attention(*good()):  # and the group goes on
+            near(x, torch.ones_like(x))
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_ranks_that_disagree_are_told() -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        odd = rank == 1
+        for make in (
+            lambda: ring_attention(*good(4 + 2 * odd)),
+            lambda: ring_attention(*good(), causal=odd),
+            lambda: ring_attention(*good(), order=ORDERS[odd]),
+            lambda: ring_attention(*good(), scale=0.5 if odd else None),
+            lambda: ring_attention(*good(), lengths=[3 + odd]),
+            lambda: ring_attention(*(x.double() if odd else x for x in good())),
+            lambda: ring_attention(*(x.requires_grad_(odd) for x in good())),
+            lambda: BOTH["ring" if odd else "ulysses"](*good()),
+        ):
+            with pytest.raises(MismatchError, match=f"rank {rank}: .*no data was touched.*split_sequence"):
+                make()
+        ring_attention(*good())
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_sequences_that_cannot_be_split() -> None:
+    def body() -> None:
+        with pytest.raises(ValueError, match=r"6 tokens do not divide into 4 chunks \(order='zigzag', 2 ranks\)"):
+            split_sequence(torch.ones(1, 6), 1, None, "zigzag")
+        with pytest.raises(ValueError, match="3 tokens are not two chunks"):
+            join_sequence(torch.ones(1, 3), 1, None, "zigzag")
+        with pytest.raises(ValueError, match="order='snake'; choose"):
+            sequence_positions(4, None, "snake")
+
+    dist_prims.spawn(body, 2, timeout=60)

@@ -1,0 +1,226 @@
+"""Training that goes on when ranks die, leave and join; torchrun is the real one."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dist_prims
+from dist_prims.recipes._elastic_worker import train
+from dist_prims.training.checkpoint import Checkpoints
+from dist_prims.training.elastic import GlobalBatches, StopRequest, elastic_steps
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1"]
+WORKER = ["-m", "dist_prims.recipes._elastic_worker"]
+
+
+def shares(size: int, steps: int, count: int, batch: int, shuffle: bool = True) -> list[list[tuple[list[int], float]]]:
+    """Per step, what each rank gets, without ranks."""
+    everyones = []
+    for rank in range(size):
+        batches = GlobalBatches(range(count), batch, seed=4, shuffle=shuffle)
+        batches._rank, batches._size = rank, size
+        everyones.append([(items.tolist(), weight) for items, weight in (next(batches) for _ in range(steps))])
+    return [list(each) for each in zip(*everyones, strict=True)]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@settings(deadline=None, max_examples=50)
+@given(size=st.integers(2, 7), count=st.integers(1, 30), batch=st.integers(1, 12), shuffle=st.booleans())
+def test_the_samples_and_their_order_do_not_depend_on_the_ranks(
+    size: int, count: int, batch: int, shuffle: bool
+) -> None:
+    steps = 2 * -(-count // batch)  # two epochs
+    one = [step[0][0] for step in shares(1, steps, count, batch, shuffle)]
+    for epoch in (one[: steps // 2], one[steps // 2 :]):
+        assert sorted(itertools.chain(*epoch)) == list(range(count))
+    for wanted, by_rank in zip(one, shares(size, steps, count, batch, shuffle), strict=True):
+        assert list(itertools.chain(*(items for items, weight in by_rank if weight))) == wanted
+        for items, weight in by_rank:
+            assert weight in (0, pytest.approx(len(items) * size / len(wanted)))
+            assert len(items) == 1 or weight
+
+
+@pytest.mark.usefixtures("alone")
+def test_batches_go_on_and_refuse_another_data_set() -> None:
+    pairs = [(torch.tensor([float(number)]), number) for number in range(10)]
+    batches = GlobalBatches(pairs, 4)
+    x, _, weight = next(batches)
+    assert (x.shape, weight, batches.step, batches.epoch, len(batches)) == ((4, 1), 1.0, 1, 0, 3)
+    again = GlobalBatches(pairs, 4)
+    again.load_state_dict(batches.state_dict())
+    for _ in range(5):
+        assert next(batches)[1].tolist() == next(again)[1].tolist()
+    with pytest.raises(ValueError, match="the state has batch=4, and here it is 5"):
+        GlobalBatches(pairs, 5).load_state_dict(batches.state_dict())
+    for data, batch in (([], 1), (pairs, 0)):
+        with pytest.raises(ValueError, match="at least one of each"):
+            GlobalBatches(data, batch)
+
+
+@pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
+def test_one_rank_is_told_to_stop_and_all_leave_after_the_same_step(backend: str, tmp_path: Path) -> None:
+    def body() -> tuple[int, int, int]:
+        before, value = signal.getsignal(signal.SIGTERM), torch.zeros(1)
+        done = 0
+        code = 0
+        try:
+            for step in elastic_steps(Checkpoints(tmp_path, {"value": value}), 1000, every=100):
+                value += 1
+                done = step + 1
+                if dist.get_rank() == 1 and step == 7:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        except SystemExit as left:
+            code = left.code
+        assert signal.getsignal(signal.SIGTERM) == before
+        value.zero_()
+        with StopRequest() as stop:
+            assert not stop.agreed()
+        return done, Checkpoints(tmp_path, {"value": value}).restore(), code + int(value)
+
+    assert dist_prims.spawn(body, 3, backend=backend, timeout=60) == [(8, 8, 151)] * 3
+
+
+def test_every_step_is_done_once_and_the_last_is_saved(tmp_path: Path) -> None:
+    def body(last: int) -> list[int]:
+        return list(elastic_steps(Checkpoints(tmp_path, {}, keep=9), last, every=3))
+
+    assert dist_prims.spawn(body, 2, (7,), timeout=60) == [list(range(7))] * 2
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["step-3.json", "step-6.json", "step-7.json"]
+    assert dist_prims.spawn(body, 1, (9,), timeout=60) == [[7, 8]]
+    assert dist_prims.spawn(body, 3, (9,), timeout=60) == [[]] * 3
+    with pytest.raises(dist_prims.launch.RankFailed, match="every=0 must be at least 1"):
+        dist_prims.spawn(lambda: list(elastic_steps(Checkpoints(tmp_path, {}), 9, every=0)), 1, timeout=60)
+
+
+def test_the_number_of_ranks_may_change_at_every_checkpoint(tmp_path: Path) -> None:
+    """The parameters are those of one rank but for the order of additions; the moments of Adam follow by rows."""
+
+    def body(folder: str, last: int) -> torch.Tensor:
+        return train(tmp_path / folder, last, 4, dropout=0)
+
+    (alone,) = dist_prims.spawn(body, 1, ("alone", 16), backend="dist_prims", timeout=60)
+    for size, last in ((2, 4), (3, 8), (1, 12), (4, 16)):
+        everyones = dist_prims.spawn(body, size, ("changing", last), backend="dist_prims", timeout=60)
+        assert all(torch.equal(each, everyones[0]) for each in everyones)
+    torch.testing.assert_close(everyones[0], alone, atol=2e-5, rtol=1e-4)
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "log.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+@contextlib.contextmanager
+def started(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher with its ranks, of which none is left behind."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DIST_PRIMS_QUIET": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, start_new_session=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM if process.poll() is None else signal.SIGKILL)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def undisturbed(folder: Path, last: int, every: int, size: int) -> torch.Tensor:
+    """What ranks without launcher, death or restart end with."""
+    return dist_prims.spawn(train, size, (folder, last, every), backend="dist_prims", timeout=100)[0]
+
+
+def kill_one(tmp_path: Path, backend: str, last: int, every: int) -> None:
+    rank, step = random.randrange(2), random.randrange(1, last)
+    print(f"rank {rank} dies in step {step}")
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *WORKER, str(tmp_path / "c")]
+    command += ["--last", str(last), "--every", str(every), "--die", f"{rank}@{step}", "--backend", backend]
+    with started(*command) as job:
+        said, _ = job.communicate(timeout=100)
+    assert job.returncode == 0, said
+    attempts: dict[int, list[int]] = {}
+    for each in log(tmp_path):
+        attempts.setdefault(each["pid"], []).append(each["step"])
+    first, again = attempts.values()
+    assert first in (list(range(step + 1)), list(range(step)))  # rank 0 may hear of the death before it writes
+    assert again == list(range(step - step % every, last)), "only the steps since the checkpoint are done again"
+    assert torch.equal(torch.load(tmp_path / "weights.pt"), undisturbed(tmp_path / "u", last, every, 2))
+
+
+def test_a_rank_killed_in_any_step_changes_no_bit(tmp_path: Path) -> None:
+    kill_one(tmp_path, "dist_prims", last=12, every=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("turn", range(4))
+def test_a_rank_killed_in_any_step_of_many(turn: int, tmp_path: Path) -> None:
+    kill_one(tmp_path, ("dist_prims", "gloo")[turn % 2], last=60, every=7)
+
+
+def wait_for(what: Callable[[], bool], job: subprocess.Popen[str], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert job.poll() is None, job.stdout.read() if job.stdout else ""
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_host_joins_and_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun --nnodes 1:2: one agent alone, then two, then one again; no step is lost, none is done twice."""
+    monkeypatch.setenv(
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
+    )  # or who joins waits for an address that was said before
+    last, every = 800, 10_000
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it outlives both agents
+    agent = [*TORCHRUN, "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-id", "job"]
+    agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--local-addr", "127.0.0.1"]
+    agent += ["--rdzv-conf", "last_call_timeout=2,join_timeout=100,keep_alive_interval=2,keep_alive_max_attempt=5"]
+    agent += [*WORKER, str(tmp_path / "c"), "--last", str(last), "--every", str(every), "--pause", "0.25"]
+    with started(*agent) as stays:
+        wait_for(lambda: len(log(tmp_path)) > 2, stays)
+        with started(*agent) as leaves:
+            wait_for(lambda: sum(each["ranks"] == 2 for each in log(tmp_path)) > 2, stays)
+            leaves.send_signal(signal.SIGTERM)
+            leaves.wait(60)
+        wait_for(lambda: log(tmp_path)[-1]["ranks"] == 1, stays)
+        (tmp_path / "hurry").touch()
+        said, _ = stays.communicate(timeout=200)
+    assert stays.returncode == 0, said
+    assert [each["step"] for each in log(tmp_path)] == list(range(last))
+    phases = [(size, len(list(each))) for size, each in itertools.groupby(each["ranks"] for each in log(tmp_path))]
+    assert [size for size, _ in phases] == [1, 2, 1]
+    until = 0
+    for size, steps in phases:  # the same without torchrun
+        until += steps
+        wanted = dist_prims.spawn(train, size, (tmp_path / "u", until, every), backend="dist_prims", timeout=100)[0]
+    assert torch.equal(torch.load(tmp_path / "weights.pt"), wanted)

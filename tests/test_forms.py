@@ -1,0 +1,82 @@
+"""The recipes of parallel forms: each holds on several sizes and backends, and what they are made of can fail."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo  # optimisers and DDP import it: once here, not once in every forked rank
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import dist_prims
+from dist_prims.recipes.__main__ import cook
+from dist_prims.recipes.ddp_twin import DDPTwin
+from dist_prims.recipes.two_devices import TwoDevices
+
+FORMS = ["ddp_twin", "parameter_server", "rpc", "two_devices", "uneven", "zero"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("size", "backend"), [(2, "gloo"), pytest.param(4, "dist_prims", marks=pytest.mark.slow)]
+)  # 2 of "dist_prims", 1 and 3 are in test_recipes.py
+def test_every_form_holds(size: int, backend: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert dist_prims.spawn(cook, size, (FORMS,), backend=backend, timeout=280) == [0] * size
+    text = capfd.readouterr().out
+    assert "checks held" in text
+    assert "✗" not in text
+    assert "skipped" not in text
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())  # rank 0's values count
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(4)))
+        self.frozen = torch.nn.Linear(20, 20).requires_grad_(False)
+        self.unused: torch.nn.Module | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.layers(x).tanh())
+
+
+@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
+@pytest.mark.parametrize("bucket_bytes", [1, 2000, 10**6])
+def test_the_twin_has_the_bits_of_ddp(bucket_bytes: int, backend: str) -> None:
+    def body() -> None:
+        model = Net()
+        theirs = DistributedDataParallel(copy.deepcopy(model))
+        twin = DDPTwin(model, bucket_bytes)
+        assert len(twin.buckets) == {1: 8, 2000: 2, 10**6: 1}[bucket_bytes]
+        for step in range(3):
+            x = torch.randn(5, 20, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            for each in (model, theirs):
+                each.zero_grad()
+                each(x).square().sum().backward()
+            for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
+                assert (mine.grad is None) == (other.grad is None) == (not mine.requires_grad)
+                assert mine.grad is None or torch.equal(mine.grad, other.grad)
+
+    dist_prims.spawn(body, 2, backend=backend, timeout=60)
+
+
+def test_the_twin_says_what_it_does_not_do() -> None:
+    def body() -> None:
+        model = Net()
+        model.unused = torch.nn.Linear(1, 1)
+        DDPTwin(model)
+        with pytest.raises(RuntimeError, match="2 parameters have got no gradient"):
+            model(torch.ones(1, 20)).sum().backward()
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
+def test_two_gpus() -> None:
+    model = TwoDevices(torch.device("cuda:0"), torch.device("cuda:1"))
+    output = model(torch.ones(3, 10))
+    output.sum().backward()
+    assert [each.device.index for each in (model.net1.weight.grad, output)] == [0, 1]

@@ -1,0 +1,266 @@
+"""Mixed precision: one verdict on overflow for all ranks, whatever holds the parameters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dist_prims
+from dist_prims.errors import MismatchError
+from dist_prims.launch import RankFailed
+from dist_prims.training.compression import Half
+from dist_prims.training.mixed_precision import GradScaler
+
+
+def parameter(value: float = 0.0) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.full((2,), value))
+
+
+def backward(scaler: torch.amp.GradScaler, weight: torch.nn.Parameter, gradient: float) -> None:
+    weight.grad = None
+    scaler.scale((weight * gradient).sum()).backward()
+
+
+def everyones(value: object) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+@pytest.mark.parametrize(("size", "backend"), [(1, "gloo"), (2, "dist_prims"), (3, "gloo"), (4, "dist_prims")])
+def test_a_rank_that_overflows_holds_all_back(size: int, backend: str) -> None:
+    """Each rank has a parameter of its own, as with sharded optimisers; each in turn overflows, by inf or NaN."""
+
+    def body() -> None:
+        rank, weight = dist.get_rank(), parameter()
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scaler = GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        for step in range(2 * size):
+            bad = [float("inf"), float("nan")][step // size] if step % size == rank else -1.0
+            backward(scaler, weight, bad)
+            assert scaler.step(optimizer) is None
+            scaler.update()
+            assert weight.tolist() == [0.0, 0.0]
+            assert scaler.get_scale() == 8.0 / 2 ** (step + 1)
+        for _ in range(2):
+            backward(scaler, weight, -1.0 - rank)
+            scaler.step(optimizer)
+            scaler.update()
+        assert weight.tolist() == [2.0 + 2 * rank] * 2  # unscaled, and every step made
+        assert scaler.get_scale() == 8.0 / 2 ** (2 * size - 1)  # grown after two
+        assert everyones(scaler.state_dict()) == [scaler.state_dict()] * size
+
+    dist_prims.spawn(body, size, timeout=60, backend=backend)
+
+
+def test_torchs_own_scaler_lets_ranks_part() -> None:
+    """Why there is another one."""
+
+    def body() -> float:
+        weight = parameter()
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("cpu")
+        backward(scaler, weight, float("inf") if dist.get_rank() == 1 else -1.0)
+        scaler.step(optimizer)
+        return weight[0].item()
+
+    assert dist_prims.spawn(body, 2, timeout=60) == [1.0, 0.0]
+
+
+def test_several_optimisers_each_have_a_verdict() -> None:
+    def body() -> tuple[float, float, float]:
+        one, two = parameter(), parameter()
+        optimizers = [torch.optim.SGD([one], lr=1.0), torch.optim.SGD([two], lr=1.0)]
+        scaler = GradScaler("cpu", init_scale=8.0)
+        backward(scaler, one, -1.0)
+        backward(scaler, two, float("inf") if dist.get_rank() == 1 else -1.0)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        return one[0].item(), two[0].item(), scaler.get_scale()
+
+    assert dist_prims.spawn(body, 2, timeout=60) == [(1.0, 0.0, 4.0)] * 2
+
+
+@pytest.mark.parametrize("bad", [-1, 0, 1])
+def test_unscaled_gradients_can_be_clipped(bad: int) -> None:
+    def body() -> None:
+        rank, weight = dist.get_rank(), parameter()
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0), GradScaler("cpu", init_scale=2.0**10)
+        backward(scaler, weight, float("inf") if rank == bad else -3.0 - rank)
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        if bad < 0:
+            torch.testing.assert_close(norm.item(), (3.0 + rank) * 2**0.5)
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match="called after step"):
+            scaler.unscale_(optimizer)
+        scaler.update()
+        torch.testing.assert_close(weight.norm().item(), 0.0 if bad >= 0 else 1.0)
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_a_fused_optimiser_asks_the_others_too() -> None:
+    def body() -> None:
+        weight = parameter(1.0)
+        optimizer = torch.optim.Adam([weight], lr=0.5, fused=True)
+        assert optimizer._step_supports_amp_scaling
+        scaler = GradScaler("cpu", init_scale=8.0)
+        backward(scaler, weight, float("inf") if dist.get_rank() == 1 else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.tolist() == [1.0, 1.0]
+        backward(scaler, weight, 1.0)
+        scaler.step(optimizer)
+        torch.testing.assert_close(weight.detach(), torch.tensor([0.5, 0.5]))
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_a_rank_without_a_loss_and_one_without_gradients() -> None:
+    """The first stage of a pipeline scales nothing; an expert that no token has reached has no gradient."""
+
+    def body() -> tuple[float, float]:
+        rank, weight = dist.get_rank(), parameter()
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0), GradScaler("cpu", init_scale=8.0)
+        for step in range(2):
+            weight.grad = None
+            if rank == 0:
+                weight.grad = torch.full((2,), float("inf") if step == 0 else -4.0)  # from a later stage
+            if rank == 1:
+                backward(scaler, weight, -1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        return weight[0].item(), scaler.get_scale()
+
+    assert dist_prims.spawn(body, 3, timeout=60) == [(1.0, 4.0), (1.0, 4.0), (0.0, 4.0)]
+
+
+def test_a_sub_group_decides_for_itself() -> None:
+    def body() -> float:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        weight = parameter()
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0), GradScaler("cpu", group=pairs[dist.get_rank() // 2])
+        backward(scaler, weight, float("inf") if dist.get_rank() == 2 else -1.0)
+        scaler.step(optimizer)
+        return weight[0].item()
+
+    assert dist_prims.spawn(body, 4, timeout=60, backend="dist_prims") == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_state_is_loaded_and_compared() -> None:
+    def body() -> None:
+        weight = parameter()
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0), GradScaler("cpu", init_scale=8.0)
+        backward(scaler, weight, float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        state = scaler.state_dict()
+        other = GradScaler("cpu")
+        other.load_state_dict(state)
+        assert other.state_dict() == state
+        assert state["scale"] == 4.0
+        if dist.get_rank() == 1:
+            other.load_state_dict({**state, "scale": 2.0})
+        backward(other, weight, -1.0)
+        with pytest.raises(MismatchError, match=r"Rank 0 has GradScaler\(scale=4,.*rank 1 has GradScaler\(scale=2,"):
+            other.step(optimizer)
+        assert weight.tolist() == [0.0, 0.0]
+        dist_prims.barrier()
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_ranks_with_other_options_are_told() -> None:
+    def body() -> None:
+        weight = parameter()
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scaler = GradScaler("cpu", growth_interval=100 + dist.get_rank())
+        backward(scaler, weight, -1.0)
+        scaler.step(optimizer)
+
+    with pytest.raises(RankFailed, match="the same options, or load the same state"):
+        dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_a_scaler_that_is_off_does_nothing() -> None:
+    def body() -> None:
+        weight = parameter()
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0), GradScaler("cpu", enabled=False)
+        if dist.get_rank() == 0:  # no message is sent, so one rank alone may
+            backward(scaler, weight, -1.0)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert weight.tolist() == [1.0, 1.0]
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_without_a_group() -> None:
+    with pytest.raises(ValueError, match=r"call dist_prims\.init"):
+        GradScaler("cpu")
+
+
+@pytest.mark.parametrize("wrapper", ["averager", "fp16", "ddp"])
+def test_averaged_gradients(wrapper: str) -> None:
+    """An infinity of one rank reaches all, also through float16, where what is too large becomes one."""
+
+    def body() -> None:
+        model: torch.nn.Module = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        weight = model.weight
+        if wrapper == "ddp":
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            dist_prims.GradientAverager(model, compress=None if wrapper == "averager" else Half(torch.float16))
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0), GradScaler("cpu", init_scale=2.0**10)
+        for step in range(4):
+            optimizer.zero_grad()
+            overflows = step == 1 and dist.get_rank() == 1
+            wide = 1e38 if wrapper != "fp16" else 100.0  # 1024 * 100 is more than float16 holds
+            x = torch.full((1, 4), wide if overflows else -0.25)
+            scaler.scale(model(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert everyones(weight.tolist()) == [weight.tolist()] * 2
+        assert weight.tolist() == [[0.75] * 4]
+        assert scaler.get_scale() == 2.0**9
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_each_rank_trains_a_part_as_one_process_trains_all() -> None:
+    """Sharded parameters in float16 autocast: the parts together are what one process has, scale and all."""
+
+    def train(models: list[torch.nn.Module], scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD([each for model in models for each in model.parameters()], lr=0.01)
+        for step in range(6):
+            optimizer.zero_grad()
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", dtype=torch.float16):
+                outs = [model(x * 100) for model in models]
+            for out in outs:
+                scaler.scale(out.float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return [each.detach() for model in models for each in model.parameters()]
+
+    def body() -> None:
+        torch.manual_seed(0)
+        whole = [torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)]
+        with torch.no_grad():
+            whole[1].weight.mul_(20)  # its gradients overflow first
+        part = copy.deepcopy(whole[dist.get_rank()])
+        alone, ours = torch.amp.GradScaler("cpu", init_scale=2.0**8), GradScaler("cpu", init_scale=2.0**8)
+        wanted, found = train(whole, alone), train([part], ours)
+        assert ours.state_dict() == alone.state_dict()
+        assert alone.get_scale() < 2.0**8  # it has overflowed
+        own = wanted[2 * dist.get_rank() :][:2]
+        assert all(torch.equal(mine, want) for mine, want in zip(found, own, strict=True))
+
+    dist_prims.spawn(body, 2, timeout=60)

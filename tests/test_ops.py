@@ -1,0 +1,298 @@
+"""Collectives in a graph: values, derivatives, torch's own checks, and the order that compilers must keep."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dist_prims
+from dist_prims import ops
+from dist_prims.errors import MismatchError
+from dist_prims.launch import RankFailed
+from dist_prims.ops import registered
+
+SOMEWHERE = [(1, "gloo"), (2, "dist_prims"), (3, "gloo"), (4, "dist_prims")]
+on_ranks = pytest.mark.parametrize(("size", "backend"), SOMEWHERE)
+Body = Callable[[], object]
+
+
+def rows_of(rank: int, rows: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """What a rank has: small whole numbers, so that sums are exact in every dtype and order."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-4, 5, (rows, 3), generator=generator).to(dtype)
+
+
+@on_ranks
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_values(size: int, backend: str, count: int) -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
+            everyones = torch.stack([rows_of(each, count, dtype) for each in range(size)])
+            mine = everyones[rank].clone()
+            whole = {"sum": everyones.sum(0), "max": everyones.amax(0), "min": everyones.amin(0)}
+            whole["product"] = everyones.prod(0)
+            for op, wanted in whole.items():
+                assert torch.equal(ops.all_reduce(mine, op), wanted.to(dtype)), (op, dtype)
+            if dtype.is_floating_point:
+                scaled = mine * size  # so that the division is exact
+                assert torch.equal(ops.all_reduce(scaled, "mean"), everyones.sum(0).to(dtype))
+            assert torch.equal(ops.all_gather(mine), everyones.flatten(0, 1))
+            assert torch.equal(ops.all_gather(mine.t(), dim=1), everyones.flatten(0, 1).t())  # not contiguous
+            cut = everyones.repeat(1, size, 1)
+            assert torch.equal(ops.reduce_scatter(cut[rank]), everyones.sum(0).to(dtype))
+            assert torch.equal(ops.reduce_scatter(cut[rank].t(), "max", dim=-1), everyones.amax(0).t())
+            assert torch.equal(ops.all_to_all(cut[rank]), everyones.flatten(0, 1))
+            assert torch.equal(ops.broadcast(mine, size - 1), everyones[-1])
+            total = everyones.sum(0).to(dtype)
+            assert torch.equal(ops.reduce(mine, size - 1), total if rank == size - 1 else torch.zeros_like(total))
+            assert torch.equal(mine, everyones[rank])  # untouched, and the result is fresh
+
+    dist_prims.spawn(body, size, timeout=60, backend=backend)
+
+
+@on_ranks
+def test_uneven_parts(size: int, backend: str) -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        lengths = [(3 * each) % 4 for each in range(size)]  # 0, 3, 2, 1
+        parts = [rows_of(each, lengths[each]) for each in range(size)]
+        mine = parts[rank].clone().requires_grad_()
+        joined = ops.all_gather(mine, splits=lengths)
+        assert torch.equal(joined, torch.cat(parts))
+        (joined * (rank + 1)).sum().backward()
+        assert torch.equal(mine.grad, torch.full_like(mine, size * (size + 1) / 2))
+
+        everyones = torch.stack([rows_of(each, sum(lengths)) for each in range(size)])
+        mine = everyones[rank].clone().requires_grad_()
+        part = ops.reduce_scatter(mine, splits=lengths)
+        assert torch.equal(part, everyones.sum(0).split(lengths)[rank])
+        (part * (rank + 1)).sum().backward()
+        wanted = torch.cat([torch.full((length, 3), each + 1.0) for each, length in enumerate(lengths)])
+        assert torch.equal(mine.grad, wanted.double())
+
+        send = [(rank + each) % 3 for each in range(size)]  # as much as comes back
+        mine = rows_of(rank, sum(send)).requires_grad_()
+        got = ops.all_to_all(mine, send, send)
+        wanted = [rows_of(each, sum((each + to) % 3 for to in range(size))) for each in range(size)]
+        cuts = [rows.split([(each + to) % 3 for to in range(size)])[rank] for each, rows in enumerate(wanted)]
+        assert torch.equal(got, torch.cat(cuts))
+        (got * (rank + 1)).sum().backward()
+        wanted = torch.cat([torch.full((length, 3), each + 1.0) for each, length in enumerate(send)])
+        assert torch.equal(mine.grad, wanted.double())
+
+    dist_prims.spawn(body, size, timeout=60, backend=backend)
+
+
+def functions(size: int) -> dict[str, tuple[Body, Body]]:
+    """For each function what it does on a rank, and what one process does with everybody's tensors, by rank."""
+    cut = lambda whole: list(whole.chunk(size))  # noqa: E731
+    return {
+        "sum": (ops.all_reduce, lambda xs: [xs.sum(0)] * size),
+        "mean": (lambda x: ops.all_reduce(x, "mean"), lambda xs: [xs.mean(0)] * size),
+        "max": (lambda x: ops.all_reduce(x, "max"), lambda xs: [xs.amax(0)] * size),
+        "min": (lambda x: ops.all_reduce(x, "min"), lambda xs: [xs.amin(0)] * size),
+        "product": (lambda x: ops.all_reduce(x, "product"), lambda xs: [xs.prod(0)] * size),
+        "all_gather": (lambda x: ops.all_gather(x, dim=1), lambda xs: [torch.cat(list(xs), 1)] * size),
+        "reduce_scatter": (ops.reduce_scatter, lambda xs: cut(xs.sum(0))),
+        "reduce_scatter mean": (lambda x: ops.reduce_scatter(x, "mean"), lambda xs: cut(xs.mean(0))),
+        "all_to_all": (ops.all_to_all, lambda xs: [torch.cat([cut(x)[to] for x in xs]) for to in range(size)]),
+        "broadcast": (lambda x: ops.broadcast(x, size - 1), lambda xs: [xs[-1]] * size),
+        "reduce": (lambda x: ops.reduce(x), lambda xs: [xs.sum(0)] + [torch.zeros_like(xs[0])] * (size - 1)),
+    }
+
+
+@on_ranks
+def test_derivatives_are_those_of_one_process(size: int, backend: str) -> None:
+    """First and second, of the sum of all ranks' losses; with ties of extremes and zeros in products."""
+
+    def body() -> None:
+        rank = dist.get_rank()
+        for name, (ours, whole) in functions(size).items():
+            xs = torch.stack([rows_of(each, size) for each in range(size)]).requires_grad_()
+            losses = [(y**3).sum() * (each + 1) for each, y in enumerate(whole(xs))]
+            (first,) = torch.autograd.grad(sum(losses), xs, create_graph=True)
+            weights = torch.stack([rows_of(9 + each, size) for each in range(size)])
+            (second,) = torch.autograd.grad((first * weights).sum(), xs)
+            x = xs[rank].detach().requires_grad_()
+            (mine,) = torch.autograd.grad((ours(x) ** 3).sum() * (rank + 1), x, create_graph=True)
+            torch.testing.assert_close(mine, first[rank], msg=name)
+            (mine,) = torch.autograd.grad((mine * weights[rank]).sum(), x)
+            torch.testing.assert_close(mine, second[rank], msg=name)
+
+    dist_prims.spawn(body, size, timeout=60, backend=backend)
+
+
+@pytest.mark.timeout(300)
+def test_what_torch_asks_of_an_operator() -> None:
+    def body() -> None:
+        group, x = dist.group.WORLD.group_name, torch.randn(2, 3, requires_grad=True)
+        even = [1, 1]
+        cases = [
+            *((registered.all_reduce, (x, op, group)) for op in ("sum", "mean", "max", "min", "product")),
+            (registered.all_gather, (x, [2, 2], group)),
+            (registered.reduce_scatter, (x, "mean", even, group)),
+            (registered.all_to_all, (x, even, even, group)),
+            (registered.broadcast, (x, 0, group)),
+            (registered.reduce, (x.t(), 0, group)),  # not contiguous
+        ]
+        for operator, arguments in cases:
+            torch.library.opcheck(operator, arguments)
+
+    dist_prims.spawn(body, 2, timeout=280)
+
+
+class Net(torch.nn.Module):
+    """Every function in one forward, and the loss with it."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.layer, self.group = torch.nn.Linear(4, 4), group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size, y = dist.get_world_size(self.group), self.layer(x)
+        y = y + 0.1 * ops.all_reduce(y.sum(0), group=self.group) + ops.broadcast(y, group=self.group)
+        rows = ops.reduce_scatter(ops.all_gather(y, dim=1, group=self.group), dim=1, group=self.group)
+        swapped = ops.all_to_all(rows.repeat(size, 1), group=self.group)
+        ops.all_reduce(swapped, group=self.group)  # nobody uses it, and yet no rank may leave it out
+        loss = swapped.square().mean() + ops.all_reduce(y, "max", self.group).mean()
+        return ops.all_reduce(loss, "mean", self.group)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("size", "backend"), [(2, "dist_prims"), (3, "gloo")])
+def test_one_graph_forwards_and_backwards(size: int, backend: str) -> None:
+    def body() -> None:
+        group = dist.new_group(list(range(size)))
+        torch.manual_seed(0)
+        model = Net(group)
+        explained = torch._dynamo.explain(model)(torch.randn(3, 4))
+        assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+        for rows in (3, 5, 2):
+            x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
+            for each in (model, compiled):
+                model.zero_grad()
+                x.grad = None
+                loss = each(x)
+                loss.backward()
+                found = [loss.detach(), x.grad, model.layer.weight.grad.clone()]
+                if each is model:
+                    wanted = found
+            assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))  # to the bit
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # not one for each length
+
+    dist_prims.spawn(body, size, timeout=280, backend=backend)
+
+
+def test_export_and_load() -> None:
+    def body() -> None:
+        class Sum(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return ops.all_gather(ops.all_reduce(x.cos()))
+
+        rows = torch.export.Dim("rows", min=2, max=64)
+        program = torch.export.export(Sum(), (torch.randn(3, 2),), dynamic_shapes=({0: rows},))
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        x = torch.full((5, 2), float(dist.get_rank()))
+        assert torch.equal(torch.export.load(file).module()(x), Sum()(x))
+
+    dist_prims.spawn(body, 2, timeout=110, backend="dist_prims")
+
+
+def crossing(pair: dist.ProcessGroup) -> Body:
+    """Collectives of two groups that do not depend on each other, where ranks compile different kernels."""
+    rank, layer = dist.get_rank(), torch.nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        total = ops.all_reduce(y.sum(0))
+        ops.all_reduce(y.sum(0))
+        loss = (y + 0.1 * total).square().mean()
+        return loss + ops.all_reduce(y * rank, group=pair).sum()  # by a constant 0 on rank 0
+
+    return step
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_inductor_keeps_the_order_of_calls() -> None:
+    """Where it did not, each rank waited in another group: see ops/ordering.py."""
+
+    def body() -> None:
+        step, x = crossing(dist.new_group([0, 1])), torch.randn(3, 4)
+        x.requires_grad_()
+        torch.testing.assert_close(torch.compile(step, fullgraph=True)(x), step(x))
+        model = Net()
+        wanted = model(x)
+        wanted.backward()
+        gradient = model.layer.weight.grad.clone()
+        model.zero_grad()
+        found = torch.compile(model, fullgraph=True)(x)
+        found.backward()
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(model.layer.weight.grad, gradient)
+
+    dist_prims.spawn(body, 2, timeout=280, backend="dist_prims")
+
+
+def test_bad_calls_are_told_before_anything_is_sent() -> None:
+    def body() -> None:
+        x = torch.ones(3, 2)
+        for call, says in [
+            (lambda: ops.all_reduce(x, "average"), r"all_reduce on rank \d: op='average': there are 'sum', 'mean'"),
+            (lambda: ops.all_reduce(x.long(), "mean"), r"op='mean' of torch.int64: .* use 'sum'"),
+            (lambda: ops.reduce_scatter(x), r"3 rows cannot be cut evenly for 2 ranks"),
+            (lambda: ops.reduce_scatter(x, splits=[1, 1]), r"splits=\[1, 1\] add up to 2; there are 3 rows"),
+            (lambda: ops.all_gather(x, splits=[3]), r"splits=\[3\] must have a number for each of 2 ranks"),
+            (lambda: ops.all_gather(x, splits=[2, 2]), r"this rank has 3 rows, and its part of splits=\[2, 2\] is 2"),
+            (lambda: ops.all_gather(torch.tensor(1.0)), r"call \.unsqueeze\(0\) first"),
+            (lambda: ops.all_to_all(x, send=[1, 2]), r"give both"),
+            (lambda: ops.all_to_all(x, [4, -1], [1, 1]), r"send=\[4, -1\] must be numbers from 0"),
+            (lambda: ops.broadcast(x, 2), r"root 2 is asked for; the group's ranks are 0 to 1"),
+        ]:
+            with pytest.raises(ValueError, match=says):
+                call()
+        y = torch.ones(4, requires_grad=True)
+        with pytest.raises(ValueError, match="use all_reduce, which has one"):
+            ops.reduce_scatter(y, "max").sum().backward()
+        dist_prims.barrier()  # nothing was sent, and nobody is left behind
+
+    dist_prims.spawn(body, 2, timeout=60)
+    with pytest.raises(ValueError, match=r"call dist_prims\.init"):
+        ops.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
+def test_ranks_that_disagree_are_told(backend: str) -> None:
+    def body() -> None:
+        with pytest.raises(MismatchError if backend == "gloo" else RuntimeError, match=r"(?s)[Rr]ank 0.*rank 1"):
+            ops.all_reduce(torch.ones(2 + dist.get_rank()))
+
+    dist_prims.spawn(body, 2, timeout=60, backend=backend)
+
+
+def test_who_is_not_in_the_group_is_told() -> None:
+    def body() -> None:
+        pair = dist.new_group([0])
+        ops.all_reduce(torch.ones(1), group=pair)
+
+    with pytest.raises(RankFailed, match="rank 1 is not a member"):
+        dist_prims.spawn(body, 2, timeout=60)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_on_cuda() -> None:
+    def body() -> None:
+        x = torch.randn(4, 4, device="cuda")
+        model = Net().cuda()
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+
+    dist_prims.spawn(body, 1, timeout=110, backend="cpu:gloo,cuda:nccl", start_method="fork")
