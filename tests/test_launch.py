@@ -298,6 +298,22 @@ def test_torchrun_starts_anew_after_a_crash(tmp_path: Path) -> None:
     assert done.stdout.count("rank 1 of 2: 3") == 2, "both attempts met"
 
 
+def test_a_group_that_something_keeps_alive_ends_well(tmp_path: Path) -> None:
+    """gloo's threads free tensors a little late. In half of such runs Python had gone by then, and they aborted."""
+    program = tmp_path / "program.py"
+    program.write_text("""
+import sys
+sys.setswitchinterval(1e3)
+import torch, torch.distributed as dist, dist_prims
+dist_prims.init("gloo")
+kept = dist.group.WORLD
+for _ in range(30):
+    dist.all_reduce(torch.ones(1000))
+""")
+    done = run([*TORCHRUN[:-1], "3", str(program)])
+    assert done.returncode == 0, done.stderr
+
+
 @needs_mpirun
 def test_an_exception_ends_the_whole_job_under_mpirun() -> None:
     program = SUM + "if place.rank == 1: raise LookupError('this one')\nimport time; time.sleep(1000)\n"

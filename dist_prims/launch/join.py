@@ -9,6 +9,8 @@ import atexit
 import faulthandler
 import os
 import sys
+import time
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,6 +28,9 @@ __all__ = ["init"]
 
 _FIVE_MINUTES = 300.0
 _SECONDS_TO_LEAVE = 30.0
+# gloo's threads let go of tensors a little after the wait for them has returned. If the interpreter has gone by then, a
+# thread is ended in the middle of a destructor, and the process aborts.
+_SECONDS_TO_LET_GO = 0.1
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,10 @@ def _leave() -> None:
     global _joined
     if dist.is_initialized():
         faulthandler.dump_traceback_later(_SECONDS_TO_LEAVE, exit=True)  # leaving may wait for ranks that are gone
+        left = weakref.ref(dist.group.WORLD)
         dist.destroy_process_group()
+        _joined = None  # the group's threads are joined where the last reference to it goes
+        if left() is not None:  # a graph, an optimizer or the like holds it
+            time.sleep(_SECONDS_TO_LET_GO)
         faulthandler.cancel_dump_traceback_later()
     _joined = None

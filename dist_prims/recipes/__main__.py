@@ -32,6 +32,8 @@ def main() -> int:
     if given.ranks < 1:
         parser.error(f"--ranks {given.ranks}: at least 1")
     chosen = names() if given.name == "all" else [given.name]
+    import torch._dynamo  # the first optimizer would, on every rank; the ranks are forked from here
+
     if detect().size > 1:
         init(given.backend, timeout=_SECONDS)
         return cook(chosen)
@@ -40,7 +42,8 @@ def main() -> int:
 
 def cook(chosen: list[str]) -> int:
     """Run them one after another on every rank of the group; 0 if every check of all held."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
     console = Console()
     times = []
     for name in chosen:
