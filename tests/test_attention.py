@@ -17,7 +17,6 @@ from dist_prims.errors import MismatchError
 from dist_prims.training.attention import (
     join_sequence,
     ring_attention,
-    sequence_positions,
     split_sequence,
     ulysses_attention,
 )
@@ -30,7 +29,6 @@ Tensor = torch.Tensor
 
 
 def near(found: Tensor, wanted: Tensor, bound: float = 1e-5, what: str = "") -> None:
-    """Not torch.testing.assert_close, whose first call in each forked rank imports for seconds."""
     assert found.shape == wanted.shape, what
     found, wanted = found.double(), wanted.double()
     assert torch.allclose(found, wanted, atol=bound, rtol=bound), f"{what}: {(found - wanted).abs().max()} apart"
@@ -169,6 +167,16 @@ def nested_mistakes() -> None:
     loose = torch.nested.nested_tensor([torch.ones(2, 4, 3)])
     with pytest.raises(ValueError, match=r"made with layout=torch\.jagged"):
         ring_attention(loose, loose, loose)
+    gaps = torch.nested.narrow(
+        torch.ones(2, 8, 2, 3), 1, torch.ones(2).long(), torch.full((2,), 4), layout=torch.jagged
+    )
+    with pytest.raises(ValueError, match="must have no holes"):  # its offsets are not where its tokens are
+        split_sequence(gaps)
+    with pytest.raises(ValueError, match="must have no holes"):
+        ring_attention(*[gaps.transpose(1, 2)] * 3)
+    assert [len(each) for each in split_sequence(gaps.contiguous()).unbind()] == [[1, 1], [1, 1], [2, 2]][
+        dist.get_rank()
+    ]
 
 
 def nested_one(kind: str, order: str, causal: bool, lengths: list[int], whole: list[list[Tensor]]) -> None:
@@ -245,26 +253,12 @@ def test_autocast_lowers_as_the_original_does() -> None:
                     output = attention(q, k.bfloat16(), v)
                 assert output.dtype == torch.bfloat16
                 assert [each.dtype for each in torch.autograd.grad(output.sum(), (q, k))] == [torch.float32] * 2
+            with torch.autocast("cpu", torch.bfloat16):  # neither of these is lowered
+                assert attention(q.double(), k.double(), v.double()).dtype == torch.float64
+                with pytest.raises(ValueError, match="must be of one floating type"):
+                    attention(*torch.ones(3, 1, 2, 4, 8, dtype=torch.int32))
 
     dist_prims.spawn(body, 2, timeout=60)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("size", [1, 3])
-def test_split_and_join(size: int, order: str) -> None:
-    def body() -> None:
-        rank, whole = dist.get_rank(), torch.arange(3.0 * 4 * size * 2).view(3, 4 * size, 2)
-        part = split_sequence(whole.clone().requires_grad_(), 1, None, order)
-        places = sequence_positions(4 * size, None, order)
-        assert torch.equal(part, whole[:, places])
-        leaf = part.detach().requires_grad_()
-        joined = join_sequence(leaf, 1, None, order)
-        assert torch.equal(joined, whole)
-        (joined * whole * (rank + 1)).sum().backward()  # every rank's loss reaches it
-        assert torch.equal(leaf.grad, part * sum(range(1, size + 1)))
-        assert join_sequence(leaf[:0], 1, None, order).shape == (0, 4 * size, 2)
-
-    dist_prims.spawn(body, size, timeout=60)
 
 
 @settings(deadline=None, max_examples=200)
@@ -346,6 +340,12 @@ MISTAKES: list[tuple[str, Callable[[], Any]]] = [
     ("need a head and a feature", lambda: ring_attention(*torch.ones(3, 1, 2, 4, 0))),
     (r"lengths=\[9\] must be one for each of 1 sequences, from 0 to 8", lambda: ring_attention(*good(), lengths=[9])),
     (r"lengths=\[1, 2\] must be one", lambda: ring_attention(*good(), lengths=torch.tensor([1, 2]))),
+    (r"lengths=\[None\] must be whole numbers", lambda: ring_attention(*good(), lengths=[None])),
+    (r"lengths=\[3.9\] must be whole numbers", lambda: ring_attention(*good(), lengths=[3.9])),
+    (r"lengths=tensor.* must be whole numbers", lambda: ring_attention(*good(), lengths=torch.tensor([[3]]))),
+    ("scale='x' must be a finite int or float", lambda: ring_attention(*good(), scale="x")),
+    ("scale=tensor.* must be a finite", lambda: ring_attention(*good(), scale=torch.ones(1, requires_grad=True))),
+    ("causal=None .* must be True or False", lambda: ring_attention(*good(), causal=None)),
     ("1 heads of queries and 1 of keys cannot be dealt", lambda: ulysses_attention(*(x[:, :1] for x in good()))),
 ]
 
@@ -384,17 +384,5 @@ def test_ranks_that_disagree_are_told() -> None:
             with pytest.raises(MismatchError, match=f"rank {rank}: .*no data was touched.*split_sequence"):
                 make()
         ring_attention(*good())
-
-    dist_prims.spawn(body, 2, timeout=60)
-
-
-def test_sequences_that_cannot_be_split() -> None:
-    def body() -> None:
-        with pytest.raises(ValueError, match=r"6 tokens do not divide into 4 chunks \(order='zigzag', 2 ranks\)"):
-            split_sequence(torch.ones(1, 6), 1, None, "zigzag")
-        with pytest.raises(ValueError, match="3 tokens are not two chunks"):
-            join_sequence(torch.ones(1, 3), 1, None, "zigzag")
-        with pytest.raises(ValueError, match="order='snake'; choose"):
-            sequence_positions(4, None, "snake")
 
     dist_prims.spawn(body, 2, timeout=60)

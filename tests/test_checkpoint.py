@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # once here, not in every forked rank that makes an optimizer
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import dist_prims
 from dist_prims.training import ShardedIterable, ShardedSampler
@@ -97,9 +99,9 @@ def test_rows_saved_by_any_number_are_read_by_any_other(tensors: Any, saved: int
 
     parts = [state(rank, saved) for rank in range(saved)]
     rows = tensors[0][0] if tensors and padded else None
-    about = json.loads(json.dumps(agreed("x", [describe(part) for part in parts], rows)))
+    about = json.loads(json.dumps(agreed("x", [describe("x", part) for part in parts], rows)))
     for rank in range(size):
-        found, wanted = join(about, rank, size, parts.__getitem__), state(rank, size)
+        found, wanted = join("x", about, rank, size, parts.__getitem__), state(rank, size)
         assert found["plain"] == wanted["plain"]
         for number, tensor in wanted["state"].items():
             assert torch.equal(found["state"][number], tensor)
@@ -235,16 +237,31 @@ class Numbers:
         raise AssertionError("never loaded")
 
 
+def adam(*rows: int) -> tuple[torch.optim.Adam, list[nn.Parameter]]:
+    parameters = [nn.Parameter(torch.ones(count, 2)) for count in rows]
+    return torch.optim.Adam(parameters), parameters
+
+
 def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
     def save() -> None:
-        module = nn.Linear(2, 2)
-        Checkpoints(tmp_path, {"a": torch.ones(2), "net": module}, own={"b": torch.ones(1)}).save(1)
+        optimizer, parameters = adam(2, 2)
+        for each in parameters:
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        state = {"a": torch.ones(2), "net": nn.Linear(2, 2), "adam": optimizer}
+        Checkpoints(tmp_path, state, own={"b": torch.ones(1)}).save(1)
 
     def restore() -> None:
-        a = torch.zeros(2)
+        a, larger = torch.zeros(2), nn.Linear(2, 2)
+        larger.register_buffer("more", torch.ones(1))
         for words, state, more in [
-            (r"'net' is \(2, 2\) at \['weight'\] in the checkpoint and \(3, 2\) here", {"net": nn.Linear(2, 3)}, {}),
-            (r"'c' not in the state of this checkpoint, which has 'a', 'net'", {"c": torch.ones(1)}, {}),
+            (r"'net' is \(2, 2\) of .* at \['weight'\] in the checkpoint and \(3, 2\)", {"net": nn.Linear(2, 3)}, {}),
+            (r"'net' in the checkpoint has bias, unlike here", {"net": nn.Linear(2, 2, bias=False)}, {}),
+            (r"'net' in the checkpoint lacks more, unlike here", {"net": larger}, {}),
+            (r"'net' is .* of float32 at \['weight'\].* of float64 here", {"net": nn.Linear(2, 2).double()}, {}),
+            (r"'adam' is of groups of \[2\] parameters in the checkpoint and \[1\] here", {"adam": adam(3)[0]}, {}),
+            (r"'adam' is \(2, 2\) at 0, 'exp_avg' in the checkpoint and \(3, 2\)", {"adam": adam(3, 3)[0]}, {}),
+            (r"'c' not in the state of this checkpoint, which has 'a', 'adam', 'net'", {"c": torch.ones(1)}, {}),
             (r"'b': each rank's own, saved by 2 ranks, and here are 3", {}, {"own": {"b": torch.ones(1)}}),
             (r"'s' not in the sharded of this checkpoint, which has nothing", {}, {"sharded": {"s": torch.ones(1)}}),
         ]:
@@ -292,12 +309,58 @@ def test_a_group_of_some_ranks(tmp_path: Path) -> None:
     spawn(body, 3)
 
 
-def test_arguments() -> None:
+class Special(torch.Tensor):
+    pass
+
+
+def test_of_a_tensor_that_is_in_parts_no_part_is_taken_for_the_whole(tmp_path: Path) -> None:
+    """A DTensor saved as state came back as rank 0's part on every rank, and nothing was said."""
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        for kind, remedy, tensor in (
+            ("DTensor", r"\.to_local\(\) returns as sharded=", whole),
+            ("Special", r"\.as_subclass\(torch.Tensor\)", torch.ones(4).as_subclass(Special)),
+        ):
+            checkpoints = Checkpoints(tmp_path / kind, {"t": tensor})
+            with pytest.raises(ValueError, match=rf"'t' holds a {kind} at \[\]; .*{remedy}"):
+                checkpoints.save(1)
+            Checkpoints(tmp_path / kind, {"t": torch.ones(2)}).save(1)
+            with pytest.raises(ValueError, match=rf"'t' holds a {kind} at"):
+                checkpoints.restore()
+        mine = whole.to_local()
+        checkpoints = Checkpoints(tmp_path / "parts", {}, sharded={"t": mine})
+        checkpoints.save(1)
+        with torch.no_grad():
+            mine.zero_()
+        checkpoints.restore()
+        assert whole.full_tensor().tolist() == [0, 1, 2, 3]
+
+    spawn(body, 2, "gloo")
+
+
+def test_arguments(tmp_path: Path) -> None:
     def body() -> None:
         with pytest.raises(ValueError, match="keep=0"):
             Checkpoints("x", {}, keep=0)
         with pytest.raises(ValueError, match="each name once"):
             Checkpoints("x", {"a": torch.ones(1)}, own={"a": torch.ones(1)})
+        for words, arguments in (
+            ("'epoch' is a int; give a tensor", {"state": {"epoch": 3}}),
+            ("'p' is a Padded, which goes into sharded", {"state": {}, "own": {"p": Padded(torch.ones(1), 1)}}),
+        ):
+            with pytest.raises(ValueError, match=words):
+                Checkpoints("x", **arguments)
+        for rows in (2.0, True, -1):
+            with pytest.raises(ValueError, match=rf"Padded: rows {rows}"):
+                Padded(torch.ones(1), rows)
+        checkpoints = Checkpoints(tmp_path, {}, sharded={"p": Padded(torch.ones(2), np.int64(2))})
+        for step in (2.0, True, "2"):
+            with pytest.raises(ValueError, match=f"step {step!r} is a .*; give a whole number"):
+                checkpoints.save(step)
+        assert checkpoints.save(np.int64(3)).name == "step-3.json"
+        assert Checkpoints(tmp_path, {}).restore() == 3
 
     spawn(body, 1)
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # once here, not in every forked rank that makes an optimizer
 import torch.distributed as dist
 
 import dist_prims
 from dist_prims.launch import RankFailed
+from dist_prims.training import ShardedSampler
 from dist_prims.training.checkpoint import CheckpointError, Checkpoints, Damaged
-from dist_prims.training.checkpoint.files import digest
+from dist_prims.training.checkpoint.files import digest, put_text
 from dist_prims.training.checkpoint.manifest import Manifest, name_of
 
 
@@ -114,6 +119,177 @@ def test_what_is_loaded_runs_nothing(tmp_path: Path) -> None:
 
     spawn(body, 1)
     assert not (tmp_path / "harm").exists()
+
+
+def test_a_file_that_cannot_be_read_now_is_not_damaged(tmp_path: Path) -> None:
+    """One rank had too many open files; all went on from step 2, and the next save removed step 3."""
+
+    def body() -> None:
+        three_saves(tmp_path)
+        value, checkpoints = values(tmp_path)
+        assert checkpoints.restore() == 3
+        before, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1 + max(map(int, os.listdir("/proc/self/fd"))), before[1]))
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.open("/dev/null", os.O_RDONLY))
+        with pytest.raises(
+            CheckpointError, match=r"rank 1: OSError: .*Too many open files.*every rank can read"
+        ) as said:
+            checkpoints.restore()
+        assert not isinstance(said.value, Damaged)
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert checkpoints.restore() == 3
+        assert value.eq(3).all()
+
+    spawn(body, 2, "gloo")
+
+
+def test_where_warnings_are_errors_all_ranks_raise(tmp_path: Path) -> None:
+    """Only rank 0 warns; it raised alone, and the others waited for it."""
+
+    def body() -> None:
+        three_saves(tmp_path)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flip(next(tmp_path.glob("step-3.*/state.pt")))
+        dist.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(CheckpointError, match=r"rank 0: RuntimeWarning: .*state\.pt is damaged"):
+                values(tmp_path)[1].restore()
+
+    spawn(body, 3)
+
+
+def test_a_save_that_fails_after_the_manifest_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fails at the very last sync: the manifest may be there, so what it names must be, too."""
+
+    def body() -> None:
+        value, checkpoints = values(tmp_path, 1.0, keep=1)
+        checkpoints.save(5)
+        value.fill_(2)
+
+        def fails(path: Path, text: str) -> None:
+            put_text(path, text)
+            raise OSError(errno.EIO, "Input/output error", str(path.parent))
+
+        with monkeypatch.context() as patched:
+            patched.setattr("dist_prims.training.checkpoint.checkpoints.put_text", fails)
+            with pytest.raises(CheckpointError, match="Input/output error"):
+                checkpoints.save(5)
+        again, others = values(tmp_path)
+        assert others.restore() == 5
+        assert again.eq(2).all()
+        checkpoints.save(5)
+        assert len(list(tmp_path.iterdir())) == 2
+
+    spawn(body, 2)
+
+
+def test_one_directory_for_two_things_is_refused(tmp_path: Path) -> None:
+    """The second's checkpoint of step 1 replaced the first's."""
+
+    def body() -> None:
+        model, average = torch.ones(1), torch.ones(1)
+        first, second = Checkpoints(tmp_path, {"model": model}), Checkpoints(tmp_path, {"average": average})
+        first.save(1)
+        with pytest.raises(ValueError, match=r"has a checkpoint of step 1; restore\(\) it first, or choose another"):
+            second.save(1)
+        first.save(1)
+        assert Checkpoints(tmp_path, {"model": model}).restore() == 1
+
+    spawn(body, 2)
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """They were taken for damaged manifests, or step-007.json for that of step 7."""
+    foreign = {"step-1.json": '{"loss": 3}', "step-007.json": "{}", "step-٣.json": "{}"}
+    for name, text in foreign.items():
+        (tmp_path / name).write_text(text)
+
+    def body() -> None:
+        three = Checkpoints(tmp_path, {"x": torch.ones(1)}, keep=1)
+        for step in (4, 5, 6):
+            three.save(step)
+        assert three.restore() == 6
+        assert three.steps() == [6, 1]
+
+    spawn(body, 1)
+    assert {name: (tmp_path / name).read_text() for name in foreign} == foreign
+    assert len(list(tmp_path.iterdir())) == 3 + 2
+
+
+def test_only_rank_0_does_not_see_the_directory(tmp_path: Path) -> None:
+    """All began anew, from step 0."""
+
+    def body() -> None:
+        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        mine = tmp_path / str(dist.get_rank())
+        if dist.get_rank() == 1:
+            values(mine, group=alone)[1].save(4)
+        with pytest.raises(CheckpointError, match="rank 1 sees step 4, rank 0 none; choose a directory that all ranks"):
+            values(mine)[1].restore()
+
+    spawn(body, 2)
+
+
+def test_of_the_other_ranks_only_streams_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank read and hashed what each other has for itself."""
+
+    def body() -> None:
+        state, own = {"sampler": ShardedSampler(10)}, {"own": torch.zeros(9)}
+        checkpoints = Checkpoints(tmp_path, state, own=own)
+        checkpoints.save(1)
+        read: list[str] = []
+
+        def noted(path: Path) -> str:
+            read.append(path.name)
+            return digest(path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr("dist_prims.training.checkpoint.manifest.digest", noted)
+            checkpoints.restore()
+        assert sorted(read) == [f"rank-{dist.get_rank()}.pt", "streams-0.pt", "streams-1.pt"]
+
+    spawn(body, 2)
+
+
+class Of:
+    """Has a value as its state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+def test_what_is_saved_can_be_loaded(tmp_path: Path) -> None:
+    """weights_only reads no whole numbers of more than 255 bytes; MultiStepLR has a Counter in its state."""
+
+    def body() -> None:
+        largest = (1 << 2039) - 1
+        values = [largest, -largest, Counter([1, 1, 2]), {"a": (1, [None, 2.5j])}, torch.Size([2]), b"\xff" * 300]
+        checkpoints = Checkpoints(tmp_path, {str(number): Of(value) for number, value in enumerate(values)})
+        checkpoints.save(1)
+        again = Checkpoints(tmp_path, {str(number): Of(value) for number, value in enumerate(values)})
+        again.restore()
+        assert [each.value for each in again._whole.values()] == values
+        rate = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)]), [1, 2])
+        Checkpoints(tmp_path / "rate", {"rate": rate}).save(1)
+        assert Checkpoints(tmp_path / "rate", {"rate": rate}).restore() == 1
+        for value in (1 << 2039, -(1 << 2039), {1 << 2039: 0}):
+            with pytest.raises(ValueError, match=r"'x' holds a number of 2040 bits at \['value'.*2039 can be loaded"):
+                Checkpoints(tmp_path / "x", {"x": Of(value)}).save(1)
+
+    spawn(body, 1)
 
 
 def no_room(kind: int = signal.SIG_IGN) -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import dist_prims
 from dist_prims import GradientAverager
 from dist_prims.errors import MismatchError
+from dist_prims.launch.spawn import RankFailed
 from dist_prims.training.distillation import Distillation, LessonFailed, Regressor, cosine_loss, soft_target_loss
 
 GROUPS = [  # ranks, teachers among them, batches ahead, backend
@@ -77,6 +78,7 @@ def test_losses_refuse_what_does_not_fit() -> None:
             lambda: soft_target_loss(torch.ones(2, 3), torch.ones(2, 4)),
         ),
         ("temperature=0 must be positive", lambda: soft_target_loss(torch.ones(2, 3), torch.ones(2, 3), 0)),
+        ("temperature=nan must", lambda: soft_target_loss(torch.ones(2, 3), torch.ones(2, 3), float("nan"))),
         (r"shape \(2, 3\), the teacher's \(2, 4\)", lambda: cosine_loss(torch.ones(2, 3), torch.ones(2, 4))),
         (r"from \(3, 4, 4\) to \(3, 8, 8\)", lambda: Regressor((3, 4, 4), (3, 8, 8))),
         (
@@ -155,7 +157,7 @@ def test_who_asks_whom() -> None:
         assert [distillation.teacher_of(student) for student in range(4)] == [4, 5, 6, 4]
         assert distillation.is_teacher == (dist.get_rank() >= 4)
 
-    dist_prims.spawn(body, 7, timeout=60)
+    dist_prims.spawn(body, 7, timeout=120)
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -294,6 +296,43 @@ def test_other_classes_and_wrong_calls_are_refused_on_every_rank() -> None:
         dist_prims.barrier()
 
     dist_prims.spawn(body, 3, timeout=60)
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_student_that_fails_while_the_other_averages(step: int) -> None:
+    """The teacher waits for student 0, and that for student 1: nobody hears it, and yet its error ends the run."""
+
+    def body() -> None:
+        distillation = Distillation(5)
+        if distillation.is_teacher:
+            distillation.teach(net(1, 8))
+            return
+        student = net(2, 4)
+        GradientAverager(student, group=distillation.students)
+        with distillation.lessons(data(6)) as lessons:
+            for number, ((inputs, _), says) in enumerate(lessons):
+                if number == step and dist.get_rank() == 1:
+                    raise ArithmeticError("the loss is nan")
+                soft_target_loss(student(inputs), says).backward()
+
+    with pytest.raises(RankFailed, match="the loss is nan") as seen:
+        dist_prims.spawn(body, 3, timeout=60)
+    assert seen.value.rank == 1
+
+
+@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
+def test_the_students_have_the_backend_and_timeout_of_the_group(backend: str) -> None:
+    def body() -> None:
+        distillation = Distillation(5)
+        if distillation.students is not None:
+            assert dist.get_backend(distillation.students) == backend
+            if backend == "gloo":
+                options = distillation.students._get_backend(torch.device("cpu")).options
+                assert options._timeout.total_seconds() == 50
+        with pytest.raises(MismatchError, match="device=gpu"):
+            Distillation(5, device="gpu" if dist.get_rank() else "cpu")
+
+    dist_prims.spawn(body, 2, timeout=50, backend=backend)
 
 
 def lessons_on_devices() -> None:

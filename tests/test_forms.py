@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -23,7 +24,12 @@ FORMS = ["ddp_twin", "parameter_server", "rpc", "two_devices", "uneven", "zero"]
     ("size", "backend"), [(2, "gloo"), pytest.param(4, "dist_prims", marks=pytest.mark.slow)]
 )  # 2 of "dist_prims", 1 and 3 are in test_recipes.py
 def test_every_form_holds(size: int, backend: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert dist_prims.spawn(cook, size, (FORMS,), backend=backend, timeout=280) == [0] * size
+    def body() -> int:
+        failed = cook(FORMS)
+        assert "TP_SOCKET_IFNAME" not in os.environ  # RPC's, while it is used
+        return failed
+
+    assert dist_prims.spawn(body, size, backend=backend, timeout=280) == [0] * size
     text = capfd.readouterr().out
     assert "checks held" in text
     assert "✗" not in text
@@ -69,6 +75,21 @@ def test_the_twin_says_what_it_does_not_do() -> None:
         DDPTwin(model)
         with pytest.raises(RuntimeError, match="2 parameters have got no gradient"):
             model(torch.ones(1, 20)).sum().backward()
+        model.zero_grad()
+        rank = dist.get_rank()
+        (model(torch.ones(1, 20)).sum() + (1 + rank) * model.unused(torch.ones(1, 1)).sum()).backward()
+        assert model.unused.bias.grad.item() == 1.5  # averaged, though the backward before has failed
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+def test_the_twin_takes_several_dtypes() -> None:
+    def body() -> None:
+        model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).double()])
+        assert len(DDPTwin(model).buckets) == 2
+        scale = 1.0 + dist.get_rank()
+        (scale * model[1](model[0](torch.ones(1, 1)).double())).sum().backward()
+        assert (model[1].bias.grad.item(), model[1].bias.grad.dtype) == (1.5, torch.float64)
 
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 

@@ -1,20 +1,35 @@
-"""A GPT whose sequence is split trains as the whole one does, in a part of the memory."""
+"""A sequence is split and joined; a GPT of which each rank has a part trains as the whole one does, in less memory."""
 
 from __future__ import annotations
 
 import copy
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_gpu import REASON, device, on_two_ranks
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import dist_prims
-from dist_prims.training.attention import GPT, CausalSelfAttention, ring_attention, split_sequence, ulysses_attention
+from dist_prims.errors import MismatchError
+from dist_prims.training.attention import (
+    GPT,
+    CausalSelfAttention,
+    join_sequence,
+    ring_attention,
+    sequence_positions,
+    split_sequence,
+    ulysses_attention,
+)
+from dist_prims.training.attention.check import _AGREED, refuse
+from dist_prims.training.attention.hop import Hop
 
 CONTEXT = 24  # divides by 2, 4, 6 and 8
 SMALL: dict[str, Any] = {"vocabulary": 11, "context": CONTEXT, "width": 16, "heads": 4, "layers": 2}
+ORDERS = ["contiguous", "zigzag"]
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,13 +73,13 @@ def test_trains_split_as_it_does_whole(size: int, attention: str, order: str, kv
 
 
 def step(model: GPT) -> None:
-    """By hand: an optimizer of torch's imports the compiler in every rank."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= 0.5 * parameter.grad
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    assert found.shape == wanted.shape, what
     assert torch.allclose(found, wanted, atol=1e-5, rtol=1e-5), f"{what}: {(found - wanted).abs().max()} apart"
 
 
@@ -94,13 +109,19 @@ def test_a_copy_and_a_checkpoint_of_activations() -> None:
 
     def body() -> None:
         torch.manual_seed(0)
-        block = CausalSelfAttention(8, 2, attention="ring")
-        other = copy.deepcopy(block)
+        block = CausalSelfAttention(8, 2, attention="ring", group=dist.new_group([0, 1]))
+        other = copy.deepcopy(torch.nn.Sequential(block))
+        assert other[0].group is block.group  # a group cannot be copied
         x = split_sequence(torch.randn(1, 8, 8), 1, None, "zigzag")
         block(x).square().sum().backward()
         torch.utils.checkpoint.checkpoint(other, x, use_reentrant=False).square().sum().backward()
         for one, two in zip(block.parameters(), other.parameters(), strict=True):
+            assert one is not two
             assert torch.equal(one.grad, two.grad)
+        model = GPT(**SMALL, attention="ring", group=block.group)
+        again = copy.deepcopy(model)
+        assert again.group is again.blocks[1].attention.group is block.group
+        assert torch.equal(again(batch(0)[0][:, :12]), model(batch(0)[0][:, :12]))
 
     dist_prims.spawn(body, 2, timeout=60)
 
@@ -112,6 +133,7 @@ def test_a_copy_and_a_checkpoint_of_activations() -> None:
         ({"heads": 3}, "width=16, heads=3, kv_heads=3: each must be a multiple of the next"),
         ({"kv_heads": 3}, "width=16, heads=4, kv_heads=3: each must be"),
         ({"kv_heads": 0}, "kv_heads=0"),
+        ({"order": "spiral"}, "order='spiral'; choose 'contiguous' or 'zigzag'"),
     ],
 )
 def test_blocks_that_cannot_be(given: dict[str, Any], words: str) -> None:
@@ -123,8 +145,119 @@ def test_a_sequence_longer_than_the_context() -> None:
     def body() -> None:
         with pytest.raises(ValueError, match="a sequence of 48 tokens is longer than context=24"):
             GPT(**SMALL, attention="ring")(torch.zeros(1, 24, dtype=torch.int64))
+        rank = dist.get_rank()
+        expected = (
+            (ValueError, "sequence of 26") if rank else (MismatchError, "rank 1 has GPT: a sequence of 26 tokens")
+        )
+        with pytest.raises(expected[0], match=expected[1]):  # on one rank only, and the other does not wait for it
+            GPT(**SMALL, attention="ring")(torch.zeros(1, 12 + rank, dtype=torch.int64))
 
     dist_prims.spawn(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_split_and_join(size: int, order: str) -> None:
+    def body() -> None:
+        rank, whole = dist.get_rank(), torch.arange(3.0 * 4 * size * 2).view(3, 4 * size, 2)
+        part = split_sequence(whole.clone().requires_grad_(), 1, None, order)
+        places = sequence_positions(4 * size, None, order)
+        assert torch.equal(part, whole[:, places])
+        leaf = part.detach().requires_grad_()
+        joined = join_sequence(leaf, 1, None, order)
+        assert torch.equal(joined, whole)
+        (joined * whole * (rank + 1)).sum().backward()  # every rank's loss reaches it
+        assert torch.equal(leaf.grad, part * sum(range(1, size + 1)))
+        assert join_sequence(leaf[:0], 1, None, order).shape == (0, 4 * size, 2)
+
+    dist_prims.spawn(body, size, timeout=60)
+
+
+def test_sequences_that_cannot_be_split() -> None:
+    def body() -> None:
+        with pytest.raises(ValueError, match=r"6 tokens do not divide into 4 chunks \(order='zigzag', 2 ranks\)"):
+            split_sequence(torch.ones(1, 6), 1, None, "zigzag")
+        with pytest.raises(ValueError, match="3 tokens are not two chunks"):
+            join_sequence(torch.ones(1, 3), 1, None, "zigzag")
+        with pytest.raises(ValueError, match="order='snake'; choose"):
+            sequence_positions(4, None, "snake")
+        group = dist.new_group([0])
+        if dist.get_rank() == 1:
+            tokens = torch.ones(1, 4, dtype=torch.int64)
+            for call in (
+                lambda: split_sequence(tokens, 1, group),
+                lambda: join_sequence(tokens, 1, group),
+                lambda: sequence_positions(4, group),
+                lambda: GPT(**SMALL, attention="ring", group=group)(tokens),
+            ):
+                with pytest.raises(ValueError, match="rank 1 is not in the group"):
+                    call()
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """It was left out in silence where the loss is a plain sum, whose gradient is a constant."""
+
+    def body() -> None:
+        x = torch.randn(1, 2, 4, 4, requires_grad=True)
+        for loss in (
+            lambda: ring_attention(x, x, x).sum(),
+            lambda: ulysses_attention(x, x, x).sum(),
+            lambda: join_sequence(x).sum(),
+        ):
+            torch.autograd.grad(loss(), x)
+            with pytest.raises(RuntimeError, match="a second derivative is not offered"):
+                torch.autograd.grad(loss(), x, create_graph=True)
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_compiled() -> None:
+    """The graph breaks at the call, and is the same computation."""
+
+    def body() -> None:
+        x = torch.randn(1, 2, 4, 4, requires_grad=True)
+        for function in (
+            lambda x: ring_attention(2 * x, x, x, causal=True) + 1,
+            lambda x: ulysses_attention(2 * x, x, x, causal=True) + 1,
+            lambda x: join_sequence(2 * x) + 1,
+        ):
+            compiled = torch.compile(function, backend="eager")
+            assert torch.equal(compiled(x), function(x))
+            grads = [torch.autograd.grad(each(x).square().sum(), x)[0] for each in (compiled, function)]
+            assert torch.equal(*grads)
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_where_others_no_longer_ask_a_mistake_is_raised_at_once() -> None:
+    """On CUDA a known kind of call asks nothing: to tell the others would be to wait for an answer that never comes."""
+
+    def body() -> None:
+        ring_attention(*torch.ones(3, 1, 2, 4, 8))
+        assert not _AGREED  # a CPU asks each time
+        if dist.get_rank() == 0:
+            _AGREED[dist.group.WORLD] = {"a call"}
+            with pytest.raises(ValueError, match="rank 0: ring_attention: a mistake; nothing was sent"):
+                refuse("ring_attention", "a mistake", dist.group.WORLD, torch.device("cuda"))
+        ring_attention(*torch.ones(3, 1, 2, 4, 8))
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
+def test_a_group_waits_as_long_as_it_was_told_to(backend: str) -> None:
+    def body() -> None:
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=50))
+        ring_attention(*torch.ones(3, 1, 2, 4, 8), group=group)
+        dist.default_pg_timeout = timedelta(milliseconds=1)  # of no account here
+        x = torch.ones(2)
+        if dist.get_rank() == 1:
+            time.sleep(0.3)
+        assert torch.equal(Hop(x, group).arrived(), x)
+
+    dist_prims.spawn(body, 2, backend=backend, timeout=60)
 
 
 def peak(size: int, kind: str) -> float:
@@ -143,7 +276,7 @@ def peak(size: int, kind: str) -> float:
         assert highest > 3 * 4 * 2048 // size * 64 * 4  # what is measured is there: at least q, k and v
         return highest
 
-    return max(dist_prims.spawn(body, size, timeout=60))
+    return max(dist_prims.spawn(body, size, backend="dist_prims", timeout=60))
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -167,24 +168,116 @@ def test_a_state_is_loaded_and_compared() -> None:
         if dist.get_rank() == 1:
             other.load_state_dict({**state, "scale": 2.0})
         backward(other, weight, -1.0)
-        with pytest.raises(MismatchError, match=r"Rank 0 has GradScaler\(scale=4,.*rank 1 has GradScaler\(scale=2,"):
+        with pytest.raises(
+            MismatchError, match=r"Rank 0 has GradScaler\(scale=4\.0,.*rank 1 has GradScaler\(scale=2\.0,"
+        ):
             other.step(optimizer)
+        other.step(optimizer)  # gradients have been divided by different scales: whoever goes on, skips
         assert weight.tolist() == [0.0, 0.0]
         dist_prims.barrier()
 
     dist_prims.spawn(body, 2, timeout=60)
 
 
-def test_ranks_with_other_options_are_told() -> None:
+@pytest.mark.parametrize("news", ["load_state_dict", "update"])
+def test_news_of_one_rank_make_all_compare(news: str) -> None:
+    """The others do not know of it, and would take the comparison for their verdict."""
+
+    def body() -> None:
+        weight = parameter()
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0), GradScaler("cpu", init_scale=8.0)
+        for scale in (8.0, 2.0):  # what was there already, and something else
+            backward(scaler, weight, -1.0)
+            scaler.step(optimizer)
+            if news == "update":
+                scaler.update(scale if dist.get_rank() == 1 else 8.0)
+            else:
+                scaler.update()
+                if dist.get_rank() == 1:
+                    scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
+        backward(scaler, weight, -1.0)
+        with pytest.raises(MismatchError, match=r"Rank 0 .*scale=8\.0,.*rank 1 .*scale=2\.0,"):
+            scaler.step(optimizer)
+        assert weight.tolist() == [2.0, 2.0]
+        dist_prims.barrier()
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("options", [("growth_interval", 100, 101), ("growth_factor", 2.0, 2.000001)])
+def test_ranks_with_other_options_are_told(options: tuple[str, float, float]) -> None:
     def body() -> None:
         weight = parameter()
         optimizer = torch.optim.SGD([weight], lr=1.0)
-        scaler = GradScaler("cpu", growth_interval=100 + dist.get_rank())
+        scaler = GradScaler("cpu", **{options[0]: options[1 + dist.get_rank()]})
         backward(scaler, weight, -1.0)
         scaler.step(optimizer)
 
     with pytest.raises(RankFailed, match="the same options, or load the same state"):
         dist_prims.spawn(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("fault", ["float16", "twice"])
+@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
+def test_a_rank_that_cannot_unscale_tells_the_others(fault: str, backend: str) -> None:
+    """Else their verdict meets its next call, whatever that is, and both are wrong."""
+
+    def body() -> None:
+        is_bad = dist.get_rank() == 1
+        weights = [parameter(), parameter()]
+        if fault == "float16" and is_bad:
+            weights[1] = torch.nn.Parameter(weights[1].detach().half())
+        optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+        scaler = GradScaler("cpu", init_scale=8.0)
+        for weight in weights:
+            backward(scaler, weight, -1.0)
+        scaler.unscale_(optimizers[0])
+        own = ValueError if fault == "float16" else RuntimeError
+        says = "FP16|already been called" if is_bad else "rank 0: another rank could not unscale"
+        with pytest.raises(own if is_bad else RuntimeError, match=says):
+            scaler.unscale_(optimizers[0 if fault == "twice" and is_bad else 1])
+        if not is_bad:
+            scaler.step(optimizers[1])
+            assert weights[1].tolist() == [0.0, 0.0]  # whoever goes on nonetheless, skips
+        total = torch.tensor([7.0])
+        dist.all_reduce(total)
+        assert total.item() == 14.0
+
+    dist_prims.spawn(body, 2, timeout=60, backend=backend)
+
+
+def test_a_rank_may_hold_no_parameters_at_all() -> None:
+    """As of a sharded optimiser with fewer parameters than ranks."""
+
+    def body() -> float:
+        weight = parameter()
+        groups = [{"params": []}, {"params": [weight]}] if dist.get_rank() == 0 else [{"params": []}]
+        optimizer, scaler = torch.optim.SGD(groups, lr=1.0), GradScaler("cpu", init_scale=8.0)
+        for gradient in (float("inf"), -1.0):
+            if dist.get_rank() == 0:
+                backward(scaler, weight, gradient)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 4.0
+        return weight[0].item()
+
+    assert dist_prims.spawn(body, 2, timeout=60) == [1.0, 0.0]
+
+
+def test_a_copy_goes_on_where_the_scaler_was() -> None:
+    def body() -> None:
+        weight = parameter()
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0), GradScaler("cpu", init_scale=8.0)
+        backward(scaler, weight, float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        for other in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+            backward(other, weight, float("inf") if dist.get_rank() == 1 else -1.0)
+            other.step(optimizer)
+            other.update()
+            assert (other.get_scale(), weight.tolist()) == (2.0, [0.0, 0.0])
+
+    dist_prims.spawn(body, 2, timeout=60)
 
 
 def test_a_scaler_that_is_off_does_nothing() -> None:

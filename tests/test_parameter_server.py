@@ -12,7 +12,7 @@ import torch._dynamo  # the first optimiser imports it: once here, not once in e
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.errors import MismatchError, PeerDied
+from dist_prims.errors import CommError, MismatchError, PeerDied
 from dist_prims.launch import RankFailed
 from dist_prims.training.parameter_server import ParameterServer, Report, Worker
 
@@ -147,6 +147,40 @@ def test_a_worker_that_fails_says_so_and_the_others_go_on() -> None:
     assert (report.failed, report.gradients, one, two) == ([2], {1: 3, 2: 1}, 3, "failed")
 
 
+@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
+@pytest.mark.parametrize("bound", [0, 1, None])
+def test_a_server_that_fails_says_so_and_the_ranks_go_on(bound: int | None, backend: str) -> None:
+    """Worker 1 steps once more after it was told, 2 does not, and 3 leaves without a step."""
+
+    def body() -> None:
+        rank, model = dist.get_rank(), Net()
+        if rank == 0:
+            optimizer = sgd(model)
+            server = ParameterServer(model, optimizer, staleness=bound)
+            if backend == "gloo":
+                optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+            else:  # it steps, and cannot send
+                optimizer.register_step_post_hook(lambda *_: model.half())
+            with pytest.raises((ZeroDivisionError, RuntimeError)):
+                server.serve()
+        else:
+            with Worker(model) as worker:
+                for step in range(3 - rank):
+                    backward(model, step, rank)
+                    expected = (
+                        (CommError, "server, rank 0, has failed") if step == 0 else (ValueError, "left the server")
+                    )
+                    with pytest.raises(expected[0], match=expected[1]):
+                        worker.step()
+            with pytest.raises(ValueError, match="it has left the server; make a new Worker"), worker:
+                pass
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == 4
+
+    dist_prims.spawn(body, 4, backend=backend, timeout=60)
+
+
 def test_a_worker_that_dies_is_known_by_name() -> None:
     def body() -> None:
         rank, model = dist.get_rank(), Net()
@@ -176,26 +210,36 @@ def test_a_worker_that_dies_is_known_by_name() -> None:
 def test_bad_input_is_refused_before_anything_is_sent() -> None:
     def body() -> None:
         rank, model = dist.get_rank(), Net()
-        with pytest.raises(MismatchError, match="rank 1 makes a ParameterServer with server=0, rank 0 one with"):
+        with pytest.raises(MismatchError, match="rank 1 makes a ParameterServer with server=0, rank 0 a Param"):
             ParameterServer(model, sgd(model))
         with pytest.raises(MismatchError, match="rank 0 makes a Worker with server=0"):
             Worker(model)
         with pytest.raises(
-            MismatchError, match="rank 1 makes a ParameterServer with server=1, rank 0 one with server=0"
+            MismatchError, match="rank 1 makes a ParameterServer with server=1, rank 0 a ParameterServer with server=0"
         ):
             ParameterServer(model, sgd(model), server=rank)
         unlike = torch.nn.Linear(3 + rank, 2)
-        with pytest.raises(MismatchError, match=r"Rank 0 has parameter 'weight' .*\(2, 3\).*; rank 1 has .*\(2, 4\)"):
+        with pytest.raises(MismatchError, match=r"Rank 0 has tensor 'weight' .*\(2, 3\).*; rank 1 has .*\(2, 4\)"):
             Worker(unlike) if rank else ParameterServer(unlike, sgd(unlike))
-        with pytest.raises(ValueError, match="staleness=-1 must be 0 or more"):
-            ParameterServer(model, sgd(model), staleness=-1)
+        with pytest.raises(ValueError, match=r"rank 0 makes a ParameterServer with server=0 and staleness=-1; it must"):
+            Worker(model) if rank else ParameterServer(model, sgd(model), staleness=-1)
+        for nobody in (-1, 5):
+            with pytest.raises(ValueError, match=f"makes a Worker with server={nobody}, and the ranks .* are 0 to 1"):
+                Worker(model, server=nobody)
         sparse = torch.nn.Embedding(3, 2, sparse=True)
         if rank == 0:
             assert ParameterServer(sparse, torch.optim.SGD(sparse.parameters())).serve().failed == [1]
+            assert ParameterServer(model, sgd(model)).serve() == Report()
             return
         sparse(torch.tensor([1])).sum().backward()
         with pytest.raises(ValueError, match=r"shape \(3, 2\) has a sparse gradient"), Worker(sparse) as worker:
             worker.step()
+        with Worker(model) as worker:
+            model.half()
+            with pytest.raises(
+                ValueError, match=r"shape \(\) and torch.float16, at the start it had \(\) and torch.float32"
+            ):
+                worker.step()
 
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 

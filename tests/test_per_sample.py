@@ -86,6 +86,9 @@ CASES: dict[str, Case] = {
     "linear": (lambda: nn.Linear(4, 3), floats(4), set()),
     "linear of a sequence, multiplied out": (lambda: nn.Linear(2, 3), floats(9, 2), set()),
     "linear of a sequence, by Gram": (lambda: nn.Linear(20, 30), floats(3, 20), set()),
+    "linear of one output": (
+        lambda: Calls(lambda m, x: F.linear(x, m.w), w=nn.Parameter(torch.randn(4))), floats(6, 4), set(),
+    ),
     "linear of a sequence of sequences": (lambda: nn.Linear(4, 3, bias=False), floats(2, 3, 4), set()),
     "bilinear": (
         lambda: nn.Bilinear(4, 3, 2), lambda: (torch.randn(COUNT, 4), torch.randn(COUNT, 3)), {"weight", "bias"},
@@ -119,6 +122,9 @@ CASES: dict[str, Case] = {
     "batch norm of images": (
         lambda: nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 2)).eval(), floats(2, 4, 4), set(),
     ),
+    "batch norm of each image": (
+        lambda: nn.BatchNorm2d(2, track_running_stats=False).eval(), floats(2, 4, 4), {"weight", "bias"},
+    ),
     "linear twice": (lambda: Calls(lambda m, x: m.a(torch.tanh(m.a(x))), a=nn.Linear(4, 4)), floats(4), set()),
     "conv twice": (
         lambda: Calls(lambda m, x: m.a(torch.tanh(m.a(x))), a=nn.Conv2d(2, 2, 3)), floats(2, 7, 7), set(),
@@ -143,6 +149,11 @@ CASES: dict[str, Case] = {
     "a function of one's own": (
         lambda: Calls(lambda m, x: F.linear(x, Double.apply(m.a.weight), m.a.bias), a=nn.Linear(4, 3)), floats(4),
         {"a.weight"},
+    ),
+    "a transform of one's own": (
+        lambda: Calls(lambda m, x: torch.func.grad(lambda z: torch.tanh(m.a(x) * z).sum())(torch.ones(3))[None],
+                      a=nn.Linear(4, 3)),
+        floats(4), {"a.weight", "a.bias"},
     ),
     "a known and an unknown use": (
         lambda: Calls(lambda m, x: m.a(x) + x @ m.a.weight.T, a=nn.Linear(4, 3)), floats(4), {"a.weight"},

@@ -212,6 +212,36 @@ def test_a_rank_that_cannot_save_fails_all(tmp_path: Path) -> None:
     load_stages(tmp_path / "two", a_net())
 
 
+class Extra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return Path("x")
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    save_stages(tmp_path, {0: nn.Linear(2, 2)})
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"'stage 0' holds a .*Path at \['_extra_state'\]; only tensors"):
+        save_stages(tmp_path, {0: Extra(2, 2)})
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_the_dead_have_left_goes_and_others_do_not_save(tmp_path: Path) -> None:
+    (tmp_path / ".stage-1.999.tmp").write_bytes(b"half")
+    (tmp_path / ".stage-notes.tmp").write_bytes(b"not ours")
+
+    def body() -> None:
+        group = dist.new_group([0])
+        if dist.get_rank() == 1:
+            with pytest.raises(ValueError, match="save_stages: rank 1 is not a member of the given group"):
+                save_stages(tmp_path, {1: nn.Linear(2, 2)}, group)
+        else:
+            save_stages(tmp_path, {0: nn.Linear(2, 2)}, group)
+
+    dist_prims.spawn(body, 2, timeout=60)
+    left = sorted(file.name[:7] for file in tmp_path.iterdir())
+    assert left == [".stage-", "manifes", "stage-0"]
+
+
 def test_a_rank_that_dies_while_saving_is_named(tmp_path: Path) -> None:
     def body() -> None:
         if dist.get_rank() == 1:

@@ -197,12 +197,15 @@ def test_zero_1_in_a_part_of_the_ranks() -> None:
 def test_zero_1_refuses_before_anything_is_sent() -> None:
     def body() -> None:
         rank = dist.get_rank()
-        with pytest.raises(MismatchError, match=r"Rank 0 has parameter '0' .*\(2, 3\).* rank 1 has .*\(2, 4\)"):
+        with pytest.raises(MismatchError, match=r"Rank 0 has tensor '0' .*\(2, 3\).* rank 1 has .*\(2, 4\)"):
             ZeroOptimizer(torch.nn.Linear(3 + rank, 2).parameters(), torch.optim.SGD)
         with pytest.raises(MismatchError, match="average=True, SGD; rank 1 has average=True, Adam"):
             ZeroOptimizer(Net().parameters(), (torch.optim.SGD, torch.optim.Adam)[rank])
         with pytest.raises(ValueError, match="LBFGS steps along all parameters"):
             ZeroOptimizer(Net().parameters(), torch.optim.LBFGS)
+        for different in ({"lr": 0.1 + rank}, {"lr": 0.1, "betas": (0.9, 0.9 + 0.05 * rank)}):
+            with pytest.raises(MismatchError, match=f"parameters with {{.*'lr': {0.1}.*}}; rank 1 has a group of"):
+                ZeroOptimizer(torch.nn.Linear(2, 1).parameters(), torch.optim.Adam, **different)
         layer = torch.nn.Embedding(4, 2, sparse=rank == 1)
         optimizer = ZeroOptimizer(layer.named_parameters(), torch.optim.SGD, lr=1.0)
         before = layer.weight.detach().clone()
@@ -217,6 +220,29 @@ def test_zero_1_refuses_before_anything_is_sent() -> None:
         assert torch.equal(layer.weight.float(), before)
         with pytest.raises(ValueError, match="dealt out once"):
             optimizer.add_param_group({"params": [torch.ones(1)]})
+
+    spawn(body, 2)
+
+
+def test_zero_1_deals_out_and_copies_what_has_a_state() -> None:
+    def body() -> None:
+        frozen = torch.nn.Linear(30, 30).requires_grad_(False)
+        model = torch.nn.Sequential(frozen, *(torch.nn.Linear(30, 30) for _ in range(4)))
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+
+        def step() -> None:
+            model(torch.ones(2, 30)).square().mean().backward()
+            optimizer.step()
+
+        step()
+        assert nbytes(states(optimizer)) == 2 * 2 * 4 * 31 * 30  # of half of what is trained
+        kept = optimizer.state_dict()
+        values = copy.deepcopy(kept)
+        step()
+        for number, each in values["state"].items():
+            alike(kept["state"][number].values(), each.values())
+        with pytest.raises(ValueError, match=r"groups of \[10\] parameters, here they are of \[2\]"):
+            ZeroOptimizer(torch.nn.Linear(2, 1).parameters(), torch.optim.Adam).load_state_dict(kept)
 
     spawn(body, 2)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,8 +13,8 @@ import torch.distributed as dist
 from test_zero import Net, alike, average, loss_of, nbytes, spawn, states
 from torch.utils.checkpoint import checkpoint
 
-from dist_prims.errors import MismatchError
-from dist_prims.training.zero import ShardedParameters
+from dist_prims.errors import MismatchError, PeerLeft
+from dist_prims.training.zero import ShardedParameters, ZeroOptimizer
 
 
 def accumulated(model: torch.nn.Module, steps: Iterable[int], branch: int | None) -> None:
@@ -211,10 +213,142 @@ def test_zero_3_survives_what_raises() -> None:
     spawn(body, 2)
 
 
+class Branch(torch.nn.Module):
+    """On rank 0 one layer, on the others two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.one(x)
+        return y if dist.get_rank() == 0 else self.other(y)
+
+
+@pytest.mark.parametrize(("size", "backend"), [(2, "dist_prims"), (3, "dist_prims"), (2, "gloo")])
+def test_zero_3_takes_what_differs_within_a_unit(size: int, backend: str) -> None:
+    """What autograd saves then differs, too: the first unit, or one whose input has a gradient on one rank only."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        for wants_grad in (False, dist.get_rank() == 1):
+            model = torch.nn.Sequential(Branch(), torch.nn.Tanh(), Branch(), torch.nn.Linear(3, 3))
+            plain = copy.deepcopy(model)
+            sharded = ShardedParameters(model)
+            over, twin = (torch.optim.SGD(each, lr=0.1) for each in (sharded.parameters(), plain.parameters()))
+            for step in range(2):
+                x = torch.full((2, 3), 1.0 + step + dist.get_rank()).requires_grad_(wants_grad)
+                for net in (model, plain):
+                    net.zero_grad()
+                    net(x).square().sum().backward()
+                average(plain)
+                over.step()
+                twin.step()
+            alike(sharded.state_dict().values(), plain.state_dict().values(), exact=backend != "gloo")
+        model, x = (
+            torch.nn.Sequential(torch.nn.Linear(3, 1)).requires_grad_(False),
+            torch.ones(1, 3, requires_grad=True),
+        )
+        weight = ShardedParameters(model).state_dict()["0.weight"]
+        model(x).sum().backward()  # none is trained
+        assert torch.equal(x.grad, weight)
+
+    spawn(body, size, backend=backend)
+
+
+def test_zero_3_keeps_what_is_changed_within_gathered_and_refuses_other_changes() -> None:
+    def body() -> None:
+        x, layers = torch.ones(1, 3), [torch.nn.Linear(3, 3) for _ in range(2)]
+        model = torch.nn.Sequential(*layers)
+        sharded = ShardedParameters(model)
+        ones = {name: torch.ones_like(each) for name, each in sharded.state_dict().items()}
+        with sharded.gathered(), torch.no_grad():
+            layers[0].weight.zero_()
+            layers[0].bias.data.fill_(2)
+            assert torch.equal(model(x), layers[1](x * 2))
+        state = sharded.state_dict()
+        alike([model(x)], [torch.nn.functional.linear(x * 2, state["1.weight"], state["1.bias"])])
+        with sharded.gathered():
+            sharded.load_state_dict(ones)
+            assert torch.equal(model(x), torch.full((1, 3), 13.0))
+        assert torch.equal(model(x), torch.full((1, 3), 13.0))
+        with pytest.raises(RuntimeError, match="parameters of 0 and their shards were changed"), sharded.gathered():
+            [torch.nn.init.zeros_(each) for each in (sharded.parameters()[0], layers[0].bias)]
+        sharded.remove()
+        for change in (
+            lambda: torch.nn.init.zeros_(layers[1].bias),
+            lambda: model.load_state_dict({name: each.clone() for name, each in ones.items()}, assign=True),
+            lambda: setattr(layers[1], "weight", torch.nn.Parameter(torch.ones(3, 3))),
+        ):
+            sharded = ShardedParameters(model)
+            change()
+            with pytest.raises(ValueError, match="was replaced or changed in place"):
+                model(x)
+            with pytest.raises(ValueError, match="was replaced or changed in place"):
+                sharded.state_dict()
+            sharded.remove()
+
+    spawn(body, 2)
+
+
+def test_zero_3_begins_and_ends() -> None:
+    def body() -> None:
+        model, x = torch.nn.Sequential(torch.nn.Linear(3, 2)), torch.ones(1, 3)
+        sharded = ShardedParameters(model)
+        for make in (ShardedParameters, lambda net: ZeroOptimizer(net.parameters(), torch.optim.SGD)):
+            with pytest.raises(ValueError, match=r"weight|0' is sharded already"):
+                make(model)
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(RuntimeError, match="a sharded model cannot be copied or pickled"):
+                copied(model)
+        for set_to_none in (True, False):
+            model(x).sum().backward()
+            assert sharded.parameters()[0].grad.any()
+            model.zero_grad(set_to_none)
+            assert (sharded.parameters()[0].grad is None) == set_to_none
+        assert not sharded.parameters()[0].grad.any()
+        sharded.remove()
+        torch.nn.init.ones_(model[0].weight)
+        sharded.remove()
+        assert torch.equal(model[0].weight, torch.ones(2, 3))
+        assert copy.deepcopy(model).zero_grad() is None
+        for method in (sharded.parameters, sharded.state_dict, lambda: sharded.clip_grad_norm(1.0)):
+            with pytest.raises(RuntimeError, match="has made the model plain"):
+                method()
+
+    spawn(body, 2)
+
+
+def test_zero_3_shows_what_hinders_a_forward() -> None:
+    def body() -> None:
+        model, x = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3, dtype=torch.half)), torch.ones(1, 3)
+        model.forward = lambda x: model[1](model[0](x).half())
+        ShardedParameters(model, [])  # two tensors to gather
+        with pytest.raises(MismatchError) as found:
+            dist.all_reduce(torch.ones(3)) if dist.get_rank() else model(x)
+        assert found.value.__context__ is None
+        assert not model(x).isnan().any()
+        assert model[0].weight.isnan().all()  # nobody uses it any more
+        if dist.get_rank():
+            return dist.destroy_process_group()
+        with pytest.raises(PeerLeft) as left:
+            model(x)
+        assert left.value.__context__ is None
+        return None
+
+    spawn(body, 2)
+
+
 def test_zero_3_refuses() -> None:
     def body() -> None:
         rank, model = dist.get_rank(), Net()
-        with pytest.raises(MismatchError, match=r"Rank 0 has parameter 'weight' .*\(2, 1\).* rank 1 has .*\(3, 1\)"):
+        with pytest.raises(MismatchError, match=r"Rank 0 has unit 'fine' of 2 .* rank 1 has unit 'frozen' of 2"):
+            ShardedParameters(model, [(model.fine, model.frozen)[rank]])
+        buffers = torch.nn.Linear(1, 1)
+        buffers.register_buffer("some", torch.ones(2 + rank))
+        with pytest.raises(MismatchError, match=r"tensor 'some' .*\(2,\).* rank 1 has tensor 'some' .*\(3,\)"):
+            ShardedParameters(buffers)
+        with pytest.raises(MismatchError, match=r"Rank 0 has tensor 'weight' .*\(2, 1\).* rank 1 has .*\(3, 1\)"):
             ShardedParameters(torch.nn.Linear(1, 2 + rank))
         with pytest.raises(ValueError, match="Linear, is no part of the model"):
             ShardedParameters(model, [torch.nn.Linear(1, 1)])
@@ -242,7 +376,7 @@ def test_zero_3_refuses() -> None:
             model = Net()
             ShardedParameters(model)
             change(model)
-            with pytest.raises(ValueError, match=r"was replaced by other data \(torch.float(16|32) on cpu\) after"):
+            with pytest.raises(ValueError, match=r"was replaced or changed in place \(torch.float(16|32) on cpu\)"):
                 loss_of(model, 0, rank, 0)
         sparse = torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True), torch.nn.Linear(2, 1))
         ShardedParameters(sparse)

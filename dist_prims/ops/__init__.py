@@ -6,6 +6,10 @@ into one graph (``fullgraph=True``), backward included, exports, and runs over a
 
 The derivative is that of the *sum of all ranks' losses*. So a loss that every rank computes alike from the result of an
 ``all_reduce`` counts once for each rank: with ``op="mean"`` it counts once.
+
+A derivative is a collective, too: on every rank the argument must require a gradient (of a broadcast the placeholders
+as well), and every rank must take the backward through the result, if only by ``+ 0 * y.sum()``. Where only some do,
+they wait for the others until the group's timeout.
 """
 
 from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce, reduce_scatter

@@ -2,7 +2,8 @@
 
 Our backend compares the calls of all ranks before it touches data, and NCCL's calls are asynchronous: there the calls
 are those of ``torch.distributed``. gloo and others trust that ranks agree, so there :mod:`dist_prims.collectives`
-compares and carries. Roots are numbers in the group.
+compares and carries. Compared are operation, dtype and counts; but not shapes of as many elements, nor "sum" with
+"mean", which is a sum of what each rank has divided. Roots are numbers in the group.
 """
 
 from __future__ import annotations

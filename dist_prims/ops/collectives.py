@@ -24,7 +24,8 @@ def all_reduce(x: torch.Tensor, op: str = "sum", group: dist.ProcessGroup | None
     tensor([1., 1.])
 
     "mean" divides before it adds, as gradient averaging does. The gradient of "max" and "min" goes to the ranks that
-    hold the extreme, in equal shares; that of "product" costs an all_gather of ``x``.
+    hold the extreme, in equal shares; that of "product" costs an all_gather of ``x``. torch.distributed refuses the
+    "product" of complex numbers over our backend and NCCL; over gloo there is one.
     """
     return _tensor(registered.all_reduce(x, op, _name(group)))
 
@@ -74,18 +75,21 @@ def all_to_all(
     >>> all_to_all(torch.arange(3.0), send=[3], receive=[3])
     tensor([0., 1., 2.])
     """
+    found, rows = _of(group), _first(x, 0)
     if (send is None) != (receive is None):
         raise ValueError(
-            f"dist_prims.ops.all_to_all on rank {dist.get_rank()}: send={send} and receive={receive}: give both, for "
+            f"dist_prims.ops.all_to_all on rank {found.rank()}: send={send} and receive={receive}: give both, for "
             "no rank knows what the others send; or neither, to cut evenly"
         )
     if send is None or receive is None:
-        send = receive = _evenly("all_to_all", _first(x, 0), group)
-    return _tensor(registered.all_to_all(x, list(send), list(receive), _name(group)))
+        send = receive = _evenly("all_to_all", rows, group)
+    return _tensor(registered.all_to_all(rows, list(send), list(receive), _name(group)))
 
 
 def broadcast(x: torch.Tensor, root: int = 0, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Every rank gets the tensor of ``root``, a number in the group; the others' have its shape, and gradient zero.
+
+    Where the root's requires a gradient, the others' must, too: the way back is a reduce, which all ranks make.
 
     >>> broadcast(torch.ones(2))
     tensor([1., 1.])
@@ -95,6 +99,9 @@ def broadcast(x: torch.Tensor, root: int = 0, group: dist.ProcessGroup | None = 
 
 def reduce(x: torch.Tensor, root: int = 0, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """``root`` gets the sum of all ranks' tensors, the others zeros.
+
+    Where the root takes a gradient, the others do as well, if only by ``+ 0 * y.sum()`` in their losses: the way back
+    is a broadcast, which all ranks make.
 
     >>> reduce(torch.ones(2))
     tensor([1., 1.])
@@ -130,7 +137,7 @@ def _evenly(what: str, rows: torch.Tensor, group: dist.ProcessGroup | None) -> l
     size = _size(group)
     if rows.shape[0] % size:
         raise ValueError(
-            f"dist_prims.ops.{what} on rank {dist.get_rank()}: {rows.shape[0]} rows cannot be cut evenly for {size} "
+            f"dist_prims.ops.{what} on rank {_of(group).rank()}: {rows.shape[0]} rows cannot be cut evenly for {size} "
             "ranks; say how many each gets"
         )
     return [rows.shape[0] // size] * size

@@ -97,6 +97,10 @@ def _rank(group: str) -> int:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, *ctx.how = inputs
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, *ctx.how = inputs
     if ctx.how[0] in ("max", "min", "product"):
         ctx.save_for_backward(x, output)
@@ -113,7 +117,7 @@ def _from_all_reduce(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return all_reduce(gradient, "sum", group) * others.conj(), None, None
     held = x == output  # who holds the extreme shares the gradient with all others that do
     total, holders = all_reduce(torch.stack([gradient, held.to(gradient.dtype)]), "sum", group)
-    return torch.where(held, total / holders, 0.0), None, None
+    return held * (total / holders), None, None  # a NaN is held by nobody: NaN on every rank, as of torch.amax
 
 
 def _from_all_gather(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -147,7 +151,7 @@ def _size(group: str) -> int:
     return dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore[arg-type]
 
 
-all_reduce.register_autograd(_from_all_reduce, setup_context=_keep)
+all_reduce.register_autograd(_from_all_reduce, setup_context=_keep_operands)
 all_gather.register_autograd(_from_all_gather, setup_context=_keep)
 reduce_scatter.register_autograd(_from_reduce_scatter, setup_context=_keep)
 all_to_all.register_autograd(_from_all_to_all, setup_context=_keep)

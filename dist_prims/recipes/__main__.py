@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import time
@@ -32,8 +33,7 @@ def main() -> int:
     if given.ranks < 1:
         parser.error(f"--ranks {given.ranks}: at least 1")
     chosen = names() if given.name == "all" else [given.name]
-    import torch._dynamo  # the first optimizer would, on every rank; the ranks are forked from here
-
+    importlib.import_module("torch._dynamo")  # an optimizer would, on every rank; here once, before they are forked
     if detect().size > 1:
         init(given.backend, timeout=_SECONDS)
         return cook(chosen)

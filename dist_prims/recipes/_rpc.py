@@ -19,13 +19,16 @@ __all__ = ["RATE", "STEPS", "agents", "alone", "batch", "net"]
 
 STEPS, RATE = 8, 0.5
 _SECONDS, _WORDS = 60.0, 12
+_INTERFACE = "TP_SOCKET_IFNAME"  # which TensorPipe reads
 
 
 @contextlib.contextmanager
 def agents(rank: int) -> Iterator[None]:
     """RPC from here to there: agents meet in a file, leave together, and leave nothing behind."""
-    os.environ.setdefault("TP_SOCKET_IFNAME", loopback_interface() or "lo")
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        if _INTERFACE not in os.environ:
+            os.environ[_INTERFACE] = loopback_interface() or "lo"
+            stack.callback(os.environ.pop, _INTERFACE)
         warnings.simplefilter("ignore")  # of torch about its own groups
         box = [stack.enter_context(tempfile.TemporaryDirectory()) if rank == 0 else ""]
         dist.broadcast_object_list(box, src=0)

@@ -47,18 +47,15 @@ class Habits(torch.nn.Module):
             x = self.middle(x)
         if "print" in self.breaking:
             print(x.shape, file=self.journal)
-        total = x.sum(0)
         if "dist.all_reduce" in self.breaking:
-            with torch.no_grad():  # it has no derivative of its own
-                total = total.clone()
-                dist.all_reduce(total)
+            total = x.sum(0).detach()  # it has no derivative of its own
+            dist.all_reduce(total)
         else:
-            total = self.reduce(total)
+            total = self.reduce(x.sum(0))
         return self.last(x + 0.1 * total)  # type: ignore[no-any-return]
 
 
 def run(console: Console) -> None:
-    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # it would tell of each break, on each rank
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
     rows, same = [], True
     for removed in range(len(HABITS) + 1):
@@ -80,14 +77,17 @@ def near(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def count_graphs(model: torch.nn.Module, images: torch.Tensor) -> tuple[int, bool]:
     """Into how many graphs it is torn, and whether compiled and uncompiled give the same bits."""
-    graphs = []
+    graphs, log = [], logging.getLogger("torch._dynamo")
 
     def count(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         graphs.append(graph)
         return graph.forward
 
     torch.compiler.reset()
+    level = log.level
+    log.setLevel(logging.ERROR)  # it would tell of each break, on each rank
     found = torch.compile(model, backend=count)(images)
+    log.setLevel(level)
     return len(graphs), torch.equal(found, model(images))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +25,12 @@ class DDPTwin:
     """Every backward of ``model`` ends with the mean of the gradients over the ranks; all parameters must get one."""
 
     def __init__(self, model: torch.nn.Module, bucket_bytes: int = 2**18) -> None:
-        parameters = [each for each in model.parameters() if each.requires_grad]
         for each in model.parameters():
             dist.broadcast(each.detach(), 0)
         self.buckets: list[_Bucket] = []
-        for parameter in reversed(parameters):  # roughly the order in which backward makes gradients
-            if not self.buckets or self.buckets[-1].nbytes >= bucket_bytes:
+        for parameter in reversed([each for each in model.parameters() if each.requires_grad]):  # as gradients come
+            last = self.buckets[-1] if self.buckets else None
+            if last is None or last.nbytes >= bucket_bytes or last.parameters[0].dtype != parameter.dtype:
                 self.buckets.append(_Bucket())
             self.buckets[-1].add(parameter)
             parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
@@ -48,16 +47,14 @@ class DDPTwin:
             self._next += 1
 
     def _end(self) -> None:
-        if self._arrivals != len(self._of):
-            raise RuntimeError(f"DDPTwin: {len(self._of) - self._arrivals} parameters have got no gradient")
+        absent, self._arrivals, self._next = len(self._of) - self._arrivals, 0, 0
         for bucket in self.buckets:
-            bucket.finish()
-        self._arrivals = self._next = 0
+            bucket.finish(whole=not absent)
+        if absent:
+            raise RuntimeError(f"DDPTwin: {absent} parameters have got no gradient")
 
 
-class _Bucket:
-    """Gradients that travel together."""
-
+class _Bucket:  # gradients that travel together
     def __init__(self) -> None:
         self.parameters: list[torch.Tensor] = []
         self.nbytes = self.missing = 0
@@ -70,25 +67,27 @@ class _Bucket:
     def send(self) -> None:
         flat = torch.cat([each.grad.reshape(-1) for each in self.parameters if each.grad is not None])
         self.flat = flat.div_(dist.get_world_size())
-        self.work: Any = dist.all_reduce(self.flat, async_op=True)
+        self.work = dist.all_reduce(self.flat, async_op=True)
 
-    def finish(self) -> None:
-        self.work.wait()
-        means = cut(self.flat, [each.numel() for each in self.parameters])
-        for parameter, mean in zip(self.parameters, means, strict=True):
-            parameter.grad = mean.view_as(parameter)
+    def finish(self, whole: bool) -> None:
         self.missing = len(self.parameters)
+        if whole:
+            self.work.wait()
+            means = cut(self.flat, [each.numel() for each in self.parameters])
+            for parameter, mean in zip(self.parameters, means, strict=True):
+                parameter.grad = mean.view_as(parameter)
 
 
 def run(console: Console) -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_DEPTH)))
+    home = "cuda:0" if torch.cuda.is_available() else "cpu"  # DataParallel moves to the first GPU
     models: dict[str, torch.nn.Module] = {
         "DistributedDataParallel": DistributedDataParallel(copy.deepcopy(net)),
         "the twin": copy.deepcopy(net),
         "GradientAverager": copy.deepcopy(net),
         "average_gradients, after backward": copy.deepcopy(net),
-        "DataParallel, everyone's batch": torch.nn.DataParallel(copy.deepcopy(net)),
+        "DataParallel, everyone's batch": torch.nn.DataParallel(copy.deepcopy(net).to(home)),
     }
     DDPTwin(models["the twin"])
     GradientAverager(models["GradientAverager"])
@@ -102,15 +101,15 @@ def run(console: Console) -> None:
             dist.barrier()
             began = time.perf_counter()
             optimizers[name].zero_grad()
-            (model(x) - x.roll(1, 1)).square().mean().backward()
+            (model(x).to(x.device) - x.roll(1, 1)).square().mean().backward()
             if name.startswith("average_gradients"):
                 average_gradients(model)
             optimizers[name].step()
             times[name].append(time.perf_counter() - began)
-    weights = {name: torch.nn.utils.parameters_to_vector(model.parameters()) for name, model in models.items()}
+    weights = {name: torch.nn.utils.parameters_to_vector(model.parameters()).cpu() for name, model in models.items()}
     ddp, *others = weights
     for name in others:
-        bound = 0 if len(draws) <= 2 and name in others[:-1] else 1e-6
+        bound = 0 if len(draws) <= 2 and name in others[:-1] else 1e-6 if home == "cpu" else 1e-5
         apart = (weights[name] - weights[ddp]).abs().max().item()
         console.check(apart <= bound, f"{name}: DDP's weights after {_STEPS} steps, but for {bound:g}")
     medians = {name: sorted(each)[_STEPS // 2] for name, each in times.items()}

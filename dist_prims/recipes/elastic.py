@@ -45,8 +45,8 @@ def _show(console: Console, folder: Path, rank: int, step: int) -> None:
         wanted = train(folder / "undisturbed", _LAST, _EVERY)
         ended = job.wait(120) if job else 0
     finally:
-        if job and job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
+        if job:
+            _end(job)
     if ended:
         console.say((folder / "said.txt").read_text())
     console.check(ended == 0, f"the job ends well, although its rank {rank} is killed in step {step}")
@@ -80,6 +80,17 @@ def _attempts(log: Path) -> list[list[dict[str, Any]]]:
     return list(steps.values())
 
 
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """Its ranks have sessions of their own: only torchrun can end them, so it is asked first."""
+    if job.poll() is None:
+        job.terminate()
+        try:
+            job.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
 def _start(folder: Path, size: int, die: str) -> subprocess.Popen[bytes]:
     """torchrun, in a session of its own so that all of it can be ended."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
@@ -87,6 +98,6 @@ def _start(folder: Path, size: int, die: str) -> subprocess.Popen[bytes]:
     command += [str(folder / "job"), "--last", str(_LAST), "--every", str(_EVERY), "--die", die]
     launched = ("DIST_PRIMS_RENDEZVOUS", "OMPI_", "PMI", "MPI_", "TORCHELASTIC", "SLURM_")  # it is not part of our job
     environ = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
-    environ |= {"OMP_NUM_THREADS": "1", "DIST_PRIMS_QUIET": "1"}
+    environ |= {"OMP_NUM_THREADS": "1", "DIST_PRIMS_QUIET": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "20"}
     with (folder / "said.txt").open("wb") as said:
         return subprocess.Popen([*command], env=environ, stdout=said, stderr=said, start_new_session=True)

@@ -7,8 +7,6 @@ has, and rank 0's overflows: with torch's scaler rank 0 goes its own way, with o
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import torch.distributed as dist
 from torch.nn.functional import mse_loss
@@ -57,11 +55,11 @@ def board() -> tuple[torch.Tensor, torch.Tensor]:
 
 def network() -> torch.nn.Sequential:
     torch.manual_seed(0)
-    widths = (2, 48, 48, 48)
-    layers: list[torch.nn.Module] = []
-    for into, out in itertools.pairwise(widths):
-        layers += [torch.nn.Linear(into, out), torch.nn.LayerNorm(out), torch.nn.ReLU()]
-    return torch.nn.Sequential(*layers, torch.nn.Linear(widths[-1], 1))
+    return torch.nn.Sequential(*block(2), *block(48), *block(48), torch.nn.Linear(48, 1))
+
+
+def block(into: int) -> tuple[torch.nn.Module, ...]:
+    return torch.nn.Linear(into, 48), torch.nn.LayerNorm(48), torch.nn.ReLU()
 
 
 def fit(dtype: torch.dtype, alone: bool = False) -> tuple[torch.Tensor, float, float]:

@@ -1,7 +1,7 @@
 """Two devices: a model cut over two devices of each rank, and ranks that share its data.
 
-The first layer is on one device, the second on another: cuda:0 and cuda:1 where there are, otherwise the CPU twice,
-which shows the form and not the gain. DistributedDataParallel takes such a model with ``device_ids=None``.
+The first layer is on one device, the second on another: two GPUs for each rank where there are as many, otherwise the
+CPU twice, which shows the form and not the gain. DistributedDataParallel takes such a model with ``device_ids=None``.
 """
 
 from __future__ import annotations
@@ -83,11 +83,10 @@ def run(console: Console) -> None:
 
 
 def _devices(rank: int) -> tuple[torch.device, torch.device]:
-    """Two for each rank, where there are two of them."""
-    count = torch.cuda.device_count()
-    if count < 2:
+    """Two GPUs for each rank, where there are enough for all."""
+    if torch.cuda.device_count() < 2 * dist.get_world_size():
         return torch.device("cpu"), torch.device("cpu")
-    return torch.device("cuda", 2 * rank % count), torch.device("cuda", (2 * rank + 1) % count)
+    return torch.device("cuda", 2 * rank), torch.device("cuda", 2 * rank + 1)
 
 
 def _backward(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

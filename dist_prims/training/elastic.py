@@ -13,6 +13,7 @@ where it was. Three things make that exact:
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -26,6 +27,8 @@ from torch.utils.data import default_collate
 from ..collectives.call import group_of
 from ..collectives.flat import split_evenly
 from .checkpoint import Checkpoints
+from .checkpoint.plain import whole_number
+from .checkpoint.together import together
 from .data import Permutation
 from .partition import Items
 
@@ -133,10 +136,15 @@ class StopRequest:
         only_cuda = dist.get_backend(group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if only_cuda else torch.device("cpu")
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
-        self._before = signal.signal(number, self._hear)
+        self._process = os.getpid()
+        self._before = signal.signal(number, self._hear) or signal.SIG_DFL  # None: set by C, and cannot be set again
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._heard = True
+        if os.getpid() != self._process:  # a process forked since, which nobody asks: it ends as it would have
+            signal.signal(number, self._before)
+            signal.raise_signal(number)
+        else:
+            self._heard = True
 
     def agreed(self) -> bool:
         """Whether any rank has been told to stop; call it on all of them."""
@@ -166,10 +174,21 @@ def elastic_steps(checkpoints: Checkpoints, last: int, *, every: int) -> Iterato
     The body of the loop is the step. If any rank gets SIGTERM, all save after the step that they are in and leave by
     SystemExit with code 143, on which torchrun starts whoever is still a member. With several things to iterate write
     ``for step, batch in zip(elastic_steps(...), batches)``, this first: what comes behind it is then restored before
-    it is asked.
+    it is asked. Until it ends SIGTERM is answered so: where the loop may be left early and the iterator is in a
+    variable, ``close()`` it.
     """
-    if every < 1:
-        raise ValueError(f"elastic_steps: every={every} must be at least 1")
+
+    def asked() -> tuple[int, int]:
+        if whole_number(every, "every") < 1:
+            raise ValueError(f"every={every} must be at least 1")
+        return whole_number(last, "last"), whole_number(every, "every")
+
+    for rank, each in enumerate(told := together("elastic_steps", asked, checkpoints.group)):
+        if each != told[0]:
+            raise ValueError(
+                f"elastic_steps: rank 0 has last={told[0][0]}, every={told[0][1]}, rank {rank} has last={each[0]}, "
+                f"every={each[1]}; give the same on every rank"
+            )
     with StopRequest(checkpoints.group) as stop:
         step = checkpoints.restore()
         while step < last:

@@ -9,6 +9,7 @@ Training needs no message at all.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.func import functional_call, stack_module_state, vmap
 
 from .gradients.start import spread
-from .members import agree_on_members, dice
+from .members import Spec, agree_on_members, dice
 from .rows import Kind, agree, gather, share
 
 __all__ = ["DistributedEnsemble"]
@@ -42,9 +43,9 @@ class DistributedEnsemble:
 
     ``models`` are all members, the same on every rank, which keeps copies of its share; or, with ``count``, a function
     that makes the member of a number, called on that member's rank alone. Members are alike in all but the values of
-    their tensors, and there may be fewer of them than ranks. ``inputs`` are a tensor or a tuple of tensors, the same
-    batch for every member; with ``each=True`` there is a batch for every member, in order, or for every member of this
-    rank, :attr:`mine`.
+    their parameters and buffers, and there may be fewer of them than ranks. ``inputs`` are a tensor or a tuple of
+    tensors, the same batch for every member; with ``each=True`` there is a batch for every member, in order, or for
+    every member of this rank, :attr:`mine`.
 
     Calls that speak of all members are collective: every rank makes them, in one order. Calling the ensemble itself,
     :meth:`backward` and what concerns parameters are not. Random numbers (dropout) are different for each member.
@@ -52,35 +53,28 @@ class DistributedEnsemble:
 
     def __init__(self, models: Models, count: int | None = None, group: dist.ProcessGroup | None = None) -> None:
         self._group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
-        if (count is None) != isinstance(models, Sequence | torch.nn.ModuleList):
-            raise ValueError(
-                f"DistributedEnsemble on rank {self._group.rank()}: count={count} with a {type(models).__name__}; "
-                "give a list of models, or a function that makes one of a number, and count"
-            )
-        self.count = count if count is not None else len(models)  # type: ignore[arg-type]
-        self.mine = share(self.count, self._group.size(), self._group.rank())
-        members: list[torch.nn.Module] = []
+        self.count, self.mine = 0, range(0)
+        spec: Spec | None = None
         failure: Exception | None = None
         try:
-            if self.count < 1:
-                raise ValueError(f"DistributedEnsemble: {self.count} members; there must be one at least")
-            members = [models[number] if count is None else models(number) for number in self.mine]  # type: ignore
-        except Exception as error:
+            self.count, self.mine, members = self._made(models, count)
+            if members:
+                spec = Spec.of(members, self.mine)
+                self._template: torch.nn.Module | None = _without_memory(members[0])
+                self._parameters, self._buffers = stack_module_state(members)
+        except Exception as error:  # the others are told before this rank raises it
             failure = error
-        self._spec = agree_on_members(self.count, members, self.mine, failure, self._group)
-        self._template = _without_memory(members[0]) if members else None
-        self._training = self._spec.training
-        if members:
-            self._parameters, self._buffers = stack_module_state(members)
-            self._device = next((each.device for each in self._tensors()), torch.device("cpu"))
-        else:
-            self._device = torch.empty(0, device=self._spec.device).device
-            self._parameters, self._buffers = self._spec.stacks_of_none(self._device)
+        self._spec = agree_on_members(self.count, spec, failure, self._group)
+        if spec is None:
+            self._template = None
+            device = torch.empty(0, device=self._spec.device).device
+            self._parameters, self._buffers = self._spec.stacks_of_none(device)
+        self._device = next(each.device for each in self._tensors())
 
     def __call__(self, inputs: Any, *, each: bool = False) -> torch.Tensor:
         """The outputs of this rank's members, (members, ...); empty where it has none. It can be differentiated."""
         rows = self._rows(inputs, each)
-        return torch.empty(0, device=self._device) if rows is None else rows
+        return self._nothing() if rows is None else rows
 
     def outputs(self, inputs: Any, *, each: bool = False, root: int | None = None) -> torch.Tensor | None:
         """All members' outputs in order, (count, ...): on every rank, or on ``root`` alone and None elsewhere."""
@@ -96,11 +90,13 @@ class DistributedEnsemble:
     def moments(self, inputs: Any, *, each: bool = False, correction: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean and the variance of the members' outputs, on every rank. Sums are of squared distances from the
         mean, not of squares: where members agree, nothing cancels. ``correction`` as in :func:`torch.var`."""
-        rows, kind = self._agreed("moments", inputs, each)
+        rows, kind = self._agreed(f"moments with correction={correction}", inputs, each)
         mean = self._mean(rows, kind)
-        squares = torch.zeros_like(mean) if rows is None else (rows.to(mean.dtype) - mean).square().sum(0)
+        squares = torch.zeros(kind.shape, dtype=mean.dtype.to_real(), device=self._device)
+        if rows is not None:
+            squares += (rows.to(mean.dtype) - mean).abs().square().sum(0)
         dist.all_reduce(squares, group=self._group)
-        return mean.to(kind.dtype), (squares / max(self.count - correction, 0)).to(kind.dtype)
+        return mean.to(kind.dtype), (squares / max(self.count - correction, 0)).to(kind.dtype.to_real())
 
     def variance(self, inputs: Any, *, each: bool = False, correction: int = 1) -> torch.Tensor:
         """How far the members disagree: the variance of their outputs, on every rank."""
@@ -128,12 +124,14 @@ class DistributedEnsemble:
     def gather(self, rows: torch.Tensor, root: int | None = None) -> torch.Tensor | None:
         """Something that each rank has of its members, such as losses, of all members in order."""
         failure = None
-        if len(rows) != len(self.mine):
-            members = f"{len(self.mine)} members"
+        is_tensor = isinstance(rows, torch.Tensor)
+        if not is_tensor or rows.dim() == 0 or len(rows) != len(self.mine):
+            given = f"{len(rows)} rows" if is_tensor and rows.dim() > 0 else _told(rows)
             failure = ValueError(
-                f"DistributedEnsemble.gather on rank {self._group.rank()}: {len(rows)} rows of {members}"
+                f"DistributedEnsemble.gather on rank {self._group.rank()}: {given} for {len(self.mine)} members; "
+                "give a tensor with a row for each"
             )
-        mine = rows if self.mine else None
+        mine = None if failure or not self.mine else rows.to(self._device)
         kind = agree(f"gather to {root}", mine, failure, self._group, self._device)
         return gather(mine, kind, self.count, self._group, self._device, root)
 
@@ -145,7 +143,7 @@ class DistributedEnsemble:
         own loss alone."""
         losses = self._rows(inputs, each, loss, targets)
         if losses is None:
-            return torch.empty(0, device=self._device)
+            return self._nothing()
         losses.sum().backward()  # type: ignore[no-untyped-call]
         return losses.detach()
 
@@ -156,7 +154,6 @@ class DistributedEnsemble:
         yield from self._parameters.values()
 
     def train(self, mode: bool = True) -> DistributedEnsemble:
-        self._training = mode
         if self._template is not None:
             self._template.train(mode)
         return self
@@ -167,8 +164,12 @@ class DistributedEnsemble:
     @torch.no_grad()
     def member(self, number: int) -> dict[str, torch.Tensor]:
         """The state of one member, on every rank: what ``load_state_dict`` of a plain model takes."""
-        place = self._place("member", number)
-        agree(f"member {number}", torch.empty(1), None, self._group, self._device)
+        place, failure = None, None
+        try:
+            place = self._place("member", number)
+        except (TypeError, ValueError) as error:
+            failure = error
+        agree(f"member {number}", torch.empty(1), failure, self._group, self._device)
         owner = next(
             rank for rank in range(self._group.size()) if number in share(self.count, self._group.size(), rank)
         )
@@ -196,16 +197,37 @@ class DistributedEnsemble:
             stacks[name][place] = state[key]
 
     def _place(self, call: str, number: int) -> int | None:
-        if not 0 <= number < self.count:
+        if not 0 <= operator.index(number) < self.count:
             raise ValueError(f"DistributedEnsemble.{call}: member {number}; there are {self.count}, numbered from 0")
         return number - self.mine.start if number in self.mine else None
+
+    def _made(self, models: Models, count: int | None) -> tuple[int, range, list[torch.nn.Module]]:
+        """How many members there are, which are this rank's, and those."""
+        rank, size = self._group.rank(), self._group.size()
+        if (count is None) != isinstance(models, Sequence | torch.nn.ModuleList):
+            raise ValueError(
+                f"DistributedEnsemble on rank {rank}: count={count} with a {type(models).__name__}; "
+                "give a list of models, or a function that makes one of a number, and count"
+            )
+        number_of: int = count if count is not None else len(models)  # type: ignore[arg-type]
+        if number_of < 1:
+            raise ValueError(f"DistributedEnsemble: {number_of} members; there must be one at least")
+        mine = share(number_of, size, rank)
+        members = [models[number] if count is None else models(number) for number in mine]  # type: ignore
+        for number, member in zip(mine, members, strict=True):
+            if not isinstance(member, torch.nn.Module):
+                raise TypeError(f"DistributedEnsemble on rank {rank}: member {number} is {_told(member)}, no Module")
+        return number_of, mine, members
+
+    def _nothing(self) -> torch.Tensor:
+        return torch.empty(0, dtype=self._spec.dtype, device=self._device)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from self._parameters.values()
         yield from self._buffers.values()
 
     def _mean(self, rows: torch.Tensor | None, kind: Kind) -> torch.Tensor:
-        if not kind.dtype.is_floating_point:
+        if not (kind.dtype.is_floating_point or kind.dtype.is_complex):
             raise ValueError(
                 f"DistributedEnsemble on rank {self._group.rank()}: outputs are {kind.dtype} and have no mean; "
                 "use outputs() or vote()"
@@ -229,7 +251,7 @@ class DistributedEnsemble:
         self, inputs: Any, each: bool, loss: Callable[..., torch.Tensor] | None = None, targets: Any = None
     ) -> torch.Tensor | None:
         """The outputs of this rank's members, or their losses; None where it has none."""
-        with dice(self._training, self._group.rank(), self._device):  # drawn on every rank: they stay in step
+        with dice(self._group.rank(), self._device):  # drawn on every rank: they stay in step
             return None if self._template is None else self._run(self._template, inputs, each, loss, targets)
 
     def _run(

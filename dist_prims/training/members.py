@@ -1,7 +1,7 @@
 """What the members of an ensemble must have in common, and how ranks find out that they have.
 
 Stacking asks for tensors of one shape. But vmap runs one member's code for all, so what is no tensor must be alike,
-too: a dropout rate or a mode that differs would be silently ignored.
+too: a dropout rate or a mode that differs would be silently ignored, and so would an attribute of a layer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -25,23 +26,42 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Spec:
-    """One member: (is a parameter, name, dtype, shape, requires_grad) of each tensor; its state's keys and the tensors
-    that they mean, two keys one tensor where weights are tied; the type of its device; its mode."""
+    """One member: its number and what it is, line by line; (is a parameter, name, dtype, shape, requires_grad) of each
+    tensor; its state's keys and the tensors that they mean, two keys one tensor where weights are tied; the type of its
+    device."""
 
+    number: int
+    lines: list[str]
     tensors: list[tuple[bool, str, torch.dtype, tuple[int, ...], bool]]
     keys: dict[str, str]
     device: str
-    training: bool
 
     @staticmethod
-    def of(model: torch.nn.Module) -> Spec:
+    def of(members: Sequence[torch.nn.Module], numbers: range) -> Spec:
+        """What these members are, all alike; a ValueError where they are not."""
+        model = members[0]
+        numbered = [(number, [*_described(member)]) for number, member in zip(numbers, members, strict=True)]
+        if text := _difference(numbered):
+            raise ValueError(text)
         named: list[tuple[bool, str, torch.Tensor]] = [(True, *each) for each in model.named_parameters()]
         named += [(False, *each) for each in model.named_buffers()]
+        if not named:
+            raise ValueError(
+                f"DistributedEnsemble: member {numbers[0]}, a {type(model).__name__}, has neither parameters nor "
+                "buffers: there is nothing to stack, and all members would be one"
+            )
         tensors = [(is_one, name, each.dtype, tuple(each.shape), each.requires_grad) for is_one, name, each in named]
         names = {id(each): name for _, name, each in named}
         state = model.state_dict(keep_vars=True)
         keys = {key: names[id(each)] for key, each in state.items() if id(each) in names}
-        return Spec(tensors, keys, named[0][2].device.type if named else "cpu", model.training)
+        return Spec(*numbered[0], tensors, keys, named[0][2].device.type)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its outputs most likely are."""
+        return next(
+            (each[2] for each in self.tensors if each[2].is_floating_point or each[2].is_complex), torch.float32
+        )
 
     def stacks_of_none(self, device: torch.device) -> tuple[Tensors, Tensors]:
         """The stacked parameters and buffers of a rank without members."""
@@ -53,21 +73,12 @@ class Spec:
         return parameters, buffers
 
 
-def agree_on_members(
-    count: int,
-    members: Sequence[torch.nn.Module],
-    mine: range,
-    failure: Exception | None,
-    group: dist.ProcessGroup,
-) -> Spec:
-    """What a member is, on every rank; or an error on every rank, with the first difference."""
-    numbered = [(number, [*_described(member)]) for number, member in zip(mine, members, strict=False)]
+def agree_on_members(count: int, spec: Spec | None, failure: Exception | None, group: dist.ProcessGroup) -> Spec:
+    """What a member is, on every rank; or an error on every rank, with the first difference. ``spec`` is None on a rank
+    that has no members, or has failed."""
     rank, size = group.rank(), group.size()
-    if failure is None and (text := _difference(numbered)):
-        failure = ValueError(f"rank {rank}: {text}")
     problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-    digest = hashlib.sha256("\n".join(numbered[0][1]).encode()).hexdigest() if numbered else None
-    spec = Spec.of(members[0]) if members and failure is None else None
+    digest = None if spec is None else hashlib.sha256("\n".join(spec.lines).encode()).hexdigest()
     told = spec if size > count and rank == size - 1 else None  # the last rank has one, whoever has none
     everyones = _gathered((count, problem, digest, told), group)
     if failure is not None:
@@ -81,19 +92,16 @@ def agree_on_members(
                 f"of {its}; give the same on every rank"
             )
     if len({digest for _, _, digest, _ in everyones if digest}) > 1:
-        firsts = [each for each in _gathered(numbered[0] if numbered else None, group) if each]
+        firsts = [each for each in _gathered(spec and (spec.number, spec.lines), group) if each]
         raise ValueError(f"rank {rank}: {_difference(firsts)}")
     found: Spec = spec or everyones[-1][3]
     return found
 
 
 @contextmanager
-def dice(in_use: bool, rank: int, device: torch.device) -> Iterator[None]:
+def dice(rank: int, device: torch.device) -> Iterator[None]:
     """Within it random numbers are this rank's own, though all ranks were seeded alike; which ones, the ordinary
     generator decides, so that a seed or a saved state of it decides all."""
-    if not in_use:
-        yield
-        return
     seed = int(torch.randint(2**62, ())) + rank
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.random.default_generator.manual_seed(seed)
@@ -113,6 +121,27 @@ def _described(model: torch.nn.Module) -> Iterator[str]:
         own = type(module).__module__.startswith("torch.nn.")  # what others print may be a member's name
         settings = f"{module.extra_repr()}, training={module.training}" if own else f"training={module.training}"
         yield f"layer {name!r} {type(module).__qualname__}({settings})"
+        for key, value in sorted(vars(module).items()):
+            if not key.startswith("_") and key != "training" and (told := _setting(value)):
+                yield f"layer {name!r} {type(module).__qualname__} with {key}={told}"
+
+
+def _setting(value: Any) -> str:
+    """What an attribute is, if it is one that may change what a layer computes: then it must be alike. A text may be a
+    member's name."""
+    if value is None or isinstance(value, bool | int | float | complex | torch.dtype):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_setting, value))})"
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        return value.__qualname__
+    if not isinstance(value, torch.Tensor):
+        return ""
+    told = f"{value.dtype} of shape {tuple(value.shape)}"
+    if value.layout != torch.strided or value.device.type == "meta":
+        return told
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return f"{told}, values {hashlib.sha256(plain.numpy().tobytes()).hexdigest()[:16]} (a buffer's may differ)"
 
 
 def _difference(numbered: Sequence[tuple[int, list[str]]]) -> str:
@@ -122,7 +151,7 @@ def _difference(numbered: Sequence[tuple[int, list[str]]]) -> str:
             if here != there:
                 return (
                     f"DistributedEnsemble: member {numbered[0][0]} has {here}, member {number} has {there}; "
-                    "members must be alike in all but the values of their tensors"
+                    "members must be alike in all but the values of their parameters and buffers"
                 )
     return ""
 

@@ -8,7 +8,7 @@ each rank holds other parameters, and a rank that skips while others step has an
 ::
 
     rank 0   unscale  0 found ─┐                 ┌─ 1: skip, halve the scale
-    rank 1   unscale  1 found ─┼─ all_reduce max ┼─ 1: skip, halve the scale        four bytes an optimiser
+    rank 1   unscale  1 found ─┼─ all_reduce max ┼─ 1: skip, halve the scale       eight bytes an optimiser
     rank 2   unscale  0 found ─┘                 └─ 1: skip, halve the scale
 
 Gradients that travel in 16 bits and are added in 32: ``GradientAverager(compress="bf16")``, see :mod:`.compression`.
@@ -38,9 +38,11 @@ class GradScaler(torch.amp.GradScaler):
     >>> weight.item(), scaler.get_scale()
     (1.0, 4.0)
 
-    ``options`` are torch's, the same on every rank, which is checked at the first step. Every rank makes the same calls
-    of :meth:`unscale_`, :meth:`step` and :meth:`update` in the same order, also one that has no gradients or no loss:
-    its optimisers are asked with the others'. ``state_dict()`` is the same on all ranks.
+    ``options`` are torch's, the same on every rank, which is checked at the first step and after any rank has loaded
+    a state or set a scale; all but ``enabled``: a scaler that is off sends nothing, and where only some are on, these
+    wait until the group's timeout. Every rank makes the same calls of :meth:`unscale_`, :meth:`step` and
+    :meth:`update` in the same order, also one that has no gradients or no loss: its optimisers are asked with the
+    others'. ``state_dict()`` is the same on all ranks. A copy, or what comes out of a pickle, asks the default group.
     """
 
     def __init__(self, device: str | None = None, *, group: dist.ProcessGroup | None = None, **options: Any) -> None:
@@ -49,20 +51,47 @@ class GradScaler(torch.amp.GradScaler):
         self._compared = False
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale and agree on what was found; between ``backward()`` and clipping."""
+        """Divide the gradients by the scale and agree on what was found; between ``backward()`` and clipping.
+
+        Where it fails on one rank, for its gradients are float16 or it was called twice, it raises on all.
+        """
         if not self.is_enabled():
             return
-        device = optimizer.param_groups[0]["params"][0].device
+        own = [each for group in optimizer.param_groups for each in group["params"]]
+        device = own[0].device if own else torch.device(self._device)  # a sharded optimiser may have nothing here
         if self._scale is None:  # this rank has scaled no loss: those of a pipeline's first stages have none
             self._lazy_init_scale_growth_tracker(device)
-        self._compare(device)
-        super().unscale_(optimizer)
-        found = self._found_inf_per_device(optimizer)
+        failure: Exception | None = None
+        found: dict[Any, torch.Tensor] = {}  # by device
+        try:
+            super().unscale_(optimizer)
+            found = self._found_inf_per_device(optimizer)
+        except Exception as error:  # the others wait for this rank: they are told first
+            failure = error
         found.setdefault(device, torch.zeros((), device=device))  # without gradients nothing was looked at
-        verdict = torch.stack([each.to(device) for each in found.values()]).amax(0)
-        dist.all_reduce(verdict, dist.ReduceOp.MAX, self._group)
+        mine = torch.stack([each.to(device) for each in found.values()]).amax(0)
+        for each in found.values():
+            each.fill_(1.0)  # whoever steps although this raises, skips
+        verdict = self._agree(mine, failure)
         for each in found.values():
             each.copy_(verdict)
+
+    def _agree(self, mine: torch.Tensor, failure: Exception | None) -> torch.Tensor:
+        """The verdict of all ranks, if none has failed and, where one has news, all have the same state."""
+        news = _FAILED if failure else _COMPARE if not self._compared else _NONE
+        verdict = torch.stack([mine, torch.full_like(mine, news)])
+        dist.all_reduce(verdict, dist.ReduceOp.MAX, self._group)
+        if failure:
+            raise failure
+        news = verdict[1].item()
+        if news == _FAILED:
+            raise RuntimeError(
+                f"GradScaler on rank {dist.get_rank(self._group)}: another rank could not unscale its gradients, so no "
+                "rank may step; its error says why"
+            )
+        if news == _COMPARE:
+            self._compare(mine.device)
+        return verdict[0]
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """``optimizer.step()`` on all ranks, or on none if a gradient of any rank is not finite."""
@@ -70,17 +99,26 @@ class GradScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)  # fused optimisers would look for themselves, and ask nobody
         return super().step(optimizer, *args, **kwargs)
 
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Adjust the scale, or set it; the next step checks that all ranks have set the same."""
+        super().update(new_scale)
+        self._compared = self._compared and new_scale is None
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` has returned; the next step checks that all ranks have loaded the same."""
         super().load_state_dict(state_dict)
         self._compared = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_group": None, "_compared": False}
+
     def _compare(self, device: torch.device) -> None:
-        if not self._compared:
-            state = ", ".join(f"{name}={value:g}" for name, value in self.state_dict().items())
-            remedy = "Every rank must make its GradScaler with the same options, or load the same state"
-            check_same(f"GradScaler({state})", remedy, self._group, device)
-            self._compared = True
+        state = ", ".join(f"{name}={value!r}" for name, value in self.state_dict().items())
+        remedy = "Every rank must make its GradScaler with the same options, or load the same state"
+        self._compared = False  # until it is known, here as on the rank that wished it
+        check_same(f"GradScaler({state})", remedy, self._group, device)
+        self._compared = True
 
 
 _READY = torch.amp.grad_scaler.OptState.READY
+_NONE, _COMPARE, _FAILED = 0.0, 1.0, 2.0  # what a rank says beside its verdict; the greatest is everybody's

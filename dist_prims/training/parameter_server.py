@@ -17,11 +17,12 @@ Messages are on the CPU, so any group will do that has a backend for it: "dist_p
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from .zero.alike import check_alike
 __all__ = ["ParameterServer", "Report", "Worker"]
 
 _GRADIENT, _DONE, _FAILED = range(3)
+_NO_VERSION = -1  # the server's answer when it has failed
 
 
 @dataclass
@@ -68,51 +70,76 @@ class ParameterServer:
         server: int = 0,
         staleness: int | None = None,
     ) -> None:
-        if staleness is not None and staleness < 0:
-            raise ValueError(f"ParameterServer: staleness={staleness} must be 0 or more, or None for no bound")
         self._group = group_of(group, "ParameterServer")
         self._optimizer, self._bound = optimizer, staleness
-        self._parameters = _meet(model, self._group, server, serving=True)
+        self._parameters = _meet(model, self._group, server, _Role(True, server, staleness))
+        self._incoming, self._outgoing = _Bulk(self._parameters), _Bulk(self._parameters)
         self._waiting: dict[int, list[torch.Tensor | None]] = {}  # workers that have no answer yet, and their gradients
         self._present = {rank for rank in range(self._group.size()) if rank != server}
 
     def serve(self) -> Report:
         """Answer until all workers have left. PeerDied, with the model as it is then, if one dies (backend
-        "dist_prims"; over gloo the end of a connection)."""
+        "dist_prims"; over gloo the end of a connection). What the optimiser raises is raised when all workers know."""
         report = Report()
-        bulk = _Bulk(self._parameters)
         while self._present:
-            head = torch.empty(2, dtype=torch.int64)
-            worker = dist.get_group_rank(self._group, _any_source(head, self._group))
-            kind, seen = head.tolist()
-            if kind == _GRADIENT:
-                dist.recv(bulk.flat, group=self._group, group_src=worker)
-                report.gradients[worker] += 1
-                self._take(worker, seen, bulk.gradients(), report)
-            else:
-                self._present.remove(worker)
-                report.failed += [worker] * (kind == _FAILED)
-            self._answer(report)
+            worker, kind, seen = self._receive()
+            try:
+                ready = self._take(worker, kind, seen, report)
+                values = self._outgoing.of_values() if ready else self._outgoing.flat
+            except Exception:
+                with suppress(RuntimeError):  # what has happened here is told first
+                    self._dismiss()
+                raise
+            for each in ready:
+                del self._waiting[each]
+                self._send(each, torch.tensor([report.steps]))
+                self._send(each, values)
         return report
 
-    def _take(self, worker: int, seen: int, gradients: list[torch.Tensor | None], report: Report) -> None:
-        report.staleness[report.steps - seen] += 1
-        self._waiting[worker] = gradients
-        if self._bound != 0:
-            self._step([gradients], report)
+    def _receive(self) -> tuple[int, int, int]:
+        """From whoever comes next: who, what, and of which version."""
+        head = torch.empty(2, dtype=torch.int64)
+        worker = dist.get_group_rank(self._group, _any_source(head, self._group))
+        kind, seen = head.tolist()
+        if kind == _GRADIENT:
+            dist.recv(self._incoming.flat, group=self._group, group_src=worker)
+        else:
+            self._present.remove(worker)
+        return worker, kind, seen
 
-    def _answer(self, report: Report) -> None:
-        """To those who may go on: in rounds all together, otherwise who is not too far ahead of the slowest."""
+    def _send(self, worker: int, message: torch.Tensor) -> None:
+        dist.send(message, group=self._group, group_dst=worker)
+
+    def _take(self, worker: int, kind: int, seen: int, report: Report) -> list[int]:
+        """Take a message, and say who may go on by it: in rounds all together, otherwise who is not too far ahead of
+        the slowest."""
+        if kind == _GRADIENT:
+            report.gradients[worker] += 1
+            report.staleness[report.steps - seen] += 1
+            self._waiting[worker] = self._incoming.gradients()
+            if self._bound != 0:
+                self._step([self._waiting[worker]], report)
+        report.failed += [worker] * (kind == _FAILED)
         if self._bound == 0:
             if not self._waiting or self._waiting.keys() != self._present:
-                return
-            self._step([self._waiting[worker] for worker in sorted(self._waiting)], report)
-        slowest = min((report.gradients[worker] for worker in self._present), default=0)
+                return []
+            self._step([self._waiting[each] for each in sorted(self._waiting)], report)
+        slowest = min((report.gradients[each] for each in self._present), default=0)
+        most = math.inf if self._bound is None else slowest + self._bound
+        return [each for each in sorted(self._waiting) if report.gradients[each] <= most]
+
+    def _dismiss(self) -> None:
+        """This rank has failed: every worker's next answer is that."""
+        last = torch.tensor([_NO_VERSION])
         for worker in sorted(self._waiting):
-            if self._bound is None or report.gradients[worker] - slowest <= self._bound:
-                del self._waiting[worker]
-                dist.send(torch.tensor([report.steps]), group=self._group, group_dst=worker)
-                dist.send(_Bulk(self._parameters).of_values(), group=self._group, group_dst=worker)
+            self._send(worker, last)
+        self._present -= self._waiting.keys()
+        self._waiting.clear()
+        while self._present:
+            worker, kind, _ = self._receive()
+            if kind == _GRADIENT:
+                self._send(worker, last)
+                self._present.remove(worker)
 
     def _step(self, everyones: Sequence[Sequence[torch.Tensor | None]], report: Report) -> None:
         """With the mean, added in the order of ranks; a gradient that a worker has not got counts as zero."""
@@ -131,20 +158,26 @@ class Worker:
                 loss(model(x), y).backward()
                 worker.step()
 
-    Ranks may have uneven numbers of batches. Leaving tells the server, also by an error. Buffers stay a worker's own.
+    Ranks may have uneven numbers of batches. Leaving tells the server, also by an error, and is for good. CommError if
+    the server's optimiser fails. Buffers stay a worker's own.
     """
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup | None = None, *, server: int = 0) -> None:
         self._group, self._server = group_of(group, "Worker"), server
-        self._parameters = _meet(model, self._group, server, serving=False)
+        self._parameters = _meet(model, self._group, server, _Role(False, server, None))
+        self._looks = [(each.shape, each.dtype) for each in self._parameters]
         self._bulk = _Bulk(self._parameters)
-        self._sending = False  # the server waits for the rest
+        self._sending = self._left = False  # the server waits for the rest; it expects no more
         self.version = 0  # steps of the server that the parameters here have in them
 
     def __enter__(self) -> Worker:
+        self._check_there()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        left, self._left = self._left, True
+        if left:
+            return
         if kind is None:
             self._send(torch.tensor([_DONE, 0]))
         elif not (self._sending or issubclass(kind, CommError)):
@@ -153,17 +186,20 @@ class Worker:
 
     def step(self) -> None:
         """Send the gradients, take the newest parameters, and zero the gradients."""
-        for parameter in self._parameters:
-            if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                raise ValueError(
-                    f"rank {self._group.rank()}: Worker: a parameter of shape {tuple(parameter.shape)} has a sparse "
-                    "gradient; make its layer with sparse=False"
-                )
+        self._check_there()
+        self._check_unchanged()
+        gradients = self._bulk.of_gradients()
         self._sending = True
         self._send(torch.tensor([_GRADIENT, self.version]))
-        self._send(self._bulk.of_gradients())
+        self._send(gradients)
         version = torch.empty(1, dtype=torch.int64)
         dist.recv(version, group=self._group, group_src=self._server)
+        if int(version) == _NO_VERSION:
+            self._left = True
+            raise CommError(
+                f"rank {self._group.rank()}: Worker: the server, rank {self._server}, has failed, by an error that it "
+                f"shows itself; parameters here are of its step {self.version}"
+            )
         dist.recv(self._bulk.flat, group=self._group, group_src=self._server)
         self._sending = False
         self.version = int(version)
@@ -171,6 +207,26 @@ class Worker:
             for parameter, value in zip(self._parameters, self._bulk.values(), strict=True):
                 parameter.copy_(value)
                 parameter.grad = None
+
+    def _check_there(self) -> None:
+        if self._left:
+            raise ValueError(
+                f"rank {self._group.rank()}: Worker: it has left the server; make a new Worker, and the server's rank "
+                "a new ParameterServer"
+            )
+
+    def _check_unchanged(self) -> None:
+        for parameter, look in zip(self._parameters, self._looks, strict=True):
+            if (parameter.shape, parameter.dtype) != look:
+                raise ValueError(
+                    f"rank {self._group.rank()}: Worker: a parameter has shape {tuple(parameter.shape)} and "
+                    f"{parameter.dtype}, at the start it had {tuple(look[0])} and {look[1]}; change the model before"
+                )
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise ValueError(
+                    f"rank {self._group.rank()}: Worker: a parameter of shape {tuple(parameter.shape)} has a sparse "
+                    "gradient; make its layer with sparse=False"
+                )
 
     def _send(self, message: torch.Tensor) -> None:
         dist.send(message, group=self._group, group_dst=self._server)
@@ -210,16 +266,31 @@ def _any_source(head: torch.Tensor, group: dist.ProcessGroup) -> int:
     return source
 
 
-def _meet(model: torch.nn.Module, group: dist.ProcessGroup, server: int, serving: bool) -> list[torch.nn.Parameter]:
+class _Role(NamedTuple):
+    """What a rank makes."""
+
+    serves: bool
+    server: int
+    staleness: int | None
+
+    def __str__(self) -> str:
+        return f"a {'ParameterServer' if self.serves else 'Worker'} with server={self.server}"
+
+
+def _meet(model: torch.nn.Module, group: dist.ProcessGroup, server: int, role: _Role) -> list[torch.nn.Parameter]:
     """All ranks have the same model and the same server, and take its parameters."""
     roles: list[Any] = [None] * group.size()
-    dist.all_gather_object(roles, (serving, server), group=group)
-    for rank, (serves, whose) in enumerate(roles):
-        if whose != roles[0][1] or serves != (rank == whose):
+    dist.all_gather_object(roles, role, group=group)
+    for rank, each in enumerate(roles):
+        begin = f"rank {group.rank()}: ParameterServer: rank {rank} makes {each}"
+        if not 0 <= each.server < group.size():
+            raise ValueError(f"{begin}, and the ranks of the group are 0 to {group.size() - 1}; name one of them")
+        if each.staleness is not None and each.staleness < 0:
+            raise ValueError(f"{begin} and staleness={each.staleness}; it must be 0 or more, or None for no bound")
+        if each.server != roles[0].server or each.serves != (rank == each.server):
             raise MismatchError(
-                f"rank {group.rank()}: rank {rank} makes a {'ParameterServer' if serves else 'Worker'} with "
-                f"server={whose}, rank 0 one with server={roles[0][1]}; nothing was sent. The rank that is named "
-                "makes the ParameterServer, every other one a Worker"
+                f"{begin}, rank 0 {roles[0]}; nothing was sent. The rank that is named makes the ParameterServer, "
+                "every other one a Worker"
             )
     check_alike("ParameterServer", [], model.named_parameters(), group)
     parameters = [*model.parameters()]

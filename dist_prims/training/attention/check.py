@@ -2,14 +2,18 @@
 
 A rank that is called wrongly must not leave the others waiting for its keys. So each tells all what it is about to do,
 its mistake if it made one, and all go on or none. On a CPU that is 256 bytes a call; on CUDA reading the answer would
-stop the stream of kernels, so it is asked for each kind of call once.
+stop the stream of kernels, so it is asked for each kind of call once. Whoever then makes a mistake is told alone: the
+others have no ear for it, and wait as long as the group lets them.
 """
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,18 +22,18 @@ from ...errors import MismatchError
 from ..compression.same import check_same
 from .layout import ORDERS
 
-__all__ = ["Call", "Tensors", "agree", "lowered", "uncompiled"]
+__all__ = ["Call", "Tensors", "agree", "lowered", "refuse", "uncompiled"]
 
 _REMEDY = "Every rank must call it alike, with parts of one sequence that are equally long: split_sequence() gives them"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_AGREED: set[tuple[str, str]] = set()  # by group and call, for CUDA
+_AGREED: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()  # the kinds of calls on CUDA
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call. ``lengths``: of the whole sequences."""
+    """The arguments of one call, as they were given until the ranks agree. ``lengths``: of the whole sequences."""
 
     name: str
     group: dist.ProcessGroup
@@ -37,7 +41,7 @@ class Call:
     scale: float | None
     order: str
     enable_gqa: bool
-    lengths: tuple[int, ...] | None
+    lengths: Any
     dropout_p: float
 
     @staticmethod
@@ -47,13 +51,7 @@ class Call:
         group = group or dist.distributed_c10d._get_default_group()
         if not isinstance(group, dist.ProcessGroup):  # what new_group() gives those who are not in it
             raise ValueError(f"rank {dist.get_rank()} is not in the group of this {name}; nothing was sent")
-        numbers = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
-        return Call(
-            name=name,
-            group=group,
-            lengths=None if numbers is None else tuple(int(each) for each in numbers),
-            **options,
-        )
+        return Call(name=name, group=group, lengths=lengths, **options)
 
 
 def agree(call: Call, tensors: Tensors) -> Call:
@@ -64,21 +62,35 @@ def agree(call: Call, tensors: Tensors) -> Call:
     >>> agree(call, (torch.ones(1, 1, 4, 16),) * 3).scale
     0.25
     """
-    problem = _problem(call, *tensors)
-    told = f"{call.name}: {problem}" if problem else _words(call, tensors)
     device = tensors[0].device
-    key = (call.group.group_name, told)
-    if device.type == "cpu" or key not in _AGREED or problem:
+    problem = _options(call)
+    if not problem:
+        call = replace(call, scale=None if call.scale is None else float(call.scale), lengths=_numbers(call.lengths))
+        problem = _problem(call, *tensors)
+    if problem:
+        refuse(call.name, problem, call.group, device)
+    told = _words(call, tensors)
+    if told not in _AGREED.get(call.group, ()):
+        check_same(told, _REMEDY, call.group, device)
+        if device.type != "cpu":
+            _AGREED.setdefault(call.group, set()).add(told)
+    return replace(call, scale=tensors[0].shape[-1] ** -0.5 if call.scale is None else call.scale)
+
+
+def refuse(name: str, problem: str, group: dist.ProcessGroup, device: torch.device) -> NoReturn:
+    """Raise, and tell the ranks that are about to agree.
+
+    >>> refuse("ring_attention", "a mistake", torch.distributed.group.WORLD, torch.device("cpu"))
+    Traceback (most recent call last):
+    ValueError: rank 0: ring_attention: a mistake; nothing was sent
+    """
+    error = ValueError(f"rank {group.rank()}: {name}: {problem}; nothing was sent")
+    if device.type == "cpu" or not _AGREED.get(group):  # else others may ask nothing: to tell them would be to wait
         try:
-            check_same(told, _REMEDY, call.group, device)
-        except MismatchError as error:
-            if problem:
-                raise ValueError(_sentence(call, problem)) from error
-            raise
-        if problem:
-            raise ValueError(_sentence(call, problem))
-        _AGREED.add(key)
-    return replace(call, scale=tensors[0].shape[-1] ** -0.5 if call.scale is None else float(call.scale))
+            check_same(f"{name}: {problem}", _REMEDY, group, device)
+        except MismatchError as others:
+            raise error from others
+    raise error
 
 
 def lowered(tensors: Tensors) -> Tensors:
@@ -92,7 +104,8 @@ def lowered(tensors: Tensors) -> Tensors:
     if not torch.is_autocast_enabled(q.device.type):
         return tensors
     low = torch.get_autocast_dtype(q.device.type)
-    return q.to(low), k.to(low), v.to(low)
+    q, k, v = (each.to(low) if each.is_floating_point() and each.dtype != torch.float64 else each for each in tensors)
+    return q, k, v
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -107,10 +120,6 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return disabled
 
 
-def _sentence(call: Call, problem: str) -> str:
-    return f"rank {call.group.rank()}: {call.name}: {problem}; nothing was sent"
-
-
 def _words(call: Call, tensors: Tensors) -> str:
     q, k, v = tensors
     learns = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
@@ -119,7 +128,7 @@ def _words(call: Call, tensors: Tensors) -> str:
     )
     words = [shapes, str(q.dtype).removeprefix("torch."), q.device.type, f"order {call.order}"]
     words += ["causal"] * call.causal + ["with a backward" if learns else "without a backward"]
-    words += [] if call.scale is None else [f"scale {call.scale:g}"]
+    words += [] if call.scale is None else [f"scale {call.scale!r}"]
     words += [] if call.lengths is None else [f"lengths {list(call.lengths)}"]
     return f"{call.name}({', '.join(words)})"
 
@@ -128,12 +137,32 @@ def _number(extent: Any) -> str:
     return str(extent) if isinstance(extent, int) else "nested"
 
 
-def _problem(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """What is wrong with the arguments of this rank."""
-    if call.order not in ORDERS:
+def _options(call: Call) -> str | None:
+    """What is wrong with the arguments of this rank, tensors aside: nothing here may raise on one rank only."""
+    if call.order not in list(ORDERS):
         return f"order={call.order!r}; choose {' or '.join(map(repr, ORDERS))}"
-    if call.dropout_p:
-        return f"dropout_p={call.dropout_p} is not offered; put a torch.nn.Dropout behind the attention"
+    if not all(isinstance(each, bool) for each in (call.causal, call.enable_gqa)):
+        return f"causal={call.causal!r} and enable_gqa={call.enable_gqa!r} must be True or False"
+    if not isinstance(call.dropout_p, int | float) or call.dropout_p:
+        return f"dropout_p={call.dropout_p!r} is not offered; put a torch.nn.Dropout behind the attention"
+    scale = 1 if call.scale is None else call.scale
+    if not isinstance(scale, int | float) or not abs(scale) <= sys.float_info.max:
+        return f"scale={scale!r} must be a finite int or float; it has no gradient"
+    try:
+        _numbers(call.lengths)
+    except (TypeError, RuntimeError):  # the latter of tensors that cannot be read
+        return f"lengths={call.lengths!r} must be whole numbers, one for each sequence"
+    return None
+
+
+def _numbers(lengths: Any) -> tuple[int, ...] | None:
+    if lengths is None:
+        return None
+    return tuple(map(operator.index, lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths))
+
+
+def _problem(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """What is wrong with the tensors of this rank."""
     if len({each.dtype for each in (q, k, v)}) > 1 or not q.is_floating_point():
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one floating type"
     if len({each.device for each in (q, k, v)}) > 1:
@@ -183,6 +212,8 @@ def _dense(call: Call, q: torch.Tensor) -> str | None:
 def _nested(call: Call, tensors: Tensors) -> str | None:
     if any(each._ragged_idx != 2 for each in tensors):  # type: ignore[attr-defined]
         return "the tokens of a nested tensor must be in dimension 2, as in (batch, heads, tokens, features)"
+    if any(each._lengths is not None for each in tensors):  # type: ignore[attr-defined]
+        return "a nested tensor must have no holes; x.contiguous() before it is transposed makes it so"
     if call.lengths is not None:
         return "lengths are given beside nested tensors, which have their own"
     offsets = [each.offsets() for each in tensors]  # type: ignore[attr-defined]

@@ -2,16 +2,21 @@
 
 Everything in a transformer but attention treats tokens one by one, so splitting the sequence changes two lines: which
 attention is called, and which positions a rank's tokens have. Parameters are the same on all ranks; their gradients are
-averaged as in data-parallel training.
+averaged as in data-parallel training. Only ``state_dict()`` is to be saved: a model holds its group, which no file can.
 """
 
 from __future__ import annotations
+
+import copy
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from .check import refuse
+from .layout import ORDERS
 from .ring import ring_attention
 from .sequence import sequence_positions
 from .ulysses import ulysses_attention
@@ -21,7 +26,19 @@ __all__ = ["GPT", "CausalSelfAttention"]
 _KINDS = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
-class CausalSelfAttention(nn.Module):
+class _InGroup(nn.Module):
+    """A copy is in the same group: that cannot be copied."""
+
+    group: dist.ProcessGroup | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.group)] = self.group
+        other = memo[id(self)] = type(self).__new__(type(self))
+        other.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
+        return other
+
+
+class CausalSelfAttention(_InGroup):
     """Every token attends to itself and those before it; (batch, tokens, width) to the same.
 
     ``attention``: "plain" has the whole sequence here, "ring" and "ulysses" have this rank's part of it, as
@@ -45,6 +62,8 @@ class CausalSelfAttention(nn.Module):
         kv_heads = heads if kv_heads is None else kv_heads
         if attention not in ("plain", *_KINDS):
             raise ValueError(f"attention={attention!r}; choose 'plain', 'ring' or 'ulysses'")
+        if order not in ORDERS:
+            raise ValueError(f"order={order!r}; choose {' or '.join(map(repr, ORDERS))}")
         if min(heads, kv_heads) < 1 or width % heads or heads % kv_heads:
             raise ValueError(f"width={width}, heads={heads}, kv_heads={kv_heads}: each must be a multiple of the next")
         self.attention, self.group, self.order = attention, group, order
@@ -66,14 +85,14 @@ class CausalSelfAttention(nn.Module):
         return result
 
 
-class GPT(nn.Module):
+class GPT(_InGroup):
     """Tokens (batch, tokens) to the logits of the next ones. ``context``: the longest sequence it can be given whole.
 
     >>> GPT(vocabulary=10, context=8, width=16, heads=4, layers=2)(torch.tensor([[1, 2, 3]])).shape
     torch.Size([1, 3, 10])
 
-    With "ring" or "ulysses" tokens and targets are this rank's parts; the mean loss of each part and
-    :func:`dist_prims.average_gradients` give the gradient of the whole.
+    With "ring" or "ulysses" tokens and targets are this rank's parts, as long as every other's; the mean loss of each
+    part and :func:`dist_prims.average_gradients` give the gradient of the whole. All ranks must run the backward.
     """
 
     def __init__(
@@ -111,7 +130,10 @@ class GPT(nn.Module):
         ranks = 1 if self.attention == "plain" else dist.get_world_size(self.group)
         length = tokens.shape[1] * ranks
         if length > self.context:
-            raise ValueError(f"GPT: a sequence of {length} tokens is longer than context={self.context}")
+            problem = f"a sequence of {length} tokens is longer than context={self.context}"
+            if self.attention == "plain":
+                raise ValueError(f"GPT: {problem}")
+            refuse("GPT", problem, self.group or dist.distributed_c10d._get_default_group(), tokens.device)
         if ranks == 1:
             return torch.arange(length, device=tokens.device)
         return sequence_positions(length, self.group, self.order, device=tokens.device)

@@ -3,10 +3,12 @@
 With these logarithms blocks that were computed apart can be merged, and a block's gradient needs nothing of the other
 blocks but the merged output and logarithm: p = exp(score - logsumexp) is then the share in the whole softmax. So the
 kernels behind ``scaled_dot_product_attention`` do, called directly, and they are chosen as there: what
-``torch.nn.attention.sdpa_kernel`` allows, and what the tensors permit. The plain formula stands in for the rest.
+``torch.nn.attention.sdpa_kernel`` allows, and what the tensors permit. Only cuDNN's, whose logarithms have another
+form, gives way to the next best. The plain formula stands in for the rest.
 
 Heads of queries that share a head of keys are put side by side in a dimension of their own, in which keys and values
-have stride 0: nothing is repeated, and the gradients are summed over it.
+have stride 0: on a CPU nothing is repeated. Their gradients are for a moment as wide as that of the queries, until they
+are summed over it.
 """
 
 from __future__ import annotations

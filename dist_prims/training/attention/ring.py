@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
+from ..once import once
 from .check import Call, Tensors, agree, lowered, uncompiled
 from .hop import Hop
 from .jagged import dense, laid_out, like
@@ -109,7 +109,7 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         q, k, v, output, logs = ctx.saved_tensors
         plan: Plan = ctx.plan

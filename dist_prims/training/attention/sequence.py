@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from ...collectives import all_gather, reduce_scatter
+from ..once import once
+from .check import uncompiled
 from .layout import ORDERS, chunks
 
 __all__ = ["join_sequence", "sequence_positions", "split_sequence"]
@@ -33,7 +34,7 @@ def sequence_positions(
     >>> sequence_positions(4)
     tensor([0, 1, 2, 3])
     """
-    held = chunks(length, dist.get_world_size(group), _known(order), dist.get_rank(group))
+    held = chunks(length, dist.get_world_size(group), _known(order, group), dist.get_rank(group))
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in held])
 
 
@@ -48,7 +49,7 @@ def split_sequence(
     if x.is_nested:
         return _split_each(x, dim, group, order)
     size, length = dist.get_world_size(group), x.shape[dim]
-    if length % (ORDERS[_known(order)] * size):
+    if length % (ORDERS[_known(order, group)] * size):
         raise ValueError(
             f"rank {dist.get_rank(group)}: split_sequence: {length} tokens do not divide into {ORDERS[order] * size} "
             f"chunks (order={order!r}, {size} ranks); pad the sequence, and give lengths to the attention"
@@ -62,16 +63,18 @@ def join_sequence(
 ) -> torch.Tensor:
     """The whole sequence, on every rank, of equally long parts.
 
+    Every rank must run the backward, even one whose own loss needs nothing of it: add ``0 * joined.sum()`` there.
+
     >>> join_sequence(torch.arange(8).view(1, 8)).shape
     torch.Size([1, 8])
     """
     if x.is_nested:
         raise ValueError("join_sequence: takes parts of equal length; join the sequences of a nested tensor one by one")
-    if x.shape[dim] % ORDERS[_known(order)]:
+    if x.shape[dim] % ORDERS[_known(order, group)]:
         raise ValueError(
             f"rank {dist.get_rank(group)}: join_sequence: {x.shape[dim]} tokens are not two chunks of order {order!r}"
         )
-    joined: torch.Tensor = _Join.apply(x, dim, group, order)  # type: ignore[no-untyped-call]
+    joined: torch.Tensor = uncompiled(_Join.apply)(x, dim, group, order)
     return joined
 
 
@@ -85,7 +88,7 @@ class _Join(torch.autograd.Function):
         return torch.cat(parts, dim).index_select(dim, ctx.place.argsort())
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         size = dist.get_world_size(ctx.group)
         parts = [each.contiguous() for each in grad.index_select(ctx.dim, ctx.place).chunk(size, ctx.dim)]
@@ -105,12 +108,17 @@ def _split_each(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, orde
         raise ValueError(
             f"split_sequence: a nested tensor must be made with layout=torch.jagged and have its tokens in dim={dim}"
         )
+    if x._lengths is not None:  # type: ignore[attr-defined]
+        raise ValueError(
+            "split_sequence: a nested tensor must have no holes; x.contiguous() before it is transposed makes it so"
+        )
     by_token = x.transpose(1, dim) if dim != 1 else x
+    order = _known(order, group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     begins: list[int] = by_token.offsets().tolist()  # type: ignore[attr-defined]
     mine, offsets = [], [0]
     for begin, end in itertools.pairwise(begins):
-        held = chunks(end - begin, size, _known(order), rank)
+        held = chunks(end - begin, size, order, rank)
         mine += [torch.arange(begin + start, begin + stop) for start, stop in held]
         offsets.append(offsets[-1] + sum(stop - start for start, stop in held))
     values = by_token.values()
@@ -119,7 +127,9 @@ def _split_each(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, orde
     return split.transpose(1, dim) if dim != 1 else split
 
 
-def _known(order: str) -> str:
+def _known(order: str, group: dist.ProcessGroup | None) -> str:
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group in which the sequence is split")
     if order not in ORDERS:
         raise ValueError(f"order={order!r}; choose {' or '.join(map(repr, ORDERS))}")
     return order

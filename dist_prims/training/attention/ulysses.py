@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
+from ..once import once
 from .check import Call, Tensors, agree, lowered, uncompiled
 from .hop import finish
 from .jagged import dense, laid_out, like
-from .layout import Layout
+from .layout import ORDERS, Layout
 from .ring import Plan, attend
 
 __all__ = ["ulysses_attention"]
@@ -56,7 +56,7 @@ def _ulysses(call: Call, tensors: Tensors) -> torch.Tensor:
     if layout.padded is not None and layout.order == "contiguous":  # what comes is in order
         output = attend(plan, *heads)
     else:
-        there, back = (each.to(heads[0].device) for each in _places(layout, whole.width))
+        there, back = _places(layout, whole.width, heads[0].device)
         output = _reordered(attend(plan, *(_reordered(each, there) for each in heads)), back)
     return like(_to_tokens(output, call.group), tensors[0])
 
@@ -76,22 +76,31 @@ def _to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _exchange(dealt, group).movedim(0, 1).flatten(1, 2)
 
 
-def _places(layout: Layout, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each token of a sequence where it lies among those of all ranks; and the way back."""
-    there = torch.zeros(len(layout.lengths), width, dtype=torch.int64)
-    end = torch.tensor(layout.lengths, dtype=torch.int64).clamp(max=max(width - 1, 0))  # what is padding
-    back = end.unsqueeze(1).repeat(1, layout.size * layout.width)  # is as the padding behind a sequence
-    for rank in range(layout.size):
-        for row, held in enumerate(layout.held(rank)):
-            at = rank * layout.width
-            for start, stop in held:
-                there[row, start:stop] = torch.arange(at, at + stop - start)
-                back[row, at : at + stop - start] = torch.arange(start, stop)
-                at += stop - start
-    return there, back
+def _places(layout: Layout, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each token of a sequence where it lies among those of all ranks; and the way back.
+
+    With sequences of one length one row of each stands for all. The numbers are those of ``layout.held``, computed for
+    all ranks at once.
+    """
+    of_one = len(set(layout.lengths)) == 1
+    lengths = torch.tensor(layout.lengths[:1] if of_one else layout.lengths, dtype=torch.int64, device=device)
+    lengths = lengths.unsqueeze(1)
+    cut = lengths.clamp(min=1) if layout.padded is None else max(layout.padded, 1)
+    count = ORDERS[layout.order] * layout.size
+    token = torch.arange(width, device=device)
+    chunk = ((token + 1) * count - 1) // cut  # the first that ends behind the token
+    rank = chunk.minimum(count - 1 - chunk) if layout.order == "zigzag" else chunk
+    before = torch.where(chunk == rank, 0, (rank + 1) * cut // count - rank * cut // count)  # the rank's early chunk
+    place = rank * layout.width + before + token - chunk * cut // count
+    room = layout.size * layout.width
+    back = lengths.clamp(max=max(width - 1, 0)).repeat(1, room + 1)  # what is padding is as that behind a sequence
+    back.scatter_(1, torch.where(token < lengths, place, room), token.expand(len(lengths), -1))
+    return torch.where(token < lengths, place, 0), back[:, :room]
 
 
 def _reordered(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    if len(places) == 1:
+        return x.index_select(2, places[0])
     rows = torch.arange(len(places), device=x.device).unsqueeze(1)
     return x.transpose(1, 2)[rows, places].transpose(1, 2)
 
@@ -117,6 +126,6 @@ class _Exchange(torch.autograd.Function):
         return exchanged
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _Exchange.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ A failure in any of them is raised on every rank, and what was there before is u
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -23,16 +24,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ...collectives.call import group_of
 from . import randomness
-from .files import put_text, sync_folder, write_tensors
-from .manifest import Manifest, is_ours, name_of, steps_in
-from .plain import Target, is_stream, plain, state_of
+from .files import make_folder, put_text, sync_folder, write_tensors
+from .manifest import Manifest, name_of, read_text, step_of, steps_in
+from .plain import Target, is_stream, plain, state_of, whole_number
 from .reading import Reader
 from .shards import Padded, agreed, describe, unpadded
-from .together import CheckpointError, Damaged, together
+from .together import READING, CheckpointError, Damaged, together
 
 __all__ = ["Checkpoints"]
 
@@ -80,11 +82,15 @@ class Checkpoints:
         names = [*state, *(sharded or {}), *(own or {})]
         if len(set(names)) < len(names):
             raise ValueError(f"Checkpoints: {sorted(names)}: each name once, in state, sharded or own")
+        _refuse_others(
+            {**state, **{name: unpadded(given)[0] for name, given in (sharded or {}).items()}, **(own or {})}
+        )
         self._whole = {name: target for name, target in state.items() if not is_stream(target)}
         self._streams = {name: target for name, target in state.items() if is_stream(target)}
         self._sharded = dict(sharded or {})
         self._own = dict(own or {})
         self._refused: set[int] = set()  # steps whose checkpoint is damaged
+        self._ours: set[int] = set()  # steps that this object has saved or restored
 
     def steps(self) -> list[int]:
         """The steps that this rank sees a checkpoint of, the last one first."""
@@ -99,17 +105,19 @@ class Checkpoints:
         files: dict[str, Any] = {}
 
         def prepare() -> dict[str, Any]:
+            number = whole_number(step, "step")
             if self._rank == 0:
-                self._refuse_to_go_back(step)
+                self._refuse_to_go_back(number)
             files.update(self._files())
             return {
-                "asked": {"step": step, **self._names()},
+                "asked": {"step": number, **self._names()},
                 "parts": self._parts(files),
                 "token": secrets.token_hex(4),
             }
 
         told = together(operation, prepare, self.group)
         _compare(operation, [each["asked"] for each in told])
+        step = told[0]["asked"]["step"]
         sharded = {
             name: agreed(f"{operation}: sharded {name!r}", [each["parts"][name] for each in told], unpadded(given)[1])
             for name, given in self._sharded.items()
@@ -120,10 +128,11 @@ class Checkpoints:
             every = {name: about for each in written for name, about in each.items()}
             manifest = Manifest(step, self.group.size(), folder.name, every, sharded)
             together(operation, lambda: self._commit(manifest) if self._rank == 0 else None, self.group)
-        except CheckpointError:
-            if self._rank == 0:  # all ranks have told that they write no more
+        except CheckpointError:  # all ranks have told that they write no more
+            if self._rank == 0 and not self._is_named(folder, step):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
+        self._ours.add(step)
         return self.directory / name_of(step)
 
     def restore(self) -> int:
@@ -134,17 +143,18 @@ class Checkpoints:
         back, too; ranks that were not there begin with states derived from rank 0's.
         """
         operation = f"Checkpoints.restore from {self.directory}"
-        told = together(operation, lambda: (self._names(), self.steps()), self.group)
+        told = together(operation, lambda: (self._names(), self.steps()), self.group, READING)
         _compare(operation, [names for names, _ in told])
         refusals = []
-        for step in told[0][1]:  # as rank 0 sees them
+        for step in self._seen(operation, [steps for _, steps in told]):
             try:
                 return self._restore(step, f"{operation}, step {step}")
             except Damaged as error:
                 self._refused.add(step)
                 refusals.append(str(error))
-                if self._rank == 0:
-                    warnings.warn(f"{error}; trying the checkpoint before it", RuntimeWarning, stacklevel=2)
+                together(
+                    operation, functools.partial(self._warn, f"{error}; trying the checkpoint before it"), self.group
+                )
         if refusals:
             raise Damaged(
                 f"{operation}: rank {self._rank}: every checkpoint is damaged; to begin anew choose another directory. "
@@ -152,20 +162,39 @@ class Checkpoints:
             )
         return 0
 
+    def _seen(self, operation: str, by_rank: list[list[int]]) -> list[int]:
+        """The steps as rank 0 sees them, if it sees the last that any rank does."""
+        last = [max(steps, default=-1) for steps in by_rank]
+        if max(last) == last[0]:
+            return by_rank[0]
+        steps = together(operation, self.steps, self.group, READING)[0]  # somebody may have saved just now
+        if max(steps, default=-1) < max(last):
+            raise CheckpointError(
+                f"{operation}: rank {last.index(max(last))} sees step {max(last)}, rank 0 "
+                f"{max(steps, default='none')}; choose a directory that all ranks share"
+            )
+        return steps
+
+    def _warn(self, words: str) -> None:
+        """By rank 0; where warnings are errors it is to fail on all ranks."""
+        if self._rank == 0:
+            warnings.warn(words, RuntimeWarning, stacklevel=4)  # the caller of restore()
+
     def _restore(self, step: int, operation: str) -> int:
         path = self.directory / name_of(step)
-        text = together(operation, lambda: _text(path) if self._rank == 0 else "", self.group)[0]
+        text = together(operation, lambda: read_text(path) if self._rank == 0 else "", self.group, READING)[0]
         reader = Reader(self.directory, Manifest.parse(text, str(path)), self._rank, self.group.size())
 
         def read() -> None:
+            reader.streams(self._streams)  # first, for only their load compares them
             reader.whole(self._whole)
-            reader.streams(self._streams)
             reader.sharded(self._sharded)
             reader.own(self._own)
             reader.random()  # last, for a load may draw
 
-        together(operation, read, self.group)
-        together(operation, reader.load, self.group)
+        together(operation, read, self.group, READING)
+        together(operation, reader.load, self.group, READING)
+        self._ours.add(step)
         return step
 
     def _names(self) -> dict[str, Any]:
@@ -181,10 +210,12 @@ class Checkpoints:
         def states(targets: Mapping[str, Target]) -> dict[str, Any]:
             return {name: plain(name, state_of(target)) for name, target in targets.items()}
 
-        mine = {"states": states({**self._own, **self._streams}), "random": randomness.capture()}
+        mine = {"states": states(self._own), "random": randomness.capture()}
         files: dict[str, Any] = {f"rank-{self._rank}.pt": mine}
         if self._rank == 0:
             files["state.pt"] = states(self._whole)
+        if self._streams:
+            files[f"streams-{self._rank}.pt"] = states(self._streams)  # which all ranks read
         if self._sharded:
             files[f"shard-{self._rank}.pt"] = states(
                 {name: unpadded(given)[0] for name, given in self._sharded.items()}
@@ -192,13 +223,14 @@ class Checkpoints:
         return files
 
     def _parts(self, files: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: describe(files[f"shard-{self._rank}.pt"][name]) for name in self._sharded}
+        return {name: describe(name, files[f"shard-{self._rank}.pt"][name]) for name in self._sharded}
 
     def _refuse_to_go_back(self, step: int) -> None:
-        """Of two runs in one directory the later would hide what the other saves."""
+        """Of two runs in one directory the later would hide or replace what the other saves."""
         if step < 0:
             raise ValueError("steps are counted from 0")
-        later = [each for each in self.steps() if each > step and each not in self._refused]
+        there = [each for each in self.steps() if each not in self._refused]
+        later = [each for each in there if each > step or (each == step and each not in self._ours)]
         if later:
             raise ValueError(
                 f"{self.directory} has a checkpoint of step {later[0]}; restore() it first, or choose another directory"
@@ -211,7 +243,7 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{path} of another rank is not seen here; choose a directory that all ranks share"
                 )
-        sync_folder(self.directory)
+        self._ours.add(manifest.step)  # if what follows fails, it may be there or not, and may be saved again
         put_text(self.directory / name_of(manifest.step), manifest.text())
         self._refused.discard(manifest.step)
         with contextlib.suppress(OSError):  # the checkpoint is there; what cannot be removed may stay
@@ -220,32 +252,49 @@ class Checkpoints:
     def _clean(self) -> None:
         """Remove everything of ours that the last checkpoints do not need."""
         needed: set[str] = set()
-        kept = 0
+        unknown: set[int] = set()  # whose manifest may be another program's, or of another version
+        old: list[Path] = []
         for step in self.steps():
             path = self.directory / name_of(step)
             try:
-                if kept < self.keep and step not in self._refused:
-                    needed |= {path.name, Manifest.parse(_text(path), str(path)).folder}
-                    kept += 1
+                folder = "" if step in self._refused else Manifest.parse(read_text(path), str(path)).folder
             except (Damaged, ValueError):
+                unknown.add(step)
                 continue
-        for step in self.steps():
-            if name_of(step) not in needed:
-                (self.directory / name_of(step)).unlink(missing_ok=True)
+            if folder and len(needed) < self.keep:
+                needed.add(folder)
+            else:
+                old.append(path)
+        for path in old:
+            path.unlink(missing_ok=True)
         for entry in self.directory.iterdir():
-            if is_ours(entry.name) and entry.name not in needed:
+            of = step_of(entry.name)
+            if of is not None and of not in unknown and entry.name not in needed:
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
 
+    def _is_named(self, folder: Path, step: int) -> bool:
+        """Whether a manifest needs the folder of a save that failed; it may have, once it had been renamed."""
+        try:
+            return folder.name in (self.directory / name_of(step)).read_text()
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError):
+            return True
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Damaged(f"{path} cannot be read: {error}") from None
+
+def _refuse_others(targets: Mapping[str, Any]) -> None:
+    for name, target in targets.items():
+        stateful = callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None))
+        if not stateful and not isinstance(target, torch.Tensor | torch.Generator):
+            raise ValueError(
+                f"Checkpoints: {name!r} is a {type(target).__name__}"
+                + (", which goes into sharded" if isinstance(target, Padded) else "")
+                + "; give a tensor, a generator, or what has state_dict and load_state_dict"
+            )
 
 
 def _write(folder: Path, files: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     about = {
         name: {**write_tensors(folder / name, content), "holds": sorted(content)} for name, content in files.items()
     }

@@ -7,13 +7,14 @@ their name, and the folder after it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 
-__all__ = ["digest", "put_text", "read_tensors", "sync_folder", "write_tensors"]
+__all__ = ["digest", "make_folder", "put_text", "read_tensors", "sync_folder", "write_tensors"]
 
 
 class _Hashing:
@@ -73,6 +74,14 @@ def put_text(path: Path, text: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Make it and what it lies in, where they are not there yet, and wait until their names are on the disk."""
+    made = list(itertools.takewhile(lambda each: not each.exists(), [folder, *folder.parents]))
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in reversed(made):
+        sync_folder(each.parent)
 
 
 def sync_folder(folder: Path) -> None:

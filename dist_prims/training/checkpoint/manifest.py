@@ -4,7 +4,7 @@
 
     directory/
       step-120.json           the manifest: while it is not there, the checkpoint is not
-      step-120.4fd1a6c2/      state.pt, rank-0.pt, rank-1.pt, shard-0.pt, shard-1.pt
+      step-120.4fd1a6c2/      state.pt, rank-0.pt, rank-1.pt, shard-0.pt, shard-1.pt, streams-0.pt, streams-1.pt
       step-140.90b7e35d/      a save that nobody finished: the next one removes it
 
 The folder's name is another in each save. So a step that is saved again replaces its manifest in one rename, and at no
@@ -13,10 +13,12 @@ moment is there neither the old one nor the new one.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,12 @@ from typing import Any
 from .files import digest
 from .together import Damaged
 
-__all__ = ["Manifest", "is_ours", "name_of", "steps_in"]
+__all__ = ["Manifest", "name_of", "read_text", "step_of", "steps_in"]
 
 _FORMAT = "dist_prims checkpoint 1"
-_NAME = re.compile(r"step-(\d+)\.json")
-_OURS = re.compile(r"step-\d+\.[0-9a-f]{8}|\.step-\d+\.json\.tmp")
+_STEP = r"step-(0|[1-9][0-9]*)"  # as name_of() writes it
+_NAME = re.compile(rf"{_STEP}\.json")
+_OURS = re.compile(rf"{_STEP}\.[0-9a-f]{{8}}|\.{_STEP}\.json\.tmp")
 
 
 @dataclass(frozen=True)
@@ -71,16 +74,34 @@ class Manifest:
         """The path of one of the files, if it is whole."""
         path = directory / self.folder / name
         about = self.files[name]
-        try:
+        with _damage(path):
             count = path.stat().st_size
             if count != about["bytes"]:
                 raise Damaged(f"{path} has {count} bytes, its manifest says {about['bytes']}")
             found = digest(path)
-        except OSError as error:
-            raise Damaged(f"{path} cannot be read: {error}") from None
         if found != about["sha256"]:
             raise Damaged(f"{path} is damaged: its SHA-256 is {found[:16]}…, its manifest says {about['sha256'][:16]}…")
         return path
+
+
+def read_text(path: Path) -> str:
+    """A manifest's text; Damaged where there is none."""
+    try:
+        with _damage(path):
+            return path.read_text()
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{path} cannot be read: {error}") from None
+
+
+@contextlib.contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Only what is lost is damage; a file that this rank may not read, or not now, is as good as it was."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError) and error.errno != errno.EIO:
+            raise
+        raise Damaged(f"{path} cannot be read: {error}") from None
 
 
 def _checksum(body: dict[str, Any]) -> str:
@@ -99,16 +120,17 @@ def name_of(step: int) -> str:
 def steps_in(names: Iterable[str]) -> list[int]:
     """The steps that have a manifest, the last one first.
 
-    >>> steps_in(["step-9.json", "step-10.json", "notes.txt"])
+    >>> steps_in(["step-9.json", "step-10.json", "step-007.json", "notes.txt"])
     [10, 9]
     """
     return sorted((int(found[1]) for name in names if (found := _NAME.fullmatch(name))), reverse=True)
 
 
-def is_ours(name: str) -> bool:
-    """Whether a save makes such names: what no manifest needs of them may go.
+def step_of(name: str) -> int | None:
+    """The step of whose save this is the folder, or the manifest not yet named; None: it is no name of ours.
 
-    >>> is_ours("step-120.4fd1a6c2"), is_ours("step-120.json"), is_ours("notes.txt")
-    (True, False, False)
+    >>> step_of("step-120.4fd1a6c2"), step_of("step-120.json"), step_of("notes.txt")
+    (120, None, None)
     """
-    return bool(_OURS.fullmatch(name))
+    found = _OURS.fullmatch(name)
+    return int(found[1] or found[2]) if found else None

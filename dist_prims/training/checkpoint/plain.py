@@ -7,7 +7,8 @@ looked through when it is saved, and what would not load is refused by name.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+import operator
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import torch
 
 from ..data import ShardedIterable, ShardedSampler
 
-__all__ = ["Stateful", "Target", "change", "is_stream", "leaves", "load", "plain", "state_of"]
+__all__ = ["Stateful", "Target", "change", "is_stream", "leaves", "load", "plain", "state_of", "whole_number"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 Path = tuple[Any, ...]
@@ -67,13 +68,13 @@ def plain(name: str, state: Any) -> Any:
     Traceback (most recent call last):
     ValueError: 'x' holds a builtin_function_or_method at ['a', 0]; only tensors and plain values can be loaded
     """
-    return change(state, lambda path, tensor: _compact(tensor), lambda path, value: _refuse(name, path, value))
+    return change(name, state, lambda path, tensor: _compact(tensor))
 
 
-def leaves(state: Any) -> Iterator[tuple[Path, torch.Tensor]]:
-    """The tensors of a plain state, with where they are.
+def leaves(name: str, state: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+    """The tensors of a state, with where they are.
 
-    >>> [path for path, _ in leaves({"a": [torch.ones(2), 1], "b": torch.ones(1)})]
+    >>> [path for path, _ in leaves("x", {"a": [torch.ones(2), 1], "b": torch.ones(1)})]
     [('a', 0), ('b',)]
     """
     found: list[tuple[Path, torch.Tensor]] = []
@@ -82,31 +83,44 @@ def leaves(state: Any) -> Iterator[tuple[Path, torch.Tensor]]:
         found.append((path, tensor))
         return tensor
 
-    change(state, note)
+    change(name, state, note)
     return iter(found)
 
 
-def change(
-    state: Any,
-    to: Callable[[Path, torch.Tensor], torch.Tensor],
-    refuse: Callable[[Path, Any], None] = lambda path, value: None,
-    path: Path = (),
-) -> Any:
-    """The same state with other tensors; ``refuse`` is called with what is neither tensor nor container nor plain."""
-    if isinstance(state, torch.Tensor):
+def change(name: str, state: Any, to: Callable[[Path, torch.Tensor], torch.Tensor], path: Path = ()) -> Any:
+    """The same state with other tensors; ValueError at what is neither tensor nor container nor plain."""
+    if type(state) in (torch.Tensor, torch.nn.Parameter):
         return to(path, state)
-    if type(state) in (dict, OrderedDict):
+    if type(state) in (dict, OrderedDict, Counter):
         changed = copy.copy(state)  # with the versions that modules note at theirs
         for key, value in state.items():
-            if type(key) not in (str, int):
-                refuse((*path, key), key)
-            changed[key] = change(value, to, refuse, (*path, key))
+            if type(key) not in (str, int) or _too_long(key):
+                _refuse(name, (*path, key), key)
+            changed[key] = change(name, value, to, (*path, key))
         return changed
     if type(state) in (list, tuple):
-        return type(state)(change(value, to, refuse, (*path, number)) for number, value in enumerate(state))
-    if type(state) not in _PLAIN:
-        refuse(path, state)
+        return type(state)(change(name, value, to, (*path, number)) for number, value in enumerate(state))
+    if type(state) not in _PLAIN or _too_long(state):
+        _refuse(name, path, state)
     return state
+
+
+def whole_number(value: Any, what: str) -> int:
+    """``value`` as an int; ValueError where it is none, as 2.0 and True.
+
+    >>> whole_number(torch.tensor(3), "step")
+    3
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{what} {value!r} is a {type(value).__name__}; give a whole number, an int") from None
+
+
+def _too_long(value: Any) -> bool:
+    return type(value) is int and value.bit_length() > 2039  # longer ones pickle in a way that weights_only refuses
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,7 +131,16 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 def _refuse(name: str, path: Path, value: Any) -> None:
     kind = type(value).__name__
-    raise ValueError(f"{name!r} holds a {kind} at {list(path)}; only tensors and plain values can be loaded")
+    why = "only tensors and plain values can be loaded"
+    if kind == "DTensor":
+        why = "each rank has a part of it only; give what its .to_local() returns as sharded= or own="
+    elif isinstance(value, torch.Tensor):
+        why = "of tensors only those without a class of their own can be loaded; give .as_subclass(torch.Tensor)"
+    elif type(value) is int:
+        kind = f"number of {value.bit_length()} bits"
+        path = tuple("…" if each is value else each for each in path)
+        why = "2039 can be loaded"
+    raise ValueError(f"{name!r} holds a {kind} at {list(path)}; {why}")
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -25,9 +25,10 @@ def capture() -> dict[str, Any]:
     numpy: dict[str, Any] = dict(np.random.get_state(legacy=False))
     words = {**numpy["state"], "key": torch.from_numpy(numpy["state"]["key"].astype(np.int64))}
     version, numbers, next_gauss = random.getstate()
+    # A process that has not used CUDA is not made to by a save.
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
         "numpy": {**numpy, "state": words},
         "python": [version, torch.tensor(numbers), next_gauss],
     }

@@ -1,4 +1,8 @@
-"""One checkpoint, read for one rank: everything is read and compared first, and only then anything is changed."""
+"""One checkpoint, read for one rank: everything is read and compared first, and only then anything is changed.
+
+Compared are the shapes and dtypes of tensors, the names in modules, the parameters of optimizers. What else the load of
+an object refuses by itself is found when those before it have been loaded.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from . import randomness
+from .compare import refuse_other
 from .files import read_tensors
 from .manifest import Manifest
-from .plain import Target, leaves, load, state_of
+from .plain import Target, load
 from .shards import Padded, join, unpadded
 
 __all__ = ["Reader"]
@@ -22,25 +27,23 @@ class Reader:
     def __init__(self, directory: Path, manifest: Manifest, rank: int, size: int) -> None:
         self._directory, self._manifest, self._rank, self._size = directory, manifest, rank, size
         self._loads: list[Callable[[], None]] = []
-        self._file = functools.cache(self._read)  # each is hashed once
+        self._files: dict[str, Any] = {}
 
-    def _read(self, name: str) -> Any:
-        return read_tensors(self._manifest.check(self._directory, name), lazily=name.startswith("shard"))
+    def _file(self, name: str) -> Any:
+        if name not in self._files:  # each is hashed once
+            path = self._manifest.check(self._directory, name)
+            self._files[name] = read_tensors(path, lazily=name.startswith("shard"))
+        return self._files[name]
 
     def _add(self, name: str, target: Target, state: Any) -> None:
-        there = dict(leaves(state_of(target)))
-        for path, tensor in leaves(state):
-            if path in there and tensor.shape != there[path].shape:
-                raise ValueError(
-                    f"{name!r} is {tuple(tensor.shape)} at {list(path)} in the checkpoint and "
-                    f"{tuple(there[path].shape)} here; make it as it was saved"
-                )
+        refuse_other(name, target, state)
         self._loads.append(functools.partial(load, name, target, state))
 
     def random(self) -> None:
         mine = self._rank < self._manifest.ranks
         state = self._file(f"rank-{self._rank if mine else 0}.pt")["random"]
-        self._loads.append(lambda: randomness.restore(state) if mine else randomness.derive(state, self._rank))
+        again = randomness.restore if mine else functools.partial(randomness.derive, rank=self._rank)
+        self._loads.append(functools.partial(again, state))
 
     def whole(self, targets: Mapping[str, Target]) -> None:
         if targets:
@@ -50,7 +53,8 @@ class Reader:
 
     def streams(self, targets: Mapping[str, Target]) -> None:
         for name, target in targets.items():
-            states = [self._of_rank(rank, name) for rank in range(self._manifest.ranks)]
+            _has("streams", self._manifest.files.get("streams-0.pt", {"holds": []})["holds"], [name])
+            states = [self._file(f"streams-{rank}.pt")[name] for rank in range(self._manifest.ranks)]
             self._loads.append(functools.partial(load, name, target, states))
 
     def sharded(self, targets: Mapping[str, Target | Padded]) -> None:
@@ -63,7 +67,7 @@ class Reader:
                     f"sharded {name!r} was saved with Padded rows={about['padded']} and is to be loaded with {rows}; "
                     "make it as it was saved"
                 )
-            self._add(name, target, join(about, self._rank, self._size, functools.partial(self._shard, name)))
+            self._add(name, target, join(name, about, self._rank, self._size, functools.partial(self._shard, name)))
 
     def _shard(self, name: str, rank: int) -> Any:
         return self._file(f"shard-{rank}.pt")[name]
@@ -75,12 +79,9 @@ class Reader:
                 f"are {self._size}; give what has to follow as state= or sharded=, or start as many ranks"
             )
         for name, target in targets.items():
-            self._add(name, target, self._of_rank(self._rank, name))
-
-    def _of_rank(self, rank: int, name: str) -> Any:
-        states = self._file(f"rank-{rank}.pt")["states"]
-        _has(f"rank {rank}'s part", states, [name])
-        return states[name]
+            states = self._file(f"rank-{self._rank}.pt")["states"]
+            _has("own", states, [name])
+            self._add(name, target, states[name])
 
     def load(self) -> None:
         for act in self._loads:

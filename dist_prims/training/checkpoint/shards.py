@@ -4,7 +4,7 @@ The whole of a tensor is the ranks' rows (its first dimension) one after the oth
 table: rank r of n has the rows from r * count // n up to (r + 1) * count // n, or, padded, from r * block up to
 (r + 1) * block with block = count / n rounded up, and zeros where there are no more. So a reader knows which rows it
 wants, the manifest says where they are, and only those are read. Tensors without rows, such as an optimizer's number of
-steps, and plain values are the same on all ranks; those of any are read.
+steps, and plain values have to be the same on all ranks, which nobody compares: those of any are read.
 
 ::
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ...collectives.flat import split_evenly
-from .plain import Target, change, leaves
+from .plain import Target, change, leaves, whole_number
 
 __all__ = ["Padded", "Piece", "agreed", "describe", "join", "rows_of", "unpadded"]
 
@@ -37,6 +37,11 @@ class Padded:
 
     target: Target
     rows: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", whole_number(self.rows, "Padded: rows"))
+        if self.rows < 0:
+            raise ValueError(f"Padded: rows {self.rows}; there cannot be fewer than 0")
 
 
 Piece = Callable[[int], Any]  # a saved rank's state
@@ -56,11 +61,11 @@ def rows_of(count: int, size: int, padded: bool) -> list[int]:
     return [-(-count // size)] * size if padded else split_evenly(count, size)
 
 
-def describe(state: Any) -> list[dict[str, Any]]:
+def describe(name: str, state: Any) -> list[dict[str, Any]]:
     """The tensors of this rank's part: where they are, their rows and what a row is."""
     return [
         {"path": list(path), "rows": len(tensor), "row": list(tensor.shape[1:]), "dtype": str(tensor.dtype)[6:]}
-        for path, tensor in leaves(state)
+        for path, tensor in leaves(name, state)
         if tensor.dim()
     ]
 
@@ -88,7 +93,7 @@ def agreed(what: str, parts: Sequence[list[dict[str, Any]]], padded: int | None)
     return {"padded": padded, "tensors": tensors}
 
 
-def join(about: dict[str, Any], rank: int, size: int, piece: Piece) -> Any:
+def join(name: str, about: dict[str, Any], rank: int, size: int, piece: Piece) -> Any:
     """What ``rank`` of ``size`` has, from the pieces of the ranks that saved; only those needed are asked for."""
     padded = about["padded"]
     saved_by = len(about["tensors"][0]["rows"]) if about["tensors"] else 1
@@ -109,7 +114,7 @@ def join(about: dict[str, Any], rank: int, size: int, piece: Piece) -> Any:
         if parts:
             torch.cat(parts, out=whole[: high - low])
         found[path] = whole
-    return change(own, lambda path, tensor: found[path] if path in found else tensor.clone())
+    return change(name, own, lambda path, tensor: found[path] if path in found else tensor.clone())
 
 
 def _at(state: Any, path: tuple[Any, ...]) -> Any:

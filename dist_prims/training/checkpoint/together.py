@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["CheckpointError", "Damaged", "together"]
+__all__ = ["READING", "CheckpointError", "Damaged", "together"]
 
 T = TypeVar("T")
+WRITING = "make room and see that every rank may write there"
+READING = "see that every rank can read there, and try again"
 
 
 class CheckpointError(RuntimeError):
@@ -20,14 +22,16 @@ class CheckpointError(RuntimeError):
 
 
 class Damaged(CheckpointError):
-    """A file of a checkpoint is missing, cut off or changed."""
+    """A file of a checkpoint is missing, cut off or changed, or the disk does not give it back."""
 
 
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "Damaged": Damaged}
 
 
-def together(operation: str, act: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
+def together(operation: str, act: Callable[[], T], group: dist.ProcessGroup, remedy: str = WRITING) -> list[T]:
     """What ``act()`` returns on each rank, once it has on all; if it raises on any, the same kind of error on all.
+
+    ``remedy`` is what the error advises where a file is the trouble.
 
     >>> together("example", lambda: 3, dist.group.WORLD)
     [3]
@@ -38,7 +42,7 @@ def together(operation: str, act: Callable[[], T], group: dist.ProcessGroup) -> 
         result = act()
     except Exception as error:  # the others must hear of it
         failure = error
-    told = (result, None) if failure is None else (None, (type(failure).__name__, _words(failure)))
+    told = (result, None) if failure is None else (None, (type(failure).__name__, _words(failure, remedy)))
     everyones: list[Any] = [told]
     if group.size() > 1:
         everyones = [None] * group.size()
@@ -47,16 +51,18 @@ def together(operation: str, act: Callable[[], T], group: dist.ProcessGroup) -> 
     if failed:
         # Damage first: with the checkpoint before this one there may be nothing wrong at all.
         rank, kind, words = min(failed, key=lambda each: each[1] != "Damaged")
-        raise _KINDS.get(kind, CheckpointError)(
-            f"{operation}: rank {group.rank()}: rank {rank}: {words}"
-            if rank != group.rank()
-            else f"{operation}: rank {rank}: {words}"
-        ) from failure
+        try:
+            raise _KINDS.get(kind, CheckpointError)(
+                f"{operation}: rank {group.rank()}: rank {rank}: {words}"
+                if rank != group.rank()
+                else f"{operation}: rank {rank}: {words}"
+            ) from failure
+        finally:
+            failure = None  # its traceback has this frame, and would keep all that act has read
     return [result for result, _ in everyones]
 
 
-def _words(failure: Exception) -> str:
+def _words(failure: Exception, remedy: str) -> str:
     if isinstance(failure, ValueError | CheckpointError):
         return str(failure)
-    remedy = "; make room and see that every rank may write there" if isinstance(failure, OSError) else ""
-    return f"{type(failure).__name__}: {failure}{remedy}"
+    return f"{type(failure).__name__}: {failure}" + f"; {remedy}" * isinstance(failure, OSError)

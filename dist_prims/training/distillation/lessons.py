@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["Lessons"]
 
 _Batch = TypeVar("_Batch")
+# The teacher may be waiting for another student, and that one for us, who have failed, in an all-reduce: then nobody
+# hears us, and only the error, when it leaves here, ends them all.
+_TO_BE_HEARD = timedelta(seconds=5)
 
 
 class Lessons(Generic[_Batch]):
@@ -65,13 +69,17 @@ class Lessons(Generic[_Batch]):
         self._within = False
         if self._teacher is not None or self._messages.broken:
             return
-        failed = error is not None and not isinstance(error, LessonFailed | GeneratorExit)
+        told, limit = None, None
+        if error is not None and not isinstance(error, GeneratorExit):
+            told, limit = f"rank {self._rank}, a student, failed: {type(error).__name__}: {error}", _TO_BE_HEARD
         # What failed first is what the program is to see.
         with contextlib.suppress(RuntimeError) if error else contextlib.nullcontext():
-            self._end(f"rank {self._rank}, a student, failed: {type(error).__name__}: {error}" if failed else None)
+            if told and not self._ended:
+                self._waiting.clear()  # who hears of a failure says no more
+            self._end(told, limit)
             while self._waiting:
                 self._waiting.popleft()
-                self._messages.receive(self._peer)
+                self._messages.receive(self._peer, limit)
 
     def _ask_ahead(self) -> bool:
         """Ask for as much as may be asked for; whether there is anything to wait for."""
@@ -85,10 +93,10 @@ class Lessons(Generic[_Batch]):
             self._waiting.append(batch)
         return bool(self._waiting)
 
-    def _end(self, failure: str | None) -> None:
+    def _end(self, failure: str | None, limit: timedelta | None = None) -> None:
         if not self._ended:
             self._ended = True
-            self._messages.send(self._peer, Message(failure=failure))
+            self._messages.send(self._peer, Message(failure=failure), limit)
 
 
 def _one(tensors: tuple[Any, ...]) -> Any:

@@ -22,7 +22,7 @@ def soft_target_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: 
     A higher temperature lets the small probabilities speak, which say what the teacher finds alike. The gradient falls
     with its square, so the loss is multiplied by that: the weight beside other losses then stays what it was.
     """
-    if temperature <= 0:
+    if not temperature > 0:  # nor not a number
         raise ValueError(f"soft_target_loss: temperature={temperature} must be positive")
     if student.shape != teacher.shape:
         raise ValueError(

@@ -22,6 +22,7 @@ __all__ = ["LessonFailed", "Message", "Messages", "as_tuple"]
 
 _TAG = 20_554  # beside the tags that a program may use in the same group
 _ROOM = HEAD - 8  # for the text of a head
+_UNTOLD = timedelta(minutes=5)  # where a backend does not tell its timeout: what dist_prims.init() gives
 
 
 class LessonFailed(CommError):
@@ -36,20 +37,23 @@ class Message(NamedTuple):
 
 
 class Messages:
-    """Sends to ranks of a group and receives from them; every wait has the group's timeout."""
+    """Sends to ranks of a group and receives from them; every wait has the group's timeout, or a shorter one."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
-        self._timeout = timeout if isinstance(timeout, timedelta) else dist.default_pg_timeout
+        self.timeout = timeout if isinstance(timeout, timedelta) else _UNTOLD
         self.broken = False  # the engine has failed: nothing more can be sent
 
-    def send(self, peer: int, message: Message) -> None:
-        """Return when it is on its way; ValueError, and nothing is sent, if a head cannot tell of so many tensors."""
+    def send(self, peer: int, message: Message, limit: timedelta | None = None) -> None:
+        """Return when it is on its way; ValueError, and nothing is sent, if a head cannot tell of so many tensors.
+
+        ``limit``: how long to wait at most for what has no tensors.
+        """
         if message.tensors is None:
             head = head_of(WELL) if message.failure is None else head_of(FAILED, message.failure)
-            self._move(dist.isend, head, peer)
+            self._move(dist.isend, head, peer, limit)
             return
         layout = Layout(spec_of(each.detach()) for each in message.tensors)
         text = json.dumps(layout.encode(), separators=(",", ":"))
@@ -60,26 +64,26 @@ class Messages:
         self._move(dist.isend, head_of(LAYOUT, text), peer)
         self._move(dist.isend, data, peer)
 
-    def receive(self, peer: int) -> Message:
-        """The next message of a rank."""
+    def receive(self, peer: int, limit: timedelta | None = None) -> Message:
+        """The next message of a rank; ``limit`` as in :meth:`send`."""
         head = torch.empty(HEAD, dtype=torch.uint8)
-        status, text = read_head(self._move(dist.irecv, head, peer))
+        status, text = read_head(self._move(dist.irecv, head, peer, limit))
         if status == FAILED:
             return Message(failure=text)
         if status == WELL:
             return Message()
         layout = Layout.decode(json.loads(text))
         data = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
-        return Message(tuple(layout.views(self._move(dist.irecv, data, peer))))
+        return Message(tuple(layout.views(self._move(dist.irecv, data, peer, limit))))
 
-    def _move(self, kind: Any, data: torch.Tensor, peer: int) -> torch.Tensor:
+    def _move(self, kind: Any, data: torch.Tensor, peer: int, limit: timedelta | None = None) -> torch.Tensor:
         data = data.to(self._device)
         try:
             if self._device.type == "cuda":  # NCCL: the stream waits, its watchdog keeps the time
                 dist.batch_isend_irecv([dist.P2POp(kind, data, group=self._group, group_peer=peer)])[0].wait()
                 return data
             start = self._group.send if kind is dist.isend else self._group.recv
-            start([data], peer, _TAG).wait(self._timeout)
+            start([data], peer, _TAG).wait(min(self.timeout, limit or self.timeout))
             return data
         except Exception:
             self.broken = True
@@ -87,8 +91,11 @@ class Messages:
 
 
 def as_tuple(outputs: Any, whose: str) -> tuple[torch.Tensor, ...]:
-    """Tensors of a request or an answer; TypeError if they are none."""
+    """Tensors of a request or an answer; TypeError if they are none, ValueError if they are not dense."""
     found = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs) if isinstance(outputs, Sequence) else ()
     if not found or not all(isinstance(each, torch.Tensor) for each in found):
         raise TypeError(f"{whose} is {type(outputs).__name__}; give a tensor, or a tuple of tensors")
+    for each in found:
+        if each.layout != torch.strided:
+            raise ValueError(f"{whose} has a tensor of layout {each.layout}; messages carry dense ones: .to_dense()")
     return found

@@ -40,7 +40,9 @@ class Distillation:
     labels torch.Size([4, 3]) torch.Size([4, 3])
 
     Every rank of the group makes it, with the number of ``classes`` of its own model: MismatchError on all of them
-    where the teacher's is another. ``students`` is the students' group, for a GradientAverager, or None on a teacher.
+    where the teacher's is another. ``students`` is the students' group, for a GradientAverager, or None on a teacher: a
+    new one, unless ``teachers`` is 0, with the backend and timeout of ``group``; who makes many ends it after use with
+    ``torch.distributed.destroy_process_group``.
     ``ahead``: how many batches a teacher may have been asked for beyond the one that is learnt. ``device``: where
     messages lie; for NCCL, this rank's CUDA device.
     """
@@ -56,22 +58,34 @@ class Distillation:
     ) -> None:
         self._group = group_of(group, "Distillation")
         self.classes, self.teachers, self.ahead = classes, teachers, ahead
-        self._device = torch.device(device)
+        found = _device(device)
+        self._device = found or self._group._device_types[-1]  # who has none still says so to the others
         size = self._group.size()
-        text = f"classes={classes}, teachers={teachers}, ahead={ahead}, device={self._device.type}"
+        text = f"classes={classes}, teachers={teachers}, ahead={ahead}, device={found.type if found else device}"
         remedy = "Give models of the same classes on all ranks, and the same arguments"
         check_same(f"Distillation({text})", remedy, self._group, self._device)
+        if found is None:
+            raise ValueError(
+                f"rank {self._group.rank()}: Distillation({text}): give a device such as 'cpu' or 'cuda:0'"
+            )
         if classes < 1 or ahead < 0 or teachers < 0 or 2 * teachers > size:
             raise ValueError(
                 f"rank {self._group.rank()}: Distillation({text}) in a group of {size}: classes must be 1 or more, "
                 "ahead 0 or more, and there must be a student for each teacher; teachers=0 gives each its own"
             )
         self._messages = Messages(self._group, self._device)
-        ranks = dist.get_process_group_ranks(self._group)[: size - teachers]
-        # Ranks outside of a sub-group know nothing of this.
-        alone = self._group.size() < dist.get_world_size()
-        found = dist.new_group(ranks, use_local_synchronization=alone) if teachers else self._group
-        self.students = None if self.is_teacher else found
+        learners = self._learners() if teachers else self._group
+        self.students = None if self.is_teacher else learners
+
+    def _learners(self) -> dist.ProcessGroup:
+        found: dist.ProcessGroup = dist.new_group(
+            dist.get_process_group_ranks(self._group)[: -self.teachers],
+            timeout=self._messages.timeout,
+            backend=dist.get_backend(self._group),
+            # Ranks outside of a sub-group know nothing of this.
+            use_local_synchronization=self._group.size() < dist.get_world_size(),
+        )
+        return found
 
     @property
     def is_teacher(self) -> bool:
@@ -90,7 +104,8 @@ class Distillation:
 
         The teacher is called with the tensors of a request and gives a tensor, the logits, or a tuple of tensors that
         begins with them. A module is set to ``eval()``. What fails here is raised here and on the students; what fails
-        on a student is raised here as :class:`LessonFailed`, and on the other students.
+        on a student is raised here as :class:`LessonFailed`, and on the other students, unless these wait for the one
+        that failed, in an all-reduce: after 5 seconds it raises unheard, and its end is what they see.
         """
         if not self.is_teacher:
             raise ValueError(
@@ -114,3 +129,10 @@ class Distillation:
         if self.teachers == 0 and teacher is None:
             raise ValueError("lessons: with teachers=0 each student brings its teacher: lessons(batches, teacher)")
         return Lessons(batches, ask, self, None if self.teachers else teacher)
+
+
+def _device(given: torch.device | str) -> torch.device | None:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError):
+        return None

@@ -57,8 +57,9 @@ class Teaching:
             answers = {student: self._answer(student) for student, asked in self._asked.items() if asked}
             for student, found in answers.items():
                 self._hear(student, 1 + self._ahead)
-                self._asked[student].popleft()
-                self._send(student, found)
+                if self._asked[student]:
+                    self._asked[student].popleft()
+                    self._send(student, found)
             for student in self._asked:
                 self._hear(student, 1)
         if self._failure is not None:
@@ -66,15 +67,16 @@ class Teaching:
         return self._count
 
     def _hear(self, student: int, count: int) -> None:
-        """Receive until a student has ``count`` requests to be answered, or has ended."""
+        """Receive until a student has ``count`` requests to be answered, or has ended; one that fails has none left."""
         while student in self._active and len(self._asked[student]) < count:
             message = self._messages.receive(student)
             if message.tensors is not None:
                 self._asked[student].append(message.tensors)
                 continue
             self._active.discard(student)
-            if message.failure is not None and self._failure is None:
-                self._failure = LessonFailed(message.failure)
+            if message.failure is not None:
+                self._asked[student].clear()
+                self._failure = self._failure or LessonFailed(message.failure)
 
     def _answer(self, student: int) -> Message:
         if self._failure is None:

@@ -7,8 +7,9 @@ for that the layer's input and the gradient of its output suffice (Goodfellow 20
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,23 +30,27 @@ class PerSampleGradients:
 
     >>> model = torch.nn.Linear(2, 1, bias=False)
     >>> samples = PerSampleGradients(model, torch.nn.functional.mse_loss)
-    >>> x, y = torch.tensor([[3.0, 4.0], [0.0, 1.0]]), model(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).detach()
-    >>> samples.norms(x, y + 0.5)  # the gradient is 2 * 0.5 * x
+    >>> _ = torch.nn.init.ones_(model.weight)
+    >>> x, y = torch.tensor([[3.0, 4.0], [0.0, 1.0]]), torch.tensor([[7.5], [1.5]])  # 0.5 more than the model says
+    >>> samples.norms(x, y)  # the gradient is -2 * 0.5 * x
     tensor([5., 1.])
-    >>> samples.gradients(x, y + 0.5)["weight"]
+    >>> samples.gradients(x, y)["weight"]
     tensor([[[-3., -4.]],
     <BLANKLINE>
             [[ 0., -1.]]])
 
     ``of`` names layers or parameters, such as ``"conv2"`` or ``["fc", "embedding.weight"]``; None: all that require a
-    gradient. Each sample goes through the model as a batch of one, and the loss is that of one sample, as in
-    ``loss(model(x[i : i + 1]), y[i : i + 1])``. ``inputs`` may be a tuple, if the model takes several. The parameters'
-    ``.grad`` are left as they are.
+    gradient. A tied weight may be named by any of its names and is found under its first. Each sample goes through the
+    model as a batch of one, and the loss is that of one sample, as in ``loss(model(x[i : i + 1]), y[i : i + 1])``.
+    ``inputs`` may be a tuple, if the model takes several. The parameters' ``.grad`` are left as they are.
 
     The methods: "trick", for linear and convolution layers, embeddings and norms (and attention's projections through
-    vmap, as every other use of a parameter: so nothing is refused that vmap can do); "vmap" for all; and "loop", one by
-    one, to compare with, and where vmap cannot follow the model. Batch norms must be in evaluation mode: in training
-    they mix the samples.
+    vmap, as every other use of a parameter); "vmap" for all; and "loop", one by one, to compare with, and where vmap
+    cannot follow the model. A model that the trick cannot follow raises what torch says: an LSTM, or one that calls
+    ``torch.autograd.grad`` itself, as for a penalty on gradients, takes ``method="vmap"``; a GRU, or a layer that is
+    computed anew in the backward (checkpoint), takes ``"loop"``. Where a model draws random numbers and some parameter
+    needs vmap, all are computed by it, so that they are gradients of one loss. Batch norms must be in evaluation mode:
+    in training they mix the samples.
     """
 
     def __init__(
@@ -60,6 +65,12 @@ class PerSampleGradients:
             raise ValueError(f"PerSampleGradients: method={method!r}; choose one of {', '.join(METHODS)}")
         self.model, self.loss, self.method = model, loss, method
         self.names = _chosen(model, [of] if isinstance(of, str) else of)
+        for name, dtype in zip(self.names, self._dtypes(), strict=True):
+            if dtype.is_complex:
+                raise ValueError(
+                    f"PerSampleGradients: {name!r} is {dtype}; the gradients of complex parameters are not supported, "
+                    "name others with of="
+                )
 
     def norms(self, inputs: Any, targets: Any) -> torch.Tensor:
         """For each sample the norm of its gradient, over all the parameters of interest together."""
@@ -68,11 +79,12 @@ class PerSampleGradients:
     def norms_and_losses(self, inputs: Any, targets: Any) -> Tensors:
         """``{"norms": ..., "losses": ...}``, which cost no more than the norms."""
         count = self._count(inputs, targets)
+        wide = functools.reduce(torch.promote_types, self._dtypes(), torch.float32)
         if count == 0:
-            nothing = self._zeros(0, ())
-            return {"norms": nothing, "losses": nothing.clone()}
+            nothing = self._zeros(0, (), self.names[0])
+            return {"norms": nothing.to(wide), "losses": nothing}
         losses, squares = self._run(inputs, targets, lambda part: part.squares(), lambda each: _squares(each))
-        total = torch.zeros(count, device=losses.device)
+        total = torch.zeros(count, dtype=wide, device=losses.device)
         for values in squares.values():
             total = total + values
         return {"norms": total.sqrt(), "losses": losses}
@@ -103,7 +115,10 @@ class PerSampleGradients:
             return losses, found
         found, rest = {}, self.names
         if self.method == "trick":
+            before = self._random_states()
             losses, found, rest = self._by_trick(inputs, targets, of_part)
+            if rest and not all(map(torch.equal, before, self._random_states())):
+                found, rest = {}, self.names  # another run draws another dropout: it must be that of all gradients
         if rest:
             gradients, losses = self._by_vmap(inputs, targets, rest)
             found |= {name: of_gradient(each) for name, each in gradients.items()}
@@ -153,8 +168,11 @@ class PerSampleGradients:
             with torch.enable_grad():
                 loss = self._loss(parameters, x, y)
             losses.append(loss.detach())
-            found = torch.autograd.grad(loss, [*parameters.values()], materialize_grads=True)
-            rows.append([wanted(each.unsqueeze(0)) for each in found])
+            if loss.requires_grad:
+                found = torch.autograd.grad(loss, [*parameters.values()], materialize_grads=True)
+            else:  # nothing that it depends on is of interest
+                found = tuple(map(torch.zeros_like, parameters.values()))
+            rows.append([wanted(each.detach().unsqueeze(0)) for each in found])
         return torch.stack(losses), dict(zip(self.names, map(torch.cat, zip(*rows, strict=True)), strict=True))
 
     def _loss(self, parameters: Tensors, x: Any, y: Any) -> torch.Tensor:
@@ -171,9 +189,15 @@ class PerSampleGradients:
     def _detached(self, names: Sequence[str], requires_grad: bool = True) -> Tensors:
         return {name: self.model.get_parameter(name).detach().requires_grad_(requires_grad) for name in names}
 
-    def _zeros(self, count: int, shape: Sequence[int], name: str = "") -> torch.Tensor:
-        like = self.model.get_parameter(name or self.names[0])
-        return like.new_zeros(count, *shape) if name else like.new_zeros(count, *shape, dtype=torch.float32)
+    def _zeros(self, count: int, shape: Sequence[int], name: str) -> torch.Tensor:
+        return self.model.get_parameter(name).new_zeros(count, *shape)
+
+    def _dtypes(self) -> Iterator[torch.dtype]:
+        return (self.model.get_parameter(name).dtype for name in self.names)
+
+    def _random_states(self) -> list[torch.Tensor]:
+        device = self.model.get_parameter(self.names[0]).device
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
     def _count(self, inputs: Any, targets: Any) -> int:
         lengths = {len(each) for each in torch.utils._pytree.tree_leaves((inputs, targets))}
@@ -224,13 +248,19 @@ def _squares(gradient: torch.Tensor) -> torch.Tensor:
 
 def _chosen(model: torch.nn.Module, of: Sequence[str] | None) -> list[str]:
     """The names of parameters; a layer stands for all that are in it."""
-    names = [name for name, _ in model.named_parameters()]
     if of is None:
         found = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not found:
             raise ValueError("PerSampleGradients: no parameter of the model requires a gradient; name some with of=")
         return found
+    if not of:
+        raise ValueError("PerSampleGradients: of=[] names nothing; None means all that require a gradient")
+    everyone = [*model.named_parameters(remove_duplicate=False)]  # a tied weight has several names
+    chosen: set[int] = set()
     for each in of:
-        if not any(name == each or name.startswith(f"{each}.") for name in names):
-            raise ValueError(f"PerSampleGradients: of={each!r} is neither layer nor parameter; there are {names}")
-    return [name for name in names if any(name == each or name.startswith(f"{each}.") for each in of)]
+        ids = {id(parameter) for name, parameter in everyone if name == each or name.startswith(f"{each}.")}
+        if not ids:
+            known = [name for name, _ in everyone]
+            raise ValueError(f"PerSampleGradients: of={each!r} is neither layer nor parameter; there are {known}")
+        chosen |= ids
+    return [name for name, parameter in model.named_parameters() if id(parameter) in chosen]

@@ -33,6 +33,8 @@ class Layer:
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Layer:
     def build(x: torch.Tensor, grad: torch.Tensor) -> Parts:
+        if weight.dim() == 1:  # one output, which is no dimension
+            grad = grad.unsqueeze(-1)
         left, right = (each.reshape(len(each), 1, -1, each.shape[-1]) for each in (grad, x))
         return Matrix(left, right), Plain(left.sum((1, 2)))
 
@@ -212,7 +214,9 @@ def _batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Layer:
+) -> Layer | None:
+    if training or running_mean is None:  # what it divides by is that of the sample, not of all
+        return None
     return _by_channel(input, weight, bias, lambda x: F.batch_norm(x, running_mean, running_var, eps=eps))
 
 
@@ -250,7 +254,8 @@ def _by_channel(
     return Layer(x, weight, bias, build)
 
 
-LAYERS: dict[Callable[..., Any], Callable[..., Layer]] = {
+# None of a call whose gradients must be formed
+LAYERS: dict[Callable[..., Any], Callable[..., Layer | None]] = {
     F.linear: _linear,
     F.embedding: _embedding,
     F.conv1d: _conv(1),

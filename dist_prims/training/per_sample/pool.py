@@ -15,11 +15,13 @@ tensor([2., 1., 0., 1., 2.])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import TensorDataset, default_collate
 
 from ...errors import MismatchError
@@ -66,16 +68,14 @@ class PoolRows:
     def top(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The ``k`` largest of all, or all if there are fewer, and which items they are: on every rank, the largest
         first, of equals the first in the pool; NaN counts as largest. Each rank sends ``k`` numbers and places."""
-        if "" not in self._columns or self._kinds[""].shape or self._kinds[""].dtype.is_complex:
-            raise ValueError(
-                f"PoolRows.top on rank {self._group.rank()}: rows of {self._kinds} have no order; choose a tensor that "
-                "has one number for each item, such as rows['norms'].top(k)"
-            )
-        if k < 0:
-            raise ValueError(f"PoolRows.top on rank {self._group.rank()}: k={k} must be 0 or more")
-        values = self._columns[""]
-        k = min(k, self.count)
-        agree(f"PoolRows.top({k})", values, None, self._group, values.device)
+        failure = None
+        try:
+            self._check_top(k)
+        except (TypeError, ValueError) as error:  # the others are told
+            failure = error
+        values = next(iter(self._columns.values()))
+        k = k if failure else min(k, self.count)
+        agree(f"PoolRows.top({k})", values, failure, self._group, values.device)
         if k == 0:
             return values[:0], torch.empty(0, dtype=torch.int64, device=values.device)
         mine = torch.sort(values, descending=True, stable=True).indices[:k]
@@ -86,6 +86,15 @@ class PoolRows:
         best, places = best[there], places[there]
         order = torch.sort(best, descending=True, stable=True).indices[:k]
         return best[order], places[order]
+
+    def _check_top(self, k: int) -> None:
+        if "" not in self._columns or self._kinds[""].shape or self._kinds[""].dtype.is_complex:
+            raise ValueError(
+                f"PoolRows.top on rank {self._group.rank()}: rows of {self._kinds} have no order; choose a tensor that "
+                "has one number for each item, such as rows['norms'].top(k)"
+            )
+        if operator.index(k) < 0:
+            raise ValueError(f"PoolRows.top on rank {self._group.rank()}: k={k} must be 0 or more")
 
     def _all(self, rows: torch.Tensor) -> torch.Tensor:
         everyones, work = gather_rows(rows.view(torch.uint8), self._group)
@@ -109,22 +118,25 @@ def over_pool(
     """Call ``function`` on the items of ``pool``, ``chunk`` at a time, this rank's share of them; every rank does.
 
     ``pool`` is a map-style data set whose items are tensors or tuples of them; they arrive as batches on ``device``,
-    and of a tuple each member is an argument. So ``over_pool(PerSampleGradients(model, loss).norms, pool)`` takes items
-    (input, target). The function gives a row for each item: a tensor whose first dimension is the items', or a
-    dictionary of such. ``progress(done, share)`` is called after each chunk, on every rank for its own items.
+    and of a tuple each member is an argument, which may itself be a tuple. So
+    ``over_pool(PerSampleGradients(model, loss).norms, pool)`` takes items (input, target). The function gives a row for
+    each item: a tensor whose first dimension is the items', or a dictionary of such; of an empty pool, where nobody has
+    called it, there are 0 rows of one float32. ``progress(done, share)`` is called after each chunk, on every rank for
+    its own items.
     """
     world = group or dist.distributed_c10d._get_default_group()
-    here, count = torch.device(device), len(pool)
-    mine = share(count, world.size(), world.rank())
+    here, count = torch.device("cpu"), -1
     found: list[dict[str, torch.Tensor]] = []
     columns: dict[str, torch.Tensor] = {}
     failure: Exception | None = None
     try:
         if chunk < 1:
             raise ValueError(f"over_pool on rank {world.rank()}: chunk={chunk} must be at least 1")
+        here, count = torch.device(device), len(pool)
+        mine = share(count, world.size(), world.rank())
         for begin in range(mine.start, mine.stop, chunk):
             end = min(begin + chunk, mine.stop)
-            batch = tuple(each.to(here) for each in _batch(pool, range(begin, end)))
+            batch = tree_map_only(torch.Tensor, lambda each: each.to(here), _batch(pool, range(begin, end)))
             found.append(_columns(function(*batch), end - begin))
             if progress is not None:
                 progress(end - mine.start, len(mine))
@@ -132,19 +144,28 @@ def over_pool(
     except Exception as error:
         failure = error
     kinds = _agree(columns, failure, count, world)
-    return PoolRows(columns or {name: kind.empty(0, here) for name, kind in kinds.items()}, kinds, count, world)
+    ordered = {name: columns[name] if columns else kind.empty(0, here) for name, kind in kinds.items()}
+    return PoolRows(ordered, kinds, count, world)
 
 
-def _batch(pool: Any, numbers: range) -> tuple[torch.Tensor, ...]:
-    if isinstance(pool, TensorDataset):  # a slice instead of items put together again
+def _batch(pool: Any, numbers: range) -> tuple[Any, ...]:
+    if type(pool) is TensorDataset:  # a slice instead of items put together again; one of a user's own may change them
         return tuple(each[numbers.start : numbers.stop] for each in pool.tensors)
     many = getattr(pool, "__getitems__", None)
     batch = default_collate(many([*numbers]) if many else [pool[number] for number in numbers])
-    return tuple(batch) if isinstance(batch, Sequence) else (batch,)
+    batch = _tuples(batch)
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def _tuples(batch: Any) -> Any:
+    """``default_collate`` makes lists of tuples, but a list is no several inputs of a model."""
+    return tuple(map(_tuples, batch)) if isinstance(batch, list) else batch
 
 
 def _columns(rows: Rows, count: int) -> dict[str, torch.Tensor]:
     columns = {name: each.detach() for name, each in ({"": rows} if isinstance(rows, torch.Tensor) else rows).items()}
+    if not columns:
+        raise ValueError("over_pool: the function gives an empty dictionary; it gives a row for each item")
     for name, each in columns.items():
         if each.dim() == 0 or len(each) != count:
             raise ValueError(

@@ -53,18 +53,21 @@ class Watch(TorchFunctionMode):
     def __init__(self, names: dict[int, str], zero: torch.Tensor, uses: list[Use]) -> None:
         super().__init__()
         self._names, self._zero, self._uses = names, zero, uses
+        self._level = _functorch.maybe_current_level()  # how many transforms are at work
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         read = LAYERS.get(func)
-        if read is None or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
+        if read is None or not torch.is_grad_enabled() or _functorch.maybe_current_level() != self._level:
+            return func(*args, **kwargs)  # inside a transform of the model's own, no edge of ours can be had
         layer = read(*args, **kwargs)
+        if layer is None:
+            return func(*args, **kwargs)
         used = [each if id(each) in self._names else None for each in (layer.weight, layer.bias)]
         weight, bias = (self._names.get(id(each)) for each in (layer.weight, layer.bias))
-        if (weight is None and bias is None) or _is_nested(layer.x):
+        if weight is None and bias is None:
             return func(*args, **kwargs)
         known = {id(each): each.detach() for each in used if each is not None}
         args = tuple(each if each is layer.x else known.get(id(each), each) for each in args)
@@ -83,8 +86,3 @@ def _held(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return x, None
     held: tuple[torch.Tensor, int] = _functorch._unwrap_batched(x, _functorch.maybe_get_level(x))
     return held
-
-
-def _is_nested(x: torch.Tensor) -> bool:
-    """Whether a vmap of the model's own is at work."""
-    return bool(_functorch.is_functorch_wrapped_tensor(_held(x)[0]))

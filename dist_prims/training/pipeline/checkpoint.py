@@ -18,6 +18,7 @@ True
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -29,7 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...collectives.call import group_of
 from ..checkpoint.files import digest, sync_folder
+from ..checkpoint.plain import plain
 from .chain import Stage
 
 __all__ = ["load_stages", "save_stages"]
@@ -55,6 +58,8 @@ def save_stages(
     collective: each stage must be on exactly one rank of ``group``, every rank must see the folder, and when it returns
     the checkpoint is there; when a rank fails, all raise.
     """
+    if dist.is_initialized():
+        group = group_of(group, "save_stages")
     folder = Path(path)
     entries: list[dict[str, Any]] = []
     failure: Exception | None = None
@@ -84,7 +89,7 @@ def load_stages(path: str | os.PathLike[str], modules: nn.Module | Sequence[Stag
     ValueError: load_stages: weight is (2, 2) in the checkpoint and (3, 2) in the module; make it as it was saved
 
     Stages, or a mapping of modules, take their parts, and only what they need is read; a model must take everything.
-    Nothing is changed unless all fits.
+    Nothing is changed unless all fits. It is no collective: a rank that raises does not stop the others.
     """
     folder = Path(path)
     whole = isinstance(modules, nn.Module) and not isinstance(modules, Stage)
@@ -130,7 +135,7 @@ def _numbered(stages: Stage | Sequence[Stage] | Mapping[int, nn.Module]) -> Mapp
 
 
 def _write_part(folder: Path, number: int, stage: nn.Module) -> dict[str, Any]:
-    state = {key: _compact(value) for key, value in stage.state_dict().items()}
+    state = dict(plain(f"stage {number}", stage.state_dict()))
     temporary = folder / f".stage-{number}.{os.getpid()}.tmp"
     try:
         with temporary.open("wb") as file:
@@ -142,14 +147,6 @@ def _write_part(folder: Path, number: int, stage: nn.Module) -> dict[str, Any]:
         temporary.unlink(missing_ok=True)
     count = stage.count if isinstance(stage, Stage) else None
     return {"stage": number, "of": count, "file": final, "sha256": sha256, "keys": list(state)}
-
-
-def _compact(value: Any) -> Any:
-    """On the CPU, and without the rest of a storage of which it is a view: torch.save would write that, too."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    value = value.detach().cpu()
-    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
 def _write_manifest(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
@@ -175,9 +172,11 @@ def _write_manifest(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
         _put(temporary, folder / _MANIFEST)
     finally:
         temporary.unlink(missing_ok=True)
-    for old in folder.glob(f"stage-*-{'[0-9a-f]' * 16}.pt"):
+    unfinished = folder.glob(".stage-*[0-9].*[0-9].tmp")  # all have written; these are of ranks that died
+    for old in (*folder.glob(f"stage-*-{'[0-9a-f]' * 16}.pt"), *unfinished):
         if old.name not in names:
-            old.unlink()
+            with contextlib.suppress(OSError):  # the checkpoint is there; what cannot be removed may stay
+                old.unlink()
 
 
 def _put(temporary: Path, final: Path) -> None:

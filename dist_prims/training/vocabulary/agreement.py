@@ -18,21 +18,28 @@ import torch.distributed as dist
 from ...errors import MismatchError
 from ..compression.gather import gather_rows
 
-__all__ = ["Part", "Said", "Targets", "agree"]
+__all__ = ["Part", "Said", "Share", "Targets", "agree"]
 
-_HEAD = struct.Struct("<qqqqd")
+_HEAD = struct.Struct("<qqd")
 _WIDTH = 320  # bytes of a message, numbers and text
 _Prepared = TypeVar("_Prepared")
 
 
 @dataclass(frozen=True)
+class Share:
+    """What a gradient needs to know of all ranks. No group: a graph that keeps one alive ends it after Python."""
+
+    words: int
+    class_weights: tuple[float, ...]  # their sum on each rank; the number of columns where there are none
+
+
+@dataclass(frozen=True)
 class Part:
-    """This rank's part of the vocabulary, and what it needs to know of the others'."""
+    """This rank's part of the vocabulary."""
 
     group: dist.ProcessGroup
     first: int  # the word of this rank's first column
-    words: int  # of all ranks
-    class_weights: tuple[float, ...]  # their sum on each rank; the number of columns where there are none
+    share: Share
 
 
 @dataclass(frozen=True)
@@ -47,12 +54,17 @@ class Targets:
     def of(targets: torch.Tensor, ignore_index: int) -> Targets:
         """
         >>> Targets.of(torch.tensor([3, -100, 1]), ignore_index=-100)
-        Targets(lowest=1, highest=3, checksum=4294967013)
+        Targets(lowest=1, highest=3, checksum=833389194)
         """
         if not targets.numel():
             return Targets()
         flat = targets.reshape(-1)
-        checksum = ((flat + 1) * (2 * torch.arange(len(flat), device=flat.device) + 1)).sum()  # order counts, too
+        # Were it linear in the number or its place, much that differs would have one sum.
+        mixed = flat + torch.arange(len(flat), device=flat.device) * -7046029254386353131
+        mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+        mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+        mixed = mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)
+        checksum = mixed.sum()
         live = flat != ignore_index
         limits = torch.iinfo(torch.int64)
         lowest = torch.where(live, flat, limits.max).min()
@@ -74,11 +86,13 @@ class Said:
 
 
 def agree(
-    call: str, group: dist.ProcessGroup, device: torch.device, prepare: Callable[[], tuple[Said, _Prepared]]
+    call: str, group: dist.ProcessGroup, rows: object, prepare: Callable[[], tuple[Said, _Prepared]]
 ) -> tuple[Part, _Prepared]:
     """Where this rank's columns lie, and what ``prepare`` has made beside; an error on every rank where one cannot
     begin, or two begin differently."""
     rank = group.rank()
+    # Where the rows lie; and who has none, for whatever was given instead of them, still answers.
+    device = rows.device if isinstance(rows, torch.Tensor) else group._device_types[-1]
     problem: Exception | None = None
     said = Said("", 0)
     try:
@@ -87,8 +101,10 @@ def agree(
     except Exception as error:  # whatever it is, the others are to hear of it
         problem, text = error, f"{type(error).__name__}: {error}"
     targets = said.targets
-    numbers = _HEAD.pack(problem is not None, said.columns, targets.lowest, targets.highest, said.class_weight)
-    mine = numbers + _fit(f"{text}, targets {targets.checksum:08x}", _WIDTH - _HEAD.size)
+    numbers = _HEAD.pack(problem is not None, said.columns, said.class_weight)
+    if problem is None:
+        text += f", targets from {targets.lowest} to {targets.highest}, {targets.checksum:08x}"
+    mine = numbers + _fit(text, _WIDTH - _HEAD.size)
     everyones, work = gather_rows(torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device), group)
     work.wait()
     if problem:
@@ -98,7 +114,8 @@ def agree(
     _compare(call, rank, heads, [row[_HEAD.size :].rstrip(b"\0").decode(errors="replace") for row in rows])
     words = sum(head[1] for head in heads)
     _check_range(call, rank, targets, words)
-    return Part(group, sum(head[1] for head in heads[:rank]), words, tuple(head[4] for head in heads)), prepared
+    share = Share(words, tuple(head[2] for head in heads))
+    return Part(group, sum(head[1] for head in heads[:rank]), share), prepared
 
 
 def _compare(call: str, rank: int, heads: list[tuple[Any, ...]], texts: list[str]) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from ...collectives.call import group_of
+from ..once import once
 from .agreement import Part, Said, agree
 from .losses import said_of
 from .rows import Rule, gradient, losses_of
@@ -55,22 +56,23 @@ def linear_cross_entropy(
     arguments but for its columns; the backward sends nothing, and can be done once.
     """
     home = group_of(group, "linear_cross_entropy")
-    if torch.is_autocast_enabled(hidden.device.type):
-        kind = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(kind), weight.to(kind)
-        bias = None if bias is None else bias.to(kind)
+    learn = torch.is_grad_enabled()  # asked here: in a forward of autograd it never is
 
-    def prepare() -> tuple[Said, Rule]:
-        _check(hidden, weight, bias, chunk, reduction)
-        learn = torch.is_grad_enabled() and hidden.requires_grad
-        further = f", features {hidden.shape[-1]}, chunk={chunk}, hidden {'with' if learn else 'without'} a gradient"
-        return said_of(hidden, len(weight), targets, class_weight, label_smoothing, ignore_index, reduction, further)
+    def prepare() -> tuple[Said, tuple[Rule, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]:
+        given = _lowered(hidden, weight, bias)
+        _check(*given, chunk, reduction)
+        rows, needed = given[0], "with" if learn and given[0].requires_grad else "without"
+        further = f", features {rows.shape[-1]}, chunk={chunk}, hidden {needed} a gradient"
+        said, rule = said_of(
+            rows, len(weight), targets, class_weight, label_smoothing, ignore_index, reduction, further
+        )
+        return said, (rule, given)
 
-    part, rule = agree("linear_cross_entropy", home, hidden.device, prepare)
-    work = _Work(part, rule, chunk, reduction)
-    with torch.autocast(hidden.device.type, enabled=False):
-        rows = hidden.flatten(0, -2)
-        loss: torch.Tensor = _Fused.apply(rows, weight, bias, targets.long().flatten(), work)  # type: ignore[no-untyped-call]
+    part, (rule, (rows, mine, its_bias)) = agree("linear_cross_entropy", home, hidden, prepare)
+    work = _Work(part, rule, chunk, reduction, learn)
+    with torch.autocast(rows.device.type, enabled=False):
+        numbers = targets.long().flatten()
+        loss: torch.Tensor = _Fused.apply(rows.flatten(0, -2), mine, its_bias, numbers, work)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -79,6 +81,7 @@ class _Work(NamedTuple):
     rule: Rule
     chunk: int
     reduction: str
+    learn: bool  # whether a backward may come
 
 
 class _Fused(torch.autograd.Function):
@@ -91,7 +94,8 @@ class _Fused(torch.autograd.Function):
         targets: torch.Tensor,
         work: _Work,
     ) -> torch.Tensor:
-        sums = _Sums(hidden, weight, bias, ctx.needs_input_grad, work.part.group)
+        needs = [work.learn and each for each in ctx.needs_input_grad]
+        sums = _Sums(hidden, weight, bias, needs, work.part.group)
         losses, counts = [hidden.new_zeros(1, dtype=sums.kind)], [hidden.new_zeros(1, dtype=sums.kind)]
         for begin in range(0, len(hidden), work.chunk):
             rows = slice(begin, begin + work.chunk)
@@ -101,7 +105,7 @@ class _Fused(torch.autograd.Function):
             losses.append(of_rows)
             counts.append(torch.where(kept.live, kept.weights, 0))
             if sums.wanted:
-                by_logits = gradient(kept, torch.ones_like(of_rows), work.part, work.rule, out=kept.exponents)
+                by_logits = gradient(kept, torch.ones_like(of_rows), work.part.share, work.rule, out=kept.exponents)
                 sums.add(rows, by_logits.to(hidden.dtype))
         ctx.held = sums.finish()
         ctx.kinds = (hidden.dtype, weight.dtype, hidden.dtype)
@@ -113,7 +117,7 @@ class _Fused(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, by_loss: torch.Tensor) -> Any:
         if ctx.held is None:
             raise RuntimeError("linear_cross_entropy: a second backward; its gradients were handed over in the first")
@@ -139,7 +143,8 @@ class _Sums:
         self.kind = torch.promote_types(hidden.dtype, torch.float32)
         self.wanted = any(needs)
         self._hidden, self._weight, self._group = hidden, weight, group
-        self._by_hidden = torch.empty_like(hidden) if needs[0] else None
+        # Rows after rows, whatever hidden is: parts of it are sent.
+        self._by_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
         self._by_weight = torch.zeros_like(weight, dtype=self.kind) if needs[1] else None
         self._by_bias = torch.zeros_like(bias, dtype=self.kind) if bias is not None and needs[2] else None
         self._leaving: list[Any] = []
@@ -159,6 +164,24 @@ class _Sums:
         for work in self._leaving:
             work.wait()
         return self._by_hidden, self._by_weight, self._by_bias
+
+
+def _lowered(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """As autocast would have them in ``F.linear``: not what is float64."""
+    for name, each in (("hidden", hidden), ("weight", weight)):
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"{name} is {type(each).__name__}; give a tensor")
+    device = hidden.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return hidden, weight, bias
+    kind = torch.get_autocast_dtype(device)
+
+    def low(each: torch.Tensor) -> torch.Tensor:
+        return each.to(kind) if each.is_floating_point() and each.dtype != torch.float64 else each
+
+    return low(hidden), low(weight), None if bias is None else low(bias)
 
 
 def _check(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: int, reduction: str) -> None:

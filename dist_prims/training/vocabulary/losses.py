@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ...collectives.call import group_of
+from ..once import once
 from .agreement import Part, Said, Targets, agree
 from .rows import Rows, Rule, gradient, losses_of, softmax_of
 
@@ -49,7 +50,7 @@ def split_cross_entropy(
         _check_logits(logits)
         return said_of(logits, logits.shape[-1], targets, class_weight, label_smoothing, ignore_index, reduction)
 
-    part, rule = agree("split_cross_entropy", home, logits.device, prepare)
+    part, rule = agree("split_cross_entropy", home, logits, prepare)
     losses: torch.Tensor
     flat = logits.flatten(0, -2)
     losses, weights = _CrossEntropy.apply(flat, targets.long().flatten(), part, rule)  # type: ignore[no-untyped-call]
@@ -75,7 +76,7 @@ def split_log_softmax(logits: torch.Tensor, *, group: dist.ProcessGroup | None =
         learn = torch.is_grad_enabled() and logits.requires_grad
         return Said(f"{_described(logits)}, {'with' if learn else 'without'} a gradient", logits.shape[-1]), None
 
-    part, _ = agree("split_log_softmax", home, logits.device, prepare)
+    part, _ = agree("split_log_softmax", home, logits, prepare)
     found: torch.Tensor = _LogSoftmax.apply(logits.flatten(0, -2), part)  # type: ignore[no-untyped-call]
     return found.view(logits.shape)
 
@@ -88,13 +89,13 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.mark_non_differentiable(weights)
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(*rows)
-            ctx.part, ctx.rule, ctx.kind = part, rule, logits.dtype
+            ctx.share, ctx.rule, ctx.kind = part.share, rule, logits.dtype
         return losses, weights
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, by_row: torch.Tensor, _: torch.Tensor) -> Any:
-        return gradient(Rows(*ctx.saved_tensors), by_row, ctx.part, ctx.rule).to(ctx.kind), None, None, None
+        return gradient(Rows(*ctx.saved_tensors), by_row, ctx.share, ctx.rule).to(ctx.kind), None, None, None
 
 
 class _LogSoftmax(torch.autograd.Function):
@@ -107,7 +108,7 @@ class _LogSoftmax(torch.autograd.Function):
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, by_log: torch.Tensor) -> Any:
         (found,) = ctx.saved_tensors
         kind = torch.promote_types(found.dtype, torch.float32)
@@ -117,6 +118,8 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 def _check_logits(logits: torch.Tensor) -> None:
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(f"logits are {type(logits).__name__}; give a tensor")
     if logits.dim() < 2 or not logits.is_floating_point():
         raise ValueError(
             f"logits are {logits.dtype} of shape {tuple(logits.shape)}; give floats of two or more dimensions, the "

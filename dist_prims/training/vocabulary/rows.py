@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from ..compression.gather import gather_rows
-from .agreement import Part
+from .agreement import Part, Share
 
 __all__ = ["Rows", "Rule", "gradient", "losses_of", "softmax_of"]
 
@@ -78,17 +78,19 @@ def losses_of(logits: torch.Tensor, targets: torch.Tensor, part: Part, rule: Rul
     weights = merged.everyones[-1].sum(0) if weighted else live.to(numbers.dtype)
     losses = weights * (merged.largest - merged.everyones[2].sum(0) + merged.sum.log())
     if smooth:
-        losses = (1 - rule.smoothing) * losses + rule.smoothing / part.words * _even(merged, part)
+        losses = (1 - rule.smoothing) * losses + rule.smoothing / part.share.words * _even(merged, part)
     scale = torch.exp(numbers[0] - merged.largest) / merged.sum
     return torch.where(live, losses, 0), Rows(exponents, scale, live, hits, places, weights)
 
 
-def gradient(rows: Rows, by_row: torch.Tensor, part: Part, rule: Rule, out: torch.Tensor | None = None) -> torch.Tensor:
+def gradient(
+    rows: Rows, by_row: torch.Tensor, share: Share, rule: Rule, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """By this rank's logits, of the losses, each times ``by_row``; without a message. ``out`` may be the exponents."""
     by_row = torch.where(rows.live, by_row, 0)
     of_target = (1 - rule.smoothing) * rows.weights * by_row
-    of_each = rule.smoothing / part.words * by_row
-    factor = (of_target + sum(part.class_weights) * of_each) * rows.scale
+    of_each = rule.smoothing / share.words * by_row
+    factor = (of_target + sum(share.class_weights) * of_each) * rows.scale
     found = torch.mul(rows.exponents, factor[:, None], out=out)
     if not found.shape[1]:
         return found
@@ -126,6 +128,6 @@ def _merge(numbers: torch.Tensor, part: Part) -> _Merged:
 
 def _even(merged: _Merged, part: Part) -> torch.Tensor:
     """The loss of each row if every word were its target alike."""
-    weights = merged.largest.new_tensor(part.class_weights)
+    weights = merged.largest.new_tensor(part.share.class_weights)
     below = merged.everyones[3] + weights[:, None] * (merged.largest - merged.everyones[0])
     return below.sum(0) + weights.sum() * merged.sum.log()

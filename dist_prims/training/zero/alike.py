@@ -17,11 +17,13 @@ __all__ = ["check_alike"]
 def check_alike(
     what: str, settings: Sequence[str], named: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup
 ) -> None:
-    """Return when all ranks have the same; MismatchError on every rank, with the first difference, when two do not.
+    """Return when all ranks have the same; MismatchError on every rank, with the first difference, when two do not, and
+    ValueError when all have a model that is sharded already.
 
     >>> check_alike("ZeroOptimizer", ["average=True"], torch.nn.Linear(2, 1).named_parameters(), dist.group.WORLD)
     """
-    mine = [*settings, *(_described(name, tensor) for name, tensor in named)]
+    tensors = list(named)
+    mine = [*settings, *(_described(name, tensor) for name, tensor in tensors)]
     everyones: list[Any] = [None] * group.size()
     dist.all_gather_object(everyones, mine, group=group)
     for rank, theirs in enumerate(everyones):
@@ -31,7 +33,19 @@ def check_alike(
                     f"rank {group.rank()}: {what}: ranks differ, no data was touched. Rank 0 has {first}; rank {rank} "
                     f"has {other}. Build the same model, with the same settings, on every rank"
                 )
+    if found := next((name for name, tensor in tensors if _is_sharded(tensor)), None):
+        raise ValueError(
+            f"rank {group.rank()}: {what}: {found!r} is sharded already, by ShardedParameters; remove() first"
+        )
 
 
 def _described(name: str, tensor: torch.Tensor) -> str:
-    return f"parameter {name!r} ({tensor.dtype}, shape {tuple(tensor.shape)}, requires_grad={tensor.requires_grad})"
+    sharded = ", sharded already" * _is_sharded(tensor)
+    return (
+        f"tensor {name!r} ({tensor.dtype}, shape {tuple(tensor.shape)}, requires_grad={tensor.requires_grad}{sharded})"
+    )
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """All of its elements are one: so are parameters that ShardedParameters has let go of."""
+    return isinstance(tensor, torch.nn.Parameter) and tensor.numel() > 1 and not any(tensor.stride())

@@ -49,6 +49,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     backward. At the start all ranks take rank 0's parameters. Learning rates are read from ``param_groups`` at every
     step, so schedulers work; ``state`` holds what this rank owns. Every rank makes as many steps. A parameter without a
     gradient on some ranks counts as zero there; without one on any, it is not stepped.
+
+    With float16 take training.mixed_precision's GradScaler: with torch's each rank skips a step by itself, and the
+    others wait. To clip, average before (``average=False``) and take GradientAverager.clip_grad_norm: here no rank sees
+    all means.
     """
 
     def __init__(
@@ -70,9 +74,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._names = named or [str(number) for number in range(len(self._parameters))]
         self._looks = [_look(each) for each in self._parameters]
         settings = [f"average={average}, {getattr(optimizer_class, '__name__', '')}"]
+        settings += [_described({**defaults, **each}) for each in self.param_groups]
         check_alike("ZeroOptimizer", settings, zip(self._names, self._parameters, strict=True), self._group)
         spread([each.detach() for each in self._parameters], 0, self._group)
-        self._owner = balanced([each.numel() for each in self._parameters], self._size)
+        self._owner = balanced([each.numel() * each.requires_grad for each in self._parameters], self._size)
         self._owned = {id(each) for each, who in zip(self._parameters, self._owner, strict=True) if who == self._rank}
         shares = [{**_settings(group), "params": self._of(group["params"])} for group in self.param_groups]
         self._inner = optimizer_class(shares, **defaults)
@@ -106,7 +111,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, on every rank, as the plain optimiser would save it: all ranks must call it."""
+        """A copy of the whole state, on every rank, as the plain optimiser would save it: all ranks must call it."""
         packed = super().state_dict()
         whole: dict[int, Any] = {}
         for owner in range(self._size):
@@ -115,6 +120,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's share of a whole state: a ZeroOptimizer's of any number of ranks, or a plain optimiser's."""
+        theirs = [len(each["params"]) for each in state_dict["param_groups"]]
+        ours = [len(each["params"]) for each in self.param_groups]
+        if theirs != ours:
+            raise ValueError(
+                f"rank {self._rank}: ZeroOptimizer: the state is of groups of {theirs} parameters, here they are of "
+                f"{ours}; load the state of an optimiser over the same model"
+            )
         share = {n: each for n, each in state_dict["state"].items() if self._owner[n] == self._rank}
         super().load_state_dict({**state_dict, "state": share})
         self._inner.state = self.state
@@ -168,7 +180,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             device = self._parameters[number].device
             for key, value in each.items():
                 if isinstance(value, _Blank):
-                    there = own[number][key].to(device) if here else value.tensor.to(device)
+                    there = own[number][key].detach().to(device, copy=True) if here else value.tensor.to(device)
                     tensors.append(there)
                     value = there
                 found[number][key] = value
@@ -210,6 +222,16 @@ def balanced(counts: Sequence[int], parts: int) -> list[int]:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _described(group: dict[str, Any]) -> str:
+    """What of a group of parameters can be compared between ranks."""
+    found = {}
+    for key, value in sorted(_settings(group).items()):
+        plain = value.tolist() if isinstance(value, torch.Tensor) else value
+        simple = plain is None or isinstance(plain, bool | int | float | str | tuple | list)
+        found[key] = plain if simple else type(plain).__name__
+    return f"a group of {len(group['params'])} parameters with {found}"
 
 
 def _look(parameter: torch.Tensor) -> tuple[Any, ...]:

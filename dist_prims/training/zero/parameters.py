@@ -18,16 +18,18 @@ agree on at the end of the backward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from ...collectives.call import group_of
 from ..gradients.start import spread
 from .alike import check_alike
+from .homes import by_kind, children, homes
 from .unit import Unit
 
 __all__ = ["ShardedParameters"]
@@ -51,9 +53,11 @@ class ShardedParameters:
 
     Units are the model's children unless given. What is in none of them or in several (tied weights) is whole during
     the model's forward. The optimiser gets :meth:`parameters`: a flat tensor for each unit and dtype, so it must treat
-    each element by itself, as SGD and Adam do. All ranks take rank 0's parameters at the start, and run the same units
-    in the same order. Gradients are means over the ranks, added up until ``zero_grad()``. A parameter without a
-    gradient counts as zero where its unit has one. Freeze parameters before.
+    each element by itself, as SGD and Adam do. All ranks take rank 0's parameters at the start, run the same units in
+    the same order, and have losses that reach the same units; what runs within a unit may differ. Gradients are means
+    over the ranks, added up until ``zero_grad()`` of the optimiser or of the model. A parameter without a gradient
+    counts as zero where its unit has one. Freeze and copy before. With float16 take training.mixed_precision's
+    GradScaler: torch's looks at this rank's shards alone.
     """
 
     def __init__(
@@ -65,34 +69,40 @@ class ShardedParameters:
         self._group = group_of(group, "ShardedParameters")
         self._model = model
         self.peak_bytes = 0  # of parameters that were whole at one time
-        modules = list(_children(model) if units is None else units)
-        homes = _homes(model, modules)
-        settings = [f"{len(homes)} units"]
-        check_alike("ShardedParameters", settings, model.named_parameters(), self._group)
+        found = homes(model, list(children(model) if units is None else units))
+        names = {module: name for name, module in model.named_modules()} | {model: "the model"}
+        settings = [f"unit {names[module]!r} of {len(parameters)} parameters" for module, parameters in found]
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        check_alike("ShardedParameters", settings, tensors, self._group)
         spread([each.detach() for each in (*model.parameters(), *model.buffers())], 0, self._group)
         self._whole: dict[int, Unit] = {}  # by the storage of what is gathered
         self._units: list[Unit] = []
         self._task = _NO_BACKWARD
         self._undo = ExitStack()
-        names = {module: name for name, module in model.named_modules()}
-        for module, parameters in homes:
-            own = [Unit(names[module] or "the model", each, self._group) for each in _by_kind(parameters)]
+        for module, parameters in found:
+            own = [Unit(names[module], model, each, self._group) for each in by_kind(parameters)]
             self._units += own
             self._wrap(module, own)
         for unit in self._units:
             for each in unit.parameters if unit.trained else []:
                 hook: Any = each.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
                 self._undo.callback(hook.remove)
+        self._replace(model, "zero_grad", _Bound(model.zero_grad, self._zero_grad))
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """What this rank keeps and its optimiser steps, of those that are trained."""
-        return [unit.shard for unit in self._units if unit.trained]
+        return [unit.shard for unit in self._there() if unit.trained]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within, all parameters are whole, to be read; forwards gather nothing."""
-        with self._in_use(self._units):
+        """Within, all parameters are whole, to be read, or to be changed in place, alike on all ranks; forwards gather
+        nothing."""
+        units = self._there()
+        with self._in_use(units):
             yield
+            self._check_unchanged(units)
+            for unit in units:
+                unit.keep()
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
@@ -108,9 +118,9 @@ class ShardedParameters:
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole model's, on every rank: all must call it. Gathered unit by unit."""
+        """The whole model's, on every rank: all must call it. Gathered unit by unit; buffers are each rank's own."""
         whole = {}
-        for unit in self._units:
+        for unit in self._there():
             with self._in_use([unit]):
                 whole.update({each: each.detach().clone() for each in unit.parameters})
         names = dict(self._model.named_parameters(remove_duplicate=False))
@@ -119,7 +129,7 @@ class ShardedParameters:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take this rank's part of a whole model's state: of a plain model, or sharded over any number of ranks."""
-        mine = self._model.state_dict()
+        units, mine = self._there(), self._model.state_dict()
         if missing := sorted(mine.keys() ^ state.keys()):
             raise ValueError(f"ShardedParameters: {missing[0]!r} is in the state or in the model, and not in both")
         for name, value in mine.items():
@@ -129,31 +139,61 @@ class ShardedParameters:
                     f"{tuple(value.shape)} in the model; load the state of the same model"
                 )
         names = {each: name for name, each in self._model.named_parameters()}
-        for unit in self._units:
+        for unit in units:
             unit.load([state[names[each]] for each in unit.parameters])
         for name, buffer in self._model.named_buffers():
             if name in state:
                 buffer.copy_(state[name])
 
     def remove(self) -> None:
-        """Make the model plain again, whole on every rank."""
+        """Make the model plain again, whole on every rank. That is the end of this object."""
         for unit in self._units:
             whole = [each.clone() for each in unit.pieces(unit.gather())]
             unit.let_go()
             for parameter, value in zip(unit.parameters, whole, strict=True):
                 parameter.data = value
+        self._units = []
         self._undo.close()
 
+    def _there(self) -> list[Unit]:
+        if not self._units:
+            raise RuntimeError("ShardedParameters: remove() has made the model plain; shard it again")
+        return self._units
+
+    def _zero_grad(self, plain: Callable[..., None], set_to_none: bool = True) -> None:
+        """Of the model: gradients are with the shards."""
+        for shard in self.parameters():
+            if set_to_none:
+                shard.grad = None
+            elif shard.grad is not None:
+                shard.grad.zero_()
+        plain(set_to_none)
+
     def _wrap(self, module: torch.nn.Module, units: list[Unit]) -> None:
-        plain, before = module.forward, module.__dict__.get("forward")
-
-        @functools.wraps(plain)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with self._in_use(units), self._places_saved():
-                return plain(*args, **kwargs)
+                result = plain(*args, **kwargs)
+            if module is not self._model and torch.is_grad_enabled() and _current_task() == _NO_BACKWARD:
+                self._gather_before_backward(result, units)
+            return result
 
-        module.forward = forward
-        self._undo.callback(functools.partial(_restore_forward, module, before))
+        self._replace(module, "forward", _Bound(module.forward, forward))
+
+    def _replace(self, module: torch.nn.Module, name: str, method: _Bound) -> None:
+        before = module.__dict__.get(name)
+        setattr(module, name, method)
+        self._undo.callback(functools.partial(_restore, module, name, before))
+
+    def _gather_before_backward(self, result: Any, units: list[Unit]) -> None:
+        """Even if it reads no parameter on this rank: on others it may, and all have to gather."""
+        if outputs := [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.grad_fn]:
+
+            def gather(_: torch.Tensor) -> None:
+                self._watch()
+                for unit in units:
+                    self._gather(unit)
+
+            torch.autograd.graph.register_multi_grad_hook(outputs, gather, mode="any")
 
     @contextmanager
     def _in_use(self, units: list[Unit]) -> Iterator[None]:
@@ -163,9 +203,10 @@ class ShardedParameters:
         elif self._task != _NO_BACKWARD:
             self._forget()
         self._check_unchanged(units)
+        for unit in units:
+            unit.uses += 1
         try:
             for unit in units:
-                unit.uses += 1
                 self._gather(unit)
             yield
         finally:
@@ -240,7 +281,8 @@ class ShardedParameters:
         for unit in [*self._whole.values()]:
             if not unit.uses:
                 self._let_go(unit)
-        trained = [unit for unit in self._units if unit.trained]
+        if not (trained := [unit for unit in self._units if unit.trained]):
+            return
         rank, size = self._group.rank(), self._group.size()
         table = torch.tensor([_kind(unit) * size + rank for unit in trained], device=trained[0].shard.device)
         dist.all_reduce(table, dist.ReduceOp.MAX, self._group)
@@ -268,9 +310,10 @@ class ShardedParameters:
         for unit in units:
             if (found := unit.replaced()) is not None:
                 raise ValueError(
-                    f"rank {self._group.rank()}: ShardedParameters: a parameter of {unit.name} was replaced by other "
-                    f"data ({found.dtype} on {found.device}) after it was sharded ({unit.shard.dtype} on "
-                    f"{unit.shard.device}); change the model before, use load_state_dict(), or remove() and shard again"
+                    f"rank {self._group.rank()}: ShardedParameters: a parameter of {unit.name} was replaced or "
+                    f"changed in place ({found.dtype} on {found.device}) after it was sharded ({unit.shard.dtype} on "
+                    f"{unit.shard.device}); change the model before, within gathered(), by our load_state_dict(), or "
+                    "remove() and shard again"
                 )
 
 
@@ -284,6 +327,23 @@ class _Place(NamedTuple):
     offset: int
 
 
+class _Bound:
+    """In the place of a module's method. Not to be copied: a copy of the module would run this one's parameters."""
+
+    def __init__(self, plain: Callable[..., Any], method: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, plain)
+        self._plain, self._method = plain, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method(self._plain, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "ShardedParameters: a sharded model cannot be copied or pickled; copy it before, remove() first, or save "
+            "the state_dict() of ShardedParameters"
+        )
+
+
 def _current_task() -> int:
     return int(torch._C._current_graph_task_id())
 
@@ -294,47 +354,7 @@ def _kind(unit: Unit) -> int:
     return _DENSE if unit.has_gradient() else _NONE
 
 
-def _restore_forward(module: torch.nn.Module, before: Any) -> None:
-    del module.forward
+def _restore(module: torch.nn.Module, name: str, before: Any) -> None:
+    delattr(module, name)
     if before is not None:
-        module.forward = before
-
-
-def _children(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The modules of a model that are called: lists of modules are not, and their members are."""
-    for child in model.children():
-        if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
-            yield from _children(child)
-        elif not isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
-            yield child
-
-
-def _homes(
-    model: torch.nn.Module, modules: list[torch.nn.Module]
-) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
-    """The modules that gather something, and what: the model itself what is in none of them, or in several."""
-    modules = list(dict.fromkeys(each for each in modules if each is not model))
-    inside = {id(each) for each in model.modules()}
-    for module in modules:
-        if id(module) not in inside:
-            raise ValueError(f"ShardedParameters: a unit, {type(module).__name__}, is no part of the model")
-        if nested := next((each for each in module.modules() if each in modules and each is not module), None):
-            raise ValueError(
-                f"ShardedParameters: unit {type(module).__name__} has unit {type(nested).__name__} in it; name either"
-            )
-    users: dict[torch.nn.Parameter, list[torch.nn.Module]] = {each: [] for each in model.parameters()}
-    for module in modules:
-        for parameter in module.parameters():
-            users[parameter].append(module)
-    found = [(module, [p for p, by in users.items() if by == [module]]) for module in modules]
-    rest = [parameter for parameter, by in users.items() if len(by) != 1]
-    if not users:
-        raise ValueError("ShardedParameters: the model has no parameters")
-    return [(module, parameters) for module, parameters in [(model, rest), *found] if parameters]
-
-
-def _by_kind(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    kinds: dict[Any, list[torch.nn.Parameter]] = {}
-    for each in parameters:
-        kinds.setdefault((each.dtype, each.device, each.requires_grad), []).append(each)
-    return list(kinds.values())
+        setattr(module, name, before)

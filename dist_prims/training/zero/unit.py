@@ -26,18 +26,22 @@ class Unit:
     >>> layer = torch.nn.Linear(2, 1)
     >>> with torch.no_grad():
     ...     _ = layer.weight.fill_(3)
-    >>> unit = Unit("layer", [layer.weight], dist.group.WORLD)
+    >>> unit = Unit("layer", layer, [layer.weight], dist.group.WORLD)
     >>> unit.shard.tolist(), layer.weight.tolist()
     ([3.0, 3.0], [[nan, nan]])
     >>> unit.gather().tolist(), layer.weight.tolist()
     ([3.0, 3.0], [[3.0, 3.0]])
     """
 
-    def __init__(self, name: str, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, name: str, model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup
+    ) -> None:
         self.name, self.parameters, self._group = name, list(parameters), group
         self.uses = 0  # by forwards that are running
         self.full: torch.Tensor | None = None
         self._trained = parameters[0].requires_grad
+        self._slots = _slots(model, parameters)
+        self._versions = [each._version for each in parameters]  # setting .data leaves them alone
         self._counts = [each.numel() for each in parameters]
         self._part = -(-sum(self._counts) // group.size())
         own = self._flat([each.detach() for each in parameters]).view(group.size(), -1)[group.rank()].clone()
@@ -52,9 +56,10 @@ class Unit:
         """The whole of the parameters, flat; from now on they can be read."""
         if self.full is None:
             with torch.inference_mode(False), torch.no_grad():
-                self.full = self.shard.new_empty(self._part * self._group.size())
-                _all_gather(self.full, self.shard.detach(), group=self._group)
-                for parameter, piece in zip(self.parameters, self.pieces(self.full), strict=True):
+                full = self.shard.new_empty(self._part * self._group.size())
+                _all_gather(full, self.shard.detach(), group=self._group)
+                self.full, self._of = full, self.shard._version
+                for parameter, piece in zip(self.parameters, self.pieces(full), strict=True):
                     parameter.data = piece
         return self.full
 
@@ -67,11 +72,34 @@ class Unit:
                 parameter.data = self._nothing.expand(parameter.shape)
 
     def replaced(self) -> torch.nn.Parameter | None:
-        """A parameter that was given other data while it was let go."""
-        if self.full is not None:
-            return None
-        pointer = self._nothing.data_ptr()
-        return next((each for each in self.parameters if each.numel() and each.data_ptr() != pointer), None)
+        """A parameter that another has taken the place of, or whose data was replaced, or changed while let go."""
+        for holder, key, parameter in self._slots:
+            if holder.get(key) is not parameter:
+                return parameter
+        places = [self._nothing] * len(self._counts) if self.full is None else self.pieces(self.full)
+        for parameter, place, version in zip(self.parameters, places, self._versions, strict=True):
+            moved = parameter.numel() and parameter.data_ptr() != place.data_ptr()
+            if moved or (self.full is None and parameter._version != version):
+                return parameter
+        return None
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Take this rank's part of what was changed in the whole; nothing is sent, as all ranks change the same."""
+        if self.full is None:
+            return
+        versions = [each._version for each in self.parameters]
+        if self.shard._version == self._of:
+            own = self.full.view(self._group.size(), -1)[self._group.rank()]
+            if not torch.equal(own, self.shard):
+                self.shard.copy_(own)
+                self._of = self.shard._version
+        elif versions != self._versions:
+            raise RuntimeError(
+                f"rank {self._group.rank()}: ShardedParameters: within gathered() both the parameters of {self.name} "
+                "and their shards were changed; leave gathered() before the optimiser's step"
+            )
+        self._versions = versions
 
     def has_gradient(self) -> bool:
         return any(parameter.grad is not None for parameter in self.parameters)
@@ -91,6 +119,9 @@ class Unit:
         """Take this rank's part of new values."""
         flat = self._flat([each.to(self.shard) for each in whole])
         self.shard.copy_(flat.view(self._group.size(), -1)[self._group.rank()])
+        if self.full is not None:
+            self.full.copy_(flat)
+            self._of = self.shard._version
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's place in it."""
@@ -105,3 +136,18 @@ class Unit:
             if tensor is not None:
                 place.copy_(tensor)
         return flat
+
+
+def _slots(
+    model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]
+) -> list[tuple[dict[str, torch.nn.Parameter | None], str, torch.nn.Parameter]]:
+    """Where the modules of a model keep these parameters."""
+    own = {id(each) for each in parameters}
+    found = []
+    for module in model.modules():
+        found += [
+            (module._parameters, key, each)
+            for key, each in module._parameters.items()
+            if each is not None and id(each) in own
+        ]
+    return found

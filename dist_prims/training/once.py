@@ -1,0 +1,46 @@
+"""A backward that is computed without autograd, and says so where a second derivative is asked for.
+
+torch's ``once_differentiable`` raises only where the *incoming* gradient needs a gradient itself. For a loss that is a
+plain sum it does not: then the second derivative would be left out without a word, and the result be wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+__all__ = ["once"]
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a ``torch.autograd.Function``, to stand between it and ``@staticmethod``.
+
+    >>> class Double(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         return 2 * x
+    ...
+    ...     @staticmethod
+    ...     @once
+    ...     def backward(ctx, grad):
+    ...         return 2 * grad
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> torch.autograd.grad(Double.apply(x), x)
+    (tensor([2.]),)
+    >>> torch.autograd.grad(Double.apply(x), x, create_graph=True)
+    Traceback (most recent call last):
+    RuntimeError: a second derivative is not offered here (create_graph=True)
+    """
+    plain: Callable[..., Any] = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def told(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():  # in a backward: only with create_graph
+            raise RuntimeError("a second derivative is not offered here (create_graph=True)")
+        return plain(ctx, *grads)
+
+    return told

@@ -1,0 +1,65 @@
+"""Which module gathers which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["by_kind", "children", "homes"]
+
+
+def children(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules of a model that are called: lists of modules are not, and their members are.
+
+    >>> [*children(torch.nn.ModuleDict({"some": torch.nn.ModuleList([torch.nn.Tanh()]), "one": torch.nn.ReLU()}))]
+    [Tanh(), ReLU()]
+    """
+    for child in model.children():
+        if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
+            yield from children(child)
+        elif not isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
+            yield child
+
+
+def homes(
+    model: torch.nn.Module, modules: list[torch.nn.Module]
+) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
+    """The modules that gather something, and what: the model itself what is in none of them, or in several.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1, bias=False))
+    >>> [(type(module).__name__, len(parameters)) for module, parameters in homes(model, [model[0]])]
+    [('Sequential', 1), ('Linear', 2)]
+    """
+    modules = list(dict.fromkeys(each for each in modules if each is not model))
+    inside = {id(each) for each in model.modules()}
+    for module in modules:
+        if id(module) not in inside:
+            raise ValueError(f"ShardedParameters: a unit, {type(module).__name__}, is no part of the model")
+        if nested := next((each for each in module.modules() if each in modules and each is not module), None):
+            raise ValueError(
+                f"ShardedParameters: unit {type(module).__name__} has unit {type(nested).__name__} in it; name either"
+            )
+    users: dict[torch.nn.Parameter, list[torch.nn.Module]] = {each: [] for each in model.parameters()}
+    for module in modules:
+        for parameter in module.parameters():
+            users[parameter].append(module)
+    found = [(module, [p for p, by in users.items() if by == [module]]) for module in modules]
+    rest = [parameter for parameter, by in users.items() if len(by) != 1]
+    if not users:
+        raise ValueError("ShardedParameters: the model has no parameters")
+    return [(module, parameters) for module, parameters in [(model, rest), *found] if parameters]
+
+
+def by_kind(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """What can lie in one flat tensor.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1).half())
+    >>> [[tuple(each.shape) for each in alike] for alike in by_kind([*model.parameters()])]
+    [[(1, 2), (1,)], [(1, 1), (1,)]]
+    """
+    kinds: dict[Any, list[torch.nn.Parameter]] = {}
+    for each in parameters:
+        kinds.setdefault((each.dtype, each.device, each.requires_grad), []).append(each)
+    return list(kinds.values())
