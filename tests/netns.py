@@ -101,7 +101,8 @@ def cluster(
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     settings = {"PATH": path, "NAME": name, "TIMEOUT": str(timeout), "PYTHONUNBUFFERED": ""}
     with tempfile.TemporaryDirectory() as folder:
-        start = [SCRIPT, str(hosts), str(ranks), rate, f"--{how}", "--", *command]
+        heed = ["env", "--default-signal=INT"]  # a shell that starts tests in the background has it ignored
+        start = [*heed, SCRIPT, str(hosts), str(ranks), rate, f"--{how}", "--", *command]
         with open(f"{folder}/stdout", "w") as out, open(f"{folder}/stderr", "w") as errors:
             process = Popen(start, env=clean(**{**settings, **(env or {})}), stdout=out, stderr=errors, text=True)
         try:

@@ -1,4 +1,4 @@
-"""Compiled graph: a model with collectives in its forward becomes one graph, loss and backward included.
+"""Compiled graph: a model with collectives in its forward is one graph, loss and backward included.
 
 A network has five habits that tear a compiled graph, or used to: it asserts something of its values, keeps an
 ``.item()``, loops over a NumPy range, prints, and calls ``torch.distributed.all_reduce``. They are taken
