@@ -20,7 +20,8 @@ import socket, torch, dist_prims
 place = dist_prims.init(timeout=60)
 total = torch.tensor(place.rank + 1)
 torch.distributed.all_reduce(total)
-print(f"rank {place.rank} on {socket.gethostname()}: {total.item()}, {place.hosts}", flush=True)
+line = f"rank {place.rank} on {socket.gethostname()}: {total.item()}, {place.hosts}\\n"
+print(line, end="", flush=True)  # in one piece: torchrun has its ranks write without a buffer
 """
 PAIR = """
 import os, socket, struct, sys, time

@@ -297,7 +297,8 @@ def _sweep(given: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> in
             rates = ", ".join(f"{name} {points[-1][1]:.2f}" for name, points in lines.items())
             print(f"{micros:4} micro-batches of {given.batch / micros:g}: images a second: {rates}", flush=True)
     if dist.get_rank() == 0 and given.pictures:
-        title = f"{given.model}, batch {given.batch}, {dist.get_world_size()} ranks"
+        title = f"{given.model}, batch {given.batch} of {given.image}x{given.image}, {dist.get_world_size()} ranks"
+        lines = {name: sorted(points) for name, points in lines.items()}
         print(line_chart(given.pictures / "sweep.svg", title, "images of a micro-batch", "images a second", lines))
     return int(not agree)
 
