@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # once here, not in every forked rank that makes an optimizer
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st

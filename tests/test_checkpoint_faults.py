@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # once here, not in every forked rank that makes an optimizer
 import torch.distributed as dist
 
 import dist_prims

@@ -7,7 +7,6 @@ import os
 
 import pytest
 import torch
-import torch._dynamo  # optimisers and DDP import it: once here, not once in every forked rank
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the first optimiser imports it: once here, not once in every forked rank
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .. import collectives
+from ..collectives.renamed import all_gather_single, reduce_scatter_single
 
 __all__ = ["Carrier"]
 
@@ -25,8 +26,6 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Carrier:
@@ -64,7 +63,7 @@ class Carrier:
         if not self._native:
             collectives.all_gather(_parts(output, splits), x, self.group)
         elif is_even:
-            _all_gather(output, x, group=self.group)
+            all_gather_single(output, x, group=self.group)
         else:
             dist.all_gather(_parts(output, splits), x, group=self.group)
 
@@ -73,7 +72,7 @@ class Carrier:
         if not self._native:
             collectives.reduce_scatter(output, _parts(x, splits), op, self.group)
         elif is_even:
-            _reduce_scatter(output, x, op=op, group=self.group)
+            reduce_scatter_single(output, x, op=op, group=self.group)
         else:
             dist.reduce_scatter(output, _parts(x, splits), op=op, group=self.group)
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["gather_rows"]
+from ...collectives.renamed import all_gather_single
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+__all__ = ["gather_rows"]
 
 
 def gather_rows(mine: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
@@ -20,4 +20,4 @@ def gather_rows(mine: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[to
     (True, [[1, 2]])
     """
     rows = mine.new_empty(dist.get_world_size(group), mine.numel())
-    return rows, _all_gather(rows.view(-1), mine, group, async_op=True)
+    return rows, all_gather_single(rows.view(-1), mine, group, async_op=True)

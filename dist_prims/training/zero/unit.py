@@ -7,17 +7,14 @@ parameter out of turn sees it. What autograd saved does not hold the whole eithe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...collectives.flat import cut
+from ...collectives.renamed import all_gather_single, reduce_scatter_single
 
 __all__ = ["Unit"]
-
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Unit:
@@ -57,7 +54,7 @@ class Unit:
         if self.full is None:
             with torch.inference_mode(False), torch.no_grad():
                 full = self.shard.new_empty(self._part * self._group.size())
-                _all_gather(full, self.shard.detach(), group=self._group)
+                all_gather_single(full, self.shard.detach(), group=self._group)
                 self.full, self._of = full, self.shard._version
                 for parameter, piece in zip(self.parameters, self.pieces(full), strict=True):
                     parameter.data = piece
@@ -111,7 +108,7 @@ class Unit:
         for parameter in self.parameters:
             parameter.grad = None
         own = torch.empty_like(self.shard)
-        _reduce_scatter(own, flat, group=self._group)
+        reduce_scatter_single(own, flat, group=self._group)
         self.shard.grad = own if self.shard.grad is None else self.shard.grad.add_(own)
 
     @torch.no_grad()
