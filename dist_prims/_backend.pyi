@@ -5,14 +5,23 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 built_for: str
 
 def instruction_set() -> str: ...
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 
+class GradualTensor:
+    def put(self, number: int, view: torch.Tensor, part: torch.Tensor, factor: float) -> bool: ...
+    def all_reduce(self, ahead: bool) -> dist.Work: ...
+    def is_shown(self) -> bool: ...
+    def held(self) -> int: ...
+    def forget(self) -> None: ...
+
 class PrimsBackend:
-    native: bool
+    spans_hosts: bool
+    engine: str
 
     def __init__(
         self,
@@ -21,15 +30,19 @@ class PrimsBackend:
         rank: int,
         size: int,
         timeout: timedelta,
-        make_engine: Callable[[str], Any],
+        hosts: Sequence[str],
+        engine: Any,
+        make_gloo: Callable[[], Any],
+        choose: Callable[[str, int, int], Any],
         accelerator: Any,
-        one_host: bool,
         slot_bytes: int,
         one_shot_bytes: int,
         group: str,
         ranks: str,
         dump: str,
     ) -> None: ...
-    def pin(self, low: int, high: int, name: str, chunks: int, scratch: int, steps: Sequence[Any]) -> None: ...
+    def algorithm(self, nbytes: int) -> str: ...
+    def pin(self, planned: Sequence[Any]) -> None: ...
     def all_reduce_(self, tensor: torch.Tensor, op: Any) -> None: ...
+    def gradual(self, tensor: torch.Tensor, budget: int, before: GradualTensor | None) -> GradualTensor | None: ...
     def record(self) -> str: ...

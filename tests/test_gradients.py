@@ -484,8 +484,7 @@ def test_memory_beside_the_gradients_is_at_most_a_bucket() -> None:
         model = Backwards(torch.nn.Linear(256, 256) for _ in range(16))
         alone, bucket_mb, x = copy.deepcopy(model), 0.6, torch.ones(2, 256)
 
-        def train(of: torch.nn.Module) -> Any:
-            averager = GradientAverager(of, bucket_mb=bucket_mb) if of is model else None
+        def train(of: torch.nn.Module, averager: GradientAverager | None = None) -> Any:
             members = []
             for _ in range(3):
                 time.sleep(0.1)  # gloo's thread lets go of what it has sent a moment after it has told that it is done
@@ -494,8 +493,10 @@ def test_memory_beside_the_gradients_is_at_most_a_bucket() -> None:
                 members.append(averager and averager._sending.layout.members)
             return members
 
+        # What an averager sends when it is made is sometimes freed by gloo's thread, and that is not recorded.
+        averager = GradientAverager(model, bucket_mb=bucket_mb)
         without, _ = peak(lambda: train(alone))  # the gradients are in it
-        most, members = peak(lambda: train(model))
+        most, members = peak(lambda: train(model, averager))
         assert members[0] != members[1] == members[2]
         assert most <= without + bucket_mb * 2**20
 
@@ -777,7 +778,7 @@ def test_a_backward_that_raised_after_sending_is_not_followed_by_another() -> No
         GradientAverager(model, bucket_mb=1e-6)
         with pytest.raises(ArithmeticError):
             model[1](Failing.apply(model[0](torch.ones(1, 2)))).sum().backward()
-        with pytest.raises(RuntimeError, match=r"the last backward\(\) has raised after 2 of 4 buckets were sent"):
+        with pytest.raises(RuntimeError, match=r"the last backward\(\) has raised .* \(2 of 4 buckets were sent\)"):
             model(torch.ones(1, 2)).sum().backward()
 
     spawn(body, 2)

@@ -254,6 +254,12 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
     });
 }
 
+bool PrimsBackend::reduces_lent(const at::Tensor& tensor) {
+    const std::size_t bytes = tensor.nbytes();
+    return tensor.is_cpu() && !span_ && bytes > room_->one_shot &&
+           Lender::instance().loan(bytes_of(tensor), bytes).inode != 0 && !planned(Collective::kAllReduce, bytes);
+}
+
 at::Tensor PrimsBackend::allocateTensor(long size, at::TensorOptions options) {
     return lent_tensor({size}, options);
 }

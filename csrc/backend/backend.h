@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../core/collectives.h"
+#include "../core/gradual.h"
 #include "../core/plan.h"
 #include "../core/queue.h"
 #include "../core/record.h"
@@ -66,6 +67,12 @@ public:
     std::string algorithm(std::uint64_t bytes);
     // all_reduce in place, at once: less is in the way than through torch.distributed.
     void all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op);
+    // Whether such a tensor is reduced in the memory in which it lies, which all ranks lend.
+    bool reduces_lent(const at::Tensor& tensor);
+    // The sum of a tensor, part of which is there.
+    WorkPtr all_reduce_gradual(const at::Tensor& tensor, const std::shared_ptr<Gradual>& gradual, std::uint64_t number,
+                               bool async);
+    std::uint64_t next_gradual() { return graduals_++; }
     // The last calls of this rank, as JSON.
     std::string record() const { return record_.json(rank_, setup_.group, "dist_prims", setup_.ranks); }
 
@@ -149,6 +156,8 @@ private:
     void meet(const c10::intrusive_ptr<c10d::Store>& store);
 
     Task all_reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op);
+    Task all_reduce_gradual_task(const at::Tensor& tensor, const std::shared_ptr<Gradual>& gradual,
+                                 std::uint64_t number);
     Task broadcast_task(const at::Tensor& tensor, int root);
     Task reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op, int root);
     Task all_gather_task(const Tensors& outputs, const at::Tensor& input);
@@ -180,7 +189,7 @@ private:
     std::mutex plans_guard_;
     std::vector<PlannedPtr> pins_;
     std::map<std::pair<Collective, int>, std::vector<PlannedPtr>> chosen_;  // by collective and root
-    std::atomic<std::uint64_t> sequence_{0}, messages_{0};
+    std::atomic<std::uint64_t> sequence_{0}, messages_{0}, graduals_{0};
     Record record_;
 };
 

@@ -8,6 +8,7 @@
 
 #include "../core/kernels.h"
 #include "backend.h"
+#include "gradual.h"
 
 namespace py = pybind11;
 
@@ -108,7 +109,14 @@ PYBIND11_MODULE(_backend, module) {
             },
             Free())
         .def("all_reduce_", &PrimsBackend::all_reduce_now, Free())
+        .def("gradual", &GradualTensor::make, Free())
         .def("record", &PrimsBackend::record, Free());
+    py::class_<GradualTensor, std::shared_ptr<GradualTensor>>(module, "GradualTensor")
+        .def("put", &GradualTensor::put, Free())
+        .def("all_reduce", &GradualTensor::all_reduce, Free())
+        .def("forget", &GradualTensor::forget, Free())
+        .def("held", &GradualTensor::held, Free())
+        .def("is_shown", &GradualTensor::is_shown, Free());
     module.attr("built_for") = DIST_PRIMS_TORCH;
     module.def("instruction_set", &instruction_set);
     module.def(

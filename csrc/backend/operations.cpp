@@ -13,6 +13,14 @@ WorkPtr PrimsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& 
                    tensors);
 }
 
+WorkPtr PrimsBackend::all_reduce_gradual(const at::Tensor& tensor, const std::shared_ptr<Gradual>& gradual,
+                                         std::uint64_t number, bool async) {
+    c10d::AllreduceOptions opts;
+    opts.asyncOp = async;
+    return perform(alone(all_reduce_gradual_task(tensor, gradual, number)),
+                   how(OpType::ALLREDUCE, "dist_prims:all_reduce", opts), {tensor});
+}
+
 WorkPtr PrimsBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
     auto* who = other(tensors);
     return (who ? who : gloo())->allreduce(tensors, opts);

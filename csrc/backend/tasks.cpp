@@ -49,6 +49,19 @@ PrimsBackend::Task PrimsBackend::all_reduce_task(const at::Tensor& tensor, const
     return task;
 }
 
+PrimsBackend::Task PrimsBackend::all_reduce_gradual_task(const at::Tensor& tensor,
+                                                         const std::shared_ptr<Gradual>& gradual,
+                                                         std::uint64_t number) {
+    if (!reduces_lent(tensor)) {  // since it has begun, a schedule was pinned
+        gradual->settle();
+        return all_reduce_task(tensor, c10d::ReduceOp::SUM);
+    }
+    Task task = all_reduce_task(tensor, c10d::ReduceOp::SUM);
+    task.call.by("gradual " + std::to_string(number) + ", round " + std::to_string(gradual->round()));
+    task.run = [gradual](Room& room) { gradual->finish(room); };
+    return task;
+}
+
 PrimsBackend::Task PrimsBackend::broadcast_task(const at::Tensor& tensor, int root) {
     const Output output(tensor);
     const auto count = static_cast<std::size_t>(tensor.numel()), bytes = static_cast<std::size_t>(tensor.nbytes());

@@ -4,13 +4,13 @@
 #include <cstring>
 #include <string>
 
+#include "in_place.h"
 #include "kernels.h"
 
 namespace dist_prims {
 namespace {
 
-constexpr std::size_t kAlign = 64;         // a chunk begins on a cache line
-constexpr std::size_t kBlock = 16 * 1024;  // of lent memory at a time: it stays in the first-level cache
+constexpr std::size_t kAlign = 64;  // a chunk begins on a cache line
 
 void transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
     if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
@@ -29,11 +29,6 @@ std::size_t segments(std::size_t bytes, std::size_t length) {
 // The largest piece so that `pieces` of them fit a slot.
 std::size_t piece_of(const Board& board, std::size_t pieces) {
     return board.capacity() / pieces / kAlign * kAlign;
-}
-
-void fold_ranks(Op op, DType dtype, std::byte* out, const std::vector<const void*>& in, std::size_t count, int size) {
-    fold(op, dtype, out, in.data(), static_cast<int>(in.size()), count);
-    if (op == Op::kAvg) divide(dtype, out, size, count);
 }
 
 // Reduce in two shots: each rank folds its chunk of every segment and posts it beside its part of the next segment.
@@ -88,7 +83,7 @@ private:
             each[peer] = peer == rank() ? in_ + (begin + edge(elements, rank())) * element_
                                         : board_.theirs(static_cast<int>(peer)) + rank() * chunk_;
         }
-        fold_ranks(op_, dtype_, sum, each, count, board_.size());
+        fold_ranks(op_, dtype_, sum, each, count);
     }
 
     void collect(std::byte* out, std::size_t begin, std::size_t elements) {
@@ -113,7 +108,7 @@ void one_shot(Board& board, DType dtype, Op op, const std::byte* in, std::byte* 
     if (!out) return;
     std::vector<const void*> each(static_cast<std::size_t>(board.size()));
     for (int peer = 0; peer < board.size(); ++peer) each[static_cast<std::size_t>(peer)] = board.theirs(peer);
-    fold_ranks(op, dtype, out, each, count, board.size());
+    fold_ranks(op, dtype, out, each, count);
 }
 
 // Lengths that each rank posts beside its data, so that all see whether what is sent is what is awaited.
@@ -144,35 +139,6 @@ private:
     const std::size_t ranks_, head_;
 };
 
-// Where the data of all ranks lies, or nowhere if some rank cannot reach it all; the ranks agree on that.
-Places borrow(Room& room) {
-    Board& board = room.board;
-    Places places;
-    for (int peer = 0; peer < board.size(); ++peer)
-        places.push_back(room.borrower.at(room.peers.process(peer), board.call(peer).loan));
-    *board.mine() = static_cast<std::byte>(std::count(places.begin(), places.end(), nullptr) == 0);
-    board.phase();
-    for (int peer = 0; peer < board.size(); ++peer) {
-        if (*board.theirs(peer) == std::byte{0}) return {};
-    }
-    return places;
-}
-
-// Each rank folds its share over the data of all, and writes the result into all of it.
-void reduce_in_place(Board& board, DType dtype, Op op, const Places& places, std::size_t count) {
-    const std::size_t element = size_of(dtype), rank = static_cast<std::size_t>(board.rank()), ranks = places.size();
-    const std::size_t lines = (count * element + kAlign - 1) / kAlign;  // shares end where cache lines do
-    const std::size_t end = std::min((rank + 1) * lines / ranks * kAlign, count * element);
-    std::vector<const void*> each(ranks);
-    for (std::size_t at = rank * lines / ranks * kAlign; at < end; at += kBlock) {
-        const std::size_t bytes = std::min(kBlock, end - at);
-        for (std::size_t peer = 0; peer < ranks; ++peer) each[peer] = places[peer] + at;
-        fold_ranks(op, dtype, places[rank] + at, each, bytes / element, board.size());
-        for (std::size_t peer = 0; peer < ranks; ++peer) transfer(places[peer] + at, places[rank] + at, bytes);
-    }
-    board.phase();
-}
-
 }  // namespace
 
 void must_match(int rank, const char* what, int from, std::uint64_t sent, int to, std::uint64_t awaited) {
@@ -187,16 +153,22 @@ void must_match(int rank, const char* what, int from, std::uint64_t sent, int to
 void all_reduce(Room& room, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count,
                 const Loan& mine) {
     Board& board = room.board;
-    if (count * size_of(dtype) <= std::min(room.one_shot, board.capacity()))
-        return one_shot(board, dtype, op, in, out, count);
+    const std::size_t bytes = count * size_of(dtype);
+    if (bytes <= std::min(room.one_shot, board.capacity())) return one_shot(board, dtype, op, in, out, count);
     TwoShot two_shot(board, dtype, op, in, count);
     if (!mine.inode && two_shot.run(out, true)) return;
     if (mine.inode) board.phase();
-    const auto places = board.loans() == board.size() ? borrow(room) : Places();
-    if (places.empty())
+    const Lent lent = borrow(room);
+    if (lent.empty()) {
         two_shot.run(out, false);
-    else
-        reduce_in_place(board, dtype, op, places, count);
+        return;
+    }
+    InPlace(board.rank(), dtype, op, lent.places).fold_share(bytes, {});
+    board.phase();
+}
+
+void all_reduce_by_slots(Board& board, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count) {
+    TwoShot(board, dtype, op, in, count).run(out, false);
 }
 
 void reduce(Room& room, DType dtype, Op op, int root, const std::byte* in, std::byte* out, std::size_t count) {
@@ -224,7 +196,7 @@ void reduce_scatter(Board& board, DType dtype, Op op, const Blocks& in, std::byt
             each[peer] = peer == rank ? in[rank] + number * piece : board.theirs(static_cast<int>(peer)) + rank * piece;
         }
         const std::size_t bytes = part(counts[rank] * element, piece, number);
-        if (bytes) fold_ranks(op, dtype, out + number * piece, each, bytes / element, board.size());
+        if (bytes) fold_ranks(op, dtype, out + number * piece, each, bytes / element);
     }
 }
 

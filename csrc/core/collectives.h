@@ -24,6 +24,8 @@ void must_match(int rank, const char* what, int from, std::uint64_t sent, int to
 // `mine`: where this rank's data lies, as its call says. If it is lent by all ranks it is reduced there (in == out).
 void all_reduce(Room& room, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count,
                 const Loan& mine = {});
+// However large or small it is, through the slots and not in lent memory.
+void all_reduce_by_slots(Board& board, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count);
 void reduce(Room& room, DType dtype, Op op, int root, const std::byte* in, std::byte* out, std::size_t count);
 void reduce_scatter(Board& board, DType dtype, Op op, const Blocks& in, std::byte* out, const Counts& counts);
 void broadcast(Board& board, std::size_t bytes, int root, std::byte* data);

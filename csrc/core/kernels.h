@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 #include "types.h"
 
@@ -15,6 +16,12 @@ void fold(Op op, DType dtype, void* out, const void* const* in, int inputs, std:
 
 // What is left of a mean once all is added.
 void divide(DType dtype, void* data, int divisor, std::size_t count);
+
+// Of a buffer of each rank, in the order of ranks; a mean is divided too.
+void fold_ranks(Op op, DType dtype, void* out, const std::vector<const void*>& in, std::size_t count);
+
+// out = in * factor, for real numbers; out may be in.
+void scale(DType dtype, void* out, const void* in, double factor, std::size_t count);
 
 // The instruction set that was picked for this processor: "avx512", "avx2" or "generic".
 const char* instruction_set();

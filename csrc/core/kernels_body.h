@@ -252,3 +252,27 @@ void divide(DType dtype, void* data, int divisor, std::size_t count) {
             return;
     }
 }
+
+template <typename T>
+void scale_as(void* out, const void* in, double factor, std::size_t count) {
+    using W = Wide<T>;
+    auto* to = static_cast<T*>(out);
+    auto* from = static_cast<const T*>(in);
+    const auto by = static_cast<typename W::type>(factor);
+    for (std::size_t i = 0; i < count; ++i) to[i] = W::store(W::load(from[i]) * by);
+}
+
+void scale(DType dtype, void* out, const void* in, double factor, std::size_t count) {
+    switch (dtype) {
+        case DType::kFloat16:
+            return scale_as<Half>(out, in, factor, count);
+        case DType::kBFloat16:
+            return scale_as<Brain>(out, in, factor, count);
+        case DType::kFloat32:
+            return scale_as<float>(out, in, factor, count);
+        case DType::kFloat64:
+            return scale_as<double>(out, in, factor, count);
+        default:
+            return;
+    }
+}

@@ -13,6 +13,7 @@
     namespace set {                                                                                 \
     void fold(Op op, DType dtype, void* out, const void* const* in, int inputs, std::size_t count); \
     void divide(DType dtype, void* data, int divisor, std::size_t count);                           \
+    void scale(DType dtype, void* out, const void* in, double factor, std::size_t count);           \
     }
 
 namespace dist_prims {

@@ -12,10 +12,11 @@
 namespace dist_prims {
 namespace {
 
-constexpr std::size_t kPage = 4096;  // in front of the data: whether the memory is still in use
+constexpr std::size_t kPage = 4096;  // the data begins on a page of its own
+static_assert(sizeof(LentHead) == kPage);
 
 std::atomic<std::uint64_t>& released(const Mapping& mapping) {
-    return *reinterpret_cast<std::atomic<std::uint64_t>*>(mapping.data());
+    return head_of(mapping.data() + kPage).released;
 }
 
 std::uint64_t inode_of(const Descriptor& descriptor) {
@@ -24,6 +25,10 @@ std::uint64_t inode_of(const Descriptor& descriptor) {
 }
 
 }  // namespace
+
+LentHead& head_of(std::byte* data) {
+    return *reinterpret_cast<LentHead*>(data - kPage);
+}
 
 Lender& Lender::instance() {
     static Lender* const one = new Lender;  // tensors may outlive every static object
@@ -59,20 +64,29 @@ Loan Lender::loan(const std::byte* data, std::size_t bytes) {
     return {memory.inode, offset, memory.descriptor.get(), 0};
 }
 
-std::byte* Borrower::at(int process, const Loan& loan) {
+std::shared_ptr<const Mapping> Borrower::memory(int process, const Loan& loan) {
     auto found = borrowed_.find(loan.inode);
-    if (found == borrowed_.end() || released(found->second)) {
-        std::erase_if(borrowed_, [](const auto& each) { return released(each.second) != 0; });
+    if (found == borrowed_.end() || released(*found->second.mapping)) {
+        std::erase_if(borrowed_, [](const auto& each) { return released(*each.second.mapping) != 0; });
         const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(loan.descriptor);
         const Descriptor opened(::open(path.c_str(), O_RDWR | O_CLOEXEC));
         if (opened.get() < 0 || inode_of(opened) != loan.inode) return nullptr;
         try {
-            found = borrowed_.emplace(loan.inode, Mapping(opened)).first;
+            found = borrowed_.emplace(loan.inode, Borrowed{std::make_shared<const Mapping>(opened)}).first;
         } catch (const std::system_error&) {
             return nullptr;
         }
     }
-    return found->second.data() + loan.offset;
+    return found->second.mapping;
+}
+
+bool Borrower::is_agreed(const Loan& loan) const {
+    const auto found = borrowed_.find(loan.inode);
+    return found != borrowed_.end() && found->second.is_agreed;
+}
+
+void Borrower::agree(const Loan& loan) {
+    borrowed_.at(loan.inode).is_agreed = true;
 }
 
 }  // namespace dist_prims

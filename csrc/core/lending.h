@@ -4,7 +4,9 @@
 // memory for the first time opens it through /proc and maps it. That is no collective: ranks allocate when they like.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -13,6 +15,17 @@
 #include "types.h"
 
 namespace dist_prims {
+
+// What stands in front of lent data, for those who have mapped it.
+struct LentHead {
+    static constexpr std::size_t kStamps = 511;  // with the rest, a page
+
+    std::atomic<std::uint64_t> released;         // whether the memory is still in use
+    std::atomic<std::uint64_t> stamps[kStamps];  // see gradual.h
+};
+
+// `data`: the beginning of lent data, wherever it is mapped.
+LentHead& head_of(std::byte* data);
 
 // The memory that this process lends.
 class Lender {
@@ -40,11 +53,21 @@ private:
 // The memory of others that this rank has mapped.
 class Borrower {
 public:
-    // Where a loan of a process lies here; null if it cannot be had.
-    std::byte* at(int process, const Loan& loan);
+    // The memory of a loan of a process, mapped here; null if it cannot be had.
+    std::shared_ptr<const Mapping> memory(int process, const Loan& loan);
+
+    // Whether all ranks are known to have it. They learn that together, and open what is new to them together: so they
+    // always say the same of memory that is in use.
+    bool is_agreed(const Loan& loan) const;
+    void agree(const Loan& loan);
 
 private:
-    std::map<std::uint64_t, Mapping> borrowed_;  // by inode
+    struct Borrowed {
+        std::shared_ptr<const Mapping> mapping;
+        bool is_agreed = false;
+    };
+
+    std::map<std::uint64_t, Borrowed> borrowed_;  // by inode
 };
 
 }  // namespace dist_prims

@@ -9,12 +9,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
 
 #include "../core/attach.h"
 #include "../core/collectives.h"
+#include "../core/gradual.h"
 #include "../core/kernels.h"
 #include "../core/queue.h"
 #include "../core/room.h"
@@ -156,6 +158,54 @@ void lent_memory(int size, int lenders) {
             }
             Lender::instance().release(lent);
         }
+    });
+}
+
+// A sum that begins before all of the data is there, whatever comes first, wherever.
+void gradual_sums(int size, bool reachable) {
+    rooms(size, [=](Room& room) {
+        const std::size_t count = 30001, pieces = 600;  // more than can be stamped
+        const int rank = room.peers.rank();
+        std::mt19937 random(static_cast<unsigned>(rank));
+        std::byte* lent = Lender::instance().allocate(count * 8);
+        auto* sums = reinterpret_cast<double*>(lent);
+        const auto budget = std::make_shared<Budget>(rank == 1 ? 2000 : count * 8);  // of some pieces, or of all
+        Gradual gradual(lent, count * 8, DType::kFloat64, rank, size, budget);
+        const auto edge = [=](std::size_t piece) { return piece * count / pieces; };
+        const auto put = [&](std::size_t piece, double factor) {
+            const auto data = std::make_shared<std::vector<double>>(edge(piece + 1) - edge(piece));
+            for (std::size_t i = 0; i < data->size(); ++i) (*data)[i] = static_cast<double>(rank + 1 + edge(piece) + i);
+            gradual.put(piece, {{edge(piece) * 8, edge(piece + 1) * 8},
+                                reinterpret_cast<const std::byte*>(data->data()),
+                                factor,
+                                std::shared_ptr<const void>(data, data->data())});
+            CHECK(budget->held <= budget->limit);
+        };
+        put(0, 7);  // it begins anew
+        CHECK(!gradual.is_shown());
+        gradual.forget();
+        for (std::uint64_t turn = 0; turn < 5; ++turn) {
+            std::vector<std::size_t> order(pieces);
+            std::iota(order.begin(), order.end(), 0);
+            if (turn % 2) std::shuffle(order.begin(), order.end(), random);
+            for (const std::size_t piece : order) put(piece, 0.5);
+            CHECK(gradual.is_shown() == (turn > 0 && reachable));
+            Call call;
+            call.collective = Collective::kAllReduce;
+            call.sequence = turn;
+            call.loan = Lender::instance().loan(lent, count * 8);
+            if (!reachable && rank == size - 1) call.loan.descriptor = -1;
+            room.board.open(call, 60s);
+            gradual.finish(room);
+            CHECK(budget->held == 0);
+            for (std::size_t i = 0; i < count; ++i)
+                CHECK(sums[i] == 0.5 * size * ((size + 1) / 2.0 + static_cast<double>(i)));
+        }
+        put(1, 2);
+        if (reachable) return Lender::instance().release(lent);
+        gradual.settle();
+        CHECK(sums[edge(1)] == 2 * static_cast<double>(rank + 1 + edge(1)));
+        Lender::instance().release(lent);
     });
 }
 
@@ -353,6 +403,7 @@ int main(int argc, char** argv) {
     for (int size : {1, 2, 3, 4, 7}) every_collective(size);
     for (int size : {1, 2, 3}) {
         for (int lenders = 0; lenders <= size; ++lenders) lent_memory(size, lenders);
+        for (const bool reachable : {true, false}) gradual_sums(size, reachable);
     }
     disagreement();
     one_who_does_not_come();

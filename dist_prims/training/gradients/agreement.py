@@ -60,7 +60,8 @@ class Agreement:
 
     def __init__(self, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._table = mine.clone()
-        self._work = dist.all_reduce(self._table, dist.ReduceOp.MAX, group, async_op=True) if group.size() > 1 else None
+        late = self._table.is_cuda
+        self._work = dist.all_reduce(self._table, dist.ReduceOp.MAX, group, async_op=late) if group.size() > 1 else None
         self._copied: torch.cuda.Event | None = None
 
     def arrive(self) -> None:

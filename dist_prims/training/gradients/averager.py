@@ -63,9 +63,10 @@ class GradientAverager:
 
     A ``.grad`` is averaged as a whole. So two losses whose backwards follow each other are averaged right, and sent
     twice; all but the last of them in :meth:`no_sync` are sent once. A parameter without gradient on some ranks counts
-    as zero there; without one on any, it keeps none. A ``.grad`` that a program keeps is overwritten by the next
-    backward: clone it. Parameters may be frozen and unfrozen between steps, on all ranks alike; parameters that the
-    model is given later are not seen: make a new averager then, after :meth:`remove`.
+    as zero there; without one on any, it keeps none. A ``.grad`` is whole when ``backward()`` returns, and not for a
+    hook within it; one that a program keeps is overwritten by the next backward: clone it. Parameters may be frozen and
+    unfrozen between steps, on all ranks alike; parameters that the model is given later are not seen: make a new
+    averager then, after :meth:`remove`.
     """
 
     def __init__(
@@ -175,9 +176,9 @@ class GradientAverager:
             if parameter.requires_grad:
                 parameter.grad = None
 
-    @torch.no_grad()
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
-        """Autograd has added to ``parameter.grad``."""
+        """Autograd has added to ``parameter.grad``. What is done here is slow, for a layer's matrices fill the cache: so
+        it is little."""
         if parameter.grad is not None and parameter.grad.requires_grad:
             raise RuntimeError(
                 f"rank {self._rank}: GradientAverager: backward(create_graph=True) asks for derivatives of a mean over "
@@ -197,9 +198,7 @@ class GradientAverager:
                     "torch.autograd.grad in a Function of your own"
                 )
             self._seen[number] = None
-            if self._sending.has_place(number):
-                self._sending.arrive(number, self._share)
-            if self._overlap:
+            if self._sending.has_place(number) and self._sending.arrive(number, self._share) and self._overlap:
                 self._sending.send_full()
 
     def _begin(self) -> None:
@@ -207,11 +206,11 @@ class GradientAverager:
         nested = within_a_backward()
         if nested and self._outer is not None and self._outer() is not None:
             return  # a backward within ours
-        if self._sending.sent:
+        if self._sending.is_shown:
             raise RuntimeError(
-                f"rank {self._rank}: GradientAverager: the last backward() has raised after {self._sending.sent} of "
-                f"{len(self._sending.layout.buckets)} buckets were sent, and the other ranks wait for the rest; "
-                "end this process, so that they do not wait in vain"
+                f"rank {self._rank}: GradientAverager: the last backward() has raised when other ranks had seen some "
+                f"of it ({self._sending.sent} of {len(self._sending.layout.buckets)} buckets were sent), and they wait "
+                "for the rest; end this process, so that they do not wait in vain"
             )
         if nested:
             raise RuntimeError(

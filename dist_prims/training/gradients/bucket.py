@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from .gradual import Gradual
+
 __all__ = ["Bucket", "Compressor", "Exact"]
 
 
@@ -25,6 +27,7 @@ class Bucket:
     index: int  # stable over steps while the buckets are not rebuilt: error feedback is kept by it
     flat: torch.Tensor  # 1-D, all gradients of the bucket
     views: list[torch.Tensor]  # those gradients in the shapes of their parameters, views of flat
+    gradual: Gradual | None = None  # where it is summed as it fills
 
 
 class Compressor(Protocol):

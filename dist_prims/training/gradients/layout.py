@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from ...backend import empty
 from .bucket import Bucket
 
-__all__ = ["Layout", "lay_out", "plan"]
+__all__ = ["Layout", "lay_out", "our_backend", "plan"]
 
 
 @dataclass
@@ -76,17 +77,18 @@ def lay_out(parameters: Sequence[torch.Tensor], members: list[list[int]], group:
 
 def _memory(count: int, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Where ranks of our own backend reduce without a copy, such memory."""
-    if like.device.type == "cpu" and _is_ours(group):
+    if like.device.type == "cpu" and our_backend(group):
         return empty(count, like.dtype)
     return torch.empty(count, dtype=like.dtype, device=like.device)
 
 
-def _is_ours(group: dist.ProcessGroup) -> bool:
+def our_backend(group: dist.ProcessGroup) -> Any:
+    """That of a group for the CPU; None if it is another one."""
     try:
-        backend = group._get_backend(torch.device("cpu"))
+        backend: Any = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # it has none for the CPU
-        return False
-    return hasattr(backend, "all_reduce_")
+        return None
+    return backend if hasattr(backend, "gradual") else None
 
 
 def _shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 import torch.distributed as dist
 
-from .bucket import Compressor
-from .layout import Layout, lay_out, plan
+from .bucket import Compressor, Exact
+from .gradual import Gradual
+from .layout import Layout, lay_out, our_backend, plan
 
 __all__ = ["Sending"]
 
@@ -26,6 +27,7 @@ class Sending:
     >>> sending.follow([0])
     >>> weight.grad = torch.ones(2)
     >>> sending.arrive(0, 0.5)
+    True
     >>> sending.send_full()
     >>> sending.wait()
     >>> weight.grad
@@ -49,17 +51,31 @@ class Sending:
             self.layout = Layout([], [], {})  # its memory goes with the gradients that leave it
             self.layout = lay_out(self._parameters, members, self._group)
             self._compressor.reset()
+            if type(self._compressor) is Exact and (backend := our_backend(self._group)):
+                before = None
+                for bucket in self.layout.buckets:
+                    if bucket.flat.device.type == "cpu":
+                        before = bucket.gradual = Gradual.of(bucket, before, self._limit, backend)
         self.forget()
 
     def forget(self) -> None:
         """No gradient is there yet."""
         self._missing = [len(numbers) for numbers in self.layout.members]
         self._streams: list[set[torch.cuda.Stream]] = [set() for _ in self._missing]
-        self._endings: list[Callable[[], None]] = []
+        self._full = 0  # buckets, one after the other
+        self._endings: list[Callable[[], object]] = []
+        for bucket in self.layout.buckets:
+            if bucket.gradual:
+                bucket.gradual.forget()
 
     @property
     def sent(self) -> int:
         return len(self._endings)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether other ranks may have taken some of what has arrived."""
+        return self.sent > 0 or any(each.gradual and each.gradual.is_shown() for each in self.layout.buckets)
 
     def has_place(self, number: int) -> bool:
         return number in self.layout.place
@@ -67,10 +83,16 @@ class Sending:
     def place(self, number: int) -> torch.Tensor:
         return self.layout.place[number][1]
 
-    def arrive(self, number: int, share: float) -> None:
-        """All of a gradient is there."""
-        self.store(number, share)
-        self._missing[self.layout.place[number][0]] -= 1
+    def arrive(self, number: int, share: float) -> bool:
+        """All of a gradient is there. Whether its bucket is full now."""
+        index, view = self.layout.place[number]
+        parameter, gradual = self._parameters[number], self.layout.buckets[index].gradual
+        if gradual and gradual.put(view, parameter.grad, share):
+            parameter.grad = view
+        else:
+            self.store(number, share)
+        self._missing[index] -= 1
+        return not self._missing[index]
 
     def store(self, number: int, share: float) -> None:
         """Move a gradient to its place, times ``share``."""
@@ -86,7 +108,10 @@ class Sending:
             self._streams[index].add(torch.cuda.current_stream(view.device))
 
     def send_full(self) -> None:
-        while self.sent < len(self._missing) and not self._missing[self.sent]:
+        """What is summed gradually is sent one bucket later. By then there is little left of it to add."""
+        while self._full < len(self._missing) and not self._missing[self._full]:
+            self._full += 1
+        while self.sent < self._full - bool(self.layout.buckets[self._full - 1].gradual):
             self._send()
 
     def send_rest(self, seen: Collection[int], share: float, shadow: bool) -> None:
@@ -97,7 +122,7 @@ class Sending:
                     self.place(number).zero_()
                 elif number not in seen:
                     self.store(number, share)
-            self._send()
+            self._send(ahead=False)
 
     def wait(self) -> None:
         for end in self._endings:
@@ -107,7 +132,11 @@ class Sending:
         for bucket in self.layout.buckets:
             bucket.flat.mul_(factor)
 
-    def _send(self) -> None:
+    def _send(self, ahead: bool = True) -> None:
         for stream in self._streams[self.sent]:  # a layer may compute on a stream of its own
             torch.cuda.current_stream(stream.device).wait_stream(stream)
-        self._endings.append(self._compressor.start(self.layout.buckets[self.sent], self._group))
+        bucket = self.layout.buckets[self.sent]
+        if bucket.gradual:
+            self._endings.append(bucket.gradual.send(ahead).wait)
+        else:
+            self._endings.append(self._compressor.start(bucket, self._group))

@@ -1,0 +1,279 @@
+"""Buckets of lent memory that are summed while they fill: whoever comes first, the bits are those of a plain sum."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dist_prims
+import dist_prims.errors
+from dist_prims import GradientAverager, spawn
+from dist_prims.training.gradients import gradual
+
+LAYERS, WIDTH = 8, 128  # a weight is twice what an all_reduce sums at once
+
+
+class Late(torch.nn.Module):
+    """Layers whose backward is late, on each rank in its own way."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, late: Callable[[], float] = lambda: 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS))
+        self.late = late
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+            if x.requires_grad:
+                x.register_hook(lambda gradient: time.sleep(self.late()))
+        return x
+
+
+def averaged(model: torch.nn.Module, bucket_mb: float, *, gradually: bool, **options: Any) -> GradientAverager:
+    gradual._LARGE = 0 if gradually else 1 << 40
+    averager = GradientAverager(model, bucket_mb=bucket_mb, **options)
+    buckets = averager._sending.layout.buckets
+    assert any(each.gradual for each in buckets) == gradually
+    return averager
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def step(model: torch.nn.Module, number: int, dtype: torch.dtype = torch.float32) -> None:
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + number)
+    model(torch.randn(3, WIDTH, generator=generator).to(dtype)).square().sum().backward()
+
+
+def late_at_random() -> float:
+    return random.random() * 0.004 if random.random() < 0.3 else 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_bits_are_those_of_a_plain_sum(size: int, dtype: torch.dtype) -> None:
+    def body() -> None:
+        for bucket_mb in (0.1, 0.3, 25):
+            random.seed(dist.get_rank())
+            one, other = Late(dtype, late_at_random), Late(dtype)
+            averaged(one, bucket_mb, gradually=True)
+            averaged(other, bucket_mb, gradually=False)
+            for number in range(6):
+                step(one, number, dtype)
+                step(other, number, dtype)
+                for mine, plain in zip(gradients(one), gradients(other), strict=True):
+                    assert mine.isfinite().all()
+                    assert torch.equal(mine, plain)
+
+    spawn(body, size, backend="dist_prims", timeout=60)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_far_behind_holds_nobody_up_and_little_is_held(slow: int) -> None:
+    def body() -> None:
+        bucket_mb = 0.14  # two layers
+        model = Late(late=lambda: 0.02 if dist.get_rank() == slow else 0.0)
+        other = Late()
+        averager = averaged(model, bucket_mb, gradually=True)
+        averaged(other, bucket_mb, gradually=False)
+        last, held = averager._sending.layout.buckets[-1].gradual, []
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(lambda _: held.append(last.held()))
+        for number in range(3):
+            held.clear()
+            step(model, number)
+            step(other, number)
+            assert max(held) <= bucket_mb * 2**20
+            if dist.get_rank() != slow:
+                assert max(held) >= WIDTH * WIDTH * 4
+            assert last.held() == 0
+            assert all(map(torch.equal, gradients(model), gradients(other)))
+
+    spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+def test_some_of_it_is_added_before_backward_has_ended() -> None:
+    def body() -> None:
+        model = Late()
+        averager = averaged(model, 25, gradually=True)
+        (bucket,) = averager._sending.layout.buckets
+        held: list[int] = []
+
+        def note(parameter: torch.Tensor) -> None:
+            dist.barrier()  # what has come here has come everywhere
+            held.append(bucket.gradual.held())
+
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(note)
+        step(model, 0)
+        first = held[-1]  # ranks do not know each other's memory yet
+        held.clear()
+        step(model, 1)
+        weight = WIDTH * WIDTH * 4
+        assert first > LAYERS / 2 * weight
+        assert max(held) <= 2 * weight
+
+    spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+def test_other_collectives_in_backward_meet_on_all_ranks() -> None:
+    """When a bucket is sent must not depend on how far a rank has come with it."""
+
+    class Normed(Late):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                x.register_hook(lambda gradient: time.sleep(self.late()))
+                x.register_hook(lambda gradient: dist_prims.all_reduce_(gradient.clone()))
+            return x
+
+    def body() -> None:
+        random.seed(dist.get_rank())
+        model, other = Normed(late=late_at_random), Normed()
+        averaged(model, 0.1, gradually=True)
+        averaged(other, 0.1, gradually=False)
+        for number in range(8):
+            step(model, number)
+            step(other, number)
+            assert all(map(torch.equal, gradients(model), gradients(other)))
+
+    spawn(body, 3, backend="dist_prims", timeout=60)
+
+
+def test_two_averagers_in_one_backward() -> None:
+    def body() -> None:
+        random.seed(dist.get_rank())
+        models = [torch.nn.ModuleList(Late(late=late_at_random) for _ in range(2)) for _ in range(2)]
+        for pair, gradually in zip(models, (True, False), strict=True):
+            for each in pair:
+                averaged(each, 0.1, gradually=gradually)
+        for number in range(8):
+            generator = torch.Generator().manual_seed(100 * dist.get_rank() + number)
+            x = torch.randn(3, WIDTH, generator=generator)
+            for pair in models:
+                pair.zero_grad()
+                (pair[0](x).square().sum() + 2 * pair[1](-x).square().sum()).backward()
+            assert all(map(torch.equal, gradients(models[0]), gradients(models[1])))
+
+    spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+def test_disagreement_leaves_nothing_that_would_be_added_twice() -> None:
+    def body() -> None:
+        model = Late()
+        averaged(model, 25, gradually=True)
+        step(model, 0)
+        with pytest.raises(dist_prims.errors.MismatchError):
+            if dist.get_rank() == 0:
+                step(model, 1)
+            else:
+                dist.all_reduce(torch.ones(9))
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="other ranks had seen some of it"):
+                step(model, 1)
+
+    spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+def test_accumulated_kept_unused_and_strided_gradients() -> None:
+    """What does not come fresh, or not as its place lies, goes the plain way, beside what does."""
+
+    class Mixed(Late):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(8, 16, 16).to(memory_format=torch.channels_last)
+            self.unused = torch.nn.Linear(WIDTH, WIDTH)
+            self.empty = torch.nn.Parameter(torch.empty(0, 3))
+            self.transposed = torch.nn.Parameter(torch.randn(WIDTH, WIDTH + 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            image = x[:1, :16].repeat(1, 8 * 16).reshape(1, 8, 16, 16)
+            x = super().forward(x @ self.transposed[:, 1:].T) * self.conv(image).sum()
+            return self.unused(x) if dist.get_rank() == 1 else x
+
+    def body() -> None:
+        torch.manual_seed(1)
+        one = Mixed()
+        other = Mixed()
+        other.load_state_dict(one.state_dict())
+        averagers = averaged(one, 0.2, gradually=True), averaged(other, 0.2, gradually=False)
+        for number in range(4):
+            for model, averager in zip((one, other), averagers, strict=True):
+                if number != 2:
+                    model.zero_grad(set_to_none=number != 3)
+                with averager.no_sync():
+                    model(torch.full((3, WIDTH), 0.1 * dist.get_rank() + 0.1)).sum().backward()
+                model(torch.full((3, WIDTH), 0.2)).sum().backward()
+            assert all(map(torch.equal, gradients(one), gradients(other)))
+            assert len(gradients(one)) == len(gradients(other))
+
+    spawn(body, 3, backend="dist_prims", timeout=60)
+
+
+def test_ranks_with_fewer_batches() -> None:
+    def body() -> None:
+        models = Late(), Late()
+        for model, gradually in zip(models, (True, False), strict=True):
+            averager = averaged(model, 0.2, gradually=gradually)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            with averager.join():
+                for number in range(2 + 2 * dist.get_rank()):
+                    step(model, number)
+                    optimizer.step()
+        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+    spawn(body, 3, backend="dist_prims", timeout=60)
+
+
+def test_what_others_have_seen_of_a_backward_is_not_begun_anew() -> None:
+    """In the first step nobody sees anything before it is sent: the ranks do not know each other's memory yet."""
+
+    def body() -> None:
+        model, other = Late(), Late()
+        averaged(model, 25, gradually=True)
+        averaged(other, 25, gradually=False)
+
+        def fail(gradient: torch.Tensor) -> None:
+            raise ArithmeticError("no good")
+
+        def failing(number: int) -> None:
+            handle = model.layers[2].register_full_backward_hook(lambda *_: fail(_))
+            with pytest.raises(ArithmeticError):
+                step(model, number)
+            handle.remove()
+
+        failing(0)
+        step(model, 1)
+        step(other, 1)
+        assert all(map(torch.equal, gradients(model), gradients(other)))
+        failing(2)
+        with pytest.raises(RuntimeError, match=r"other ranks had seen some of it \(0 of 1 buckets were sent"):
+            step(model, 3)
+
+    spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+def test_a_schedule_that_is_pinned_and_groups_that_lend_nothing() -> None:
+    def body() -> None:
+        ring = dist.new_group(backend="dist_prims", pg_options=dist_prims.Options(all_reduce="ring"))
+        gloo = dist.new_group(backend="gloo")
+        gradual._LARGE = 0
+        for group in (ring, gloo):
+            model, other = Late(), Late()
+            averager = GradientAverager(model, group=group)
+            assert not any(each.gradual for each in averager._sending.layout.buckets)
+            averaged(other, 25, gradually=True)
+            step(model, 0)
+            step(other, 0)
+            assert all(map(torch.equal, gradients(model), gradients(other)))
+
+    spawn(body, 2, backend="dist_prims", timeout=60)
