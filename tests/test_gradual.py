@@ -172,11 +172,9 @@ def test_disagreement_leaves_nothing_that_would_be_added_twice() -> None:
         model = Late()
         averaged(model, 25, gradually=True)
         step(model, 0)
+        disagreeing = (lambda: step(model, 1)) if dist.get_rank() == 0 else (lambda: dist.all_reduce(torch.ones(9)))
         with pytest.raises(dist_prims.errors.MismatchError):
-            if dist.get_rank() == 0:
-                step(model, 1)
-            else:
-                dist.all_reduce(torch.ones(9))
+            disagreeing()
         if dist.get_rank() == 0:
             with pytest.raises(RuntimeError, match="other ranks had seen some of it"):
                 step(model, 1)

@@ -177,8 +177,7 @@ class GradientAverager:
                 parameter.grad = None
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
-        """Autograd has added to ``parameter.grad``. What is done here is slow, for a layer's matrices fill the cache: so
-        it is little."""
+        """Autograd has added to ``parameter.grad``. The cache is full of other things, so what is done here is slow."""
         if parameter.grad is not None and parameter.grad.requires_grad:
             raise RuntimeError(
                 f"rank {self._rank}: GradientAverager: backward(create_graph=True) asks for derivatives of a mean over "

@@ -37,16 +37,16 @@ class Gradual:
 
     @staticmethod
     def of(bucket: Bucket, before: Gradual | None, limit: int, backend: Any) -> Gradual | None:
-        """None where ranks do not sum a bucket where it lies, or where it is small. What the bucket ``before`` it still
-        holds is added when gradients come to this one; all together hold gradients of ``limit`` bytes at most."""
+        """None where ranks do not sum a bucket where it lies, or where it is small. What is left of the one before it
+        is added when gradients come to this one. All together hold gradients of ``limit`` bytes at most."""
         if bucket.flat.nbytes < _LARGE or backend.size() == 1:
             return None
         tensor = backend.gradual(bucket.flat, limit, before and before._tensor)
         return Gradual(tensor, bucket.views) if tensor else None
 
     def put(self, view: torch.Tensor, gradient: torch.Tensor | None, share: float) -> bool:
-        """Bring a gradient, times ``share``, on its way to its place; it is not to be written any more. False, and nothing
-        is done, if it does not lie in memory as its place does."""
+        """Bring a gradient, times ``share``, on its way to its place; it is not to be written any more. False, and no
+        more, if it does not lie in memory as its place does."""
         number = self._numbers.get(id(view))
         if gradient is None or gradient is view or number is None:
             return False
