@@ -2,7 +2,8 @@
 
 :func:`dist_prims.average_gradients` begins when backward has ended, and packs. Here a gradient is copied, as soon as it
 is there and still in the cache, to its place in a flat bucket; a bucket that is full is sent; and ``.grad`` is that
-place from then on, so that nothing is unpacked.
+place from then on, so that nothing is unpacked. Where ranks share memory a large bucket is summed while it fills, see
+:mod:`.gradual`.
 
 ::
 
