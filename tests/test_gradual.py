@@ -87,7 +87,7 @@ def test_a_rank_far_behind_holds_nobody_up_and_little_is_held(slow: int) -> None
         averaged(other, bucket_mb, gradually=False)
         last, held = averager._sending.layout.buckets[-1].gradual, []
         for each in model.parameters():
-            each.register_post_accumulate_grad_hook(lambda _: held.append(last.held()))
+            each.register_post_accumulate_grad_hook(lambda _: held.append(last._tensor.held()))
         for number in range(3):
             held.clear()
             step(model, number)
@@ -95,7 +95,7 @@ def test_a_rank_far_behind_holds_nobody_up_and_little_is_held(slow: int) -> None
             assert max(held) <= bucket_mb * 2**20
             if dist.get_rank() != slow:
                 assert max(held) >= WIDTH * WIDTH * 4
-            assert last.held() == 0
+            assert last._tensor.held() == 0
             assert all(map(torch.equal, gradients(model), gradients(other)))
 
     spawn(body, 2, backend="dist_prims", timeout=60)
@@ -110,7 +110,7 @@ def test_some_of_it_is_added_before_backward_has_ended() -> None:
 
         def note(parameter: torch.Tensor) -> None:
             dist.barrier()  # what has come here has come everywhere
-            held.append(bucket.gradual.held())
+            held.append(bucket.gradual._tensor.held())
 
         for each in model.parameters():
             each.register_post_accumulate_grad_hook(note)
@@ -240,11 +240,11 @@ def test_what_others_have_seen_of_a_backward_is_not_begun_anew() -> None:
         averaged(model, 25, gradually=True)
         averaged(other, 25, gradually=False)
 
-        def fail(gradient: torch.Tensor) -> None:
+        def fail(*_: Any) -> None:
             raise ArithmeticError("no good")
 
         def failing(number: int) -> None:
-            handle = model.layers[2].register_full_backward_hook(lambda *_: fail(_))
+            handle = model.layers[2].register_full_backward_hook(fail)
             with pytest.raises(ArithmeticError):
                 step(model, number)
             handle.remove()

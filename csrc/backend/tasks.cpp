@@ -52,11 +52,11 @@ PrimsBackend::Task PrimsBackend::all_reduce_task(const at::Tensor& tensor, const
 PrimsBackend::Task PrimsBackend::all_reduce_gradual_task(const at::Tensor& tensor,
                                                          const std::shared_ptr<Gradual>& gradual,
                                                          std::uint64_t number) {
-    if (!reduces_lent(tensor)) {  // since it has begun, a schedule was pinned
-        gradual->settle();
-        return all_reduce_task(tensor, c10d::ReduceOp::SUM);
-    }
     Task task = all_reduce_task(tensor, c10d::ReduceOp::SUM);
+    if (task.across) {  // since it has begun, a schedule was pinned
+        gradual->settle();
+        return task;
+    }
     task.call.by("gradual " + std::to_string(number) + ", round " + std::to_string(gradual->round()));
     task.run = [gradual](Room& room) { gradual->finish(room); };
     return task;

@@ -29,7 +29,7 @@ void Gradual::put(std::size_t number, const Held::Piece& piece) {
         if (!part.empty()) show(piece.within(part));
     }
     if (number < LentHead::kStamps) head_of(data_).stamps[number].store(round_, std::memory_order_release);
-    ++put_;
+    has_put_ = true;
     if (holds) {
         budget_->held += bytes;
         own.owner = {piece.data, [owner = piece.owner, budget = budget_, bytes](auto) { budget->held -= bytes; }};
@@ -80,7 +80,7 @@ bool Gradual::is_everywhere(std::size_t number) const {
 
 bool Gradual::is_shown() const {
     const std::lock_guard lock(mutex_);
-    return put_ != 0 && !lent_.empty();
+    return has_put_ && !lent_.empty();
 }
 
 void Gradual::forget() {
@@ -94,7 +94,7 @@ Held Gradual::take() {
     for (const Range& each : done_) held.add({each});
     waiting_.clear();
     done_.clear();
-    put_ = 0;
+    has_put_ = false;
     return held;
 }
 

@@ -75,7 +75,7 @@ private:
     std::vector<Waiting> waiting_;
     std::vector<Range> done_;
     Lent lent_;  // known once a round is over
-    std::size_t put_ = 0;
+    bool has_put_ = false;
     std::atomic<std::uint64_t> round_{1};
 };
 

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "kernels.h"
+#include "peers.h"
 
 namespace dist_prims {
 
@@ -12,7 +13,7 @@ Range Range::within(Range other) const {
 }
 
 Range share_of(std::size_t rank, std::size_t ranks, std::size_t bytes) {
-    constexpr std::size_t kLine = 64;
+    constexpr std::size_t kLine = Peers::kLine;
     const std::size_t lines = (bytes + kLine - 1) / kLine;
     const auto edge = [&](std::size_t number) { return std::min(number * lines / ranks * kLine, bytes); };
     return {edge(rank), edge(rank + 1)};

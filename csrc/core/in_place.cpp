@@ -78,8 +78,7 @@ void InPlace::fold_held(const Held::Piece& piece) {
 
 // Ask for the next block of the others while this one is worked on.
 void InPlace::fetch(std::size_t begin, std::size_t end) const {
-    constexpr std::size_t kLine = 64;
-    for (std::size_t at = begin; at < std::min(begin + kHeldBlock, end); at += kLine) {
+    for (std::size_t at = begin; at < std::min(begin + kHeldBlock, end); at += Peers::kLine) {
         for (std::size_t peer = 0; peer < places_.size(); ++peer) {
             if (peer != rank_) __builtin_prefetch(places_[peer] + at, 1);
         }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "collectives.h"
 #include "held.h"
 #include "room.h"
 
@@ -14,7 +15,7 @@ namespace dist_prims {
 // The memory of all ranks, mapped here.
 struct Lent {
     std::vector<std::shared_ptr<const Mapping>> memory;
-    std::vector<std::byte*> places;  // where their data lies in it
+    Places places;  // where their data lies in it
 
     bool empty() const { return places.empty(); }
 };
@@ -25,7 +26,7 @@ Lent borrow(Room& room);
 
 class InPlace {
 public:
-    InPlace(int rank, DType dtype, Op op, const std::vector<std::byte*>& places)
+    InPlace(int rank, DType dtype, Op op, const Places& places)
         : rank_(static_cast<std::size_t>(rank)), dtype_(dtype), op_(op), places_(places), each_(places.size()) {}
 
     // This rank's share of `bytes`, where some is held; past the cache.
@@ -40,7 +41,7 @@ private:
     const std::size_t rank_;
     const DType dtype_;
     const Op op_;
-    const std::vector<std::byte*>& places_;
+    const Places& places_;
     std::vector<const void*> each_;
 };
 

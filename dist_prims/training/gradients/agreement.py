@@ -56,7 +56,7 @@ class Verdict:
 
 
 class Agreement:
-    """One exchange: begun when made; on a GPU what it says can be read later, without waiting for the GPU now."""
+    """One exchange: over when made, but on a GPU begun; what it says is read later there, without a wait for it now."""
 
     def __init__(self, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._table = mine.clone()

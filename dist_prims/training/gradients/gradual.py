@@ -8,8 +8,8 @@ in the cache, and its memory is free for the next one::
     rank 0's bucket   | sums: 0 held its part  | 0's part, for 1 to add |
     rank 1's bucket   | 1's part, for 0 to add | sums: 1 held its part  |     in the end each half is sums in both
 
-Of every number a rank with one peer so copies a half and reads the other half back once, where it would copy all and
-read all. Nobody waits: what a rank is too late for is added when the bucket is sent.
+With one peer a rank so copies one half of the numbers and reads the other half back, where it would copy all and read
+all. Nobody waits: what a rank is too late for is added when the bucket is sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from .bucket import Bucket
+    from ..._backend import GradualTensor
 
 __all__ = ["Gradual"]
 
@@ -31,18 +31,20 @@ _LARGE = 4 << 20  # bytes; a small bucket is still in the cache when all of it i
 class Gradual:
     """The gradients of a bucket on their way to their sum."""
 
-    def __init__(self, tensor: Any, views: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensor: GradualTensor, views: Sequence[torch.Tensor]) -> None:
         self._tensor = tensor  # see csrc/backend/gradual.h
         self._numbers = {id(view): number for number, view in enumerate(views) if view.numel()}
 
     @staticmethod
-    def of(bucket: Bucket, before: Gradual | None, limit: int, backend: Any) -> Gradual | None:
+    def of(
+        flat: torch.Tensor, views: Sequence[torch.Tensor], before: Gradual | None, limit: int, backend: Any
+    ) -> Gradual | None:
         """None where ranks do not sum a bucket where it lies, or where it is small. What is left of the one before it
         is added when gradients come to this one. All together hold gradients of ``limit`` bytes at most."""
-        if bucket.flat.nbytes < _LARGE or backend.size() == 1:
+        if flat.nbytes < _LARGE or backend.size() == 1:
             return None
-        tensor = backend.gradual(bucket.flat, limit, before and before._tensor)
-        return Gradual(tensor, bucket.views) if tensor else None
+        tensor = backend.gradual(flat, limit, before and before._tensor)
+        return Gradual(tensor, views) if tensor else None
 
     def put(self, view: torch.Tensor, gradient: torch.Tensor | None, share: float) -> bool:
         """Bring a gradient, times ``share``, on its way to its place; it is not to be written any more. False, and no
@@ -50,20 +52,15 @@ class Gradual:
         number = self._numbers.get(id(view))
         if gradient is None or gradient is view or number is None:
             return False
-        return bool(self._tensor.put(number, view, gradient, share))
+        return self._tensor.put(number, view, gradient, share)
 
     def is_shown(self) -> bool:
         """Whether other ranks may have taken some of it."""
-        return bool(self._tensor.is_shown())
-
-    def held(self) -> int:
-        """Bytes of all the gradients that this one and those before it hold."""
-        return int(self._tensor.held())
+        return self._tensor.is_shown()
 
     def send(self, ahead: bool) -> dist.Work:
         """All of it is there. When the work is done, which it is at once if this is not ``ahead``, it is summed."""
-        work: dist.Work = self._tensor.all_reduce(ahead)
-        return work
+        return self._tensor.all_reduce(ahead)
 
     def forget(self) -> None:
         """None of it is there, unless others have seen it: there is no way back then."""

@@ -51,18 +51,20 @@ class Sending:
             self.layout = Layout([], [], {})  # its memory goes with the gradients that leave it
             self.layout = lay_out(self._parameters, members, self._group)
             self._compressor.reset()
-            if type(self._compressor) is Exact and (backend := our_backend(self._group)):
-                before = None
-                for bucket in self.layout.buckets:
-                    if bucket.flat.device.type == "cpu":
-                        before = bucket.gradual = Gradual.of(bucket, before, self._limit, backend)
+            if type(self._compressor) is Exact:
+                self._sum_gradually()
         self.forget()
+
+    def _sum_gradually(self) -> None:
+        backend, before = our_backend(self._group), None
+        for bucket in self.layout.buckets:
+            if backend and bucket.flat.device.type == "cpu":
+                before = bucket.gradual = Gradual.of(bucket.flat, bucket.views, before, self._limit, backend)
 
     def forget(self) -> None:
         """No gradient is there yet."""
         self._missing = [len(numbers) for numbers in self.layout.members]
         self._streams: list[set[torch.cuda.Stream]] = [set() for _ in self._missing]
-        self._full = 0  # buckets, one after the other
         self._endings: list[Callable[[], object]] = []
         for bucket in self.layout.buckets:
             if bucket.gradual:
@@ -109,9 +111,8 @@ class Sending:
 
     def send_full(self) -> None:
         """What is summed gradually is sent one bucket later. By then there is little left of it to add."""
-        while self._full < len(self._missing) and not self._missing[self._full]:
-            self._full += 1
-        while self.sent < self._full - bool(self.layout.buckets[self._full - 1].gradual):
+        full = next((index for index, missing in enumerate(self._missing) if missing), len(self._missing))
+        while self.sent < full and (self.sent < full - 1 or not self.layout.buckets[self.sent].gradual):
             self._send()
 
     def send_rest(self, seen: Collection[int], share: float, shadow: bool) -> None:
