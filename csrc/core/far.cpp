@@ -9,12 +9,22 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr int kWordTag = Far::kUserTags, kNobodysTag = kWordTag + 1, kFirstTag = kWordTag + 2;
+constexpr int kWordTag = Far::kUserTags, kNobodysTag = kWordTag + 1, kInquestTag = kWordTag + 2,
+              kFirstTag = kWordTag + 3;
 constexpr std::uint64_t kTags = (1u << 27) - static_cast<std::uint64_t>(kFirstTag);
 constexpr auto kTimeToTell = 100ms, kTimeToLearn = 300ms;
 constexpr auto kTick = 50ms;
 constexpr int kIdleTicks = 20;
 constexpr auto kMomentToFinish = 500ms;  // a rank that has died may have done its part
+constexpr auto kMorePatience = 1min;     // an engine that runs out of it lets all connections go: we are to be first
+
+// All ranks of the group but this one.
+std::vector<int> others(const Peers& peers, std::vector<int> strangers) {
+    for (int peer = 0; peer < peers.size(); ++peer) {
+        if (peer != peers.rank()) strangers.push_back(peers.number(peer));
+    }
+    return strangers;
+}
 
 int tag_of(std::uint64_t number) {
     return kFirstTag + static_cast<int>(number % kTags);
@@ -22,11 +32,15 @@ int tag_of(std::uint64_t number) {
 
 }  // namespace
 
-Far::Far(std::unique_ptr<Engine> engine, Peers& peers, std::vector<int> strangers)
+Far::Far(std::unique_ptr<Engine> engine, Peers& peers, const std::vector<int>& strangers)
     : peers_(peers),
-      strangers_(std::move(strangers)),
+      strangers_(strangers),
       engine_(std::move(engine)),
-      word_(engine_->receive(Engine::kAnyone, kWordTag, reinterpret_cast<std::byte*>(&heard_), sizeof(heard_))) {}
+      word_(engine_->receive(Engine::kAnyone, kWordTag, reinterpret_cast<std::byte*>(&heard_), sizeof(heard_))),
+      inquest_(std::make_shared<Inquest>(*engine_, kInquestTag, peers.number(peers.rank()), others(peers, strangers),
+                                         [this] { wake(); })) {
+    peers_.on_look([inquest = inquest_](int awaited) { inquest->answer(awaited); });
+}
 
 Far::~Far() {
     {
@@ -35,6 +49,7 @@ Far::~Far() {
         wakes_.notify_all();
     }
     if (ticker_.joinable()) ticker_.join();
+    inquest_->close();
     word_->abort();
 }
 
@@ -97,8 +112,9 @@ void Far::wait(const Handle& letter) {
             peers_.give_notice(CommError::Kind::kInterrupted, peers_.number(peers_.rank()));
             throw;
         }
-        if (!reason.empty() || Clock::now() >= letter->deadline) failed(*letter, reason);
+        if (!reason.empty()) failed(*letter, reason);
         look_around(*letter);
+        if (Clock::now() >= letter->deadline) late(*letter);
     }
 }
 
@@ -124,11 +140,17 @@ bool Far::wait_a_while(Letter& letter) {
         }
     } waiting(*this, letter.handle.get());
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(letter.deadline - Clock::now());
-    return letter.handle->wait(std::max(left, 1ms));
+    return letter.handle->wait(std::max(left, 0ms) + kMorePatience);
+}
+
+bool Far::is_over() {
+    if (!peers_.notice() && word_->is_done()) learn(1ms);
+    return peers_.notice().has_value();
 }
 
 void Far::look_around(const Letter& letter) {
-    if (!peers_.notice() && word_->is_done()) learn(1ms);
+    is_over();
+    inquest_->answer(letter.peer);
     if (const int culprit = peers_.dead(); culprit >= 0 && !peers_.notice()) {
         const std::lock_guard lock(mutex_);
         const auto now = Clock::now();
@@ -138,11 +160,18 @@ void Far::look_around(const Letter& letter) {
     peers_.look_around([](int) { return false; }, [&] { return text(letter, ""); });
 }
 
+void Far::late(const Letter& letter) {
+    const int culprit = inquest_->hold(letter.peer, [this] { return is_over(); });
+    give_up(CommError::Kind::kLost, culprit, letter, "");
+}
+
 void Far::failed(const Letter& letter, const std::string& reason) {
-    using Kind = CommError::Kind;
-    const bool is_late = Clock::now() >= letter.deadline;
-    if (!is_late && !peers_.notice()) learn(kTimeToLearn);
-    peers_.give_notice(is_late ? Kind::kLost : Kind::kPeerDied, letter.peer);
+    if (!peers_.notice()) learn(kTimeToLearn);
+    give_up(CommError::Kind::kPeerDied, letter.peer, letter, reason);
+}
+
+void Far::give_up(CommError::Kind kind, int culprit, const Letter& letter, const std::string& reason) {
+    peers_.give_notice(kind, culprit);  // unless there is one
     peers_.heed([&] { return text(letter, reason); });
     std::abort();  // there is a notice, so it has thrown
 }

@@ -3,7 +3,7 @@
 //
 // On one host all ranks see the notice in shared memory. Across hosts a rank whose group has ended sends a word to all
 // others, which have asked for it beforehand, and then lets its connections go: so whoever waits for it wakes, and
-// looks for the word before he blames who was only the messenger.
+// looks for the word before he blames who was only the messenger. Who only waits, until time is up, holds an inquest.
 #pragma once
 
 #include <condition_variable>
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "inquest.h"
 #include "peers.h"
 
 namespace dist_prims {
@@ -21,6 +22,8 @@ class Far {
 public:
     // Tags that users may have; those of the group itself come after.
     static constexpr int kUserTags = 1 << 26;
+    // A rank of this host may be held up by one of another: who waits for that one gives up first, and says for whom.
+    static constexpr std::chrono::seconds kAfterOthers{2};
 
     struct Letter {
         Engine::Handle handle;
@@ -33,7 +36,7 @@ public:
     using Handle = std::shared_ptr<Letter>;
 
     // `strangers`: the ranks of the group that are on other hosts.
-    Far(std::unique_ptr<Engine> engine, Peers& peers, std::vector<int> strangers);
+    Far(std::unique_ptr<Engine> engine, Peers& peers, const std::vector<int>& strangers);
     ~Far();
     Far(const Far&) = delete;
 
@@ -60,8 +63,11 @@ private:
     template <typename Begin>
     Handle begin(Letter letter, const Begin& make);
     bool wait_a_while(Letter& letter);
+    bool is_over();
     void look_around(const Letter& letter);
+    [[noreturn]] void late(const Letter& letter);
     [[noreturn]] void failed(const Letter& letter, const std::string& reason);
+    [[noreturn]] void give_up(CommError::Kind kind, int culprit, const Letter& letter, const std::string& reason);
     void learn(std::chrono::milliseconds limit);
     void tell();
     void tick();
@@ -79,6 +85,8 @@ private:
     Clock::time_point death_seen_{};
     std::condition_variable wakes_;
     std::thread ticker_;  // an engine's wait cannot be told to return now and then: this thread makes it
+
+    const std::shared_ptr<Inquest> inquest_;  // last: it has a thread that wakes who waits; its hook in Peers stays
 };
 
 }  // namespace dist_prims

@@ -143,6 +143,7 @@ void Peers::heed(const What& what) const {
 
 void Peers::look_around(const std::function<bool(int)>& awaited, const What& what) {
     heed(what);
+    if (told_) tell_of(awaited);
     for (int peer = 0; peer < size_; ++peer) {
         if (has_left(peer) && awaited(peer))  // asked in this order: what it said before it left has come by now
             give_up(CommError::Kind::kPeerLeft, number(peer), what);
@@ -158,6 +159,12 @@ void Peers::look_around(const std::function<bool(int)>& awaited, const What& wha
     } catch (...) {
         give_notice(CommError::Kind::kInterrupted, number(rank_));
         throw;
+    }
+}
+
+void Peers::tell_of(const std::function<bool(int)>& awaited) const {
+    for (int peer = 0; peer < size_; ++peer) {
+        if (peer != rank_ && awaited(peer)) return told_(number(peer));
     }
 }
 

@@ -74,6 +74,8 @@ public:
 
     // Called now and then while waiting, on the waiting thread; what it throws ends the wait.
     void on_wait(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
+    // Called likewise by who waits for ranks of this host, with one of them, as it is called in the group.
+    void on_look(std::function<void(int)> told) { told_ = std::move(told); }
 
     // Sleep until another rank rings for this one, but not long; not at all if `over` holds. Whoever does something
     // that others may wait for rings for them afterwards: of the two, one sees what the other has done.
@@ -122,6 +124,7 @@ private:
     void doze(unsigned heard);
     void stop_listening();
     int core(int rank) const;
+    void tell_of(const std::function<bool(int)>& awaited) const;
     int ended_process(const std::function<bool(int)>& awaited) const;
     [[noreturn]] void give_up(CommError::Kind kind, int culprit, const What& what) const;
     int process_of(int culprit) const;
@@ -133,6 +136,7 @@ private:
     const Names names_;
     std::vector<Descriptor> processes_;  // a pidfd of each, where the kernel gives one
     std::function<void()> interrupt_;
+    std::function<void(int)> told_;
     std::atomic<int> core_{kNowhere};
     std::atomic<Clock::rep> yield_again_{0}, ban_{0};  // when to try whether the core comes back soon; the next pause
     std::atomic<Clock::rep> interrupted_{0};

@@ -3,25 +3,21 @@
 namespace dist_prims {
 namespace {
 
-using namespace std::chrono_literals;
-
 constexpr Mail::Tag kOurs = Mail::Tag{1} << 63;  // beyond the tags of users
-// A rank of this host may be held up by one of another: who waits for that one gives up first, and says for whom.
-constexpr auto kAfterOthers = 300ms;
 
 }  // namespace
 
 Route::Letter Route::send(int to, std::uint64_t number, const std::byte* data, std::size_t bytes,
                           std::chrono::milliseconds timeout) {
     if (seat(to) < 0) return {nullptr, far_->send(to, number, data, bytes, timeout)};
-    const auto patience = far_ ? timeout + kAfterOthers : timeout;
+    const auto patience = far_ ? timeout + Far::kAfterOthers : timeout;
     return {mail_.send(seat(to), kOurs | number, data, bytes, patience, nullptr), nullptr};
 }
 
 Route::Letter Route::receive(int from, std::uint64_t number, std::byte* data, std::size_t bytes,
                              std::chrono::milliseconds timeout) {
     if (seat(from) < 0) return {nullptr, far_->receive(from, number, data, bytes, timeout)};
-    const auto patience = far_ ? timeout + kAfterOthers : timeout;
+    const auto patience = far_ ? timeout + Far::kAfterOthers : timeout;
     return {mail_.receive(seat(from), kOurs | number, data, bytes, patience, nullptr), nullptr};
 }
 

@@ -6,13 +6,6 @@
 #include "kernels.h"
 
 namespace dist_prims {
-namespace {
-
-using namespace std::chrono_literals;
-
-constexpr auto kAfterOthers = 300ms;  // as in route.cpp: the leader gives up first, and says for whom
-
-}  // namespace
 
 std::vector<int> Hosts::seats() const {
     std::size_t size = 0;
@@ -125,7 +118,7 @@ void Span::judge(Frame& verdict, const Frames& frames) const {
 
 Span::Frame Span::meet(const Call& call, const std::byte* in, std::size_t bytes, std::chrono::milliseconds timeout) {
     Board& board = room_.board;
-    board.open(call, timeout + kAfterOthers, false);
+    board.open(call, timeout + Far::kAfterOthers, false);
     if (bytes) std::memcpy(board.mine(), in, bytes);
     board.phase();
     Frame verdict;

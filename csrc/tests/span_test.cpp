@@ -2,6 +2,7 @@
 // office in memory.
 #include "../core/span.h"
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -122,11 +123,13 @@ template <typename Body>
 void span(const std::vector<std::vector<int>>& hosts, const Body& body) {
     Office office;
     std::vector<std::thread> threads;
-    std::vector<std::string> titles;
+    std::map<int, std::string> titled;
     for (std::size_t host = 0; host < hosts.size(); ++host) {
-        for (std::size_t seat = 0; seat < hosts[host].size(); ++seat)
-            titles.push_back("a rank on host " + std::to_string(host));
+        for (const int rank : hosts[host])
+            titled[rank] = "rank " + std::to_string(rank) + " on host " + std::to_string(host);
     }
+    std::vector<std::string> titles;
+    for (const auto& [rank, title] : titled) titles.push_back(title);
     for (std::size_t host = 0; host < hosts.size(); ++host) {
         const auto& here = hosts[host];
         const int size = static_cast<int>(here.size());
@@ -221,6 +224,32 @@ void one_who_goes_is_named() {
     });
 }
 
+// Rank 0 waits for 3, 3 for 2, 2 for 1, 1 for 4 on its own host, and 4 for nobody: it is stopped, or computes for ever.
+// All but rank 0 came late, and are to name it when rank 0 has no more patience.
+void one_who_is_silent_is_named() {
+    std::atomic<int> ended{0};
+    span({{0}, {1, 4}, {2}, {3}}, [&ended](Span& group, int rank) {
+        constexpr int kAwaited[] = {3, 4, 1, 2};
+        if (rank == 4) {
+            while (ended < 4) std::this_thread::sleep_for(10ms);
+            return;
+        }
+        if (rank != 0) std::this_thread::sleep_for(300ms);
+        std::byte nothing{};
+        try {
+            const auto timeout = rank == 0 ? 500ms : rank == 1 ? 2000ms : 60s;
+            const auto letter = group.route.receive(kAwaited[rank], group.route.next(), &nothing, 1, timeout);
+            group.route.wait({letter});
+            CHECK(false);
+        } catch (const CommError& error) {
+            CHECK(error.kind == (rank == 1 ? CommError::Kind::kTimeout : CommError::Kind::kLost));
+            CHECK(std::string(error.what()).find("rank 4") != std::string::npos);
+        }
+        group.far.end();
+        ++ended;
+    });
+}
+
 }  // namespace
 
 void spans() {
@@ -229,4 +258,5 @@ void spans() {
     sums({{0, 2}, {1}, {3, 4}}, 5);
     a_difference_is_told_to_all();
     one_who_goes_is_named();
+    one_who_is_silent_is_named();
 }

@@ -1,0 +1,69 @@
+// Who is to blame when time is up.
+//
+// Who has waited for too long knows for whom, but that one may only be waiting in turn. So it tells all ranks for whom
+// it waits; whoever hears that says the same of himself; and to blame is one who is waited for and says nothing.
+//
+//     rank 0, out of patience    I wait for 1
+//     rank 1                               I wait for 2
+//     rank 2                     ...                        it is rank 2, whichever rank asked first
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "engine.h"
+#include "peers.h"
+
+namespace dist_prims {
+
+class Inquest {
+public:
+    // `others`: all ranks of the group but `me`, as the engine counts them. `on_question`: called, on a thread of its
+    // own, when another has run out of patience; the waits of this rank should look around.
+    Inquest(Engine& engine, int tag, int me, std::vector<int> others, std::function<void()> on_question);
+    ~Inquest();
+    Inquest(const Inquest&) = delete;
+
+    // To be called now and then by who waits for `awaited`: if there is a question, say so.
+    void answer(int awaited) {
+        if (is_asked_.load(std::memory_order_acquire)) say(awaited);
+    }
+    // This rank has waited for `awaited` for too long. Hear the others, until `over` holds or they have had their time,
+    // and return who is to blame.
+    int hold(int awaited, const std::function<bool()>& over);
+
+    // For good: nothing is said or heard any more.
+    void close();
+
+private:
+    struct Remark {
+        std::int32_t rank, awaited;
+    };
+
+    void say(int awaited);
+    void listen();
+    bool take_in();
+    int verdict(int awaited) const;
+
+    Engine& engine_;
+    const int tag_, me_;
+    const std::vector<int> others_;
+    const std::function<void()> on_question_;
+    std::atomic<bool> is_asked_{false};
+
+    std::mutex mutex_;  // of all below
+    std::condition_variable changed_;
+    Remark said_{-1, -1}, heard_{-1, -1};
+    std::vector<Engine::Handle> sent_;
+    Engine::Handle next_;  // remark, asked for; its wait is without the lock
+    std::map<int, int> awaits_;
+    bool closing_ = false;
+    std::thread listener_;
+};
+
+}  // namespace dist_prims
