@@ -1,6 +1,20 @@
-"""What all tests share: torch's compiler, imported once here and not by each rank that a test forks.
+"""What all tests share.
 
-The first optimizer, profiler or nested tensor of a process imports it, which takes seconds where many do it at once.
+torch's compiler is imported once here and not by each rank that a test forks: the first optimizer, profiler or nested
+tensor of a process imports it, which takes seconds where many do it at once.
 """
 
-import torch._dynamo  # noqa: F401
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._dynamo
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As spawned ranks have: the order of additions depends on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

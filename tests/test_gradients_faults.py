@@ -1,0 +1,180 @@
+"""GradientAverager when something is wrong: every rank is told, and what can go on goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from averaging import BACKENDS, spawn
+from torch.utils.checkpoint import checkpoint
+
+from dist_prims.launch import RankFailed
+from dist_prims.training.gradients import GradientAverager
+
+
+def test_frozen_on_one_rank_only_is_told_on_every_rank() -> None:
+    def body() -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        GradientAverager(model)
+        model(torch.ones(1, 2)).sum().backward()
+        model[0].bias.requires_grad_(dist.get_rank() != 1)
+        words = r"parameter '0\.bias' has requires_grad=True on rank 2 and False on rank 1"
+        with pytest.raises(ValueError, match=words):
+            model(torch.ones(1, 2)).sum().backward()
+        dist.barrier()
+
+    spawn(body, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda rank: torch.nn.Linear(2, 1 + rank // 2), "rank 0 has parameter 'weight' (torch.float32, shape (1, 2)"),
+        (lambda rank: torch.nn.Linear(2, 1, bias=rank < 2), "rank 2 has nothing more"),
+        (lambda rank: torch.nn.Linear(2, 1).requires_grad_(rank < 2), "requires_grad=False"),
+        (lambda rank: torch.nn.BatchNorm1d(2, track_running_stats=rank < 2), "rank 0 has buffer 'running_mean'"),
+    ],
+)
+def test_models_that_differ(make: Callable[[int], torch.nn.Module], words: str) -> None:
+    def body() -> str:
+        with pytest.raises(ValueError, match="the models differ") as caught:
+            GradientAverager(make(dist.get_rank()))
+        dist.barrier()
+        return str(caught.value)
+
+    for rank, text in enumerate(spawn(body, 3)):
+        assert words in text
+        assert text.startswith(f"rank {rank}: ")
+        assert "rank 2 has" in text
+
+
+def test_what_is_wrong_at_the_start() -> None:
+    def body() -> None:
+        with pytest.raises(ValueError, match="bucket_mb=0 must be positive"):
+            GradientAverager(torch.nn.Linear(1, 1), bucket_mb=0)
+        with pytest.raises(ValueError, match="bucket_mb=1, compress=NoneType, rank 1 has bucket_mb=2"):
+            GradientAverager(torch.nn.Linear(1, 1), bucket_mb=1 + dist.get_rank())
+
+    spawn(body, 2)
+
+
+def test_derivatives_of_the_mean_are_refused_and_those_within_are_not() -> None:
+    def body() -> None:
+        model = torch.nn.Linear(2, 1)
+        GradientAverager(model)
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            model(torch.ones(1, 2)).square().sum().backward(create_graph=True)
+        model.zero_grad()
+        x = torch.ones(1, 2, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        assert model.weight.grad is not None
+        mine = model.weight.grad.clone()
+        dist.broadcast(mine, 0)
+        assert torch.equal(mine, model.weight.grad)
+
+    spawn(body, 2)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("this rank fails")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_fails_in_backward_is_what_is_told(backend: str) -> None:
+    def body() -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        GradientAverager(model, bucket_mb=1e-5)
+        middle = model[0](torch.ones(1, 2))
+        model[1](Failing.apply(middle) if dist.get_rank() == 1 else middle).sum().backward()
+
+    with pytest.raises(RankFailed, match="this rank fails"):
+        spawn(body, 3, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_dies_in_backward(backend: str) -> None:
+    def body() -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        GradientAverager(model, bucket_mb=1e-5)
+        middle = model[0](torch.ones(1, 2))
+        if dist.get_rank() == 1:
+            middle.register_hook(lambda _: os._exit(3))
+            model[1](middle).sum().backward()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError):
+            model[1](middle).sum().backward()
+        assert time.monotonic() - began < 50
+        raise KeyError("heard of it")
+
+    with pytest.raises(RankFailed):
+        spawn(body, 2, backend)
+
+
+def test_a_backward_that_raises_before_anything_is_sent_does_no_harm() -> None:
+    def body() -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        GradientAverager(model)  # one bucket, which the failing backward does not fill
+        if dist.get_rank() == 1:
+            with pytest.raises(ArithmeticError):
+                model[1](Failing.apply(model[0](torch.ones(1, 2)))).sum().backward()
+            model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(model[1].bias.grad, torch.ones(1))
+
+    spawn(body, 2)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_backward_that_raised_is_not_taken_for_one_that_runs(kept: bool) -> None:
+    """All ranks catch an error; then a checkpoint's inner backward was taken for one within the backward that had
+    raised, and averaged to half of its mean."""
+
+    def body() -> None:
+        layers = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(3))
+        GradientAverager(layers)
+        errors: list[BaseException] = []
+        x = torch.ones(1, 1, requires_grad=True)
+        for _ in range(2):
+            try:
+                layers[1](Failing.apply(layers[0](x))).sum().backward()
+            except ArithmeticError as error:
+                errors += [error] if kept else []
+            layers.zero_grad()
+            with pytest.raises(RuntimeError, match="the first gradients come from a backward within"):
+                checkpoint(layers[2], layers[0](x), use_reentrant=True).sum().backward()
+            layers.zero_grad()
+            layers[1](checkpoint(layers[2], layers[0](x), use_reentrant=True)).sum().backward()  # ours is the outer
+            for layer, wanted in zip(layers, weights(layers), strict=True):
+                torch.testing.assert_close(layer.weight.grad, wanted)
+            layers.zero_grad()
+
+    def weights(layers: torch.nn.ModuleList) -> list[torch.Tensor]:
+        """The gradients of a product of three."""
+        first, second, third = (layer.weight.detach() for layer in layers)
+        return [second * third, first * third, first * second]
+
+    spawn(body, 2)
+
+
+def test_a_backward_that_raised_after_sending_is_not_followed_by_another() -> None:
+    def body() -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        GradientAverager(model, bucket_mb=1e-6)
+        with pytest.raises(ArithmeticError):
+            model[1](Failing.apply(model[0](torch.ones(1, 2)))).sum().backward()
+        with pytest.raises(RuntimeError, match=r"the last backward\(\) has raised .* \(2 of 4 buckets were sent\)"):
+            model(torch.ones(1, 2)).sum().backward()
+
+    spawn(body, 2)

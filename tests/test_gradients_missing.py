@@ -1,0 +1,180 @@
+"""GradientAverager where ranks lack something: parameters without a gradient, sparse ones, batches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from averaging import BACKENDS, same_everywhere, spawn
+
+from dist_prims.training.gradients import GradientAverager
+
+
+class Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = torch.nn.Linear(3, 3)
+        self.branch = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(4))
+        self.unused = torch.nn.Linear(2, 2)
+        self.frozen = torch.nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.branch[branch](self.frozen(self.shared(x))).square().mean()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("bucket_mb", [25, 1e-5])
+def test_parameters_that_some_ranks_do_not_use(backend: str, size: int, bucket_mb: float) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        model, x = Branches(), torch.arange(6.0).view(2, 3)
+        GradientAverager(model, bucket_mb=bucket_mb)
+        for step in range(3):
+            wanted = []
+            for rank in range(size):
+                alone = copy.deepcopy(model)
+                alone.zero_grad()
+                alone(x + rank, (rank + step) % 3).backward()
+                wanted.append([each.grad for each in alone.parameters()])
+            model.zero_grad()
+            model(x + dist.get_rank(), (dist.get_rank() + step) % 3).backward()
+            for (name, parameter), theirs in zip(model.named_parameters(), zip(*wanted, strict=True), strict=True):
+                there = [each for each in theirs if each is not None]
+                if there:
+                    torch.testing.assert_close(parameter.grad, torch.stack(there).sum(0) / size, msg=name)
+                else:
+                    assert parameter.grad is None, name
+
+    spawn(body, size, backend)
+
+
+def test_who_misses_nothing_may_read_later_what_the_others_said() -> None:
+    """As ranks with a GPU do: here on the CPU, on ranks that miss something and ranks that do not."""
+
+    def body() -> None:
+        rank, model = dist.get_rank(), Branches()
+        model.unused = None
+        averager = GradientAverager(model.branch, bucket_mb=1e-5)
+        averager._reads_late = True
+        x, layers = torch.ones(1, 3), range(4)
+        for step in range(4):
+            model.zero_grad()
+            used = [each for each in layers if rank == 0 or (each + step) % 2 or step == 3]
+            sum(model.branch[each](x).sum() for each in used).backward()
+            for each in layers:
+                share = 1.0 if (each + step) % 2 or step == 3 else 1 / 3
+                torch.testing.assert_close(model.branch[each].bias.grad, torch.full((3,), share))
+        if rank == 1:
+            model.branch[0].bias.requires_grad_(False)
+            with pytest.raises(ValueError, match="True on rank 2 and False on rank 1"):
+                sum(layer(x).sum() for layer in model.branch).backward()
+        else:
+            sum(layer(x).sum() for layer in model.branch).backward()
+            with pytest.raises(ValueError, match="True on rank 2 and False on rank 1"):
+                sum(layer(x).sum() for layer in model.branch).backward()
+
+    spawn(body, 3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("announced", [True, False])
+def test_sparse_gradients(backend: str, announced: bool) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        embedding = torch.nn.Embedding(10, 3, sparse=announced)
+        model = torch.nn.ModuleList([embedding, torch.nn.Linear(3, 1)])
+        GradientAverager(model)
+        for step in range(3):
+            rank, size = dist.get_rank(), dist.get_world_size()
+            rows = [torch.tensor([each, each, 2 * each + step]) for each in range(size)]
+            rows[2] = rows[2][:0]  # that rank has no gradient at all
+            embedding.sparse = True
+            model.zero_grad()
+            if rank == 2:
+                model[1](torch.ones(1, 3)).sum().backward()
+            else:
+                model[1](embedding(rows[rank])).sum().backward()
+            wanted = torch.zeros(10, 3)
+            for each in rows:
+                wanted.index_add_(0, each, model[1].weight.detach().expand(len(each), 3) / size)
+            assert embedding.weight.grad.is_sparse
+            assert embedding.weight.grad.is_coalesced()
+            torch.testing.assert_close(embedding.weight.grad.to_dense(), wanted)
+
+    spawn(body, 3, backend)
+
+
+def test_sparse_here_and_dense_there() -> None:
+    def body() -> None:
+        model = torch.nn.Embedding(4, 2)
+        GradientAverager(model)
+        model.sparse = dist.get_rank() == 1
+        with pytest.raises(ValueError, match="'weight' has a dense gradient on rank 0 and a sparse one on rank 1"):
+            model(torch.tensor([1])).sum().backward()
+        dist.barrier()
+
+    spawn(body, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("by_size", [True, False])
+def test_uneven_numbers_of_batches(backend: str, by_size: bool) -> None:
+    counts = [2, 5, 0]
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+        alone = copy.deepcopy(model)
+        averager = GradientAverager(model, bucket_mb=3e-5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(5, 3, 4, 3, generator=torch.Generator().manual_seed(1))
+        with averager.join(divide_by_initial_world_size=by_size):
+            for step in range(counts[dist.get_rank()]):
+                model(x[step, dist.get_rank()]).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        other = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for step in range(5):
+            there = [rank for rank in range(3) if step < counts[rank]]
+            divisor = 3 if by_size else len(there)
+            sum(alone(x[step, rank]).square().mean() / divisor for rank in there).backward()
+            other.step()
+            other.zero_grad()
+        for own, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(own, wanted)
+        assert same_everywhere(model)
+        model(x[0, dist.get_rank()]).square().mean().backward()  # and on as before
+        assert model[0].weight.grad.abs().sum() > 0
+
+    spawn(body, 3, backend)
+
+
+def test_a_second_epoch_of_join() -> None:
+    """A rank that was done first was left with the last step's mean in ``.grad``, to which its next epoch added."""
+
+    def body() -> None:
+        model = torch.nn.Linear(2, 1, bias=False)
+        averager = GradientAverager(model)
+        for _ in range(3):
+            with averager.join():
+                for step in range(2 + dist.get_rank()):  # 2, 3 and 4
+                    with averager.no_sync():
+                        model(torch.ones(1, 2)).sum().backward()
+                    model(torch.ones(1, 2)).sum().backward()
+                    going_on = min(3, 4 - step)  # of 3 ranks
+                    torch.testing.assert_close(model.weight.grad, torch.full((1, 2), 2 * going_on / 3))
+                    model.zero_grad()
+            assert model.weight.grad is None
+
+    spawn(body, 3)
+
+
+def test_join_where_nobody_has_anything() -> None:
+    def body() -> None:
+        with GradientAverager(torch.nn.Linear(1, 1)).join():
+            pass
+
+    spawn(body, 2)

@@ -1,0 +1,131 @@
+"""Backward in two parts, inputs first and weights later, gives what backward at once gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from dist_prims.training.pipeline.backward import Later, split_backward
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
+    (lambda: nn.Linear(3, 5), (4, 3)),
+    (lambda: nn.Linear(3, 5, bias=False), (2, 4, 3)),
+    (lambda: nn.Linear(3, 5), (3,)),
+    (lambda: nn.Conv1d(4, 6, 3, stride=2, groups=2), (2, 4, 9)),
+    (lambda: nn.Conv2d(4, 6, 3, padding="same", dilation=2), (2, 4, 7, 8)),
+    (lambda: nn.Conv2d(4, 6, 2, padding="same"), (2, 4, 7, 8)),
+    (lambda: nn.Conv2d(4, 6, (2, 3), stride=(1, 2), padding="valid", padding_mode="reflect"), (2, 4, 7, 8)),
+    (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular", bias=False), (4, 7, 8)),
+    (lambda: nn.Conv3d(2, 3, 2, padding=1), (2, 2, 3, 4, 3)),
+    (lambda: nn.Sequential(nn.Linear(3, 3), nn.Sigmoid(), nn.LayerNorm(3), nn.Linear(3, 2)), (0, 3)),
+    (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 5)), (4, 3)),
+    (lambda: nn.MultiheadAttention(4, 2, batch_first=True), (2, 3, 4)),
+    (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)), (4, 3, 4)),
+    (lambda: nn.Linear(3, 5, bias=False), (3,)),
+    (lambda: nn.Conv2d(4, 6, 1, bias=False), (2, 4, 7, 8)),
+    (lambda: nn.Conv2d(4, 6, 1, stride=2, bias=False), (2, 4, 7, 8)),
+    (lambda: nn.Conv2d(4, 6, 1, groups=2, bias=False), (2, 4, 7, 8)),
+    (lambda: nn.Conv2d(4, 6, 1, padding=1, bias=False), (2, 4, 7, 8)),
+    (lambda: nn.Conv1d(4, 6, 1, bias=False).double(), (2, 4, 7)),
+    (lambda: nn.Linear(3, 5, dtype=torch.complex64), (4, 3)),
+]
+
+
+@pytest.mark.parametrize("case", range(len(LAYERS)))
+@pytest.mark.parametrize("of_input", [True, False])
+def test_a_split_backward_gives_the_whole_one(case: int, of_input: bool) -> None:
+    make, shape = LAYERS[case]
+    torch.manual_seed(0)
+    one = make()
+    other = make()
+    other.load_state_dict(one.state_dict())
+    x = torch.randn(shape, requires_grad=of_input, dtype=next(one.parameters()).dtype)
+    y = x.detach().clone().requires_grad_(of_input)
+    later = Later()
+    for _ in range(2):  # gradients add up
+        first = one(x, x, x)[0] if isinstance(one, nn.MultiheadAttention) else one(x)
+        with split_backward(later):
+            second = other(y, y, y)[0] if isinstance(other, nn.MultiheadAttention) else other(y)
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+        first.abs().square().sum().backward()
+        second.abs().square().sum().backward()
+        later.drain()
+        for mine, its in zip(other.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, its.grad)
+        if of_input:
+            torch.testing.assert_close(y.grad, x.grad)
+
+
+@pytest.mark.parametrize("watched", ["hook", "after", "by DDP", "by nobody"])
+def test_whoever_watches_a_weight_sees_each_gradient(watched: str) -> None:
+    """A product of matrices is added to ``.grad`` as it is computed, but not behind somebody's back."""
+    layer = nn.Conv2d(2, 3, 1, bias=False)
+    seen: list[torch.Tensor] = []
+    if watched == "hook":
+        layer.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    elif watched == "after":
+        layer.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    node = layer.weight.view_as(layer.weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: seen.append(layer.weight.grad))
+    for _ in range(3):
+        later = Later(watched=watched == "by DDP")
+        with split_backward(later):
+            layer(torch.ones(1, 2, 3, 3)).sum().backward()
+        later.drain()
+    assert layer.weight.grad.flatten().tolist() == [27.0] * 6
+    assert len(seen) == {"hook": 6, "after": 6, "by DDP": 3, "by nobody": 1}[watched]  # the first is always autograd's
+
+
+def test_a_split_backward_leaves_the_weights_for_later() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, padding_idx=1), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    model[3].weight = model[1].weight  # tied
+    model[1].bias.requires_grad_(False)  # autograd's then
+    whole = [each.detach().clone() for each in _whole_gradients(model)]
+    seen: list[str] = []
+    model[0].weight.register_hook(lambda grad: seen.append("hook"))
+    model[0].weight.register_post_accumulate_grad_hook(lambda weight: seen.append("after"))
+    later = Later()
+    with split_backward(later):
+        loss = model(torch.tensor([[1, 2], [2, 4]])).square().sum()
+    loss.backward()
+    assert model[0].weight.grad is None
+    assert model[2].weight.grad is not None
+    assert seen == []
+    later.drain()
+    assert seen == ["hook", "after"]
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    torch.testing.assert_close(found, whole)
+
+
+def _whole_gradients(model: nn.Module) -> list[torch.Tensor]:
+    model(torch.tensor([[1, 2], [2, 4]])).square().sum().backward()
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def test_a_split_backward_under_autocast() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2))
+    x = torch.randint(5, (4, 2, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(x)
+    plain.float().square().sum().backward()
+    wanted = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    later = Later()
+    with torch.autocast("cpu", torch.bfloat16), split_backward(later):
+        split = model(x)
+    assert split.dtype == torch.bfloat16
+    assert torch.equal(split, plain)
+    split.float().square().sum().backward()
+    later.drain()
+    for each, its in zip(model.parameters(), wanted, strict=True):
+        assert each.grad is not None
+        assert each.grad.dtype == torch.float32
+        torch.testing.assert_close(each.grad, its, rtol=0.02, atol=0.02)
