@@ -102,6 +102,30 @@ def test_a_split_backward_leaves_the_weights_for_later() -> None:
     torch.testing.assert_close(found, whole)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_weight_that_layers_share_shows_its_whole_gradient_once(bias: bool) -> None:
+    """Each use was shown by itself, which DistributedDataParallel takes for a second backward."""
+    one, other = nn.Linear(3, 3, bias=bias), nn.Linear(3, 3, bias=bias)
+    other.weight, other.bias = one.weight, one.bias
+    shared = list(one.parameters())
+    seen: list[torch.Tensor] = []
+    for parameter in shared:
+        parameter.register_hook(lambda grad: seen.append(grad.clone()))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    x = torch.randn(4, 3)
+    other(one(x).relu()).square().sum().backward()
+    whole = [seen.pop(0) for _ in range(len(seen))]
+    for parameter in shared:
+        parameter.grad = None
+    later = Later()
+    with split_backward(later):
+        other(one(x).relu()).square().sum().backward()
+    assert seen == []
+    later.drain()
+    assert len(seen) == len(whole) == 2 * len(shared)
+    torch.testing.assert_close(sorted(seen, key=torch.Tensor.dim), sorted(whole, key=torch.Tensor.dim))
+
+
 def _whole_gradients(model: nn.Module) -> list[torch.Tensor]:
     model(torch.tensor([[1, 2], [2, 4]])).square().sum().backward()
     found = [each.grad for each in model.parameters() if each.grad is not None]

@@ -25,7 +25,8 @@ tensor less to make, to write and to read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -59,15 +60,37 @@ class Later:
         """Accumulate the weights' gradients as autograd does, hooks included, and let go of what they took."""
         left, self._left = self._left, []
         left.reverse()
+        parts = _Parts(layer for layer, _, _ in left)
         while left:  # each is let go as soon as it is done
             layer, x, grad = left.pop()
             with torch.no_grad():
-                if not self._watched and layer.add_product(x, grad):
+                if not self._watched and parts.is_only(layer.weight) and layer.add_product(x, grad):
                     continue
                 weight, bias = layer.weight_grads(x, grad)
-            layer.weight.backward(weight.to(layer.weight.dtype))  # type: ignore[no-untyped-call]
+            parts.give(layer.weight, weight)
             if bias is not None and layer.bias is not None:
-                layer.bias.backward(bias.to(layer.bias.dtype))  # type: ignore[no-untyped-call]
+                parts.give(layer.bias, bias)
+
+
+class _Parts:
+    """Gradients of weights that several layers share are summed first: hooks see the whole, and once."""
+
+    def __init__(self, layers: Iterable[_Layer]) -> None:
+        self._left = Counter(id(each) for layer in layers for each in (layer.weight, layer.bias) if each is not None)
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def is_only(self, weight: torch.Tensor) -> bool:
+        return self._left[id(weight)] == 1 and id(weight) not in self._sums
+
+    def give(self, weight: torch.Tensor, grad: torch.Tensor) -> None:
+        key, grad = id(weight), grad.to(weight.dtype)
+        if key in self._sums:
+            grad = self._sums.pop(key) + grad
+        self._left[key] -= 1
+        if self._left[key]:
+            self._sums[key] = grad
+        else:
+            weight.backward(grad)  # type: ignore[no-untyped-call]
 
 
 class split_backward(TorchFunctionMode):
