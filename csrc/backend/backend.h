@@ -154,6 +154,7 @@ private:
     WorkPtr message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag);
 
     void meet(const c10::intrusive_ptr<c10d::Store>& store);
+    void stop_engine();
 
     Task all_reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op);
     Task all_reduce_gradual_task(const at::Tensor& tensor, const std::shared_ptr<Gradual>& gradual,

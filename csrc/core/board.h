@@ -44,6 +44,8 @@ public:
     // Say what this rank is about to do. The next phase tells the others, and raises Mismatch on all ranks if two
     // differ; unless the caller compares himself.
     void open(const Call& call, std::chrono::milliseconds timeout, bool compares = true);
+    // The time for what is left of the call begins only now.
+    void renew() { deadline_ = Clock::time_point{}; }
     // The first rank whose call differs from that of rank 0; -1 if there is none. Asked after the first phase.
     int differs() const;
 

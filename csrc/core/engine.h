@@ -29,6 +29,14 @@ public:
         virtual bool is_done() = 0;
         // Make a wait return, that of another thread or the next one.
         virtual void abort() = 0;
+        // Before its memory goes: an engine that has ended sees here that it is not to be written to any more.
+        void let_go() noexcept {
+            try {
+                abort();
+                is_done();
+            } catch (const std::exception&) {  // as it should be
+            }
+        }
     };
     using Handle = std::unique_ptr<Letter>;
 

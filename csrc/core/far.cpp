@@ -38,7 +38,7 @@ Far::Far(std::unique_ptr<Engine> engine, Peers& peers, const std::vector<int>& s
       engine_(std::move(engine)),
       word_(engine_->receive(Engine::kAnyone, kWordTag, reinterpret_cast<std::byte*>(&heard_), sizeof(heard_))),
       inquest_(std::make_shared<Inquest>(*engine_, kInquestTag, peers.number(peers.rank()), others(peers, strangers),
-                                         [this] { wake(); })) {
+                                         [this](const auto& notice) { heed(notice); })) {
     peers_.on_look([inquest = inquest_](int awaited) { inquest->answer(awaited); });
 }
 
@@ -50,7 +50,7 @@ Far::~Far() {
     }
     if (ticker_.joinable()) ticker_.join();
     inquest_->close();
-    word_->abort();
+    word_->let_go();
 }
 
 // Make long waits return, so that who waits looks around. It sleeps when there has been none for a while: to be woken
@@ -69,6 +69,11 @@ void Far::tick() {
         }
         idle = waiting_.empty() ? idle % kIdleTicks + 1 : 0;
     }
+}
+
+void Far::heed(const std::optional<Peers::Notice>& notice) {
+    if (notice) peers_.give_notice(notice->kind, notice->culprit);
+    wake();
 }
 
 void Far::wake() {
@@ -102,7 +107,7 @@ Far::Handle Far::receive(int from, std::uint64_t number, std::byte* data, std::s
 }
 
 void Far::wait(const Handle& letter) {
-    while (true) {
+    for (bool is_due = false;;) {
         std::string reason;
         try {
             if (wait_a_while(*letter)) return;
@@ -114,13 +119,14 @@ void Far::wait(const Handle& letter) {
         }
         if (!reason.empty()) failed(*letter, reason);
         look_around(*letter);
-        if (Clock::now() >= letter->deadline) late(*letter);
+        // An aborted wait does not tell that the message is there: this rank may have stood still, and it come.
+        if (Clock::now() >= letter->deadline && std::exchange(is_due, true)) late(*letter);
     }
 }
 
-void Far::wait(const Handle& letter, std::chrono::milliseconds timeout) {
+void Far::wait(const Handle& letter, std::chrono::milliseconds timeout, Clock::time_point since) {
     letter->timeout = timeout;
-    letter->deadline = Clock::now() + timeout;
+    letter->deadline = since + timeout;
     wait(letter);
 }
 
@@ -200,6 +206,7 @@ void Far::end() {
 
 void Far::tell() {
     const auto notice = peers_.notice();
+    inquest_->tell(*notice);
     const Word word{static_cast<std::int32_t>(notice->kind), notice->culprit};
     std::vector<Engine::Handle> letters;
     for (const int stranger : strangers_) {

@@ -1,6 +1,6 @@
 #include "inquest.h"
 
-#include <algorithm>
+#include <set>
 #include <utility>
 
 namespace dist_prims {
@@ -14,14 +14,11 @@ constexpr auto kForever = std::chrono::milliseconds(24h * 365);  // an engine ha
 
 }  // namespace
 
-Inquest::Inquest(Engine& engine, int tag, int me, std::vector<int> others, std::function<void()> on_question)
-    : engine_(engine),
-      tag_(tag),
-      me_(me),
-      others_(std::move(others)),
-      on_question_(std::move(on_question)),
-      next_(engine_.receive(Engine::kAnyone, tag_, reinterpret_cast<std::byte*>(&heard_), sizeof(heard_))),
-      listener_([this] { listen(); }) {}
+Inquest::Inquest(Engine& engine, int tag, int me, std::vector<int> others, Heard heard)
+    : engine_(engine), tag_(tag), me_(me), others_(std::move(others)), on_heard_(std::move(heard)) {
+    ask();
+    listener_ = std::thread([this] { listen(); });
+}
 
 Inquest::~Inquest() {
     close();
@@ -34,16 +31,26 @@ void Inquest::close() {
         if (next_) next_->abort();
     }
     if (listener_.joinable()) listener_.join();
-    sent_.clear();  // and of the engine nothing is kept
+    sent_.clear();  // of the engine nothing is kept
+    if (next_) next_->let_go();
     next_.reset();
+}
+
+void Inquest::ask() {
+    next_ = engine_.receive(Engine::kAnyone, tag_, reinterpret_cast<std::byte*>(&heard_), sizeof(heard_));
 }
 
 void Inquest::listen() {
     try {
         while (next_->wait(kForever)) {
+            const Remark heard = heard_;
             if (!take_in()) return;
-            is_asked_.store(true, std::memory_order_release);
-            on_question_();
+            if (heard.kind == kWaits) {
+                is_asked_.store(true, std::memory_order_release);
+                on_heard_(std::nullopt);
+            } else {
+                on_heard_(Peers::Notice{static_cast<CommError::Kind>(heard.kind), heard.whom});
+            }
         }
     } catch (const std::exception&) {  // the engine has let go: who it was is told otherwise
     }
@@ -52,38 +59,60 @@ void Inquest::listen() {
 // What has been heard, and ask for the next.
 bool Inquest::take_in() {
     const std::lock_guard lock(mutex_);
-    awaits_[heard_.rank] = heard_.awaited;
+    if (heard_.kind == kWaits) awaits_[heard_.rank] = heard_.whom;
     changed_.notify_all();
-    if (!closing_)
-        next_ = engine_.receive(Engine::kAnyone, tag_, reinterpret_cast<std::byte*>(&heard_), sizeof(heard_));
-    return !closing_;
+    for (std::size_t attempt = 0; !closing_; ++attempt) {
+        try {
+            ask();
+            return true;
+        } catch (const std::exception&) {  // gloo tells here of one that has gone, of each once
+            if (attempt == others_.size()) throw;
+        }
+    }
+    return false;
 }
 
-// Once: what this rank waits for does not change any more.
-void Inquest::say(int awaited) {
-    const std::lock_guard lock(mutex_);
-    if (closing_ || said_.rank == me_) return;
-    said_ = {me_, awaited};
-    awaits_[me_] = awaited;
+void Inquest::send_all(const Remark& remark) {
     for (const int other : others_) {
         try {
-            sent_.push_back(engine_.send(other, tag_, reinterpret_cast<const std::byte*>(&said_), sizeof(said_)));
+            sent_.push_back(engine_.send(other, tag_, reinterpret_cast<const std::byte*>(&remark), sizeof(remark)));
         } catch (const std::exception&) {  // it is gone
         }
     }
 }
 
+// Once: what this rank waits for does not change any more.
+void Inquest::say(int awaited) {
+    const std::lock_guard lock(mutex_);
+    if (closing_ || std::exchange(has_said_, true)) return;
+    said_ = {me_, awaited, kWaits};
+    awaits_[me_] = awaited;
+    send_all(said_);
+}
+
+void Inquest::tell(const Peers::Notice& notice) {
+    const std::lock_guard lock(mutex_);
+    if (closing_) return;
+    told_ = {me_, notice.culprit, static_cast<std::int32_t>(notice.kind)};
+    send_all(told_);
+}
+
 int Inquest::hold(int awaited, const std::function<bool()>& over) {
     say(awaited);
     std::unique_lock lock(mutex_);
-    for (const auto until = Clock::now() + kHearing; !over() && Clock::now() < until;)
-        changed_.wait_for(lock, kBetweenLooks);
+    const auto until = Clock::now() + kHearing;
+    while (!over() && awaits_.size() <= others_.size() && Clock::now() < until) changed_.wait_for(lock, kBetweenLooks);
     return verdict(awaited);
 }
 
-// Under the lock. If all who are waited for wait themselves, in a circle, it is the one whom this rank waits for.
+// Under the lock. At the end of the chain that begins here; where it is a circle, others know of one who is silent.
 int Inquest::verdict(int awaited) const {
-    if (!awaits_.count(awaited)) return awaited;
+    std::set<int> seen;
+    for (int each = awaited; seen.insert(each).second;) {
+        const auto found = awaits_.find(each);
+        if (found == awaits_.end()) return each;
+        each = found->second;
+    }
     for (const auto& [rank, whom] : awaits_) {
         if (!awaits_.count(whom)) return whom;
     }

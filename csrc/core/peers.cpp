@@ -219,7 +219,8 @@ std::string Peers::complaint(CommError::Kind kind, int culprit, const std::strin
         case CommError::Kind::kInterrupted:
             return who + " was interrupted in " + what + "; the group cannot go on";
         case CommError::Kind::kLost:
-            return who + " was not heard of in time in " + what + "; see whether it, its host and the link are up";
+            return who + " was not heard of in time in " + what +
+                   "; see whether it is busy or waits elsewhere, and whether its host and the link are up";
         default:
             return who + " has given up waiting in an earlier call; start the group anew before " + what;
     }

@@ -41,7 +41,9 @@ Span::Span(Hosts hosts, Room& room, std::unique_ptr<Engine> engine)
     if (room.board.rank() == 0) prepare();
 }
 
-Span::~Span() = default;
+Span::~Span() {
+    for (const auto& letter : next_.letters) Far::let_go(letter);
+}
 
 // The leader of the host so far on.
 int Span::leader(std::size_t distance) const {
@@ -82,6 +84,7 @@ Span::Frames Span::gather(const Frame& mine, std::chrono::milliseconds timeout) 
     Meeting now = std::move(next_);
     const std::uint64_t number = number_;
     number_ += 2;
+    const auto began = Clock::now();
     now.frames[0] = mine;
     std::vector<Far::Handle> sent;
     try {
@@ -90,7 +93,7 @@ Span::Frames Span::gather(const Frame& mine, std::chrono::milliseconds timeout) 
             const auto* from = reinterpret_cast<const std::byte*>(now.frames.data());
             sent.push_back(far.send(leader(hosts - have), number, from, bytes, timeout));
             if (round == 0) prepare();  // there is time for it: the others are on their way
-            far.wait(now.letters[round], timeout);
+            far.wait(now.letters[round], timeout, began);
         }
         for (const auto& letter : sent) far.wait(letter);
     } catch (...) {
@@ -134,6 +137,7 @@ Span::Frame Span::meet(const Call& call, const std::byte* in, std::size_t bytes,
         board.phase();
     } else {
         const InBackground sleeping;  // the leader waits for the network, and needs the core for it
+        board.renew();                // he has all of his time, though this rank may have come early
         board.phase();
     }
     std::memcpy(&verdict, board.theirs(0), sizeof(verdict));
