@@ -16,7 +16,7 @@ constexpr auto kForever = std::chrono::milliseconds(24h * 365);  // an engine ha
 
 Inquest::Inquest(Engine& engine, int tag, int me, std::vector<int> others, Heard heard)
     : engine_(engine), tag_(tag), me_(me), others_(std::move(others)), on_heard_(std::move(heard)) {
-    ask();
+    ask();  // nobody else is here yet
     listener_ = std::thread([this] { listen(); });
 }
 
@@ -36,40 +36,42 @@ void Inquest::close() {
     next_.reset();
 }
 
+// Under the lock.
 void Inquest::ask() {
     next_ = engine_.receive(Engine::kAnyone, tag_, reinterpret_cast<std::byte*>(&heard_), sizeof(heard_));
+}
+
+void Inquest::ask_again() {
+    for (std::size_t attempt = 0;; ++attempt) {
+        try {
+            return ask();
+        } catch (const std::exception&) {  // gloo tells here of one that has gone, of each once
+            if (attempt == others_.size()) throw;
+        }
+    }
 }
 
 void Inquest::listen() {
     try {
         while (next_->wait(kForever)) {
-            const Remark heard = heard_;
-            if (!take_in()) return;
-            if (heard.kind == kWaits) {
-                is_asked_.store(true, std::memory_order_release);
-                on_heard_(std::nullopt);
-            } else {
-                on_heard_(Peers::Notice{static_cast<CommError::Kind>(heard.kind), heard.whom});
-            }
+            take_in(heard_);
+            const std::lock_guard lock(mutex_);
+            if (closing_) return;
+            ask_again();
         }
     } catch (const std::exception&) {  // the engine has let go: who it was is told otherwise
     }
 }
 
-// What has been heard, and ask for the next.
-bool Inquest::take_in() {
-    const std::lock_guard lock(mutex_);
-    if (heard_.kind == kWaits) awaits_[heard_.rank] = heard_.whom;
-    changed_.notify_all();
-    for (std::size_t attempt = 0; !closing_; ++attempt) {
-        try {
-            ask();
-            return true;
-        } catch (const std::exception&) {  // gloo tells here of one that has gone, of each once
-            if (attempt == others_.size()) throw;
-        }
+void Inquest::take_in(const Remark& remark) {
+    if (remark.kind != kWaits) return on_heard_(Peers::Notice{static_cast<CommError::Kind>(remark.kind), remark.whom});
+    {
+        const std::lock_guard lock(mutex_);
+        awaits_[remark.rank] = remark.whom;
+        changed_.notify_all();
     }
-    return false;
+    is_asked_.store(true, std::memory_order_release);
+    on_heard_(std::nullopt);
 }
 
 void Inquest::send_all(const Remark& remark) {

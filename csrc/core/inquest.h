@@ -57,8 +57,9 @@ private:
     void say(int awaited);
     void send_all(const Remark& remark);
     void ask();
+    void ask_again();
     void listen();
-    bool take_in();
+    void take_in(const Remark& remark);
     int verdict(int awaited) const;
 
     Engine& engine_;
