@@ -38,7 +38,7 @@ Far::Far(std::unique_ptr<Engine> engine, Peers& peers, const std::vector<int>& s
       engine_(std::move(engine)),
       word_(engine_->receive(Engine::kAnyone, kWordTag, reinterpret_cast<std::byte*>(&heard_), sizeof(heard_))),
       inquest_(std::make_shared<Inquest>(*engine_, kInquestTag, peers.number(peers.rank()), others(peers, strangers),
-                                         [this](const auto& notice) { heed(notice); })) {
+                                         [this](const auto& notice) { hear(notice); })) {
     peers_.on_look([inquest = inquest_](int awaited) { inquest->answer(awaited); });
 }
 
@@ -71,7 +71,7 @@ void Far::tick() {
     }
 }
 
-void Far::heed(const std::optional<Peers::Notice>& notice) {
+void Far::hear(const std::optional<Peers::Notice>& notice) {
     if (notice) peers_.give_notice(notice->kind, notice->culprit);
     wake();
 }
@@ -204,6 +204,8 @@ void Far::end() {
     }
 }
 
+// Twice: who listens wakes at once; but gloo asks the receiver back, and the listener of one that is in the middle of
+// other remarks may be too late, so the word is also in what all have asked for from the beginning.
 void Far::tell() {
     const auto notice = peers_.notice();
     inquest_->tell(*notice);

@@ -45,10 +45,10 @@ public:
                 std::chrono::milliseconds timeout);
     Handle receive(int from, std::uint64_t number, std::byte* data, std::size_t bytes,
                    std::chrono::milliseconds timeout);
-    // Throws if it does not come to its end; the group has ended then. `timeout`: from then on, if it was asked for
-    // early.
+    // Throws if it does not come to its end; the group has ended then. `timeout` counts from `since`, for what was
+    // asked for early.
     void wait(const Handle& letter);
-    void wait(const Handle& letter, std::chrono::milliseconds timeout, Clock::time_point since = Clock::now());
+    void wait(const Handle& letter, std::chrono::milliseconds timeout, Clock::time_point since);
     // Of what was asked for and does not come any more.
     static void let_go(const Handle& letter) { letter->handle->let_go(); }
     // Wake whoever waits, from another thread: he looks around.
@@ -65,7 +65,7 @@ private:
     template <typename Begin>
     Handle begin(Letter letter, const Begin& make);
     bool wait_a_while(Letter& letter);
-    void heed(const std::optional<Peers::Notice>& notice);
+    void hear(const std::optional<Peers::Notice>& notice);
     bool is_over();
     void look_around(const Letter& letter);
     [[noreturn]] void late(const Letter& letter);
