@@ -3,6 +3,11 @@
 The extensions for MPI are compiled with its header alone and linked to none of its libraries: they use the one that
 mpi4py loads. An mpicc tells where the header is: that of the environment, that of the PATH, and those that the variable
 DIST_PRIMS_MPICC names, with colons between them.
+
+DIST_PRIMS_SANITIZE=address or =thread builds dist_prims._backend alone, under that sanitizer, for tests. Give the build
+a folder of its own, or it replaces the ordinary extension:
+
+    DIST_PRIMS_SANITIZE=thread python setup.py build_ext --build-lib build/thread --build-temp build/thread
 """
 
 import os
@@ -24,8 +29,14 @@ except ImportError as error:
     ) from error
 
 # Without contraction a * b + c rounds twice on every processor: the same bits everywhere.
-FLAGS = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall"]
-CORE = list(Path("csrc/core").glob("*.cpp"))
+COMMON = ["-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall"]
+SANITIZERS = {"": "", "address": "address,undefined", "thread": "thread"}
+SANITIZER = SANITIZERS.get(os.environ.get("DIST_PRIMS_SANITIZE", ""))
+if SANITIZER is None:
+    raise SystemExit(f"DIST_PRIMS_SANITIZE={os.environ['DIST_PRIMS_SANITIZE']}: it is 'address' or 'thread'")
+INSTRUMENTED = ["-O1", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={SANITIZER}"]
+FLAGS = [*COMMON, *(INSTRUMENTED if SANITIZER else ["-O3", "-g0"])]
+CORE = [source for folder in ("common", "shm", "net") for source in Path("csrc", folder).glob("*.cpp")]  # no torch
 FAMILIES = {"mpich": "MPICH, Intel MPI or MVAPICH", "openmpi": "Open MPI"}  # by the kind of their handles
 
 
@@ -47,7 +58,22 @@ def extension(name, sources, include_dirs=()):
         include_dirs=list(include_dirs),
         define_macros=[("DIST_PRIMS_TORCH", f'"{torch.__version__}"')],
         extra_compile_args=FLAGS,
+        extra_link_args=[f"-fsanitize={SANITIZER}"] if SANITIZER else [],
     )
+
+
+def backend():
+    """The sources of the backend. An instrumented build compiles them as one: the headers of torch, parsed and
+    instrumented once for each source, are nearly all of what it takes."""
+    sources = sorted(Path("csrc/torch/backend").glob("*.cpp"))
+    if not SANITIZER:
+        return sources
+    text = "".join(f'#include "../{source}"\n' for source in sources)
+    one = Path("build", f"backend_with_{SANITIZER.replace(',', '_')}.cpp")
+    if not one.exists() or one.read_text() != text:  # else an incremental build would compile it again
+        one.parent.mkdir(exist_ok=True)
+        one.write_text(text)
+    return [one]
 
 
 def ask(mpicc):
@@ -74,11 +100,15 @@ def mpi_extensions():
             print(f"dist_prims: {mpicc} is no mpicc of Open MPI or of MPICH's kind, and left out", file=sys.stderr)
     for family in FAMILIES.keys() - found.keys():
         print(f"dist_prims: built without {FAMILIES[family]}: no mpicc of it is found", file=sys.stderr)
-    sources = [*Path("csrc/engines/mpi").glob("*.cpp"), Path("csrc/backend/tensors.cpp"), Path("csrc/backend/work.cpp")]
+    sources = [
+        *Path("csrc/torch/mpi").glob("*.cpp"),
+        Path("csrc/torch/backend/tensors.cpp"),
+        Path("csrc/torch/backend/work.cpp"),
+    ]
     return [extension(f"_mpi_{family}", sources, folders) for family, folders in sorted(found.items())]
 
 
 setup(
-    ext_modules=[extension("_backend", Path("csrc/backend").glob("*.cpp")), *mpi_extensions()],
+    ext_modules=[extension("_backend", backend()), *([] if SANITIZER else mpi_extensions())],
     cmdclass={"build_ext": Build},
 )

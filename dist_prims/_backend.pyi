@@ -19,9 +19,13 @@ class GradualTensor:
     def held(self) -> int: ...
     def forget(self) -> None: ...
 
+class NativeSchedule:
+    def __init__(self, told: Any) -> None: ...
+
 class PrimsBackend:
     spans_hosts: bool
     engine: str
+    options: Any
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class PrimsBackend:
         timeout: timedelta,
         hosts: Sequence[str],
         engine: Any,
+        largest_tag: int,
         make_gloo: Callable[[], Any],
         choose: Callable[[str, int, int], Any],
         accelerator: Any,
@@ -40,9 +45,24 @@ class PrimsBackend:
         group: str,
         ranks: str,
         dump: str,
+        ended: Callable[[], int],
     ) -> None: ...
+    def ended(self) -> list[int]: ...
     def algorithm(self, nbytes: int) -> str: ...
     def pin(self, planned: Sequence[Any]) -> None: ...
     def all_reduce_(self, tensor: torch.Tensor, op: Any) -> None: ...
+    def run_schedule(
+        self,
+        *,
+        collective: str,
+        schedule: NativeSchedule,
+        inputs: Sequence[torch.Tensor | None],
+        outputs: Sequence[torch.Tensor | None],
+        counts: Sequence[int],
+        op: Any,
+        root: int,
+        check: Callable[[], None] | None,
+        async_op: bool,
+    ) -> dist.Work: ...
     def gradual(self, tensor: torch.Tensor, budget: int, before: GradualTensor | None) -> GradualTensor | None: ...
     def record(self) -> str: ...

@@ -14,17 +14,22 @@
 #include <thread>
 #include <vector>
 
-#include "../core/attach.h"
-#include "../core/collectives.h"
-#include "../core/gradual.h"
-#include "../core/kernels.h"
-#include "../core/queue.h"
-#include "../core/room.h"
+#include "../common/kernels.h"
+#include "../common/queue.h"
+#include "../shm/collectives.h"
+#include "../shm/host_segment.h"
+#include "../shm/incremental_reduce.h"
+#include "../shm/rendezvous.h"
 
 using namespace dist_prims;
 using namespace std::chrono_literals;
 
-void spans();  // span_test.cpp
+void kernels();            // kernels_test.cpp
+void lifetimes();          // lifetime_test.cpp
+void membership();         // membership_test.cpp
+void shared_tensors();     // shared_tensor_test.cpp
+void multi_host_groups();  // multi_host_test.cpp
+void timeouts();           // timeout_test.cpp
 
 namespace {
 
@@ -36,16 +41,16 @@ namespace {
 
 constexpr std::size_t kSlot = 1 << 12;  // small, so that much is several segments
 
-// Run `body(room)` on as many threads as there are ranks.
+// Runs `body(host_segment)` on one thread for each rank.
 template <typename Body>
-void rooms(int size, Body body) {
-    const Descriptor memory = make_memory(Room::bytes(size, kSlot));
+void host_segments(int size, Body body) {
+    const Descriptor memory = make_memory(HostSegment::bytes(size, kSlot));
     const auto mapping = std::make_shared<const Mapping>(memory);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; ++rank) {
         threads.emplace_back([&, rank] {
-            Room room(mapping, rank, size, kSlot);
-            body(room);
+            HostSegment host_segment(mapping, rank, size, kSlot);
+            body(host_segment);
         });
     }
     for (std::thread& thread : threads) thread.join();
@@ -53,22 +58,22 @@ void rooms(int size, Body body) {
 
 template <typename Body>
 void ranks(int size, Body body) {
-    rooms(size, [&body](Room& room) { body(room.board); });
+    host_segments(size, [&body](HostSegment& host_segment) { body(host_segment.slots); });
 }
 
-void open(Board& board, Collective collective, std::uint64_t sequence, std::uint64_t longest = 0) {
+void open(SlotExchange& slots, Collective collective, std::uint64_t sequence, std::uint64_t longest = 0) {
     Call call;
     call.collective = collective;
     call.sequence = sequence;
     call.longest = longest;
-    board.open(call, 60s);
+    slots.open(call, 60s);
 }
 
 std::int64_t value(int rank, std::size_t index) {
     return rank * 1000 + static_cast<std::int64_t>(index) * 3;
 }
 
-std::vector<std::int64_t> held(int rank, std::size_t count) {
+std::vector<std::int64_t> test_data(int rank, std::size_t count) {
     std::vector<std::int64_t> data(count);
     for (std::size_t index = 0; index < count; ++index) data[index] = value(rank, index);
     return data;
@@ -82,167 +87,168 @@ std::byte* bytes(std::vector<std::int64_t>& data) {
 }
 
 void every_collective(int size) {
-    rooms(size, [size](Room& room) {
-        Board& board = room.board;
+    host_segments(size, [size](HostSegment& host_segment) {
+        SlotExchange& slots = host_segment.slots;
         std::uint64_t sequence = 0;
-        const int rank = board.rank();
+        const int rank = slots.rank();
         const std::size_t n = static_cast<std::size_t>(size);
         for (std::size_t count : {0u, 1u, 13u, 500u, 5000u}) {
-            auto data = held(rank, count);
-            open(board, Collective::kAllReduce, sequence++);
-            all_reduce(room, DType::kInt64, Op::kSum, bytes(data), bytes(data), count);
+            auto data = test_data(rank, count);
+            open(slots, Collective::kAllReduce, sequence++);
+            all_reduce(host_segment, DType::kInt64, Op::kSum, bytes(data), bytes(data), count);
             for (std::size_t i = 0; i < count; ++i)
                 CHECK(data[i] == size * (size - 1) / 2 * 1000 + size * 3 * static_cast<long>(i));
 
             const int root = static_cast<int>(count) % size;
-            data = held(rank, count);
-            open(board, Collective::kBroadcast, sequence++);
-            broadcast(board, count * 8, root, bytes(data));
-            CHECK(data == held(root, count));
+            data = test_data(rank, count);
+            open(slots, Collective::kBroadcast, sequence++);
+            broadcast(slots, count * 8, root, bytes(data));
+            CHECK(data == test_data(root, count));
 
             std::vector<std::vector<std::int64_t>> received(n, std::vector<std::int64_t>(count));
             Places places;
             for (auto& each : received) places.push_back(bytes(each));
-            data = held(rank, count);
-            open(board, Collective::kAllGather, sequence++);
-            all_gather(board, bytes(data), places, Counts(n, count * 8));
+            data = test_data(rank, count);
+            open(slots, Collective::kAllGather, sequence++);
+            all_gather(slots, bytes(data), places, Counts(n, count * 8));
             for (int peer = 0; peer < size; ++peer)
-                CHECK(received[static_cast<std::size_t>(peer)] == held(peer, count));
+                CHECK(received[static_cast<std::size_t>(peer)] == test_data(peer, count));
 
             std::vector<std::vector<std::int64_t>> sent;
             Blocks blocks;
-            for (int peer = 0; peer < size; ++peer) sent.push_back(held(10 * rank + peer, count));
+            for (int peer = 0; peer < size; ++peer) sent.push_back(test_data(10 * rank + peer, count));
             for (const auto& each : sent) blocks.push_back(bytes(each));
-            open(board, Collective::kAllToAll, sequence++, count * 8);
-            all_to_all(board, blocks, Counts(n, count * 8), places, Counts(n, count * 8));
+            open(slots, Collective::kAllToAll, sequence++, count * 8);
+            all_to_all(slots, blocks, Counts(n, count * 8), places, Counts(n, count * 8));
             for (int peer = 0; peer < size; ++peer)
-                CHECK(received[static_cast<std::size_t>(peer)] == held(10 * peer + rank, count));
+                CHECK(received[static_cast<std::size_t>(peer)] == test_data(10 * peer + rank, count));
 
             std::vector<std::int64_t> own(count);
-            open(board, Collective::kReduceScatter, sequence++);
-            reduce_scatter(board, DType::kInt64, Op::kMax, blocks, bytes(own), Counts(n, count));
-            CHECK(own == held(10 * (size - 1) + rank, count));
+            open(slots, Collective::kReduceScatter, sequence++);
+            reduce_scatter(slots, DType::kInt64, Op::kMax, blocks, bytes(own), Counts(n, count));
+            CHECK(own == test_data(10 * (size - 1) + rank, count));
 
-            open(board, Collective::kGather, sequence++, count * 8);
-            gather(board, root, bytes(data), count * 8, rank == root ? places : Places(), Counts(n, count * 8));
+            open(slots, Collective::kGather, sequence++, count * 8);
+            gather(slots, root, bytes(data), count * 8, rank == root ? places : Places(), Counts(n, count * 8));
             for (int peer = 0; rank == root && peer < size; ++peer)
-                CHECK(received[static_cast<std::size_t>(peer)] == held(peer, count));
+                CHECK(received[static_cast<std::size_t>(peer)] == test_data(peer, count));
 
-            open(board, Collective::kScatter, sequence++);
-            scatter(board, root, rank == root ? blocks : Blocks(), bytes(own), count * 8);
-            CHECK(own == held(10 * root + rank, count));
+            open(slots, Collective::kScatter, sequence++);
+            scatter(slots, root, rank == root ? blocks : Blocks(), bytes(own), count * 8);
+            CHECK(own == test_data(10 * root + rank, count));
         }
     });
 }
 
-// Data that all ranks, some, or none lend: the result is the same.
-void lent_memory(int size, int lenders) {
-    rooms(size, [=](Room& room) {
+// Data of which all, some or no tensors are shared: the result is the same.
+void all_reduce_of_shared_tensors(int size, int exporters) {
+    host_segments(size, [=](HostSegment& host_segment) {
         const std::size_t count = 20000;
-        const int rank = room.peers.rank();
+        const int rank = host_segment.membership.rank();
         for (std::uint64_t turn = 0; turn < 3; ++turn) {  // new memory each time
             std::vector<std::int64_t> own(count);
-            std::byte* lent = Lender::instance().allocate(count * 8);
-            std::byte* data = rank < lenders ? lent : bytes(own);
-            std::memcpy(data, held(rank, count).data(), count * 8);
+            std::byte* mapped = Exporter::instance().allocate(count * 8);
+            std::byte* data = rank < exporters ? mapped : bytes(own);
+            std::memcpy(data, test_data(rank, count).data(), count * 8);
             Call call;
             call.collective = Collective::kAllReduce;
             call.sequence = turn;
-            call.loan = Lender::instance().loan(data, count * 8);
-            CHECK((call.loan.inode != 0) == (rank < lenders));
-            room.board.open(call, 60s);
-            all_reduce(room, DType::kInt64, Op::kSum, data, data, count, call.loan);
+            call.tensor_ref = Exporter::instance().ref_of(data, count * 8);
+            CHECK(call.tensor_ref.is_shared() == (rank < exporters));
+            host_segment.slots.open(call, 60s);
+            all_reduce(host_segment, DType::kInt64, Op::kSum, data, data, count, call.tensor_ref);
             for (std::size_t i = 0; i < count; i += 7) {
                 const auto sum = size * (size - 1) / 2 * 1000 + size * 3 * static_cast<std::int64_t>(i);
                 CHECK(reinterpret_cast<std::int64_t*>(data)[i] == sum);
             }
-            Lender::instance().release(lent);
+            Exporter::instance().release(mapped);
         }
     });
 }
 
 // A sum that begins before all of the data is there, whatever comes first, wherever.
-void gradual_sums(int size, bool reachable) {
-    rooms(size, [=](Room& room) {
+void incremental_sums(int size, bool reachable) {
+    host_segments(size, [=](HostSegment& host_segment) {
         const std::size_t count = 30001, pieces = 600;  // more than can be stamped
-        const int rank = room.peers.rank();
+        const int rank = host_segment.membership.rank();
         std::mt19937 random(static_cast<unsigned>(rank));
-        std::byte* lent = Lender::instance().allocate(count * 8);
-        auto* sums = reinterpret_cast<double*>(lent);
+        const auto release = [](std::byte* data) { Exporter::instance().release(data); };
+        const std::shared_ptr<std::byte> owner(Exporter::instance().allocate(count * 8), release);
+        std::byte* const mapped = owner.get();
+        auto* sums = reinterpret_cast<double*>(mapped);
         const auto budget = std::make_shared<Budget>(rank == 1 ? 2000 : count * 8);  // of some pieces, or of all
-        Gradual gradual(lent, count * 8, DType::kFloat64, rank, size, budget);
+        IncrementalReduce incremental(mapped, count * 8, DType::kFloat64, rank, size, budget, owner);
         const auto edge = [=](std::size_t piece) { return piece * count / pieces; };
         const auto put = [&](std::size_t piece, double factor) {
             const auto data = std::make_shared<std::vector<double>>(edge(piece + 1) - edge(piece));
             for (std::size_t i = 0; i < data->size(); ++i) (*data)[i] = static_cast<double>(rank + 1 + edge(piece) + i);
-            gradual.put(piece, {{edge(piece) * 8, edge(piece + 1) * 8},
-                                reinterpret_cast<const std::byte*>(data->data()),
-                                factor,
-                                std::shared_ptr<const void>(data, data->data())});
-            CHECK(budget->held <= budget->limit);
+            incremental.put(piece, {{edge(piece) * 8, edge(piece + 1) * 8},
+                                    reinterpret_cast<const std::byte*>(data->data()),
+                                    factor,
+                                    std::shared_ptr<const void>(data, data->data())});
+            CHECK(budget->used <= budget->limit);
         };
         put(0, 7);  // it begins anew
-        CHECK(!gradual.is_shown());
-        gradual.forget();
+        CHECK(!incremental.is_published());
+        incremental.discard();
         for (std::uint64_t turn = 0; turn < 5; ++turn) {
             std::vector<std::size_t> order(pieces);
             std::iota(order.begin(), order.end(), 0);
             if (turn % 2) std::shuffle(order.begin(), order.end(), random);
             for (const std::size_t piece : order) put(piece, 0.5);
-            CHECK(gradual.is_shown() == (turn > 0 && reachable));
+            CHECK(incremental.is_published() == (turn > 0 && reachable));
             Call call;
             call.collective = Collective::kAllReduce;
             call.sequence = turn;
-            call.loan = Lender::instance().loan(lent, count * 8);
-            if (!reachable && rank == size - 1) call.loan.descriptor = -1;
-            room.board.open(call, 60s);
-            gradual.finish(room);
-            CHECK(budget->held == 0);
+            call.tensor_ref = Exporter::instance().ref_of(mapped, count * 8);
+            if (!reachable && rank == size - 1) ++call.tensor_ref.file.device;  // another file has that descriptor
+            host_segment.slots.open(call, 60s);
+            incremental.finish(host_segment);
+            CHECK(budget->used == 0);
             for (std::size_t i = 0; i < count; ++i)
                 CHECK(sums[i] == 0.5 * size * ((size + 1) / 2.0 + static_cast<double>(i)));
         }
         put(1, 2);
-        if (reachable) return Lender::instance().release(lent);
-        gradual.settle();
+        if (reachable) return;  // in the middle of a round
+        incremental.settle();
         CHECK(sums[edge(1)] == 2 * static_cast<double>(rank + 1 + edge(1)));
-        Lender::instance().release(lent);
     });
 }
 
 void disagreement() {
-    ranks(3, [](Board& board) {
-        open(board, board.rank() == 1 ? Collective::kBroadcast : Collective::kBarrier, 0);
-        bool told = false;
+    ranks(3, [](SlotExchange& slots) {
+        open(slots, slots.rank() == 1 ? Collective::kBroadcast : Collective::kBarrier, 0);
+        bool reported = false;
         try {
-            barrier(board);
+            barrier(slots);
         } catch (const CommError& error) {
-            told = error.kind == CommError::Kind::kMismatch && std::strstr(error.what(), "rank 1 calls broadcast");
+            reported = error.kind == CommError::Kind::kMismatch && std::strstr(error.what(), "rank 1 calls broadcast");
         }
-        CHECK(told);
-        open(board, Collective::kBarrier, 1);
-        barrier(board);
+        CHECK(reported);
+        open(slots, Collective::kBarrier, 1);
+        barrier(slots);
     });
 }
 
 void one_who_does_not_come() {
-    ranks(2, [](Board& board) {
-        if (board.rank() == 1) {
+    ranks(2, [](SlotExchange& slots) {
+        if (slots.rank() == 1) {
             std::this_thread::sleep_for(300ms);
             return;  // leaves
         }
-        open(board, Collective::kBarrier, 0);
-        bool told = false;
+        open(slots, Collective::kBarrier, 0);
+        bool reported = false;
         try {
-            barrier(board);
+            barrier(slots);
         } catch (const CommError& error) {
-            told = error.kind == CommError::Kind::kPeerLeft;
+            reported = error.kind == CommError::Kind::kPeerLeft;
         }
-        CHECK(told);
+        CHECK(reported);
     });
 }
 
 void order_of_a_queue() {
-    Queue queue;
+    const auto queue = std::make_shared<Queue>();
     std::vector<int> done;
     std::vector<Queue::Handle> jobs;
     for (int number = 0; number < 200; ++number) {
@@ -254,19 +260,19 @@ void order_of_a_queue() {
         };
         jobs.push_back(job);
         if (number % 3 == 0)
-            queue.run(job, {});
+            queue->run(job, {});
         else
-            queue.submit(job);
-        if (number % 7 == 0) CHECK(queue.wait(job, 60s, {}));
+            queue->submit(job);
+        if (number % 7 == 0) CHECK(queue->wait(job, 60s, {}));
     }
-    for (const auto& job : jobs) CHECK(queue.wait(job, 60s, {}));
+    for (const auto& job : jobs) CHECK(queue->wait(job, 60s, {}));
     for (int number = 0; number < 200; ++number) CHECK(done[static_cast<std::size_t>(number)] == number);
-    queue.close(nullptr, {});
+    queue->close(nullptr, {});
 }
 
-// Who is told that a job is done may wait for another one, which another thread runs.
+// A callback on the end of a job may wait for another job, which another thread runs.
 void a_callback_that_waits() {
-    Queue queue;
+    const auto queue = std::make_shared<Queue>();
     std::atomic<int> done{0};
     std::vector<Queue::Handle> jobs;
     for (int number = 0; number < 4; ++number) {
@@ -280,83 +286,87 @@ void a_callback_that_waits() {
         };
         jobs.push_back(job);
     }
-    for (const auto& job : jobs) queue.submit(job);
-    for (const auto& job : jobs) CHECK(queue.wait(job, 60s, {}));
-    queue.close(nullptr, {});
+    for (const auto& job : jobs) queue->submit(job);
+    for (const auto& job : jobs) CHECK(queue->wait(job, 60s, {}));
+    queue->close(nullptr, {});
 }
 
-Mail::Done quietly() {
+PointToPoint::Done quietly() {
     return [](std::exception_ptr error) {
         CHECK(!error);
         return std::function<void()>();
     };
 }
 
-// Everyone to everyone, tags out of order, lengths from nothing to many times the lane.
-void mail_of_all_lengths(int size, bool carried) {
-    rooms(size, [&](Room& room) {
-        const int rank = room.peers.rank();
+// All ranks to all ranks, tags out of order, lengths from zero to many times the ring.
+void messages_of_all_lengths(int size, bool carried) {
+    host_segments(size, [&](HostSegment& host_segment) {
+        const int rank = host_segment.membership.rank();
         const std::vector<std::size_t> counts{0, 1, 13, 3000, 200000};
         std::vector<std::vector<std::int64_t>> sent, received;
-        std::vector<Mail::Handle> letters;
+        std::vector<PointToPoint::Handle> requests;
         sent.reserve(1000);
         received.reserve(1000);
-        const auto done = [&] { return carried ? quietly() : Mail::Done(); };
+        const auto done = [&] { return carried ? quietly() : PointToPoint::Done(); };
         for (int peer = 0; peer < size; ++peer) {
             for (std::size_t tag = 0; tag < counts.size(); ++tag) {
-                sent.push_back(held(100 * rank + peer, counts[tag]));
-                letters.push_back(room.mail.send(peer, tag, bytes(sent.back()), counts[tag] * 8, 60s, done()));
+                sent.push_back(test_data(100 * rank + peer, counts[tag]));
+                requests.push_back(host_segment.p2p.send(peer, tag, bytes(sent.back()), counts[tag] * 8, 60s, done()));
             }
         }
         for (std::size_t tag = counts.size(); tag-- > 0;) {  // the last one first
             for (int peer = 0; peer < size; ++peer) {
                 received.emplace_back(counts[tag]);
-                letters.push_back(room.mail.receive(peer, tag, bytes(received.back()), counts[tag] * 8, 60s, done()));
+                requests.push_back(
+                    host_segment.p2p.receive(peer, tag, bytes(received.back()), counts[tag] * 8, 60s, done()));
             }
         }
-        for (const auto& letter : letters) {
-            while (carried && !room.mail.is_finished(letter)) std::this_thread::sleep_for(1ms);
-            CHECK(room.mail.wait(letter, 60s));
-            CHECK(!letter->error);
+        for (const auto& request : requests) {
+            while (carried && !host_segment.p2p.is_finished(request)) std::this_thread::sleep_for(1ms);
+            CHECK(host_segment.p2p.wait(request, 60s));
+            CHECK(!request->error);
         }
         std::size_t next = 0;
         for (std::size_t tag = counts.size(); tag-- > 0;) {
-            for (int peer = 0; peer < size; ++peer) CHECK(received[next++] == held(100 * peer + rank, counts[tag]));
+            for (int peer = 0; peer < size; ++peer)
+                CHECK(received[next++] == test_data(100 * peer + rank, counts[tag]));
         }
     });
 }
 
-void mail_from_anyone() {
-    rooms(4, [](Room& room) {
-        std::int64_t value = room.peers.rank();
+void messages_from_any_rank() {
+    host_segments(4, [](HostSegment& host_segment) {
+        std::int64_t value = host_segment.membership.rank();
         auto* data = reinterpret_cast<std::byte*>(&value);
-        if (room.peers.rank() != 0) {
-            CHECK(room.mail.wait(room.mail.send(0, 7, data, 8, 60s, {}), 60s));
+        if (host_segment.membership.rank() != 0) {
+            CHECK(host_segment.p2p.wait(host_segment.p2p.send(0, 7, data, 8, 60s, {}), 60s));
             return;  // and leave: what was sent is still to be had
         }
         std::vector<bool> seen(4);
         for (int each = 1; each < 4; ++each) {
-            const auto letter = room.mail.receive(Mail::kAnyone, 7, data, 8, 60s, {});
-            CHECK(room.mail.wait(letter, 60s) && !letter->error && letter->peer == value);
+            const auto request = host_segment.p2p.receive(PointToPoint::kAnyone, 7, data, 8, 60s, {});
+            CHECK(host_segment.p2p.wait(request, 60s) && !request->error && request->peer == value);
             seen[static_cast<std::size_t>(value)] = true;
         }
         CHECK(seen[1] && seen[2] && seen[3]);
-        const auto never = room.mail.receive(Mail::kAnyone, 7, data, 8, 60s, {});
-        CHECK(room.mail.wait(never, 60s));
+        const auto never = host_segment.p2p.receive(PointToPoint::kAnyone, 7, data, 8, 60s, {});
+        CHECK(host_segment.p2p.wait(never, 60s));
         CHECK(never->error);  // all others have left
     });
 }
 
-void mail_that_does_not_fit() {
-    rooms(2, [](Room& room) {
+void a_message_that_does_not_fit() {
+    host_segments(2, [](HostSegment& host_segment) {
         std::int64_t value[2] = {1, 2};
         auto* data = reinterpret_cast<std::byte*>(value);
-        const bool first = room.peers.rank() == 0;
-        const auto letter = first ? room.mail.send(1, 3, data, 16, 60s, {}) : room.mail.receive(0, 3, data, 8, 60s, {});
-        CHECK(room.mail.wait(letter, 60s));
-        CHECK(first == !letter->error);
-        const auto next = first ? room.mail.send(1, 3, data, 8, 60s, {}) : room.mail.receive(0, 3, data, 8, 60s, {});
-        CHECK(room.mail.wait(next, 60s) && !next->error);
+        const bool first = host_segment.membership.rank() == 0;
+        const auto request =
+            first ? host_segment.p2p.send(1, 3, data, 16, 60s, {}) : host_segment.p2p.receive(0, 3, data, 8, 60s, {});
+        CHECK(host_segment.p2p.wait(request, 60s));
+        CHECK(first == !request->error);
+        const auto next =
+            first ? host_segment.p2p.send(1, 3, data, 8, 60s, {}) : host_segment.p2p.receive(0, 3, data, 8, 60s, {});
+        CHECK(host_segment.p2p.wait(next, 60s) && !next->error);
     });
 }
 
@@ -371,18 +381,18 @@ int connect_to(const std::string& word) {
 }
 
 // Garbage of every length, and silence, do not keep the ranks from meeting.
-void strangers(int hellos) {
-    std::atomic<bool> told{false};
+void reject_strangers(int hellos) {
+    std::atomic<bool> reported{false};
     std::string word;
-    const auto deadline = Clock::now() + 300s;
+    RendezvousOptions how{.rank = 0, .size = 2, .names = {}, .timeout = 300s};
     std::thread host([&] {
         const auto tell = [&](const std::string& text) {
             word = text;
-            told.store(true, std::memory_order_release);
+            reported.store(true, std::memory_order_release);
         };
-        CHECK(host_memory(8192, 2, tell, deadline).get() >= 0);
+        CHECK(host_rendezvous(how, 8192, tell).memory.get() >= 0);
     });
-    while (!told.load(std::memory_order_acquire)) std::this_thread::yield();
+    while (!reported.load(std::memory_order_acquire)) std::this_thread::yield();
     std::mt19937 random(1);
     for (int number = 0; number < hellos; ++number) {
         const int peer = connect_to(word);
@@ -392,30 +402,38 @@ void strangers(int hellos) {
         CHECK(::send(peer, garbage.data(), garbage.size(), MSG_NOSIGNAL) >= 0);
         ::close(peer);
     }
-    const Descriptor memory = fetch_memory(1, [&] { return word; }, deadline);
-    CHECK(Mapping(memory).size() == 8192);
+    RendezvousOptions own = how;
+    own.rank = 1;
+    const RendezvousResult attached = join_rendezvous(own, [&] { return word; });
+    CHECK(Mapping(attached.memory).size() == 8192);
     host.join();
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+    membership();      // first: it forks, and here there is but one thread
+    shared_tensors();  // it forks as well, before it starts threads
+    kernels();
     for (int size : {1, 2, 3, 4, 7}) every_collective(size);
     for (int size : {1, 2, 3}) {
-        for (int lenders = 0; lenders <= size; ++lenders) lent_memory(size, lenders);
-        for (const bool reachable : {true, false}) gradual_sums(size, reachable);
+        for (int exporters = 0; exporters <= size; ++exporters) all_reduce_of_shared_tensors(size, exporters);
+        incremental_sums(size, true);
+        if (size > 1) incremental_sums(size, false);
     }
     disagreement();
     one_who_does_not_come();
     order_of_a_queue();
     a_callback_that_waits();
     for (int size : {1, 2, 3, 5}) {
-        mail_of_all_lengths(size, false);
-        mail_of_all_lengths(size, true);
+        messages_of_all_lengths(size, false);
+        messages_of_all_lengths(size, true);
     }
-    mail_from_anyone();
-    mail_that_does_not_fit();
-    spans();
-    strangers(argc > 1 ? std::atoi(argv[1]) : 2000);
+    messages_from_any_rank();
+    a_message_that_does_not_fit();
+    lifetimes();
+    multi_host_groups();
+    timeouts();
+    reject_strangers(argc > 1 ? std::atoi(argv[1]) : 2000);
     std::printf("ok, with %s\n", instruction_set());
 }

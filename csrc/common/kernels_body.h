@@ -1,0 +1,369 @@
+// The loops of kernels.h, included once for each instruction set, inside a namespace of its own: plain loops that the
+// compiler turns into vectors. No include guard, no includes: kernels_<set>.cpp brings both.
+
+struct Half {
+    std::uint16_t bits;
+};
+struct Brain {
+    std::uint16_t bits;
+};
+struct Flag {  // a bool of a tensor: any byte but 0 is true, which C++ does not promise of its own bool
+    std::uint8_t byte;
+};
+
+inline float widen(Half h) {
+    const std::uint32_t w = std::uint32_t{h.bits} << 16, sign = w & 0x80000000u, two_w = w + w;
+    const float normal = std::bit_cast<float>((two_w >> 4) + (0xE0u << 23)) * 0x1.0p-112f;
+    const float tiny = std::bit_cast<float>((two_w >> 17) | (126u << 23)) - 0.5f;
+    return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(two_w < (1u << 27) ? tiny : normal));
+}
+
+inline Half narrow_half(float f) {
+    const std::uint32_t w = std::bit_cast<std::uint32_t>(f), sign = w & 0x80000000u, two_w = w + w;
+    std::uint32_t bias = two_w & 0xFF000000u;
+    bias = bias < 0x71000000u ? 0x71000000u : bias;
+    float base = (std::bit_cast<float>(w & 0x7FFFFFFFu) * 0x1.0p+112f) * 0x1.0p-110f;
+    base = std::bit_cast<float>((bias >> 1) + 0x07800000u) + base;
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(base);
+    const std::uint32_t finite = ((bits >> 13) & 0x7C00u) + (bits & 0xFFFu);
+    return {static_cast<std::uint16_t>((sign >> 16) | (two_w > 0xFF000000u ? 0x7E00u : finite))};
+}
+
+inline float widen(Brain b) {
+    return std::bit_cast<float>(std::uint32_t{b.bits} << 16);
+}
+
+inline Brain narrow_brain(float f) {
+    const std::uint32_t w = std::bit_cast<std::uint32_t>(f);
+    const std::uint32_t rounded = (w + 0x7FFFu + ((w >> 16) & 1u)) >> 16;
+    return {static_cast<std::uint16_t>((w & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded)};
+}
+
+// How a stored element is computed with: half types in float32, the others as they are.
+template <typename T>
+struct Wide {
+    using type = T;
+    static T load(T x) { return x; }
+    static T store(T x) { return x; }
+};
+template <>
+struct Wide<Half> {
+    using type = float;
+    static float load(Half x) { return widen(x); }
+    static Half store(float x) { return narrow_half(x); }
+};
+template <>
+struct Wide<Brain> {
+    using type = float;
+    static float load(Brain x) { return widen(x); }
+    static Brain store(float x) { return narrow_brain(x); }
+};
+template <>
+struct Wide<Flag> {
+    using type = bool;
+    static bool load(Flag x) { return x.byte != 0; }
+    static Flag store(bool x) { return {x}; }
+};
+template <typename T>
+struct Complex {
+    T re, im;
+};
+
+// kWraps: of whole numbers the result is that of the unsigned type, as a signed one must not overflow.
+struct Sum {
+    static constexpr bool kWraps = true;
+    template <typename T>
+    static T apply(T a, T b) {
+        return static_cast<T>(a + b);
+    }
+    static bool apply(bool a, bool b) { return a || b; }
+};
+struct Product {
+    static constexpr bool kWraps = true;
+    template <typename T>
+    static T apply(T a, T b) {
+        return static_cast<T>(a * b);
+    }
+    static std::uint16_t apply(std::uint16_t a, std::uint16_t b) { return static_cast<std::uint16_t>(1u * a * b); }
+    static bool apply(bool a, bool b) { return a && b; }
+    template <typename T>
+    static Complex<T> apply(Complex<T> a, Complex<T> b) {
+        return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+    }
+};
+struct Min {  // not a number stays so
+    static constexpr bool kWraps = false;
+    template <typename T>
+    static T apply(T a, T b) {
+        return a != a ? a : (b < a || b != b) ? b : a;
+    }
+};
+struct Max {
+    static constexpr bool kWraps = false;
+    template <typename T>
+    static T apply(T a, T b) {
+        return a != a ? a : (a < b || b != b) ? b : a;
+    }
+};
+struct BitAnd {
+    static constexpr bool kWraps = true;
+    template <typename T>
+    static T apply(T a, T b) {
+        return static_cast<T>(a & b);
+    }
+};
+struct BitOr {
+    static constexpr bool kWraps = true;
+    template <typename T>
+    static T apply(T a, T b) {
+        return static_cast<T>(a | b);
+    }
+};
+struct BitXor {
+    static constexpr bool kWraps = true;
+    template <typename T>
+    static T apply(T a, T b) {
+        return static_cast<T>(a ^ b);
+    }
+};
+
+template <typename F, typename T, int N>
+void fold_few(T* out, const T* const* in, std::size_t count) {
+    using W = Wide<T>;
+    const T *a = in[0], *b = in[1], *c = in[N > 2 ? 2 : 0], *d = in[N > 3 ? 3 : 0];
+    for (std::size_t i = 0; i < count; ++i) {
+        auto total = F::apply(W::load(a[i]), W::load(b[i]));
+        if constexpr (N > 2) total = F::apply(total, W::load(c[i]));
+        if constexpr (N > 3) total = F::apply(total, W::load(d[i]));
+        out[i] = W::store(total);
+    }
+}
+
+template <typename F, typename T>
+void fold_many(T* out, const T* const* in, int inputs, std::size_t count) {
+    using W = Wide<T>;
+    constexpr std::size_t kBlock = 512;  // the totals of a block stay in the first-level cache
+    typename W::type total[kBlock];
+    for (std::size_t begin = 0; begin < count; begin += kBlock) {
+        const std::size_t n = count - begin < kBlock ? count - begin : kBlock;
+        for (std::size_t i = 0; i < n; ++i) total[i] = W::load(in[0][begin + i]);
+        for (int k = 1; k < inputs; ++k) {
+            const T* each = in[k] + begin;
+            for (std::size_t i = 0; i < n; ++i) total[i] = F::apply(total[i], W::load(each[i]));
+        }
+        for (std::size_t i = 0; i < n; ++i) out[begin + i] = W::store(total[i]);
+    }
+}
+
+template <typename F, typename T>
+void fold_as(void* out, const void* const* in, int inputs, std::size_t count) {
+    auto* to = static_cast<T*>(out);
+    auto* from = reinterpret_cast<const T* const*>(in);
+    switch (inputs) {
+        case 1:
+            if (out != in[0]) std::memcpy(out, in[0], count * sizeof(T));
+            return;
+        case 2:
+            return fold_few<F, T, 2>(to, from, count);
+        case 3:
+            return fold_few<F, T, 3>(to, from, count);
+        case 4:
+            return fold_few<F, T, 4>(to, from, count);
+        default:
+            return fold_many<F, T>(to, from, inputs, count);
+    }
+}
+
+template <typename F, typename T>
+using Whole = std::conditional_t<F::kWraps, std::make_unsigned_t<T>, T>;
+
+template <typename F>
+void fold_integers(DType dtype, void* out, const void* const* in, int inputs, std::size_t count) {
+    switch (dtype) {
+        case DType::kUInt8:
+            return fold_as<F, std::uint8_t>(out, in, inputs, count);
+        case DType::kInt8:
+            return fold_as<F, Whole<F, std::int8_t>>(out, in, inputs, count);
+        case DType::kUInt16:
+            return fold_as<F, std::uint16_t>(out, in, inputs, count);
+        case DType::kInt16:
+            return fold_as<F, Whole<F, std::int16_t>>(out, in, inputs, count);
+        case DType::kUInt32:
+            return fold_as<F, std::uint32_t>(out, in, inputs, count);
+        case DType::kInt32:
+            return fold_as<F, Whole<F, std::int32_t>>(out, in, inputs, count);
+        case DType::kUInt64:
+            return fold_as<F, std::uint64_t>(out, in, inputs, count);
+        case DType::kInt64:
+            return fold_as<F, Whole<F, std::int64_t>>(out, in, inputs, count);
+        case DType::kBool:
+            return fold_as<F, Flag>(out, in, inputs, count);
+        default:
+            return;  // reduces() has refused it
+    }
+}
+
+template <typename F>
+void fold_reals(DType dtype, void* out, const void* const* in, int inputs, std::size_t count) {
+    switch (dtype) {
+        case DType::kFloat16:
+            return fold_as<F, Half>(out, in, inputs, count);
+        case DType::kBFloat16:
+            return fold_as<F, Brain>(out, in, inputs, count);
+        case DType::kFloat32:
+            return fold_as<F, float>(out, in, inputs, count);
+        case DType::kFloat64:
+            return fold_as<F, double>(out, in, inputs, count);
+        default:
+            return fold_integers<F>(dtype, out, in, inputs, count);
+    }
+}
+
+void fold(Op op, DType dtype, void* out, const void* const* in, int inputs, std::size_t count) {
+    const bool single = dtype == DType::kComplex64, twice = dtype == DType::kComplex128;
+    switch (op) {
+        case Op::kSum:  // complex numbers add as pairs of reals
+        case Op::kPremulSum:
+            if (single) return fold_as<Sum, float>(out, in, inputs, 2 * count);
+            if (twice) return fold_as<Sum, double>(out, in, inputs, 2 * count);
+            return fold_reals<Sum>(dtype, out, in, inputs, count);
+        case Op::kProduct:
+            if (single) return fold_as<Product, Complex<float>>(out, in, inputs, count);
+            if (twice) return fold_as<Product, Complex<double>>(out, in, inputs, count);
+            return fold_reals<Product>(dtype, out, in, inputs, count);
+        case Op::kMin:
+            return fold_reals<Min>(dtype, out, in, inputs, count);
+        case Op::kMax:
+            return fold_reals<Max>(dtype, out, in, inputs, count);
+        case Op::kBitAnd:
+            return fold_integers<BitAnd>(dtype, out, in, inputs, count);
+        case Op::kBitOr:
+            return fold_integers<BitOr>(dtype, out, in, inputs, count);
+        case Op::kBitXor:
+            return fold_integers<BitXor>(dtype, out, in, inputs, count);
+        case Op::kAvg:  // fold_terms() folds a mean
+        case Op::kNone:
+            return;
+    }
+}
+
+template <typename T>
+void mean_as(void* out, const void* const* in, const float* scales, int inputs, float divisor, std::size_t count) {
+    using W = Wide<T>;
+    constexpr std::size_t kBlock = 512;
+    float total[kBlock];
+    for (std::size_t begin = 0; begin < count; begin += kBlock) {
+        const std::size_t n = count - begin < kBlock ? count - begin : kBlock;
+        for (int k = 0; k < inputs; ++k) {
+            const T* each = static_cast<const T*>(in[k]) + begin;
+            const float by = scales[k];
+            if (k == 0)
+                for (std::size_t i = 0; i < n; ++i) total[i] = W::load(each[i]) * by;
+            else
+                for (std::size_t i = 0; i < n; ++i) total[i] += W::load(each[i]) * by;
+        }
+        T* to = static_cast<T*>(out) + begin;
+        if (divisor == 1)
+            for (std::size_t i = 0; i < n; ++i) to[i] = W::store(total[i]);
+        else
+            for (std::size_t i = 0; i < n; ++i) to[i] = W::store(total[i] / divisor);
+    }
+}
+
+void mean(DType dtype, void* out, const void* const* in, const float* scales, int inputs, float divisor,
+          std::size_t count) {
+    if (dtype == DType::kFloat16) return mean_as<Half>(out, in, scales, inputs, divisor, count);
+    return mean_as<Brain>(out, in, scales, inputs, divisor, count);
+}
+
+template <typename T>
+void divide_as(void* data, int divisor, std::size_t count) {
+    auto* each = static_cast<T*>(data);
+    for (std::size_t i = 0; i < count; ++i) each[i] = static_cast<T>(each[i] / divisor);
+}
+
+void divide(DType dtype, void* data, int divisor, std::size_t count) {
+    switch (dtype) {
+        case DType::kUInt8:
+            return divide_as<std::uint8_t>(data, divisor, count);
+        case DType::kInt8:
+            return divide_as<std::int8_t>(data, divisor, count);
+        case DType::kUInt16:
+            return divide_as<std::uint16_t>(data, divisor, count);
+        case DType::kInt16:
+            return divide_as<std::int16_t>(data, divisor, count);
+        case DType::kUInt32:
+            return divide_as<std::uint32_t>(data, divisor, count);
+        case DType::kInt32:
+            return divide_as<std::int32_t>(data, divisor, count);
+        case DType::kUInt64:
+            return divide_as<std::uint64_t>(data, divisor, count);
+        case DType::kInt64:
+            return divide_as<std::int64_t>(data, divisor, count);
+        case DType::kFloat32:
+            return divide_as<float>(data, divisor, count);
+        case DType::kFloat64:
+            return divide_as<double>(data, divisor, count);
+        case DType::kComplex64:
+            return divide_as<float>(data, divisor, 2 * count);
+        case DType::kComplex128:
+            return divide_as<double>(data, divisor, 2 * count);
+        default:
+            return;  // half types are divided within their last sum
+    }
+}
+
+template <typename T>
+void scale_as(void* out, const void* in, double factor, std::size_t count) {
+    using W = Wide<T>;
+    auto* to = static_cast<T*>(out);
+    auto* from = static_cast<const T*>(in);
+    const auto by = static_cast<typename W::type>(factor);
+    for (std::size_t i = 0; i < count; ++i) to[i] = W::store(W::load(from[i]) * by);
+}
+
+void scale(DType dtype, void* out, const void* in, double factor, std::size_t count) {
+    switch (dtype) {
+        case DType::kFloat16:
+            return scale_as<Half>(out, in, factor, count);
+        case DType::kBFloat16:
+            return scale_as<Brain>(out, in, factor, count);
+        case DType::kFloat32:
+            return scale_as<float>(out, in, factor, count);
+        case DType::kFloat64:
+            return scale_as<double>(out, in, factor, count);
+        case DType::kComplex64:
+            return scale_as<float>(out, in, factor, 2 * count);
+        case DType::kComplex128:
+            return scale_as<double>(out, in, factor, 2 * count);
+        default:
+            return;
+    }
+}
+
+template <typename T>
+void multiply_as(void* out, const void* in, std::uint64_t factor, std::size_t count) {
+    auto* to = static_cast<T*>(out);
+    auto* from = static_cast<const T*>(in);
+    const auto by = static_cast<T>(factor);
+    for (std::size_t i = 0; i < count; ++i) to[i] = Product::apply(from[i], by);
+}
+
+void multiply(DType dtype, void* out, const void* in, std::uint64_t factor, std::size_t count) {
+    switch (dtype) {  // signed or not: the bits of the product are the same
+        case DType::kUInt8:
+        case DType::kInt8:
+            return multiply_as<std::uint8_t>(out, in, factor, count);
+        case DType::kUInt16:
+        case DType::kInt16:
+            return multiply_as<std::uint16_t>(out, in, factor, count);
+        case DType::kUInt32:
+        case DType::kInt32:
+            return multiply_as<std::uint32_t>(out, in, factor, count);
+        case DType::kUInt64:
+        case DType::kInt64:
+            return multiply_as<std::uint64_t>(out, in, factor, count);
+        default:
+            return;
+    }
+}

@@ -1,0 +1,86 @@
+// Shared memory without a name: it needs no /dev/shm, no other process can open it by guessing, and the kernel frees it
+// with its last user.
+#pragma once
+
+#include <cerrno>
+#include <compare>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace dist_prims {
+
+// Bytes of a cache line. What one rank writes has lines of its own.
+inline constexpr std::size_t kCacheLine = 64;
+
+// An open descriptor, closed with its owner.
+class Descriptor {
+public:
+    explicit Descriptor(int number = -1) : number_(number) {}
+    Descriptor(Descriptor&& other) noexcept : number_(other.release()) {}
+    Descriptor& operator=(Descriptor&& other) noexcept;
+    ~Descriptor();
+
+    int get() const { return number_; }
+    int release();
+
+private:
+    int number_;
+};
+
+// Throws std::system_error for errno; where no descriptor is left, the message says so and names the remedy.
+[[noreturn]] void throw_errno(const std::string& what);
+
+// The result of a system call that returns -1 on failure; repeats the call while a signal interrupts it.
+template <typename Call>
+auto uninterrupted(const Call& call) {
+    for (;;) {
+        const auto result = call();
+        if (result >= 0 || errno != EINTR) return result;
+    }
+}
+
+// The identity of a file: an inode number is unique only within its device.
+struct FileId {
+    std::uint64_t device = 0, inode = 0;
+
+    auto operator<=>(const FileId&) const = default;
+};
+
+FileId id_of(const Descriptor& file);  // zeros for no file
+
+// Makes `bytes` of memory, all of it reserved: a shortage is an error here, not a SIGBUS at the first access.
+Descriptor make_memory(std::size_t bytes);
+
+// The same with nothing reserved. The name appears in the list of mappings of a process.
+Descriptor make_sparse_memory(const char* name, std::size_t bytes);
+// Reserves pages of such memory, which read as zero if they were not reserved before; or frees them, even while other
+// processes map them.
+void reserve(const Descriptor& memory, std::size_t begin, std::size_t bytes);
+void discard(const Descriptor& memory, std::size_t begin, std::size_t bytes) noexcept;
+
+// The pid of this process, cached.
+int this_process();
+
+// A mapping that a forked child neither sees nor writes to.
+class Mapping {
+public:
+    explicit Mapping(const Descriptor& memory);
+    Mapping(Mapping&& other) noexcept;
+    Mapping(const Mapping&) = delete;
+    ~Mapping();
+
+    std::byte* data() const { return data_; }
+    std::size_t size() const { return size_; }
+
+    // Excludes the mapping from core dumps. Needed for sparse memory: a core dump reads all of a mapping, which
+    // allocates the missing pages.
+    void leave_out_of_core_dumps() const;
+
+private:
+    std::byte* data_ = nullptr;
+    std::size_t size_ = 0;
+    int owner_ = 0;  // the process
+};
+
+}  // namespace dist_prims

@@ -1,0 +1,85 @@
+#include "types.h"
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+
+namespace dist_prims {
+namespace {
+
+struct TypeFacts {
+    const char* name;
+    std::size_t size;
+};
+
+constexpr std::array<TypeFacts, 20> kTypes{{
+    {"uint8", 1}, {"int8", 1},    {"uint16", 2},   {"int16", 2},   {"uint32", 4},  {"int32", 4},     {"uint64", 8},
+    {"int64", 8}, {"float16", 2}, {"bfloat16", 2}, {"float32", 4}, {"float64", 8}, {"complex64", 8}, {"complex128", 16},
+    {"bool", 1},  {"1 byte", 1},  {"2 bytes", 2},  {"4 bytes", 4}, {"8 bytes", 8}, {"16 bytes", 16},
+}};
+constexpr std::array kOps{"SUM", "AVG", "PREMUL_SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", ""};
+constexpr std::array kCollectives{"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
+                                  "gather",     "scatter",        "all_to_all", "barrier"};
+
+template <typename Enum>
+std::size_t at(Enum value) {
+    return static_cast<std::size_t>(value);
+}
+
+}  // namespace
+
+std::size_t size_of(DType dtype) {
+    return kTypes[at(dtype)].size;
+}
+const char* name_of(DType dtype) {
+    return kTypes[at(dtype)].name;
+}
+const char* name_of(Op op) {
+    return kOps[at(op)];
+}
+const char* name_of(Collective collective) {
+    return kCollectives[at(collective)];
+}
+Collective collective_of(const std::string& name) {
+    const auto found = std::find(kCollectives.begin(), kCollectives.end(), name);
+    if (found == kCollectives.end()) throw std::invalid_argument(name + " is not a collective of the backend");
+    return static_cast<Collective>(found - kCollectives.begin());
+}
+
+bool reduces(Op op, DType dtype, std::string* reason) {
+    const bool is_complex = dtype == DType::kComplex64 || dtype == DType::kComplex128;
+    const bool is_number = is_complex || (dtype >= DType::kFloat16 && dtype <= DType::kFloat64);
+    const char* why = nullptr;
+    if (dtype >= DType::kBytes1)
+        why = "it is for movement only; convert to bfloat16";
+    else if ((op == Op::kAvg || op == Op::kPremulSum) && dtype == DType::kBool)
+        why = "bool has no such arithmetic; convert it to a number";
+    else if ((op == Op::kMin || op == Op::kMax) && is_complex)
+        why = "complex numbers have no order; use SUM or PRODUCT";
+    else if (op >= Op::kBitAnd && is_number)
+        why = "bits belong to whole numbers and bool";
+    if (why && reason) *reason = std::string(name_of(op)) + " cannot reduce " + name_of(dtype) + ": " + why;
+    return why == nullptr;
+}
+
+void Call::by(const std::string& name) {
+    algorithm.fill(0);
+    std::copy_n(name.begin(), std::min(name.size(), algorithm.size() - 1), algorithm.begin());
+}
+
+bool Call::agrees_with(const Call& other) const {
+    return sequence == other.sequence && count == other.count && layout == other.layout && root == other.root &&
+           collective == other.collective && dtype == other.dtype && op == other.op && algorithm == other.algorithm;
+}
+
+std::string Call::text() const {
+    std::string words = std::string(name_of(collective)) + "(";
+    if (op != Op::kNone) words += std::string(name_of(op)) + ", ";
+    if (collective != Collective::kBarrier)
+        words += std::string(name_of(dtype)) + ", " + std::to_string(count) + " elements";
+    if (root >= 0) words += ", root " + std::to_string(root);
+    if (algorithm[0]) words += (words.back() == '(' ? "by " : ", by ") + std::string(algorithm.data());
+    return words + ") as call number " + std::to_string(sequence);
+}
+
+}  // namespace dist_prims

@@ -1,0 +1,76 @@
+// A group on several hosts, as one rank takes part in it: the segment that it shares with the ranks of its host, and
+// the routes to the others.
+//
+// The first rank of each host is its leader. Everything that all ranks must agree on is combined in three steps: up to
+// the leader of each host through shared memory, among the leaders in log2(hosts) rounds of messages, and down again.
+// That includes each call, and data so small that it adds nothing to the time of the message.
+//
+//     host a   0 1 2 3      post call and data, the leader sums          wait              read verdict and sum
+//     leaders  0 4 8                                        gather all (Bruck)
+//
+// Leaders post the receives of the next agreement at the end of the current one. gloo sends at once if the receive is
+// posted; otherwise it sends a request first, which doubles the time.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "../shm/host_segment.h"
+#include "remote_peers.h"
+#include "router.h"
+
+namespace dist_prims {
+
+struct Hosts {
+    std::vector<std::vector<int>> ranks;  // by host, in order
+    std::size_t mine = 0;                 // the index of this host
+
+    std::vector<int> local_ranks() const;   // by rank of the group: the rank on this host, or -1
+    std::vector<int> sizes() const;         // the number of ranks of each host
+    std::vector<int> remote_ranks() const;  // the ranks of other hosts
+};
+
+class MultiHostGroup {
+public:
+    static constexpr std::size_t kMinSlotBytes = 4096;  // a LeaderFrame must fit a slot
+
+    MultiHostGroup(Hosts hosts, HostSegment& host_segment, std::unique_ptr<Transport> transport);
+
+    // Returns when all ranks are about to make this call; throws Mismatch on all ranks if one is not. Calls
+    // slots.open() itself.
+    void agree(const Call& call, std::chrono::milliseconds timeout);
+
+    // Agrees on the call and reduces its data in the same messages. The data must satisfy is_small().
+    bool is_small(std::size_t bytes) const { return bytes <= kSmall && hosts_.ranks.size() <= kFewHosts; }
+    void all_reduce(const Call& call, const std::byte* in, std::byte* out, std::chrono::milliseconds timeout);
+
+    RemotePeers remote;
+    Router router;
+
+private:
+    static constexpr std::size_t kSmall = 1024, kFewHosts = 64;
+
+    struct LeaderFrame;
+    using LeaderFrames = std::vector<LeaderFrame>;
+    // The frames of all hosts (that of host mine + i at index i) and the receives that bring them.
+    struct GatherRound {
+        std::shared_ptr<LeaderFrames> frames;
+        std::vector<RemotePeers::Handle> requests;
+    };
+
+    int leader(std::size_t distance) const;
+    LeaderFrame host_frame(const Call& call, const std::byte* in, std::size_t bytes);
+    void post_receives();
+    LeaderFrames gather_frames(const LeaderFrame& mine, std::chrono::milliseconds timeout);
+    void find_mismatch(LeaderFrame& verdict, const LeaderFrames& frames) const;
+    LeaderFrame agree_and_reduce(const Call& call, const std::byte* in, std::size_t bytes,
+                                 std::chrono::milliseconds timeout);
+
+    const Hosts hosts_;
+    const std::vector<int> terms_;  // the number of ranks of each host
+    const int ranks_;
+    HostSegment& host_segment_;
+    GatherRound next_;  // on leaders
+};
+
+}  // namespace dist_prims

@@ -1,0 +1,292 @@
+#include "rank_program.h"
+
+#include <algorithm>
+#include <cstring>
+#include <list>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "../common/kernels.h"
+
+namespace dist_prims {
+namespace {
+
+constexpr std::size_t kCheapToCopy = 64 << 10;
+
+// Staging buffers of one collective, reused from step to step. Requests to other hosts share ownership of them, and of
+// the data, so a transport that cannot release memory at once never touches memory that is in use again.
+class StagingBuffers {
+public:
+    struct Buffer {
+        std::byte* data;
+        std::size_t bytes;
+    };
+
+    explicit StagingBuffers(std::shared_ptr<const void> data) : data_(std::move(data)) {}
+
+    // A buffer that is in use until give_back().
+    std::byte* take(std::size_t bytes, std::vector<Buffer>& taken) {
+        auto found = std::find_if(free_.begin(), free_.end(), [&](const Buffer& each) { return each.bytes >= bytes; });
+        if (found == free_.end()) {
+            all_.push_back(std::make_unique_for_overwrite<std::byte[]>(bytes));
+            taken.push_back({all_.back().get(), bytes});
+        } else {
+            taken.push_back(*found);
+            free_.erase(found);
+        }
+        return taken.back().data;
+    }
+    void give_back(std::vector<Buffer>& taken) {
+        free_.insert(free_.end(), taken.begin(), taken.end());
+        taken.clear();
+    }
+
+private:
+    const std::shared_ptr<const void> data_;
+    std::vector<std::unique_ptr<std::byte[]>> all_;
+    std::list<Buffer> free_;
+};
+
+// A segment of a piece of the data.
+struct Part {
+    std::byte* place;
+    std::size_t bytes;
+};
+
+// The pieces of one segment. Data that is one whole is cut into segments first, so that the pieces of a segment lie
+// side by side; blocks of ranks stay what they are.
+std::vector<Part> parts(const RankProgram& program, const ProgramBuffer& buffer, std::size_t element,
+                        std::size_t segment, std::size_t segments) {
+    std::vector<Part> found;
+    const auto add = [&](std::size_t begin, std::size_t end) {
+        found.push_back({buffer.data + begin * element, (end - begin) * element});
+    };
+    const auto pieces = static_cast<std::size_t>(program.chunks);
+    if (buffer.blocks.empty()) {
+        const std::size_t begin = segment * buffer.count / segments,
+                          all = (segment + 1) * buffer.count / segments - begin;
+        for (std::size_t piece = 0; piece < pieces; ++piece)
+            add(begin + piece * all / pieces, begin + (piece + 1) * all / pieces);
+        return found;
+    }
+    const std::size_t each = pieces / buffer.blocks.size();  // pieces of a block
+    std::size_t begin = 0;
+    for (const std::size_t block : buffer.blocks) {
+        for (std::size_t piece = 0; piece < each; ++piece) {
+            const std::size_t first = piece * block / each, all = (piece + 1) * block / each - first;
+            add(begin + first + segment * all / segments, begin + first + (segment + 1) * all / segments);
+        }
+        begin += block;
+    }
+    return found;
+}
+
+// The execution of one segment.
+class Execution {
+public:
+    Execution(const RankProgram& program, Router& router, const std::shared_ptr<StagingBuffers>& buffers, DType dtype,
+              Op op, const ProgramBuffer& buffer, std::size_t segment, std::size_t segments,
+              std::chrono::milliseconds timeout)
+        : program_(program),
+          router_(router),
+          number_(router.next()),
+          buffers_(buffers),
+          dtype_(dtype),
+          op_(op),
+          element_(size_of(dtype)),
+          timeout_(timeout),
+          parts_(parts(program, buffer, element_, segment, segments)) {
+        std::size_t longest = 0;
+        for (const Part& part : parts_) longest = std::max(longest, part.bytes);
+        for (int chunk = 0; chunk < program.scratch; ++chunk) scratch_.push_back(buffers_->take(longest, mine_));
+    }
+
+    // Finishes the current step and begins the next; returns false after the last.
+    bool advance() {
+        if (begun_ > 0) finish(program_.steps[begun_ - 1]);
+        if (begun_ == program_.steps.size()) {
+            buffers_->give_back(mine_);
+            return false;
+        }
+        begin(program_.steps[begun_++]);
+        return true;
+    }
+
+private:
+    struct ReceiveBuffer {
+        const RankProgram::Message* message;
+        std::byte* place;
+    };
+    // What a step receives.
+    struct StepReceives {
+        std::vector<ReceiveBuffer> receive_buffers;
+        std::vector<Router::RoutedRequest> requests;
+        std::vector<StagingBuffers::Buffer> taken;
+    };
+    using Own = std::vector<std::pair<int, const std::byte*>>;
+
+    void begin(const RankProgram::Step& step) {
+        expect(step, now_, false);
+        for (const auto& message : step.sends) {
+            const std::size_t all = length(message.pieces);
+            const std::byte* from = joined(message.chunks, message.pieces);
+            if (!from) from = pack(message);
+            if (all) sent_.push_back(router_.send(message.peer, number_, from, all, timeout_, buffers_));
+        }
+        if (begun_ < program_.steps.size()) expect(program_.steps[begun_], next_, true);
+    }
+
+    // Posts the receives of a step that are not yet posted. If `ahead` of the step, no message can be received in its
+    // final place, which may still be read: so a long message waits for its step rather than being copied.
+    void expect(const RankProgram::Step& step, StepReceives& receives, bool ahead) {
+        for (const auto& message : step.receives) {
+            const auto is_same = [&](const ReceiveBuffer& each) { return each.message == &message; };
+            if (std::any_of(receives.receive_buffers.begin(), receives.receive_buffers.end(), is_same)) continue;
+            const std::size_t all = length(message.pieces);
+            std::byte* place = in_place(message, step);
+            if (place && ahead && all > kCheapToCopy) continue;
+            if (!place || ahead) place = buffers_->take(all, receives.taken);
+            receives.receive_buffers.push_back({&message, place});
+            if (all)
+                receives.requests.push_back(router_.receive(message.peer, number_, place, all, timeout_, buffers_));
+        }
+    }
+
+    void finish(const RankProgram::Step& step) {
+        sent_.insert(sent_.end(), now_.requests.begin(), now_.requests.end());
+        router_.wait(sent_);
+        const Own own = own_operands(step);
+        for (const auto& write : step.writes) this->write(write, own);
+        sent_.clear();
+        buffers_->give_back(taken_);
+        buffers_->give_back(now_.taken);
+        now_ = std::exchange(next_, {});
+    }
+
+    std::size_t bytes(int piece) const { return parts_[static_cast<std::size_t>(piece)].bytes; }
+    std::size_t length(const RankProgram::Chunks& pieces) const {
+        std::size_t total = 0;
+        for (int piece : pieces) total += bytes(piece);
+        return total;
+    }
+
+    std::byte* place(int chunk) {
+        return chunk >= program_.chunks ? scratch_[static_cast<std::size_t>(chunk - program_.chunks)]
+                                        : parts_[static_cast<std::size_t>(chunk)].place;
+    }
+
+    // The address of chunks that are contiguous in memory, otherwise null.
+    std::byte* joined(const RankProgram::Chunks& chunks, const RankProgram::Chunks& pieces) {
+        for (std::size_t each = 1; each < chunks.size(); ++each) {
+            if (place(chunks[each]) != place(chunks[each - 1]) + bytes(pieces[each - 1])) return nullptr;
+        }
+        return place(chunks[0]);
+    }
+
+    std::byte* pack(const RankProgram::Message& message) {
+        std::byte* const packed = buffers_->take(length(message.pieces), taken_);
+        std::byte* to = packed;
+        for (std::size_t each = 0; each < message.chunks.size(); ++each) {
+            const std::size_t all = bytes(message.pieces[each]);
+            if (all) std::memcpy(to, place(message.chunks[each]), all);
+            to += all;
+        }
+        return packed;
+    }
+
+    // The final place of a message that only replaces chunks which nothing else in the step reads or writes; otherwise
+    // null.
+    std::byte* in_place(const RankProgram::Message& message, const RankProgram::Step& step) {
+        const auto has = [&](int chunk) {
+            return std::find(message.chunks.begin(), message.chunks.end(), chunk) != message.chunks.end();
+        };
+        for (const auto& sent : step.sends) {
+            if (std::any_of(sent.chunks.begin(), sent.chunks.end(), has)) return nullptr;
+        }
+        for (const auto& write : step.writes) {
+            if (has(write.into) && !(write.copy && write.sources.size() == 1)) return nullptr;
+            for (const auto& source : write.sources) {
+                if (source.peer < 0 && has(source.index)) return nullptr;
+            }
+        }
+        return joined(message.chunks, message.pieces);
+    }
+
+    // Copies of this rank's own chunks that are operands: another write of this step may overwrite them first.
+    Own own_operands(const RankProgram::Step& step) {
+        Own own;
+        for (const auto& write : step.writes) {
+            for (const auto& source : write.sources) {
+                if (source.peer < 0) own.emplace_back(source.index, pack({-1, {source.index}, {write.piece}}));
+            }
+        }
+        return own;
+    }
+
+    const std::byte* operand(const RankProgram::Source& source, const Own& own) const {
+        if (source.peer < 0) {
+            return std::find_if(own.begin(), own.end(), [&](const auto& each) { return each.first == source.index; })
+                ->second;
+        }
+        const auto& receive_buffer =
+            *std::find_if(now_.receive_buffers.begin(), now_.receive_buffers.end(),
+                          [&](const ReceiveBuffer& each) { return each.message->peer == source.peer; });
+        const auto first = receive_buffer.message->pieces.begin();
+        return receive_buffer.place + length(RankProgram::Chunks(first, first + source.index));
+    }
+
+    void write(const RankProgram::Write& write, const Own& own) {
+        std::byte* out = place(write.into);
+        std::vector<const void*> operands;
+        if (!write.copy) operands.push_back(out);
+        for (const auto& source : write.sources) operands.push_back(operand(source, own));
+        const std::size_t all = bytes(write.piece);
+        if (all == 0 || (operands.size() == 1 && operands[0] == out)) return;
+        if (operands.size() == 1)
+            std::memcpy(out, operands[0], all);
+        else
+            fold_terms(op_, dtype_, out, operands, write.terms, program_.ranks, all / element_);
+    }
+
+    const RankProgram& program_;
+    Router& router_;
+    const std::uint64_t number_;
+    const std::shared_ptr<StagingBuffers> buffers_;
+    const DType dtype_;
+    const Op op_;
+    const std::size_t element_;
+    const std::chrono::milliseconds timeout_;
+    const std::vector<Part> parts_;  // by piece
+    std::size_t begun_ = 0;
+    std::vector<std::byte*> scratch_;
+    std::vector<Router::RoutedRequest> sent_;
+    StepReceives now_, next_;
+    std::vector<StagingBuffers::Buffer> mine_, taken_;  // until the segment ends, and until the step does
+};
+
+}  // namespace
+
+void execute(const RankProgram& program, Router& router, DType dtype, Op op, const ProgramBuffer& buffer, int segments,
+             std::chrono::milliseconds timeout) {
+    std::optional<BackgroundScope>
+        sleeping;  // a rank that waits for the network leaves the core to the threads that serve it
+    if (router.spans_hosts()) sleeping.emplace();
+    const auto buffers = std::make_shared<StagingBuffers>(buffer.owner);
+    std::list<Execution> under_way;  // the oldest first
+    try {
+        for (int begun = 0; begun < segments || !under_way.empty();) {
+            for (auto each = under_way.begin(); each != under_way.end();)
+                each = each->advance() ? std::next(each) : under_way.erase(each);
+            if (begun == segments || under_way.size() == Tags::kSegments) continue;
+            const auto segment = static_cast<std::size_t>(begun++), all = static_cast<std::size_t>(segments);
+            under_way.emplace_back(program, router, buffers, dtype, op, buffer, segment, all, timeout);
+            if (!under_way.back().advance()) under_way.pop_back();
+        }
+    } catch (...) {
+        router.end();
+        throw;
+    }
+}
+
+}  // namespace dist_prims

@@ -1,0 +1,257 @@
+#include "remote_peers.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <utility>
+
+#include "../common/thread.h"
+
+namespace dist_prims {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kTimeToSend = 100ms, kTimeToReceive = 300ms;
+constexpr auto kTick = 50ms;
+constexpr int kIdleTicks = 20;
+constexpr auto kMomentToFinish = 500ms;  // a rank that has died may have completed its part
+constexpr auto kTransportMargin =
+    1min;  // a transport that times out closes all connections, so this rank must time out first
+
+// All ranks of the group but this one.
+std::vector<int> others(const Membership& membership, std::vector<int> remote_ranks) {
+    for (int peer = 0; peer < membership.size(); ++peer) {
+        if (peer != membership.rank()) remote_ranks.push_back(membership.number(peer));
+    }
+    return remote_ranks;
+}
+
+// Runs `act`, which may fail with a TransportError, and returns what a signal handler throws in a wait of the
+// transport.
+template <typename Act>
+std::exception_ptr interrupt_of(const Act& act) {
+    return caught([&] {
+        try {
+            act();
+        } catch (const Transport::TransportError&) {  // the other side is gone
+        }
+    });
+}
+
+}  // namespace
+
+RemotePeers::RemotePeers(std::unique_ptr<Transport> transport, Membership& membership,
+                         const std::vector<int>& remote_ranks)
+    : tags(transport->largest_tag()),
+      membership_(membership),
+      remote_ranks_(remote_ranks),
+      transport_(std::move(transport)),
+      notice_request_(transport_->receive(Transport::kAnyone, tags.notice(),
+                                          reinterpret_cast<std::byte*>(&received_notice_), sizeof(received_notice_))),
+      diagnosis_(std::make_shared<TimeoutDiagnosis>(*transport_, tags.diagnosis(), membership.number(membership.rank()),
+                                                    others(membership, remote_ranks),
+                                                    [this](const auto& notice) { on_notice(notice); })) {
+    membership_.on_awaited([diagnosis = diagnosis_](int awaited) { diagnosis->answer(awaited); });
+}
+
+RemotePeers::~RemotePeers() {
+    {
+        const std::lock_guard lock(mutex_);
+        closing_ = true;
+        wakes_.notify_all();
+    }
+    if (ticker_.joinable()) ticker_.join();
+    diagnosis_->close();
+}
+
+// Aborts long waits at intervals, so that they check for failures. Sleeps after a time without waits: waking this
+// thread for each short wait would cost more than the wait.
+void RemotePeers::run_ticker() {
+    std::unique_lock lock(mutex_);
+    for (int idle = 0; !closing_;) {
+        if (idle == kIdleTicks) {
+            asleep_ = true;
+            wakes_.wait(lock, [this] { return closing_ || !asleep_; });
+        }
+        const auto before = waiting_;
+        wakes_.wait_for(lock, kTick, [this] { return closing_; });
+        for (Transport::TransportRequest* request : waiting_) {
+            if (before.count(request)) request->abort();
+        }
+        idle = waiting_.empty() ? idle % kIdleTicks + 1 : 0;
+    }
+}
+
+void RemotePeers::on_notice(const std::optional<Membership::Notice>& notice) {
+    if (notice) membership_.give_notice(notice->kind, notice->culprit);
+    wake();
+}
+
+void RemotePeers::wake() {
+    const std::lock_guard lock(mutex_);
+    for (Transport::TransportRequest* request : waiting_) request->abort();
+}
+
+template <typename Begin>
+RemotePeers::Handle RemotePeers::begin(RemoteRequest request, const Begin& make) {
+    request.deadline = Clock::now() + request.timeout;
+    std::string reason;
+    try {
+        request.handle = make();
+        return std::make_shared<RemoteRequest>(std::move(request));
+    } catch (const Transport::TransportError& error) {
+        reason = error.what();
+    }
+    throw_broken(request, reason);
+}
+
+RemotePeers::Handle RemotePeers::send(int to, int tag, const std::byte* data, std::size_t bytes,
+                                      std::chrono::milliseconds timeout, Transport::Owner owner) {
+    return begin({nullptr, to, true, bytes, timeout, {}},
+                 [&] { return transport_->send(to, tag, data, bytes, std::move(owner)); });
+}
+
+RemotePeers::Handle RemotePeers::receive(int from, int tag, std::byte* data, std::size_t bytes,
+                                         std::chrono::milliseconds timeout, Transport::Owner owner) {
+    return begin({nullptr, from, false, bytes, timeout, {}},
+                 [&] { return transport_->receive(from, tag, data, bytes, std::move(owner)); });
+}
+
+void RemotePeers::wait(const Handle& request) {
+    for (bool is_due = false;;) {
+        std::string reason;
+        try {
+            if (wait_a_while(*request)) return;
+        } catch (const Transport::TransportError& error) {
+            reason = error.what();
+        } catch (...) {  // Ctrl-C
+            membership_.give_notice(CommError::Kind::kInterrupted, membership_.number(membership_.rank()));
+            throw;
+        }
+        if (!reason.empty()) throw_broken(*request, reason);
+        check_failures(*request);
+        // An aborted wait does not report a message that has arrived: this rank may have been stopped meanwhile. So it
+        // waits once more.
+        if (Clock::now() >= request->deadline && std::exchange(is_due, true)) throw_late(*request);
+    }
+}
+
+void RemotePeers::wait(const Handle& request, std::chrono::milliseconds timeout, Clock::time_point since) {
+    request->timeout = timeout;
+    request->deadline = since + timeout;
+    wait(request);
+}
+
+bool RemotePeers::wait_a_while(RemoteRequest& request) {
+    struct ActiveWait {
+        RemotePeers& remote;
+        Transport::TransportRequest* request;
+        ActiveWait(RemotePeers& remote, Transport::TransportRequest* request) : remote(remote), request(request) {
+            const std::lock_guard lock(remote.mutex_);
+            if (!remote.ticker_.joinable())
+                remote.ticker_ = std::thread([&remote] { caught([&remote] { remote.run_ticker(); }); });
+            if (std::exchange(remote.asleep_, false)) remote.wakes_.notify_all();
+            remote.waiting_.insert(request);
+        }
+        ~ActiveWait() {
+            const std::lock_guard lock(remote.mutex_);
+            remote.waiting_.erase(request);
+        }
+    } waiting(*this, request.handle.get());
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(request.deadline - Clock::now());
+    return request.handle->wait(std::max(left, 0ms) + kTransportMargin);
+}
+
+bool RemotePeers::is_over() {
+    if (!membership_.notice() && notice_request_->is_done()) receive_notice(1ms);
+    return membership_.notice().has_value();
+}
+
+void RemotePeers::check_failures(const RemoteRequest& request) {
+    is_over();
+    diagnosis_->answer(request.peer);
+    if (const int culprit = membership_.dead_rank(); culprit >= 0 && !membership_.notice()) {
+        const std::lock_guard lock(mutex_);
+        const auto now = Clock::now();
+        if (death_seen_ == Clock::time_point{}) death_seen_ = now;
+        if (now - death_seen_ > kMomentToFinish) membership_.give_notice(CommError::Kind::kPeerDied, culprit);
+    }
+    membership_.check_failures([](int) { return false; }, [&] { return text(request, ""); });
+}
+
+void RemotePeers::throw_late(const RemoteRequest& request) {
+    const int culprit = diagnosis_->diagnose(request.peer, [this] { return is_over(); });
+    throw_failure(CommError::Kind::kLost, culprit, request, "");
+}
+
+void RemotePeers::throw_broken(const RemoteRequest& request, const std::string& reason) {
+    if (!membership_.notice()) receive_notice(kTimeToReceive);
+    throw_failure(CommError::Kind::kPeerDied, request.peer, request, reason);
+}
+
+void RemotePeers::throw_failure(CommError::Kind kind, int culprit, const RemoteRequest& request,
+                                const std::string& reason) {
+    membership_.give_notice(kind, culprit);  // the first notice stands
+    membership_.check_abort([&] { return text(request, reason); });
+    std::abort();  // there is a notice, so it has thrown
+}
+
+// Waits for the notice that another rank may have sent before it went.
+void RemotePeers::receive_notice(std::chrono::milliseconds limit) {
+    try {
+        if (notice_request_->wait(limit))
+            membership_.give_notice(static_cast<CommError::Kind>(received_notice_.kind), received_notice_.culprit);
+    } catch (const Transport::TransportError&) {  // it will not come
+    }
+}
+
+void RemotePeers::end() {
+    {
+        const std::lock_guard lock(mutex_);
+        if (std::exchange(ended_, true)) return;
+    }
+    membership_.give_notice(CommError::Kind::kInterrupted,
+                            membership_.number(membership_.rank()));  // the first notice stands
+    const auto interrupt = interrupt_of([this] { send_notice(); });
+    const auto second = interrupt_of([this] {  // gloo closes all connections when one message times out
+        const auto nothing = std::make_shared<std::byte>();
+        transport_->receive(remote_ranks_.front(), tags.unused(), nothing.get(), 1, nothing)->wait(1ms);
+    });
+    for (const auto& error : {interrupt, second}) {
+        if (error) std::rethrow_exception(error);  // only now, when no message uses memory any more
+    }
+}
+
+// Sends the notice twice. The listener thread of a remote rank wakes up at once; but gloo sends a request to the
+// receiver first, and a listener that is busy with other remarks may be too late. So the notice also goes to the
+// receive that all ranks have posted from the beginning.
+void RemotePeers::send_notice() {
+    const auto notice = membership_.notice();
+    diagnosis_->send_notice(*notice);
+    const auto message =
+        std::make_shared<const NoticeMessage>(NoticeMessage{static_cast<std::int32_t>(notice->kind), notice->culprit});
+    std::vector<Transport::Handle> requests;
+    for (const int other : remote_ranks_) {
+        try {
+            const auto* data = reinterpret_cast<const std::byte*>(message.get());
+            requests.push_back(transport_->send(other, tags.notice(), data, sizeof(NoticeMessage), message));
+        } catch (const Transport::TransportError&) {  // it is gone
+        }
+    }
+    const auto until = Clock::now() + kTimeToSend;
+    for (const auto& request : requests) {
+        try {
+            const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now());
+            request->wait(std::max(left, 1ms));
+        } catch (const Transport::TransportError&) {
+        }
+    }
+}
+
+std::string RemotePeers::text(const RemoteRequest& request, const std::string& reason) const {
+    return (request.outgoing ? "send(" : "recv(") + std::to_string(request.bytes) + " bytes " +
+           (request.outgoing ? "to " : "from ") + membership_.title(request.peer) + ") within " +
+           std::to_string(request.timeout.count()) + " ms" + (reason.empty() ? "" : " (" + reason.substr(0, 200) + ")");
+}
+
+}  // namespace dist_prims

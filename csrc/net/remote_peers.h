@@ -1,0 +1,99 @@
+// Communication with the ranks of other hosts: messages through a transport, and how a failure on one host becomes
+// known on the others.
+//
+// On one host all ranks see the notice in shared memory. Across hosts a rank whose group has ended sends the notice to
+// all remote ranks, which have posted a receive for it in advance, and then closes its connections. A remote rank that
+// waits for it thereby wakes up, and looks for the notice before it reports the closed connection as the cause. A rank
+// that only times out runs a timeout diagnosis.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "../shm/membership.h"
+#include "tags.h"
+#include "timeout_diagnosis.h"
+#include "transport.h"
+
+namespace dist_prims {
+
+class RemotePeers {
+public:
+    // Extra time for waits between ranks of this host. A local rank may be blocked by a remote rank; the wait for the
+    // remote rank must time out first, because its error names the right rank.
+    static constexpr std::chrono::seconds kLocalMargin{2};
+
+    struct RemoteRequest {
+        Transport::Handle handle;
+        int peer;
+        bool outgoing;
+        std::size_t bytes;
+        std::chrono::milliseconds timeout;
+        Clock::time_point deadline;
+    };
+    using Handle = std::shared_ptr<RemoteRequest>;
+
+    // `remote_ranks` are the ranks of the group on other hosts.
+    RemotePeers(std::unique_ptr<Transport> transport, Membership& membership, const std::vector<int>& remote_ranks);
+    ~RemotePeers();
+    RemotePeers(const RemotePeers&) = delete;
+
+    // `tag` is one of `tags`. `owner`: see Transport.
+    Handle send(int to, int tag, const std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
+                Transport::Owner owner = nullptr);
+    Handle receive(int from, int tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
+                   Transport::Owner owner = nullptr);
+    // Throws if the request fails; the group has ended then. `timeout` counts from `since`, for a request that was
+    // posted early.
+    void wait(const Handle& request);
+    void wait(const Handle& request, std::chrono::milliseconds timeout, Clock::time_point since);
+    // Wakes the waits of this rank, from another thread, so that they check for failures.
+    void wake();
+
+    // Called when the group has ended: sends the notice to the other hosts and releases all memory that was given for
+    // messages.
+    void end();
+
+    const Tags tags;
+
+private:
+    struct NoticeMessage {
+        std::int32_t kind, culprit;
+    };
+
+    template <typename Begin>
+    Handle begin(RemoteRequest request, const Begin& make);
+    bool wait_a_while(RemoteRequest& request);
+    void on_notice(const std::optional<Membership::Notice>& notice);
+    bool is_over();
+    void check_failures(const RemoteRequest& request);
+    [[noreturn]] void throw_late(const RemoteRequest& request);
+    [[noreturn]] void throw_broken(const RemoteRequest& request, const std::string& reason);
+    [[noreturn]] void throw_failure(CommError::Kind kind, int culprit, const RemoteRequest& request,
+                                    const std::string& reason);
+    void receive_notice(std::chrono::milliseconds limit);
+    void send_notice();
+    void run_ticker();
+    std::string text(const RemoteRequest& request, const std::string& reason) const;
+
+    Membership& membership_;
+    const std::vector<int> remote_ranks_;
+    const std::unique_ptr<Transport> transport_;
+    NoticeMessage received_notice_{-1, -1};
+    Transport::Handle notice_request_;  // asked for
+
+    std::mutex mutex_;  // of all below
+    std::set<Transport::TransportRequest*> waiting_;
+    bool ended_ = false, closing_ = false, asleep_ = false;
+    Clock::time_point death_seen_{};
+    std::condition_variable wakes_;
+    std::thread ticker_;  // aborts long waits at intervals, since a transport cannot limit a wait without closing
+
+    const std::shared_ptr<TimeoutDiagnosis>
+        diagnosis_;  // last: its thread calls wake(); shared with the hook in Membership, which stays
+};
+
+}  // namespace dist_prims

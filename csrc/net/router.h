@@ -1,0 +1,52 @@
+// Messages to any rank of a group: in shared memory to the ranks of this host, through the transport to the others.
+#pragma once
+
+#include <vector>
+
+#include "../shm/p2p.h"
+#include "remote_peers.h"
+
+namespace dist_prims {
+
+class Router {
+public:
+    struct RoutedRequest {
+        PointToPoint::Handle local;
+        RemotePeers::Handle remote;
+    };
+
+    // `local_ranks`: for each rank of the group its rank on this host, or -1 for ranks of other hosts; empty if all
+    // ranks are on this host.
+    Router(PointToPoint& p2p, std::vector<int> local_ranks, RemotePeers* remote)
+        : p2p_(p2p), local_ranks_(std::move(local_ranks)), remote_(remote) {}
+
+    // The next number for messages that belong together, such as those of a segment of data. All ranks count alike.
+    std::uint64_t next() { return next_++; }
+
+    // `owner` of the memory: see Transport.
+    RoutedRequest send(int to, std::uint64_t number, const std::byte* data, std::size_t bytes,
+                       std::chrono::milliseconds timeout, Transport::Owner owner = nullptr);
+    RoutedRequest receive(int from, std::uint64_t number, std::byte* data, std::size_t bytes,
+                          std::chrono::milliseconds timeout, Transport::Owner owner = nullptr);
+    // Waits for local requests first: they make progress only while a thread waits. The transport moves the remote ones
+    // by itself.
+    void wait(const std::vector<RoutedRequest>& requests);
+
+    bool spans_hosts() const { return remote_ != nullptr; }
+
+    // Called after an error, which has ended the group or does so now. Afterwards no message uses its memory, except
+    // requests that the transport still holds.
+    void end();
+
+private:
+    int local_rank(int rank) const {
+        return local_ranks_.empty() ? rank : local_ranks_[static_cast<std::size_t>(rank)];
+    }
+
+    PointToPoint& p2p_;
+    const std::vector<int> local_ranks_;
+    RemotePeers* const remote_;
+    std::uint64_t next_ = 0;
+};
+
+}  // namespace dist_prims

@@ -1,0 +1,52 @@
+// The tags of the messages between the hosts of one group: which tags belong to users, and which to the group itself.
+//
+// A transport distinguishes the tags 0 to `largest`; MPI guarantees no more than 32,767. Users have the lower ones. The
+// group reserves the last kReserved, divided by class, so a message never matches a receive of another class:
+//
+//     0 ... largest_of_users()      messages of users
+//     notice, unused, diagnosis     one tag each (see remote_peers.h and timeout_diagnosis.h)
+//     agreement                     one tag: each pair of leaders exchanges one message in each agreement, and both
+//     make
+//                                   their agreements in the same order
+//     data                          kSegments tags, used in turn: one for each segment of data
+//
+// A transport delivers the messages of one sender, receiver and tag in order. So the tag of a segment may be reused as
+// soon as that segment is done on this rank: then both ends post all messages of the earlier segment before those of
+// the later one. A rank has at most kSegments segments in flight (see rank_program.cpp), all ranks begin and finish
+// them in the same order, and the calls of a group follow each other.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace dist_prims {
+
+class Tags {
+public:
+    static constexpr std::uint64_t kSegments = 1020;
+
+    explicit Tags(int largest) : first_(largest - kReserved + 1) {
+        if (first_ <= 0)
+            throw std::invalid_argument("the engine between hosts tells apart the tags 0 to " +
+                                        std::to_string(largest) + " only; a group needs " + std::to_string(kReserved) +
+                                        " of its own, and MPI guarantees 32767");
+    }
+
+    int largest_of_users() const { return first_ - 1; }
+    int notice() const { return first_; }
+    int unused() const { return first_ + 1; }  // nothing is ever sent under it
+    int diagnosis() const { return first_ + 2; }
+    int agreement() const { return first_ + 3; }
+    // `number` of the segment; all ranks count alike.
+    int data(std::uint64_t number) const { return first_ + kSingle + static_cast<int>(number % kSegments); }
+
+private:
+    static constexpr int kSingle = 4;  // tags of one kind of message each
+    static constexpr int kReserved = kSingle + static_cast<int>(kSegments);
+
+    int first_;  // of the reserved ones
+};
+
+}  // namespace dist_prims

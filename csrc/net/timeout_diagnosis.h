@@ -1,0 +1,82 @@
+// Timeout diagnosis: which rank is late when a wait for another host times out.
+//
+// A rank that times out knows only which peer it was waiting for, and that peer may itself be blocked. It therefore
+// broadcasts its wait-for edge; every other blocked rank replies with its own. The culprit is the end of the chain: the
+// rank that never replies.
+//
+//     rank 0, timed out    waits for 1
+//     rank 1                             waits for 2
+//     rank 2               ...                          no reply: rank 2 is late
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "../shm/membership.h"
+#include "transport.h"
+
+namespace dist_prims {
+
+class TimeoutDiagnosis {
+public:
+    // Called on the listener thread when another rank has timed out, or with the notice when the group has ended. The
+    // waits of this rank should then check for failures.
+    using Callback = std::function<void(const std::optional<Membership::Notice>&)>;
+
+    // `others` are all ranks of the group but `me`, as the transport numbers them.
+    TimeoutDiagnosis(Transport& transport, int tag, int me, std::vector<int> others, Callback callback);
+    ~TimeoutDiagnosis();
+    TimeoutDiagnosis(const TimeoutDiagnosis&) = delete;
+
+    // Called at intervals by a wait for `awaited`: replies if a diagnosis is in progress.
+    void answer(int awaited) {
+        if (is_diagnosing_.load(std::memory_order_acquire)) announce(awaited);
+    }
+    // This rank has timed out waiting for `awaited`. Collects the replies of the others for 1 s, or until `over` holds,
+    // and returns the late rank.
+    int diagnose(int awaited, const std::function<bool()>& over);
+    // Sends the cause of the group's end to all other ranks.
+    void send_notice(const Membership::Notice& notice);
+
+    // Ends the diagnosis permanently: nothing is sent or received afterwards.
+    void close();
+
+private:
+    // A wait-for edge: `rank` waits for `target`. Or, where `kind` is an error's, a notice: `target` is the culprit.
+    struct Remark {
+        std::int32_t rank, target, kind;
+    };
+    static constexpr std::int32_t kWaits = -1;
+
+    void announce(int awaited);
+    void send_all(const Remark& remark);
+    void post_receive();
+    void repost_receive();
+    void run_listener();
+    void on_remark(const Remark& remark);
+    int verdict(int awaited) const;
+
+    Transport& transport_;
+    const int tag_, me_;
+    const std::vector<int> others_;
+    const Callback callback_;
+    std::atomic<bool> is_diagnosing_{false};
+
+    std::mutex mutex_;  // of all below
+    std::condition_variable changed_;
+    Remark announcement_{}, notice_{}, received_{};
+    bool has_announced_ = false;
+    std::vector<Transport::Handle> sent_;
+    Transport::Handle next_;  // the posted receive of the next remark; waited for without the lock
+    std::map<int, int> awaits_;
+    bool closing_ = false;
+    std::thread listener_;
+};
+
+}  // namespace dist_prims

@@ -1,0 +1,46 @@
+// The interface of what carries bytes between hosts: the small part of gloo or MPI that this library needs.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <stdexcept>
+
+namespace dist_prims {
+
+class Transport {
+public:
+    static constexpr int kAnyone = -1;
+
+    // The other side is gone or the time limit has passed. Other exceptions of a transport, such as a
+    // KeyboardInterrupt, are not caused by the other side.
+    struct TransportError : std::runtime_error {
+        using std::runtime_error::runtime_error;
+    };
+
+    // A send or a receive. Its memory must stay valid until the request is done or destroyed. A transport that still
+    // needs the memory after that keeps `owner`, which was passed with it.
+    class TransportRequest {
+    public:
+        virtual ~TransportRequest() = default;
+        // Returns true when the request is done, and false if it was aborted; then the caller may wait again. Throws
+        // TransportError if the other side is gone or `limit` has passed. The transport is unusable afterwards, because
+        // gloo closes all its connections.
+        virtual bool wait(std::chrono::milliseconds limit) = 0;
+        // Whether the request is done, as far as the transport can tell without waiting.
+        virtual bool is_done() = 0;
+        // Makes a wait return: the current one of another thread, or the next one.
+        virtual void abort() = 0;
+    };
+    using Handle = std::unique_ptr<TransportRequest>;
+    using Owner = std::shared_ptr<const void>;
+
+    virtual ~Transport() = default;
+    // The largest tag. Tags begin at 0.
+    virtual int largest_tag() const = 0;
+    // Messages with the same sender, receiver and tag arrive in order. The lengths at both ends must be equal.
+    virtual Handle send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner = nullptr) = 0;
+    virtual Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner = nullptr) = 0;
+};
+
+}  // namespace dist_prims

@@ -1,0 +1,48 @@
+// A large sparse memory file, mapped once by its owner and once by each peer. Tensors are ranges of whole pages in it,
+// so a process needs few descriptors for all of its shared tensors.
+//
+// A range has pages only between reserve() and discard(). discard() frees them although peers have the file mapped. A
+// first design had a file for each tensor, whose pages stayed allocated until the last peer had unmapped it.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "../common/free_ranges.h"
+#include "../common/memory.h"
+
+namespace dist_prims {
+
+class Arena {
+public:
+    static constexpr std::size_t kPage = 4096;
+
+    // An arena of `wanted` bytes; if the machine or a limit of this process forbids that, of half as many and so on,
+    // down to `least`.
+    static std::unique_ptr<Arena> make(std::size_t least, std::size_t wanted);
+    explicit Arena(Descriptor file);
+
+    int descriptor() const { return file_.get(); }
+    const FileId& id() const { return id_; }
+    std::size_t size() const { return mapping_.size(); }
+    std::size_t offset_of(const std::byte* data) const { return static_cast<std::size_t>(data - mapping_.data()); }
+
+    // Addresses without pages, or null if there is no space. Not thread-safe.
+    std::byte* take(std::size_t bytes);
+    void give_back(const std::byte* data, std::size_t bytes);
+
+    void reserve(const std::byte* data, std::size_t bytes) const;
+    void discard(const std::byte* data, std::size_t bytes) const noexcept;
+    // Replaces the pages at these addresses by private copies, which other processes neither see nor write. Stores of
+    // other threads of this process are not lost. The pages of the file from `begin` to `end`,
+    // counted from `data`, are freed as they are copied, so that the memory is not needed twice.
+    void make_private(std::byte* data, std::size_t bytes, std::size_t begin, std::size_t end) const;
+
+private:
+    const Descriptor file_;
+    const Mapping mapping_;
+    const FileId id_;
+    FreeRanges free_;
+};
+
+}  // namespace dist_prims

@@ -1,0 +1,42 @@
+// The collectives of one host, as phases of the slot exchange. Each works in segments that fit the slots, so every byte
+// passes through the cache once, and each equals a registered schedule bit for bit:
+//
+//     all_reduce      "direct" (small), "two_shot" (large): both reduce in rank order
+//     reduce          "reduce_scatter_gather" with direct parts; reduce_scatter "direct"; the others only move data
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "host_segment.h"
+
+namespace dist_prims {
+
+using Counts = std::vector<std::size_t>;
+using Blocks = std::vector<const std::byte*>;  // one address for each rank
+using Places = std::vector<std::byte*>;
+
+// Throws Mismatch if one rank sends another more or less than the other expects; the same error on all ranks.
+void must_match(int rank, const char* what, int from, std::uint64_t sent, int to, std::uint64_t awaited);
+
+// Each returns when the result is complete and the input may be written again. The call must have been opened. `mine`
+// is this rank's data as its call says. If the data of all ranks is in shared tensors, it is reduced there (in == out).
+void all_reduce(HostSegment& host_segment, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count,
+                const SharedTensorRef& mine = {});
+// All-reduce of any size through the slots, never in place.
+void all_reduce_by_slots(SlotExchange& slots, DType dtype, Op op, const std::byte* in, std::byte* out,
+                         std::size_t count);
+void reduce(HostSegment& host_segment, DType dtype, Op op, int root, const std::byte* in, std::byte* out,
+            std::size_t count);
+void reduce_scatter(SlotExchange& slots, DType dtype, Op op, const Blocks& in, std::byte* out, const Counts& counts);
+void broadcast(SlotExchange& slots, std::size_t bytes, int root, std::byte* data);
+void all_gather(SlotExchange& slots, const std::byte* in, const Places& out, const Counts& bytes);
+void gather(SlotExchange& slots, int root, const std::byte* in, std::size_t bytes, const Places& out,
+            const Counts& incoming);
+void scatter(SlotExchange& slots, int root, const Blocks& in, std::byte* out, std::size_t bytes);
+void all_to_all(SlotExchange& slots, const Blocks& in, const Counts& outgoing, const Places& out,
+                const Counts& incoming);
+void barrier(SlotExchange& slots);
+
+}  // namespace dist_prims

@@ -1,0 +1,55 @@
+#include "deferred_input.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "../common/kernels.h"
+#include "../common/memory.h"
+
+namespace dist_prims {
+
+Range Range::within(Range other) const {
+    return {std::max(begin, other.begin), std::min(end, other.end)};
+}
+
+Range share_of(std::size_t rank, std::size_t ranks, std::size_t bytes) {
+    const std::size_t lines = (bytes + kCacheLine - 1) / kCacheLine;
+    const auto edge = [&](std::size_t number) { return std::min(number * lines / ranks * kCacheLine, bytes); };
+    return {edge(rank), edge(rank + 1)};
+}
+
+DeferredInput::Piece DeferredInput::Piece::within(Range range) const {
+    Piece piece = *this;
+    piece.at = at.within(range);
+    if (data && !piece.at.empty()) piece.data += piece.at.begin - at.begin;
+    return piece;
+}
+
+void DeferredInput::add(Piece piece) {
+    const auto later = [](std::size_t begin, const Piece& each) { return begin < each.at.begin; };
+    pieces_.insert(std::upper_bound(pieces_.begin(), pieces_.end(), piece.at.begin, later), std::move(piece));
+}
+
+std::vector<DeferredInput::Run> DeferredInput::runs(Range of) const {
+    std::vector<Run> found;
+    std::size_t done = of.begin;
+    for (const Piece& piece : pieces_) {
+        const Range at = piece.at.within(of);
+        if (at.empty()) continue;
+        if (at.begin > done) found.push_back({{done, at.begin}, nullptr});
+        found.push_back({at, &piece});
+        done = at.end;
+    }
+    if (of.end > done) found.push_back({{done, of.end}, nullptr});
+    return found;
+}
+
+void DeferredInput::settle(DType dtype, std::byte* mapped) const {
+    for (const Piece& piece : pieces_) {
+        if (!piece.data) throw std::logic_error("part of the data is summed already, and cannot be sent again");
+        scale(dtype, mapped + piece.at.begin, piece.data, piece.factor,
+              (piece.at.end - piece.at.begin) / size_of(dtype));
+    }
+}
+
+}  // namespace dist_prims

@@ -1,0 +1,58 @@
+// Deferred input of a reduction in place. Each rank reduces one share of the data, and no other rank reads its own part
+// of that share. A rank therefore need not copy this part into its shared tensor: the reduction reads it where it was
+// computed, and only the result is written to the shared tensor.
+//
+//     rank 0's shared tensor   | (deferred) | its part of the rest   |      rank 0 reduces the first share:
+//     rank 1's shared tensor   | its part of all, but | (deferred)   |      deferred[0] + shared[1], into both tensors
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "../common/types.h"
+
+namespace dist_prims {
+
+struct Range {
+    std::size_t begin = 0, end = 0;
+
+    bool empty() const { return begin >= end; }
+    Range within(Range other) const;  // the intersection
+};
+
+// The range of `bytes` that a rank reduces. Shares end at cache lines.
+Range share_of(std::size_t rank, std::size_t ranks, std::size_t bytes);
+
+class DeferredInput {
+public:
+    // The input of the range `at` of the shared tensor: `data` times `factor`. Null data means that the range holds the
+    // result already.
+    struct Piece {
+        Range at;
+        const std::byte* data = nullptr;
+        double factor = 1;
+        std::shared_ptr<const void> owner = nullptr;
+
+        Piece within(Range range) const;
+    };
+    // A range of the shared tensor and the piece that belongs there; null where nothing is deferred.
+    struct Run {
+        Range at;
+        const Piece* piece;
+    };
+
+    // Pieces must not overlap.
+    void add(Piece piece);
+
+    // All runs of a range, in order.
+    std::vector<Run> runs(Range of) const;
+
+    // Copies the pieces into the shared tensor. No piece may have been reduced yet.
+    void settle(DType dtype, std::byte* mapped) const;
+
+private:
+    std::vector<Piece> pieces_;  // in order
+};
+
+}  // namespace dist_prims

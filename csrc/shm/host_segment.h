@@ -1,0 +1,52 @@
+// The shared memory of the ranks of one host: one segment that holds their membership, slots and ring buffers for
+// messages.
+#pragma once
+
+#include <memory>
+
+#include "membership.h"
+#include "p2p.h"
+#include "shared_tensors.h"
+#include "slot_exchange.h"
+
+namespace dist_prims {
+
+struct HostSegment {
+    // The minimum slot size. Some collectives post a list of lengths, or a piece for each rank, in one slot.
+    static std::size_t min_slot_bytes(int size) { return 256 * (static_cast<std::size_t>(size) + 1); }
+
+    static std::size_t bytes(int size, std::size_t slot) {
+        return Membership::bytes(size) + SlotExchange::bytes(size, slot) + PointToPoint::bytes(size);
+    }
+
+    HostSegment(std::shared_ptr<const Mapping> memory, int rank, int size, std::size_t slot, RankNames names = {})
+        : shared_membership_(std::make_shared<Membership>(memory, memory->data(), rank, size, std::move(names))),
+          shared_p2p_(std::make_shared<PointToPoint>(
+              memory, memory->data() + Membership::bytes(size) + SlotExchange::bytes(size, slot), shared_membership_)),
+          membership(*shared_membership_),
+          slots(memory, memory->data() + Membership::bytes(size), membership, slot),
+          p2p(*shared_p2p_) {
+        if (memory->size() < bytes(size, slot))
+            throw std::runtime_error("the shared memory is too small for the ranks");
+    }
+    ~HostSegment() {
+        p2p.close(nullptr);
+        membership.leave();
+    }
+    HostSegment(const HostSegment&) = delete;
+
+private:
+    const std::shared_ptr<Membership>
+        shared_membership_;  // shared with the progress thread of p2p, which may outlive this object
+    const std::shared_ptr<PointToPoint> shared_p2p_;
+
+public:
+    Membership& membership;
+    SlotExchange slots;
+    PointToPoint& p2p;
+    Importer importer;
+    std::size_t one_shot =
+        32 << 10;  // bytes up to which one phase, in which every rank reduces everything, is faster than two
+};
+
+}  // namespace dist_prims

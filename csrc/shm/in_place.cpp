@@ -1,0 +1,116 @@
+#include "in_place.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "../common/kernels.h"
+#include "../common/streaming.h"
+
+namespace dist_prims {
+namespace {
+
+constexpr std::size_t kBlock = 16 * 1024;         // at a time: it stays in the first-level cache
+constexpr std::size_t kDeferredBlock = 4 * 1024;  // with the next one, which is on its way
+
+}  // namespace
+
+std::vector<SharedTensorRef> tensor_refs_of(const SlotExchange& slots) {
+    std::vector<SharedTensorRef> tensor_refs;
+    for (int peer = 0; peer < slots.size(); ++peer) tensor_refs.push_back(slots.call(peer).tensor_ref);
+    return tensor_refs;
+}
+
+MappedTensors map_tensors(HostSegment& host_segment, const std::vector<SharedTensorRef>& tensor_refs, std::byte* mine) {
+    if (!std::all_of(tensor_refs.begin(), tensor_refs.end(),
+                     [](const SharedTensorRef& tensor_ref) { return tensor_ref.is_shared(); }))
+        return {};
+    SlotExchange& slots = host_segment.slots;
+    MappedTensors mapped;
+    bool is_agreed = true, is_here = true;
+    for (int peer = 0; peer < slots.size(); ++peer) {
+        const SharedTensorRef& tensor_ref = tensor_refs[static_cast<std::size_t>(peer)];
+        is_agreed = is_agreed && host_segment.importer.is_agreed(tensor_ref);
+        if (peer == slots.rank()) {
+            mapped.places.push_back(mine);
+        } else if (const auto memory = host_segment.importer.map(host_segment.membership.process(peer), tensor_ref)) {
+            mapped.memory.push_back(memory);
+            mapped.places.push_back(memory->data() + tensor_ref.offset);
+        } else {
+            is_here = false;
+        }
+    }
+    if (is_agreed) return mapped;
+    *slots.mine() = static_cast<std::byte>(is_here);
+    slots.phase();
+    for (int peer = 0; peer < slots.size(); ++peer) {
+        if (*slots.theirs(peer) == std::byte{0}) return {};
+    }
+    for (const SharedTensorRef& tensor_ref : tensor_refs) host_segment.importer.agree(tensor_ref);
+    return mapped;
+}
+
+void finish_in_place(HostSegment& host_segment, const std::byte* data, std::size_t bytes) {
+    host_segment.slots.phase();
+    host_segment.slots.check_abort();
+    if (Exporter::instance().ref_of(data, bytes).is_shared()) return;
+    throw std::runtime_error("rank " + std::to_string(host_segment.slots.rank()) +
+                             ": the result of a collective is lost, because another collective on the same tensor "
+                             "failed at the same time; fill the tensor again before it is used");
+}
+
+void InPlace::fold_share(std::size_t bytes, const DeferredInput& deferred) {
+    for (const auto& [at, piece] : deferred.runs(share_of(rank_, places_.size(), bytes))) {
+        if (!piece)
+            fold_shared(at);
+        else if (piece->data)
+            fold_deferred(piece->within(at));
+    }
+    end_past_cache();
+}
+
+void InPlace::fold_shared(Range range) {
+    for (std::size_t at = range.begin; at < range.end; at += kBlock) {
+        const std::size_t bytes = std::min(kBlock, range.end - at);
+        fold_block(at, bytes, places_[rank_] + at, places_[rank_] + at);
+        for (std::size_t peer = 0; peer < places_.size(); ++peer) {
+            if (peer != rank_) std::memcpy(places_[peer] + at, places_[rank_] + at, bytes);
+        }
+    }
+}
+
+// The data of the other ranks has just been read and is in the cache; this rank's own place is not, so it is written
+// past the cache.
+void InPlace::fold_deferred(const DeferredInput::Piece& piece) {
+    alignas(64) std::byte block[kDeferredBlock];
+    fetch(piece.at.begin, piece.at.end);
+    for (std::size_t at = piece.at.begin; at < piece.at.end; at += kDeferredBlock) {
+        const std::size_t bytes = std::min(kDeferredBlock, piece.at.end - at);
+        fetch(at + kDeferredBlock, piece.at.end);
+        scale(dtype_, block, piece.data + (at - piece.at.begin), piece.factor, bytes / size_of(dtype_));
+        fold_block(at, bytes, block, block);
+        for (std::size_t peer = 0; peer < places_.size(); ++peer) {
+            if (peer == rank_)
+                copy_past_cache(places_[peer] + at, block, bytes);
+            else
+                std::memcpy(places_[peer] + at, block, bytes);
+        }
+    }
+}
+
+// Prefetches the next block of the other ranks while this one is reduced.
+void InPlace::fetch(std::size_t begin, std::size_t end) const {
+    for (std::size_t at = begin; at < std::min(begin + kDeferredBlock, end); at += kCacheLine) {
+        for (std::size_t peer = 0; peer < places_.size(); ++peer) {
+            if (peer != rank_) __builtin_prefetch(places_[peer] + at, 1);
+        }
+    }
+}
+
+void InPlace::fold_block(std::size_t at, std::size_t bytes, const std::byte* mine, std::byte* out) {
+    for (std::size_t peer = 0; peer < places_.size(); ++peer) each_[peer] = peer == rank_ ? mine : places_[peer] + at;
+    fold_ranks(op_, dtype_, out, each_, bytes / size_of(dtype_));
+}
+
+}  // namespace dist_prims

@@ -1,0 +1,70 @@
+// Reductions in place, in shared tensors of all ranks: each rank reduces its share of the data of all ranks, and writes
+// the result into all tensors.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "collectives.h"
+#include "deferred_input.h"
+#include "host_segment.h"
+
+namespace dist_prims {
+
+// The tensors of all ranks, mapped in this process.
+struct MappedTensors {
+    std::vector<std::shared_ptr<const Mapping>> memory;
+    Places places;  // the data, by rank
+
+    bool empty() const { return places.empty(); }
+};
+
+// The tensor of each rank in the current call. Valid after the call's first phase.
+std::vector<SharedTensorRef> tensor_refs_of(const SlotExchange& slots);
+// Maps the given tensors, one of each rank; the list is the same on all ranks. `mine` is this rank's tensor. The result
+// is empty if some tensor is not shared or some rank cannot map another's tensor. The ranks agree on that in a phase of
+// its own, once for the same arenas.
+MappedTensors map_tensors(HostSegment& host_segment, const std::vector<SharedTensorRef>& tensor_refs, std::byte* mine);
+
+// The last phase of a call in place. After it no other rank reads or writes this rank's `data`. Throws if another rank
+// has failed in the call: that rank has withdrawn its memory, so what was read there may not be its data.
+void finish_in_place(HostSegment& host_segment, const std::byte* data, std::size_t bytes);
+
+// Returns the result of `work`, during which other ranks may write to this rank's `data`. If `work` throws, the data is
+// withdrawn before the error is raised; except after a Mismatch, when no rank has begun to write.
+template <typename Work>
+auto in_shared_memory(const std::byte* data, std::size_t bytes, const Work& work) {
+    try {
+        return work();
+    } catch (const CommError& error) {
+        if (error.kind != CommError::Kind::kMismatch) Exporter::instance().withdraw(data, bytes);
+        throw;
+    } catch (...) {
+        Exporter::instance().withdraw(data, bytes);
+        throw;
+    }
+}
+
+class InPlace {
+public:
+    InPlace(int rank, DType dtype, Op op, const Places& places)
+        : rank_(static_cast<std::size_t>(rank)), dtype_(dtype), op_(op), places_(places), each_(places.size()) {}
+
+    // Reduces this rank's share of `bytes`, some of which is deferred; writes past the cache.
+    void fold_share(std::size_t bytes, const DeferredInput& deferred);
+    void fold_deferred(const DeferredInput::Piece& piece);
+
+private:
+    void fold_shared(Range range);
+    void fetch(std::size_t begin, std::size_t end) const;
+    void fold_block(std::size_t at, std::size_t bytes, const std::byte* mine, std::byte* out);
+
+    const std::size_t rank_;
+    const DType dtype_;
+    const Op op_;
+    const Places& places_;
+    std::vector<const void*> each_;
+};
+
+}  // namespace dist_prims

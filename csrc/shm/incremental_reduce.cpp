@@ -1,0 +1,161 @@
+#include "incremental_reduce.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "../common/kernels.h"
+#include "../common/streaming.h"
+#include "collectives.h"
+
+namespace dist_prims {
+
+IncrementalReduce::IncrementalReduce(std::byte* data, std::size_t bytes, DType dtype, int rank, int size,
+                                     std::shared_ptr<Budget> budget, std::shared_ptr<const void> owner)
+    : owner_(std::move(owner)),
+      exporter_(Exporter::instance()),
+      data_(data),
+      bytes_(bytes),
+      dtype_(dtype),
+      rank_(rank),
+      share_(share_of(static_cast<std::size_t>(rank), static_cast<std::size_t>(size), bytes)),
+      budget_(std::move(budget)) {}
+
+IncrementalReduce::~IncrementalReduce() {
+    if (!exporter_.is_of_this_process()) return;  // in a forked child another thread may have had the lock
+    try {
+        if (is_published()) end();
+    } catch (const std::system_error&) {  // a destructor cannot report it
+    }
+}
+
+void IncrementalReduce::put(std::size_t number, const DeferredInput::Piece& piece) {
+    const std::lock_guard lock(mutex_);
+    const std::size_t bytes = piece.at.end - piece.at.begin;
+    DeferredInput::Piece own = piece.within(share_);
+    const bool defers = !own.at.empty() && budget_->used + bytes <= budget_->limit;
+    const Range kept = defers ? own.at : Range{piece.at.end, piece.at.end};
+    for (const Range part : {Range{piece.at.begin, kept.begin}, Range{kept.end, piece.at.end}}) {
+        if (!part.empty()) publish(piece.within(part));
+    }
+    stamps_.set(number, round_);
+    has_put_ = true;
+    if (defers) {
+        budget_->used += bytes;
+        own.owner = {piece.data, [owner = piece.owner, budget = budget_, bytes](auto) { budget->used -= bytes; }};
+        waiting_.push_back({number, std::move(own)});
+    }
+    fold_ready_pieces();
+}
+
+void IncrementalReduce::progress() {
+    const std::lock_guard lock(mutex_);
+    fold_ready_pieces();
+}
+
+// Writes a large part past the cache, since others read it later; for a small part that takes longer than it saves.
+void IncrementalReduce::publish(const DeferredInput::Piece& piece) {
+    constexpr std::size_t kSmall = 64 * 1024;
+    const std::size_t bytes = piece.at.end - piece.at.begin;
+    if (bytes < kSmall) return scale(dtype_, data_ + piece.at.begin, piece.data, piece.factor, bytes / size_of(dtype_));
+    alignas(64) std::byte block[4 * 1024];
+    for (std::size_t at = 0; at < bytes; at += sizeof block) {
+        const std::size_t length = std::min(sizeof block, bytes - at);
+        scale(dtype_, block, piece.data + at, piece.factor, length / size_of(dtype_));
+        copy_past_cache(data_ + piece.at.begin + at, block, length);
+    }
+    end_past_cache();
+}
+
+void IncrementalReduce::fold_ready_pieces() {
+    if (mapped_.empty() || waiting_.empty()) return;
+    InPlace in_place(rank_, dtype_, Op::kSum, mapped_.places);
+    std::erase_if(waiting_, [&](const WaitingPiece& each) {
+        if (!all_stamps_.are_set(each.number, round_)) return false;
+        in_place.fold_deferred(each.piece);
+        done_.push_back(each.piece.at);
+        return true;
+    });
+    end_past_cache();
+}
+
+bool IncrementalReduce::is_published() const {
+    const std::lock_guard lock(mutex_);
+    return has_put_ && !mapped_.empty();
+}
+
+void IncrementalReduce::discard() {
+    const std::lock_guard lock(mutex_);
+    take();
+}
+
+DeferredInput IncrementalReduce::take() {
+    DeferredInput deferred;
+    for (WaitingPiece& each : waiting_) deferred.add(std::move(each.piece));
+    for (const Range& each : done_) deferred.add({each});
+    waiting_.clear();
+    done_.clear();
+    has_put_ = false;
+    return deferred;
+}
+
+// The first phase compares the rounds of all ranks. If they differ, the call has no effect.
+void IncrementalReduce::finish(HostSegment& host_segment) {
+    try {
+        sum(host_segment);
+    } catch (const CommError& error) {
+        if (error.kind != CommError::Kind::kMismatch) end();
+        throw;
+    } catch (...) {
+        end();
+        throw;
+    }
+}
+
+void IncrementalReduce::sum(HostSegment& host_segment) {
+    stamps_.announce(host_segment.slots);
+    host_segment.slots.phase();
+    const auto announced = Stamps::announced(host_segment.slots);
+    MappedTensors mapped = map_tensors(host_segment, tensor_refs_of(host_segment.slots), data_);
+    Stamps::All stamps = mapped.empty() ? Stamps::All{} : stamps_.map_tensors(host_segment, announced);
+    if (stamps.mapped.empty()) mapped = {};
+    const DeferredInput deferred = close_round(mapped, std::move(stamps));
+    if (mapped.empty()) {
+        deferred.settle(dtype_, data_);
+        all_reduce_by_slots(host_segment.slots, dtype_, Op::kSum, data_, data_, bytes_ / size_of(dtype_));
+    } else {
+        InPlace(rank_, dtype_, Op::kSum, mapped.places).fold_share(bytes_, deferred);
+        finish_in_place(host_segment, data_, bytes_);
+    }
+}
+
+// After this no other rank writes to the data, and this rank writes to that of no other.
+void IncrementalReduce::end() {
+    const std::lock_guard lock(mutex_);
+    take();
+    mapped_ = {};
+    exporter_.withdraw(data_, bytes_);
+}
+
+// All ranks know the same about the memory of all ranks, so all continue or all throw.
+DeferredInput IncrementalReduce::close_round(const MappedTensors& mapped, Stamps::All stamps) {
+    const std::lock_guard lock(mutex_);
+    if (!mapped_.empty() && mapped.places != mapped_.places) {
+        throw std::runtime_error("rank " + std::to_string(rank_) +
+                                 ": this sum cannot continue, because another collective on the same tensor has failed "
+                                 "on some rank; start a new sum on another tensor");
+    }
+    mapped_ = mapped;
+    all_stamps_ = std::move(stamps);
+    ++round_;
+    return take();
+}
+
+void IncrementalReduce::settle() {
+    const std::lock_guard lock(mutex_);
+    take().settle(dtype_, data_);
+}
+
+}  // namespace dist_prims

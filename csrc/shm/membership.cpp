@@ -1,0 +1,288 @@
+#include "membership.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace dist_prims {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kLongestSleep = 10ms;
+constexpr auto kInterruptEvery = 20ms;
+
+// When this thread last ran the interrupt hook. The time belongs to the thread and not to the rank: Python runs
+// handlers on its main thread only, and a progress thread that checks for failures would otherwise delay that thread's
+// check.
+thread_local Clock::rep interrupted = 0;
+
+}  // namespace
+
+// The state that a rank publishes.
+struct Membership::RankState {
+    alignas(kCacheLine) std::atomic<std::int32_t> pid;
+    std::atomic<std::uint64_t> pid_namespace;
+    std::atomic<std::int32_t> left;
+    std::atomic<std::int32_t> core;
+    alignas(kCacheLine) std::atomic<std::uint32_t> wake_count;
+    std::atomic<std::uint32_t> sleepers;
+};
+
+// The cause of the group's end: 0, or kind and culprit of the first error.
+struct Membership::GroupState {
+    alignas(kCacheLine) std::atomic<std::uint64_t> error;
+};
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "ranks share atomics between processes");
+
+std::size_t Membership::bytes(int size) {
+    return sizeof(GroupState) + static_cast<std::size_t>(size) * sizeof(RankState) + WaitGraph::bytes(size);
+}
+
+Membership::Membership(std::shared_ptr<const Mapping> memory, std::byte* place, int rank, int size, RankNames names)
+    : memory_(std::move(memory)),
+      place_(place),
+      rank_(rank),
+      size_(size),
+      names_(std::move(names)),
+      wait_graph_(place + bytes(size) - WaitGraph::bytes(size), rank, size) {
+    rank_state(rank).pid_namespace.store(pid_namespace(), std::memory_order_relaxed);
+    rank_state(rank).pid.store(static_cast<std::int32_t>(::getpid()), std::memory_order_relaxed);
+}
+
+Membership::~Membership() {
+    leave();
+}
+
+Membership::GroupState& Membership::group_state() const {
+    return *reinterpret_cast<GroupState*>(place_);
+}
+
+Membership::RankState& Membership::rank_state(int rank) const {
+    return reinterpret_cast<RankState*>(place_ + sizeof(GroupState))[rank];
+}
+
+int Membership::process(int rank) const {
+    const auto there = rank_state(rank).pid_namespace.load(std::memory_order_relaxed);
+    const bool is_known = there != 0 && there == rank_state(rank_).pid_namespace.load(std::memory_order_relaxed);
+    return is_known ? rank_state(rank).pid.load(std::memory_order_relaxed) : 0;
+}
+
+void Membership::note_core() {
+    const int here = ::sched_getcpu();
+    if (here == core_.load(std::memory_order_relaxed)) return;  // the others keep what they have read of it
+    core_.store(here, std::memory_order_relaxed);
+    rank_state(rank_).core.store(here, std::memory_order_relaxed);
+}
+
+int Membership::core(int rank) const {
+    return rank_state(rank).core.load(std::memory_order_relaxed);
+}
+
+unsigned Membership::begin_sleep() {
+    core_.store(kNowhere, std::memory_order_relaxed);  // until note_core(): it may wake on any
+    rank_state(rank_).core.store(kNowhere, std::memory_order_relaxed);
+    rank_state(rank_).sleepers.fetch_add(1);
+    return rank_state(rank_).wake_count.load();
+}
+
+void Membership::futex_wait(unsigned seen) {
+    const timespec limit{0, std::chrono::nanoseconds(kLongestSleep).count()};
+    ::syscall(SYS_futex, &rank_state(rank_).wake_count, FUTEX_WAIT, seen, &limit, nullptr, 0);
+}
+
+void Membership::end_sleep() {
+    rank_state(rank_).sleepers.fetch_sub(1);
+}
+
+void Membership::wake(int rank) const {
+    RankState& of = rank_state(rank);
+    if (of.sleepers.load() == 0) return;
+    of.wake_count.fetch_add(1);
+    ::syscall(SYS_futex, &of.wake_count, FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
+}
+
+void Membership::leave() {
+    rank_state(rank_).left.store(1, std::memory_order_release);
+}
+
+bool Membership::has_left(int rank) const {
+    return rank_state(rank).left.load(std::memory_order_acquire) != 0;
+}
+
+void Membership::watch(std::vector<ExitDescriptor> exits) {
+    exits_ = std::move(exits);
+}
+
+std::optional<Membership::Notice> Membership::notice() const {
+    const std::uint64_t error = group_state().error.load(std::memory_order_acquire);
+    if (error == 0) return std::nullopt;
+    return Notice{static_cast<CommError::Kind>(error >> 32), static_cast<int>(error & 0xFFFFFFFFu) - 1};
+}
+
+void Membership::check_abort(const What& what) const {
+    if (const auto found = notice()) throw_failure(found->kind, found->culprit, what);
+}
+
+void Membership::check_failures(const std::function<bool(int)>& awaited, const What& what) {
+    wait_graph_.heartbeat();
+    check_abort(what);
+    if (spans_hosts()) run_awaited_hook(awaited);
+    for (int peer = 0; peer < size_; ++peer) {
+        if (has_left(peer) &&
+            awaited(peer))  // in this order: what the rank has posted before it left is visible by now
+            throw_failure(CommError::Kind::kPeerLeft, number(peer), what);
+    }
+    if (const auto ended = ended_processes(awaited); !ended.empty())
+        throw_failure(CommError::Kind::kPeerDied, ended.front(), what);
+    check_stop(what);
+    const auto now = Clock::now().time_since_epoch().count();
+    if (!interrupt_ || now - interrupted < Clock::duration(kInterruptEvery).count()) return;
+    interrupted = now;
+    try {
+        interrupt_();
+    } catch (...) {
+        give_notice(CommError::Kind::kInterrupted, number(rank_));
+        throw;
+    }
+    check_stop(what);  // a signal handler may have destroyed the group
+}
+
+void Membership::check_stop(const What& what) const {
+    if (stopped_.load(std::memory_order_acquire)) throw_failure(CommError::Kind::kPeerLeft, number(rank_), what);
+}
+
+void Membership::run_awaited_hook(const std::function<bool(int)>& awaited) const {
+    for (int peer = 0; peer < size_; ++peer) {
+        if (peer != rank_ && awaited(peer)) return awaited_hook_(number(peer));
+    }
+}
+
+// Finds an ended process at once, even if its forked children keep its sockets open.
+std::vector<int> Membership::ended_processes(const std::function<bool(int)>& awaited) const {
+    std::vector<pollfd> entries;
+    for (const ExitDescriptor& exit : exits_) entries.push_back({exit ? exit->get() : -1, POLLIN, 0});
+    const int ready = uninterrupted([&] { return ::poll(entries.data(), entries.size(), 0); });
+    if (ready < 0) throw_errno("watching the processes of other ranks");
+    std::vector<int> ended;
+    for (int peer = 0; ready > 0 && peer < size_; ++peer) {
+        if (entries[static_cast<std::size_t>(peer)].revents && awaited(peer)) ended.push_back(number(peer));
+    }
+    return ended;
+}
+
+std::vector<int> Membership::ended() const {
+    return ended_processes([](int) { return true; });
+}
+
+int Membership::dead_rank() const {
+    const auto ended = ended_processes([this](int peer) { return !has_left(peer); });
+    return ended.empty() ? -1 : ended.front();
+}
+
+void Membership::give_notice(CommError::Kind kind, int culprit) const {
+    std::uint64_t none = 0;
+    const std::uint64_t error = (static_cast<std::uint64_t>(kind) << 32) | static_cast<std::uint32_t>(culprit + 1);
+    group_state().error.compare_exchange_strong(none, error, std::memory_order_acq_rel);
+}
+
+void Membership::throw_failure(CommError::Kind kind, int culprit, const What& what) const {
+    give_notice(kind, culprit);
+    throw CommError(kind, error_text(kind, culprit, what()));
+}
+
+// The first verdict stands, like the notice: ranks that give up at the same time name the same ranks.
+void Membership::throw_timeout(const std::string& what, const WaitGraph::Verdict& late) {
+    {
+        const std::lock_guard lock(verdict_guard_);
+        if (!std::exchange(has_verdict_, true)) wait_graph_.write_verdict(late);
+    }
+    give_notice(CommError::Kind::kTimeout, number(rank_));
+    const Notice standing = *notice();
+    if (standing.kind != CommError::Kind::kTimeout)
+        throw_failure(standing.kind, standing.culprit, [&] { return what; });
+    const std::string whom = text(verdict_of(standing.culprit));
+    throw CommError(CommError::Kind::kTimeout, "rank " + std::to_string(number(rank_)) + ": timeout after " + what +
+                                                   (whom.empty() ? "" : ": " + whom));
+}
+
+// Only ranks of one host leave a verdict; there the number of a rank in the group is its number on the host.
+WaitGraph::Verdict Membership::verdict_of(int culprit) const {
+    return spans_hosts() ? WaitGraph::Verdict{} : wait_graph_.verdict(culprit);
+}
+
+// Which ranks are late, and where they are; empty if that is not known.
+std::string Membership::text(const WaitGraph::Verdict& late) const {
+    if (late.count == 0) return "";
+    const std::size_t named = std::min<std::size_t>(late.count, WaitGraph::Verdict::kMost);
+    std::string found;
+    for (std::size_t each = 0; each < named; ++each) {
+        const std::string rank = name_of(late.ranks[each].rank), next = name_of(late.ranks[(each + 1) % named].rank);
+        found += (each ? ", " : "") + (late.is_deadlock ? "rank " + rank + " waits for rank " + next : rank);
+    }
+    if (late.count > named) found += " and " + std::to_string(late.count - named) + " more";
+    if (late.is_deadlock) return "deadlock, " + found + "; change the order of their calls";
+    return "no sign of rank " + found + location_text(late.ranks[0], late.count);
+}
+
+std::string Membership::name_of(int late) const {
+    return late < 0 ? "in another group, process " + std::to_string(-late) : std::to_string(late);
+}
+
+std::string Membership::location_text(const WaitGraph::Late& late, std::size_t ranks) const {
+    const std::string number = "call number " + std::to_string(late.number), be = ranks > 1 ? "are " : "is ";
+    std::string place = be + "blocked in no call";
+    if (late.state == WaitGraph::LateState::kHasNotMadeCall)
+        place = (ranks > 1 ? "have" : "has") + (" not made " + number);
+    if (late.state == WaitGraph::LateState::kIsInCall) place = be + "in " + number + " and waits for no rank";
+    const int pid = late.rank < 0 ? -late.rank : process(late.rank);
+    const std::string command = pid ? ": py-spy dump --pid " + std::to_string(pid) : "";
+    return ", which " + place + "; see what it does" + command;
+}
+
+// How a rank was lost. The text has its pid where that has a meaning here; of a rank on another host only the lost
+// connection is known.
+std::string Membership::loss_text(int culprit) const {
+    for (int peer = 0; peer < size_; ++peer) {
+        if (number(peer) != culprit) continue;
+        const int pid = process(peer);
+        return (pid ? " (process " + std::to_string(pid) + ")" : "") + std::string(" has died");
+    }
+    return " is gone, it has died or left,";
+}
+
+std::string Membership::error_text(CommError::Kind kind, int culprit, const std::string& what) const {
+    const std::string who = "rank " + std::to_string(number(rank_)) + ": " + title(culprit);
+    switch (kind) {
+        case CommError::Kind::kPeerDied:
+            return who + loss_text(culprit) + " in " + what +
+                   "; look at what it printed last, and start the group anew";
+        case CommError::Kind::kPeerLeft:
+            if (culprit == number(rank_))
+                return "rank " + std::to_string(culprit) + ": the group was destroyed or aborted on this rank in " +
+                       what;
+            return who + " has left the group in " + what + "; every rank must make the same calls before it leaves";
+        case CommError::Kind::kInterrupted:
+            return who + " was interrupted in " + what + "; the group cannot go on";
+        case CommError::Kind::kLost:
+            return who + " was not heard of in time in " + what +
+                   "; see whether it is busy or waits elsewhere, and whether its host and the link are up";
+        default:
+            return who + " has given up waiting " + awaited_text(culprit) + "; start the group anew before " + what;
+    }
+}
+
+std::string Membership::awaited_text(int culprit) const {
+    const WaitGraph::Verdict late = verdict_of(culprit);
+    if (!late.is_deadlock && late.has(rank_)) return "for this rank";
+    return late.count ? "(" + text(late) + ")" : "in an earlier call";
+}
+
+}  // namespace dist_prims

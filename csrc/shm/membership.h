@@ -1,0 +1,176 @@
+// The ranks of one host as processes: which rank belongs to the group, which has died or left, and why the group has
+// ended.
+//
+// The ranks share one error. The first rank that fails writes a notice to shared memory, and every waiting rank reads
+// it at intervals, so all ranks report the same cause. Every member function may be called from any thread of its rank.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../common/errors.h"
+#include "../common/memory.h"
+#include "../common/process.h"
+#include "wait_graph.h"
+
+namespace dist_prims {
+
+using Clock = std::chrono::steady_clock;
+
+// The names of ranks in errors, for a group that spans hosts. On one host both lists are empty and the local rank is
+// the name.
+struct RankNames {
+    std::vector<int> numbers;         // ranks in the group, by local rank
+    std::vector<std::string> titles;  // by rank in the group, for example "rank 5 on host b"
+
+    // The rank in the group of a rank of this host, and the title of a rank of the group.
+    int number(int rank) const { return numbers.empty() ? rank : numbers[static_cast<std::size_t>(rank)]; }
+    std::string title(int number) const {
+        return titles.empty() ? "rank " + std::to_string(number) : titles[static_cast<std::size_t>(number)];
+    }
+};
+
+class Membership {
+public:
+    static std::size_t bytes(int size);
+
+    // The cause of the group's end. `culprit` is a rank in the group.
+    struct Notice {
+        CommError::Kind kind;
+        int culprit;
+    };
+
+    // `place` points to bytes(size) of the shared memory.
+    Membership(std::shared_ptr<const Mapping> memory, std::byte* place, int rank, int size, RankNames names = {});
+    ~Membership();
+    Membership(const Membership&) = delete;
+
+    int rank() const { return rank_; }
+    int size() const { return size_; }
+    bool spans_hosts() const { return static_cast<bool>(awaited_hook_); }
+    // The pid of a rank, or 0 if the rank runs in another PID namespace, where its pid has no meaning here.
+    int process(int rank) const;
+    int number(int rank) const { return names_.number(rank); }
+    std::string title(int number) const { return names_.title(number); }
+
+    // note_core() publishes the core that this rank runs on. shares_core() tells whether a rank that this one waits for
+    // (a rank >= `from` for which `awaited` holds) last ran on the same core: such a rank cannot continue before this
+    // rank gives the core away.
+    void note_core();
+    template <typename Awaited>
+    bool shares_core(int from, const Awaited& awaited) const {
+        for (int peer = from; peer < size_; ++peer) {
+            const int there = core(peer);
+            if ((there == core_ || there == kNowhere) && peer != rank_ && awaited(peer)) return true;
+        }
+        return false;
+    }
+
+    // Watches the processes of the other ranks; see RendezvousResult::exits.
+    void watch(std::vector<ExitDescriptor> exits);
+    // The ranks in the group whose processes have ended, including ranks that had left before.
+    std::vector<int> ended() const;
+
+    // Sets a hook that every wait calls at intervals, on the waiting thread. An exception from the hook ends the wait.
+    void on_wait(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
+    // Sets a hook that a wait for ranks of this host calls at intervals, with one of the awaited ranks (its rank in the
+    // group).
+    void on_awaited(std::function<void(int)> hook) { awaited_hook_ = std::move(hook); }
+
+    // Sleeps until another rank calls wake() for this one, for 10 ms at most; returns at once if `over` holds. A rank
+    // that changes something that others may wait for calls wake() afterwards. No wake-up is lost: this rank registers
+    // as a sleeper before it evaluates `over`, and the other rank reads the sleepers after its change, so at least one
+    // of the two sees the other.
+    template <typename Over>
+    void sleep(const Over& over) {
+        const unsigned seen = begin_sleep();
+        if (!over()) futex_wait(seen);
+        end_sleep();
+    }
+    void wake(int rank) const;
+
+    // Announces that this rank makes no further calls. Ranks that wait for it, now or later, get an error.
+    void leave();
+    bool has_left(int rank) const;
+    // Ends the waits of other threads of this rank with an error.
+    void stop() { stopped_.store(true, std::memory_order_release); }
+
+    // Describes the current operation for an error message; called only when there is an error.
+    using What = std::function<std::string()>;
+
+    // Throws if the group has ended.
+    void check_abort(const What& what) const;
+    std::optional<Notice> notice() const;
+    // Ends the group. Only the first notice is kept.
+    void give_notice(CommError::Kind kind, int culprit) const;
+    // A rank in the group whose process has ended although it had not left; -1 if there is none.
+    int dead_rank() const;
+
+    // Called at intervals by a wait for the ranks for which `awaited` holds. Throws, and ends the group, if one of
+    // those ranks has died or left or if the wait must end.
+    void check_failures(const std::function<bool(int)>& awaited, const What& what);
+
+    // Ends the group because this rank has timed out. `what` names the timeout and the operation, `late` the ranks that
+    // are late.
+    [[noreturn]] void throw_timeout(const std::string& what, const WaitGraph::Verdict& late = {});
+
+    WaitGraph& wait_graph() { return wait_graph_; }
+    // Publishes waits of this process in its other groups too. Valid only where each process is one rank of the group.
+    void join_groups_of_process() {
+        wait_graph_.join(WaitGraphs::of_this_process(), [this](int rank) { return process(rank); });
+    }
+    // For a wait that has timed out: whether the diagnosis is final. A group that spans hosts has another diagnosis;
+    // see net/timeout_diagnosis.h.
+    bool is_final(LocalDiagnosis& diagnosis, const WaitGraph::Waits& waits, std::chrono::milliseconds timeout) const {
+        return spans_hosts() || diagnosis.is_final(wait_graph_, waits, timeout);
+    }
+
+private:
+    static constexpr int kNowhere = -1;  // the core of a rank that sleeps
+
+    friend class WaitPolicy;
+    struct RankState;
+    struct GroupState;
+
+    RankState& rank_state(int rank) const;
+    GroupState& group_state() const;
+    unsigned begin_sleep();
+    void futex_wait(unsigned seen);
+    void end_sleep();
+    int core(int rank) const;
+    void check_stop(const What& what) const;
+    void run_awaited_hook(const std::function<bool(int)>& awaited) const;
+    std::vector<int> ended_processes(const std::function<bool(int)>& awaited) const;
+    [[noreturn]] void throw_failure(CommError::Kind kind, int culprit, const What& what) const;
+    std::string loss_text(int culprit) const;
+    std::string text(const WaitGraph::Verdict& late) const;
+    std::string name_of(int late) const;
+    std::string location_text(const WaitGraph::Late& late, std::size_t ranks) const;
+    WaitGraph::Verdict verdict_of(int culprit) const;
+    std::string awaited_text(int culprit) const;
+    std::string error_text(CommError::Kind kind, int culprit, const std::string& what) const;
+
+    const std::shared_ptr<const Mapping> memory_;
+    std::byte* const place_;
+    const int rank_, size_;
+    const RankNames names_;
+    std::vector<ExitDescriptor> exits_;  // by rank; null for those of this process
+    WaitGraph wait_graph_;
+    std::mutex verdict_guard_;
+    bool has_verdict_ = false;
+    std::function<void()> interrupt_;
+    std::function<void(int)> awaited_hook_;
+    std::atomic<int> core_{kNowhere};
+    std::atomic<Clock::rep> yield_again_{0};  // the time from which sched_yield() is tried again
+    std::atomic<Clock::rep> backoff_{0};      // how long the next slow yield suspends yielding
+    std::atomic<bool> stopped_{false};
+};
+
+}  // namespace dist_prims

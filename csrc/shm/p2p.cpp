@@ -1,0 +1,507 @@
+#include "p2p.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <optional>
+#include <utility>
+
+namespace dist_prims {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr std::size_t kAllRings = 1 << 20;  // bytes of all ring buffers to one rank
+constexpr std::size_t kLeast = 16 << 10, kMost = 256 << 10;
+constexpr std::size_t kPiece = 32 << 10;  // bytes after which the other side may begin
+constexpr auto kGrace = 100us;            // most requests are waited for soon after they are posted
+
+struct MessageHeader {
+    alignas(kCacheLine) PointToPoint::Tag tag;
+    std::uint64_t bytes;
+};
+
+std::size_t ring_bytes_for(int size) {
+    return std::clamp(kAllRings / static_cast<std::size_t>(size), kLeast, kMost) / kCacheLine * kCacheLine;
+}
+
+std::size_t padded(std::size_t bytes) {
+    return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
+
+std::size_t index(int rank) {
+    return static_cast<std::size_t>(rank);
+}
+
+}  // namespace
+
+// The state of one ring buffer: the bytes written and read since the beginning.
+struct PointToPoint::RingState {
+    alignas(kCacheLine) std::atomic<std::uint64_t> written;
+    alignas(kCacheLine) std::atomic<std::uint64_t> read;
+};
+
+std::size_t PointToPoint::bytes(int size) {
+    return index(size) * index(size) * (sizeof(RingState) + ring_bytes_for(size));
+}
+
+PointToPoint::PointToPoint(std::shared_ptr<const Mapping> memory, std::byte* place,
+                           std::shared_ptr<Membership> membership)
+    : memory_(std::move(memory)),
+      place_(place),
+      shared_membership_(std::move(membership)),
+      membership_(*shared_membership_),
+      ring_bytes_(ring_bytes_for(membership_.size())),
+      outgoing_(index(membership_.size())),
+      incoming_(index(membership_.size())) {
+    membership_.wait_graph().verify_by(
+        [this](int rank, const WaitGraph::Wait& wait) { return is_blocked(rank, wait); });
+}
+
+std::string PointToPoint::text(const LocalRequest& request) const {
+    const std::string whom =
+        request.peer == kAnyone ? "any rank" : "rank " + std::to_string(membership_.number(request.peer));
+    return (request.outgoing ? "send(" : "recv(") + std::to_string(request.bytes) + " bytes " +
+           (request.outgoing ? "to " : "from ") + whom + ", tag " + std::to_string(request.tag) + ")";
+}
+
+PointToPoint::RingState& PointToPoint::ring_state(int from, int to) const {
+    return *reinterpret_cast<RingState*>(ring(from, to) - sizeof(RingState));
+}
+
+std::byte* PointToPoint::ring(int from, int to) const {
+    return place_ + index(from * membership_.size() + to) * (sizeof(RingState) + ring_bytes_) + sizeof(RingState);
+}
+
+PointToPoint::Handle PointToPoint::send(int to, Tag tag, const std::byte* data, std::size_t bytes,
+                                        std::chrono::milliseconds timeout, Done done) {
+    return post({true, to, tag, const_cast<std::byte*>(data), bytes, Clock::now() + timeout, timeout, std::move(done)});
+}
+
+PointToPoint::Handle PointToPoint::receive(int from, Tag tag, std::byte* data, std::size_t bytes,
+                                           std::chrono::milliseconds timeout, Done done) {
+    return post({false, from, tag, data, bytes, Clock::now() + timeout, timeout, std::move(done)});
+}
+
+PointToPoint::Handle PointToPoint::post(LocalRequest given) {
+    auto request = std::make_shared<LocalRequest>(std::move(given));
+    membership_.check_abort([&] { return text(*request); });
+    std::unique_lock lock(mutex_);
+    if (closed_) std::rethrow_exception(closed_);
+    // A request without `done` is waited for by its caller. The others need the progress thread before they start.
+    if (request->done && !progress_thread_.has_begun())
+        progress_thread_ = Thread([self = shared_from_this()] { self->run_progress(); });
+    start(request);
+    if (!request->finished && request->done && progress_is_idle_ && waiting_ == 0) wake_.notify_all();
+    run_callbacks(lock);
+    return request;
+}
+
+void PointToPoint::start(const Handle& request) {
+    if (request->outgoing) {
+        auto& queue = outgoing_[index(request->peer)];
+        queue.push_back(request);
+        if (queue.size() == 1) push(request->peer);
+        return;
+    }
+    if (match_unexpected(request)) return;
+    posted_receives_.push_back(request);
+    for (int peer = 0; peer < membership_.size(); ++peer) {
+        if (request->peer == peer || request->peer == kAnyone) pull(peer);
+    }
+}
+
+// Matches the receive with an unexpected message; false if there is none.
+bool PointToPoint::match_unexpected(const Handle& request) {
+    const auto found = std::find_if(unexpected_.begin(), unexpected_.end(), [&](const IncomingHandle& message) {
+        return message->tag == request->tag && (request->peer == kAnyone || request->peer == message->from);
+    });
+    if (found == unexpected_.end()) return false;
+    const IncomingHandle message = *found;
+    unexpected_.erase(found);
+    message->request = request;
+    request->peer = message->from;
+    if (message->moved == message->bytes) deliver(message);
+    return true;
+}
+
+// Moves all bytes that can be moved; returns whether any were.
+bool PointToPoint::progress() {
+    bool moved = false;
+    for (int peer = 0; peer < membership_.size(); ++peer) {
+        if (!outgoing_[index(peer)].empty()) moved |= push(peer);
+        moved |= pull(peer);
+    }
+    return moved;
+}
+
+bool PointToPoint::push(int to) {
+    RingState& ring_state = this->ring_state(membership_.rank(), to);
+    std::byte* ring = this->ring(membership_.rank(), to);
+    std::uint64_t written = ring_state.written.load(std::memory_order_relaxed);
+    const std::uint64_t before = written;
+    auto& queue = outgoing_[index(to)];
+    while (!queue.empty()) {
+        const Handle request = queue.front();
+        const std::size_t free = ring_bytes_ - (written - ring_state.read.load());
+        if (free == 0) break;  // all lengths are padded: what is free is a multiple of a line
+        std::byte* at = ring + written % ring_bytes_;
+        if (!request->header_sent) {
+            const MessageHeader header{request->tag, request->bytes};
+            std::memcpy(at, &header, sizeof(header));
+            written += sizeof(header);
+            request->header_sent = true;
+        } else {
+            const std::size_t space = std::min({free, ring_bytes_ - written % ring_bytes_, kPiece});
+            const std::size_t now = std::min(space, request->bytes - request->moved);
+            std::memcpy(at, request->data + request->moved, now);
+            request->moved += now;
+            written += padded(now);
+        }
+        if (request->moved == request->bytes) {
+            queue.pop_front();
+            ring_state.written.store(written);
+            finish(request, nullptr);
+        } else if (request->moved != 0) {
+            ring_state.written.store(written);
+        }
+    }
+    ring_state.written.store(written);
+    if (written != before) membership_.wake(to);
+    return written != before;
+}
+
+bool PointToPoint::pull(int from) {
+    RingState& ring_state = this->ring_state(from, membership_.rank());
+    const std::byte* ring = this->ring(from, membership_.rank());
+    std::uint64_t read = ring_state.read.load(std::memory_order_relaxed);
+    const std::uint64_t before = read;
+    IncomingHandle& message = incoming_[index(from)];
+    while (const std::size_t here = ring_state.written.load() - read) {
+        const std::byte* at = ring + read % ring_bytes_;
+        if (!message) {
+            if (!has_posted_receive(from)) break;
+            MessageHeader header;
+            std::memcpy(&header, at, sizeof(header));
+            message =
+                std::make_shared<IncomingMessage>(IncomingMessage{from, header.tag, header.bytes, 0, nullptr, nullptr});
+            match_posted(message);
+            read += sizeof(header);
+        } else {
+            const std::size_t now = std::min({here, ring_bytes_ - read % ring_bytes_, message->bytes - message->moved});
+            const bool direct = message->request && !message->buffer && message->bytes == message->request->bytes;
+            if (!direct && !message->buffer && !buffer_unexpected(*message)) return true;
+            std::memcpy((direct ? message->request->data : message->buffer.get()) + message->moved, at, now);
+            message->moved += now;
+            read += padded(now);
+        }
+        ring_state.read.store(read);
+        if (message->moved < message->bytes) continue;
+        const IncomingHandle whole = std::move(message);
+        message = nullptr;
+        if (whole->request) deliver(whole);
+    }
+    if (read != before) membership_.wake(from);
+    return read != before;
+}
+
+// Allocates a buffer for an unexpected message. Without memory the group ends: no message behind this one can ever be
+// received.
+bool PointToPoint::buffer_unexpected(IncomingMessage& message) {
+    message.buffer.reset(new (std::nothrow) std::byte[message.bytes]);
+    if (message.buffer) return true;
+    fail_group("no memory for a message of " + std::to_string(message.bytes) + " bytes from rank " +
+               std::to_string(membership_.number(message.from)) + ", tag " + std::to_string(message.tag) +
+               ", that no receive of this length asks for while another receive waits; post its receive first");
+    return false;
+}
+
+// Whether a receive without a message may match one of this rank; otherwise its messages can stay in the ring.
+bool PointToPoint::has_posted_receive(int from) const {
+    return std::any_of(posted_receives_.begin(), posted_receives_.end(),
+                       [from](const Handle& request) { return request->peer == from || request->peer == kAnyone; });
+}
+
+// Matches a message, whose header has been read, with the first posted receive for it; otherwise the message is
+// unexpected.
+void PointToPoint::match_posted(const IncomingHandle& message) {
+    const auto found = std::find_if(posted_receives_.begin(), posted_receives_.end(), [&](const Handle& request) {
+        return request->tag == message->tag && (request->peer == kAnyone || request->peer == message->from);
+    });
+    if (found == posted_receives_.end()) {
+        unexpected_.push_back(message);
+        return;
+    }
+    message->request = *found;
+    message->request->peer = message->from;
+    posted_receives_.erase(found);
+}
+
+// Delivers a complete message to its receive.
+void PointToPoint::deliver(const IncomingHandle& message) {
+    const Handle& request = message->request;
+    std::exception_ptr error;
+    if (message->bytes != request->bytes) {
+        error = std::make_exception_ptr(CommError(
+            CommError::Kind::kMismatch, "rank " + std::to_string(membership_.number(membership_.rank())) + ": rank " +
+                                            std::to_string(membership_.number(message->from)) + " has sent " +
+                                            std::to_string(message->bytes) + " bytes for " + text(*request) +
+                                            "; what is sent and the tensor that receives it must be of one size"));
+    } else if (message->buffer) {
+        std::memcpy(request->data, message->buffer.get(), message->bytes);
+    }
+    finish(request, error);
+}
+
+void PointToPoint::finish(const Handle& request, std::exception_ptr error) {
+    request->error = error;
+    request->finished = true;
+    if (const Done done = std::exchange(request->done, nullptr)) {
+        const auto thrown = caught([&] {
+            if (auto callback = done(error)) callbacks_.push_back(std::move(callback));
+        });
+        if (thrown && !error) request->error = thrown;
+    }
+    if (waiting_ > 1) membership_.wake(membership_.rank());  // another thread may wait for it
+}
+
+void PointToPoint::fail_all(std::exception_ptr error) {
+    if (!error) error = std::make_exception_ptr(std::runtime_error("the group has been destroyed"));
+    if (!closed_) closed_ = error;
+    for (auto& queue : outgoing_) {
+        for (const Handle& request : queue) finish(request, error);
+        queue.clear();
+    }
+    for (const Handle& request : std::exchange(posted_receives_, {})) finish(request, error);
+    for (IncomingHandle& message : incoming_) {
+        if (const IncomingHandle left = std::exchange(message, nullptr); left && left->request)
+            finish(left->request, error);
+    }
+    unexpected_.clear();
+}
+
+// Callbacks run without the lock.
+void PointToPoint::run_callbacks(std::unique_lock<std::mutex>& lock) {
+    while (!callbacks_.empty()) {
+        auto now = std::exchange(callbacks_, {});
+        lock.unlock();
+        for (const auto& each : now) caught(each);
+        now.clear();
+        lock.lock();
+    }
+}
+
+bool PointToPoint::wait(const Handle& request, std::chrono::milliseconds limit) {
+    const bool for_ever = limit == std::chrono::milliseconds::max();
+    const auto until = for_ever ? Clock::time_point::max() : Clock::now() + limit;
+    bool in_time = false;
+    std::unique_lock lock(mutex_);
+    ++waiting_;
+    const auto error = caught([&] { in_time = move_until(request, until, lock); });
+    if (!lock) lock.lock();
+    if (--waiting_ == 0 && progress_is_idle_ && earliest_pending()) wake_.notify_all();
+    if (error) std::rethrow_exception(error);
+    return in_time;
+}
+
+// Under the lock.
+bool PointToPoint::move_until(const Handle& request, Clock::time_point until, std::unique_lock<std::mutex>& lock) {
+    WaitPolicy wait_policy(membership_);
+    std::optional<LongWait> long_wait;
+    bool in_time = true;
+    while (!request->finished && in_time) {
+        if (!closed_ && progress()) {
+            wait_policy = WaitPolicy(membership_);
+            run_callbacks(lock);
+            continue;
+        }
+        membership_.note_core();
+        const bool shares_core = membership_.shares_core(0, [&](int each) { return depends_on(*request, each); });
+        lock.unlock();
+        if (wait_policy.wait(shares_core, [&] { return try_progress(request); })) {
+            in_time = Clock::now() < until;
+            if (!long_wait) long_wait.emplace(membership_.wait_graph());
+            publish(request, *long_wait);
+            check_failures(request, long_wait->diagnosis);
+        }
+        lock.lock();
+    }
+    if (long_wait && request->error) long_wait->published.fail();
+    return request->finished;
+}
+
+// Publishes the wait. A background thread publishes only waits of a collective: the program of this rank continues.
+void PointToPoint::publish(const Handle& request, LongWait& long_wait) {
+    WaitGraph::Wait wait = wait_for(request);
+    wait.in_background = in_background;
+    if (!in_background || wait.in_collective) long_wait.published.set(wait);
+}
+
+WaitGraph::Wait PointToPoint::wait_for(const Handle& request) {
+    const std::lock_guard lock(mutex_);
+    return wait_of(*request);
+}
+
+WaitGraph::Wait PointToPoint::wait_of(const LocalRequest& request) {
+    const auto kind = request.outgoing ? WaitGraph::WaitKind::kSend : WaitGraph::WaitKind::kReceive;
+    return {kind, (request.tag & kCollectiveFlag) != 0, request.peer == kAnyone ? WaitGraph::kAnyone : request.peer};
+}
+
+// Whether a wait that a rank has published still stands: a rank that could move bytes is not blocked.
+bool PointToPoint::is_blocked(int rank, const WaitGraph::Wait& wait) const {
+    if (wait.kind == WaitGraph::WaitKind::kSend) {
+        const RingState& ring_state = this->ring_state(rank, wait.peer);
+        return ring_state.written.load() - ring_state.read.load() >= ring_bytes_;
+    }
+    for (int peer = 0; peer < membership_.size(); ++peer) {
+        const RingState& ring_state = this->ring_state(peer, rank);
+        if ((wait.peer == peer || wait.peer == WaitGraph::kAnyone) &&
+            ring_state.written.load() != ring_state.read.load())
+            return false;
+    }
+    return true;
+}
+
+// For a thread that is about to sleep: whether it need not.
+bool PointToPoint::try_progress(const Handle& request) {
+    std::unique_lock lock(mutex_);
+    const bool moved = !closed_ && progress();
+    run_callbacks(lock);
+    return moved || request->finished || closed_ || ending_;
+}
+
+bool PointToPoint::is_finished(const Handle& request) {
+    const std::lock_guard lock(mutex_);
+    return request->finished;
+}
+
+bool PointToPoint::is_empty(int from) const {
+    const RingState& ring_state = this->ring_state(from, membership_.rank());
+    return ring_state.written.load() == ring_state.read.load();
+}
+
+// Whether a request is lost if this peer is gone: it is unfinished, and no ring holds bytes that may be for it.
+bool PointToPoint::depends_on(const LocalRequest& request, int peer) const {
+    if (request.finished || peer == membership_.rank()) return false;
+    if (request.outgoing) return peer == request.peer;
+    if (request.peer != kAnyone) return peer == request.peer && is_empty(peer);
+    bool all_left = true, all_empty = true;
+    for (int each = 0; each < membership_.size(); ++each) {
+        all_left &= each == membership_.rank() || membership_.has_left(each);
+        all_empty &= is_empty(each);  // read afterwards: what a rank has sent before it left is visible by now
+    }
+    return all_empty && (all_left || !membership_.has_left(peer));
+}
+
+// Checks for failures in a wait that has moved nothing for a while. An error ends all requests.
+void PointToPoint::check_failures(const Handle& request, LocalDiagnosis& diagnosis) {
+    try {
+        membership_.check_failures(
+            [&](int peer) {
+                const std::lock_guard lock(mutex_);
+                return depends_on(*request, peer);
+            },
+            [&] { return text(*request); });
+        const std::unique_lock lock(mutex_);
+        if (request->finished || Clock::now() <= request->deadline) return;
+        if (membership_.is_final(diagnosis, {wait_of(*request)}, request->timeout))
+            membership_.throw_timeout(std::to_string(request->timeout.count()) + " ms in " + text(*request),
+                                      diagnosis.verdict());
+    } catch (const CommError&) {
+        const auto error = std::current_exception();
+        std::unique_lock lock(mutex_);
+        fail_all(error);
+        run_callbacks(lock);
+    } catch (...) {  // a signal handler's exception belongs to the waiting caller
+        std::unique_lock lock(mutex_);
+        fail_all(std::make_exception_ptr(
+            CommError(CommError::Kind::kInterrupted, "rank " + std::to_string(membership_.number(membership_.rank())) +
+                                                         " was interrupted in " + text(*request))));
+        run_callbacks(lock);
+        lock.unlock();
+        throw;
+    }
+}
+
+// The pending request with the earliest deadline.
+PointToPoint::Handle PointToPoint::earliest_pending() const {
+    Handle first;
+    const auto consider = [&first](const Handle& request) {
+        if (request && !request->finished && (!first || request->deadline < first->deadline)) first = request;
+    };
+    for (const auto& queue : outgoing_) std::for_each(queue.begin(), queue.end(), consider);
+    std::for_each(posted_receives_.begin(), posted_receives_.end(), consider);
+    for (const IncomingHandle& message : incoming_) {
+        if (message) consider(message->request);
+    }
+    return first;
+}
+
+// Under the lock. Ends the group because of an error of this rank alone.
+void PointToPoint::fail_group(const std::string& why) {
+    const int rank = membership_.number(membership_.rank());
+    membership_.give_notice(CommError::Kind::kInterrupted, rank);
+    fail_all(
+        std::make_exception_ptr(CommError(CommError::Kind::kInterrupted, "rank " + std::to_string(rank) + ": " + why)));
+}
+
+void PointToPoint::run_progress() {
+    in_background = true;
+    std::unique_lock lock(mutex_);
+    WaitPolicy wait_policy(membership_);
+    LocalDiagnosis diagnosis;  // of the request with the earliest deadline
+    while (!ending_) {
+        if (!caught([&] { progress_once(lock, wait_policy, diagnosis); })) continue;
+        if (!lock) lock.lock();
+        caught([this] { fail_group("the thread that moves messages has failed"); });
+        run_callbacks(lock);
+    }
+}
+
+// Under the lock. One turn.
+void PointToPoint::progress_once(std::unique_lock<std::mutex>& lock, WaitPolicy& wait_policy,
+                                 LocalDiagnosis& diagnosis) {
+    const Handle request = earliest_pending();
+    if (!request || waiting_ > 0 || closed_) {
+        progress_is_idle_ = true;
+        wake_.wait(lock);
+        progress_is_idle_ = false;
+        wait_policy = WaitPolicy(membership_);
+        diagnosis = LocalDiagnosis();
+        wake_.wait_for(lock, kGrace);
+    } else if (progress()) {
+        wait_policy = WaitPolicy(membership_);
+        diagnosis = LocalDiagnosis();
+        run_callbacks(lock);
+    } else {
+        lock.unlock();
+        if (wait_policy.wait(true, [&] { return try_progress(request); })) check_failures(request, diagnosis);
+        lock.lock();
+    }
+}
+
+void PointToPoint::end() {
+    membership_.give_notice(CommError::Kind::kInterrupted,
+                            membership_.number(membership_.rank()));  // unless there is one
+    const auto reason =
+        caught([this] { membership_.check_abort([] { return std::string("a message that was under way"); }); });
+    std::unique_lock lock(mutex_);
+    fail_all(reason);
+    run_callbacks(lock);
+}
+
+void PointToPoint::close(std::exception_ptr reason) {
+    Thread progress_thread;
+    {
+        std::unique_lock lock(mutex_);
+        ending_ = true;
+        fail_all(reason);  // from here on no request and no progress thread starts
+        progress_thread = std::move(progress_thread_);
+        wake_.notify_all();
+        membership_.wake(membership_.rank());
+        run_callbacks(lock);
+    }
+    progress_thread.end();
+}
+
+}  // namespace dist_prims

@@ -1,0 +1,149 @@
+// Point-to-point messages between the ranks of one host, independent of the collectives and not ordered with them.
+//
+// Each ordered pair of ranks has a ring buffer with one writer and one reader. A message is a header followed by its
+// bytes. The sender cuts it where the ring is full, so a ring of any length carries messages of any length.
+//
+//     sender      written ->  | header | bytes ......... | header | bytes ...
+//     receiver    read    ->  |  ... and publishes what it has read, so that the sender may continue
+//
+// A message matches the first posted receive with its sender and tag. An unexpected message (one without a posted
+// receive) stays in the ring, which is the back-pressure on the sender. If a receive waits for a message behind it, the
+// unexpected message is copied to a buffer.
+//
+// Every wait makes progress on all requests of its rank. A progress thread does so for requests that no thread waits
+// for.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "../common/thread.h"
+#include "membership.h"
+#include "wait_policy.h"
+
+namespace dist_prims {
+
+// Must be made by make_shared: the progress thread shares ownership. That thread lives until close().
+class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
+public:
+    static constexpr int kAnyone = -1;
+    using Tag = std::uint64_t;
+    static constexpr Tag kCollectiveFlag = Tag{1} << 63;  // a bit above the tags of users
+    // Records the result (null: success). Returns a callback, which runs later without the lock and may block; may
+    // return none.
+    using Done = std::function<std::function<void()>(std::exception_ptr)>;
+
+    // A send or a receive of this rank.
+    struct LocalRequest {
+        bool outgoing;
+        int peer;  // kAnyone until the message of a receive from any rank is known
+        Tag tag;
+        std::byte* data;  // a send only reads it
+        std::size_t bytes;
+        Clock::time_point deadline;
+        std::chrono::milliseconds timeout;
+        Done done;
+        std::size_t moved = 0;
+        bool header_sent = false, finished = false;
+        std::exception_ptr error{};
+    };
+    using Handle = std::shared_ptr<LocalRequest>;
+
+    static std::size_t bytes(int size);
+
+    // `place` points to bytes(size) of the shared memory.
+    PointToPoint(std::shared_ptr<const Mapping> memory, std::byte* place, std::shared_ptr<Membership> membership);
+
+    // The data must stay valid until the request is finished.
+    Handle send(int to, Tag tag, const std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
+                Done done);
+    Handle receive(int from, Tag tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout, Done done);
+
+    // Returns true when the request is finished, with or without an error; false after `limit`.
+    bool wait(const Handle& request, std::chrono::milliseconds limit);
+
+    bool is_finished(const Handle& request);
+
+    // The wait for a request, as an edge of the wait-for graph.
+    WaitGraph::Wait wait_for(const Handle& request);
+
+    // Describes a request for an error message.
+    std::string text(const LocalRequest& request) const;
+
+    // Ends the group unless it has ended. All requests, now and later, fail with the reason. After this no request
+    // reads or writes its memory.
+    void end();
+    // Like end(), with `reason`, because this rank leaves; also ends the progress thread. Any thread may call it, any
+    // number of times.
+    void close(std::exception_ptr reason);
+
+private:
+    struct RingState;
+    // A message that arrives in a ring. `request` is null while no posted receive matches; `buffer` holds its bytes
+    // until then.
+    struct IncomingMessage {
+        int from;
+        Tag tag;
+        std::size_t bytes, moved = 0;
+        Handle request;
+        std::unique_ptr<std::byte[]> buffer;
+    };
+    using IncomingHandle = std::shared_ptr<IncomingMessage>;
+
+    RingState& ring_state(int from, int to) const;
+    std::byte* ring(int from, int to) const;
+    Handle post(LocalRequest request);
+    void start(const Handle& request);
+    bool match_unexpected(const Handle& request);
+    bool progress();
+    bool try_progress(const Handle& request);
+    bool push(int to);
+    bool pull(int from);
+    bool buffer_unexpected(IncomingMessage& message);
+    bool has_posted_receive(int from) const;
+    void match_posted(const IncomingHandle& message);
+    void deliver(const IncomingHandle& message);
+    bool is_empty(int from) const;
+    bool depends_on(const LocalRequest& request, int peer) const;
+    void finish(const Handle& request, std::exception_ptr error);
+    void fail_all(std::exception_ptr error);
+    void run_callbacks(std::unique_lock<std::mutex>& lock);
+    bool move_until(const Handle& request, Clock::time_point until, std::unique_lock<std::mutex>& lock);
+    void publish(const Handle& request, LongWait& long_wait);
+    static WaitGraph::Wait wait_of(const LocalRequest& request);
+    bool is_blocked(int rank, const WaitGraph::Wait& wait) const;
+    void check_failures(const Handle& request, LocalDiagnosis& diagnosis);
+    void fail_group(const std::string& why);
+    void run_progress();
+    void progress_once(std::unique_lock<std::mutex>& lock, WaitPolicy& wait_policy, LocalDiagnosis& diagnosis);
+    Handle earliest_pending() const;
+
+    const std::shared_ptr<const Mapping> memory_;
+    std::byte* const place_;
+    const std::shared_ptr<Membership> shared_membership_;
+    Membership& membership_;
+    const std::size_t ring_bytes_;
+
+    std::mutex mutex_;                          // of all below
+    std::vector<std::deque<Handle>> outgoing_;  // by receiver
+    std::list<Handle> posted_receives_;         // receives without a matching message
+    std::vector<IncomingHandle> incoming_;      // by sender: the message that is partly read
+    std::list<IncomingHandle> unexpected_;      // messages without a matching receive
+    std::vector<std::function<void()>> callbacks_;
+    std::exception_ptr closed_;
+    int waiting_ = 0;
+    bool ending_ = false, progress_is_idle_ = false;
+    std::condition_variable wake_;
+    Thread progress_thread_;
+};
+
+}  // namespace dist_prims

@@ -1,0 +1,388 @@
+#include "rendezvous.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <list>
+#include <optional>
+#include <set>
+#include <stdexcept>
+#include <utility>
+
+#include "../common/packets.h"
+
+namespace dist_prims {
+namespace {
+
+using namespace std::chrono_literals;
+using Kind = CommError::Kind;
+
+constexpr std::size_t kWord = 32;          // characters of the word of a rendezvous
+constexpr std::size_t kMostKnown = 1024;   // processes that a Hello lists
+constexpr std::size_t kMostMembers = 200;  // ranks of one Introduction: each may have a descriptor
+constexpr auto kLookEvery = 50ms;
+constexpr auto kAskEvery = 2ms;
+constexpr auto kTimeForHello = 1s;   // after which a silent connection is dropped
+constexpr auto kTimeForReason = 1s;  // after the other side has closed a connection, until its reason is known
+static_assert(kMostMembers < kMostAttached);
+
+// The first packet of a rank. The identities of the processes that it watches follow.
+struct Hello {
+    std::array<char, 16> magic{'d', 'i', 's', 't', '_', 'p', 'r', 'i', 'm', 's', ' ', '2', 0, 0, 0, 0};
+    std::array<char, kWord> word{};
+    ProcessId process;
+    std::int64_t rank = -1;
+};
+
+// Rank 0's description of other ranks. Members follow. The memory and then the exit descriptors are attached.
+struct Introduction {
+    std::uint64_t has_memory = 0;
+};
+
+struct Member {
+    ProcessId process;
+    std::int32_t rank = -1;
+    std::int32_t has_exit = 0;
+};
+
+template <typename Head, typename Item>
+std::vector<std::byte> encode(const Head& head, const std::vector<Item>& items) {
+    const auto* first = reinterpret_cast<const std::byte*>(&head);
+    const auto* rest = reinterpret_cast<const std::byte*>(items.data());
+    std::vector<std::byte> data(first, first + sizeof(Head));
+    data.insert(data.end(), rest, rest + items.size() * sizeof(Item));
+    return data;
+}
+
+// False if the data is something else.
+template <typename Head, typename Item>
+bool decode(const std::vector<std::byte>& data, Head& head, std::vector<Item>& items) {
+    if (data.size() < sizeof(Head) || (data.size() - sizeof(Head)) % sizeof(Item) != 0) return false;
+    std::memcpy(&head, data.data(), sizeof(Head));
+    items.resize((data.size() - sizeof(Head)) / sizeof(Item));
+    if (!items.empty()) std::memcpy(items.data(), data.data() + sizeof(Head), items.size() * sizeof(Item));
+    return true;
+}
+
+std::size_t index(int rank) {
+    return static_cast<std::size_t>(rank);
+}
+
+std::string random_word() {
+    std::array<unsigned char, kWord / 2> raw{};
+    fill_random(raw.data(), raw.size());
+    std::string word;
+    for (unsigned char byte : raw) {
+        word += "0123456789abcdef"[byte >> 4];
+        word += "0123456789abcdef"[byte & 15];
+    }
+    return word;
+}
+
+std::string address_of(const std::string& word) {
+    return "dist_prims-" + word;
+}
+
+[[noreturn]] void fail_without_descriptors() {
+    errno = EMFILE;
+    throw_errno("receiving descriptors from another rank");
+}
+
+// What rank 0 and the other ranks have in common: the known members, and waits for them.
+class Participant {
+protected:
+    explicit Participant(const RendezvousOptions& options) : options_(options), members_(index(options.size)) {}
+
+    struct KnownMember {
+        ProcessId process{};
+        ExitDescriptor exit;
+        bool is_here = false;
+    };
+
+    bool is_complete() const {
+        return std::all_of(members_.begin(), members_.end(), [](const KnownMember& each) { return each.is_here; });
+    }
+
+    std::vector<ExitDescriptor> exits() const {
+        std::vector<ExitDescriptor> found;
+        for (const KnownMember& member : members_) found.push_back(member.exit);
+        return found;
+    }
+
+    // Returns when an entry is ready; otherwise soon, so that the caller can check the time as well.
+    void wait(std::vector<pollfd>& entries, Clock::duration longest) {
+        auto now = Clock::now();
+        if (now >= next_look_) {
+            options_.look();
+            if (const int rank = options_.ended(); rank >= 0) died(rank);
+            now = Clock::now();
+            next_look_ = now + kLookEvery;
+        }
+        if (now >= deadline_)
+            fail(Kind::kTimeout, "timeout after " + std::to_string(options_.timeout.count()) +
+                                     " ms while the group was made: no sign of " + absent());
+        const auto left =
+            std::chrono::ceil<std::chrono::milliseconds>(std::min({longest, next_look_ - now, deadline_ - now}));
+        if (::poll(entries.data(), entries.size(), static_cast<int>(left.count())) >= 0) return;
+        if (errno != EINTR) throw_errno("waiting for other ranks");
+        for (pollfd& entry : entries) entry.revents = 0;
+        next_look_ = Clock::now();  // the signal's handler may want to end the wait
+    }
+
+    void pause(Clock::duration time) {
+        std::vector<pollfd> none;
+        wait(none, time);
+    }
+
+    // The other side has closed its connection; the reason may take a moment to be known.
+    void wait_for_reason(int rank) {
+        const auto until = Clock::now() + kTimeForReason;
+        while (Clock::now() < until) {
+            std::vector<pollfd> entries{watch(rank)};
+            wait(entries, kLookEvery);
+            if (entries[0].revents) died(rank);
+        }
+    }
+
+    pollfd watch(int rank) const {
+        const ExitDescriptor& exit = members_[index(rank)].exit;
+        return {exit ? exit->get() : -1, POLLIN, 0};
+    }
+
+    [[noreturn]] void died(int rank) const {
+        fail(Kind::kPeerDied,
+             title(rank) +
+                 " has died while the group was made; look at what it printed last, and start the group again");
+    }
+
+    [[noreturn]] void fail(Kind kind, const std::string& what) const {
+        throw CommError(kind, "rank " + std::to_string(options_.names.number(options_.rank)) + ": " + what);
+    }
+
+    std::string title(int rank) const { return options_.names.title(options_.names.number(rank)); }
+
+    const RendezvousOptions& options_;
+    std::vector<KnownMember> members_;  // by rank
+
+private:
+    std::string absent() const {
+        std::string text;
+        for (int rank = 0; rank < options_.size; ++rank) {
+            if (!members_[index(rank)].is_here && rank != options_.rank)
+                text += (text.empty() ? "" : ", ") + title(rank);
+        }
+        return text;
+    }
+
+    const Clock::time_point deadline_ = Clock::now() + options_.timeout;
+    Clock::time_point next_look_ = Clock::now() + kLookEvery;
+};
+
+// Rank 0.
+class Server : Participant {
+public:
+    Server(const RendezvousOptions& options, const Descriptor& memory)
+        : Participant(options), memory_(memory), own_exit_(make_exit_descriptor()) {
+        members_[0] = {this_process_id(), nullptr, true};
+    }
+
+    std::vector<ExitDescriptor> serve(const std::function<void(const std::string&)>& tell) {
+        word_ = random_word();
+        const Descriptor listener = listen_at(address_of(word_), options_.size);
+        tell(word_);
+        while (!is_complete()) {
+            std::vector<pollfd> entries{{listener.get(), POLLIN, 0}};
+            for (int rank = 1; rank < options_.size; ++rank) entries.push_back(watch(rank));
+            for (const Connection& each : connections_) entries.push_back({each.socket.get(), POLLIN, 0});
+            wait(entries, kLookEvery);
+            auto entry = entries.begin() + 1;
+            for (int rank = 1; rank < options_.size; ++rank) {
+                if ((entry++)->revents) died(rank);
+            }
+            std::erase_if(connections_, [&](Connection& each) { return !serve((entry++)->revents, each); });
+            if (entries[0].revents) accept(listener);
+        }
+        for (const Connection& each : connections_) introduce_others(each);
+        return exits();
+    }
+
+private:
+    struct Connection {
+        Descriptor socket;
+        Clock::time_point since = Clock::now();
+        int rank = -1;  // until its Hello has come
+        ProcessId process{};
+        std::set<ProcessId> known{};  // to that process
+    };
+
+    void accept(const Descriptor& listener) {
+        for (;;) {
+            Descriptor socket = accept_from(listener);
+            if (socket.get() < 0) return;
+            if (is_our_user(socket)) connections_.push_back({std::move(socket)});
+        }
+    }
+
+    // False if the connection is to be closed.
+    bool serve(bool is_ready, Connection& from) {
+        if (!is_ready) return from.rank >= 0 || Clock::now() < from.since + kTimeForHello;
+        bool has_ended = false;
+        std::optional<Packet> packet = receive_packet(from.socket, has_ended);
+        if (from.rank < 0) return packet ? handshake(from, *packet) : !has_ended;
+        if (!has_ended) return true;
+        wait_for_reason(from.rank);
+        fail(Kind::kPeerLeft, title(from.rank) + " gave up while the group was made; see the error that it raised");
+    }
+
+    bool handshake(Connection& from, Packet& packet) {
+        const Hello right;
+        Hello hello;
+        std::vector<ProcessId> known;
+        if (!decode(packet.data, hello, known) || hello.magic != right.magic ||
+            !std::equal(word_.begin(), word_.end(), hello.word.begin()))
+            return false;
+        if (hello.rank < 1 || hello.rank >= options_.size || members_[index(static_cast<int>(hello.rank))].is_here)
+            return false;
+        from.rank = static_cast<int>(hello.rank);
+        from.process = hello.process;
+        from.known.insert(known.begin(), known.end());
+        from.known.insert(hello.process);
+        members_[index(from.rank)] = {hello.process, exit_of(hello.process, packet), true};
+        introduce(from, {0}, true);
+        return true;
+    }
+
+    ExitDescriptor exit_of(const ProcessId& process, Packet& packet) const {
+        if (process == members_[0].process) return nullptr;
+        if (auto exit = find_exit_descriptor(process)) return exit;
+        if (packet.attached.size() != 1) fail_without_descriptors();
+        return share_exit_descriptor(process, std::move(packet.attached[0]));
+    }
+
+    void introduce_others(const Connection& to) {
+        std::vector<int> ranks;
+        for (int rank = 1; rank < options_.size; ++rank) {
+            ranks.push_back(rank);
+            if (ranks.size() == kMostMembers || rank == options_.size - 1)
+                introduce(to, std::exchange(ranks, {}), false);
+        }
+    }
+
+    void introduce(const Connection& to, const std::vector<int>& ranks, bool with_memory) {
+        std::vector<int> attached;
+        if (with_memory) attached.push_back(memory_.get());
+        std::vector<Member> members;
+        for (const int rank : ranks) {
+            const KnownMember& one = members_[index(rank)];
+            const bool is_new = !to.known.contains(one.process);
+            members.push_back({one.process, rank, is_new});
+            if (is_new) attached.push_back(one.exit ? one.exit->get() : own_exit_.get());
+        }
+        const std::vector<std::byte> data = encode(Introduction{with_memory}, members);
+        // Any other error means that the rank closes its connection or dies, which is noticed elsewhere.
+        while (send_packet(to.socket, data, attached) == EAGAIN) pause(1ms);
+    }
+
+    const Descriptor& memory_;
+    const Descriptor own_exit_;
+    std::string word_;
+    std::list<Connection> connections_;
+};
+
+// Every other rank.
+class Client : Participant {
+public:
+    explicit Client(const RendezvousOptions& options) : Participant(options), known_(known_processes()) {}
+
+    RendezvousResult join(const std::function<std::string()>& word) {
+        for (;;) {
+            if (const std::string found = word(); found.size() == kWord) join_at(found);
+            if (is_complete()) return {std::move(memory_), exits()};
+            pause(kAskEvery);
+        }
+    }
+
+private:
+    void join_at(const std::string& word) {
+        bool is_refused = false;
+        const Descriptor connection = connect_to(address_of(word), is_refused);
+        if (is_refused) {
+            wait_for_reason(0);
+            fail(Kind::kPeerDied, title(0) +
+                                      " does not listen any more: it has died or given up while the group was "
+                                      "made, or is in another network namespace");
+        }
+        if (connection.get() < 0 || !is_our_user(connection) || !handshake(connection, word)) return;
+        while (!is_complete()) {
+            std::vector<pollfd> entries{{connection.get(), POLLIN, 0}, watch(0)};
+            wait(entries, kLookEvery);
+            if (entries[0].revents) {
+                bool has_ended = false;
+                std::optional<Packet> packet = receive_packet(connection, has_ended);
+                if (has_ended) return;  // the next attempt to connect tells why
+                if (packet) on_introduction(*packet);
+            } else if (entries[1].revents) {
+                died(0);
+            }
+        }
+    }
+
+    // Whether the Hello could be sent.
+    bool handshake(const Descriptor& connection, const std::string& word) {
+        Hello hello;
+        std::copy(word.begin(), word.end(), hello.word.begin());
+        hello.process = this_process_id();
+        hello.rank = options_.rank;
+        std::vector<ProcessId> known;
+        for (const KnownProcess& each : known_) {
+            if (known.size() < kMostKnown) known.push_back(each.id);
+        }
+        const std::vector<std::byte> data = encode(hello, known);
+        const Descriptor exit = make_exit_descriptor();
+        for (;;) {
+            const int error = send_packet(connection, data, {exit.get()});
+            if (error != EAGAIN) return error == 0;
+            pause(1ms);
+        }
+    }
+
+    void on_introduction(Packet& packet) {
+        if (packet.is_cut) fail_without_descriptors();
+        Introduction head;
+        std::vector<Member> members;
+        if (!decode(packet.data, head, members)) fail(Kind::kLost, title(0) + " sent what is no introduction");
+        auto attached = packet.attached.begin();
+        const auto next = [&] { return attached == packet.attached.end() ? Descriptor() : std::move(*attached++); };
+        if (head.has_memory) memory_ = next();
+        for (const Member& member : members) {
+            ExitDescriptor exit;
+            if (member.has_exit)
+                exit = share_exit_descriptor(member.process, next());
+            else if (member.process != this_process_id())
+                exit = find_exit_descriptor(member.process);
+            members_.at(index(member.rank)) = {member.process, std::move(exit), true};
+        }
+    }
+
+    const std::vector<KnownProcess>
+        known_;  // kept until all introductions have come: rank 0 sends no descriptors for these
+    Descriptor memory_;
+};
+
+}  // namespace
+
+RendezvousResult host_rendezvous(const RendezvousOptions& options, std::size_t bytes,
+                                 const std::function<void(const std::string&)>& tell) {
+    Descriptor memory = make_memory(bytes);
+    if (options.size == 1) return {std::move(memory), {nullptr}};
+    std::vector<ExitDescriptor> exits = Server(options, memory).serve(tell);
+    return {std::move(memory), std::move(exits)};
+}
+
+RendezvousResult join_rendezvous(const RendezvousOptions& options, const std::function<std::string()>& word) {
+    return Client(options).join(word);
+}
+
+}  // namespace dist_prims

@@ -1,0 +1,53 @@
+// The rendezvous of the ranks of one host: how they get their shared memory and the exit descriptors of each other's
+// processes.
+//
+//     rank r                      rank 0
+//     connects: Hello  ────────▶  watches the process of rank r from now on
+//                      ◀────────  Introduction: the memory; rank 0 and its exit descriptor
+//                         ...     the last rank has come
+//                      ◀────────  Introduction: all other ranks, with the exit descriptors that rank r does not have
+//
+// Rank 0 listens at an abstract Unix address. Other network namespaces cannot see it, so every peer is on this host.
+// Rank 0 accepts a rank only if it has the same user id and knows the random word of this rendezvous; it drops every
+// other connection. The Hello lists the processes that rank r watches already for other groups: rank 0 sends no further
+// descriptor for those. Connections stay open until all ranks have come, so rank 0 notices a rank whose process ends
+// and a rank that gives up. The other ranks learn of both through `look`.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "../common/memory.h"
+#include "../common/process.h"
+#include "membership.h"
+
+namespace dist_prims {
+
+// The parameters of one rank.
+struct RendezvousOptions {
+    int rank = 0, size = 1;  // among the ranks of this host
+    RankNames names;         // of ranks in errors
+    std::chrono::milliseconds timeout{0};
+    // Called every 50 ms and after each signal, on the waiting thread. An exception from it ends the rendezvous.
+    std::function<void()> look = [] {};
+    // Called at the same times. Returns a rank that is known from another group to have ended, or -1.
+    std::function<int()> ended = [] { return -1; };
+};
+
+// The result on one rank.
+struct RendezvousResult {
+    Descriptor memory;
+    std::vector<ExitDescriptor> exits;  // of each rank's process; null for ranks of this process
+};
+
+// Rank 0: makes the memory, passes the word of this rendezvous to `tell`, and serves the ranks 1 to size - 1. Throws
+// CommError if a rank dies, gives up or times out.
+RendezvousResult host_rendezvous(const RendezvousOptions& options, std::size_t bytes,
+                                 const std::function<void(const std::string&)>& tell);
+
+// Every other rank. `word` returns the word that rank 0 has published, or an empty string before that.
+RendezvousResult join_rendezvous(const RendezvousOptions& options, const std::function<std::string()>& word);
+
+}  // namespace dist_prims

@@ -1,0 +1,170 @@
+#include "slot_exchange.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "../common/thread.h"
+#include "wait_policy.h"
+
+namespace dist_prims {
+namespace {
+
+std::size_t round_up(std::size_t bytes) {
+    return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
+
+}  // namespace
+
+// What a rank writes and the others read.
+struct SlotExchange::PhaseEntry {
+    alignas(kCacheLine) std::atomic<std::uint64_t> phase;
+    alignas(kCacheLine) Call call[2];          // by phase, like the slots
+    std::atomic<std::uint64_t> calls, number;  // how many calls were opened, and the number of the last; for diagnosis
+};
+
+std::size_t SlotExchange::bytes(int size, std::size_t capacity) {
+    return static_cast<std::size_t>(size) * (sizeof(PhaseEntry) + 2 * round_up(capacity));
+}
+
+SlotExchange::SlotExchange(std::shared_ptr<const Mapping> memory, std::byte* place, Membership& membership,
+                           std::size_t capacity)
+    : memory_(std::move(memory)), place_(place), membership_(membership), capacity_(round_up(capacity)) {
+    membership.wait_graph().position_by(
+        [entries = reinterpret_cast<const PhaseEntry*>(place)](int rank) -> WaitGraph::Position {
+            const PhaseEntry& entry = entries[rank];
+            return {entry.phase.load(), entry.calls.load(std::memory_order_relaxed),
+                    entry.number.load(std::memory_order_relaxed)};
+        });
+}
+
+SlotExchange::PhaseEntry& SlotExchange::entry(int rank) const {
+    return reinterpret_cast<PhaseEntry*>(place_)[rank];
+}
+
+std::byte* SlotExchange::slot(int rank, std::uint64_t phase) const {
+    std::byte* slots = place_ + static_cast<std::size_t>(size()) * sizeof(PhaseEntry);
+    return slots + (2 * static_cast<std::size_t>(rank) + (phase & 1)) * capacity_;
+}
+
+std::byte* SlotExchange::mine() {
+    return slot(rank(), phase_ + 1);
+}
+
+const std::byte* SlotExchange::theirs(int rank) const {
+    return slot(rank, phase_);
+}
+
+const Call& SlotExchange::call(int rank) const {
+    return entry(rank).call[phase_ & 1];
+}
+
+void SlotExchange::open(const Call& call, std::chrono::milliseconds timeout, bool compares) {
+    call_ = call;
+    timeout_ = timeout;
+    deadline_ = Clock::time_point{};
+    compares_ = compares;
+    check_abort();
+    PhaseEntry& own = entry(rank());
+    own.call[(phase_ + 1) & 1] = call;
+    own.number.store(call.sequence, std::memory_order_relaxed);
+    own.calls.store(++calls_, std::memory_order_relaxed);
+}
+
+void SlotExchange::check_abort() const {
+    membership_.check_abort([this] { return call_.text(); });
+}
+
+bool SlotExchange::is_behind(int rank) const {
+    return entry(rank).phase.load() < phase_;
+}
+
+bool SlotExchange::any_is_behind() const {
+    for (int peer = 0; peer < size(); ++peer) {
+        if (is_behind(peer)) return true;
+    }
+    return false;
+}
+
+void SlotExchange::phase() {
+    ++phase_;
+    membership_.note_core();
+    entry(rank()).phase.store(phase_);
+    if (!any_is_behind()) {  // the last rank to post wakes the sleeping ranks
+        for (int peer = 0; peer < size(); ++peer) membership_.wake(peer);
+    } else {
+        wait_for_all();
+    }
+    if (std::exchange(compares_, false)) {
+        if (const int peer = differs(); peer >= 0) throw_mismatch(rank(), 0, call(0), peer, call(peer));
+    }
+}
+
+// Not inlined in phase(), which is faster without the objects that a wait needs.
+void SlotExchange::wait_for_all() {
+    WaitPolicy wait_policy(membership_);
+    std::optional<LongWait> long_wait;
+    for (int peer = 0; peer < size(); ++peer) {
+        while (is_behind(peer)) {
+            const bool shares_core = membership_.shares_core(peer, [this](int each) { return is_behind(each); });
+            const bool is_long = wait_policy.wait(shares_core, [this] { return !any_is_behind(); });
+            if (is_long && any_is_behind()) check_failures(long_wait);
+            membership_.note_core();
+        }
+    }
+}
+
+std::uint64_t SlotExchange::longest() const {
+    std::uint64_t most = 0;
+    for (int peer = 0; peer < size(); ++peer) most = std::max(most, call(peer).longest);
+    return most;
+}
+
+int SlotExchange::shared_tensor_count() const {
+    int found = 0;
+    for (int peer = 0; peer < size(); ++peer) found += call(peer).tensor_ref.is_shared();
+    return found;
+}
+
+int SlotExchange::differs() const {
+    for (int peer = 1; peer < size(); ++peer) {
+        if (!call(0).agrees_with(call(peer))) return peer;
+    }
+    return -1;
+}
+
+void throw_mismatch(int rank, int one, const Call& calls, int other, const Call& differs) {
+    const auto text = [](int who, const Call& call) { return "ank " + std::to_string(who) + " calls " + call.text(); };
+    throw CommError(CommError::Kind::kMismatch,
+                    "rank " + std::to_string(rank) + ": ranks disagree, no data was touched. R" + text(one, calls) +
+                        "; r" + text(other, differs) +
+                        ". Every rank of a group must make the same calls in the same order with the same arguments");
+}
+
+// A thread of the queue publishes nothing: the program of this rank continues.
+void SlotExchange::check_failures(std::optional<LongWait>& long_wait) {
+    constexpr WaitGraph::Wait wait{WaitGraph::WaitKind::kCollective};
+    const auto now = Clock::now();
+    if (deadline_ == Clock::time_point{}) deadline_ = now + timeout_;
+    if (!long_wait) long_wait.emplace(membership_.wait_graph());
+    if (!in_background) long_wait->published.set(wait);
+    membership_.check_failures([this](int peer) { return is_behind(peer); }, [this] { return call_.text(); });
+    if (now <= deadline_) return;
+    const bool is_final = membership_.is_final(long_wait->diagnosis, {wait}, timeout_);
+    const bool is_over =
+        now > deadline_ + LocalDiagnosis::kLongest;  // in a call of many phases each begins a diagnosis
+    if (!(is_final || is_over) || !any_is_behind()) return;
+    const std::string what = std::to_string(timeout_.count()) + " ms in " + call_.text();
+    membership_.throw_timeout(membership_.spans_hosts() ? what + ": " + late_text() : what,
+                              long_wait->diagnosis.verdict());
+}
+
+std::string SlotExchange::late_text() const {
+    std::string text;
+    for (int peer = 0; peer < size(); ++peer) {
+        if (is_behind(peer))
+            text += (text.empty() ? "no sign of rank " : ", ") + std::to_string(membership_.number(peer));
+    }
+    return text;
+}
+
+}  // namespace dist_prims

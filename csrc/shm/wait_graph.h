@@ -1,0 +1,223 @@
+// The wait-for graph of the ranks of one host, in shared memory. It tells which rank is late when a wait times out.
+//
+// A rank that times out knows only which rank it was waiting for, and that rank may itself be blocked. So every thread
+// publishes its wait once the wait is long, and a rank that times out follows the edges to their end: the ranks that
+// wait for no other rank.
+//
+//     rank 0   all_reduce, timed out     waits for rank 1
+//     rank 1   recv                      waits for rank 2
+//     rank 2   has published nothing     is late
+//
+// A rank has two nodes. Its program is what its own threads do; its collectives may run on another thread, while the
+// program goes on. So a rank whose program computes is late for a recv, though one of its collectives is blocked.
+//
+// A published wait may be stale, so each edge is verified. Edges between collectives are the phase counters of the
+// slot exchange and never stale. A message counts only while its ring buffer is as the wait implies: empty for a
+// receive, full for a send. So a stopped rank is found as soon as the rank that it waited for has done its part. Before
+// that, a cycle with a stopped rank looks like a deadlock. Heartbeats, a counter that every blocked rank increments,
+// tell the two apart.
+//
+// A process is a rank of several groups, and may be blocked in another one. It then publishes in the graphs of all its
+// groups the process that is late there, by its pid.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace dist_prims {
+
+class WaitGraphs;
+
+class WaitGraph {
+public:
+    static constexpr int kAnyone = -1;
+
+    enum class WaitKind : std::uint8_t { kNone, kCollective, kReceive, kSend, kElsewhere };
+    struct Wait {
+        WaitKind kind = WaitKind::kNone;
+        bool in_collective = false;  // of a message: it belongs to a collective
+        int peer = kAnyone;          // of a message; in another group: the process that is waited for
+        bool in_background = false;  // the program of the rank goes on
+    };
+    using Waits = std::vector<Wait>;
+
+    // Where a rank is in its collectives: phases posted, calls opened, and the number of the last one.
+    struct Position {
+        std::uint64_t phase = 0, calls = 0, number = 0;
+    };
+
+    enum class LateState : std::int32_t { kHasNotMadeCall, kIsInCall, kIsInNoCall };
+    struct Late {
+        std::int32_t rank;  // or -pid of a process that is not in the group
+        LateState state;
+        std::uint64_t number;  // of the call
+    };
+    // What a diagnosis has found: the late ranks, or the ranks of a deadlock in the order in which they wait.
+    struct Verdict {
+        static constexpr std::size_t kMost = 8;  // ranks that are named
+
+        std::uint32_t count = 0;  // zero: nothing is known
+        bool is_deadlock = false;
+        Late ranks[kMost] = {};
+
+        void add(const Late& late);
+        bool has(int rank) const;
+        bool names_the_same(const Verdict& other) const;
+    };
+
+    static std::size_t bytes(int size);
+
+    // `place`: bytes(size) of the shared memory, which outlives this.
+    WaitGraph(std::byte* place, int rank, int size) : place_(place), rank_(rank), size_(size) {}
+    ~WaitGraph();
+    WaitGraph(const WaitGraph&) = delete;
+
+    // From now on a wait of this process in one of its groups is published in the graphs of all of them.
+    // `pid_of`: the process of a rank, 0 if it is not known.
+    void join(std::shared_ptr<WaitGraphs> groups, std::function<int(int rank)> pid_of);
+
+    // To be set before the first wait: where a rank is in its collectives, and whether a rank still waits for a
+    // message. Both read the shared memory only.
+    void position_by(std::function<Position(int rank)> position) { position_ = std::move(position); }
+    void verify_by(std::function<bool(int rank, const Wait& wait)> is_blocked) { is_blocked_ = std::move(is_blocked); }
+
+    // This rank runs, and waits.
+    void heartbeat();
+    std::vector<std::uint64_t> heartbeats() const;  // of all ranks
+
+    // The wait of a thread, while this object lives. Nothing is written before set(), which a wait calls when it is
+    // long.
+    class Published {
+    public:
+        explicit Published(WaitGraph& graph);
+        ~Published();
+        Published(const Published&) = delete;
+
+        void set(const Wait& wait);
+        // The wait has ended with an error, as one that is left by an exception.
+        void fail() { has_failed_ = true; }
+
+    private:
+        struct Elsewhere;
+
+        void publish_elsewhere(const Wait& wait);
+
+        WaitGraph& graph_;
+        const int exceptions_;
+        bool has_failed_ = false;
+        std::atomic<std::uint64_t>* slot_ = nullptr;
+        std::unique_ptr<Elsewhere> elsewhere_;
+    };
+
+    // The late ranks, for a thread of this rank that waits for all of `waits`. `since`: heartbeats() of some time ago;
+    // a rank that has no heartbeat since is stopped, so it is not held up by another group.
+    Verdict find(const Waits& waits, const std::vector<std::uint64_t>& since) const;
+    Late describe(int rank, bool in_collective) const;
+
+    // The verdict that a rank has given. It writes it once, before the notice that the others see.
+    void write_verdict(const Verdict& verdict);
+    const Verdict& verdict(int rank) const;
+
+private:
+    static constexpr std::size_t kSlots = 7;  // threads of a rank that wait at once; more are not published
+
+    struct RankEntry;
+    struct Node {
+        int rank;
+        bool is_collectives;
+    };
+    using Nodes = std::vector<Node>;
+    class Search;
+
+    friend class WaitGraphs;
+
+    RankEntry& entry(int rank) const;
+    std::atomic<std::uint64_t>* take_slot(const Wait& wait) const;
+    int rank_of(int pid) const;
+    Waits waits(int rank) const;
+    Nodes behind(int rank) const;
+    Nodes targets(int rank, const Wait& wait) const;
+    Nodes edges(const Node& node, const std::vector<std::uint64_t>& since) const;
+    Nodes edges_of_collectives(int rank) const;
+    void add_messages(int rank, bool in_collective, Nodes& found) const;
+    void add_elsewhere(int rank, const std::vector<std::uint64_t>& since, Nodes& found) const;
+
+    std::byte* const place_;
+    const int rank_, size_;
+    std::function<Position(int)> position_;
+    std::function<bool(int, const Wait&)> is_blocked_;
+    std::shared_ptr<WaitGraphs> groups_;  // null: the other groups of this process are not known
+    std::function<int(int)> pid_of_;
+};
+
+// The graphs of the groups in which this process is a rank.
+class WaitGraphs {
+public:
+    static std::shared_ptr<WaitGraphs> of_this_process();
+
+    struct Slot {
+        WaitGraph* graph;
+        std::uint64_t id;  // another graph may come to lie at the same address
+        std::atomic<std::uint64_t>* place;
+    };
+    using Slots = std::vector<Slot>;
+
+    void add(WaitGraph& graph);
+    void remove(WaitGraph& graph);
+
+    // For a rank that is blocked in the group of `origin`, in the graphs of all other groups.
+    void heartbeat(const WaitGraph& origin);
+    void forget_old_failures();
+    Slots publish(const WaitGraph& origin, const std::vector<int>& pids);
+    void clear(Slots& slots);
+    // Instead of it after an error: ranks that time out soon afterwards need to know why this process did not come to
+    // them. The slots are cleared when it waits again.
+    void clear_later(Slots& slots);
+
+private:
+    void clear_under_lock(Slots& slots);
+    bool is_there(const Slot& slot) const;
+
+    std::mutex mutex_;  // of all below
+    std::map<WaitGraph*, std::uint64_t> ids_;
+    std::uint64_t next_id_ = 0;
+    Slots failed_;
+    std::chrono::steady_clock::time_point last_failure_{};
+};
+
+// The diagnosis of one wait that has timed out. The wait goes on meanwhile, and may still come to its end.
+class LocalDiagnosis {
+public:
+    static constexpr std::chrono::seconds kLongest{1};
+
+    // To be called repeatedly from the timeout on. True when the verdict is final: it has been the same for a while,
+    // which gives ranks that are about to wait the time to publish it, or the time for the diagnosis is over.
+    bool is_final(const WaitGraph& graph, const WaitGraph::Waits& waits, std::chrono::milliseconds timeout);
+    const WaitGraph::Verdict& verdict() const { return verdict_; }
+
+private:
+    using Clock = std::chrono::steady_clock;
+
+    WaitGraph::Verdict silent_ranks(const WaitGraph& graph) const;
+
+    Clock::time_point began_{}, unchanged_since_{};
+    WaitGraph::Verdict verdict_;
+    std::vector<std::uint64_t> heartbeats_;  // when the diagnosis began, by rank
+};
+
+// What a wait needs once it sleeps; a short wait does not make it.
+struct LongWait {
+    explicit LongWait(WaitGraph& graph) : published(graph) {}
+
+    WaitGraph::Published published;
+    LocalDiagnosis diagnosis;
+};
+
+}  // namespace dist_prims

@@ -1,0 +1,266 @@
+// Timeouts: which rank the errors name. Ranks are threads over one mapping; a rank is late if its thread does not make
+// the call.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../net/rank_program.h"
+#include "../shm/collectives.h"
+#include "../shm/host_segment.h"
+
+using namespace dist_prims;
+using namespace std::chrono_literals;
+
+namespace {
+
+#define CHECK(holds)                                                                   \
+    if (!(holds)) {                                                                    \
+        std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #holds); \
+        std::abort();                                                                  \
+    }
+
+constexpr std::size_t kSlot = 1 << 12;
+constexpr auto kTimeout = 400ms;
+
+using Act = std::function<void(HostSegment&)>;
+
+std::string text_of(const std::exception_ptr& error) {
+    try {
+        if (error) std::rethrow_exception(error);
+    } catch (const std::exception& found) {
+        return found.what();
+    }
+    return "";
+}
+
+void expect(const std::string& text, const std::string& part) {
+    if (text.find(part) != std::string::npos) return;
+    std::fprintf(stderr, "\"%s\" does not contain \"%s\"\n", text.c_str(), part.c_str());
+    std::abort();
+}
+
+// What the errors of the ranks say. A rank without an act is late: it waits until all others have ended.
+std::vector<std::string> errors_of(const std::vector<Act>& acts) {
+    const int size = static_cast<int>(acts.size());
+    const auto mapping = std::make_shared<const Mapping>(make_memory(HostSegment::bytes(size, kSlot)));
+    std::vector<std::string> errors(acts.size());
+    std::atomic<int> ended{0};
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank) {
+        threads.emplace_back([&, rank] {
+            HostSegment host_segment(mapping, rank, size, kSlot);
+            const auto index = static_cast<std::size_t>(rank);
+            if (acts[index]) errors[index] = text_of(caught([&] { acts[index](host_segment); }));
+            ++ended;
+            const auto until = Clock::now() + 60s;
+            while (ended < size) {
+                CHECK(Clock::now() < until);
+                std::this_thread::sleep_for(1ms);
+            }
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return errors;
+}
+
+void check_named(const std::vector<Act>& acts, const std::string& part) {
+    const auto errors = errors_of(acts);
+    for (std::size_t rank = 0; rank < acts.size(); ++rank) {
+        if (acts[rank]) expect(errors[rank], part);
+    }
+}
+
+Act after(std::chrono::milliseconds delay, Act act) {
+    return [delay, act = std::move(act)](HostSegment& host_segment) {
+        std::this_thread::sleep_for(delay);
+        act(host_segment);
+    };
+}
+
+void open(HostSegment& host_segment, Collective collective) {
+    Call call;
+    call.collective = collective;
+    call.sequence = 7;
+    host_segment.slots.open(call, kTimeout);
+}
+
+void collective(HostSegment& host_segment) {
+    open(host_segment, Collective::kBarrier);
+    barrier(host_segment.slots);
+}
+
+void wait(HostSegment& host_segment, const PointToPoint::Handle& request) {
+    CHECK(host_segment.p2p.wait(request, std::chrono::milliseconds::max()));
+    if (request->error) std::rethrow_exception(request->error);
+}
+
+Act receive_from(int peer) {
+    return [peer](HostSegment& host_segment) {
+        std::byte data[8];
+        wait(host_segment, host_segment.p2p.receive(peer, 3, data, sizeof data, kTimeout, nullptr));
+    };
+}
+
+// More than a ring holds, so it waits for the receiver.
+Act send_to(int peer) {
+    return [peer](HostSegment& host_segment) {
+        const std::vector<std::byte> data(1 << 21);
+        wait(host_segment, host_segment.p2p.send(peer, 3, data.data(), data.size(), kTimeout, nullptr));
+    };
+}
+
+// Each rank sends its data to the next one, and folds what comes, in as many steps as there are other ranks.
+RankProgram ring(int size, int rank) {
+    RankProgram program;
+    program.ranks = size;
+    program.scratch = 1;
+    const int next = (rank + 1) % size, before = (rank + size - 1) % size;
+    for (int step = 0; step < size - 1; ++step)
+        program.steps.push_back({{{next, {0}, {0}}}, {{before, {1}, {0}}}, {{1, 0, true, {{before, 0}}}}});
+    return program;
+}
+
+void by_schedule(HostSegment& host_segment) {
+    collective(host_segment);
+    std::vector<double> data(1 << 10);
+    auto* const bytes = reinterpret_cast<std::byte*>(data.data());
+    Router router(host_segment.p2p, {}, nullptr);
+    execute(ring(host_segment.slots.size(), host_segment.slots.rank()), router, DType::kFloat64, Op::kSum,
+            {bytes, data.size()}, 1, kTimeout);
+}
+
+void a_rank_that_does_not_make_the_call() {
+    check_named({collective, nullptr}, "no sign of rank 1, which has not made call number 7");
+    check_named({collective, after(200ms, collective), nullptr}, "no sign of rank 2, which has not made call number 7");
+    check_named({nullptr, collective, nullptr, collective}, "no sign of rank 0, 2, which have not made call number 7");
+}
+
+void a_rank_that_leaves_the_others_alone_in_a_call() {
+    const auto errors = errors_of({by_schedule, by_schedule, collective});
+    expect(errors[0], "no sign of rank 2, which is in call number 7");
+    expect(errors[1], "no sign of rank 2, which is in call number 7");
+}
+
+void chains() {
+    check_named({receive_from(1), nullptr}, "no sign of rank 1, which is blocked in no call");
+    check_named({receive_from(1), after(200ms, receive_from(2)), nullptr}, "no sign of rank 2, ");
+    check_named({send_to(1), receive_from(2), nullptr}, "no sign of rank 2, ");
+    check_named({send_to(1), send_to(2), send_to(3), nullptr}, "no sign of rank 3, ");
+    check_named({collective, collective, receive_from(3), nullptr}, "no sign of rank 3, ");
+    check_named({receive_from(1), by_schedule, by_schedule, nullptr}, "no sign of rank 3, ");
+    check_named({receive_from(PointToPoint::kAnyone), collective, nullptr}, "no sign of rank 2, ");
+}
+
+// The message that a rank waits for has come, and the rank does not take it: it is stopped.
+void a_rank_that_is_stopped_in_a_wait() {
+    const auto errors = errors_of({
+        receive_from(1),
+        [](HostSegment& host_segment) {
+            WaitGraph::Published published(host_segment.membership.wait_graph());
+            published.set({WaitGraph::WaitKind::kReceive, false, 2});
+            std::this_thread::sleep_for(2s);
+        },
+        [](HostSegment& host_segment) {
+            std::byte data[8] = {};
+            wait(host_segment, host_segment.p2p.send(1, 3, data, sizeof data, kTimeout, nullptr));
+            receive_from(0)(host_segment);
+        },
+    });
+    expect(errors[0], "no sign of rank 1, ");
+    expect(errors[2], "no sign of rank 1, ");
+}
+
+void deadlocks() {
+    check_named({receive_from(1), receive_from(0)}, "deadlock, rank ");
+    check_named({receive_from(1), collective}, "deadlock, rank ");
+    check_named({send_to(1), send_to(2), send_to(0)}, "deadlock, rank ");
+    const auto errors = errors_of({receive_from(1), receive_from(2), receive_from(1)});  // rank 0 is not part of it
+    for (const auto& error : errors) CHECK(error.find("rank 0 waits") == std::string::npos);
+}
+
+// Two ranks wait for each other, but one of them is stopped: it has published its wait and has no heartbeat.
+void a_cycle_with_a_rank_that_is_stopped() {
+    const auto errors = errors_of({
+        receive_from(1),
+        [](HostSegment& host_segment) {
+            WaitGraph::Published published(host_segment.membership.wait_graph());
+            published.set({WaitGraph::WaitKind::kReceive, false, 0});
+            std::this_thread::sleep_for(2s);
+        },
+    });
+    expect(errors[0], "no sign of rank 1, ");
+}
+
+// A collective of rank 1 waits on a thread of its queue, while its program does something else.
+void a_collective_in_the_background() {
+    const auto errors = errors_of({
+        receive_from(1),
+        [](HostSegment& host_segment) {
+            std::thread queue([&] {
+                const BackgroundScope background;
+                caught([&] { collective(host_segment); });
+            });
+            queue.join();
+        },
+    });
+    expect(errors[0], "no sign of rank 1, ");
+}
+
+// A process that is a rank of three groups is blocked in the second one: the others learn who is late there.
+void a_rank_that_is_blocked_in_another_group() {
+    constexpr int kRanks = 2, kOutside = 4711;
+    std::vector<std::byte> memory(3 * WaitGraph::bytes(kRanks) + 64);
+    auto* const place = memory.data() + (64 - reinterpret_cast<std::uintptr_t>(memory.data()) % 64);
+    const auto groups = std::make_shared<WaitGraphs>();
+    const auto position = [](int) { return WaitGraph::Position{}; };
+    const auto is_blocked = [](int, const WaitGraph::Wait&) { return true; };
+    const auto graph_at = [&](int number, int rank) {
+        auto graph = std::make_unique<WaitGraph>(place + number * static_cast<long>(WaitGraph::bytes(kRanks)), rank, 2);
+        graph->position_by(position);
+        graph->verify_by(is_blocked);
+        return graph;
+    };
+    const auto seen = graph_at(0, 1), mine = graph_at(0, 0), blocked = graph_at(1, 0);
+    auto gone = graph_at(2, 0);
+    seen->join(std::make_shared<WaitGraphs>(), [](int rank) { return rank + 1; });
+    mine->join(groups, [](int rank) { return rank + 1; });
+    blocked->join(groups, [](int rank) { return rank ? kOutside : 1; });
+    gone->join(groups, [](int rank) { return rank + 1; });
+    const auto before = seen->heartbeats();
+    const WaitGraph::Wait for_rank_0{WaitGraph::WaitKind::kReceive, false, 0};
+    {
+        WaitGraph::Published published(*blocked);
+        published.set({WaitGraph::WaitKind::kReceive, false, 1});
+        CHECK(seen->find({for_rank_0}, before).ranks[0].rank == -kOutside);
+        CHECK(seen->find({for_rank_0}, seen->heartbeats()).ranks[0].rank == 0);  // it is stopped
+        gone.reset();
+    }
+    CHECK(seen->find({for_rank_0}, before).ranks[0].rank == 0);
+    WaitGraph::Published failed(*blocked);
+    {
+        WaitGraph::Published published(*blocked);
+        published.set({WaitGraph::WaitKind::kReceive, false, 1});
+        published.fail();
+    }
+    CHECK(seen->find({for_rank_0}, seen->heartbeats()).ranks[0].rank == -kOutside);
+    failed.set({WaitGraph::WaitKind::kReceive, true, 0});  // it waits again, for another reason
+    CHECK(seen->find({for_rank_0}, before).ranks[0].rank == 0);
+}
+
+}  // namespace
+
+void timeouts() {
+    a_rank_that_does_not_make_the_call();
+    a_rank_that_leaves_the_others_alone_in_a_call();
+    chains();
+    a_rank_that_is_stopped_in_a_wait();
+    deadlocks();
+    a_cycle_with_a_rank_that_is_stopped();
+    a_collective_in_the_background();
+    a_rank_that_is_blocked_in_another_group();
+}

@@ -1,0 +1,175 @@
+// The Python module dist_prims._backend.
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "../../common/kernels.h"
+#include "backend.h"
+#include "incremental_tensor.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace dist_prims;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+// A rank program in tuples: sends, receives and writes of each step.
+using Messages = std::vector<std::tuple<int, RankProgram::Chunks, RankProgram::Chunks>>;
+using Writes = std::vector<std::tuple<int, int, bool, std::vector<std::pair<int, int>>, std::vector<int>>>;
+using Steps = std::vector<std::tuple<Messages, Messages, Writes>>;
+
+std::vector<RankProgram::Message> messages_of(const Messages& given) {
+    std::vector<RankProgram::Message> messages;
+    for (const auto& [peer, chunks, pieces] : given) messages.push_back({peer, chunks, pieces});
+    return messages;
+}
+
+RankProgram program_of(int chunks, int scratch, const Steps& steps, int ranks) {
+    RankProgram program{chunks, scratch, {}, ranks};
+    for (const auto& [sends, receives, writes] : steps) {
+        RankProgram::Step& step =
+            program.steps.emplace_back(RankProgram::Step{messages_of(sends), messages_of(receives), {}});
+        for (const auto& [into, piece, copy, sources, terms] : writes) {
+            RankProgram::Write& write = step.writes.emplace_back(RankProgram::Write{into, piece, copy, {}, terms});
+            for (const auto& [peer, index] : sources) write.sources.push_back({peer, index});
+        }
+    }
+    return program;
+}
+
+// A schedule as Python passes it: low, high, name, segments, chunks, scratch, steps, ranks.
+using ScheduleTuple = std::tuple<std::uint64_t, std::uint64_t, std::string, int, int, int, Steps, int>;
+
+NativeSchedule schedule_of(const ScheduleTuple& tuple) {
+    const auto& [low, high, name, segments, chunks, scratch, steps, ranks] = tuple;
+    return {low, high, name, segments, program_of(chunks, scratch, steps, ranks)};
+}
+
+c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                      Milliseconds timeout, const std::vector<std::string>& hosts,
+                                      const BackendPtr& engine, int largest_tag, std::function<BackendPtr()> make_gloo,
+                                      std::function<ScheduleTuple(std::string, std::uint64_t, int)> choose,
+                                      const BackendPtr& accelerator, std::size_t slot_bytes, std::size_t one_shot_bytes,
+                                      const std::string& group, const std::string& ranks, const std::string& dump,
+                                      const std::function<int()>& ended) {
+    Setup setup{
+        .timeout = timeout,
+        .hosts = hosts,
+        .engine = engine,
+        .largest_tag = largest_tag,
+        .make_gloo = std::move(make_gloo),
+        .choose = [choose = std::move(choose)](const std::string& collective, std::uint64_t bytes,
+                                               int root) { return schedule_of(choose(collective, bytes, root)); },
+        .accelerator = accelerator,
+        .slot_bytes = slot_bytes,
+        .one_shot_bytes = one_shot_bytes,
+        .group = group,
+        .ranks = ranks,
+        .dump = dump};
+    return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(setup), ended);
+}
+
+Tensors tensors_of(const std::vector<std::optional<at::Tensor>>& given) {
+    Tensors tensors;
+    for (const auto& each : given) tensors.push_back(each.value_or(at::Tensor()));
+    return tensors;
+}
+
+// The exception of an asynchronous call is raised by each wait for it. One of pybind11's can be raised only once, one
+// of torch's any number of times.
+std::function<void()> repeatable(std::function<void()> call) {
+    if (!call) return call;
+    return [call = std::move(call)] {
+        try {
+            call();
+        } catch (py::error_already_set& error) {
+            const py::gil_scoped_acquire gil;
+            error.restore();
+            python_error kept;
+            kept.persist();
+            throw kept;
+        }
+    };
+}
+
+WorkPtr run_schedule(PrimsBackend& self, const std::string& collective, const std::shared_ptr<NativeSchedule>& schedule,
+                     const std::vector<std::optional<at::Tensor>>& inputs,
+                     const std::vector<std::optional<at::Tensor>>& outputs, const Counts& counts,
+                     std::optional<c10d::ReduceOp::RedOpType> op, int root, std::function<void()> check,
+                     bool async_op) {
+    ScheduledCall call{collective_of(collective), schedule, tensors_of(inputs), tensors_of(outputs), counts};
+    call.reduces = op.has_value();
+    call.op.op_ = op.value_or(c10d::ReduceOp::SUM);  // also PREMUL_SUM: the inputs are multiplied
+    call.root = root;
+    call.check = repeatable(std::move(check));
+    return self.run_schedule(call, async_op);
+}
+
+void translate(std::exception_ptr error) {
+    try {
+        if (error) std::rethrow_exception(error);
+    } catch (python_error& found) {
+        found.restore();
+    } catch (const CommError& found) {
+        constexpr const char* kNames[] = {"MismatchError", "PeerDied",    "PeerLeft",
+                                          "CommTimeout",   "Interrupted", "CommTimeout"};
+        const py::object kind = py::module_::import("dist_prims.errors").attr(kNames[static_cast<int>(found.kind)]);
+        PyErr_SetString(kind.ptr(), found.what());
+    }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_backend, module) {
+    module.doc() = "The backend of torch.distributed; see dist_prims.backend.";
+    using Free = py::call_guard<py::gil_scoped_release>;
+    py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>>(module, "PrimsBackend")
+        .def(py::init(&make), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+             py::arg("hosts"), py::arg("engine"), py::arg("largest_tag"), py::arg("make_gloo"), py::arg("choose"),
+             py::arg("accelerator"), py::arg("slot_bytes"), py::arg("one_shot_bytes"), py::arg("group"),
+             py::arg("ranks"), py::arg("dump"), py::arg("ended"), Free())
+        .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
+        .def_property_readonly("engine", &PrimsBackend::engine)
+        .def_property_readonly("options", &PrimsBackend::getBackendOptions)
+        .def("ended", &PrimsBackend::ended, Free())
+        .def("algorithm", &PrimsBackend::algorithm, Free())
+        .def(
+            "pin",
+            [](PrimsBackend& self, const std::vector<ScheduleTuple>& tuples) {
+                std::vector<NativeSchedule> schedules;
+                for (const ScheduleTuple& each : tuples) schedules.push_back(schedule_of(each));
+                self.pin(std::move(schedules));
+            },
+            Free())
+        .def(
+            "all_reduce_",  // the plain operations as they come: a ReduceOp would be made of each by Python
+            [](PrimsBackend& self, at::Tensor tensor, c10d::ReduceOp::RedOpType op) {
+                self.all_reduce_now(std::move(tensor), op);
+            },
+            Free())
+        .def("all_reduce_", &PrimsBackend::all_reduce_now, Free())
+        .def("run_schedule", &run_schedule, py::kw_only(), py::arg("collective"), py::arg("schedule"),
+             py::arg("inputs"), py::arg("outputs"), py::arg("counts"), py::arg("op"), py::arg("root"), py::arg("check"),
+             py::arg("async_op"), Free())
+        .def("gradual", &IncrementalTensor::make, Free())
+        .def("record", &PrimsBackend::record, Free());
+    py::class_<NativeSchedule, std::shared_ptr<NativeSchedule>>(module, "NativeSchedule")
+        .def(py::init([](const ScheduleTuple& tuple) { return std::make_shared<NativeSchedule>(schedule_of(tuple)); }));
+    py::class_<IncrementalTensor, std::shared_ptr<IncrementalTensor>>(module, "GradualTensor")
+        .def("put", &IncrementalTensor::put, Free())
+        .def("all_reduce", &IncrementalTensor::all_reduce, Free())
+        .def("forget", &IncrementalTensor::discard, Free())
+        .def("held", &IncrementalTensor::held, Free())
+        .def("is_shown", &IncrementalTensor::is_published, Free());
+    module.attr("built_for") = DIST_PRIMS_TORCH;
+    module.def("instruction_set", &instruction_set);
+    module.def(
+        "empty", [](const std::vector<int64_t>& shape, at::ScalarType dtype) { return shared_tensor(shape, dtype); },
+        Free());
+    py::register_exception_translator(translate);
+}

@@ -1,0 +1,67 @@
+#include "creation.h"
+
+#include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
+
+#include "work.h"
+
+namespace dist_prims {
+namespace {
+
+using Kind = CommError::Kind;
+
+const std::string kKey = "failed";  // its value: the kind of the error as a number, a space, the message
+
+}  // namespace
+
+void GroupCreation::look() const {
+    check_signals();
+    if (const auto found = reason()) throw *found;
+}
+
+void GroupCreation::fail(std::exception_ptr error) const {
+    try {
+        std::rethrow_exception(error);
+    } catch (const CommError& found) {
+        if (found.kind == Kind::kMismatch) throw;  // every rank has compared for itself
+        if (const auto first = reason()) throw *first;
+        tell(found.kind, found.what());
+        throw;
+    } catch (const pybind11::error_already_set&) {
+        tell(Kind::kInterrupted, prefix() + "interrupted while the group was made");
+        throw;
+    } catch (const c10::Error& found) {
+        tell(Kind::kPeerLeft, prefix() + found.what_without_backtrace());
+        throw;
+    } catch (const std::exception& found) {
+        const std::string text = prefix() + found.what();
+        tell(Kind::kPeerLeft, text);
+        throw std::runtime_error(text);
+    }
+}
+
+// Why another rank has failed. A store that cannot be asked tells nothing: its process may have died as well.
+std::optional<CommError> GroupCreation::reason() const {
+    try {
+        if (!store_->check({kKey})) return std::nullopt;
+        const std::string value = store_->get_to_str(kKey);
+        const std::size_t space = value.find(' ');
+        return CommError(static_cast<Kind>(std::stoi(value.substr(0, space))),
+                         prefix() + "the group cannot be made: " + value.substr(space + 1));
+    } catch (const std::exception&) {
+        return std::nullopt;
+    }
+}
+
+void GroupCreation::tell(Kind kind, const std::string& text) const {
+    try {
+        if (!store_->check({kKey})) store_->set(kKey, std::to_string(static_cast<int>(kind)) + " " + text);
+    } catch (const std::exception&) {  // the others see the end of this process, or of its connections
+    }
+}
+
+std::string GroupCreation::prefix() const {
+    return "rank " + std::to_string(rank_) + ": ";
+}
+
+}  // namespace dist_prims

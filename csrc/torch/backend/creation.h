@@ -1,0 +1,35 @@
+// Failures while a group is made. The first rank that fails writes its reason to the store of this group, which the
+// other ranks read at intervals. So no rank waits until its timeout for a rank that will not come, and all ranks on all
+// hosts raise the same reason.
+#pragma once
+
+#include <exception>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "../../shm/membership.h"
+
+namespace dist_prims {
+
+class GroupCreation {
+public:
+    // `store` must be used by this attempt to make this group only.
+    GroupCreation(c10::intrusive_ptr<c10d::Store> store, int rank) : store_(std::move(store)), rank_(rank) {}
+
+    // Called at intervals by a rank that waits for others: handles signals, and throws if another rank has failed.
+    void look() const;
+
+    // Called when this rank has failed: tells the others, and throws `error` or the error that caused it.
+    [[noreturn]] void fail(std::exception_ptr error) const;
+
+private:
+    std::optional<CommError> reason() const;
+    void tell(CommError::Kind kind, const std::string& text) const;
+    std::string prefix() const;
+
+    const c10::intrusive_ptr<c10d::Store> store_;
+    const int rank_;
+};
+
+}  // namespace dist_prims

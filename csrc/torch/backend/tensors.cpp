@@ -1,0 +1,235 @@
+#include "tensors.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
+
+#include <cmath>
+#include <cstring>
+#include <optional>
+
+#include "../../common/kernels.h"
+#include "../../shm/shared_tensors.h"
+
+namespace dist_prims {
+namespace {
+
+// The factor of PREMUL_SUM as a number: on the CPU there is no reason to ask for one type of it.
+at::Scalar factor_of(const char* what, const c10d::ReduceOp& op) {
+    const auto* given = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+    TORCH_CHECK_VALUE(given, what, ": PREMUL_SUM has no factor; use torch.distributed._make_nccl_premul_sum(factor)");
+    const at::Tensor& tensor = given->tensor_factor;
+    if (!tensor.defined()) return given->double_factor;
+    TORCH_CHECK_VALUE(tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.numel() == 1, what,
+                      ": the factor of PREMUL_SUM is a tensor of ", tensor.numel(), " elements on ", tensor.device(),
+                      "; give a number, or a dense tensor of one element on the CPU");
+    TORCH_CHECK_VALUE(!tensor.is_complex() && tensor.scalar_type() != at::kBool, what,
+                      ": the factor of PREMUL_SUM is of type ", tensor.scalar_type(), "; give a real number");
+    return tensor.item();
+}
+
+std::string text_of(const at::Scalar& factor) {
+    if (factor.isFloatingPoint()) return c10::str(factor.toDouble());
+    return factor.type() == at::kUInt64 ? c10::str(factor.toUInt64()) : c10::str(factor.toLong());
+}
+
+// The bits of a factor for tensors of a type of whole numbers; none if the type does not hold it.
+std::optional<std::uint64_t> whole(const at::Scalar& factor, at::ScalarType type) {
+    const bool is_signed = c10::isSignedType(type);
+    const int bits = 8 * static_cast<int>(c10::elementSize(type)) - is_signed;
+    const std::uint64_t largest = ~std::uint64_t{0} >> (64 - bits);
+    if (factor.isFloatingPoint()) {
+        const double value = factor.toDouble(), end = std::ldexp(1, bits);
+        if (value != std::trunc(value) || value >= end || value < (is_signed ? -end : 0)) return std::nullopt;
+        return value < 0 ? static_cast<std::uint64_t>(static_cast<int64_t>(value)) : static_cast<std::uint64_t>(value);
+    }
+    const bool is_negative = factor.type() != at::kUInt64 && factor.toLong() < 0;
+    const std::uint64_t value = is_negative ? static_cast<std::uint64_t>(factor.toLong()) : factor.toUInt64();
+    if (is_negative ? !is_signed || ~value > largest : value > largest) return std::nullopt;
+    return value;
+}
+
+}  // namespace
+
+DType type_of(const at::Tensor& tensor) {
+    switch (tensor.scalar_type()) {
+        case at::kByte:
+            return DType::kUInt8;
+        case at::kChar:
+            return DType::kInt8;
+        case at::kUInt16:
+            return DType::kUInt16;
+        case at::kShort:
+            return DType::kInt16;
+        case at::kUInt32:
+            return DType::kUInt32;
+        case at::kInt:
+            return DType::kInt32;
+        case at::kUInt64:
+            return DType::kUInt64;
+        case at::kLong:
+            return DType::kInt64;
+        case at::kHalf:
+            return DType::kFloat16;
+        case at::kBFloat16:
+            return DType::kBFloat16;
+        case at::kFloat:
+            return DType::kFloat32;
+        case at::kDouble:
+            return DType::kFloat64;
+        case at::kComplexFloat:
+            return DType::kComplex64;
+        case at::kComplexDouble:
+            return DType::kComplex128;
+        case at::kBool:
+            return DType::kBool;
+        default:
+            break;
+    }
+    switch (tensor.element_size()) {
+        case 1:
+            return DType::kBytes1;
+        case 2:
+            return DType::kBytes2;
+        case 4:
+            return DType::kBytes4;
+        case 8:
+            return DType::kBytes8;
+        default:
+            return DType::kBytes16;
+    }
+}
+
+Op op_of(const c10d::ReduceOp& op) {
+    switch (op.op_) {
+        case c10d::ReduceOp::SUM:
+            return Op::kSum;
+        case c10d::ReduceOp::AVG:
+            return Op::kAvg;
+        case c10d::ReduceOp::PREMUL_SUM:
+            return Op::kPremulSum;
+        case c10d::ReduceOp::PRODUCT:
+            return Op::kProduct;
+        case c10d::ReduceOp::MIN:
+            return Op::kMin;
+        case c10d::ReduceOp::MAX:
+            return Op::kMax;
+        case c10d::ReduceOp::BAND:
+            return Op::kBitAnd;
+        case c10d::ReduceOp::BOR:
+            return Op::kBitOr;
+        case c10d::ReduceOp::BXOR:
+            return Op::kBitXor;
+        default:
+            return Op::kNone;
+    }
+}
+
+at::Tensor packed(const at::Tensor& tensor) {
+    if (!tensor.is_conj() && !tensor.is_neg() && tensor.is_contiguous()) return tensor;
+    return tensor.resolve_conj().resolve_neg().contiguous();
+}
+
+std::uint64_t checksum(const Counts& lengths) {
+    std::uint64_t sum = 0xcbf29ce484222325u;  // FNV-1a over the lengths
+    for (const std::size_t length : lengths) sum = (sum ^ static_cast<std::uint64_t>(length)) * 0x100000001b3u;
+    return sum;
+}
+
+Counts lengths(const Tensors& tensors) {
+    Counts found;
+    for (const auto& tensor : tensors) found.push_back(static_cast<std::size_t>(tensor.nbytes()));
+    return found;
+}
+
+Counts elements(const Tensors& tensors) {
+    Counts found;
+    for (const auto& tensor : tensors) found.push_back(static_cast<std::size_t>(tensor.numel()));
+    return found;
+}
+
+Blocks blocks_of(const Tensors& tensors) {
+    Blocks found;
+    for (const auto& tensor : tensors) found.push_back(bytes_of(tensor));
+    return found;
+}
+
+Call call_of(Collective collective, const at::Tensor& like, std::size_t count) {
+    Call call;
+    call.collective = collective;
+    call.dtype = type_of(like);
+    call.count = count;
+    return call;
+}
+
+at::Tensor premultiplied(const char* what, const at::Tensor& tensor, const c10d::ReduceOp& op) {
+    if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return tensor;
+    const at::Scalar factor = factor_of(what, op);
+    const at::Tensor given = packed(tensor);
+    const at::Tensor product = at::empty(given.sizes(), given.options());
+    const auto count = static_cast<std::size_t>(given.numel());
+    if (at::isIntegralType(given.scalar_type(), false)) {
+        const auto bits = whole(factor, given.scalar_type());
+        TORCH_CHECK_VALUE(bits, what, ": PREMUL_SUM cannot multiply ", name_of(type_of(given)), " by ", text_of(factor),
+                          ", which that type does not hold; convert the tensor to a floating type first");
+        multiply(type_of(given), bytes_of(product), bytes_of(given), *bits, count);
+    } else {
+        scale(type_of(given), bytes_of(product), bytes_of(given), factor.toDouble(), count);
+    }
+    return product;
+}
+
+Op checked(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor) {
+    std::string reason;
+    TORCH_CHECK_VALUE(op_of(op) != Op::kNone, what, ": this reduction is not known");
+    TORCH_CHECK_VALUE(reduces(op_of(op), type_of(tensor), &reason), what, ": ", reason);
+    return op_of(op);
+}
+
+const at::Tensor& only(const char* what, const Tensors& tensors) {
+    TORCH_CHECK_VALUE(tensors.size() == 1, what, ": one tensor is needed, not ", tensors.size());
+    TORCH_CHECK_VALUE(tensors[0].device().is_cpu(), what, ": the tensor is on ", tensors[0].device(),
+                      ", not on the CPU");
+    return tensors[0];
+}
+
+void alike(const char* what, const Tensors& tensors, const at::Tensor& like) {
+    for (const auto& tensor : tensors) {
+        TORCH_CHECK_VALUE(tensor.scalar_type() == like.scalar_type() && tensor.device() == like.device(), what,
+                          ": tensors differ: ", tensor.scalar_type(), " on ", tensor.device(), ", ", like.scalar_type(),
+                          " on ", like.device());
+    }
+}
+
+void must_be_distinct(const char* what, const at::Tensor& tensor) {
+    TORCH_CHECK_VALUE(
+        at::has_internal_overlap(tensor) != at::MemOverlap::Yes, what,
+        ": several elements of the tensor lie in one place, as those of an expanded tensor do, so nothing "
+        "can be received into it; receive into a clone() of it");
+}
+
+void as_many(const char* what, std::size_t found, int wanted) {
+    TORCH_CHECK_VALUE(found == static_cast<std::size_t>(wanted), what, ": ", found, " tensors for a group of ", wanted,
+                      " ranks");
+}
+
+c10::DataPtr SharedTensorAllocator::allocate(std::size_t bytes) {
+    Exporter& exporter = Exporter::instance();
+    const auto release = [&exporter](void* data) { exporter.release(static_cast<std::byte*>(data)); };
+    return c10::InefficientStdFunctionContext::makeDataPtr(exporter.allocate(bytes), release, c10::Device(c10::kCPU));
+}
+
+void SharedTensorAllocator::copy_data(void* to, const void* from, std::size_t bytes) const {
+    std::memcpy(to, from, bytes);
+}
+
+std::shared_ptr<c10::Allocator> shared_tensor_allocator() {
+    static const auto one = std::make_shared<SharedTensorAllocator>();
+    return one;
+}
+
+at::Tensor shared_tensor(at::IntArrayRef shape, at::ScalarType dtype) {
+    constexpr c10::DispatchKeySet kCpu(c10::DispatchKey::CPU);
+    return at::detail::empty_generic(shape, shared_tensor_allocator().get(), kCpu, dtype, std::nullopt);
+}
+
+}  // namespace dist_prims

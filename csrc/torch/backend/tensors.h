@@ -1,0 +1,84 @@
+// Conversions between torch's tensors and the bytes of csrc/shm and csrc/net.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstddef>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <vector>
+
+#include "../../common/types.h"
+#include "../../shm/collectives.h"
+
+namespace dist_prims {
+
+using Tensors = std::vector<at::Tensor>;
+
+// The DType of a tensor, or a type of the same size if it can only be moved.
+DType type_of(const at::Tensor& tensor);
+
+Op op_of(const c10d::ReduceOp& op);
+
+// A contiguous tensor: the tensor itself or a copy.
+at::Tensor packed(const at::Tensor& tensor);
+
+inline std::byte* bytes_of(const at::Tensor& tensor) {
+    return static_cast<std::byte*>(tensor.data_ptr());
+}
+
+Counts lengths(const Tensors& tensors);  // in bytes
+Counts elements(const Tensors& tensors);
+Blocks blocks_of(const Tensors& tensors);
+
+// An output: contiguous memory to write to, and deliver(), which copies it to the tensor if it is not the tensor's own.
+struct Output {
+    at::Tensor tensor, flat;
+
+    explicit Output(const at::Tensor& tensor) : tensor(tensor), flat(packed(tensor)) {}
+    std::byte* data() const { return bytes_of(flat); }
+    void deliver() const {
+        if (!flat.is_same(tensor)) tensor.copy_(flat);
+    }
+};
+
+struct Outputs {
+    std::vector<Output> each;
+
+    explicit Outputs(const Tensors& tensors) : each(tensors.begin(), tensors.end()) {}
+    Places places() const {
+        Places found;
+        for (const Output& output : each) found.push_back(output.data());
+        return found;
+    }
+    void deliver() const {
+        for (const Output& output : each) output.deliver();
+    }
+};
+
+Call call_of(Collective collective, const at::Tensor& like, std::size_t count);
+
+// The addend of PREMUL_SUM: the tensor times this rank's factor, in the tensor's type. Other reductions add the tensor
+// itself.
+at::Tensor premultiplied(const char* what, const at::Tensor& tensor, const c10d::ReduceOp& op);
+
+// The rest are checks, which throw ValueError; `what` is the operation. The reduction, if it is one for the tensor:
+Op checked(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor);
+// The only tensor, which must be on the CPU:
+const at::Tensor& only(const char* what, const Tensors& tensors);
+void alike(const char* what, const Tensors& tensors, const at::Tensor& like);
+// No two elements in one place, as those of an expanded tensor:
+void must_be_distinct(const char* what, const at::Tensor& tensor);
+void as_many(const char* what, std::size_t found, int wanted);
+
+// Allocates memory that peers can map. A tensor that a forked child has inherited releases nothing there.
+struct SharedTensorAllocator : c10::Allocator {
+    c10::DataPtr allocate(std::size_t bytes) override;
+    void copy_data(void* to, const void* from, std::size_t bytes) const override;
+};
+std::shared_ptr<c10::Allocator> shared_tensor_allocator();
+at::Tensor shared_tensor(at::IntArrayRef shape, at::ScalarType dtype);
+
+// A checksum of a list of lengths, by which ranks compare theirs.
+std::uint64_t checksum(const Counts& lengths);
+
+}  // namespace dist_prims

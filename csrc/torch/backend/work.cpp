@@ -1,0 +1,104 @@
+#include "work.h"
+
+#include <pybind11/pybind11.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "../../common/thread.h"
+
+namespace dist_prims {
+namespace {
+
+std::string text_of(const std::exception_ptr& error) {
+    try {
+        std::rethrow_exception(error);
+    } catch (const std::exception& known) {
+        return known.what();
+    } catch (...) {
+        return "an exception of an unknown type";
+    }
+}
+
+}  // namespace
+
+PrimsWork::PrimsWork(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> outputs,
+                     std::uint64_t sequence)
+    : Work(rank, type, title, outputs), outputs_(std::move(outputs)), sequence_(sequence) {}
+
+std::function<std::function<void()>(std::exception_ptr)> PrimsWork::finisher() {
+    return [self = c10::intrusive_ptr<PrimsWork>::reclaim_copy(this)](std::exception_ptr error) {
+        return self->complete(error);
+    };
+}
+
+void PrimsWork::waits_by(Waiter waiter) {
+    const std::lock_guard lock(guard_);
+    if (!done_) waiter_ = std::move(waiter);
+}
+
+std::function<void()> PrimsWork::complete(std::exception_ptr error) {
+    finish(error);
+    Waiter waiter;  // it may hold what holds us
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    {
+        const std::lock_guard lock(guard_);
+        waiter.swap(waiter_);
+        done_ = true;
+        error_ = error;
+        future = future_;
+    }
+    if (!future) return {};
+    return [self = c10::intrusive_ptr<PrimsWork>::reclaim_copy(this), future] {
+        if (const auto error = caught([&] { self->settle(*future); }))
+            TORCH_WARN("a callback on the end of ", c10d::opTypeToString(self->retrieveOpType()),
+                       " has failed: ", text_of(error));
+    };
+}
+
+void PrimsWork::settle(c10::ivalue::Future& future) const {
+    if (error_)
+        future.setError(error_);
+    else
+        future.markCompleted(c10::IValue(outputs_));
+}
+
+bool PrimsWork::wait(std::chrono::milliseconds timeout) {
+    Waiter waiter;
+    {
+        const std::lock_guard lock(guard_);
+        waiter = waiter_;
+    }
+    if (waiter) waiter(timeout == kNoTimeout ? std::chrono::milliseconds::max() : timeout);
+    if (const auto error = exception()) std::rethrow_exception(error);
+    return true;
+}
+
+int PrimsWork::sourceRank() const {
+    return source_ ? *source_ : Work::sourceRank();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> PrimsWork::getFuture() {
+    bool done = false;
+    {
+        const std::lock_guard lock(guard_);
+        if (future_) return future_;
+        future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+        done = done_;
+    }
+    if (done) settle(*future_);
+    return future_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DoneWork::getFuture() {
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    future->markCompleted(c10::IValue(outputs_));
+    return future;
+}
+
+void check_signals() {
+    if (::syscall(SYS_gettid) != ::getpid()) return;  // Python gives signals to its main thread only
+    pybind11::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+}
+
+}  // namespace dist_prims

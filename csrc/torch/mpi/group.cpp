@@ -1,0 +1,168 @@
+#include "group.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "poll_backoff.h"
+#include "progress.h"
+
+namespace dist_prims::mpi {
+namespace {
+
+constexpr int kGuaranteed = 32767;  // the least that MPI allows as its largest tag
+
+int largest_tag_of_mpi() {
+    int* limit = nullptr;
+    int found = 0;
+    check(MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &limit, &found), "MPI_TAG_UB");
+    return found ? *limit : kGuaranteed;
+}
+
+// Messages without content, which are taken back when they are not wanted any more.
+class Signs {
+public:
+    void to(MPI_Comm comm, int peer, int tag) {
+        check(MPI_Isend(nullptr, 0, MPI_BYTE, peer, tag, comm, add(peer)), "MPI_Isend");
+    }
+    void from(MPI_Comm comm, int peer, int tag) {
+        check(MPI_Irecv(nullptr, 0, MPI_BYTE, peer, tag, comm, add(peer)), "MPI_Irecv");
+    }
+    // Of whom there was no sign until the deadline.
+    std::vector<int> missing(Clock::time_point deadline, const WaitHook& look) {
+        PollBackoff backoff;
+        try {
+            while (!all_done()) {
+                if (Clock::now() > deadline) return take_back();
+                backoff.pause(look);
+            }
+        } catch (...) {  // Ctrl-C: a sign that is left behind would be taken for one of the next roll call
+            take_back();
+            throw;
+        }
+        return {};
+    }
+
+private:
+    MPI_Request* add(int peer) {
+        membership_.push_back(peer);
+        return &requests_.emplace_back(MPI_REQUEST_NULL);
+    }
+    bool all_done() {
+        const std::lock_guard hold(lock());
+        int done = 0;
+        check(MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done, MPI_STATUSES_IGNORE),
+              "MPI_Testall");
+        return done;
+    }
+    std::vector<int> take_back() {
+        const std::lock_guard hold(lock());
+        std::vector<int> found;
+        for (std::size_t each = 0; each < membership_.size(); ++each) {
+            int done = 0;
+            MPI_Test(&requests_[each], &done, MPI_STATUS_IGNORE);
+            if (done) continue;
+            if (std::find(found.begin(), found.end(), membership_[each]) == found.end())
+                found.push_back(membership_[each]);
+            MPI_Cancel(&requests_[each]);
+            MPI_Request_free(&requests_[each]);
+        }
+        return found;
+    }
+
+    std::vector<MPI_Request> requests_;
+    std::vector<int> membership_;
+};
+
+std::vector<int> call_roll(MPI_Comm comm, const std::vector<int>& ranks, int me, int tag, Milliseconds timeout,
+                           const WaitHook& look) {
+    const auto deadline = Clock::now() + timeout;
+    Signs first, then;
+    {
+        const std::lock_guard hold(lock());
+        if (me == ranks[0]) {
+            for (const int peer : ranks) {
+                if (peer != me) first.from(comm, peer, tag);
+            }
+        } else {
+            first.to(comm, ranks[0], tag);
+            first.from(comm, ranks[0], tag);
+        }
+    }
+    const std::vector<int> missing = first.missing(deadline, look);
+    if (me != ranks[0] || !missing.empty()) return missing;
+    {
+        const std::lock_guard hold(lock());
+        for (const int peer : ranks) {
+            if (peer != me) then.to(comm, peer, tag);
+        }
+    }
+    return then.missing(deadline, look);
+}
+
+// Groups of other ranks are made under other tags, as far as the tags go.
+int tag_of(const std::vector<int>& ranks, int limit) {
+    unsigned sum = 0x811c9dc5u;  // FNV-1a
+    for (const int rank : ranks) sum = (sum ^ static_cast<unsigned>(rank)) * 0x01000193u;
+    return static_cast<int>(sum % static_cast<unsigned>(limit));
+}
+
+std::string listed(const std::vector<int>& ranks) {
+    std::string text;
+    for (const int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
+    return text;
+}
+
+}  // namespace
+
+Group::Group(const std::vector<int>& ranks, Milliseconds timeout, const WaitHook& look) {
+    if (const std::string why = unusable(); !why.empty()) throw Error("no group over MPI: " + why);
+    int me = 0;
+    {
+        const std::lock_guard hold(lock());
+        check(MPI_Comm_rank(MPI_COMM_WORLD, &me), "MPI_Comm_rank");
+    }
+    const std::string who = "rank " + std::to_string(me) + " of MPI_COMM_WORLD, making a group of " + listed(ranks);
+    const int tag = tag_of(ranks, kGuaranteed);
+    // Making a communicator has no deadline, so the ranks see first that all have come.
+    const std::vector<int> missing = call_roll(MPI_COMM_WORLD, ranks, me, tag, timeout, look);
+    if (!missing.empty())
+        throw Error(who + ": no sign of " + listed(missing) + " within " + std::to_string(timeout.count()) + " ms",
+                    true);
+    const std::lock_guard hold(lock());
+    MPI_Group world = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
+    check(MPI_Comm_group(MPI_COMM_WORLD, &world), who);
+    check(MPI_Group_incl(world, static_cast<int>(ranks.size()), ranks.data(), &members), who);
+    check(MPI_Comm_create_group(MPI_COMM_WORLD, members, tag, &comm_), who);
+    check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), who);
+    check(MPI_Comm_rank(comm_, &rank_), who);
+    check(MPI_Comm_size(comm_, &size_), who);
+    largest_tag_ = largest_tag_of_mpi() - 1;  // the last one is for roll_call()
+    check(MPI_Allreduce(MPI_IN_PLACE, &largest_tag_, 1, MPI_INT, MPI_MIN, comm_), who);  // ranks divide the tags alike
+    MPI_Group_free(&members);
+    MPI_Group_free(&world);
+}
+
+// Whatever is under way keeps its group, so nothing is when this runs.
+Group::~Group() {
+    const std::lock_guard hold(lock());
+    if (comm_ != MPI_COMM_NULL && unusable().empty()) MPI_Comm_free(&comm_);
+}
+
+void Group::fail(std::exception_ptr reason) {
+    const std::lock_guard hold(guard_);
+    if (!failure_) failure_ = std::move(reason);
+}
+
+std::exception_ptr Group::failure() const {
+    const std::lock_guard hold(guard_);
+    return failure_;
+}
+
+std::vector<int> Group::roll_call(Milliseconds timeout, const WaitHook& look) const {
+    std::vector<int> everyone(static_cast<std::size_t>(size_));
+    std::iota(everyone.begin(), everyone.end(), 0);
+    return call_roll(comm_, everyone, rank_, largest_tag_ + 1, timeout, look);
+}
+
+}  // namespace dist_prims::mpi

@@ -1,0 +1,108 @@
+#include "progress.h"
+
+#include <unistd.h>
+
+#include "poll_backoff.h"
+
+namespace dist_prims::mpi {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kUntilSleep = 10ms;  // without an operation; to be woken is not for nothing
+constexpr auto kLongestNap = 1ms;
+
+int before_the_end(MPI_Comm, int, void*, void*) {
+    Progress::instance().close();
+    return MPI_SUCCESS;
+}
+
+}  // namespace
+
+// Never destroyed: a process may exit in many ways, and threads may still ask.
+Progress& Progress::instance() {
+    static Progress& one = *std::make_unique<Progress>().release();
+    return one;
+}
+
+// MPI_Finalize begins with the attributes of MPI_COMM_SELF: the one moment where all can still be put in order, whoever
+// finalises.
+Progress::Progress() : owner_(::getpid()) {
+    const std::lock_guard hold(lock());
+    int key = MPI_KEYVAL_INVALID;
+    check(MPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, before_the_end, &key, nullptr), "MPI_Comm_create_keyval");
+    check(MPI_Comm_set_attr(MPI_COMM_SELF, key, nullptr), "MPI_Comm_set_attr");
+}
+
+void Progress::add(const std::shared_ptr<Operation>& operation) {
+    const std::lock_guard hold(guard_);
+    each_.emplace(operation.get(), operation);
+}
+
+void Progress::remove(const Operation* operation) {
+    std::shared_ptr<Operation> last;  // what it holds is not let go under the lock
+    const std::lock_guard hold(guard_);
+    if (const auto found = each_.find(operation); found != each_.end()) {
+        last = std::move(found->second);
+        each_.erase(found);
+    }
+}
+
+void Progress::wake() {
+    const std::lock_guard hold(guard_);
+    if (closing_) return;
+    event_ = Clock::now();
+    if (!thread_.has_begun()) thread_ = Thread([this] { run(); });
+    if (!asleep_) return;
+    asleep_ = false;
+    awaken_.notify_all();
+}
+
+void Progress::run() {
+    std::unique_lock hold(guard_);
+    while (!closing_) {
+        if (each_.empty() && Clock::now() - event_ > kUntilSleep) {
+            asleep_ = true;
+            awaken_.wait(hold, [this] { return closing_ || !asleep_; });
+            continue;
+        }
+        std::vector<std::shared_ptr<Operation>> alone;
+        for (const auto& [key, operation] : each_) {
+            if (!operation->is_attended()) alone.push_back(operation);
+        }
+        hold.unlock();
+        bool ended = false;
+        for (const auto& operation : alone) caught([&] { ended |= operation->test(); });
+        const bool any = !alone.empty();
+        alone.clear();
+        hold.lock();
+        if (ended) event_ = Clock::now();
+        if (!closing_) awaken_.wait_for(hold, any ? poll_interval(Clock::now() - event_) : kLongestNap);
+    }
+}
+
+void Progress::close() {
+    if (owner_ != ::getpid()) return;  // a forked child has no thread, and ends nothing
+    mark_closed();
+    Thread thread;
+    {
+        const std::lock_guard hold(guard_);
+        closing_ = true;
+        thread = std::move(thread_);
+        awaken_.notify_all();
+    }
+    thread.end();
+    std::vector<std::shared_ptr<Operation>> left;
+    {
+        const std::lock_guard hold(guard_);
+        for (const auto& [key, operation] : each_) left.push_back(operation);
+    }
+    for (const auto& operation : left) operation->test();  // they see that it is over
+}
+
+void Progress::keep(std::shared_ptr<Operation> operation, Operation::Done memory) {
+    const std::lock_guard hold(guard_);
+    kept_.emplace_back(std::move(operation), std::move(memory));
+}
+
+}  // namespace dist_prims::mpi
