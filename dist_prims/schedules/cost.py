@@ -131,7 +131,9 @@ def lower_bound(collective: str, size: int) -> Cost:
     """Below this no algorithm can come: information must reach every rank, and every byte must pass its port.
 
     Messages: the number of ranks that know can at most double a step. Bytes: Chan et al. 2007 for the
-    collectives of one buffer; for gather, scatter and all_to_all what must cross one port.
+    collectives of one buffer; for gather, scatter and all_to_all what must cross one port. A scan makes ``size - 1``
+    different sums of the whole data (an exclusive one ``size - 2``), each with an addition of its own, and the ranks
+    can share these additions; the last rank must receive as much as the data.
     """
     rest = Fraction(size - 1, size)
     one = Fraction(min(size - 1, 1))
@@ -145,7 +147,7 @@ def lower_bound(collective: str, size: int) -> Cost:
         "scatter": (rest, Fraction(0)),
         "all_to_all": (rest, Fraction(0)),
         "barrier": (Fraction(0), Fraction(0)),
-        "scan": (one, one),
-        "exclusive_scan": (one, one if size > 2 else Fraction(0)),
+        "scan": (one, rest),
+        "exclusive_scan": (one, Fraction(max(size - 2, 0), size)),
     }[collective]
     return Cost(ceil_log2(size), moved, reduced)

@@ -9,6 +9,10 @@ rounded once to the type of the data; that matters for half types, whose sums ar
 '((r2+r3)+r0)+r1'
 >>> str(build("all_reduce", "direct", size=4).order(chunk=0))
 'r0+r1+r2+r3'
+
+A mean (AVG) is the same expression, divided within the last pair of parentheses, before it is rounded. Of half types
+the sums of several ranks in between are carried divided by a power of two, so that they do not overflow: bits are lost
+by it only below the normal range.
 """
 
 from __future__ import annotations
@@ -18,16 +22,42 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .schedule import Schedule
 from .sums import Sums
 
-__all__ = ["Order", "order"]
+__all__ = ["Order", "order", "scales"]
+
+
+def scales(terms: Sequence[int], ranks: int) -> tuple[list[float], float]:
+    """How half types are added for a mean: the factor of each operand, and what divides their sum.
+
+    ``terms``: the number of ranks whose data is in each operand. A sum of n is carried divided by the least power of
+    two that is at least n; the sum of all ``ranks`` is divided by what is left.
+
+    >>> scales([2, 1], ranks=6), scales([3, 3], ranks=6)
+    (([0.5, 0.25], 1.0), ([0.5, 0.5], 0.75))
+    """
+    whole = sum(terms)
+    carried = 2.0 ** -(whole - 1).bit_length()
+    return [carried * 2 ** (each - 1).bit_length() for each in terms], ranks * carried if whole == ranks else 1.0
 
 
 def _numpy_sum(addends: Sequence[Any]) -> Any:
     wide = "float32" if addends[0].dtype == "float16" else addends[0].dtype
     total = functools.reduce(lambda held, other: held + other.astype(wide), addends[1:], addends[0].astype(wide))
     return total.astype(addends[0].dtype)
+
+
+def _numpy_mean(addends: Sequence[Any], terms: Sequence[int], ranks: int) -> Any:
+    dtype = addends[0].dtype
+    if dtype == "float16":
+        factors, divisor = scales(terms, ranks)
+        wide = [each.astype("float32") * np.float32(by) for each, by in zip(addends, factors, strict=True)]
+        return (_numpy_sum(wide) / np.float32(divisor)).astype(dtype)
+    total = _numpy_sum(addends)
+    return total if sum(terms) < ranks else total / np.asarray(ranks, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +70,18 @@ class Order:
     def evaluate(self, values: Sequence[Any], add: Callable[[Sequence[Any]], Any] = _numpy_sum) -> Any:
         """The sum of values[rank], in this order; ``add`` adds a list left to right and rounds once."""
         return self._fold(lambda rank: values[rank], add)
+
+    def mean(
+        self, values: Sequence[Any], fold: Callable[[Sequence[Any], Sequence[int], int], Any] = _numpy_mean
+    ) -> Any:
+        """The mean of values[rank], real numbers; ``fold(sums, terms, ranks)`` makes one step of it, see ``scales``."""
+        ranks = self._fold(lambda rank: 1, sum)
+
+        def join(parts: Sequence[tuple[Any, int]]) -> tuple[Any, int]:
+            sums, terms = zip(*parts, strict=True)
+            return fold(sums, terms, ranks), sum(terms)
+
+        return self._fold(lambda rank: (values[rank], 1), join)[0]
 
     def __str__(self) -> str:
         text: str = self._fold(lambda rank: f"r{rank}", lambda addends: f"({'+'.join(addends)})")
@@ -62,7 +104,7 @@ class Order:
 
 def order(schedule: Schedule, chunk: int, rank: int | None = None) -> Order:
     """The sum that a chunk of the output ends as; on the first rank that is promised it unless a rank is given."""
-    from .proof import execute
+    from .symbolic import execute
 
     state = execute(schedule)
     for candidate in range(schedule.size) if rank is None else (rank,):

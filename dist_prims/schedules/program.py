@@ -5,7 +5,8 @@ executor needs no search: which transfers make up each message, in which order t
 and when a chunk that only passes through is read for the last time, so that its memory can go.
 
 Each transfer also names the piece of the data that it carries, found by following the pieces of all ranks through
-the steps: pieces may differ in length, and the receiver must know what comes before it comes.
+the steps: pieces may differ in length, and the receiver must know what comes before it comes. In the same way each
+operand of a sum is known to hold the data of so many ranks, by which a mean is carried (``order.scales``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .schedule import Schedule, Step
 
@@ -39,12 +41,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Write:
-    """All that a step does to one chunk: the operands, folded in order, after what the chunk holds unless ``copy``."""
+    """All that a step does to one chunk: the operands, folded in order, after what the chunk holds unless ``copy``.
+
+    ``terms``: the number of ranks whose data is in each operand, beginning with what the chunk holds unless ``copy``.
+    """
 
     into: int
     piece: int
     copy: bool
     sources: tuple[Source, ...]
+    terms: tuple[int, ...]
+
+
+_Row = tuple[Source, bool, int, int]  # whether it reduces, its piece, its terms
 
 
 @dataclass(frozen=True)
@@ -72,36 +81,49 @@ def compile_program(schedule: Schedule, rank: int) -> Program:
     >>> first.sends
     (Message(peer=1, chunks=(0,), pieces=(0,)),)
     >>> first.writes
-    (Write(into=2, piece=2, copy=False, sources=(Source(peer=2, index=0),)),)
+    (Write(into=2, piece=2, copy=False, sources=(Source(peer=2, index=0),), terms=(1, 1)),)
     """
     held = np.full((schedule.size, schedule.contract.total), -1)
+    terms = np.zeros(held.shape, np.int32)
     for each in range(schedule.size):
         start = schedule.contract.start(each)
-        held[each, start.chunk] = start.piece
+        held[each, start.chunk], terms[each, start.chunk] = start.piece, 1
     actions = []
     for number, step in enumerate(schedule.steps):
-        pieces = held[step.src, step.chunk]
+        pieces, counts = held[step.src, step.chunk], terms[step.src, step.chunk]
         mine = (step.src == rank) | (step.dst == rank)
         if mine.any():
-            actions.append(_action(number, step.take(mine), pieces[mine].tolist(), rank))
+            carried = zip(pieces[mine].tolist(), counts[mine].tolist(), strict=True)
+            actions.append(_action(number, step.take(mine), list(carried), terms[rank], rank))
         held[step.dst, step.into] = pieces
+        _count(terms, step, counts)
     keep = set(schedule.contract.end(rank).chunk.tolist())
     return Program(rank, tuple(_with_last_reads(actions, keep)))
 
 
-def _action(number: int, step: Step, pieces: list[int], rank: int) -> Action:
+def _count(terms: NDArray[np.int32], step: Step, counts: NDArray[np.int32]) -> None:
+    """After a step: a copy replaces what a chunk holds, and reductions add to it."""
+    copies, sums = np.flatnonzero(~step.reduce), np.flatnonzero(step.reduce)
+    terms[step.dst[copies], step.into[copies]] = counts[copies]
+    np.add.at(terms, (step.dst[sums], step.into[sums]), counts[sums])
+
+
+def _action(
+    number: int, step: Step, carried: list[tuple[int, int]], held_terms: NDArray[np.int32], rank: int
+) -> Action:
+    """``carried``: of each row the piece, and the number of ranks whose data is in it."""
     sends: dict[int, list[tuple[int, int]]] = defaultdict(list)
     receives: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    writes: dict[int, list[tuple[Source, bool, int]]] = defaultdict(list)
-    for (src, dst, chunk, into, reduce), piece in zip(step.rows(), pieces, strict=True):
+    writes: dict[int, list[_Row]] = defaultdict(list)
+    for (src, dst, chunk, into, reduce), (piece, terms) in zip(step.rows(), carried, strict=True):
         if dst != rank:
             sends[dst].append((chunk, piece))
             continue
         source = Source(None, chunk) if src == rank else Source(src, len(receives[src]))
         if src != rank:
             receives[src].append((into, piece))
-        writes[into].append((source, reduce, piece))
-    folded = (_write(into, rows) for into, rows in writes.items())
+        writes[into].append((source, reduce, piece, terms))
+    folded = (_write(into, rows, int(held_terms[into])) for into, rows in writes.items())
     return Action(number, _messages(sends), _messages(receives), tuple(write for write in folded if write.sources))
 
 
@@ -109,12 +131,12 @@ def _messages(by_peer: dict[int, list[tuple[int, int]]]) -> tuple[Message, ...]:
     return tuple(Message(peer, *zip(*rows, strict=True)) for peer, rows in by_peer.items() if rows)
 
 
-def _write(into: int, rows: list[tuple[Source, bool, int]]) -> Write:
-    first, first_reduces, piece = rows[0]
-    sources = tuple(source for source, _, _ in rows)
+def _write(into: int, rows: list[_Row], held_terms: int) -> Write:
+    first, first_reduces, piece, _ = rows[0]
+    sources, terms = tuple(row[0] for row in rows), tuple(row[3] for row in rows)
     if not first_reduces and first == Source(None, into):  # a copy of the chunk to itself: it is what the chunk holds
-        return Write(into, piece, False, sources[1:])
-    return Write(into, piece, not first_reduces, sources)
+        return Write(into, piece, False, sources[1:], terms)
+    return Write(into, piece, not first_reduces, sources, (held_terms, *terms) if first_reduces else terms)
 
 
 def _with_last_reads(actions: list[Action], keep: set[int]) -> list[Action]:

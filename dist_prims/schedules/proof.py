@@ -1,8 +1,7 @@
-"""Proof by symbolic execution: run the steps on names of sums instead of numbers.
+"""Proof by symbolic execution: does every rank end with just what the collective promises?
 
-Each chunk of each rank holds (piece, sum): which piece of the data it is and which ranks' contributions were added,
-in which order. One pass over the steps then finds every way to be wrong, and the first one found is told as a
-counterexample: step, rank, chunk, who is missing or doubled.
+One pass over the steps (:mod:`.symbolic`) finds every way to be wrong, and the error is a counterexample: step, rank,
+chunk, which ranks' contributions are missing or doubled, and the step at which that became final (:mod:`.repair`).
 
 A test on random data cannot do that: it finds neither a race that the test's timing hides nor two ranks whose results
 differ only in the last bit, because they added the same numbers in another order.
@@ -10,31 +9,16 @@ differ only in the last bit, because they added the same numbers in another orde
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .schedule import Schedule, Step
-from .sums import Sums
+from .repair import Shortfall, explain
+from .schedule import Schedule
+from .sums import names_of
+from .symbolic import NOTHING, ScheduleError, State, execute
 
-__all__ = ["ScheduleError", "State", "execute", "verify"]
-
-Ints = NDArray[np.int64]
-NOTHING = -1
-
-
-class ScheduleError(ValueError):
-    """A schedule is wrong: the message is a counterexample."""
-
-
-@dataclass
-class State:
-    """What every chunk of every rank holds: arrays of shape (size, chunk numbers)."""
-
-    piece: Ints
-    sum: Ints
-    sums: Sums
+__all__ = ["ScheduleError", "verify"]
 
 
 def verify(schedule: Schedule) -> None:
@@ -44,116 +28,37 @@ def verify(schedule: Schedule) -> None:
     >>> verify(build("all_reduce", "ring", size=5))
     """
     state = execute(schedule)
-    for rank in range(schedule.size):
-        _check_end(schedule, state, rank)
+    shortfalls = [each for rank in range(schedule.size) for each in _shortfalls(schedule, state, rank)]
+    if shortfalls:
+        raise ScheduleError(explain(schedule, shortfalls))
     if schedule.contract.same_bits:
         _check_same_bits(schedule, state)
 
 
-def execute(schedule: Schedule) -> State:
-    """Run the steps symbolically and return the last state; ScheduleError where a step cannot be right."""
-    shape = (schedule.size, schedule.contract.total)
-    state = State(np.full(shape, NOTHING), np.full(shape, NOTHING), Sums(schedule.size))
-    for rank in range(schedule.size):
-        start = schedule.contract.start(rank)
-        state.piece[rank, start.chunk] = start.piece
-        state.sum[rank, start.chunk] = rank
-    for number, step in enumerate(schedule.steps):
-        _check_range(schedule, step, number)
-        _run(state, step, number, schedule.contract.counts_once)
-    return state
-
-
-def _check_range(schedule: Schedule, step: Step, number: int) -> None:
-    limits = {"src": schedule.size, "dst": schedule.size, "chunk": schedule.contract.total}
-    for name, limit in {**limits, "into": schedule.contract.total}.items():
-        column = getattr(step, name)
-        wrong = np.flatnonzero((column < 0) | (column >= limit))
-        if wrong.size:
-            at = int(wrong[0])
-            kind = "rank" if name in ("src", "dst") else "chunk"
-            raise ScheduleError(
-                f"step {number}, row {at}: {name}={column[at]} is no {kind}; there are {kind}s 0..{limit - 1}"
-            )
-
-
-def _run(state: State, step: Step, number: int, counts_once: bool) -> None:
-    """One step: read everything, then write chunk by chunk, each chunk's rows in row order."""
-    piece, value = state.piece[step.src, step.chunk], state.sum[step.src, step.chunk]
-    _refuse(value == NOTHING, step, number, "reads chunk {chunk} of rank {src}, which holds nothing yet")
-    target = step.dst * state.sum.shape[1] + step.into
-    by_target = np.argsort(target, kind="stable")
-    turn = np.empty(len(step), np.int64)  # 0 for the first row that writes a chunk, 1 for the second, ...
-    turn[by_target] = place_in_run(target[by_target])
-    _refuse(
-        ~step.reduce & (turn > 0), step, number, "copies into chunk {into} of rank {dst}, which has a writer before"
-    )
-    copies = np.flatnonzero(~step.reduce)
-    state.piece.flat[target[copies]] = piece[copies]
-    state.sum.flat[target[copies]] = value[copies]
-    copied = np.isin(target, target[copies])  # there the first addition adds to the copy, elsewhere to what was held
-    for now in range(int(turn.max(initial=-1)) + 1):
-        adds = np.flatnonzero(step.reduce & (turn == now))
-        held, added = state.sum.flat[target[adds]], value[adds]
-        _check_addition(state, step.take(adds), number, target[adds], piece[adds], added, counts_once)
-        state.sum.flat[target[adds]] = state.sums.add(held, added, now > copied[adds])
-
-
-def place_in_run(keys: Ints) -> Ints:
-    """For sorted keys, how many equal ones stand before each: [4, 4, 7] gives [0, 1, 0]."""
-    index = np.arange(len(keys))
-    is_start = np.ones(len(keys), np.bool_)
-    is_start[1:] = keys[1:] != keys[:-1]
-    return index - np.maximum.accumulate(np.where(is_start, index, 0))
-
-
-def _refuse(wrong: NDArray[np.bool_], step: Step, number: int, what: str) -> None:
-    """Tell the first wrong row of a step."""
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        names = {name: int(getattr(step, name)[at]) for name in ("src", "dst", "chunk", "into")}
-        transfer = "rank {src} -> rank {dst}" if names["src"] != names["dst"] else "rank {src}, local"
-        raise ScheduleError(f"step {number}, {transfer}: the transfer {what}".format(**names))
-
-
-def _check_addition(
-    state: State, step: Step, number: int, target: Ints, piece: Ints, added: Ints, counts_once: bool
-) -> None:
-    held = state.sum.flat[target]
-    _refuse(held == NOTHING, step, number, "adds to chunk {into} of rank {dst}, which holds nothing yet")
-    other = state.piece.flat[target]
-    _refuse(other != piece, step, number, "adds to chunk {into} of rank {dst}, which holds another piece of the data")
-    if counts_once:
-        ranks = state.sums.ranks
-        doubled = [ranks[a] & ranks[b] for a, b in zip(held.tolist(), added.tolist(), strict=True)]
-        which = next((both for both in doubled if both), 0)
-        what = f"adds {names_of(which)} to chunk {{into}} of rank {{dst}}, where it is counted already"
-        _refuse(np.array([both != 0 for both in doubled], np.bool_), step, number, what)
-
-
-def names_of(ranks: int) -> str:
-    """The ranks in a set of bits, as r0+r2."""
-    return "+".join(f"r{rank}" for rank in range(ranks.bit_length()) if ranks >> rank & 1)
-
-
-def _check_end(schedule: Schedule, state: State, rank: int) -> None:
-    """Every chunk that was promised to a rank holds the right piece of exactly the right ranks."""
+def _shortfalls(schedule: Schedule, state: State, rank: int) -> Iterator[Shortfall]:
+    """The chunks promised to a rank that do not hold the right piece of exactly the right ranks."""
     end = schedule.contract.end(rank)
     number, piece = state.sum[rank, end.chunk], state.piece[rank, end.chunk]
-    kinds, where = np.unique(np.stack([number, end.first, end.last]), axis=1, return_index=True)
-    where_piece = np.flatnonzero((number == NOTHING) | (piece != end.piece))
-    if where_piece.size:
-        chunk = int(end.chunk[where_piece[0]])
-        has = "nothing" if number[where_piece[0]] == NOTHING else f"piece {piece[where_piece[0]]}"
-        raise ScheduleError(
-            f"at the end rank {rank} must hold piece {end.piece[where_piece[0]]} in chunk {chunk}; it holds {has}"
-        )
-    for (total, first, last), at in zip(kinds.T.tolist(), where.tolist(), strict=True):
-        wanted = (1 << last) - (1 << first)
+    for at in np.flatnonzero((number == NOTHING) | (piece != end.piece)).tolist():
+        has = "nothing" if number[at] == NOTHING else f"piece {piece[at]}"
+        what = f"at the end rank {rank} must hold piece {end.piece[at]} in chunk {end.chunk[at]}; it holds {has}"
+        yield Shortfall(rank, int(end.chunk[at]), int(end.piece[at]), _bits(end.first[at], end.last[at]), what)
+    right_piece = np.flatnonzero((number != NOTHING) & (piece == end.piece))
+    kinds, kind = np.unique(np.stack([number, end.first, end.last])[:, right_piece], axis=1, return_inverse=True)
+    for which, (total, first, last) in enumerate(kinds.T.tolist()):
+        wanted = _bits(first, last)
         missing, extra = wanted & ~state.sums.ranks[total], state.sums.ranks[total] & ~wanted
-        if missing or extra:
-            lost = f"{names_of(missing)} is missing" if missing else f"{names_of(extra)} does not belong there"
-            raise ScheduleError(f"at the end rank {rank}, chunk {int(end.chunk[at])}: {lost}")
+        if not missing and not extra:
+            continue
+        lost = f"{names_of(missing)} is missing" if missing else f"{names_of(extra)} does not belong there"
+        for at in right_piece[np.ravel(kind) == which].tolist():
+            chunk = int(end.chunk[at])
+            yield Shortfall(rank, chunk, int(end.piece[at]), wanted, f"at the end rank {rank}, chunk {chunk}: {lost}")
+
+
+def _bits(first: int, last: int) -> int:
+    """The ranks from first up to last, as bits."""
+    return (1 << int(last)) - (1 << int(first))
 
 
 def _check_same_bits(schedule: Schedule, state: State) -> None:

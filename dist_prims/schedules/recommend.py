@@ -25,6 +25,7 @@ from .registry import Algorithm, algorithms, build, lookup, nearest
 from .replay import replay
 from .schedule import Schedule
 from .topology import LATENCY, LINK, PROCESSOR, Topology
+from .trust import may_be_chosen
 
 __all__ = ["Advice", "Candidate", "bound", "recommend"]
 
@@ -117,12 +118,12 @@ class _Search:
     left_out: list[tuple[str, str]] = field(default_factory=list)
 
     def flat(self) -> None:
-        for each in _equal_ranks(self.collective):
-            self._try(each.name, _growth(self.collective, each.name, self.topology.size), {})
+        for each in _equal_ranks(self.collective, self.topology.size):
+            self._try(each.name, _growth(each, self.topology.size), {})
 
     def hierarchies(self) -> None:
         before = len(self.found)
-        for each in _equal_ranks(self.collective):
+        for each in _equal_ranks(self.collective, self.topology.size):
             if each.scratch is None:
                 self._hierarchy("ring", each.name)
         if tried := self.found[before:]:
@@ -132,8 +133,8 @@ class _Search:
 
     def _hierarchy(self, inner: str, outer: str) -> None:
         hosts = self.topology.hosts
-        between = _growth("all_reduce", outer, len(hosts))
-        within = [_growth(kind, inner, max(hosts)) for kind in ("reduce_scatter", "all_gather")]
+        between = _growth(lookup("all_reduce", outer), len(hosts))
+        within = [_growth(lookup(kind, inner), max(hosts)) for kind in ("reduce_scatter", "all_gather")]
         total = between[0] * math.lcm(*hosts) + len(hosts) * sum(each for each, _ in within)
         at_once = max(between[1] * math.lcm(*hosts), *(len(hosts) * each for _, each in within))
         self._try("hierarchical", (total, at_once), {"inner": inner, "outer": outer, "hosts": hosts})
@@ -160,22 +161,22 @@ def _name(schedule: Schedule) -> str:
     return " ".join([schedule.algorithm, *(f"{key}={value}" for key, value in schedule.parameters if key != "hosts")])
 
 
-def _equal_ranks(collective: str) -> Iterator[Algorithm]:
-    """Algorithms that know nothing of hosts, and whose ranks end with the same bits."""
+def _equal_ranks(collective: str, size: int) -> Iterator[Algorithm]:
+    """Algorithms that know nothing of hosts and may be chosen."""
     every = (lookup(collective, name) for name in algorithms(collective))
-    return (each for each in every if each.replicas == "same" and "hosts" not in each.parameters)
+    return (each for each in every if may_be_chosen(each, size) and "hosts" not in each.parameters)
 
 
 @functools.cache
-def _growth(collective: str, name: str, size: int) -> tuple[float, float]:
+def _growth(registered: Algorithm, size: int) -> tuple[float, float]:
     """About how many transfers there are in all and in the largest step.
 
     Counted where that is quick; beyond, from a quarter to a half of the ranks it grew as from a half to all of them.
     """
     if size <= 64:
-        rows = [len(step) for step in build(collective, name, size).steps]
+        rows = [len(step) for step in build(registered.collective, registered.name, size).steps]
         return sum(rows), max(rows, default=0)
-    half, quarter = _growth(collective, name, size // 2), _growth(collective, name, size // 4)
+    half, quarter = _growth(registered, size // 2), _growth(registered, size // 4)
     return half[0] ** 2 / quarter[0], half[1] ** 2 / quarter[1]
 
 

@@ -32,9 +32,13 @@ __all__ = ["Algorithm", "algorithm", "algorithms", "build", "lookup", "nearest",
 Count = int | Callable[..., int] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Algorithm:
-    """What is known of a registered algorithm. ``parameters``: names and defaults, beside size and root."""
+    """What is known of a registered algorithm. ``parameters``: names and defaults, beside size and root.
+
+    ``trusted``: it runs without a proof; see :mod:`.trust`. An algorithm registered again is another object, so what is
+    cached of the former does not serve it.
+    """
 
     collective: str
     name: str
@@ -44,6 +48,7 @@ class Algorithm:
     replicas: str
     card: Card | None
     parameters: Mapping[str, Any]
+    trusted: bool
 
     def __call__(self, size: int, root: int | None = None, **parameters: Any) -> Schedule:
         given = {**self.parameters, **parameters}
@@ -74,13 +79,15 @@ def algorithm(
     scratch: Count = None,
     replicas: str = "same",
     card: Card | None = None,
+    trust: bool = False,
 ) -> Callable[[Callable[..., Iterator[Step]]], Callable[..., Iterator[Step]]]:
     """Register a generator function ``make(size, root=..., **parameters)`` that yields the steps.
 
     ``chunks`` pieces the data is split into: by default ``size``, and 1 for barrier and scans; ``scratch`` chunks
     more for passing on what is not the rank's own. Each is a number, or a function of size and the parameters.
     ``replicas="may differ"`` admits that ranks may add in different orders, so that their results may differ in the
-    last bits; otherwise ``verify()`` refuses that.
+    last bits; otherwise ``verify()`` refuses that. ``trust=True`` lets the algorithm run unproved: without it, it is
+    proved before its first run for a number of ranks, and refused above 512 ranks.
     """
     if collective not in COLLECTIVES:
         raise ValueError(f"algorithm({collective!r}): {nearest('collective', collective, COLLECTIVES)}")
@@ -91,7 +98,10 @@ def algorithm(
         called = name or make.__name__
         signature = inspect.signature(make).parameters
         parameters = {key: par.default for key, par in signature.items() if key not in ("size", "root")}
-        _registry[collective, called] = Algorithm(collective, called, make, chunks, scratch, replicas, card, parameters)
+        trusted = trust or make.__module__.startswith(f"{__package__}.algorithms.")
+        _registry[collective, called] = Algorithm(
+            collective, called, make, chunks, scratch, replicas, card, parameters, trusted
+        )
         return make
 
     return register

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Sums"]
+__all__ = ["Sums", "names_of"]
 
 Ints = NDArray[np.int64]
 
@@ -50,3 +50,8 @@ class Sums:
         if continues:
             return (*self.addends(left), right)
         return (right, left) if left < self.size <= right else (left, right)
+
+
+def names_of(ranks: int) -> str:
+    """The ranks in a set of bits, as r0+r2."""
+    return "+".join(f"r{rank}" for rank in range(ranks.bit_length()) if ranks >> rank & 1)

@@ -38,9 +38,10 @@ def _hosts(size: int, hosts: Sequence[int] | None) -> tuple[int, ...]:
     if hosts is None:
         each = _fair_share(size)
         return (each,) * (size // each)
-    if sum(hosts) != size or min(hosts) < 1:
-        raise ValueError(f"hierarchical: hosts={tuple(hosts)} must be numbers of ranks from 1 that add up to {size}")
-    return tuple(hosts)
+    given = tuple(hosts) if isinstance(hosts, Sequence) else (hosts,)
+    if not all(isinstance(ranks, int) and ranks > 0 for ranks in given) or sum(given) != size:
+        raise ValueError(f"hierarchical: hosts={given} must be the ranks of each host, 1 or more, {size} in all")
+    return given
 
 
 def _outer(outer: str, hosts: tuple[int, ...]) -> Schedule:

@@ -3,7 +3,8 @@
 A binomial tree's root sends the whole buffer log2 n times. Two ways out. *Chain*: a row of ranks, each passing chunk c
 on while chunk c+1 comes in; with enough chunks the time is that of one buffer over one link. *Scatter + all-gather*
 (van de Geijn): the root hands out a chunk to each rank, and a ring collects them: less than two buffers, whatever the
-size. Reducing is the same backwards: a ring reduce-scatter, then a gather to the root.
+size. Reducing is the same backwards: a ring reduce-scatter, then a gather to the root. (Rabenseifner's algorithm of
+2004 has the same two phases with recursive halving in the first: fewer messages, but only for powers of two.)
 """
 
 from collections.abc import Iterator
@@ -48,7 +49,13 @@ def scatter_all_gather(size: int, root: int = 0) -> Iterator[Step]:
 @algorithm(
     "reduce",
     name="reduce_scatter_gather",
-    card=Card("n - 1 + L", "(n-1 + max(n-q, q//2))/n", "large data", "Rabenseifner 2004", binomial.HALF),
+    card=Card(
+        "n - 1 + L",
+        "(n-1 + max(n-q, q//2))/n",
+        "large data, few ranks",
+        "ring and binomial tree: see there",
+        binomial.HALF,
+    ),
 )
 def reduce_scatter_gather(size: int, root: int = 0) -> Iterator[Step]:
     yield from ring.reduce_scatter(size)

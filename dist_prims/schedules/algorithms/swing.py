@@ -4,6 +4,9 @@ Halving-doubling pairs ranks up to half the group apart, and on a torus such mes
 pairs each rank with one to the left, then to the right, ... at distances 1, -1, 3, -5, 11, -21: each step's peers are
 at most about half as far away, and no two ranks meet twice.
 
+The topologies of this library have hosts and links but no torus, so the cost model prices Swing like halving-doubling:
+what a torus would gain shows on a torus only.
+
     distance(s) = 1 - 2 + 4 - ... ± 2^s          peer of an even rank r: r + distance(s), of an odd one: r - distance(s)
 
     size 8, step 0    0-1  2-3  4-5  6-7         step 1    0-7  2-1  4-3  6-5         step 2    0-3  2-5  4-7  6-1
@@ -35,7 +38,7 @@ def _peers(p: int) -> list[NDArray[np.int64]]:
     card=Card(
         "2*l + 2*min(n-p, 1)",
         "2*(p-1)/p + min(n-p, 1)",
-        "middling data on a torus",
+        "as halving_doubling (a torus is not modelled)",
         "De Sensi, Bonato, Saam and Hoefler, Swing, NSDI 2024",
     ),
 )

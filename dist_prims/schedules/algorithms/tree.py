@@ -11,8 +11,14 @@ leaves a node one step after chunk c-1, and the tree is a pipeline: 2 log2 n + k
               1   3   5   7
 
 Its weak point: inner ranks send three times what a leaf does, and half of all ranks are leaves. The *double tree* gives
-half of the data to a second tree in which leaves and inner ranks swap their parts (the mirror image where the size is
-even, the tree moved on by one rank where it is odd): a rank sends at most twice the data, in a logarithm of steps.
+half of the data to a second tree in which no inner rank of the first is inner again, so a rank sends at most twice the
+data, in a logarithm of steps. Where the size is even the second tree is the mirror image of the first. Where it is odd
+both trees leave out place 0 of the tree of one rank more, whose only child becomes the root; the inner ranks are then
+the odd ones, and the second tree is moved on by one rank, so that its inner ranks are the even ones from 2 on.
+
+    size 5, two trees         3             4            inner ranks 1 and 3, and 2 and 4
+                            1   4         2   0
+                           0 2           1 3
 """
 
 from collections.abc import Iterator
@@ -20,7 +26,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ..card import Card
+from ..card import Card, ceil_log2
 from ..registry import algorithm
 from ..schedule import Step
 
@@ -87,16 +93,35 @@ def tree(size: int, chunks: int = CHUNKS) -> Iterator[Step]:
     yield from _pipeline(parents(size), 0, chunks)
 
 
+def _two_trees(size: int) -> tuple[Ints, Ints]:
+    """Parents in two trees that have no inner rank in common."""
+    if size % 2:
+        one = parents(size + 1)[1:] - 1
+        return one, _renumbered(one, (np.arange(size) + 1) % size)
+    one = parents(size)
+    return one, _renumbered(one, size - 1 - np.arange(size))
+
+
+def _renumbered(parent: Ints, rank_at: Ints) -> Ints:
+    """The same tree with rank ``rank_at[p]`` in place p."""
+    moved = np.empty_like(parent)
+    moved[rank_at] = np.where(parent < 0, -1, rank_at[parent])
+    return moved
+
+
 @algorithm(
     "all_reduce",
     name="double_tree",
     chunks=lambda size, chunks: 2 * at_least_one(size, chunks),
-    card=Card("(2*L + k - 1)*min(n-1, 1)", "min(n, 4)/2*min(n-1, 1)", "many ranks, middling data", SOURCE, FOUR),
+    card=Card(
+        "(2*h + k - 1)*min(n-1, 1)",
+        "min(n, 4)/2*min(n-1, 1)",
+        "many ranks, middling data",
+        SOURCE,
+        {**FOUR, "h": lambda n: ceil_log2(n + 1) - 1 if n % 2 else ceil_log2(n)},
+    ),
 )
 def double_tree(size: int, chunks: int = CHUNKS) -> Iterator[Step]:
-    one, rank = parents(size), np.arange(size)
-    seat = (rank - 1) % size if size % 2 else size - 1 - rank  # a rank's place in the second tree
-    rank_at = np.argsort(seat)
-    two = np.where(one[seat] < 0, -1, rank_at[one[seat]])
+    one, two = _two_trees(size)
     for steps in zip(_pipeline(one, 0, chunks), _pipeline(two, chunks, chunks), strict=True):
         yield Step.concat(steps)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 
 from ..schedule import Schedule, Step
 
-__all__ = ["Message", "caption", "facts", "messages", "numbers", "refuse_unreadable"]
+__all__ = ["Message", "caption", "facts", "messages", "numbers", "refuse_unreadable", "svg_file"]
 
 MOST_RANKS, MOST_STEPS = 32, 64
 
@@ -63,13 +66,18 @@ def numbers(values: Iterable[int], dash: str = "-") -> str:
     >>> numbers((0, 1, 2, 5, 7, 8)), numbers((0, 1, 2, 4), dash="..")
     ('0-2,5,7-8', '0..2,4')
     """
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and value == runs[-1][1] + 1:
-            runs[-1][1] = value
-        else:
-            runs.append([value, value])
-    return ",".join(str(first) if first == last else f"{first}{dash}{last}" for first, last in runs)
+    every = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.int64)
+    runs = np.split(every, np.flatnonzero(np.diff(every) != 1) + 1)
+    ends = [(run[0], run[-1]) for run in runs if len(run)]
+    return ",".join(str(first) if first == last else f"{first}{dash}{last}" for first, last in ends)
+
+
+def svg_file(path: str | Path) -> Path:
+    """The path of a picture to write; ValueError if its name says that it is of another format."""
+    found = Path(path)
+    if found.suffix.lower() != ".svg":
+        raise ValueError(f"{found}: pictures are written as SVG only; name the file {found.stem or 'picture'}.svg")
+    return found
 
 
 def refuse_unreadable(schedule: Schedule) -> None:

@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from ..schedule import Schedule
-from .message import Message, caption, facts, messages, numbers, refuse_unreadable
+from .message import Message, caption, facts, messages, numbers, refuse_unreadable, svg_file
 
 __all__ = ["write_svg"]
 
@@ -33,7 +33,7 @@ _LABEL_PLACES = np.array([0.3, 0.24, 0.36, 0.18, 0.42, 0.5, 0.58, 0.66, 0.12, 0.
 def write_svg(schedule: Schedule, path: str | Path) -> Path:
     """Write the picture and return its path."""
     refuse_unreadable(schedule)
-    path = Path(path)
+    path = svg_file(path)
     path.write_text("\n".join(_svg(schedule)) + "\n", encoding="utf-8")
     return path
 
@@ -56,7 +56,7 @@ def _svg(schedule: Schedule) -> Iterator[str]:
     yield from _lanes(schedule.size, len(steps), row)
     for number, step in enumerate(steps):
         arrows = _arrows(step, _TOP + number * row, row)
-        yield f'<text x="24" y="{_TOP + number * row + row // 2 + 4}" fill="#666">step {number + 1}</text>'
+        yield f'<text x="24" y="{_TOP + number * row + row // 2 + 4}" fill="#666">step {number}</text>'
         yield from (arrow.drawn() for arrow in arrows)
         if schedule.chunks > 1:  # on top of the arrows
             yield from _labels(arrows)

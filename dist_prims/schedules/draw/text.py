@@ -23,8 +23,8 @@ def terminal(schedule: Schedule) -> str:
     >>> print(terminal(build("all_reduce", "ring", size=2)))
     all_reduce ring, 2 ranks, 2 chunks, 2 steps
     s ─c→ d: rank s sends chunk c to rank d, (+) adding; then the ranks in the sum
-    step 1   0 ─0→ 1 (+) 0..1   1 ─1→ 0 (+) 0..1
-    step 2   0 ─1→ 1     0..1   1 ─0→ 0     0..1
+    step 0   0 ─0→ 1 (+) 0..1   1 ─1→ 0 (+) 0..1
+    step 1   0 ─1→ 1     0..1   1 ─0→ 0     0..1
     """
     refuse_unreadable(schedule)
     steps = [messages(step) for step in schedule.steps]
@@ -36,7 +36,7 @@ def terminal(schedule: Schedule) -> str:
         told.append([_told(message, held if adds else None) for message in step])
     width = max((len(move) for step in told for move in step), default=0)
     lines = [caption(schedule), _MOVES + (_SUMS if adds else "")][: 1 + bool(told)]
-    for number, step_told in enumerate(told, start=1):
+    for number, step_told in enumerate(told):
         lines += _wrapped(f"step {number}".ljust(9), step_told, width)
     return "\n".join(lines)
 
@@ -91,12 +91,12 @@ def _by_rank(holding: Callable[[int], Holding], size: int) -> str:
 
 
 def _held(rank: int, holding: Holding) -> str:
-    chunks = holding.chunk.tolist()
-    if not chunks:
+    chunks = holding.chunk
+    if not len(chunks):
         return "nothing"
-    sources = sorted(set(zip(holding.first.tolist(), holding.last.tolist(), strict=True)))
-    first, last = sources[0][0], sources[-1][1]
+    first, last = int(holding.first.min()), int(holding.last[holding.first == holding.first.max()].max())
+    is_one_sum = holding.first.max() == first and holding.last.min() == last
     whose = "its own data" if (first, last) == (rank, rank + 1) else f"data of rank {first}"
     if last - first > 1:
-        whose = f"{'the sum over' if len(sources) == 1 else 'data of'} ranks {first}..{last - 1}"
+        whose = f"{'the sum over' if is_one_sum else 'data of'} ranks {first}..{last - 1}"
     return f"chunk{'s' * (len(chunks) > 1)} {numbers(chunks)}, {whose}"

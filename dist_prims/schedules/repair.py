@@ -1,0 +1,109 @@
+"""The first step of a wrong schedule after which no further step could make its result right.
+
+A wrong result shows at the end, but its cause lies earlier: some step replaced the last copy of a contribution, or
+added to it what does not belong there. Sums cannot be taken apart again, so a promised sum can still be made exactly
+when disjoint sums that some ranks hold add up to it:
+
+    promised: r0+r1+r2     held somewhere: r0+r1, r2          one more addition makes it
+    promised: r0+r1+r2     held somewhere: r0+r1, r1+r2       nothing makes it: r1 would count twice
+
+A sum that has become impossible stays impossible, so the first such step is well defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .schedule import Schedule, Step
+from .sums import names_of
+from .symbolic import NOTHING, State, symbolic_states
+
+__all__ = ["Shortfall", "explain"]
+
+_MOST_CHOICES = 10_000  # of the search for disjoint sums; real schedules take a few
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """An output chunk that does not hold what was promised: ``wanted`` are the ranks of the sum, as bits."""
+
+    rank: int
+    chunk: int
+    piece: int
+    wanted: int
+    what: str
+
+
+def explain(schedule: Schedule, shortfalls: Sequence[Shortfall]) -> str:
+    """The shortfall that became final first, and the step that made it so."""
+    targets = {(each.piece, each.wanted): each for each in reversed(shortfalls)}
+    before: State | None = None
+    for number, step, state in symbolic_states(schedule):
+        if before is not None:
+            touched = set(before.piece[step.dst, step.into].tolist())
+            for (piece, wanted), each in targets.items():
+                if piece in touched and not _can_be_made(state, piece, wanted, schedule.contract.counts_once):
+                    return f"{each.what}. Since {_cause(before, state, step, number, piece, wanted)}"
+        before = State(state.piece.copy(), state.sum.copy(), state.sums)
+    first = shortfalls[0]
+    return (
+        f"{first.what}. The ranks still hold all that it takes after the last step: a transfer to rank {first.rank} "
+        "is missing"
+    )
+
+
+def _sums_of(state: State, piece: int) -> NDArray[np.int64]:
+    """Numbers of the different sums of a piece that are held anywhere."""
+    return np.unique(state.sum[(state.piece == piece) & (state.sum != NOTHING)])
+
+
+def _can_be_made(state: State, piece: int, wanted: int, counts_once: bool) -> bool:
+    held = (state.sums.ranks[number] for number in _sums_of(state, piece).tolist())
+    useful = sorted({ranks for ranks in held if ranks & ~wanted == 0}, key=int.bit_count, reverse=True)
+    if counts_once:
+        return _is_disjoint_union(useful, wanted)
+    return wanted == _union(useful)
+
+
+def _union(sets: Iterable[int]) -> int:
+    together = 0
+    for each in sets:
+        together |= each
+    return together
+
+
+def _is_disjoint_union(sets: Sequence[int], wanted: int) -> bool:
+    """Whether some of the sets are disjoint and make up ``wanted``; yes if the search takes too long to tell."""
+    if _union(sets) != wanted:
+        return False
+    unfinished, seen = [wanted], {wanted}
+    while unfinished:
+        left = unfinished.pop()
+        lowest = left & -left
+        for each in sets:
+            if each & lowest and each & ~left == 0:
+                if each == left or len(seen) > _MOST_CHOICES:
+                    return True
+                if left ^ each not in seen:
+                    seen.add(left ^ each)
+                    unfinished.append(left ^ each)
+    return False
+
+
+def _cause(before: State, after: State, step: Step, number: int, piece: int, wanted: int) -> str:
+    """The step, and the transfer in it that wrote over the last copy of a sum that was needed."""
+    left = {after.sums.ranks[each] for each in _sums_of(after, piece).tolist()}
+    for src, dst, _, into, reduce in step.rows():
+        value = int(before.sum[dst, into])
+        ranks = before.sums.ranks[value] if value != NOTHING and before.piece[dst, into] == piece else 0
+        if ranks and ranks & ~wanted == 0 and ranks not in left:
+            verb = "adds to" if reduce else "replaces"
+            return (
+                f"step {number} it cannot become right: there the transfer from rank {src} to rank {dst} {verb} the "
+                f"last copy of {names_of(ranks)}, in chunk {into} of rank {dst}"
+            )
+    return f"step {number} it cannot become right"

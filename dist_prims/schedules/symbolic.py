@@ -1,0 +1,123 @@
+"""Symbolic execution: run the steps of a schedule on names of sums instead of numbers.
+
+Each chunk of each rank holds (piece, sum): which piece of the data it is and which ranks' contributions were added,
+in which order. A step that cannot be right, whatever comes after it, is refused here with its step, ranks and chunk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .schedule import Schedule, Step
+from .sums import Sums, names_of
+
+__all__ = ["NOTHING", "ScheduleError", "State", "execute", "symbolic_states"]
+
+Ints = NDArray[np.int64]
+NOTHING = -1
+
+
+class ScheduleError(ValueError):
+    """A schedule is wrong: the message is a counterexample."""
+
+
+@dataclass
+class State:
+    """What every chunk of every rank holds: arrays of shape (size, chunk numbers)."""
+
+    piece: Ints
+    sum: Ints
+    sums: Sums
+
+
+def execute(schedule: Schedule) -> State:
+    """Run the steps and return the last state; ScheduleError where a step cannot be right."""
+    ((_, _, last),) = deque(symbolic_states(schedule), maxlen=1)
+    return last
+
+
+def symbolic_states(schedule: Schedule) -> Iterator[tuple[int, Step, State]]:
+    """(number, step, state after it): first -1 and a step without transfers; the same state object each time."""
+    shape = (schedule.size, schedule.contract.total)
+    state = State(np.full(shape, NOTHING), np.full(shape, NOTHING), Sums(schedule.size))
+    for rank in range(schedule.size):
+        start = schedule.contract.start(rank)
+        state.piece[rank, start.chunk] = start.piece
+        state.sum[rank, start.chunk] = rank
+    yield -1, Step.concat([]), state
+    for number, step in enumerate(schedule.steps):
+        _check_range(schedule, step, number)
+        _run(state, step, number, schedule.contract.counts_once)
+        yield number, step, state
+
+
+def _check_range(schedule: Schedule, step: Step, number: int) -> None:
+    limits = {"src": schedule.size, "dst": schedule.size, "chunk": schedule.contract.total}
+    for name, limit in {**limits, "into": schedule.contract.total}.items():
+        column = getattr(step, name)
+        wrong = np.flatnonzero((column < 0) | (column >= limit))
+        if wrong.size:
+            at = int(wrong[0])
+            kind = "rank" if name in ("src", "dst") else "chunk"
+            raise ScheduleError(
+                f"step {number}, row {at}: {name}={column[at]} is no {kind}; there are {kind}s 0..{limit - 1}"
+            )
+
+
+def _run(state: State, step: Step, number: int, counts_once: bool) -> None:
+    """One step: read everything, then write chunk by chunk, each chunk's rows in row order."""
+    piece, value = state.piece[step.src, step.chunk], state.sum[step.src, step.chunk]
+    _refuse(value == NOTHING, step, number, "reads chunk {chunk} of rank {src}, which holds nothing yet")
+    target = step.dst * state.sum.shape[1] + step.into
+    by_target = np.argsort(target, kind="stable")
+    turn = np.empty(len(step), np.int64)  # 0 for the first row that writes a chunk, 1 for the second, ...
+    turn[by_target] = place_in_run(target[by_target])
+    _refuse(
+        ~step.reduce & (turn > 0), step, number, "copies into chunk {into} of rank {dst}, which has a writer before"
+    )
+    copies = np.flatnonzero(~step.reduce)
+    state.piece.flat[target[copies]] = piece[copies]
+    state.sum.flat[target[copies]] = value[copies]
+    copied = np.isin(target, target[copies])  # there the first addition adds to the copy, elsewhere to what was held
+    for now in range(int(turn.max(initial=-1)) + 1):
+        adds = np.flatnonzero(step.reduce & (turn == now))
+        held, added = state.sum.flat[target[adds]], value[adds]
+        _check_addition(state, step.take(adds), number, target[adds], piece[adds], added, counts_once)
+        state.sum.flat[target[adds]] = state.sums.add(held, added, now > copied[adds])
+
+
+def place_in_run(keys: Ints) -> Ints:
+    """For sorted keys, how many equal ones stand before each: [4, 4, 7] gives [0, 1, 0]."""
+    index = np.arange(len(keys))
+    is_start = np.ones(len(keys), np.bool_)
+    is_start[1:] = keys[1:] != keys[:-1]
+    return index - np.maximum.accumulate(np.where(is_start, index, 0))
+
+
+def _refuse(wrong: NDArray[np.bool_], step: Step, number: int, what: str) -> None:
+    """Tell the first wrong row of a step."""
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        names = {name: int(getattr(step, name)[at]) for name in ("src", "dst", "chunk", "into")}
+        transfer = "rank {src} -> rank {dst}" if names["src"] != names["dst"] else "rank {src}, local"
+        raise ScheduleError(f"step {number}, {transfer}: the transfer {what}".format(**names))
+
+
+def _check_addition(
+    state: State, step: Step, number: int, target: Ints, piece: Ints, added: Ints, counts_once: bool
+) -> None:
+    held = state.sum.flat[target]
+    _refuse(held == NOTHING, step, number, "adds to chunk {into} of rank {dst}, which holds nothing yet")
+    other = state.piece.flat[target]
+    _refuse(other != piece, step, number, "adds to chunk {into} of rank {dst}, which holds another piece of the data")
+    if counts_once:
+        ranks = state.sums.ranks
+        doubled = [ranks[a] & ranks[b] for a, b in zip(held.tolist(), added.tolist(), strict=True)]
+        which = next((both for both in doubled if both), 0)
+        what = f"adds {names_of(which)} to chunk {{into}} of rank {{dst}}, where it is counted already"
+        _refuse(np.array([both != 0 for both in doubled], np.bool_), step, number, what)

@@ -1,0 +1,44 @@
+"""Which schedules may run unproved.
+
+The tests of this package verify what the package registers. An algorithm that a user registers may be wrong, and a
+wrong one still runs: it leaves wrong numbers on some ranks and raises nothing. So its schedule is proved before it
+first runs for a number of ranks, wherever it is chosen: by name, by size, by price or pinned. A proof takes under a
+second up to 256 ranks; above :data:`MOST_RANKS` only ``algorithm(..., trust=True)`` runs unproved.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+from .contract import COLLECTIVES
+from .registry import Algorithm, algorithms, lookup
+from .schedule import Schedule
+
+__all__ = ["MOST_RANKS", "fingerprint", "is_trusted", "may_be_chosen"]
+
+MOST_RANKS = 512
+
+
+def is_trusted(schedule: Schedule) -> bool:
+    """Whether the algorithm, and every algorithm that one of its parameters names, is the package's or trusted."""
+    parts = {value for _, value in schedule.parameters if isinstance(value, str)}
+    named = [lookup(schedule.collective, schedule.algorithm)]
+    named += [lookup(kind, name) for kind in COLLECTIVES for name in algorithms(kind) if name in parts]
+    return all(each.trusted for each in named)
+
+
+def may_be_chosen(registered: Algorithm, size: int) -> bool:
+    """Whether an automatic choice may take the algorithm: its ranks end with the same bits, and it can be proved."""
+    return registered.replicas == "same" and (registered.trusted or size <= MOST_RANKS)
+
+
+@functools.lru_cache(maxsize=256)
+def fingerprint(schedule: Schedule) -> str:
+    """A hash of the steps and of what they start from: equal for equal schedules."""
+    of = hashlib.sha256(repr((schedule.collective, schedule.size, schedule.chunks, schedule.root)).encode())
+    of.update(str(schedule.contract.total).encode())
+    for step in schedule.steps:
+        for column in (step.src, step.dst, step.chunk, step.into, step.reduce):
+            of.update(len(column).to_bytes(8, "little") + column.tobytes())
+    return of.hexdigest()
