@@ -22,7 +22,6 @@ import functools
 import json
 import os
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -33,30 +32,37 @@ import torch.distributed as dist
 
 from .autoload import NAME
 from .collectives.choose import parse_ranges
-from .engines import mpi
+from .collectives.native import all_reduce_
+from .collectives.proofs import Proofs
+from .engines import mpi, selection
+from .errors import PeerDied
 from .launch.hosts import host_id
-from .launch.rendezvous import greet
-from .schedules import build
-from .spanning import ASSUMED, Spanning, told
-from .tuning import calibrated, tuned
+from .launch.rendezvous import from_rank_0, greet
+from .schedules import Schedule, build
+from .schedules.numbers import told
+from .spanning import ASSUMED, Spanning
+from .tuning import CALIBRATION, tuned
 
-__all__ = ["Options", "all_reduce_", "dump", "empty", "make"]
+__all__ = ["Options", "all_reduce_", "dump", "empty", "make", "options_of"]
 
 _SLOT_BYTES = 1 << 20  # of shared memory; a rank has two
 _PINNED = "DIST_PRIMS_ALL_REDUCE"
+_LARGEST_TAG_OF_GLOO = 2**31 - 1
 _CPU = torch.device("cpu")
-_direct: dict[int, Callable[..., None]] = {}  # by the id of a group that lives
+_MOMENT_TO_DIE = 0.5  # seconds
+_given: dict[str, Options | None] = {}  # by the name of a group
 
 
 class Options:
     """How a group of the backend works, as ``pg_options`` of ``init_process_group`` or ``new_group``.
 
-    ``all_reduce``: the algorithm, by name or by ranges of sizes as in ``DIST_PRIMS_ALL_REDUCE``; your own included.
+    ``all_reduce``: the algorithm, by name or by ranges of sizes as in ``DIST_PRIMS_ALL_REDUCE``; your own included. A
+    schedule that is pinned so runs in one segment. Other collectives cannot be pinned.
     ``slot_bytes``: of shared memory, two of them for each rank; larger ones serve larger segments.
     ``one_shot_bytes``: up to here every rank of an all_reduce adds everything at once; beyond, each adds its part and
-    the sums are shared. Unless given, what ``python -m dist_prims tune`` found on this machine, or 32 K.
+    the sums are shared. Unless given, what ``python -m dist_prims tune`` found on this type of machine, or 32 K.
     ``engine``: what carries messages between hosts, "gloo" or "mpi", or ``DIST_PRIMS_ENGINE``; unless given, MPI where
-    mpirun has started the ranks and gloo elsewhere. Rank 0's counts.
+    mpirun has started the ranks and all of them can use it, and gloo elsewhere. Rank 0's counts.
 
     >>> Options(all_reduce="ring:1M-max").all_reduce
     'ring:1M-max'
@@ -65,7 +71,7 @@ class Options:
     def __init__(
         self, all_reduce: str = "", slot_bytes: int = 0, one_shot_bytes: int | None = None, engine: str = ""
     ) -> None:
-        if engine not in ("", "gloo", "mpi"):
+        if engine not in selection.ENGINES:
             raise ValueError(f"Options(engine={engine!r}): 'gloo' or 'mpi'")
         parse_ranges(all_reduce, "all_reduce", "Options(all_reduce=...)")
         self.all_reduce = all_reduce
@@ -78,7 +84,9 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> tor
     """A tensor in memory that the other ranks of this host can map: an all_reduce that finds all of its tensors in such
     memory reads and writes them where they lie, without a copy. Every rank may allocate when it likes.
 
-    Not to be used in a process forked from this one: there the memory is not mapped.
+    The memory is reserved here and freed with the tensor. If an all_reduce of the tensor fails, other than with a
+    MismatchError, the tensor keeps its address but becomes ordinary memory of this process, so that a late rank cannot
+    write to it. Not to be used in a process forked from this one: there the memory is not mapped.
     """
     sizes = [shape] if isinstance(shape, int) else list(shape)
     if any(size < 0 for size in sizes):
@@ -87,30 +95,9 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> tor
     return tensor
 
 
-def all_reduce_(
-    tensor: torch.Tensor,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
-    """Reduce ``tensor`` in place over the ranks of a group and return it: ``torch.distributed.all_reduce`` without what
-    that adds to each call. For a group whose backend is another one it is the same as that."""
-    of = group or dist.distributed_c10d._get_default_group()
-    call = _direct.get(id(of)) or _direct_call(of)
-    call(tensor, op)
-    return tensor
-
-
-def _direct_call(group: dist.ProcessGroup) -> Callable[..., None]:
-    """The backend's own call, looked up once for a group."""
-    backend: Any = group._get_backend(_CPU)
-    call = getattr(backend, "all_reduce_", None) or functools.partial(_through_torch, weakref.ref(group))
-    _direct[id(group)] = call
-    weakref.finalize(group, _direct.pop, id(group), None)
-    return call
-
-
-def _through_torch(group: weakref.ref[dist.ProcessGroup], tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-    dist.all_reduce(tensor, op, group())
+def options_of(group: dist.ProcessGroup) -> Options | None:
+    """The options that a group of this backend was made with, or None."""
+    return _given.get(group.group_name) if NAME in dist.get_backend_config(group) else None
 
 
 def dump(path: Path | str, group: dist.ProcessGroup | None = None) -> None:
@@ -122,51 +109,100 @@ def dump(path: Path | str, group: dist.ProcessGroup | None = None) -> None:
 
 def make(options: Any, given: Any = None) -> Any:
     """The backend for a group; ``options`` are torch's: store, rank, size, timeout; ``given``: ours."""
-    chosen = given if isinstance(given, Options) else Options()
+    _given[str(options.group_id)] = given if isinstance(given, Options) else None
+    deaths = _Deaths(options)
+    try:
+        return _make(options, given if isinstance(given, Options) else Options(), deaths)
+    except dist.DistError:  # a rank that dies may take the store with it
+        deaths.wait_and_raise()
+        raise
+
+
+def _make(options: Any, chosen: Options, deaths: _Deaths) -> Any:
     rank, size = options.group_rank, options.group_size
     timeout = timedelta(seconds=options.timeout.total_seconds())
     ranks = list(options.global_ranks_in_group) or list(range(size))
-    store, hosts = _greet(dist.PrefixStore(NAME, options.store), rank, size, timeout)
+    store, hosts = _greet(dist.PrefixStore(NAME, options.store), rank, size, timeout, deaths)
     spans = len(set(hosts)) > 1
-    shared = _of_rank_0(store, rank, ranks, chosen) if spans else {}
-    spanning = Spanning(hosts, rank, shared["levels"]) if spans else None
+    check = functools.partial(Proofs(store, rank).require, timeout=timeout)
+    spanning = Spanning(hosts, rank, _levels_of_rank_0(store, rank, ranks), check) if spans else None
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
+    engine = None
+    if spans:
+        asked = chosen.engine or os.environ.get("DIST_PRIMS_ENGINE", "")
+        engine = mpi.make(ranks, timeout) if selection.select(store, rank, ranks, asked) == "mpi" else make_gloo()
     backend = _extension().PrimsBackend(
         store=store,
         rank=rank,
         size=size,
         timeout=timeout,
         hosts=_short(hosts),
-        engine=(mpi.make(ranks, timeout) if shared["engine"] == "mpi" else make_gloo()) if spans else None,
+        engine=engine,
+        largest_tag=getattr(engine, "largest_tag", _LARGEST_TAG_OF_GLOO),
         make_gloo=make_gloo,
         choose=spanning.choose if spanning else _never,
         accelerator=_nccl(store, rank, size, timeout),
         slot_bytes=chosen.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
-        one_shot_bytes=tuned(size) if chosen.one_shot_bytes is None else chosen.one_shot_bytes,
+        one_shot_bytes=tuned(size, speaks=ranks[rank] == 0) if chosen.one_shot_bytes is None else chosen.one_shot_bytes,
         group=str(options.group_id),
         ranks=str(ranks),
         dump=_dump_file(str(options.group_id), rank),
+        ended=deaths.first,
     )
-    _pin(backend, rank, size, chosen, spanning)
+    _pin(backend, rank, size, chosen, spanning, check)
     return backend
 
 
-def _greet(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, list[str]]:
+class _Deaths:
+    """Deaths of ranks while a group of theirs is made, as the default group sees them: it watches all processes of this
+    host. Where the new group is the default group, or that has another backend, none is seen before the ranks have
+    attached to each other."""
+
+    def __init__(self, options: Any) -> None:
+        self._rank: int = options.group_rank
+        self._ranks: list[int] = list(options.global_ranks_in_group)
+        self._ended: Callable[[], list[int]] = list
+        if self._ranks and dist.is_initialized():
+            default = dist.distributed_c10d._get_default_group()
+            if _CPU in default._device_types:
+                self._ended = getattr(default._get_backend(_CPU), "ended", list)
+
+    def first(self) -> int:
+        """A rank of the new group whose process has ended; -1 if there is none."""
+        return next((self._ranks.index(rank) for rank in self._ended() if rank in self._ranks), -1)
+
+    def look(self) -> None:
+        if (culprit := self.first()) >= 0:
+            raise PeerDied(
+                f"rank {self._rank}: rank {culprit} has died while the group was made; look at what it printed last, "
+                "and start the group again"
+            )
+
+    def wait_and_raise(self) -> None:
+        """Connections end a moment before their process does."""
+        deadline = time.monotonic() + _MOMENT_TO_DIE
+        while time.monotonic() < deadline:
+            self.look()
+            time.sleep(0.01)
+
+
+def _greet(store: Any, rank: int, size: int, timeout: timedelta, deaths: _Deaths) -> tuple[Any, list[str]]:
     """A store that only this meeting of the ranks uses, and the host of each."""
     store.set_timeout(timeout)
     if size == 1:
         return store, [host_id()]
-    name, hosts = greet(store, rank, size, time.monotonic() + timeout.total_seconds())
+    name, hosts = greet(store, rank, size, time.monotonic() + timeout.total_seconds(), deaths.look)
     return dist.PrefixStore(name, store), hosts
 
 
-def _of_rank_0(store: Any, rank: int, ranks: list[int], chosen: Options) -> Mapping[str, Any]:
-    """What all must do alike: the engine between hosts, and by which figures schedules are chosen."""
-    if rank == 0:
-        engine = chosen.engine or os.environ.get("DIST_PRIMS_ENGINE", "") or ("mpi" if mpi.holds(ranks) else "gloo")
-        store.set("rank 0", json.dumps({"engine": engine, "levels": calibrated() or ASSUMED}))
-    found: Mapping[str, Any] = json.loads(store.get("rank 0"))
-    return found
+def _levels_of_rank_0(store: Any, rank: int, ranks: list[int]) -> Mapping[str, Any]:
+    """The figures by which all ranks choose schedules, so that they choose alike."""
+
+    def read() -> str:
+        return json.dumps(CALIBRATION.read(speaks=ranks[0] == 0) or ASSUMED)
+
+    levels: Mapping[str, Any] = json.loads(from_rank_0(store, rank, len(ranks), "levels", read))
+    return levels
 
 
 def _short(hosts: list[str]) -> list[str]:
@@ -179,13 +215,20 @@ def _never(collective: str, nbytes: int, root: int) -> Any:
     raise AssertionError(f"{collective} of {nbytes} bytes: ranks of one host need no schedule")
 
 
-def _pin(backend: Any, rank: int, size: int, chosen: Options, spanning: Spanning | None) -> None:
+def _pin(
+    backend: Any,
+    rank: int,
+    size: int,
+    chosen: Options,
+    spanning: Spanning | None,
+    check: Callable[[Schedule], None],
+) -> None:
     text = chosen.all_reduce or os.environ.get(_PINNED, "")
     pins = []
     for name, low, high in parse_ranges(text, "all_reduce", _PINNED):
         shape = {"hosts": spanning.topology.hosts} if spanning and name == "hierarchical" else {}
         schedule = build("all_reduce", name, size, **shape)
-        schedule.verify()
+        check(schedule)
         pins.append(told(schedule, rank, low, high, name, rank_at=spanning.seats.rank_at if spanning else None))
     backend.pin(pins)
 

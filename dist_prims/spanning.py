@@ -11,22 +11,17 @@ rank 0 runs, or by plain assumptions. All ranks of a group must choose alike, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from .schedules import Schedule, build
 from .schedules.contract import ROOTED
-from .schedules.program import Message, compile_program
+from .schedules.numbers import Told, told
 from .schedules.recommend import recommend
 from .schedules.topology import Topology
 
-__all__ = ["ASSUMED", "Seats", "Spanning", "told"]
-
-Told = tuple[int, int, str, int, int, int, list[Any]]  # low, high, name, segments, chunks, scratch, steps
+__all__ = ["ASSUMED", "Seats", "Spanning"]
 
 # Seconds a message and a byte: shared memory, and gloo over a network of 10 Gbit/s.
 ASSUMED: Mapping[str, Any] = {
@@ -57,9 +52,13 @@ class Seats:
 class Spanning:
     """The schedules of one group, for one of its ranks. ``choose`` is what the backend asks."""
 
-    def __init__(self, names: Sequence[str], rank: int, measured: Mapping[str, Any]) -> None:
+    def __init__(
+        self, names: Sequence[str], rank: int, measured: Mapping[str, Any], check: Callable[[Schedule], None]
+    ) -> None:
+        """``check`` raises for a schedule that must not run."""
         self.seats = Seats.of(names)
         self.rank = rank
+        self._check = check
         self.topology = Topology.measured(self.seats.hosts, measured)
 
     def choose(self, collective: str, nbytes: int, root: int) -> Told:
@@ -70,6 +69,7 @@ class Spanning:
         if collective in ROOTED:
             parameters["root"] = self.seats.rank_at.index(root)
         schedule = build(collective, best.schedule.algorithm, self.topology.size, **parameters)
+        self._check(schedule)
         return told(schedule, self.rank, low, max(2 * low, 2), _short(schedule), best.segments, self.seats.rank_at)
 
 
@@ -77,46 +77,3 @@ def _short(schedule: Schedule) -> str:
     """A name for the agreement, which has room for 47 letters."""
     values = [str(value) for key, value in schedule.parameters if key != "hosts"]
     return f"{schedule.algorithm}({', '.join(values)})" if values else schedule.algorithm
-
-
-def told(
-    schedule: Schedule,
-    rank: int,
-    low: int,
-    high: int,
-    name: str,
-    segments: int = 1,
-    rank_at: Sequence[int] | None = None,
-) -> Told:
-    """A schedule in numbers, as the executor in C++ takes it; ``rank_at``: who has which seat, unless the same."""
-    seats = range(schedule.size) if rank_at is None else rank_at
-    program = compile_program(schedule, seats.index(rank))
-    steps: list[Any] = [([], [], [])] * len(schedule.steps)
-    place = _places(schedule, seats)
-
-    def messages(given: Sequence[Message]) -> list[Any]:
-        return [(seats[each.peer], place[list(each.chunks)], place[list(each.pieces)]) for each in given]
-
-    for action in program.actions:
-        writes = [
-            (
-                place[w.into],
-                place[w.piece],
-                w.copy,
-                [(-1, place[s.index]) if s.peer is None else (seats[s.peer], s.index) for s in w.sources],
-            )
-            for w in action.writes
-        ]
-        steps[action.step] = (messages(action.sends), messages(action.receives), writes)
-    name = name if segments == 1 else f"{name} x{segments}"
-    return low, high, name, segments, schedule.chunks, schedule.contract.total - schedule.chunks, steps
-
-
-def _places(schedule: Schedule, seats: Sequence[int]) -> NDArray[np.int64]:
-    """The chunk numbers of the executor: blocks lie in the order of ranks, and are those of seats in the schedule."""
-    place = np.arange(schedule.contract.total)
-    if schedule.collective in ("all_gather", "reduce_scatter"):
-        block = schedule.chunks // schedule.size
-        data = place[: schedule.chunks]
-        place[: schedule.chunks] = np.asarray(seats)[data // block] * block + data % block
-    return place

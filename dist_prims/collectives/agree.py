@@ -26,7 +26,7 @@ from .channel import Channel, Pending, Transfer
 
 __all__ = ["Header", "agree"]
 
-_LAYOUT = struct.Struct("<q16s8s16sqqq40s64s8s")
+_LAYOUT = struct.Struct("<q16s16s16sqqq40s64s8s")
 _SLOT = struct.Struct(f"<q{_LAYOUT.size}s")
 NOBODY = -1
 _RADIX = 4  # ranks reached in a round: on busy cores a round costs more than a message

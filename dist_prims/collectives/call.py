@@ -17,18 +17,29 @@ import torch
 import torch.distributed as dist
 
 from ..schedules import Schedule, build, lookup
+from ..schedules.numbers import FOLLOWED
 from ..schedules.program import Program, compile_program
+from ..schedules.registry import Algorithm
+from ..schedules.trust import is_trusted
 from .agree import Header, agree
 from .channel import Channel
-from .choose import choose
+from .choose import CHEAPEST, cheapest, configured
 from .execute import Executor, Place
 from .flat import split_evenly
 from .lane import Work, lane_of
-from .reduction import OP_NAMES, finish
+from .native import NativeWork, compiled, is_of_dist_prims, run_in_backend, run_natively, serves
+from .proofs import proofs_of
+from .reduction import OP_NAMES
 
-__all__ = ["Call", "Options", "group_of", "perform"]
+__all__ = ["AnyWork", "Call", "Options", "group_of", "perform"]
 
-_AGREEMENT_TAG, _DATA_TAG, _TAGS = 0x5D00, 0x5D01, 1 << 20
+# Data tags are used in turn, one for each call. No rank passes the agreement on a call before all have ended the call
+# before, so one would do; more keep the messages of a call that failed apart. All are below 32,767, which every MPI has
+# as a tag, and below those that a group across hosts has for itself.
+_AGREEMENT_TAG, _DATA_TAG, _TAGS = 0x5D00, 0x5D01, 1 << 12
+
+
+AnyWork = Work | NativeWork
 
 
 @dataclass(frozen=True)
@@ -80,26 +91,45 @@ def group_of(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
 
 @functools.lru_cache(maxsize=512)
 def _plan(
-    collective: str, algorithm: str, size: int, root: int | None, parameters: tuple[tuple[str, Any], ...], rank: int
+    registered: Algorithm, size: int, root: int | None, parameters: tuple[tuple[str, Any], ...], rank: int
 ) -> tuple[Schedule, Program]:
     rooted = {} if root is None else {"root": root}
-    schedule = build(collective, algorithm, size, **rooted, **dict(parameters))
+    schedule = build(registered.collective, registered.name, size, **rooted, **dict(parameters))
     return schedule, compile_program(schedule, rank)
 
 
-def perform(call: Call, options: Options) -> Work | None:
-    """Run a call now, or hand it to its group's lane: the Work to wait for, or None."""
+@functools.lru_cache(maxsize=512)
+def _compiled(*shape: Any) -> Any:
+    """The schedule as the backend executes it."""
+    schedule, _ = _plan(*shape)
+    return compiled(schedule, shape[-1])
+
+
+def perform(call: Call, options: Options) -> AnyWork | None:
+    """Make a call natively or by a schedule, now or asynchronously: the Work to wait for, or None."""
     rank, size = call.group.rank(), call.group.size()
-    algorithm = options.algorithm or choose(call.collective, size, call.nbytes, call.even)
-    lookup(call.collective, algorithm)
+    algorithm = options.algorithm or configured(call.collective, call.nbytes)
+    if algorithm is None or algorithm == CHEAPEST:
+        if options.parameters:
+            raise ValueError(
+                f"{call.collective} on rank {rank}: unknown argument {', '.join(options.parameters)}; parameters of an "
+                "algorithm need its name (algorithm=)"
+            )
+        if serves(call) and (is_of_dist_prims(call) or (algorithm is None and not options.segment_bytes)):
+            return run_natively(call, options.async_op)
+        algorithm = cheapest(call.collective, size, call.nbytes, call.even)
     parameters = tuple((name, _hashable(value)) for name, value in sorted(options.parameters.items()))
-    schedule, program = _plan(call.collective, algorithm, size, call.root, parameters, rank)
+    shape = (lookup(call.collective, algorithm), size, call.root, parameters, rank)
+    schedule, program = _plan(*shape)
+    if is_of_dist_prims(call) and call.collective in FOLLOWED:
+        require = functools.partial(proofs_of(call.group).require, schedule, _timeout(call))
+        return run_in_backend(call, _compiled(*shape), None if is_trusted(schedule) else require, options.async_op)
     what = f"{call.collective} ({algorithm}) on rank {rank}"
     job = functools.partial(_job, call, options.segment_bytes, schedule, program)
     lane = lane_of(call.group)
     if options.async_op:
         return lane.start(_on_a_stream(job, call.like.device), what)
-    lane.run(job)
+    lane.run(job, what)
     return None
 
 
@@ -131,14 +161,13 @@ def _job(call: Call, segment_bytes: int, schedule: Schedule, program: Program, n
         _header(call, segment_bytes, schedule, number),
         call.like.device,
     )
+    proofs_of(call.group).require(schedule, timeout)
     places = _places(call, schedule)
     length = _lengths(call, schedule)
     segment = max(segment_bytes // call.like.element_size(), 1) if segment_bytes else 0
     channel = Channel(call.group, _DATA_TAG + number % _TAGS, timeout)
     op = dist.ReduceOp.SUM if call.op is None else call.op
-    executor = Executor(channel, places, length, call.like, op, segment)
-    executor.run(program)
-    _deliver(call, schedule, executor)
+    Executor(channel, places, length, call.like, op, call.group.size(), segment).run(program)
     for each in call.after:
         each()
 
@@ -166,20 +195,29 @@ def _header(call: Call, segment_bytes: int, schedule: Schedule, number: int) -> 
 
 
 def _chunk_lengths(call: Call, schedule: Schedule) -> list[list[int]]:
-    """Lengths of the chunks of each block."""
-    per_block = 1 if call.collective == "all_to_all" else schedule.chunks // len(call.blocks)
-    return [split_evenly(count, per_block) for count in call.blocks]
+    """Lengths of the chunks of each block. An all_to_all names its blocks twice: as input and as output."""
+    blocks = len(call.blocks) // 2 if call.collective == "all_to_all" else len(call.blocks)
+    return [split_evenly(count, schedule.chunks // blocks) for count in call.blocks]
 
 
 def _lengths(call: Call, schedule: Schedule) -> Callable[[int], int]:
     """Elements of a piece, by its number."""
+    lengths = _chunk_lengths(call, schedule)
     if call.collective != "all_to_all":
-        flat = [length for block in _chunk_lengths(call, schedule) for length in block]
+        flat = [length for block in lengths for length in block]
         return flat.__getitem__
     rank, size = call.group.rank(), call.group.size()
-    sent, received = call.blocks[:size], call.blocks[size:]
-    # Piece s * size + d goes from s to d. Pieces of others pass through here only where all are equally long.
-    return lambda piece: sent[piece % size] if piece // size == rank else received[piece // size]
+    sent, received = lengths[:size], lengths[size:]
+    parts = schedule.chunks // size
+
+    def length(piece: int) -> int:
+        """Part ``piece % parts`` of the block from rank ``src`` to ``dst``. Blocks of other ranks pass through here
+        only where all are equally long."""
+        pair, part = divmod(piece, parts)
+        src, dst = divmod(pair, size)
+        return (sent[dst] if src == rank else received[src])[part]
+
+    return length
 
 
 def _places(call: Call, schedule: Schedule) -> dict[int, Place]:
@@ -200,12 +238,3 @@ def _places(call: Call, schedule: Schedule) -> dict[int, Place]:
             at += length
             number += 1
     return places
-
-
-def _deliver(call: Call, schedule: Schedule, executor: Executor) -> None:
-    """Divide what is to be a mean. The executor has left every output chunk in the target."""
-    if call.op is None:
-        return
-    ends = schedule.contract.end(call.group.rank()).chunk.tolist()
-    for chunk in ends:
-        finish(call.op, executor.places[chunk].view, call.group.size())

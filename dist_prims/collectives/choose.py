@@ -1,9 +1,9 @@
-"""Which algorithm: the one asked for, the one that the environment names for this size, or the cheapest.
+"""Which algorithm: the one that the environment names for a size, or the cheapest by price.
 
     DIST_PRIMS_ALL_REDUCE=ring
     DIST_PRIMS_ALL_REDUCE="recursive_doubling:0-16K;halving_doubling:16K-1M;ring:1M-max"
 
-A range holds sizes from its start up to, not including, its end; sizes that no range holds get the cheapest.
+A range holds sizes from its start up to, not including, its end.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ import re
 
 from ..schedules import algorithms, build, lookup
 from ..schedules.cost import Cost
+from ..schedules.registry import Algorithm
+from ..schedules.trust import may_be_chosen
 
-__all__ = ["ALPHA", "BETA", "GAMMA", "STRAIGHT", "choose", "parse_ranges"]
+__all__ = ["ALPHA", "BETA", "CHEAPEST", "GAMMA", "STRAIGHT", "cheapest", "configured", "parse_ranges"]
+
+CHEAPEST = "cheapest"  # as the name of an algorithm
 
 # Seconds a message, a byte moved, a byte reduced: gloo over loopback, seen on one 2-core machine. They only order
 # algorithms; where the order matters, measure and pin.
@@ -55,16 +59,21 @@ def parse_ranges(text: str, collective: str, variable: str) -> tuple[tuple[str, 
 
 
 @functools.lru_cache(maxsize=1024)
-def _prices(collective: str, size: int) -> tuple[tuple[str, Cost], ...]:
-    named = ((name, lookup(collective, name)) for name in algorithms(collective))
-    return tuple((name, build(collective, name, size).price) for name, found in named if found.replicas == "same")
+def _price(registered: Algorithm, size: int) -> Cost:
+    return build(registered.collective, registered.name, size).price
 
 
-def choose(collective: str, size: int, nbytes: int, even: bool = True) -> str:
-    """The name of the algorithm for data of ``nbytes`` where the caller names none."""
+def configured(collective: str, nbytes: int) -> str | None:
+    """The algorithm that the environment names for data of ``nbytes``."""
     variable = f"DIST_PRIMS_{collective.upper()}"
     for name, low, high in parse_ranges(os.environ.get(variable, ""), collective, variable):
         if low <= nbytes < high:
             return name
-    prices = [(name, price) for name, price in _prices(collective, size) if even or name in STRAIGHT]
-    return min(prices, key=lambda each: each[1].seconds(nbytes, ALPHA, BETA, GAMMA))[0]
+    return None
+
+
+def cheapest(collective: str, size: int, nbytes: int, even: bool = True) -> str:
+    """The algorithm of the lowest price for data of ``nbytes``."""
+    candidates = [lookup(collective, name) for name in algorithms(collective) if even or name in STRAIGHT]
+    fit = [each for each in candidates if may_be_chosen(each, size)]
+    return min(fit, key=lambda each: _price(each, size).seconds(nbytes, ALPHA, BETA, GAMMA)).name

@@ -56,7 +56,8 @@ def _joined(places: Sequence[Place]) -> torch.Tensor | None:
 
 
 class Executor:
-    """Runs one program once. ``length``: elements of a piece; ``segment``: elements of a segment, 0 for no cut."""
+    """Runs one program once. ``length``: elements of a piece; ``ranks``: of the group, for a mean; ``segment``:
+    elements of a segment, 0 for no cut."""
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class Executor:
         length: Callable[[int], int],
         like: torch.Tensor,
         op: dist.ReduceOp.RedOpType,
+        ranks: int,
         segment: int = 0,
     ) -> None:
         self._channel = channel
@@ -72,6 +74,7 @@ class Executor:
         self._length = length
         self._like = like
         self._op = op
+        self._ranks = ranks
         self._segment = segment
         self._leaving: dict[int, list[Pending]] = {}  # sends under way, by the chunk that they read
         self._spare: torch.Tensor | None = None  # scratch of an earlier step: new pages cost as much as a copy
@@ -158,12 +161,12 @@ class Executor:
         first = write.sources[0].peer
         if len(held) == len(operands) == 1 and first is not None and len(landings[first].parts) == 1:
             for part in arrived.parts(first):
-                fold(self._op, out[part], [held[0][part], operands[0][part]])
+                fold(self._op, out[part], [held[0][part], operands[0][part]], write.terms, self._ranks)
             return
         for source in write.sources:
             arrived.wait(source.peer)
         if len(held) + len(operands) > 1 or out.data_ptr() != operands[0].data_ptr():
-            fold(self._op, out, [*held, *operands])
+            fold(self._op, out, [*held, *operands], write.terms, self._ranks)
 
     def _new_place(self, write: Write, operands: list[torch.Tensor], landings: Mapping[int, Landing]) -> torch.Tensor:
         """A chunk without writable memory lives where its first addend was received, or else in memory of its own."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -48,33 +49,58 @@ class Lane:
     """Numbers the collectives of one group and runs them in order."""
 
     def __init__(self) -> None:
+        self._inside: set[int] = set()  # threads in run() or start()
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
         self._called = 0
         self._done = 0
         self._jobs: queue.SimpleQueue[_Job | None] | None = None
 
-    def run(self, job: Callable[[int], None]) -> None:
+    @contextmanager
+    def _entered(self, what: str) -> Iterator[None]:
+        """A signal handler or finalizer that interrupts a call cannot make another: that would wait for this one."""
+        me = threading.get_ident()
+        if me in self._inside:
+            raise RuntimeError(
+                f"{what}: a signal handler or a finalizer makes this call inside another collective of the same group "
+                "on the same thread, so it can never begin; set a flag there, and make the call after the other one"
+            )
+        self._inside.add(me)
+        try:
+            yield
+        finally:
+            self._inside.discard(me)
+
+    def run(self, job: Callable[[int], None], what: str) -> None:
         """Run job(number of the call) here, when all earlier calls are done."""
-        with self._lock:
-            number = self._called
-            self._called += 1
-        self._run_in_turn(number, job)
+        with self._entered(what):
+            with self._lock:
+                number = self._called
+                self._called += 1
+            self._run_in_turn(number, job)
 
     def start(self, job: Callable[[int], None], what: str) -> Work:
         """Run job(number of the call) on the lane's thread, when all earlier calls are done."""
         future: Future[None] = Future()
-        with self._lock:
+        with self._entered(what), self._lock:
             if self._jobs is None:
                 self._jobs = queue.SimpleQueue()
                 threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name="dist_prims lane").start()
-            self._jobs.put(_Job(partial(self._run_in_turn, self._called, job), future))
+            self._jobs.put(_Job(partial(self._run_on_thread, self._called, job, what), future))
             self._called += 1
         return Work(future, what)
 
+    def _run_on_thread(self, number: int, job: Callable[[int], None], what: str) -> None:
+        with self._entered(what):
+            self._run_in_turn(number, job)
+
     def _run_in_turn(self, number: int, job: Callable[[int], None]) -> None:
-        with self._turn:
-            self._turn.wait_for(lambda: self._done == number)
+        try:
+            with self._turn:
+                self._turn.wait_for(lambda: self._done == number)
+        except BaseException:  # of a signal handler; the calls behind this one must not wait for it
+            threading.Thread(target=self._run_in_turn, args=(number, lambda _: None), daemon=True).start()
+            raise
         try:
             job(number)
         finally:
@@ -106,7 +132,7 @@ def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
 
 
 _lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, Lane] = weakref.WeakKeyDictionary()
-_lanes_lock = threading.Lock()
+_lanes_lock = threading.RLock()  # a finalizer may come here while its thread is here
 
 
 def lane_of(group: dist.ProcessGroup) -> Lane:

@@ -20,7 +20,7 @@ import torch
 
 from ..launch.detect import detect
 
-__all__ = ["holds", "make", "why_not"]
+__all__ = ["lacks", "make", "why_not"]
 
 _LARGEST_COUNT = 2**31 - 1  # MPI counts in ints
 _FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "mpich", "MVAPICH": "mpich", "CRAY": "mpich"}
@@ -43,16 +43,20 @@ def make(ranks: Sequence[int], timeout: timedelta, *, largest_count: int = _LARG
     return _extension().MpiBackend(ranks=list(ranks), timeout=timeout, largest_count=largest_count)
 
 
-def holds(ranks: Sequence[int]) -> bool:
-    """Whether MPI can serve a group of these ranks, of which this process is the first.
+def lacks(ranks: Sequence[int], rank: int) -> str:
+    """Why MPI cannot serve a group of these ranks on this process, which is number ``rank`` of them; an empty string if
+    it can.
 
-    Not every MPI can that is here: in a process that no mpirun has started, but which has imported mpi4py, it has a
-    world of one.
+    A working MPI is not enough: in a process that no mpirun has started, but which has imported mpi4py, it has a world
+    of one.
     """
-    if why_not():
-        return False
+    if reason := why_not():
+        return reason
     world = _mpi4py().COMM_WORLD
-    return bool(world.Get_rank() == ranks[0] and max(ranks) < world.Get_size())
+    me, size = world.Get_rank(), world.Get_size()
+    if me == ranks[rank] and max(ranks) < size:
+        return ""
+    return f"it is rank {me} of {size} in MPI.COMM_WORLD, and the group takes it for rank {ranks[rank]}"
 
 
 def why_not() -> str:
@@ -63,9 +67,16 @@ def why_not() -> str:
     >>> why_not()
     'this process was started by python, not by mpirun; start it with: mpirun -n 4 python program.py'
     """
-    launcher = detect().name
-    if "mpi4py.MPI" not in sys.modules and not launcher.startswith("mpirun"):
-        return f"this process was started by {launcher}, not by mpirun; start it with: mpirun -n 4 python program.py"
+    if "mpi4py.MPI" not in sys.modules:
+        try:
+            launcher = detect()
+        except ValueError as error:  # the caller may have made a group all the same, with a store of its own
+            return str(error)
+        if launcher.medium != "MPI":
+            return (
+                f"this process was started by {launcher.name}, not by mpirun; "
+                "start it with: mpirun -n 4 python program.py"
+            )
     try:
         MPI = _mpi4py()
         if not MPI.Is_initialized():

@@ -1,9 +1,9 @@
 """What an operator does when it runs: the collective itself, over whatever backend the group has.
 
 Our backend compares the calls of all ranks before it touches data, and NCCL's calls are asynchronous: there the calls
-are those of ``torch.distributed``. gloo and others trust that ranks agree, so there :mod:`dist_prims.collectives`
-compares and carries. Compared are operation, dtype and counts; but not shapes of as many elements, nor "sum" with
-"mean", which is a sum of what each rank has divided. Roots are numbers in the group.
+are those of ``torch.distributed``. gloo and others trust that ranks agree, so there a schedule of
+:mod:`dist_prims.collectives` compares and carries. Compared are operation, dtype and counts; but not shapes of as many
+elements, nor "sum" with "mean", which is a sum of what each rank has divided. Roots are numbers in the group.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .. import collectives
+from ..collectives.choose import CHEAPEST
 from ..collectives.renamed import all_gather_single, reduce_scatter_single
 
 __all__ = ["Carrier"]
@@ -56,12 +57,15 @@ class Carrier:
         return _copy(x), _OPS[op]
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
-        (dist if self._native else collectives).all_reduce(tensor, op, self.group)
+        if self._native:
+            dist.all_reduce(tensor, op, self.group)
+        else:
+            collectives.all_reduce(tensor, op, self.group, algorithm=CHEAPEST)
 
     def all_gather(self, output: torch.Tensor, x: torch.Tensor, splits: Sequence[int]) -> None:
         is_even = len(set(splits)) == 1
         if not self._native:
-            collectives.all_gather(_parts(output, splits), x, self.group)
+            collectives.all_gather(_parts(output, splits), x, self.group, algorithm=CHEAPEST)
         elif is_even:
             all_gather_single(output, x, group=self.group)
         else:
@@ -70,7 +74,7 @@ class Carrier:
     def reduce_scatter(self, output: torch.Tensor, x: torch.Tensor, op: Any, splits: Sequence[int]) -> None:
         is_even = len(set(splits)) == 1
         if not self._native:
-            collectives.reduce_scatter(output, _parts(x, splits), op, self.group)
+            collectives.reduce_scatter(output, _parts(x, splits), op, self.group, algorithm=CHEAPEST)
         elif is_even:
             reduce_scatter_single(output, x, op=op, group=self.group)
         else:
@@ -80,13 +84,19 @@ class Carrier:
         if self._native:
             dist.all_to_all_single(output, x, receive, send, group=self.group)
         else:
-            collectives.all_to_all(output, x, receive, send, self.group)
+            collectives.all_to_all(output, x, receive, send, self.group, algorithm=CHEAPEST)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        (dist if self._native else collectives).broadcast(tensor, self._global(root), self.group)
+        if self._native:
+            dist.broadcast(tensor, self._global(root), self.group)
+        else:
+            collectives.broadcast(tensor, self._global(root), self.group, algorithm=CHEAPEST)
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
-        (dist if self._native else collectives).reduce(tensor, self._global(root), group=self.group)
+        if self._native:
+            dist.reduce(tensor, self._global(root), group=self.group)
+        else:
+            collectives.reduce(tensor, self._global(root), group=self.group, algorithm=CHEAPEST)
 
     def _global(self, root: int) -> int:
         self.check(0 <= root < self.size, f"root {root} is asked for; the group's ranks are 0 to {self.size - 1}")
