@@ -7,11 +7,11 @@ from __future__ import annotations
 import importlib
 import os
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 __all__ = ["NAME", "register"]
 
 NAME = "dist_prims"
-_TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def register() -> None:
@@ -27,7 +27,7 @@ def register() -> None:
     devices = ["cpu", "cuda"] if dist.is_available() and dist.is_nccl_available() else ["cpu"]
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _make, extended_api=True, devices=devices)
-        _offer_to_meet_over_mpi()
+        _offer_to_meet_by_the_launcher()
 
 
 def _make(options: Any, given: Any) -> Any:
@@ -36,23 +36,35 @@ def _make(options: Any, given: Any) -> Any:
     return make(options, given)
 
 
-def _offer_to_meet_over_mpi() -> None:
-    """Ranks that mpirun has started need to be told nothing: ``init_process_group`` with ``init_method="mpi://"``, or
-    without one where the variables that it would read are not set. Where one of them is, all is as it was."""
+def _offer_to_meet_by_the_launcher() -> None:
+    """Ranks that mpirun, srun or another launcher has started need no address: ``init_process_group`` without
+    ``init_method`` finds the others as ``dist_prims.init`` does, and with ``init_method="mpi://"`` over MPI alone.
+
+    Where RANK or WORLD_SIZE is set, or all that torch would read, torch reads it as it always did.
+    """
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     by_variables = handlers["env"]
 
     def env(url: str, **how: Any) -> Any:
-        if any(name in os.environ for name in _TOLD):
+        if _told(url):
             return by_variables(url, **how)
-        from .launch import mpi
+        from .launch.detect import detect
+        from .launch.meet import handler
 
-        return mpi.rendezvous(url, **how) if mpi.is_launcher() else by_variables(url, **how)
+        return by_variables(url, **how) if detect().name == "python" else handler(url, **how)
 
     def over_mpi(url: str, **how: Any) -> Any:
-        from .launch import mpi
+        from .launch.meet import handler
 
-        return mpi.rendezvous(url, **how)
+        return handler(url, **how)
 
     handlers["env"] = env
     handlers.setdefault("mpi", over_mpi)
+
+
+def _told(url: str) -> bool:
+    """Whether rank or size are in the environment, or the address is and the caller gives both."""
+    query = dict(parse_qsl(urlsplit(url).query))
+    given = all(query.get(name, "-1") != "-1" for name in ("rank", "world_size"))
+    address = all(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ or (given and address)

@@ -31,7 +31,8 @@ main() { # HOSTS RANKS RATE [how] -- command
     [[ -z $(find_box "$name") ]] || fail "a cluster named $name is running; give another NAME"
     unshare "${user[@]}" --net true 2>/dev/null || fail "no namespace may be made here: be root, or let users make them"
     command -v torchrun >/dev/null || { . "$here/setup.sh" && cd "$from"; }
-    [[ $how != --mpirun || $(mpirun --version 2>/dev/null) == *HYDRA* ]] || fail "--mpirun needs the mpirun of MPICH"
+    [[ $how != --mpirun || $(mpirun --version 2>/dev/null) =~ HYDRA|Open\ MPI ]] ||
+        fail "--mpirun needs the mpirun of MPICH or Open MPI on the PATH"
     export TIMEOUT GRACE
     trap 'kill -KILL $(jobs -p) 2>/dev/null || true' EXIT
     trap 'exit 130' INT

@@ -24,8 +24,7 @@ cluster() { # NAME HOSTS RANKS RATE how command
     shift 5
     case $how in
         --login) PATH=/var/run/bin:$PATH "$@" & ;;
-        --mpirun) mpirun -launcher ssh -launcher-exec /var/run/bin/ssh -localhost switch -hosts "$list" \
-            -ppn "$RANKS" -n $((HOSTS * RANKS)) "$@" & ;;
+        --mpirun) start_by_mpirun "$list" "$@" & ;;
         --torchrun | --each) for ((host = 0; host < HOSTS; host++)); do
             [[ $how == --each ]] || launcher=(torchrun --nnodes "$HOSTS" --nproc-per-node "$RANKS" --node-rank "$host"
                 --master-addr host0 --master-port 29500 --no-python)
@@ -34,6 +33,17 @@ cluster() { # NAME HOSTS RANKS RATE how command
         done ;;
     esac
     await_all "$(jobs -p)"
+}
+
+start_by_mpirun() { # HOSTS command: MPICH's or Open MPI's, which refuses root and more ranks than cores
+    local remote_shell=/var/run/bin/ssh
+    if [[ $(mpirun --version) == *HYDRA* ]]; then
+        exec mpirun -launcher ssh -launcher-exec "$remote_shell" -localhost switch -hosts "$1" \
+            -ppn "$RANKS" -n $((HOSTS * RANKS)) "${@:2}"
+    fi
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    export PRTE_MCA_plm_ssh_agent=$remote_shell
+    exec mpirun --host "${1//,/:$RANKS,}:$RANKS" --map-by "ppr:$RANKS:node:OVERSUBSCRIBE" -n $((HOSTS * RANKS)) "${@:2}"
 }
 
 add_host() { # NAME ADDRESS RATE

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from .detect import Launcher, detect, expand_nodelist
+from .detect import Launcher, detect
 from .hosts import host_id
 from .mpi import library_name
+from .nodelist import expand_nodelist
 
 __all__ = ["main", "report"]
 
@@ -54,7 +55,7 @@ def _launch() -> Iterator[Fact]:
     else:
         said = f" ({', '.join(found.evidence)})" if found.evidence else " (no launcher: a group of one, or spawn)"
         yield "launcher", found.name + said
-    yield "rank", f"{found.rank} of {found.size}"
+    yield "rank", f"{found.rank} of {found.size or 'a number that MPI knows'}"
     yield "host", host_id()
     yield "hosts", _hosts(found)
 
@@ -66,10 +67,13 @@ def _hosts(found: Launcher) -> str:
     if found.name == "srun":
         return ", ".join(expand_nodelist(os.environ["SLURM_STEP_NODELIST"]))
     here = next((os.environ[name] for name in _RANKS_HERE if name in os.environ), None)
-    return "known once the ranks have met" if here is None else f"{here} of {found.size} ranks are on this one"
+    if here is None or found.size is None:
+        return "known once the ranks have met"
+    return f"{here} of {found.size} ranks are on this one"
 
 
-_RANKS_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_RANKS_HERE = ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"]
+_RANKS_HERE += ["PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"]
 
 
 def _engines() -> Iterator[Fact]:

@@ -5,6 +5,7 @@ other's memory or loopback. So a host is a hostname, a boot of a kernel, and a n
 all three can reach each other through 127.0.0.1.
 """
 
+import functools
 import hashlib
 import os
 import socket
@@ -23,9 +24,15 @@ def host_id() -> str:
     """
     if override := os.environ.get("DIST_PRIMS_HOST_ID"):
         return override
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = _boot()
     namespace = os.stat("/proc/self/ns/net").st_ino
     return f"{socket.gethostname()}-{hashlib.sha256(f'{boot} {namespace}'.encode()).hexdigest()[:12]}"
+
+
+@functools.cache
+def _boot() -> str:
+    """Read once: later this process may have no descriptor left."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @dataclass(frozen=True)

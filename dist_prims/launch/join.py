@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from ..autoload import register
-from . import mpi, rendezvous
+from . import mpi
 from .detect import Launcher, detect, from_url
 from .hosts import Placement, host_id
+from .meet import meet
 from .network import loopback_interface
 
 __all__ = ["init"]
@@ -61,8 +62,10 @@ def init(
     [0, 1]
 
     In this order: ``init_method`` ("env://", "tcp://host:port", "file:///path"), torchrun or its variables, mpirun
-    (Open MPI, MPICH, Intel MPI, over mpi4py), srun; a plain process is a group of one. ``backend`` is "gloo", with NCCL
-    for CUDA tensors where there is CUDA. ``timeout`` bounds the joining and each collective of the group: 5 minutes.
+    (Open MPI, MPICH, Intel MPI, MVAPICH, over mpi4py), prun (likewise), Flux (over PMI), srun, HPE's PALS (over
+    mpi4py), any process manager that offers PMI-1 or PMIx; a plain process is a group of one. Variables that speak of
+    several ranks and belong to no such launcher are an error. ``backend`` is "gloo", with NCCL for CUDA tensors where
+    there is CUDA. ``timeout`` bounds the joining and each collective of the group: 5 minutes.
 
     One line on stderr says what was found (not if ``DIST_PRIMS_QUIET=1``). A group on one host keeps to loopback, by
     way of ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` unless they are set. The group is left when the process
@@ -79,24 +82,22 @@ def init(
     launcher = from_url(init_method, rank, world_size) if init_method else detect()
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     seconds = _seconds(_FIVE_MINUTES if timeout is None else timeout)
-    over_mpi = launcher.url is None and launcher.name.startswith("mpirun")
-    meeting = (mpi if over_mpi else rendezvous).meet(launcher, seconds)
-    placement = Placement.of(launcher.rank, meeting.hosts)
-    interface = _keep_to(loopback_interface() if len(placement.hosts) == 1 else meeting.interface)
+    meeting = meet(launcher, seconds)
+    placement = Placement.of(meeting.rank, meeting.hosts)
     dist.init_process_group(
         backend,
         store=meeting.store,
-        rank=launcher.rank,
-        world_size=launcher.size,
+        rank=placement.rank,
+        world_size=placement.size,
         timeout=timedelta(seconds=seconds),
     )
-    if over_mpi:
+    if launcher.medium == "MPI":
         mpi.abort_on_exception()
-    known = {"backend": backend, "timeout": seconds, "rank": launcher.rank, "world_size": launcher.size}
+    known = {"backend": backend, "timeout": seconds, "rank": placement.rank, "world_size": placement.size}
     _joined = _Joined(dist.group.WORLD, placement, {**known, "init_method": init_method})
     atexit.unregister(_leave)
     atexit.register(_leave)
-    _announce(placement, launcher, meeting.by, backend, interface)
+    _announce(placement, launcher, meeting.by, backend)
     return placement
 
 
@@ -125,17 +126,10 @@ def _seconds(timeout: float | timedelta) -> float:
     return seconds
 
 
-def _keep_to(interface: str | None) -> str:
-    """Let the engines use ``interface`` unless the user has chosen; sub-groups made later read this, too."""
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    return os.environ.get("GLOO_SOCKET_IFNAME", "the default interface")
-
-
-def _announce(placement: Placement, launcher: Launcher, by: str, backend: str, interface: str) -> None:
+def _announce(placement: Placement, launcher: Launcher, by: str, backend: str) -> None:
     if placement.rank != 0 or launcher.name == "spawn" or os.environ.get("DIST_PRIMS_QUIET") == "1":
         return
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "the default interface")
     where = "loopback" if interface == loopback_interface() else interface
     ranks, hosts = _count(placement.size, "rank"), _count(len(placement.hosts), "host")
     print(f"dist_prims: {ranks} on {hosts} by {by}, {backend} over {where}", file=sys.stderr, flush=True)

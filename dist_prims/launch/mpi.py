@@ -1,7 +1,8 @@
-"""Meet under mpirun: MPI connects the ranks already, so the address of the store travels over MPI.
+"""The exchange of texts under mpirun: MPI connects the ranks already, so the address of the store travels over MPI.
 
 Two things go wrong in practice. The mpirun of one MPI may start ranks that load another: each then believes to be
-alone, and four jobs of one rank run side by side; so the sizes are compared. And a rank that ends by an exception waits
+alone, and four jobs of one rank run side by side; so the sizes are compared, or the ranks where no variable says the
+size: then only rank 0 could be deceived, and the others end the job. And a rank that ends by an exception waits
 in MPI_Finalize for ranks that wait for it in a collective; so an uncaught exception aborts the job.
 
 MPI's calls have no deadline: we use those that return at once, and ask until they are done.
@@ -9,78 +10,42 @@ MPI's calls have no deadline: we use those that return at once, and ask until th
 
 import contextlib
 import fcntl
-import json
 import os
 import re
-import secrets
-import socket
 import stat
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
-import torch.distributed as dist
 
 from .deadline import until
-from .detect import Launcher, detect
-from .hosts import host_id
-from .network import LOOPBACK, addresses, interface_towards, listen
-from .rendezvous import Meeting, connect
+from .detect import Launcher
 
-__all__ = ["abort_on_exception", "is_launcher", "library_name", "meet", "rendezvous"]
+__all__ = ["Mpi", "abort_on_exception", "library_name"]
 
 _WIDTH = 1024  # bytes of a text between ranks: a host's name, or where rank 0 listens
-_SECONDS_PER_ADDRESS = 3.0
 
 
-def meet(launcher: Launcher, timeout: float) -> Meeting:
-    deadline = time.monotonic() + timeout
-    MPI = _load(launcher)
-    world = MPI.COMM_WORLD
-    library = library_name(MPI.Get_library_version())
-    if world.Get_size() != launcher.size:
-        raise RuntimeError(_mismatch(launcher, library, world.Get_size()))
-    abort_on_exception()
-    hosts = _all_texts(world, host_id(), deadline)
-    one_host = len(set(hosts)) == 1
-    server = listen(LOOPBACK if one_host else "", 0) if launcher.rank == 0 else None
-    offer = [server.getsockname()[1], [LOOPBACK] if one_host else addresses(), secrets.token_hex(8)] if server else None
-    port, candidates, name = json.loads(_text_of_rank_0(world, json.dumps(offer), deadline))
-    address = candidates[0] if one_host else _reachable_by_all(MPI, port, candidates, deadline)
-    store = connect(address, port, launcher.size, deadline - time.monotonic(), server.detach() if server else None)
-    return Meeting(dist.PrefixStore(name, store), hosts, interface_towards(address, port), f"mpirun ({library})")
+class Mpi:
+    """The exchange of texts over MPI.COMM_WORLD."""
 
-
-def is_launcher() -> bool:
-    """Whether mpirun has started this process, and nothing within it."""
-    return detect().name.startswith("mpirun")
-
-
-def rendezvous(url: str, timeout: timedelta = timedelta(minutes=5), **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """How ``torch.distributed.init_process_group`` asks to meet: store, rank, size."""
-    launcher = detect()
-    if not is_launcher():
-        raise ValueError(
-            f"init_process_group: init_method={url!r} is for ranks that mpirun has started, and this one was started "
-            f"by {launcher.name}; start it with: mpirun -n 4 python program.py"
-        )
-    store = meet(launcher, timeout.total_seconds()).store
-    told = dict(parse_qsl(urlsplit(url).query))
-    for name, found in (("rank", launcher.rank), ("world_size", launcher.size)):
-        if int(told.get(name, -1)) not in (-1, found):  # now that we have met, this ends the others, too
-            raise ValueError(
-                f"init_process_group: {name} is {told[name]}, and {found} by {launcher.name}; leave it out"
-            )
-    try:
-        yield store, launcher.rank, launcher.size
-    finally:  # torch lets go of us when the group is made and its own hook is in place
+    def __init__(self, launcher: Launcher) -> None:
+        MPI = _load(launcher)
+        self.library = library_name(MPI.Get_library_version())
+        self._world = MPI.COMM_WORLD
+        self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
+        if self.rank != launcher.rank if launcher.size is None else self.size != launcher.size:
+            raise RuntimeError(_mismatch(launcher, self.library, self.rank, self.size))
         abort_on_exception()
+
+    def all_texts(self, text: str, deadline: float, awaited: str) -> list[str]:
+        every = np.zeros((self.size, _WIDTH), np.uint8)
+        until(self._world.Iallgather(_packed(text), every).Test, deadline, awaited)
+        return [_unpacked(row) for row in every]
 
 
 def library_name(version: str) -> str:
@@ -94,7 +59,8 @@ def library_name(version: str) -> str:
     'Intel MPI 2021.13'
     """
     name = next(
-        (name for name in ("Open MPI", "MPICH", "Intel(R) MPI") if name in version), version.split("\n")[0][:40]
+        (name for name in ("Open MPI", "MVAPICH", "MPICH", "Intel(R) MPI") if name in version),
+        version.split("\n")[0][:40],
     )
     number = re.search(r"\d+\.[\d.]*\w*", version)
     return f"{name} {number.group()}".replace("(R)", "") if number else name
@@ -105,55 +71,26 @@ def _load(launcher: Launcher) -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # the latter: mpi4py found no MPI library to load
         raise RuntimeError(
-            f"init: {launcher.name} started {launcher.size} ranks ({', '.join(launcher.evidence)}), but mpi4py, over "
-            f"which they meet, is not usable: {error}. Remedy: pip install mpi4py, built for that MPI; or use torchrun"
+            f"init: {_started(launcher)}, but mpi4py, over which they meet, is not usable: {error}. Remedy: pip "
+            "install mpi4py, built for that MPI; or use torchrun"
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread()
     return MPI
 
 
-def _mismatch(launcher: Launcher, library: str, size: int) -> str:
-    wanted = launcher.name.removeprefix("mpirun of ")
+def _mismatch(launcher: Launcher, library: str, rank: int, size: int) -> str:
+    wanted = launcher.name.partition(" of ")[2] or launcher.name
     return (
-        f"init: {launcher.name} started {launcher.size} ranks ({', '.join(launcher.evidence)}), but mpi4py has loaded "
-        f"{library}, which sees {size}: another MPI than the launcher's. Remedy: start the ranks with the mpirun of "
-        f"{library} (is it in {sys.prefix}/bin?), or pip install an mpi4py for {wanted}"
+        f"init: {_started(launcher)}, but mpi4py has loaded {library}, which sees rank {rank} of {size}: another MPI "
+        f"than the launcher's. Remedy: start the ranks with the mpirun of {library} (is it in {sys.prefix}/bin?), or "
+        f"pip install an mpi4py for {wanted}"
     )
 
 
-def _all_texts(world: Any, text: str, deadline: float) -> list[str]:
-    every = np.zeros((world.Get_size(), _WIDTH), np.uint8)
-    until(world.Iallgather(_packed(text), every).Test, deadline, "the hosts of all ranks")
-    return [_unpacked(row) for row in every]
-
-
-def _text_of_rank_0(world: Any, text: str, deadline: float) -> str:
-    buffer = _packed(text)
-    until(world.Ibcast(buffer, root=0).Test, deadline, "the address of rank 0")
-    return _unpacked(buffer)
-
-
-def _reachable_by_all(MPI: Any, port: int, candidates: list[str], deadline: float) -> str:
-    """A host may have addresses that others cannot route to: try them all, and take one that works for everybody."""
-    world = MPI.COMM_WORLD
-    mine = np.array([world.Get_rank() == 0 or _answers(address, port) for address in candidates], np.uint8)
-    everybody = np.zeros_like(mine)
-    until(world.Iallreduce(mine, everybody, op=MPI.MIN).Test, deadline, "the address that all ranks can reach")
-    if not everybody.any():
-        raise RuntimeError(
-            f"init: no address of rank 0 ({', '.join(candidates)}; port {port}) can be reached by all ranks; "
-            "open the network between the hosts, or start with torchrun and --master-addr"
-        )
-    return candidates[int(everybody.argmax())]
-
-
-def _answers(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), _SECONDS_PER_ADDRESS).close()
-    except OSError:
-        return False
-    return True
+def _started(launcher: Launcher) -> str:
+    ranks = "several ranks" if launcher.size is None else f"{launcher.size} ranks"
+    return f"{launcher.name} started {ranks} ({', '.join(launcher.evidence)})"
 
 
 def _packed(text: str) -> "np.ndarray[Any, np.dtype[np.uint8]]":

@@ -10,26 +10,26 @@ opens through ``/proc``: no name to guess, nobody else may open it, and the kern
 
 import ctypes
 import faulthandler
+import io
 import os
-import pickle
 import signal
 import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from .join import init
+from .payload import Payload, packed, unpacked
 
-__all__ = ["NOTICE", "RAISED", "RETURNED", "SHOW_STACK", "Orders", "rank_main"]
+__all__ = ["NOTICE", "RAISED", "RETURNED", "SHOW_STACK", "STARTED", "Orders", "rank_main"]
 
-RETURNED, RAISED = 0, 1
-NOTICE = struct.Struct("=iiq")  # rank, RETURNED or RAISED, when; far below PIPE_BUF, so a write of one is never torn
+STARTED, RETURNED, RAISED = 0, 1, 2
+NOTICE = struct.Struct("=iiq")  # rank, one of these, when; far below PIPE_BUF, so a write of one is never torn
 SHOW_STACK = signal.SIGRTMIN  # no program that we know of uses it; SIGUSR1 is taken by batch systems
 
 _PR_SET_PDEATHSIG = 1
@@ -42,7 +42,7 @@ class Orders:
     rank: int
     size: int
     backend: str
-    timeout: float
+    timeout: float | None  # of the group
     join: bool
     parent: int
     store: str
@@ -50,13 +50,27 @@ class Orders:
     gate: str
     report: str
     stack: str
+    streams: tuple[str, ...]  # stdout and stderr
+    watched: tuple[bool, ...]  # whether a person reads them as they come
 
 
-def rank_main(orders: Orders, fn: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
+class _Stream(io.TextIOWrapper):
+    """A stream of a rank: whole lines, and a terminal for those that ask if the parent's is one."""
+
+    def __init__(self, number: int, watched: bool) -> None:
+        raw = io.FileIO(number, "w", closefd=False)
+        super().__init__(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
+        self._watched = watched
+
+    def isatty(self) -> bool:
+        return self._watched
+
+
+def rank_main(orders: Orders, payload: Payload) -> NoReturn:
     status = 1
     try:
         _become_rank(orders)
-        _report(orders, *_outcome(orders, fn, args))
+        _report(orders, *_outcome(orders, payload))
         _wait_for_the_others(orders)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -71,6 +85,11 @@ def rank_main(orders: Orders, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 def _become_rank(orders: Orders) -> None:
     _die_with(orders.parent)
+    for number, (name, path) in enumerate(zip(("stdout", "stderr"), orders.streams, strict=True), start=1):
+        pipe = os.open(path, os.O_WRONLY)
+        os.dup2(pipe, number)  # what C writes goes there as well
+        os.close(pipe)
+        setattr(sys, name, _Stream(number, orders.watched[number - 1]))
     os.setpgid(0, 0)  # so that the parent can end the rank together with whatever the rank starts
     for number in (signal.SIGINT, signal.SIGTERM):  # handlers of a forked parent speak for the parent
         signal.signal(number, signal.SIG_DFL)
@@ -90,11 +109,13 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _outcome(orders: Orders, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, int, bytes]:
+def _outcome(orders: Orders, payload: Payload) -> tuple[int, int, bytes]:
     try:
+        fn, args = payload.open()
         if orders.join:
             init(orders.backend, timeout=orders.timeout)
-        return RETURNED, 0, pickle.dumps(fn(*args))
+        _notify(orders, STARTED, time.monotonic_ns())
+        return RETURNED, 0, packed(fn(*args))
     except BaseException as error:
         return RAISED, time.monotonic_ns(), _pickled_error(error)
 
@@ -103,16 +124,22 @@ def _pickled_error(error: BaseException) -> bytes:
     frames = error.__traceback__ and error.__traceback__.tb_next  # without ours: the reader looks for their function
     text = "".join(traceback.format_exception(type(error), error, frames))
     try:
-        cause = pickle.dumps(error)
-        pickle.loads(cause)  # many exceptions pickle but cannot be made again
+        cause = packed(error)
+        unpacked(cause)  # many exceptions pickle but cannot be made again
     except Exception:
         cause = b""
-    return pickle.dumps((cause, text))
+    return packed((cause, text))
 
 
 def _report(orders: Orders, kind: int, when: int, payload: bytes) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
     with open(orders.report, "wb") as report:
         report.write(payload)
+    _notify(orders, kind, when)
+
+
+def _notify(orders: Orders, kind: int, when: int) -> None:
     with open(orders.notices, "wb", buffering=0) as notices:
         notices.write(NOTICE.pack(orders.rank, kind, when))
 

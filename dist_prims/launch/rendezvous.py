@@ -7,14 +7,17 @@ random token under its rank, rank 0 answers *that token* with a random name for 
 change until all have acknowledged it. Everything afterwards is kept under that name, where no old key can be.
 """
 
+import contextlib
 import fcntl
 import json
 import os
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import torch.distributed as dist
@@ -24,14 +27,18 @@ from .detect import Launcher
 from .hosts import host_id
 from .network import LOOPBACK, interface_towards, listen
 
-__all__ = ["Meeting", "connect", "greet", "meet"]
+__all__ = ["Meeting", "connect", "from_rank_0", "greet", "meet"]
+
+_SECONDS_TO_READ = 10.0  # all ranks have met before
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """A store that only the ranks of this meeting use, their hosts by rank, and the interface that leads to them."""
+    """A store that only the ranks of this meeting use, ours among them, their hosts by rank, and the interface that
+    leads to them."""
 
     store: dist.Store
+    rank: int
     hosts: list[str]
     interface: str | None
     by: str  # the launcher, as we announce it
@@ -39,12 +46,13 @@ class Meeting:
 
 def meet(launcher: Launcher, timeout: float) -> Meeting:
     if launcher.size == 1 or launcher.url is None:
-        return Meeting(dist.HashStore(), [host_id()], None, launcher.name)
+        return Meeting(dist.HashStore(), 0, [host_id()], None, launcher.name)
+    assert launcher.size is not None, "whoever says where to meet says how many meet"
     deadline = time.monotonic() + timeout
     try:
         while True:
             try:
-                return _meet_at(urlsplit(launcher.url), launcher, deadline)
+                return _meet_at(urlsplit(launcher.url), launcher, launcher.size, deadline)
             except dist.DistNetworkError as error:  # a store on its way out, of a group that was here before
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"no sign of rank 0 or its store: {error}") from error
@@ -68,52 +76,61 @@ def connect(address: str, port: int, size: int, timeout: float, server: int | No
     )
 
 
-def _meet_at(url: SplitResult, launcher: Launcher, deadline: float) -> Meeting:
+def _meet_at(url: SplitResult, launcher: Launcher, size: int, deadline: float) -> Meeting:
     interface = None
     if url.scheme == "file":
         _refuse_foreign_file(url.path)
-        store: dist.Store = dist.FileStore(url.path, launcher.size)
+        store: dist.Store = dist.FileStore(url.path, size)
     else:
         address, port = LOOPBACK if url.hostname == "localhost" else url.hostname or "", url.port or 0
-        store = _tcp_store(launcher, address, port, max(1.0, deadline - time.monotonic()))
+        store = _tcp_store(launcher, size, address, port, max(1.0, deadline - time.monotonic()))
         interface = interface_towards(address, port)
-    name, hosts = greet(dist.PrefixStore("dist_prims", store), launcher.rank, launcher.size, deadline)
-    return Meeting(dist.PrefixStore(f"dist_prims/{name}", store), hosts, interface, launcher.name)
+    name, hosts = greet(dist.PrefixStore("dist_prims", store), launcher.rank, size, deadline)
+    return Meeting(dist.PrefixStore(f"dist_prims/{name}", store), launcher.rank, hosts, interface, launcher.name)
 
 
-def _tcp_store(launcher: Launcher, address: str, port: int, timeout: float) -> dist.Store:
+def _tcp_store(launcher: Launcher, size: int, address: str, port: int, timeout: float) -> dist.Store:
     torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launcher.name == "torchrun"
     if launcher.rank != 0 or torchrun_serves:
-        return connect(address, port, launcher.size, timeout)
+        return connect(address, port, size, timeout)
     try:
         server = listen(address, port)
     except OSError as error:
         raise RuntimeError(f"{error.strerror}; if another job has that port, choose another MASTER_PORT") from error
-    return connect(address, port, launcher.size, timeout, server.detach())
+    return connect(address, port, size, timeout, server.detach())
 
 
-def greet(store: dist.Store, rank: int, size: int, deadline: float) -> tuple[str, list[str]]:
-    """The name of this meeting, and the hosts of its ranks."""
+def greet(
+    store: dist.Store, rank: int, size: int, deadline: float, look: Callable[[], None] = lambda: None
+) -> tuple[str, list[str]]:
+    """The name of this meeting, and the hosts of its ranks. ``look`` is called now and then; what it raises ends it."""
     token = secrets.token_hex(8)
     if rank == 0:
-        return token, _welcome_all(store, size, token, deadline)
+        return token, _welcome_all(store, size, token, deadline, look)
 
     def welcome() -> bool:
+        look()
         store.set(f"hello/{rank}", f"{token} {host_id()}")  # again and again: an old group may still remove its file
         return store.check([f"welcome/{token}"])
 
     until(welcome, deadline, "rank 0")
     name = store.get(f"welcome/{token}").decode()
     store.add(f"{name}/acknowledged", 1)
-    until(lambda: store.check([f"{name}/hosts"]), deadline, "the last ranks")
+
+    def complete() -> bool:
+        look()
+        return store.check([f"{name}/hosts"])
+
+    until(complete, deadline, "the last ranks")
     return name, json.loads(store.get(f"{name}/hosts"))
 
 
-def _welcome_all(store: dist.Store, size: int, name: str, deadline: float) -> list[str]:
+def _welcome_all(store: dist.Store, size: int, name: str, deadline: float, look: Callable[[], None]) -> list[str]:
     hosts = {0: host_id()}
     welcomed: dict[int, str] = {}
 
     def everyone() -> bool:
+        look()
         for rank in range(1, size):
             if store.check([f"hello/{rank}"]):
                 token, _, hosts[rank] = store.get(f"hello/{rank}").decode().partition(" ")
@@ -144,3 +161,27 @@ def _refuse_foreign_file(path: str) -> None:
         end += 4 + int.from_bytes(content[end : end + 4], sys.byteorder)
     if end != len(content):
         raise ValueError(f"init: {path} exists and is no file of a rendezvous; remove it, or give another path")
+
+
+def from_rank_0(store: Any, rank: int, size: int, key: str, make: Callable[[], str]) -> str:
+    """What ``make`` returns on rank 0, on every rank; if it raises there, RuntimeError on the others, at once."""
+    if rank == 0:
+        try:
+            value = make()
+        except Exception as error:
+            store.set(key, f"!{type(error).__name__}: {error}")
+            _wait_for_readers(store, key, size - 1)
+            raise
+        store.set(key, f"={value}")
+        return value
+    answer = store.get(key).decode()
+    if answer.startswith("!"):
+        store.add(f"{key}/read", 1)
+        raise RuntimeError(f"dist_prims: rank {rank}: the group is not made, because rank 0 failed: {answer[1:]}")
+    return str(answer[1:])
+
+
+def _wait_for_readers(store: Any, key: str, readers: int) -> None:
+    """The error may end rank 0, and the store with it; the others would be told of that instead."""
+    with contextlib.suppress(TimeoutError, dist.DistError):  # the error of rank 0 matters more
+        until(lambda: store.add(f"{key}/read", 0) == readers, time.monotonic() + _SECONDS_TO_READ, "the readers")

@@ -1,14 +1,14 @@
-"""The parent's side of spawned ranks: start them, hear them, say who failed first, and let none survive.
+"""The parent's side of spawned ranks: start them, await them, name the first that failed, and let none survive.
 
-Answers and deaths are awaited together. A death is seen through a pidfd: the end of a socket or pipe would not do,
-because whatever a rank starts inherits them and keeps them open.
+Answers, deaths and output are awaited together. A death is seen through a pidfd: the end of a socket or pipe would not
+do, because whatever a rank starts inherits them and keeps them open.
 """
 
 import contextlib
 import multiprocessing
 import os
-import pickle
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from .deadline import until
+from .output import Output, is_watched
+from .payload import Payload, main_left_alone, unpacked
 from .rank_process import NOTICE, RAISED, RETURNED, SHOW_STACK, Orders, rank_main
 
 __all__ = ["RankFailed", "Team"]
@@ -44,12 +46,12 @@ class RankFailed(RuntimeError):
 class Team:
     """The ranks of one call; none of them, and no file that they share with us, outlives the ``with`` block."""
 
-    def __init__(self, size: int, timeout: float) -> None:
-        self.timeout, self.deadline = timeout, time.monotonic() + timeout
+    def __init__(self, size: int, start_timeout: float, timeout: float | None, prefix: bool | None) -> None:
+        self.start_timeout, self.timeout = start_timeout, timeout
         self.store = _anonymous_file("store")
         self.notices, self.notices_end = os.pipe()
         self.gate, self.gate_end = os.pipe()
-        self.ranks = [_Rank(number) for number in range(size)]
+        self.ranks = [_Rank(number, size, prefix) for number in range(size)]
 
     def __enter__(self) -> "Team":
         return self
@@ -63,13 +65,17 @@ class Team:
             os.close(descriptor)
 
     def start(self, method: str, fn: Callable[..., Any], args: tuple[Any, ...], backend: str, join: bool) -> None:
+        """Return when every rank has joined and is about to call the function."""
+        deadline = time.monotonic() + self.start_timeout
         context: Any = multiprocessing.get_context(method)
+        payload = Payload(fn, args)
         for rank in self.ranks:
             orders = Orders(
                 rank=rank.number,
                 size=len(self.ranks),
                 backend=backend,
-                timeout=self.timeout,
+                # Longer than ours, which says where the ranks stand.
+                timeout=None if self.timeout is None else self.start_timeout + self.timeout,
                 join=join,
                 parent=os.getpid(),
                 store=_path(self.store),
@@ -77,24 +83,38 @@ class Team:
                 gate=_path(self.gate),
                 report=_path(rank.report),
                 stack=_path(rank.stack),
+                streams=tuple(_path(output.descriptor) for output in rank.outputs),
+                watched=tuple(is_watched(stream) for stream in (sys.stdout, sys.stderr)),
             )
-            rank.start(context.Process(target=rank_main, args=(orders, fn, args)))
+            with main_left_alone(not payload.by_name):
+                rank.start(context.Process(target=rank_main, args=(orders, payload)))
+        self._watch(lambda rank: rank.kind is not None, "starting", deadline, f"start_timeout={self.start_timeout:g}")
 
     def results(self) -> list[Any]:
         """What the function returned on each rank, once it has on all of them."""
-        self._watch(lambda rank: rank.kind == RETURNED, "running")
-        return [pickle.loads(_content(rank.report)) for rank in self.ranks]
+        began = max(rank.when for rank in self.ranks) / 1e9
+        deadline = None if self.timeout is None else began + self.timeout
+        self._watch(lambda rank: rank.kind == RETURNED, "running", deadline, f"timeout={self.timeout}")
+        return [unpacked(_content(rank.report)) for rank in self.ranks]
 
     def dismiss(self) -> None:
         """Let the ranks leave their group, and return when they have."""
         os.write(self.gate_end, bytes(len(self.ranks)))
-        self._watch(lambda rank: rank.exitcode == 0, "leaving their group")
+        deadline = time.monotonic() + self.start_timeout
+        given = f"start_timeout={self.start_timeout:g}"
+        self._watch(lambda rank: rank.exitcode == 0, "leaving their group", deadline, given)
 
-    def _watch(self, done: Callable[["_Rank"], bool], doing: str) -> None:
+    def _watch(self, done: Callable[["_Rank"], bool], doing: str, deadline: float | None, given: str) -> None:
+        outputs = {output.descriptor: output for rank in self.ranks for output in rank.outputs}
         while busy := [rank for rank in self.ranks if not done(rank)]:
             alive = [rank.pidfd for rank in self.ranks if rank.exitcode is None]
-            if not wait([self.notices, *alive], self.deadline - time.monotonic()):
-                raise TimeoutError(self._where_they_stand(busy, doing))
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait([self.notices, *alive, *outputs], left)
+            if not ready or left == 0:
+                raise TimeoutError(self._where_they_stand(busy, doing, given))
+            for descriptor in ready:
+                if descriptor in outputs:
+                    outputs[descriptor].pass_on()
             while wait([self.notices], 0):
                 number, kind, when = NOTICE.unpack(os.read(self.notices, NOTICE.size))
                 self.ranks[number].kind, self.ranks[number].when = kind, when
@@ -108,7 +128,7 @@ class Team:
             first, *others = failed
             raise first.failure([other.last_words() for other in others])
 
-    def _where_they_stand(self, busy: list["_Rank"], doing: str) -> str:
+    def _where_they_stand(self, busy: list["_Rank"], doing: str, given: str) -> str:
         for rank in busy:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.pidfd, SHOW_STACK)
@@ -122,19 +142,24 @@ class Team:
             for rank in busy
         )
         return (
-            f"spawn: after {self.timeout:g} s these of {len(self.ranks)} ranks were still {doing}: {numbers}\n{stacks}"
+            f"spawn: with {given} s these of {len(self.ranks)} ranks were still {doing}: {numbers}. "
+            f"Give more if they need it\n{stacks}"
         )
 
 
 class _Rank:
     """One rank as its parent knows it."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, size: int, prefix: bool | None) -> None:
         self.number = number
         self.process: BaseProcess | None = None
         self.pidfd = -1
         self.report, self.stack = _anonymous_file("report"), _anonymous_file("stack")
-        self.kind: int | None = None  # RETURNED or RAISED, once it has reported
+        self.outputs = [
+            Output(name, number, size > 1 and is_watched(getattr(sys, name)) if prefix is None else prefix)
+            for name in ("stdout", "stderr")
+        ]
+        self.kind: int | None = None  # what it has told last: STARTED, then RETURNED or RAISED
         self.when = 0
 
     def start(self, process: BaseProcess) -> None:
@@ -169,13 +194,14 @@ class _Rank:
             return f"rank {self.number} raised {self._exception()[1].strip().splitlines()[-1]}"
         code = self.exitcode or 0
         manner = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
-        moment = "while it left its group" if self.kind == RETURNED else "before its function returned"
+        moments = {None: "before its function began", RETURNED: "while it left its group"}
+        moment = moments.get(self.kind, "before its function returned")
         return f"rank {self.number} {manner} {moment}"
 
     def _exception(self) -> tuple[BaseException | None, str]:
-        cause, text = pickle.loads(_content(self.report))
+        cause, text = unpacked(_content(self.report))
         try:
-            return pickle.loads(cause) if cause else None, text
+            return unpacked(cause) if cause else None, text
         except Exception:  # a class that only the rank can make
             return None, text
 
@@ -194,6 +220,8 @@ class _Rank:
             os.close(self.pidfd)
         os.close(self.report)
         os.close(self.stack)
+        for output in self.outputs:
+            output.close()
 
 
 def _anonymous_file(name: str) -> int:

@@ -1,0 +1,66 @@
+"""Meet where the launcher lets ranks exchange short texts, over MPI or PMI: the address of the store travels that way.
+
+No address has to be derived or configured: rank 0 listens on a port that is free, and offers every address it has.
+"""
+
+import json
+import secrets
+import socket
+import time
+from typing import Protocol
+
+import torch.distributed as dist
+
+from .hosts import host_id
+from .network import LOOPBACK, addresses, interface_towards, listen
+from .rendezvous import Meeting, connect
+
+__all__ = ["Exchange", "meet_by"]
+
+_SECONDS_PER_ADDRESS = 3.0
+
+
+class Exchange(Protocol):
+    """What a launcher offers: all ranks of the job give a text and get those of all."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def all_texts(self, text: str, deadline: float, awaited: str) -> list[str]:
+        """The texts by rank; a TimeoutError at the deadline says what was ``awaited``."""
+
+
+def meet_by(exchange: Exchange, timeout: float, by: str) -> Meeting:
+    deadline = time.monotonic() + timeout
+    hosts = exchange.all_texts(host_id(), deadline, "the hosts of all ranks")
+    one_host = len(set(hosts)) == 1
+    server = listen(LOOPBACK if one_host else "", 0) if exchange.rank == 0 else None
+    offer = [server.getsockname()[1], [LOOPBACK] if one_host else addresses(), secrets.token_hex(8)] if server else None
+    port: int
+    candidates: list[str]
+    port, candidates, name = json.loads(exchange.all_texts(json.dumps(offer), deadline, "the address of rank 0")[0])
+    address = candidates[0] if one_host else _reachable_by_all(exchange, port, candidates, deadline)
+    store = connect(address, port, exchange.size, deadline - time.monotonic(), server.detach() if server else None)
+    return Meeting(dist.PrefixStore(name, store), exchange.rank, hosts, interface_towards(address, port), by)
+
+
+def _reachable_by_all(exchange: Exchange, port: int, candidates: list[str], deadline: float) -> str:
+    """A host may have addresses that others cannot route to: try them all, and take one that works for every rank."""
+    mine = "".join(str(int(exchange.rank == 0 or _answers(address, port))) for address in candidates)
+    every = exchange.all_texts(mine, deadline, "the address that all ranks can reach")
+    for address, *answers in zip(candidates, *every, strict=True):
+        if set(answers) == {"1"}:
+            return str(address)
+    raise RuntimeError(
+        f"init: no address of rank 0 ({', '.join(candidates)}; port {port}) can be reached by all ranks; "
+        "open the network between the hosts, or start with torchrun and --master-addr"
+    )
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), _SECONDS_PER_ADDRESS).close()
+    except OSError:
+        return False
+    return True
