@@ -7,13 +7,16 @@ that skip a parameter would pair the wrong messages from there on. First of all 
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..collectives import all_reduce
+from ..collectives.choose import CHEAPEST
 from ..collectives.flat import cut
+from ..errors import MismatchError
 from .gradients.layout import plan
 
 __all__ = ["average_gradients"]
@@ -57,12 +60,19 @@ def _kind(parameter: torch.nn.Parameter) -> int:
 
 
 def _agree(kinds: list[int], named: list[tuple[str, torch.nn.Parameter]], group: dist.ProcessGroup | None) -> list[int]:
-    """For each parameter the largest kind of any rank."""
+    """For each parameter the largest kind of any rank; MismatchError on all ranks if their models differ."""
     if not kinds:
         return kinds
-    table = torch.tensor(kinds, dtype=torch.uint8, device=named[0][1].device)
-    all_reduce(table, dist.ReduceOp.MAX, group)
-    return [int(kind) for kind in table.tolist()]
+    model = zlib.crc32(repr([(name, [*each.shape], each.dtype) for name, each in named]).encode())
+    table = torch.tensor([*kinds, model, -model], device=named[0][1].device)
+    all_reduce(table, dist.ReduceOp.MAX, group, algorithm=CHEAPEST)  # which compares the numbers of parameters
+    *largest, most, least = table.tolist()
+    if most != -least:
+        raise MismatchError(
+            f"average_gradients on rank {dist.get_rank(group)}: the models of two ranks differ in names, shapes or "
+            "types of parameters that require a gradient, no gradient was touched; every rank must have the same model"
+        )
+    return [int(kind) for kind in largest]
 
 
 def _average(bucket: list[torch.nn.Parameter], group: dist.ProcessGroup | None, options: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ from ...collectives.call import group_of
 from . import randomness
 from .files import make_folder, put_text, sync_folder, write_tensors
 from .manifest import Manifest, name_of, read_text, step_of, steps_in
-from .plain import Target, is_stream, plain, state_of, whole_number
+from .plain import Target, is_collective, is_stream, plain, state_of, whole_number
 from .reading import Reader
 from .shards import Padded, agreed, describe, unpadded
 from .together import READING, CheckpointError, Damaged, together
@@ -56,7 +56,9 @@ class Checkpoints:
     By name, modules, optimizers and whatever else has ``state_dict`` and ``load_state_dict``, tensors, which are filled
     in their place, and generators of random numbers:
 
-    - ``state``: the same on every rank; rank 0 writes it. A ShardedSampler or ShardedIterable may be here, too: the
+    - ``state``: the same on every rank; rank 0 writes it. A ZeroOptimizer or ShardedParameters goes here: its
+      ``state_dict()`` is called on every rank, as that of any object whose ``collective_state_dict`` is True. A
+      ShardedSampler or ShardedIterable may be here, too: the
       states of all ranks are saved, so it goes on on any number of ranks.
     - ``sharded``: of every tensor each rank has some rows; see :mod:`.shards` for the split, and :class:`Padded`.
     - ``own``: each rank's own, whatever it is; it comes back on as many ranks only.
@@ -102,27 +104,21 @@ class Checkpoints:
         It is the state after ``step`` steps. When this returns, it is on the disk.
         """
         operation = f"Checkpoints.save of step {step}"
+        told = together(operation, lambda: self._request(step), self.group)
+        _compare(operation, [asked for asked, _ in told])
+        step, token = told[0][0]["step"], told[0][1]
         files: dict[str, Any] = {}
 
         def prepare() -> dict[str, Any]:
-            number = whole_number(step, "step")
-            if self._rank == 0:
-                self._refuse_to_go_back(number)
             files.update(self._files())
-            return {
-                "asked": {"step": number, **self._names()},
-                "parts": self._parts(files),
-                "token": secrets.token_hex(4),
-            }
+            return self._parts(files)
 
-        told = together(operation, prepare, self.group)
-        _compare(operation, [each["asked"] for each in told])
-        step = told[0]["asked"]["step"]
+        parts = together(operation, prepare, self.group)
         sharded = {
-            name: agreed(f"{operation}: sharded {name!r}", [each["parts"][name] for each in told], unpadded(given)[1])
+            name: agreed(f"{operation}: sharded {name!r}", [each[name] for each in parts], unpadded(given)[1])
             for name, given in self._sharded.items()
         }
-        folder = self.directory / f"step-{step}.{told[0]['token']}"
+        folder = self.directory / f"step-{step}.{token}"
         try:
             written = together(operation, lambda: _write(folder, files), self.group)
             every = {name: about for each in written for name, about in each.items()}
@@ -202,13 +198,29 @@ class Checkpoints:
             "state": sorted([*self._whole, *self._streams]),
             "sharded": {name: unpadded(self._sharded[name])[1] for name in sorted(self._sharded)},
             "own": sorted(self._own),
+            "collective": sorted(name for name, target in self._whole.items() if is_collective(target)),
         }
 
+    def _request(self, step: int) -> tuple[dict[str, Any], str]:
+        """What this rank is about to save, and a name for the folder; nothing has been read or sent yet."""
+        number = whole_number(step, "step")
+        if self._rank == 0:
+            self._refuse_to_go_back(number)
+        return {"step": number, **self._names()}, secrets.token_hex(4)
+
     def _files(self) -> dict[str, Any]:
-        """What this rank writes, by file, as it lies in memory."""
+        """What this rank writes, by file, as it lies in memory.
+
+        A state that only all ranks together can give is asked for on all of them first, in the order of names; rank 0
+        writes it.
+        """
+        gathered = {name: state_of(self._whole[name]) for name in self._names()["collective"]}
 
         def states(targets: Mapping[str, Target]) -> dict[str, Any]:
-            return {name: plain(name, state_of(target)) for name, target in targets.items()}
+            return {
+                name: plain(name, gathered[name] if name in gathered else state_of(target))
+                for name, target in targets.items()
+            }
 
         mine = {"states": states(self._own), "random": randomness.capture()}
         files: dict[str, Any] = {f"rank-{self._rank}.pt": mine}

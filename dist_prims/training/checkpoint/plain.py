@@ -16,7 +16,18 @@ import torch
 
 from ..data import ShardedIterable, ShardedSampler
 
-__all__ = ["Stateful", "Target", "change", "is_stream", "leaves", "load", "plain", "state_of", "whole_number"]
+__all__ = [
+    "Stateful",
+    "Target",
+    "change",
+    "is_collective",
+    "is_stream",
+    "leaves",
+    "load",
+    "plain",
+    "state_of",
+    "whole_number",
+]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 Path = tuple[Any, ...]
@@ -35,6 +46,11 @@ Target = Stateful | torch.Tensor | torch.Generator
 def is_stream(target: Target) -> bool:
     """Whether it takes the states of all ranks, and goes on with them on any number."""
     return isinstance(target, ShardedSampler | ShardedIterable)
+
+
+def is_collective(target: Target) -> bool:
+    """Whether ``state_dict()`` communicates, so that all ranks must call it."""
+    return bool(getattr(target, "collective_state_dict", False))
 
 
 def state_of(target: Target) -> Any:

@@ -2,15 +2,21 @@
 
 Compression takes more than one collective, and the second needs what the first has brought. A thread, or a callback on
 the end of the first, would launch the second when it happens to be there, behind different collectives on different
-ranks: the wrong messages would be paired. Waiting for all of it in ``start`` would hold up backward. So a compressor is
-a generator that yields each collective it has launched, and ``start`` of a bucket launches its first collective, then
-takes the bucket before it one stage on. The order depends on the order of the buckets only, the network always has
-something to do, and backward waits only if the network is slower than it by a whole bucket.
+ranks: the wrong messages would be paired. Waiting for it in ``start`` would hold up backward, and for ever where the
+rank that is waited for waits for this one in a collective of a layer. So a compressor is a generator that yields each
+collective it has launched, and the order of all launches is fixed by that of the buckets::
+
+    bucket     0  1  0  2  1  3  2  ...        the first collective of a bucket, then the second of the one before it
+    stage      1  1  2  1  2  1  2
+
+``start`` of a bucket launches what is next in this order as far as it need not wait, where no other collectives are
+launched in the group, and else all of it up to this bucket. The end of a bucket waits.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,6 +46,8 @@ class Staged(ABC):
         self.sent_bytes = 0
         self.dense_bytes = 0
         self._last: _Job | None = None
+        self._next: deque[_Job] = deque()  # whose turn it is to go one stage on
+        self._waits = True  # for other ranks, in start()
         self._agreed: set[str] = set()
 
     @abstractmethod
@@ -62,16 +70,29 @@ class Staged(ABC):
         self.dense_bytes += 2 * (size - 1) * flat.nbytes // size
         job = _Job(self.stages(bucket, group, size))
         before, self._last = self._last, job
-        job.advance()
-        if before is not None and before.launched < self.rounds:
-            before.advance()
-        return job.finish
+        self._next.append(job)
+        if before is not None and self.rounds > 1:
+            self._next.append(before)
+        while self._next and (self._waits or self._next[0].is_ready()):
+            self._next.popleft().advance()
+        return lambda: self._finish(job)
+
+    def agreed(self) -> None:
+        """The ranks have the same compressor and the same buckets, and the group is for nothing else: :meth:`start`
+        neither compares them nor waits."""
+        self._waits = False
 
     def reset(self) -> None:
         """Forget what was lost: the buckets were built anew, or the parameters are others."""
         self.feedback.reset()
         self._agreed.clear()
         self._last = None
+        self._next.clear()
+
+    def _finish(self, job: _Job) -> None:
+        while self._next and not job.is_done:
+            self._next.popleft().advance()
+        job.finish()
 
     def ratio(self) -> float:
         """How many times fewer bytes were sent than without compression; 1 where none were to be sent."""
@@ -85,7 +106,7 @@ class Staged(ABC):
                 f"{bucket.index} are {flat.dtype}; average that model without compression"
             )
         text = f"{self!r} on bucket {bucket.index} of {flat.numel()} elements of {flat.dtype}"
-        if text not in self._agreed:  # once a bucket: later steps cost nothing
+        if self._waits and text not in self._agreed:  # once a bucket: later steps cost nothing
             check_same(text, "Every rank must make its compressor with the same arguments", group, flat.device)
             self._agreed.add(text)
 
@@ -97,14 +118,17 @@ class _Job:
         self._stages = stages
         self._work: Any = None
         self._failed: BaseException | None = None
-        self._done = False
-        self.launched = 0
+        self.is_done = False
+
+    def is_ready(self) -> bool:
+        """Whether :meth:`advance` need not wait."""
+        return self._work is None or self._work.is_completed()
 
     def advance(self) -> None:
         """Wait for the collective that is under way, and go on to the next or to the end."""
         if self._failed is not None:
             raise self._failed
-        if self._done:
+        if self.is_done:
             return
         try:
             if self._work is not None:
@@ -113,11 +137,10 @@ class _Job:
         except BaseException as error:
             self._failed = error  # who asks for the end of this bucket must not find it done
             raise
-        self._done = self._work is None
-        self.launched += not self._done
+        self.is_done = self._work is None
 
     def finish(self) -> None:
-        while not self._done:
+        while not self.is_done:
             self.advance()
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-__all__ = ["DENSE", "FROZEN", "SPARSE", "Agreement", "Verdict", "kind_of"]
+__all__ = ["DENSE", "FROZEN", "NONE", "SPARSE", "Agreement", "Verdict", "kind_of"]
 
-FROZEN, _NONE, DENSE, SPARSE = 0, 1, 2, 3
+FROZEN, NONE, DENSE, SPARSE = 0, 1, 2, 3
 _KINDS = 4
 
 
@@ -24,7 +24,7 @@ def kind_of(parameter: torch.Tensor) -> int:
     if not parameter.requires_grad:
         return FROZEN
     if parameter.grad is None:
-        return _NONE
+        return NONE
     return DENSE if parameter.grad.layout == torch.strided else SPARSE
 
 

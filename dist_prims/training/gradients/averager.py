@@ -17,14 +17,19 @@ zeros, one that adds and one that divides.
 
 There is no ``finish()`` to call: a callback at the end of ``backward()`` sends what is left and waits for everything,
 so that gradients are right wherever the next line of a program looks at them.
+
+Where ranks use different parameters, they send a bucket at different moments of a backward. So an averager has a group
+of its own, see :mod:`..groups`: its buckets meet neither those of another averager nor the collectives of a layer. And
+no rank waits for another before the end of its backward, for the other may have to meet it in such a collective first.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -32,18 +37,20 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from ...collectives.call import group_of
-from .agreement import DENSE, FROZEN, SPARSE, Agreement, Verdict, kind_of
+from ..groups import duplicate, end_group, is_known, ranks_of
+from .averaging import Averaging
 from .bucket import Compressor, Exact
+from .ending import Ending
 from .join import Joining
 from .nested import within_a_backward
 from .overflow import unscale
-from .sending import Sending
-from .sparse import announced_sparse, sparse_mean
+from .ownership import assign, predecessors, release
+from .sparse import announced_sparse
 from .start import compare, spread
 
 __all__ = ["GradientAverager"]
 
-_NO_BACKWARD = -1
+_NO_BACKWARD, _ONCE = -1, -2
 _OWNERS: weakref.WeakValueDictionary[int, GradientAverager] = weakref.WeakValueDictionary()  # by id of a compressor
 
 
@@ -60,14 +67,20 @@ class GradientAverager:
 
     At the start all ranks take rank 0's parameters and buffers. ``bucket_mb``: how much travels together. ``overlap``:
     send during backward, not only at its end. ``compress``: what travels in place of the gradients, by name ("fp16",
-    "bf16", "int8", "topk", "powersgd") or a :class:`Compressor`.
+    "bf16", "int8", "topk", "powersgd") or a :class:`Compressor`. ``group``: the ranks; the averager makes a group of
+    its own of them, which it ends in :meth:`remove` or, where the parameters are on the CPU, when these are freed.
 
     A ``.grad`` is averaged as a whole. So two losses whose backwards follow each other are averaged right, and sent
-    twice; all but the last of them in :meth:`no_sync` are sent once. A parameter without gradient on some ranks counts
-    as zero there; without one on any, it keeps none. A ``.grad`` is whole when ``backward()`` returns, and not for a
-    hook within it; one that a program keeps is overwritten by the next backward: clone it. Parameters may be frozen and
-    unfrozen between steps, on all ranks alike; parameters that the model is given later are not seen: make a new
-    averager then, after :meth:`remove`.
+    twice; all but the last of them in :meth:`no_sync`, or all of them in :meth:`once`, are sent once. A parameter
+    without gradient on some ranks counts as zero there; without one on any, it keeps none. Each backward that reaches a
+    parameter of the model on one rank reaches one on every rank. A ``.grad`` is whole when ``backward()`` returns, and
+    not for a hook within it; one that a program keeps is overwritten by the next backward: clone it. Parameters may be
+    frozen and unfrozen between steps, on all ranks alike; parameters that the model is given later are not seen: make a
+    new averager then, after :meth:`remove`.
+
+    Several averagers may take part in one backward. But a parameter has one averager: a new one of the same parameters
+    over the same ranks takes the place of the old one, whose methods then raise; any other that has a parameter of the
+    model must be removed first.
     """
 
     def __init__(
@@ -78,51 +91,99 @@ class GradientAverager:
         compress: str | Compressor | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if bucket_mb <= 0:
-            raise ValueError(f"GradientAverager: bucket_mb={bucket_mb} must be positive")
-        self._group = group_of(group, "GradientAverager")
-        self._rank, self._size = self._group.rank(), self._group.size()
-        _refuse_shared(compress, self._rank)
-        compare(model, f"bucket_mb={bucket_mb}, compress={_name_of(compress)}", self._group)
-        self._model, self._overlap, self._exact = model, overlap, compress is None
+        self._given = group_of(group, "GradientAverager")
+        self._rank, self._ranks = self._given.rank(), ranks_of(self._given)
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = [parameter for _, parameter in model.named_parameters()]
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        self._prepare(model, bucket_mb, compress)
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        self._reads_late = self._device.type != "cpu"
+        if self._device.type == "cpu":  # to end a communicator of NCCL is a collective: not whenever memory is freed
+            weakref.finalize(self, self._end_group()).atexit = False
+        self._model, self._overlap = model, overlap
         self.synchronize()
 
-        self._order = [*reversed(range(len(self._names)))]  # in which gradients come: at first a guess
-        self._learning = True
-        self._sparse = announced_sparse(model, self._parameters)
-        self._compressor = _compressor_of(compress)
-        self._sending = Sending(self._parameters, self._compressor, int(bucket_mb * 2**20), self._group)
-        self._dense = {n for n, each in enumerate(self._parameters) if each.requires_grad and n not in self._sparse}
-        self._follow()
-        self._kinds: list[int | None] = []  # what this rank's table was made from
-        self._table = torch.empty(0)
-        self._unread: Agreement | None = None
+        sparse = announced_sparse(model, self._parameters)
+        limit = int(bucket_mb * 2**20)
+        self._averaging = Averaging(self._names, self._parameters, self._group, self._compressor, limit, sparse)
+        self._task = _NO_BACKWARD
+        self._outer: weakref.ref[Ending] | None = None  # what autograd holds until backward ends or raises
         self._local = False
         self._joining: Joining | None = None
-        self._outer: weakref.ref[Callable[[], None]] | None = None  # what autograd holds until backward ends or raises
         self._lock = threading.RLock()  # each device has a thread of autograd
-        self._begin_anew()
-        self._hooks = [_hook(each, functools.partial(self._arrived, n)) for n, each in enumerate(self._parameters)]
+        hook = functools.partial(_arrived, weakref.ref(self))
+        self._hooks = [_hook(each, functools.partial(hook, n)) for n, each in enumerate(self._parameters)]
         _OWNERS[id(self._compressor)] = self
+        assign(self._parameters, self)
+
+    def _prepare(self, model: torch.nn.Module, bucket_mb: float, compress: str | Compressor | None) -> None:
+        """What may fail on one rank, so that every rank then raises; replace former averagers, and make the group."""
+        self._gone = ""  # why this averager is not in use, if it is not
+        problem: ValueError | None = None
+        former: list[GradientAverager] = []
+        self._compressor: Compressor = Exact()
+        try:
+            if bucket_mb <= 0:
+                raise ValueError(f"GradientAverager: bucket_mb={bucket_mb} must be positive")
+            former = predecessors(model, self._given)
+            _refuse_shared(compress, self._rank, former)
+            self._compressor = _compressor_of(compress)
+        except ValueError as error:
+            problem = error
+        settings = f"bucket_mb={bucket_mb}, compress={_described(compress, self._compressor)}"
+        self.name = compare(model, settings, self._given, problem)
+        for each in former:
+            each.remove()
+            each._gone = "a later one of the same parameters has replaced it"
+        if agreed := getattr(self._compressor, "agreed", None):
+            agreed()
+        self._group = duplicate(self._given, self.name)
 
     @torch.no_grad()
     def synchronize(self, source: int = 0) -> None:
         """Give every rank the parameters and buffers of one, by its number in the group. So it is done at the start;
         running statistics (batch norm) are each rank's own until it is done again."""
+        self._check_in_use()
         spread([*self._model.parameters(), *self._model.buffers()], source, self._group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within, ``backward()`` only adds to this rank's gradients; the next one outside averages all of it."""
+        self._check_in_use()
         before, self._local = self._local, True
         try:
             yield
         finally:
             self._local = before
+
+    @contextmanager
+    def once(self) -> Iterator[Callable[[Iterable[torch.Tensor]], None]]:
+        """Within, ``backward()`` only adds to this rank's gradients, any number of times; at the end all of it is
+        averaged. What this gives, ``complete(parameters)``, says that no more is added to the gradients of some
+        parameters: so they are sent while others are still computed. An error within leaves gradients as they are.
+        Within :meth:`no_sync`, or another one of these, it does nothing.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with GradientAverager(model).once():
+        ...     for _ in range(3):
+        ...         model(torch.ones(1, 2)).sum().backward()
+        >>> model.weight.grad
+        tensor([[3., 3.]])
+        """
+        if self._local:
+            yield _nothing
+            return
+        self._check_in_use()
+        self._begin(_ONCE)
+        self._local = True
+        try:
+            yield self._complete
+        except BaseException:
+            self._task = _NO_BACKWARD
+            raise
+        finally:
+            self._local = False
+        self.end()
 
     @contextmanager
     def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
@@ -132,15 +193,16 @@ class GradientAverager:
 
         Sums are divided by the number of ranks, as DistributedDataParallel does it, or by that of the ranks which are
         not done. Gradients are zeroed after every step. A step has one averaged backward, those before it being in
-        :meth:`no_sync`: a second one would count the first one's mean as zero on ranks that are done, unless
-        ``divide_by_initial_world_size`` is False.
+        :meth:`no_sync`, or one :meth:`once`: a second one would count the first one's mean as zero on ranks that are
+        done, unless ``divide_by_initial_world_size`` is False.
         """
+        self._check_in_use()
         self._joining = joining = Joining(self._group, self._device, divide_by_initial_world_size)
         try:
             yield
-            while joining.roll(present=False):
-                self._open()
-                self._end(shadow=True)
+            while joining.ask(present=False).goes_on():
+                self._averaging.begin()
+                self._averaging.end(joining.factor, shadow=True)
                 self._zero()
         finally:
             self._joining = None
@@ -161,21 +223,57 @@ class GradientAverager:
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.unscale_(optimizer)``, and all ranks find an inf where one does: all skip the step, or none."""
+        self._check_in_use()
         unscale(scaler, optimizer, self._group)
 
     def remove(self) -> None:
-        """Leave the model alone from now on, and the compressor to another averager."""
+        """Leave the model alone from now on, and the compressor to another averager; end the averager's group. Every
+        rank calls this, after the same step."""
+        self._gone = self._gone or "remove() was called"
         if _OWNERS.get(id(self._compressor)) is self:
             del _OWNERS[id(self._compressor)]
         for hook in self._hooks:
             if hook is not None:
                 hook.remove()
+        release(self._parameters, self)
+        self._end_group()()
+
+    def is_like(self, parameters: Collection[int], group: dist.ProcessGroup) -> bool:
+        """Whether it averages these parameters, by their id, over the ranks of this group."""
+        same_ranks = group is self._given if self._ranks is None else ranks_of(group) == self._ranks
+        return same_ranks and {*parameters} == {*self._numbers}
+
+    def has_ended(self) -> bool:
+        """Whether its group was destroyed."""
+        return self._ranks is not None and not is_known(self._given)
+
+    def end(self) -> None:
+        """What is called at the end of a backward, and of :meth:`once`; nothing else needs to call it."""
+        try:
+            factor = 1.0
+            if self._joining:
+                self._joining.goes_on()
+                factor = self._joining.factor
+            self._averaging.end(factor)
+        finally:
+            self._task, self._outer = _NO_BACKWARD, None
 
     def _zero(self) -> None:
         """After a step in which this rank was a shadow; where it has made the step itself, the program does this."""
         for parameter in self._parameters:
             if parameter.requires_grad:
                 parameter.grad = None
+
+    def _check_in_use(self) -> None:
+        if self._gone:
+            raise RuntimeError(
+                f"rank {self._rank}: GradientAverager: this averager is no longer in use, for {self._gone}; use the "
+                "one that was made last, or make a new one"
+            )
+
+    def _end_group(self) -> Callable[[], None]:
+        """What ends the averager's group, and does not keep the averager alive."""
+        return _nothing if self._group is self._given else functools.partial(end_group, self._group, os.getpid())
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
         """Autograd has added to ``parameter.grad``. The cache is full of other things, so what is done here is slow."""
@@ -186,134 +284,77 @@ class GradientAverager:
             )
         with self._lock:
             if self._local:
-                if self._sending.has_place(number) and parameter.grad is not None and not parameter.grad.is_sparse:
-                    self._sending.store(number, 1.0)
+                self._keep(number)
                 return
             if torch._C._current_graph_task_id() != self._task:
-                self._begin()
-            if number in self._seen:
+                self._begin_in_backward()
+            if number in self._averaging.seen:
                 raise RuntimeError(
                     f"rank {self._rank}: GradientAverager: parameter {self._names[number]!r} has got two gradients in "
                     "one backward(), by a backward within it; use checkpoint(..., use_reentrant=False), or "
                     "torch.autograd.grad in a Function of your own"
                 )
-            self._seen[number] = None
-            if self._sending.has_place(number) and self._sending.arrive(number, self._share) and self._overlap:
-                self._sending.send_full()
+            self._averaging.count(number, self._overlap)
 
-    def _begin(self) -> None:
+    def _keep(self, number: int) -> None:
+        """A gradient that is not averaged yet."""
+        if self._task == _ONCE and number in self._averaging.seen:
+            raise RuntimeError(
+                f"rank {self._rank}: GradientAverager: parameter {self._names[number]!r} has got a gradient after it "
+                "was said to be complete in once(); say so after the last backward that reaches it"
+            )
+        self._averaging.keep(number)
+
+    def _complete(self, parameters: Iterable[torch.Tensor]) -> None:
+        """In :meth:`once`: all of the gradients of these parameters is there. Others than the model's are ignored."""
+        with self._lock, torch.no_grad():
+            for parameter in parameters:
+                number = self._numbers.get(id(parameter))
+                if number is not None and parameter.requires_grad and number not in self._averaging.seen:
+                    self._averaging.count(number, self._overlap)
+
+    def _begin_in_backward(self) -> None:
         """The first gradient of a backward has come."""
         nested = within_a_backward()
         if nested and self._outer is not None and self._outer() is not None:
             return  # a backward within ours
-        if self._sending.is_shown:
-            raise RuntimeError(
-                f"rank {self._rank}: GradientAverager: the last backward() has raised when other ranks had seen some "
-                f"of it ({self._sending.sent} of {len(self._sending.layout.buckets)} buckets were sent), and they wait "
-                "for the rest; end this process, so that they do not wait in vain"
-            )
+        self._refuse_shown()
         if nested:
             raise RuntimeError(
                 f"rank {self._rank}: GradientAverager: the first gradients come from a backward within backward(), "
                 "that of a torch.autograd.Function, which does not tell where the outer one ends; use checkpoint(..., "
                 "use_reentrant=False), or torch.autograd.grad in a Function of your own"
             )
-        self._read()
+        self._begin(torch._C._current_graph_task_id())
+        ending = Ending.of_this_backward()
+        ending.add(self)
+        self._outer = weakref.ref(ending)
+
+    def _begin(self, task: int) -> None:
+        self._refuse_shown()
+        self._averaging.begin()
         if self._joining:
-            self._joining.roll(present=True)
-        self._open()
-        self._task = torch._C._current_graph_task_id()
-        end = functools.partial(self._end)
-        self._outer = weakref.ref(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+            self._joining.ask(present=True)
+        self._task, self._outer = task, None
 
-    def _open(self) -> None:
-        """Buckets are rebuilt here, not when that was found out: gradients have mostly been set to None since, so that
-        nothing is copied and old memory goes before the new comes."""
-        if self._rebuild:
-            self._follow()
-        self._begin_anew()
+    def _refuse_shown(self) -> None:
+        sending = self._averaging.sending
+        if sending.is_shown:
+            raise RuntimeError(
+                f"rank {self._rank}: GradientAverager: the last backward() has raised when other ranks had seen some "
+                f"of it ({sending.sent} of {len(sending.layout.buckets)} buckets were sent), and they wait for the "
+                "rest; end this process, so that they do not wait in vain"
+            )
 
-    def _begin_anew(self) -> None:
-        self._task = _NO_BACKWARD
-        self._outer = None
-        self._seen: dict[int, None] = {}  # in the order in which they came
-        self._sending.forget()
-        self._mean_share = self._joining.share if self._joining else 1 / self._size
-        self._share = self._mean_share if self._exact else 1.0
 
-    @torch.no_grad()
-    def _end(self, shadow: bool = False) -> None:
-        """Send what is left, wait for all, and do what the ranks agree on."""
-        try:
-            self._sending.send_rest(self._seen, self._share, shadow)
-            self._unread = agreement = self._agreement(shadow)
-            self._sending.wait()
-            agreement.arrive()
-            if not self._exact and self._mean_share * self._size != 1:
-                self._sending.scale(self._mean_share * self._size)
-            self._settle(shadow)
-        finally:
-            self._begin_anew()
+def _arrived(averager: weakref.ref[GradientAverager], number: int, parameter: torch.Tensor) -> None:
+    found = averager()
+    if found is not None:
+        found._arrived(number, parameter)
 
-    def _agreement(self, shadow: bool) -> Agreement:
-        kinds = [None if shadow else kind_of(parameter) for parameter in self._parameters]
-        if kinds != self._kinds:
-            self._kinds, self._table = kinds, Agreement.table(kinds, self._rank, self._device)
-        return Agreement(self._table, self._group)
 
-    def _settle(self, shadow: bool) -> None:
-        """A rank whose parameters have all got what is expected has nothing to ask the others. On a GPU it reads only
-        in its next step what they said, to find out about errors, and does not wait for the GPU now."""
-        expected = [DENSE if n in self._dense else FROZEN for n in range(len(self._names))]
-        if self._kinds != expected or not self._reads_late:
-            self._take(self._read(), shadow)
-        if self._learning:
-            self._learn()
-
-    def _read(self) -> Verdict | None:
-        """What the ranks have said last, if that is not known yet."""
-        agreement, self._unread = self._unread, None
-        if agreement is None:
-            return None
-        verdict = agreement.read()
-        verdict.check(self._names, self._rank)
-        return verdict
-
-    def _take(self, verdict: Verdict | None, shadow: bool) -> None:
-        if verdict is None:
-            return
-        dense, sparse = verdict.who(DENSE), verdict.who(SPARSE)
-        for number in sorted(dense):
-            if number in self._dense:
-                self._parameters[number].grad = self._sending.place(number)
-            else:  # unfrozen since the buckets were made
-                self._average_alone(self._parameters[number], shadow)
-        for number in sorted(sparse):
-            parameter = self._parameters[number]
-            if shadow:
-                parameter.grad = None
-            parameter.grad = sparse_mean(parameter, self._mean_share, self._group)
-        self._sparse = (self._sparse | sparse) - dense
-        wanted = verdict.trainable() - self._sparse
-        if wanted != self._dense:
-            self._dense, self._learning = wanted, True
-
-    def _average_alone(self, parameter: torch.Tensor, shadow: bool) -> None:
-        own = torch.zeros_like(parameter) if shadow or parameter.grad is None else parameter.grad
-        parameter.grad = own.contiguous() * self._mean_share
-        dist.all_reduce(parameter.grad, group=self._group)
-
-    def _learn(self) -> None:
-        """From now on buckets follow the order in which rank 0 has got its gradients."""
-        seen = [*self._seen]
-        order = torch.tensor(seen + [n for n in self._order if n not in self._seen], device=self._device)
-        dist.broadcast(order, group=self._group, group_src=0)
-        self._order, self._learning, self._rebuild = order.tolist(), False, True
-
-    def _follow(self) -> None:
-        self._sending.follow([n for n in self._order if n in self._dense])
-        self._rebuild = False
+def _nothing(*_: object) -> None:
+    return None
 
 
 def _hook(parameter: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
@@ -338,14 +379,18 @@ def _compressor_of(compress: str | Compressor | None) -> Compressor:
     return compress
 
 
-def _refuse_shared(compress: str | Compressor | None, rank: int) -> None:
+def _refuse_shared(compress: str | Compressor | None, rank: int, former: Collection[GradientAverager]) -> None:
     """What it has lost of one model's gradients would be added to another's, in silence where buckets are as large."""
-    if id(compress) in _OWNERS:
+    owner = _OWNERS.get(id(compress))
+    if owner is not None and owner not in former:
         raise ValueError(
-            f"rank {rank}: GradientAverager: another averager uses this {_name_of(compress)}; give each averager its "
-            "own compressor, or remove() the other one"
+            f"rank {rank}: GradientAverager: another averager uses this {type(compress).__name__}; give each averager "
+            "its own compressor, or remove() the other one"
         )
 
 
-def _name_of(compress: str | Compressor | None) -> str:
-    return compress if isinstance(compress, str) else type(compress).__name__
+def _described(compress: str | Compressor | None, compressor: Compressor) -> str:
+    """With its arguments, if all ranks must have the same and a compressor does not compare them later."""
+    if isinstance(compress, str):
+        return compress
+    return repr(compressor) if hasattr(compressor, "agreed") else type(compress).__name__

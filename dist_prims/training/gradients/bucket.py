@@ -34,7 +34,12 @@ class Compressor(Protocol):
     """Turns the gradients of each rank into their mean, in its own way."""
 
     def start(self, bucket: Bucket, group: dist.ProcessGroup | None) -> Callable[[], None]:
-        """Begin to turn ``bucket.flat`` into the mean over the ranks; the callable returned ends it."""
+        """Begin to turn ``bucket.flat`` into the mean over the ranks; the callable returned ends it.
+
+        All ranks start the buckets in one order, and end them in one order. But one rank may start a bucket during
+        backward and another rank at its end: so the order of collectives must not depend on when this is called, and
+        it must not wait for other ranks. The averager uses ``group`` for nothing else.
+        """
         ...
 
     def reset(self) -> None:

@@ -32,7 +32,7 @@ class Gradual:
     """The gradients of a bucket on their way to their sum."""
 
     def __init__(self, tensor: GradualTensor, views: Sequence[torch.Tensor]) -> None:
-        self._tensor = tensor  # see csrc/backend/gradual.h
+        self._tensor = tensor  # see csrc/torch/backend/incremental_tensor.h
         self._numbers = {id(view): number for number, view in enumerate(views) if view.numel()}
 
     @staticmethod

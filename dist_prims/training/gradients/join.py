@@ -16,24 +16,33 @@ class Joining:
     """One stretch of training within which ranks may end at different steps.
 
     >>> joining = Joining(dist.group.WORLD, torch.device("cpu"), by_size=False)
-    >>> joining.roll(present=True), joining.share
+    >>> joining.ask(present=True).goes_on(), joining.factor
     (True, 1.0)
-    >>> joining.roll(present=False), joining.last
+    >>> joining.ask(present=False).goes_on(), joining.last
     (False, 0)
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, by_size: bool) -> None:
         self._group, self._device, self._by_size = group, device, by_size
-        self.share = 1 / group.size()  # of each rank in a mean
+        self._table = torch.empty(0)
+        self._work: dist.Work | None = None
+        self.factor = 1.0  # of what was divided by the number of all ranks
         self.last: int | None = None  # a rank that has made the last step
 
-    def roll(self, present: bool) -> bool:
-        """Whether any rank goes on; all ranks must call it."""
-        table = torch.zeros(self._group.size(), dtype=torch.int32, device=self._device)
-        table[self._group.rank()] = int(present)
-        dist.all_reduce(table, group=self._group)
-        there = [rank for rank, going_on in enumerate(table.tolist()) if going_on]
+    def ask(self, present: bool) -> Joining:
+        """Begin to ask whether any rank goes on; all ranks call it. Backward does not wait: another rank may have to
+        meet this one in a collective of a layer first."""
+        self._table = torch.zeros(self._group.size(), dtype=torch.int32, device=self._device)
+        self._table[self._group.rank()] = int(present)
+        self._work = dist.all_reduce(self._table, group=self._group, async_op=True)
+        return self
+
+    def goes_on(self) -> bool:
+        """The answer."""
+        if self._work is not None:
+            self._work.wait()
+        there = [rank for rank, going_on in enumerate(self._table.tolist()) if going_on]
         if there:
             self.last = there[0]
-            self.share = 1 / (self._group.size() if self._by_size else len(there))
+            self.factor = 1.0 if self._by_size else self._group.size() / len(there)
         return bool(there)

@@ -41,11 +41,11 @@ class Sending:
         self.layout = Layout([], [], {})
         self.forget()
 
-    def follow(self, order: Sequence[int]) -> None:
-        """Have places for these parameters, in buckets that fill in this order."""
-        members = plan(self._parameters, order, self._limit)
+    def follow(self, order: Sequence[int], last: Sequence[int] = ()) -> None:
+        """Have places for these parameters, in buckets that fill in this order; ``last``: in buckets behind those."""
+        members = plan(self._parameters, order, self._limit) + plan(self._parameters, last, self._limit)
         if members != self.layout.members:
-            for number in {*self.layout.place} - {*order}:  # its gradient must not keep the memory of a bucket
+            for number in {*self.layout.place} - {*order, *last}:  # its gradient must not keep the memory of a bucket
                 gradient = self._parameters[number].grad
                 self._parameters[number].grad = None if gradient is None else gradient.clone()
             self.layout = Layout([], [], {})  # its memory goes with the gradients that leave it

@@ -7,6 +7,7 @@ word. So structures are compared first, by checksum; only if these differ does a
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -21,15 +22,23 @@ __all__ = ["compare", "spread"]
 _PIECE = 25 * 2**20  # bytes of one broadcast
 
 
-def compare(model: torch.nn.Module, settings: str, group: dist.ProcessGroup) -> None:
-    """ValueError on every rank, with the first difference, unless all have the same model and settings.
+def compare(model: torch.nn.Module, settings: str, group: dist.ProcessGroup, problem: ValueError | None = None) -> str:
+    """A new name, the same on all ranks. ValueError on every rank if one of them has a ``problem``, or, with the first
+    difference, unless all have the same model and settings.
 
-    >>> compare(torch.nn.Linear(2, 1), "bucket_mb=25", dist.group.WORLD)
+    >>> len(compare(torch.nn.Linear(2, 1), "bucket_mb=25", dist.group.WORLD))
+    33
     """
     mine = [settings, *_described("parameter", model.named_parameters()), *_described("buffer", model.named_buffers())]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    if len({*_gathered(digest, group)}) == 1:
-        return
+    everyones = _gathered((digest, secrets.token_hex(8), str(problem or "")), group)
+    if problem is not None:
+        raise problem
+    for rank, (_, _, failed) in enumerate(everyones):
+        if failed:
+            raise ValueError(f"rank {group.rank()}: GradientAverager: rank {rank} cannot make one: {failed}")
+    if len({each[0] for each in everyones}) == 1:
+        return f"GradientAverager-{everyones[0][1]}"
     for one, theirs in enumerate(lists := _gathered(mine, group)):
         for here, there in zip_longest(lists[0], theirs, fillvalue="nothing more"):
             if here != there:
@@ -37,6 +46,7 @@ def compare(model: torch.nn.Module, settings: str, group: dist.ProcessGroup) -> 
                     f"rank {group.rank()}: GradientAverager: the models differ: rank 0 has {here}, rank {one} has "
                     f"{there}; build the same model, with the same settings, on every rank"
                 )
+    raise AssertionError("two lists that have the same items have the same digest")
 
 
 def _described(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:

@@ -55,6 +55,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     all means.
     """
 
+    collective_state_dict = True  # read by Checkpoints
+
     def __init__(
         self,
         params: Any,

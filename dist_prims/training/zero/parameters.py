@@ -18,16 +18,19 @@ agree on at the end of the backward.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from ...collectives.call import group_of
 from ..gradients.start import spread
+from .absent import NO_COPY, make_present
 from .alike import check_alike
 from .homes import by_kind, children, homes
 from .unit import Unit
@@ -60,6 +63,8 @@ class ShardedParameters:
     GradScaler: torch's looks at this rank's shards alone.
     """
 
+    collective_state_dict = True  # read by Checkpoints
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -88,6 +93,8 @@ class ShardedParameters:
                 hook: Any = each.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
                 self._undo.callback(hook.remove)
         self._replace(model, "zero_grad", _Bound(model.zero_grad, self._zero_grad))
+        refuse = functools.partial(_refuse_step, weakref.ref(self))
+        self._undo.callback(register_optimizer_step_pre_hook(refuse).remove)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """What this rank keeps and its optimiser steps, of those that are trained."""
@@ -124,12 +131,15 @@ class ShardedParameters:
             with self._in_use([unit]):
                 whole.update({each: each.detach().clone() for each in unit.parameters})
         names = dict(self._model.named_parameters(remove_duplicate=False))
-        plain = self._model.state_dict()
-        return {name: whole[names[name]] if name in names else value for name, value in plain.items()}
+        plain = self._model.state_dict(keep_vars=True)  # without it, each parameter would be read
+        return {
+            name: whole[names[name]] if name in names else value.detach() if isinstance(value, torch.Tensor) else value
+            for name, value in plain.items()
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take this rank's part of a whole model's state: of a plain model, or sharded over any number of ranks."""
-        units, mine = self._there(), self._model.state_dict()
+        units, mine = self._there(), self._model.state_dict(keep_vars=True)
         if missing := sorted(mine.keys() ^ state.keys()):
             raise ValueError(f"ShardedParameters: {missing[0]!r} is in the state or in the model, and not in both")
         for name, value in mine.items():
@@ -151,9 +161,22 @@ class ShardedParameters:
             whole = [each.clone() for each in unit.pieces(unit.gather())]
             unit.let_go()
             for parameter, value in zip(unit.parameters, whole, strict=True):
+                make_present(parameter)
                 parameter.data = value
         self._units = []
         self._undo.close()
+
+    def _refuse(self, optimizer: torch.optim.Optimizer) -> None:
+        """RuntimeError for an optimiser of the model's own parameters: their gradients are with the shards."""
+        sharded = {id(each): unit for unit in self._units for each in unit.parameters}
+        for settings in optimizer.param_groups:
+            for parameter in settings["params"]:
+                if (unit := sharded.get(id(parameter))) is not None:
+                    raise RuntimeError(
+                        f"rank {self._group.rank()}: ShardedParameters: {type(optimizer).__name__} was made of the "
+                        f"model's parameters ({unit.name} is in it), which have neither values nor gradients between "
+                        "forwards, and would train nothing; make it of sharded.parameters(), after sharding"
+                    )
 
     def _there(self) -> list[Unit]:
         if not self._units:
@@ -338,10 +361,12 @@ class _Bound:
         return self._method(self._plain, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(
-            "ShardedParameters: a sharded model cannot be copied or pickled; copy it before, remove() first, or save "
-            "the state_dict() of ShardedParameters"
-        )
+        raise RuntimeError(NO_COPY)
+
+
+def _refuse_step(of: weakref.ref[ShardedParameters], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if (sharded := of()) is not None:
+        sharded._refuse(optimizer)
 
 
 def _current_task() -> int:

@@ -1,7 +1,7 @@
 """Parameters that are gathered together: this rank's part of them always, the whole only while it is needed.
 
-In between each parameter keeps its shape and has no memory: all of its elements are one NaN, so that whoever reads a
-parameter out of turn sees it. What autograd saved does not hold the whole either, see :mod:`.parameters`.
+In between each parameter keeps its shape and has no memory: all of its elements are one NaN, and an operation that
+reads them raises (:mod:`.absent`). What autograd saved does not hold the whole either, see :mod:`.parameters`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ...collectives.flat import cut
 from ...collectives.renamed import all_gather_single, reduce_scatter_single
+from .absent import make_absent, make_present
 
 __all__ = ["Unit"]
 
@@ -24,8 +25,8 @@ class Unit:
     >>> with torch.no_grad():
     ...     _ = layer.weight.fill_(3)
     >>> unit = Unit("layer", layer, [layer.weight], dist.group.WORLD)
-    >>> unit.shard.tolist(), layer.weight.tolist()
-    ([3.0, 3.0], [[nan, nan]])
+    >>> unit.shard.tolist(), type(layer.weight).__name__
+    ([3.0, 3.0], 'AbsentParameter')
     >>> unit.gather().tolist(), layer.weight.tolist()
     ([3.0, 3.0], [[3.0, 3.0]])
     """
@@ -57,6 +58,7 @@ class Unit:
                 all_gather_single(full, self.shard.detach(), group=self._group)
                 self.full, self._of = full, self.shard._version
                 for parameter, piece in zip(self.parameters, self.pieces(full), strict=True):
+                    make_present(parameter)
                     parameter.data = piece
         return self.full
 
@@ -67,6 +69,7 @@ class Unit:
             self._nothing = self.shard.new_full((), float("nan") if self.shard.dtype.is_floating_point else 0)
             for parameter in self.parameters:
                 parameter.data = self._nothing.expand(parameter.shape)
+                make_absent(parameter, f"rank {self._group.rank()}: ShardedParameters: {self.name}")
 
     def replaced(self) -> torch.nn.Parameter | None:
         """A parameter that another has taken the place of, or whose data was replaced, or changed while let go."""

@@ -1,0 +1,168 @@
+"""One averaging of a model's gradients: they come in one after the other, and at the end the ranks agree on the rest.
+
+What a rank has not got counts as zero, unless no rank has it; a sparse gradient is gathered. From the second time on
+the buckets follow the order in which rank 0 has got its gradients, but for those that some rank did not get: a bucket
+that is full only at the end holds up all behind it, so these come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .agreement import DENSE, FROZEN, NONE, SPARSE, Agreement, Verdict, kind_of
+from .bucket import Compressor, Exact
+from .sending import Sending
+from .sparse import sparse_mean
+
+__all__ = ["Averaging"]
+
+
+class Averaging:
+    """The gradients of ``parameters`` on their way to their means over the ranks of ``group``.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> averaging = Averaging(["weight"], [weight], dist.group.WORLD, Exact(), 2**20)
+    >>> averaging.begin()
+    >>> weight.grad = torch.ones(2)
+    >>> averaging.count(0)
+    >>> averaging.end()
+    >>> weight.grad
+    tensor([1., 1.])
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        compressor: Compressor,
+        limit: int,
+        sparse: Collection[int] = (),
+    ) -> None:
+        self._names, self._parameters, self._group = names, parameters, group
+        self._rank, self._size = group.rank(), group.size()
+        self._share = 1 / self._size if type(compressor) is Exact else 1.0
+        self._device = parameters[0].device if parameters else torch.device("cpu")
+        self.reads_late = self._device.type != "cpu"
+        self._order = [*reversed(range(len(names)))]  # in which gradients come: at first a guess
+        self._learning = True
+        self._late: set[int] = set()  # those that some rank did not get in some step
+        self._sparse = {*sparse}
+        self._dense = {n for n, each in enumerate(parameters) if each.requires_grad and n not in self._sparse}
+        self._kinds: list[int | None] = []  # what this rank's table was made from
+        self._table = torch.empty(0)
+        self._unread: Agreement | None = None
+        self.sending = Sending(parameters, compressor, limit, group)
+        self._follow()
+        self.reset()
+
+    @property
+    def seen(self) -> Collection[int]:
+        """The gradients that have come, in their order."""
+        return self._seen.keys()
+
+    def begin(self) -> None:
+        """Buckets are rebuilt here, not when that was found out: gradients have mostly been set to None since, so that
+        nothing is copied and old memory goes before the new comes."""
+        self._read()
+        if self._rebuild:
+            self._follow()
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing has come."""
+        self._seen: dict[int, None] = {}
+        self.sending.forget()
+
+    def keep(self, number: int) -> None:
+        """A gradient to which more is added lies in its place already: so that is added there."""
+        gradient = self._parameters[number].grad
+        if self.sending.has_place(number) and gradient is not None and not gradient.is_sparse:
+            self.sending.store(number, 1.0)
+
+    def count(self, number: int, send: bool = True) -> None:
+        """All of a gradient is there; ``send`` what is full by that."""
+        self._seen[number] = None
+        if self.sending.has_place(number) and self.sending.arrive(number, self._share) and send:
+            self.sending.send_full()
+
+    @torch.no_grad()
+    def end(self, factor: float = 1.0, shadow: bool = False) -> None:
+        """Send what is left, wait for all, and do what the ranks agree on. ``factor``: the means are multiplied by it;
+        ``shadow``: this rank has only zeros."""
+        try:
+            self.sending.send_rest(self._seen, self._share, shadow)
+            self.sending.wait()  # first: a compressor launches more here than before on one rank, less on another
+            self._unread = agreement = self._agreement(shadow)
+            agreement.arrive()
+            if factor != 1:
+                self.sending.scale(factor)
+            self._settle(factor / self._size, shadow)
+        finally:
+            self.reset()
+
+    def _agreement(self, shadow: bool) -> Agreement:
+        kinds = [None if shadow else kind_of(parameter) for parameter in self._parameters]
+        if kinds != self._kinds:
+            self._kinds, self._table = kinds, Agreement.table(kinds, self._rank, self._device)
+        return Agreement(self._table, self._group)
+
+    def _settle(self, share: float, shadow: bool) -> None:
+        """A rank whose parameters have all got what is expected has nothing to ask the others. On a GPU it reads only
+        in its next step what they said, to find out about errors, and does not wait for the GPU now."""
+        expected = [DENSE if n in self._dense else FROZEN for n in range(len(self._names))]
+        if self._kinds != expected or not self.reads_late:
+            self._take(self._read(), share, shadow)
+        if self._learning:
+            self._learn()
+
+    def _read(self) -> Verdict | None:
+        """What the ranks have said last, if that is not known yet."""
+        agreement, self._unread = self._unread, None
+        if agreement is None:
+            return None
+        verdict = agreement.read()
+        verdict.check(self._names, self._rank)
+        late = (verdict.who(NONE) & self._dense) - self._late
+        self._late |= late
+        self._rebuild |= bool(late)
+        return verdict
+
+    def _take(self, verdict: Verdict | None, share: float, shadow: bool) -> None:
+        if verdict is None:
+            return
+        dense, sparse = verdict.who(DENSE), verdict.who(SPARSE)
+        for number in sorted(dense):
+            if number in self._dense:
+                self._parameters[number].grad = self.sending.place(number)
+            else:  # unfrozen since the buckets were made
+                self._average_alone(self._parameters[number], share, shadow)
+        for number in sorted(sparse):
+            parameter = self._parameters[number]
+            if shadow:
+                parameter.grad = None
+            parameter.grad = sparse_mean(parameter, share, self._group)
+        self._sparse = (self._sparse | sparse) - dense
+        wanted = verdict.trainable() - self._sparse
+        if wanted != self._dense:
+            self._dense, self._learning = wanted, True
+
+    def _average_alone(self, parameter: torch.Tensor, share: float, shadow: bool) -> None:
+        own = torch.zeros_like(parameter) if shadow or parameter.grad is None else parameter.grad
+        parameter.grad = own.contiguous() * share
+        dist.all_reduce(parameter.grad, group=self._group)
+
+    def _learn(self) -> None:
+        """From now on buckets follow the order in which rank 0 has got its gradients."""
+        seen = [*self._seen]
+        order = torch.tensor(seen + [n for n in self._order if n not in self._seen], device=self._device)
+        dist.broadcast(order, group=self._group, group_src=0)
+        self._order, self._learning, self._rebuild = order.tolist(), False, True
+
+    def _follow(self) -> None:
+        order = [n for n in self._order if n in self._dense]
+        self.sending.follow([n for n in order if n not in self._late], [n for n in order if n in self._late])
+        self._rebuild = False

@@ -1,0 +1,70 @@
+"""The end of a backward pass, for all averagers that the pass has brought gradients.
+
+At its end an averager waits for other ranks, on a group of its own. Which of two averagers gets its first gradient
+first may differ by rank. If ranks waited in that order, one rank would wait in the first averager while another waits
+in the second. So every rank waits in the order of the averagers' names, which are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Protocol
+
+import torch
+
+__all__ = ["Ending"]
+
+_endings: weakref.WeakValueDictionary[int, Ending] = weakref.WeakValueDictionary()  # by the graph task of autograd
+_lock = threading.Lock()  # each device has a thread of autograd
+
+
+class Averager(Protocol):
+    """What waits at the end."""
+
+    name: str
+
+    def end(self) -> None: ...
+
+
+class Ending:
+    """Called once, at the end of a backward; alive until the backward has ended or raised.
+
+    >>> class Named:
+    ...     def __init__(self, name): self.name = name
+    ...     def end(self): print(self.name)
+    >>> ending = Ending()
+    >>> ending.add(Named("b")), ending.add(Named("a"))
+    (None, None)
+    >>> ending()
+    a
+    b
+    """
+
+    def __init__(self) -> None:
+        self._averagers: list[Averager] = []
+
+    @classmethod
+    def of_this_backward(cls) -> Ending:
+        """The one that autograd calls at the end of the backward that runs, and keeps until then."""
+        task = torch._C._current_graph_task_id()
+        with _lock:
+            found = _endings.get(task)
+            if found is None:
+                found = _endings[task] = cls()
+                torch.autograd.Variable._execution_engine.queue_callback(found)
+        return found
+
+    def add(self, averager: Averager) -> None:
+        self._averagers.append(averager)
+
+    def __call__(self) -> None:
+        """End all of them, also where one raises: the other ranks end theirs. Then raise the first error."""
+        errors = []
+        for averager in sorted(self._averagers, key=lambda each: each.name):
+            try:
+                averager.end()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]

@@ -1,0 +1,74 @@
+"""Parameters whose values are sharded away: reading one raises an error that names its unit and the remedy.
+
+Between its uses a sharded parameter keeps shape, dtype and gradient, but its elements are all one NaN. A forward that
+reads it out of turn, such as a head that multiplies by the weight of an embedding in another unit, once got NaN without
+a word. A parameter that is absent has a class of its own, whose ``__torch_function__`` torch asks before every
+operation from Python; while it is gathered it is a plain ``Parameter`` again, so a forward costs nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["NO_COPY", "AbsentParameter", "make_absent", "make_present"]
+
+NO_COPY = (
+    "ShardedParameters: a sharded model cannot be copied or pickled; copy it before, remove() first, or save the "
+    "state_dict() of ShardedParameters"
+)
+
+_READS_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}  # of the attributes
+_METHODS = {"size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr"}
+_METHODS |= {"is_contiguous", "is_floating_point", "is_complex", "get_device", "untyped_storage", "requires_grad_"}
+_METHODS |= {"register_hook", "register_post_accumulate_grad_hook", "__hash__", "__repr__", "__format__", "__len__"}
+
+
+class AbsentParameter(torch.nn.Parameter):
+    """See :func:`make_absent`; ``absent_from`` names the rank and the unit, for the error."""
+
+    absent_from: str
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError(NO_COPY)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(NO_COPY)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if not _reads_values(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        absent = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, AbsentParameter))
+        raise RuntimeError(
+            f"{absent.absent_from}: {getattr(func, '__name__', func)} reads a parameter of shape {tuple(absent.shape)} "
+            "that is not gathered now: its unit's forward does not run. Make a unit of a module that holds all users "
+            "of the parameter (units=[...]), or read within gathered(); for the whole model's state call state_dict() "
+            "of ShardedParameters"
+        )
+
+
+def _reads_values(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") in _READS_VALUES
+    return name not in _METHODS
+
+
+def make_absent(parameter: torch.nn.Parameter, where: str) -> None:
+    """Let operations on the parameter raise. One of a class of its own is left as it is, and reads as NaN."""
+    if type(parameter) is torch.nn.Parameter:
+        parameter.__class__ = AbsentParameter
+        parameter.absent_from = where  # type: ignore[attr-defined]
+
+
+def make_present(parameter: torch.nn.Parameter) -> None:
+    """Make it a plain parameter again."""
+    if type(parameter) is AbsentParameter:
+        parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
