@@ -13,6 +13,7 @@ to the new ones as if they were shards. The price of a resume is reading again w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -46,7 +47,9 @@ class ShardedIterable(IterableDataset[Any]):
     ``open(source)`` may be :func:`~.tar.tar_samples`, for paths of archives. Each epoch has an order of shards of its
     own unless ``shuffle`` is False. ``shuffle_buffer``: so many samples are kept in memory, and a random one of them is
     given. Reading a source again must give the same samples. A DataLoader of your own must not have
-    ``persistent_workers``: they keep copies of this that do not hear of the next epoch.
+    ``persistent_workers``: they keep copies of this that do not hear of the next epoch. torchdata's StatefulDataLoader
+    saves and restores the place of this rank by itself, on as many ranks and workers. Ranks may have unlike numbers of
+    samples; where every step communicates, train within :meth:`GradientAverager.join`.
     """
 
     def __init__(
@@ -81,11 +84,18 @@ class ShardedIterable(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        return _Samples(partial(self._read, number, workers), self._given[number] if self._given else 0)
+
+    def _read(self, number: int, workers: int, given: int) -> Iterator[Any]:
+        """Yield the samples of worker ``number`` of this rank, from sample ``given`` on.
+
+        Errors are raised with the first sample: a loader does not report an error of a worker that comes earlier.
+        """
         stream = self._stream(len(self._before), self.rank * workers + number, self.size * workers)
         self._check_workers(workers)
-        if worker:
+        if get_worker_info():
             self._check_epoch()
-        yield from islice(stream, self._given[number] if self._given else 0, None)
+        yield from islice(stream, given, None)
 
     def _check_epoch(self) -> None:
         """In a worker, which by default is another one in each epoch."""
@@ -130,16 +140,20 @@ class ShardedIterable(IterableDataset[Any]):
         return {**state, **place, "before": [list(each) for each in self._before], "given": list(self._given)}
 
     def load_state_dict(self, states: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the states of all ranks (of one rank alone: its state), on any number of ranks and workers."""
+        """Go on from the states of all ranks, on any number of ranks and workers; or from the state of this very rank,
+        on as many ranks and workers."""
+        if isinstance(states, Mapping) and self.size > 1 and (states["rank"], states["size"]) == (self.rank, self.size):
+            self._check_settings(states)
+            self.epoch = int(states["epoch"])
+            self._before, self._given = [list(each) for each in states["before"]], list(states["given"])
+            return
         given = [states] if isinstance(states, Mapping) else sorted(states, key=lambda state: int(state["rank"]))
         where = f"ShardedIterable: rank {self.rank} loads a state"
         ranks = [int(state["rank"]) for state in given]
         if not given or ranks != list(range(int(given[0]["size"]))):
             raise ValueError(f"{where} of ranks {ranks}; give a list of the states of all ranks of one save")
         for state in given:
-            for name in _SAME:
-                if state[name] != getattr(self, name):
-                    raise ValueError(f"{where} with {name}={state[name]}, and has {getattr(self, name)}; make it alike")
+            self._check_settings(state)
             for name in ("epoch", "size", "before"):
                 if state[name] != given[0][name]:
                     raise ValueError(f"{where} whose ranks differ in {name}: {given[0][name]} and {state[name]}")
@@ -151,6 +165,14 @@ class ShardedIterable(IterableDataset[Any]):
         if workers:
             none = [0] * workers.pop()
             self._before.append([count for state in given for count in state["given"] or none])
+
+    def _check_settings(self, state: Mapping[str, Any]) -> None:
+        for name in _SAME:
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"ShardedIterable: rank {self.rank} loads a state with {name}={state[name]}, and has "
+                    f"{getattr(self, name)}; make it alike"
+                )
 
     def _stream(self, stage: int, consumer: int, consumers: int) -> Iterator[Any]:
         """What a consumer gives since change number ``stage`` of the consumers; 0 is the epoch's beginning."""
@@ -164,6 +186,29 @@ class ShardedIterable(IterableDataset[Any]):
         samples = _dealt(sources, self.open, consumer, consumers)
         key = [self.seed, self.epoch, consumer, consumers]
         yield from _shuffled(samples, self.shuffle_buffer, key) if self.shuffle_buffer > 1 else samples
+
+
+class _Samples(Iterator[Any]):
+    """An iteration of one consumer that can be saved and gone on with: torchdata's StatefulDataLoader does, in each of
+    its workers."""
+
+    def __init__(self, read: Callable[[int], Iterator[Any]], given: int) -> None:
+        self._read = read
+        self._begin(given)
+
+    def _begin(self, given: int) -> None:
+        self._given, self._rest = given, self._read(given)
+
+    def __next__(self) -> Any:
+        sample = next(self._rest)
+        self._given += 1
+        return sample
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self._given}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._begin(state["given"])
 
 
 class _Rest:

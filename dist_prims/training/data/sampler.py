@@ -44,9 +44,14 @@ class ShardedSampler(Sampler[int]):
     >>> sorted([*alone]) == sorted([*sampler, *list(other)[2:]]), len(alone)
     (True, 6)
 
-    ``uneven`` says what happens where the items do not go evenly among the ranks: "keep" leaves some ranks one fewer,
-    "repeat" gives those ranks one more that another rank has too, "drop" leaves out what is left over. An iteration
-    gives what this rank has left of the epoch, and ``len`` is how much that is.
+    ``uneven`` says what happens where the items do not go evenly among the ranks: "repeat", the default, gives some
+    ranks one item that another rank has too, so that all make as many steps; "drop" leaves out what is left over;
+    "keep" gives every item once and leaves some ranks one fewer, which a collective at every step then waits for: use
+    it for evaluation, or with :meth:`GradientAverager.join`. An iteration gives what this rank has left of the epoch,
+    and ``len`` is how much that is.
+
+    torchdata's StatefulDataLoader saves and restores the place of this rank by itself, on as many ranks; then use
+    neither ``follow`` nor ``advance``.
     """
 
     def __init__(
@@ -58,7 +63,7 @@ class ShardedSampler(Sampler[int]):
         size: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
-        uneven: Uneven = "keep",
+        uneven: Uneven = "repeat",
     ) -> None:
         if uneven not in ("keep", "repeat", "drop"):
             raise ValueError(f"ShardedSampler: uneven={uneven!r}; choose 'keep', 'repeat' or 'drop'")
@@ -95,19 +100,24 @@ class ShardedSampler(Sampler[int]):
         return max(0, self._share(self.rank, self.size) - self._consumed)
 
     def __iter__(self) -> Iterator[int]:
-        first, order, at = self._consumed, self._order, self._positions
-        last, left = first + len(self), max(self._left, 1)
+        return _Indices(self)
+
+    def _indices(self, first: int) -> Iterator[int]:
+        """This rank's indices from its item number ``first`` since the epoch began or the state was loaded."""
+        order, last = self._order, self._consumed + len(self)
         for low in range(first, last, _CHUNK):
             turns = np.arange(low, min(low + _CHUNK, last), dtype=np.int64) * self.size + self.rank
-            positions = at(turns % left)  # beyond what is left only where items are repeated
+            positions = self._positions(turns)
             yield from (order(positions) if order else positions).tolist()
 
     def _positions(self, turns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of what is left the items of these numbers: first the gaps, then the suffix."""
+        """Of what is left the items of these numbers: first the gaps, then the suffix. Numbers beyond, where items are
+        repeated, count back from the end of the order, wherever this epoch was begun or resumed."""
         gaps = len(self._gaps)
         found = turns - gaps + self._start
-        early = turns < gaps
+        early, beyond = turns < gaps, turns >= self._left
         found[early] = self._gaps[turns[early]]
+        found[beyond] = (self.count - 1 - (turns[beyond] - self._left)) % max(self.count, 1)
         return found
 
     def advance(self, items: int) -> None:
@@ -190,3 +200,31 @@ class ShardedSampler(Sampler[int]):
         window = window[window // size >= np.array(taken, dtype=np.int64)[window % size]]
         kept = np.concatenate([self._positions(window), self._gaps[high:]])
         self._begin(self.epoch, kept, self._start + max(0, high - len(self._gaps)), 0)
+
+
+class _Indices(Iterator[int]):
+    """An iteration that can be saved and gone on with: torchdata's StatefulDataLoader asks for its state.
+
+    Loaders draw ahead, so what they save of the sampler itself does not say how far they are.
+    """
+
+    def __init__(self, sampler: ShardedSampler) -> None:
+        self._sampler = sampler
+        self._start(0)
+
+    def _start(self, ahead: int) -> None:
+        """``ahead``: items drawn beyond those that the sampler counts as consumed."""
+        self._next = self._sampler._consumed + ahead
+        self._rest = self._sampler._indices(self._next)
+
+    def __next__(self) -> int:
+        index = next(self._rest)
+        self._next += 1
+        return index
+
+    def state_dict(self) -> dict[str, int]:
+        return {"ahead": self._next - self._sampler._consumed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """On an iteration of a sampler whose state, saved at the same time, has been loaded."""
+        self._start(state["ahead"])
