@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from ..draw import svg_file
 from .cost import Row
 from .plan import PipelinePlan
 
@@ -126,7 +127,7 @@ def draw_gantt(
             f"gantt {title}: {ranks} ranks and {count} actions, and a picture has room for {_MOST_RANKS} ranks and "
             f"{_MOST_ROWS} actions; draw a plan of fewer ranks or micro-batches"
         )
-    path = Path(path)
+    path = svg_file(path)
     path.write_text("\n".join(_svg(panels, title)) + "\n", encoding="utf-8")
     return path
 

@@ -11,8 +11,12 @@
 The plans are data (:mod:`dist_prims.schedules.pipeline`): proved before they are run, priced and drawn. What runs one:
 
     work.py         the work of each action, its micro-batch's share in the loss, what was done when
+      objective.py  loss and metrics: what part of the batch a micro-batch is
+      leaves.py     gradients of the inputs and targets
       worker.py     one stage: forward, backward, and what it keeps between them
       backward.py   the gradients of the weights apart from those of the input
+      running_statistics.py  batch norm: moved once a batch
+      averaging.py  data parallel on top: the gradients of a stage averaged once a step
     processes.py    stages in processes: Pipeline           transfer.py, packet.py    their messages
     devices.py      stages on devices of one process: DevicePipeline
 """

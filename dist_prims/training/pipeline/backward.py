@@ -6,7 +6,11 @@ first for the input and then for the weights, runs the chain of input gradients 
 runs, each ``linear``, ``conv`` and ``embedding`` that a module calls, and whose weight is a leaf, is replaced by a
 function with the same result, whose backward passes on the input's gradient and notes (input, gradient of the output)
 for later. All other parameters get their gradients with the input's: those of norms, which are cheap, and what a
-function computes as a whole, such as the projections of ``nn.MultiheadAttention``.
+function computes as a whole, such as the projections of ``nn.MultiheadAttention``; also those of layers within
+``torch.utils.checkpoint``, ``torch.compile`` or ``torch.func``. Checkpointing computes a forward again in the backward
+and takes what this saves for what the first one saved, one by one; so both must be autograd's alone. A forward that
+differentiates itself, with ``torch.autograd.grad``, is refused: it asks for some gradients only, and the function here
+cannot know which.
 
 Where the gradient of a weight is a product of matrices and nobody watches it, it is added while it is computed: a
 tensor less to make, to write and to read.
@@ -34,7 +38,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Later", "same_memory", "split_backward"]
+__all__ = ["Later", "layer_of", "same_memory", "split_backward"]
 
 Grads = tuple[torch.Tensor, torch.Tensor | None]  # of weight and bias
 
@@ -46,15 +50,22 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Later:
-    """What the backward of a micro-batch has left to do, for one stage. ``watched``: whether somebody waits for the
-    weights' gradients where hooks do not show it, as DistributedDataParallel does."""
+    """What the backward of a micro-batch has left to do, for one stage."""
 
-    def __init__(self, watched: bool = False) -> None:
-        self._watched = watched
+    def __init__(self) -> None:
         self._left: list[tuple[_Layer, torch.Tensor, torch.Tensor]] = []
+        self.in_forward = False
 
     def add(self, layer: _Layer, x: torch.Tensor, grad: torch.Tensor) -> None:
         self._left.append((layer, x, grad))
+
+    def check(self) -> None:
+        """RuntimeError in a backward that is not the one at the end of the forward, or is to be differentiated."""
+        if self.in_forward or torch.is_grad_enabled():
+            raise RuntimeError(
+                "a stage or loss differentiates within its forward, or for a second derivative, and its backward is to "
+                "be split; choose a plan that does not split it, such as '1f1b'"
+            )
 
     def drain(self) -> None:
         """Accumulate the weights' gradients as autograd does, hooks included, and let go of what they took."""
@@ -64,7 +75,7 @@ class Later:
         while left:  # each is let go as soon as it is done
             layer, x, grad = left.pop()
             with torch.no_grad():
-                if not self._watched and parts.is_only(layer.weight) and layer.add_product(x, grad):
+                if parts.is_only(layer.weight) and layer.add_product(x, grad):
                     continue
                 weight, bias = layer.weight_grads(x, grad)
             parts.give(layer.weight, weight)
@@ -100,12 +111,20 @@ class split_backward(TorchFunctionMode):
         super().__init__()
         self._later = later
 
+    def __enter__(self) -> split_backward:
+        self._later.in_forward = True
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._later.in_forward = False
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         make = _LAYERS.get(func)
-        if make is None or not torch.is_grad_enabled():
+        if make is None or not torch.is_grad_enabled() or _must_not_defer():
             return func(*args, **kwargs)
         layer, x = make(*args, **kwargs)
         if not layer.can_wait(x):
@@ -118,6 +137,15 @@ class split_backward(TorchFunctionMode):
             x, weight = _cast(x, dtype), _cast(weight, dtype)
             bias = None if bias is None else _cast(bias, dtype)
         return _Deferred.apply(x, _anchor(x), layer, self._later, weight, bias)  # type: ignore[no-untyped-call]
+
+
+def _must_not_defer() -> bool:
+    """Whether autograd must compute the layer as a whole: under checkpointing, which sets saved-tensor hooks, and
+    within torch.compile and the transforms of torch.func, which do not support the function used here."""
+    if torch.compiler.is_compiling():
+        return True
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooked is not None or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -152,10 +180,21 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.later.check()
         x, weight = ctx.saved_tensors
         ctx.later.add(ctx.layer, x.detach(), grad)
         passed_on = ctx.layer.input_grad(x, weight, grad) if ctx.needs_input_grad[0] else None
         return passed_on, None, None, None, None, None
+
+
+def layer_of(node: Any) -> _Layer | None:
+    """The layer whose weights' gradients a node of autograd's graph leaves for later.
+
+    >>> layer_of((torch.ones(1, requires_grad=True) * 2).grad_fn) is None
+    True
+    """
+    found = getattr(node, "layer", None)
+    return found if isinstance(found, _Layer) else None
 
 
 class _Layer:

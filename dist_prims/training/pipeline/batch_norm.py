@@ -1,10 +1,13 @@
 """Batch norm under micro-batches: running statistics of the whole batch, and never of a forward that is repeated.
 
-In a pipeline each micro-batch is normalised by its own statistics; nothing can be done about it, for the others have
-not come yet. But the stock module also moves its running statistics at every micro-batch: with momentum 0.1 and 8 of
-them they forget 57 % of their past a step, not 10 %, and the variance between micro-batches is lost on them.
-Here they are merged (mean and squared distance from it, by Chan, Golub and LeVeque's rule, which unlike sums of squares
-does not cancel) and moved once, by what the whole batch would have moved them.
+``Pipeline`` and ``DevicePipeline`` see to it by themselves, for stock norms: :mod:`.running_statistics`. What is here
+does it where a program passes micro-batches through a model itself, as when it adds up gradients.
+
+Each micro-batch is normalised by its own statistics; nothing can be done about it, for the others have not come yet.
+But the stock module also moves its running statistics at every micro-batch: with momentum 0.1 and 8 of them they forget
+57 % of their past a step, not 10 %, and the variance between micro-batches is lost on them. Here they are merged (mean
+and squared distance from it, by Chan, Golub and LeVeque's rule, which unlike sums of squares does not cancel) and moved
+once, by what the whole batch would have moved them.
 
 A forward that activation checkpointing repeats must not be counted again: :func:`recomputing`.
 """
@@ -18,12 +21,37 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-__all__ = ["DeferredBatchNorm", "checkpoint_contexts", "commit_batch_norm", "defer_batch_norm", "recomputing"]
+__all__ = ["DeferredBatchNorm", "checkpoint_contexts", "commit_batch_norm", "defer_batch_norm", "merge", "recomputing"]
 
 _STOCK = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _here = threading.local()  # autograd repeats a forward on its thread for the device, while another may be going ahead
+
+
+@torch.no_grad()
+def merge(
+    mean: torch.Tensor,
+    squares: torch.Tensor,
+    elements: int,
+    more_mean: torch.Tensor,
+    more_variance: torch.Tensor,
+    more_elements: int,
+) -> int:
+    """Add statistics of more elements to mean and squared distance from it, in place; of how many they are then.
+
+    >>> mean, squares = torch.tensor([1.0]), torch.tensor([2.0])  # of 0 and 2
+    >>> merge(mean, squares, 2, torch.tensor([5.0]), torch.tensor([2.0]), 2)  # 4 and 6
+    4
+    >>> mean, squares / 3
+    (tensor([3.]), tensor([6.6667]))
+    """
+    if more_elements:
+        share = more_elements / (elements + more_elements)
+        apart = more_mean - mean
+        squares += more_variance * (more_elements - 1) + apart.square() * (elements * share)
+        mean += apart * share
+    return elements + more_elements
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -65,21 +93,12 @@ class DeferredBatchNorm(_BatchNorm):
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         if not getattr(_here, "recomputing", False):
-            self._merge(mean, variance, input.numel() // self.num_features)
+            elements = input.numel() // self.num_features
+            self._elements = merge(self._mean, self._squares, self._elements, mean, variance, elements)
             self._seen += 1
             if self._seen == self.micro_batches:
                 self.commit()
         return output
-
-    @torch.no_grad()
-    def _merge(self, mean: torch.Tensor, variance: torch.Tensor, elements: int) -> None:
-        if not elements:
-            return
-        share = elements / (self._elements + elements)
-        apart = mean - self._mean
-        self._squares += variance * (elements - 1) + apart.square() * (self._elements * share)
-        self._mean += apart * share
-        self._elements += elements
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -142,7 +161,7 @@ def commit_batch_norm(model: nn.Module) -> None:
 
 @contextmanager
 def recomputing(*models: nn.Module) -> Iterator[None]:
-    """Within it, on this thread, no deferred batch norm counts what it sees; nor does a stock one within ``models``.
+    """Within it, on this thread, no deferred batch norm counts what it sees; nor does a stock norm within ``models``.
 
     >>> model = nn.BatchNorm1d(1)
     >>> with recomputing(model):
@@ -150,7 +169,7 @@ def recomputing(*models: nn.Module) -> Iterator[None]:
     >>> model.running_mean, model.num_batches_tracked
     (tensor([0.]), tensor(0))
     """
-    norms = {each for model in models for each in model.modules() if isinstance(each, _BatchNorm)}
+    norms = {each for model in models for each in model.modules() if isinstance(each, _NormBase)}
     stock = [
         (each, each.momentum, each.num_batches_tracked) for each in norms if not isinstance(each, DeferredBatchNorm)
     ]

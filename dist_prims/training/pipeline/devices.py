@@ -6,15 +6,17 @@ devices busy. What passes from device to device is copied on streams of their ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 
 from ...schedules.pipeline import PipelinePlan, Row
-from .work import Batch, Function, Job, Owner, in_order, joined, make_plan, message_to, parts, targets_of
-from .worker import Tensors, Worker, as_tuple
+from .leaves import Leaves
+from .objective import Function, Objective
+from .work import Batch, Job, Owner, in_order, joined, make_plan, message_to, parts
+from .worker import Tensors, as_tuple
 
 __all__ = ["DevicePipeline"]
 
@@ -39,20 +41,26 @@ class DevicePipeline(Owner):
         metrics: Mapping[str, Function] | None = None,
         micros: int | None = None,
         reduction: str = "mean",
+        loss_weight: Callable[..., Any] | None = None,
+        scaler: Any = None,
         checkpoint: bool = False,
     ) -> None:
         self.plan = make_plan(plan, len(devices), micros, len(stages))
         self._device_of = [torch.device(devices[rank]) for rank in self.plan.rank_of]
         self.stages = {number: module.to(self._device_of[number]) for number, module in enumerate(stages)}
-        workers = {number: Worker(module, number) for number, module in self.stages.items()}
-        self._job = Job(self.plan, workers, loss, metrics or {}, reduction, checkpoint)
+        objective = Objective(loss, metrics, reduction, loss_weight, scaler)
+        if objective.module is not None:
+            objective.module.to(self._device_of[-1])
+        self._job = Job(self.plan, self.stages, objective, checkpoint)
         self._order = in_order(self.plan)
         self._copies = _Copies(self._device_of)
         self.measured: dict[str, torch.Tensor] = {}
 
     def step(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Forward and backward of a batch: gradients are added to ``.grad``, and the loss is returned."""
-        return self._judged(self._run(True, inputs, targets))
+        self._job.check_gradients()
+        with self._job.average.step():
+            return self._judged(self._run(True, inputs, targets))
 
     def evaluate(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """The loss of a batch, and its metrics in ``measured``, without a gradient."""
@@ -72,23 +80,24 @@ class DevicePipeline(Owner):
     def _judged(self, batch: Batch) -> torch.Tensor:
         assert batch.sums is not None
         values = batch.sums.to(torch.get_default_dtype()).unbind()
-        self.measured = dict(zip(("loss", *self._job.metrics), values, strict=True))
+        self.measured = dict(zip(("loss", *self._job.objective.metrics), values, strict=True))
         return self.measured["loss"]
 
     def _run(self, learn: bool, inputs: Any, targets: Any, judge: bool = True) -> Batch:
         whole = as_tuple(inputs, "the batch of inputs")
         cut = parts(whole, self.plan.micros, "inputs")
-        batch = Batch(learn, len(whole[0]))
+        batch = Batch(learn, len(whole[0]), self.plan.micros)
+        batch.inputs = Leaves(whole, cut, learn, apart=True)
+        self._job.begin(batch)
         if judge:
-            self._job.check_loss()
-            cut_targets = targets_of(targets, self.plan.micros, batch.count)
-            batch.targets = [tuple(each.to(self._device_of[-1]) for each in micro) for micro in cut_targets]
+            self._job.set_targets(batch, targets, self._device_of[-1])
         on_their_way = {
-            ("F", 0, micro): self._copies.start(cut[micro], self._device_of[0]) for micro in range(len(cut))
+            ("F", 0, micro): self._copies.start(leaves, self._device_of[0])
+            for micro, leaves in enumerate(batch.inputs.micros)
         }
         try:
             for action in self._order:
-                if not (learn or action.kind == "F"):
+                if not batch.has(action):
                     continue
                 arriving = on_their_way.pop((action.kind[0], action.stage, action.micro), None)
                 device = self._device_of[action.stage]
@@ -97,9 +106,11 @@ class DevicePipeline(Owner):
                     outgoing = self._job.do(action, incoming, batch)
                     if to := message_to(self.plan, action):
                         on_their_way[to] = self._copies.start(outgoing, self._device_of[to[1]], apart=to[0] == "F")
+            self._job.give_back(batch)
         except BaseException:
             self._job.forget()
             raise
+        self._job.commit(batch)
         return batch
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,12 @@ import torch.distributed as dist
 
 from ...errors import CommError, MismatchError
 from ...schedules.pipeline import Action, PipelinePlan, Row
+from .leaves import Leaves
+from .objective import Function, Objective
 from .packet import FAILED, HEAD, WELL, WORD, head_of, read_head
 from .transfer import Message, StageFailed, Transfers
-from .work import Batch, Function, Job, Owner, joined, make_plan, message_to, parts, targets_of
-from .worker import Tensors, Worker, as_tuple
+from .work import Batch, Job, Owner, joined, make_plan, message_to, parts
+from .worker import Tensors, as_tuple
 
 __all__ = ["Pipeline"]
 
@@ -40,12 +42,18 @@ _KINDS = 16  # of batches, whose layouts are remembered
 class Pipeline(Owner):
     """The stages of this rank, in a pipeline over the ranks of ``group``.
 
+    A batch of fewer items than ``micros`` has a micro-batch for each item; the rest of the plan is left out.
+    Running statistics of norms move once a batch, by those of the whole batch, when the step has succeeded.
+
     ``stages``: all stages in order, of which a rank keeps its own, or a dict {number: stage} of its own. ``plan``: a
     plan, or the name of a schedule with ``micros`` micro-batches (2 a rank unless given). ``loss`` and each of
     ``metrics``: function(output, target) of a micro-batch; a stage that returns a tuple gives a tuple as output, and a
     tuple of targets is given as further arguments. ``reduction``: whether the loss is the "mean" or the "sum" over its
-    micro-batch, and so over the batch. ``checkpoint``: keep the input of a stage only, and compute the rest again in
-    the backward. ``device``: where messages lie; by default that of the stages.
+    micro-batch, and so over the batch. A mean is over the items; or over what counts for ``cross_entropy`` and
+    ``nll_loss`` with ``ignore_index`` and class weights, as functions, :func:`functools.partial` of them or torch's
+    modules. ``loss_weight``: for another loss, function(target), what the mean of a micro-batch divides by. ``scaler``:
+    a GradScaler; gradients are scaled, and the loss is returned as it is. ``checkpoint``: keep the input of a stage
+    only, and compute the rest again in the backward. ``device``: where messages lie; by default that of the stages.
 
     >>> torch.manual_seed(0) and None
     >>> model = torch.nn.Linear(2, 1)
@@ -55,6 +63,19 @@ class Pipeline(Owner):
     True
     >>> pipeline.forward(torch.ones(4, 2)).shape
     torch.Size([4, 1])
+
+    A loss that is a module is trained: on the rank of the last stage its parameters are in :meth:`parameters`. Inputs
+    and targets that require a gradient get it, on the ranks that read them.
+
+    >>> from torch.nn.functional import mse_loss
+    >>> def masked(output, target):
+    ...     return mse_loss(output[target > 0], target[target > 0])
+    >>> pipeline = Pipeline([model], loss=masked, loss_weight=lambda target: (target > 0).sum(), micros=2)
+    >>> inputs, targets = torch.ones(4, 2, requires_grad=True), torch.tensor([[1.0], [0.0], [2.0], [3.0]])
+    >>> torch.allclose(pipeline.step(inputs, targets), masked(model(inputs), targets))
+    True
+    >>> inputs.grad.shape
+    torch.Size([4, 2])
     """
 
     def __init__(
@@ -66,6 +87,8 @@ class Pipeline(Owner):
         metrics: Mapping[str, Function] | None = None,
         micros: int | None = None,
         reduction: str = "mean",
+        loss_weight: Callable[..., Any] | None = None,
+        scaler: Any = None,
         checkpoint: bool = False,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
@@ -77,10 +100,10 @@ class Pipeline(Owner):
         try:
             self.plan = make_plan(plan, self._group.size(), micros, _count(stages, self._group.size()))
             own = _own(stages, self.plan, self._rank)
-            workers = {stage: Worker(module, stage) for stage, module in own.items()}
-            self._job = Job(self.plan, workers, loss, metrics or {}, reduction, checkpoint)
+            objective = Objective(loss, metrics, reduction, loss_weight, scaler)
+            self._job = Job(self.plan, own, objective, checkpoint)
             self._device = torch.device(device) if device is not None else _device(own)
-            told = _description(self.plan, reduction, self._job.metrics, stages, self._device)
+            told = _description(self.plan, objective, stages, self._device)
         except Exception as error:  # whatever it is, the others are to hear of it
             problem = error
         self._agree(problem, told)
@@ -96,7 +119,9 @@ class Pipeline(Owner):
     def step(self, inputs: Any = None, targets: Any = None) -> torch.Tensor:
         """Forward and backward of a batch: gradients are added to ``.grad``, the loss is returned on every rank and the
         metrics are in ``measured``."""
-        self._run("step", inputs, targets)
+        self._job.objective.start_scaler(self._device)
+        with self._job.average.step():
+            self._run("step", inputs, targets)
         return self.measured["loss"]
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> torch.Tensor:
@@ -134,21 +159,29 @@ class Pipeline(Owner):
             if its != told:
                 raise MismatchError(
                     f"rank {self._rank}: ranks disagree on the pipeline. Rank {rank} has {its}; rank {self._rank} has "
-                    f"{told}. Every rank must give the same plan, micros, reduction, metrics, cut and type of device"
+                    f"{told}. Every rank must give the same plan, micros, reduction, metrics, cut and type of device, "
+                    "and a scaler or none"
                 )
 
     def _run(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
         batch, slot, fresh, failure = self._open(call, inputs)
-        self._transfers.begin(batch.learn, slot, fresh)
+        self._transfers.begin(batch.learn, batch.micros, slot, fresh)
+        self._job.begin(batch)
         try:
+            if failure is None and call == "step":
+                self._job.check_gradients()
             if failure is None and call in ("step", "evaluate") and self._is_last:
-                self._job.check_loss()
-                batch.targets = targets_of(targets, self.plan.micros, batch.count)
+                self._job.set_targets(batch, targets)
         except Exception as error:
             failure = self._failed(error, call)
         for action in self.plan.actions[self._rank]:
-            if batch.learn or action.kind == "F":
+            if batch.has(action):
                 failure = self._do(action, batch, failure)
+        if failure is None:
+            try:
+                self._job.give_back(batch)
+            except Exception as error:
+                failure = self._failed(error, call)
         result, failure = self._close(call, batch, failure)
         self._local.clear()
         if failure is not None:
@@ -156,6 +189,7 @@ class Pipeline(Owner):
             if self._is_first and fresh:
                 self._slots.popitem()
             raise failure
+        self._job.commit(batch)
         return result
 
     def _open(self, call: str, inputs: Any) -> tuple[Batch, int, bool, Exception | None]:
@@ -172,16 +206,16 @@ class Pipeline(Owner):
                     f"rank {self._rank}: {call}() of the pipeline, while rank {first} calls {word['call']}(); every "
                     "rank makes the same calls"
                 )
-            return Batch(word["learn"], word["count"]), word["slot"], word["fresh"], failure
+            return Batch(word["learn"], word["count"], self.plan.micros), word["slot"], word["fresh"], failure
         try:
             if inputs is None:
                 raise ValueError(f"{call}() has no inputs; the rank of the first stage gives them")
-            batch = Batch(call == "step", 0)
+            if call == "step":
+                self._job.check_gradients()
             whole = as_tuple(inputs, "the batch of inputs")
-            batch.inputs = [
-                tuple(each.detach() for each in micro) for micro in parts(whole, self.plan.micros, "inputs")
-            ]
-            batch.count = len(whole[0])
+            cut = parts(whole, self.plan.micros, "inputs")
+            batch = Batch(call == "step", len(whole[0]), self.plan.micros)
+            batch.inputs = Leaves(whole, cut, batch.learn, apart=True)
         except Exception as error:
             failed = self._failed(error, call)
             self._say(head_of(FAILED, str(failed)))
@@ -200,7 +234,7 @@ class Pipeline(Owner):
         """The number of this kind of batch, and whether it is new."""
         kind = self._device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key = (learn, cast, tuple((each.dtype, each.shape, each.stride()) for each in whole))
+        key = (learn, cast, tuple((each.dtype, each.shape, each.stride(), each.requires_grad) for each in whole))
         if key in self._slots:
             self._slots.move_to_end(key)
             return self._slots[key], False
@@ -223,7 +257,7 @@ class Pipeline(Owner):
             except Exception as error:
                 failure = self._failed(error, str(action))
         to = message_to(self.plan, action)
-        if to is None or not (batch.learn or action.kind == "F"):
+        if to is None:
             return failure
         target = self.plan.rank_of[to[1]]
         message = Message(*to, self._rank, target)
@@ -279,7 +313,7 @@ class Pipeline(Owner):
         self._transfers.finish()
         if failure is None and call in ("step", "evaluate"):
             values = told[0].to(torch.get_default_dtype()).unbind()
-            self.measured = dict(zip(("loss", *self._job.metrics), values, strict=True))
+            self.measured = dict(zip(("loss", *self._job.objective.metrics), values, strict=True))
         return outputs if self._rank == last or call != "forward everywhere" else told, failure
 
     def _verdict(self, last: int, failure: Exception | None) -> Exception | None:
@@ -336,16 +370,16 @@ def _device(own: Mapping[int, torch.nn.Module]) -> torch.device:
 
 def _description(
     plan: PipelinePlan,
-    reduction: str,
-    metrics: Mapping[str, Function],
+    objective: Objective,
     stages: Sequence[torch.nn.Module] | Mapping[int, torch.nn.Module],
     device: torch.device,
 ) -> str:
     order = zlib.crc32(repr((plan.rank_of, plan.actions)).encode())
     cut = "" if isinstance(stages, Mapping) else f", cut {_cut(stages):08x}"
     return (
-        f"{plan.name} (stages={plan.stages}, micros={plan.micros}, order {order:08x}, reduction={reduction}, "
-        f"metrics={list(metrics)}, device={device.type}{cut})"
+        f"{plan.name} (stages={plan.stages}, micros={plan.micros}, order {order:08x}, "
+        f"reduction={objective.reduction}, metrics={list(objective.metrics)}, "
+        f"scaler={objective.scaler is not None}, device={device.type}{cut})"
     )
 
 

@@ -13,7 +13,7 @@ them: dynamic programming finds it, for any number of layers that a model has, i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,8 +21,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ...collectives import broadcast
+from ...collectives.choose import CHEAPEST
 from .chain import Layers, Pop, Stage, Stash, layers
 from .profile import profile
 
@@ -47,6 +49,9 @@ def split(
     ``by`` says what to balance for micro-batches like ``sample``: ``"time"`` of forward and backward, or ``"memory"``
     of parameters, gradients and activations; or how many layers each stage gets. What a model may be, says
     :func:`~dist_prims.training.pipeline.chain.layers`.
+
+    Stages may share buffers and frozen parameters, such as a table of positions. A parameter that is trained, or a
+    running statistic, must lie in one stage.
 
     No two ranks measure the same. Where torch.distributed is in use, ``by="time"`` is a collective: rank 0 of ``group``
     measures, while the others are quiet, and all of them cut as it says.
@@ -128,16 +133,28 @@ def _check_arguments(model: nn.Module, chain: Layers, stages: int, by: str | Seq
 
 
 def _check_shared(parts: Sequence[Layers]) -> None:
+    """Stages on different ranks have copies of what they share. Those stay alike unless training changes them."""
     home: dict[int, tuple[int, str]] = {}
     for stage, part in enumerate(parts):
-        for name, layer in part:
-            for key, tensor in (*layer.named_parameters(name), *layer.named_buffers(name)):
-                first, other = home.setdefault(id(tensor), (stage, key))
-                if first != stage:
-                    raise ValueError(
-                        f"split: {other} in stage {first} and {key} in stage {stage} are the same tensor, which would "
-                        "get but half of its gradient in each; cut with by=[sizes] so that one stage has both"
-                    )
+        for key, tensor, change in _trained(part):
+            first, other = home.setdefault(id(tensor), (stage, key))
+            if first != stage:
+                raise ValueError(
+                    f"split: {other} in stage {first} and {key} in stage {stage} are the same tensor, {change}; cut "
+                    "with by=[sizes] so that one stage has both, or freeze it (requires_grad_(False), eval()) first"
+                )
+
+
+def _trained(part: Layers) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Name and tensor of all that training changes in some layers, and what would go wrong if two stages had it."""
+    for name, layer in part:
+        for key, parameter in layer.named_parameters(name):
+            if parameter.requires_grad:
+                yield key, parameter, "which would get but half of its gradient in each"
+        for path, module in layer.named_modules(prefix=name):
+            if isinstance(module, _NormBase) and module.training:
+                for key, buffer in module.named_buffers(path, recurse=False):
+                    yield key, buffer, "a running statistic, which each would move by what it sees"
 
 
 def _carried(chain: Layers, cut: int) -> tuple[str, ...]:
@@ -157,7 +174,7 @@ def _sizes_by_time(model: nn.Module, stages: int, sample: Any, group: dist.Proce
             sizes.copy_(torch.tensor(_measured(model, stages, sample)))
         except Exception as error:
             failure = error  # the others wait for an answer
-    broadcast(sizes, 0, group)
+    broadcast(sizes, 0, group, algorithm=CHEAPEST)  # which compares the calls
     if failure is not None:
         raise failure
     found = [int(size) for size in sizes.tolist()]

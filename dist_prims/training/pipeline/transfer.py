@@ -51,12 +51,12 @@ class Message(NamedTuple):
     target: int
 
 
-def messages(plan: PipelinePlan, learn: bool) -> list[Message]:
-    """All messages of a step between ranks, in the order of the plan."""
+def messages(plan: PipelinePlan, learn: bool, micros: int | None = None) -> list[Message]:
+    """All messages of a step between ranks, in the order of the plan; of the first ``micros`` micro-batches only."""
     found = []
     for action in in_order(plan):
         to = message_to(plan, action)
-        if to is None or not (learn or action.kind == "F"):
+        if to is None or not (learn or action.kind == "F") or (micros is not None and action.micro >= micros):
             continue
         source, target = plan.rank_of[action.stage], plan.rank_of[to[1]]
         if source != target:
@@ -67,8 +67,8 @@ def messages(plan: PipelinePlan, learn: bool) -> list[Message]:
 class _Script:
     """What one rank sends and receives in a step."""
 
-    def __init__(self, plan: PipelinePlan, rank: int, learn: bool) -> None:
-        mine = [each for each in messages(plan, learn) if rank in (each.source, each.target)]
+    def __init__(self, plan: PipelinePlan, rank: int, learn: bool, micros: int) -> None:
+        mine = [each for each in messages(plan, learn, micros) if rank in (each.source, each.target)]
         self.receives = [each for each in mine if each.target == rank]
         self.sends = [each for each in mine if each.source == rank]
         self.turn = {message: at for at, message in enumerate(mine)}
@@ -97,16 +97,19 @@ class Transfers:
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
         self._timeout = timeout if isinstance(timeout, timedelta) else dist.default_pg_timeout
-        self._scripts = {learn: _Script(plan, group.rank(), learn) for learn in (True, False)}
+        self._plan = plan
+        self._scripts: dict[tuple[bool, int], _Script] = {}  # by whether gradients are passed, and micro-batches
         self._layouts: dict[int, dict[tuple[int, int], Layout]] = {}  # by kind of batch; by stage and micro-batch
         self._pool = Pool(device)
         self._leaving: list[tuple[Message | None, Any, torch.Tensor]] = []
         self._unread: list[torch.Tensor] = []
-        self.begin(True, 0, True)
+        self.begin(True, plan.micros, 0, True)
 
-    def begin(self, learn: bool, slot: int, fresh: bool) -> None:
-        """A step with a kind of batch; ``fresh``: its layouts are still to be told."""
-        self._script = self._scripts[learn]
+    def begin(self, learn: bool, micros: int, slot: int, fresh: bool) -> None:
+        """A step with so many micro-batches of a kind of batch; ``fresh``: its layouts are still to be told."""
+        if (learn, micros) not in self._scripts:
+            self._scripts[learn, micros] = _Script(self._plan, self._group.rank(), learn, micros)
+        self._script = self._scripts[learn, micros]
         self._due = deque(self._script.receives)
         self._unsent = deque(self._script.sends)
         self._coming: dict[Message, _Letter] = {}

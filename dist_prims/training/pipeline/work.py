@@ -7,19 +7,21 @@ else. What is here is the same for both: micro-batches, their share in the loss,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from ...collectives.flat import split_evenly
 from ...schedules.pipeline import Action, PipelinePlan, Row, pipeline_plan
+from .averaging import AverageOnce
+from .leaves import Leaves, give_back
+from .objective import Objective, Part
 from .worker import Tensors, Worker, as_tuple
 
-__all__ = ["Batch", "Function", "Job", "Owner", "in_order", "joined", "make_plan", "message_to", "parts", "targets_of"]
+__all__ = ["Batch", "Job", "Owner", "in_order", "joined", "make_plan", "message_to", "parts"]
 
 _Owner = TypeVar("_Owner", bound="Owner")
-Function = Callable[..., torch.Tensor]  # of the output, or the tuple of them, and the target
 
 
 def make_plan(plan: str | PipelinePlan, ranks: int, micros: int | None, stages: int | None) -> PipelinePlan:
@@ -60,32 +62,49 @@ def message_to(plan: PipelinePlan, action: Action) -> tuple[str, int, int] | Non
 
 
 def parts(batch: Tensors, micros: int, what: str) -> list[Tensors]:
-    """A batch as micro-batches, whose sizes differ by one at most.
+    """A batch as micro-batches, whose sizes differ by one at most; of a batch of fewer items, as many as it has items.
 
     >>> parts((torch.arange(5),), 2, "inputs")
     [(tensor([0, 1]),), (tensor([2, 3, 4]),)]
+    >>> parts((torch.arange(2),), 4, "inputs")
+    [(tensor([0]),), (tensor([1]),)]
     """
     sizes = [len(each) if each.dim() else 0 for each in batch]
     if not sizes or min(sizes) != max(sizes):
         raise ValueError(
             f"pipeline: the {what} hold {sizes or 'no'} items; each tensor must hold the same number of them"
         )
-    if sizes[0] < micros:
-        raise ValueError(f"pipeline: the {what} hold {sizes[0]} items for {micros} micro-batches; take fewer (micros=)")
-    lengths = split_evenly(sizes[0], micros)
+    if not sizes[0]:
+        raise ValueError(f"pipeline: the {what} hold 0 items; a batch has at least one: skip it on every rank")
+    lengths = split_evenly(sizes[0], min(micros, sizes[0]))
     return list(zip(*(torch.split_with_sizes(each, lengths) for each in batch), strict=True))
 
 
 class Batch:
-    """What one step works on: the micro-batches as far as this rank needs them, and what comes of them."""
+    """What one step works on: the micro-batches as far as this rank needs them, and what comes of them.
 
-    def __init__(self, learn: bool, count: int) -> None:
+    A batch of fewer items than the plan has micro-batches has one of each item. Every rank leaves out the actions of
+    the other micro-batches. What remains needs nothing of them, so the plan's proof holds for it.
+    """
+
+    def __init__(self, learn: bool, count: int, micros: int) -> None:
         self.learn = learn
         self.count = count
-        self.inputs: list[Tensors] = []
-        self.targets: list[Any] | None = None
+        self.lengths = split_evenly(count, min(micros, count))  # of the micro-batches
+        self.inputs: Leaves | None = None
+        self.targets: Leaves | None = None
+        self.parts: list[tuple[Part, ...]] = []  # of each micro-batch, in the loss and in every metric
         self.sums: torch.Tensor | None = None  # of the loss and the metrics
         self.outputs: dict[int, Tensors] = {}
+
+    @property
+    def micros(self) -> int:
+        """How many micro-batches there are."""
+        return len(self.lengths)
+
+    def has(self, action: Action) -> bool:
+        """Whether an action of the plan is to be done for this batch."""
+        return action.micro < self.micros and (self.learn or action.kind == "F")
 
 
 class Job:
@@ -94,21 +113,23 @@ class Job:
     def __init__(
         self,
         plan: PipelinePlan,
-        workers: Mapping[int, Worker],
-        loss: Function | None,
-        metrics: Mapping[str, Function],
-        reduction: str,
+        stages: Mapping[int, torch.nn.Module],
+        objective: Objective,
         checkpoint: bool,
     ) -> None:
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"pipeline: reduction={reduction!r}; the loss is a 'mean' or a 'sum' over the batch")
+        last = plan.stages - 1
         self.plan = plan
-        self.workers = workers
-        self.loss = loss
-        self.metrics = dict(metrics)
+        self.workers = {
+            stage: Worker(module, stage, objective.module if stage == last else None)
+            for stage, module in stages.items()
+        }
+        self.module = torch.nn.ModuleList(
+            each for worker in self.workers.values() for each in worker.trained.children()
+        )
+        self.objective = objective
+        self.average = AverageOnce({stage: worker.trained for stage, worker in self.workers.items()})
         self.rows: list[Row] = []
         self.record = False
-        self._reduction = reduction
         self._again = self._to_compute_again(plan) if checkpoint else set()
 
     @staticmethod
@@ -122,27 +143,55 @@ class Job:
                     again.add(action)
         return again
 
+    def begin(self, batch: Batch) -> None:
+        """A step with a batch, of which the number of micro-batches is known from now on."""
+        self.average.expect(action for action in _actions(self.plan, self.workers) if batch.has(action))
+
     def do(self, action: Action, incoming: Tensors, batch: Batch) -> Tensors:
         """Do an action with what has come for it; what it gives on."""
         begin = self._now() if self.record else 0.0
         worker = self.workers[action.stage]
         if action.kind == "F":
-            outgoing = self._forward(worker, action, incoming or batch.inputs[action.micro], batch)
+            if batch.inputs is not None and action.stage == 0:
+                incoming = incoming or batch.inputs.micros[action.micro]
+            outgoing = self._forward(worker, action, incoming, batch)
         elif action.kind == "W":
             worker.weights(action.micro)
             outgoing = ()
         else:
             last = action.stage == self.plan.stages - 1
             outgoing = worker.backward(action.micro, (None,) if last else incoming)
+            if action.stage == 0 and batch.inputs is not None:
+                batch.inputs.set_gradients(action.micro, outgoing)
         if self.record:
             self.rows.append(Row(*action, begin, self._now(), self.plan.rank_of[action.stage]))
+        self.average.done(action)
         return outgoing
 
-    def check_loss(self) -> Function:
-        """The loss; ValueError if there is none."""
-        if self.loss is None:
-            raise ValueError("pipeline: it was made without a loss; step() and evaluate() need one (loss=)")
-        return self.loss
+    def set_targets(self, batch: Batch, targets: Any, device: torch.device | None = None) -> None:
+        """Give a batch its targets, on a device, and find what part each of its micro-batches has in the loss."""
+        self.objective.check()
+        batch.targets = _targets_of(targets, batch, device)
+        batch.parts = self.objective.parts(batch.lengths, batch.targets.micros)
+
+    def give_back(self, batch: Batch) -> None:
+        """Hand over the gradients of inputs and targets that the program wants."""
+        give_back(*(each for each in (batch.inputs, batch.targets) if each is not None and batch.learn))
+
+    def check_gradients(self) -> None:
+        """RuntimeError where gradients are switched off."""
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "pipeline: step() computes gradients, and is called under torch.no_grad() or inference_mode(); call "
+                "evaluate() for the loss alone, or step() outside of it"
+            )
+
+    def commit(self, batch: Batch) -> None:
+        """End a step that has succeeded."""
+        for worker in self.workers.values():
+            worker.commit(short=batch.micros < self.plan.micros)
+        if batch.learn:
+            self.objective.end_step()
 
     def forget(self) -> None:
         """Let go of what a step has left that failed."""
@@ -153,10 +202,10 @@ class Job:
         _, stage, micro = action
         last = stage == self.plan.stages - 1
         if not batch.learn:
-            with torch.no_grad():
+            with torch.no_grad(), worker.statistics.collected():
                 outputs = worker.infer(inputs)
-                if last and batch.targets is not None and self.loss is not None:
-                    self._judge(self.loss, outputs, micro, batch)
+                if last and batch.targets is not None:
+                    self._judge(outputs, micro, batch)
         else:
             loss = self._judged(micro, batch) if last else None
             split = Action("W", stage, micro) in self.plan.places
@@ -166,32 +215,26 @@ class Job:
         return () if last else outputs
 
     def _judged(self, micro: int, batch: Batch) -> Callable[[Tensors], torch.Tensor]:
-        function, counted = self.check_loss(), False
+        counted = False
 
         def loss(outputs: Tensors) -> torch.Tensor:
             nonlocal counted
-            value = self._judge(function, outputs, micro, batch, count=not counted)
+            root = self._judge(outputs, micro, batch, count=not counted)
             counted = True  # a forward that is computed again is not counted again
-            return value
+            return root
 
         return loss
 
-    def _judge(self, loss: Function, outputs: Tensors, micro: int, batch: Batch, count: bool = True) -> torch.Tensor:
-        """This micro-batch's share in the loss of the batch; added up with its share in the metrics."""
+    def _judge(self, outputs: Tensors, micro: int, batch: Batch, count: bool = True) -> torch.Tensor:
+        """Where the backward of a micro-batch begins; its part of loss and metrics is added up."""
         assert batch.targets is not None
-        target, output = batch.targets[micro], outputs[0] if len(outputs) == 1 else outputs
-        share = split_evenly(batch.count, self.plan.micros)[micro] / batch.count
-        value = loss(output, *target)
-        if value.dim():
-            raise ValueError(f"pipeline: the loss is a tensor of shape {list(value.shape)}; it must be one number")
-        value = value * share if self._reduction == "mean" else value
+        root, found = self.objective(outputs, batch.targets.micros[micro], batch.parts[micro], self.module)
         if count:
             with torch.no_grad():
-                found = [metric(output, *target) * share for metric in self.metrics.values()]
-                numbers = [torch.as_tensor(each, device=value.device).detach().double() for each in (value, *found)]
+                numbers = [torch.as_tensor(each, device=root.device).detach().double() for each in found]
                 sums = torch.stack(numbers)
                 batch.sums = sums if batch.sums is None else batch.sums + sums
-        return value
+        return root
 
     def _now(self) -> float:
         if torch.cuda.is_available():
@@ -205,19 +248,22 @@ class Owner:
     stages: Mapping[int, torch.nn.Module]
     _job: Job
 
+    @property
+    def module(self) -> torch.nn.ModuleList:
+        """What is trained here: the stages, and behind the last one the loss, if it is a module."""
+        return self._job.module
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Of the stages that are here."""
-        for module in self.stages.values():
-            yield from module.parameters()
+        """Of what is trained here, each once."""
+        return self.module.parameters()
 
     def train(self: _Owner, mode: bool = True) -> _Owner:
-        """Set the stages that are here to training, or to evaluation."""
-        for module in self.stages.values():
-            module.train(mode)
+        """Set what is trained here to training, or to evaluation."""
+        self.module.train(mode)
         return self
 
     def eval(self: _Owner) -> _Owner:
-        """Set the stages that are here to evaluation."""
+        """Set what is trained here to evaluation."""
         return self.train(False)
 
     @property
@@ -230,15 +276,22 @@ class Owner:
         self._job.record = value
 
 
-def targets_of(targets: Any, micros: int, count: int) -> list[Tensors]:
+def _actions(plan: PipelinePlan, stages: Container[int]) -> list[Action]:
+    """Those of some stages."""
+    return [action for actions in plan.actions for action in actions if action.stage in stages]
+
+
+def _targets_of(targets: Any, batch: Batch, device: torch.device | None) -> Leaves:
     """The targets of every micro-batch, as further arguments of loss and metrics; none if there are none."""
     if targets is None:
-        return [()] * micros
+        return Leaves((), [()] * batch.micros)
     found = as_tuple(targets, "the targets")
-    cut = parts(found, micros, "targets")
-    if len(found[0]) != count:
-        raise ValueError(f"pipeline: {len(found[0])} targets for {count} inputs; every input has one")
-    return cut
+    cut = parts(found, batch.micros, "targets")
+    if len(found[0]) != batch.count:
+        raise ValueError(f"pipeline: {len(found[0])} targets for {batch.count} inputs; every input has one")
+    if device is not None:
+        cut = [tuple(each.to(device) for each in micro) for micro in cut]
+    return Leaves(found, cut, batch.learn)
 
 
 def joined(outputs: Mapping[int, Tensors]) -> Tensors:

@@ -15,7 +15,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .backward import Later, same_memory, split_backward
-from .batch_norm import DeferredBatchNorm, recomputing
+from .batch_norm import DeferredBatchNorm, commit_batch_norm
+from .running_statistics import RunningStatistics
 
 __all__ = ["Loss", "Tensors", "Worker", "as_tuple"]
 
@@ -75,12 +76,14 @@ class _Enter(torch.autograd.Function):
 
 
 class Worker:
-    """A stage of a model, number ``stage``."""
+    """A stage of a model, number ``stage``. ``loss``: what judges its output, where that is a module, too."""
 
-    def __init__(self, module: torch.nn.Module, stage: int) -> None:
+    def __init__(self, module: torch.nn.Module, stage: int, loss: torch.nn.Module | None = None) -> None:
         self.module = module
+        self.trained = torch.nn.ModuleList([module] if loss is None else [module, loss])
         self.stage = stage
-        self._watched = any(isinstance(each, DistributedDataParallel) for each in module.modules())
+        self.statistics = RunningStatistics(self.trained)
+        self._refuse_other_averaging()
         self._held: dict[int, _Held] = {}
         self._later: dict[int, Later] = {}
 
@@ -93,30 +96,35 @@ class Worker:
     ) -> Tensors:
         """The outputs, which go on to ``loss`` if there is one. ``split``: there will be :meth:`weights`; ``again``:
         keep the inputs only, and compute the rest again when the gradient comes."""
-        held = self._held[micro] = _Held(inputs, loss, Later(self._watched) if split else None)
+        held = self._held[micro] = _Held(inputs, loss, Later() if split else None)
         if not again:
-            outputs = self._run(held)
-            held.wanted = tuple(each.requires_grad for each in held.roots)
+            with self.statistics.collected():
+                outputs = self._run(held)
+            held.wanted = tuple(each.requires_grad or loss is not None for each in held.roots)
             return outputs
         held.again = _Random.now(inputs)
         versions = [each._version for each in inputs]
-        with torch.no_grad():
+        with torch.no_grad(), self.statistics.collected():
             outputs = self._run(held)
         if versions != [each._version for each in inputs]:
             raise RuntimeError(
                 f"stage {self.stage} changes its input in place, and so cannot be computed again from it; "
                 "let its first layer have inplace=False, or the pipeline checkpoint=False"
             )
-        learns = any(each.requires_grad for each in (*inputs, *self.module.parameters()))
+        # A loss may learn what is nowhere here, such as the targets.
+        learns = loss is not None or any(each.requires_grad for each in (*inputs, *self.module.parameters()))
         held.wanted = tuple(learns and _is_differentiable(each) for each in held.roots)
         held.roots = ()
         return tuple(each.detach().requires_grad_(learns and _is_differentiable(each)) for each in outputs)
 
     def backward(self, micro: int, grads: Sequence[torch.Tensor | None]) -> Tensors:
         """The gradients of the inputs that require one, from those of such outputs; for the loss it is (None,)."""
-        held = self._held.pop(micro)
+        with self.statistics.frozen():
+            return self._backward(micro, self._held.pop(micro), grads)
+
+    def _backward(self, micro: int, held: _Held, grads: Sequence[torch.Tensor | None]) -> Tensors:
         if held.again is not None:
-            with recomputing(self.module), held.again.repeated(), torch.enable_grad():
+            with held.again.repeated(), torch.enable_grad():
                 self._run(held)
         wanted = [root for root, want in zip(held.roots, held.wanted, strict=True) if want]
         pairs = [(root, grad) for root, grad in zip(wanted, grads, strict=True) if root.requires_grad]
@@ -136,13 +144,30 @@ class Worker:
         """The gradients that a split backward has left."""
         self._later.pop(micro).drain()
 
+    def commit(self, short: bool) -> None:
+        """End the batch; ``short``: it had fewer micro-batches than the plan."""
+        self.statistics.commit()
+        if short:
+            commit_batch_norm(self.trained)
+
     def forget(self) -> None:
         """Let go of all micro-batches of a step that failed."""
+        self.statistics.forget()
         self._held.clear()
         self._later.clear()
-        for each in self.module.modules():
+        for each in self.trained.modules():
             if isinstance(each, DeferredBatchNorm):
                 each.forget()
+
+    def _refuse_other_averaging(self) -> None:
+        for name, each in self.module.named_modules():
+            if isinstance(each, DistributedDataParallel):
+                raise ValueError(
+                    f"pipeline: {f'{name} in ' if name else ''}stage {self.stage} is a DistributedDataParallel, which "
+                    "counts on one backward after each forward, and gives wrong means of those of several "
+                    "micro-batches. Give the stage without it (.module), and average once a step: "
+                    "dist_prims.GradientAverager(pipeline.module, group=...)"
+                )
 
     def _run(self, held: _Held) -> Tensors:
         with split_backward(held.later) if held.later is not None else nullcontext():

@@ -1,0 +1,68 @@
+"""Data parallel on top of a pipeline: the gradients of a stage are averaged once a step, when they are complete.
+
+Every micro-batch adds to the gradients of a stage, in one backward or, where the weights' gradients are put off, in one
+for each weight. An averager would send all of them each time. So within a step the averagers of the stages' parameters
+only collect, and a stage's gradients are sent after the last action that adds to them, while other stages still work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from ...schedules.pipeline import Action
+from ..gradients.ownership import averager_of
+
+__all__ = ["AverageOnce"]
+
+Complete = Callable[[Iterable[torch.Tensor]], None]
+
+
+class AverageOnce:
+    """Tells the averagers of a rank's stages which gradients are complete, by the actions that are done.
+
+    >>> stages = {0: torch.nn.Linear(2, 1), 1: torch.nn.Linear(1, 1)}
+    >>> once = AverageOnce(stages)
+    >>> with once.step():  # no stage has an averager
+    ...     once.expect([Action("F", 0, 0), Action("BW", 0, 0)])
+    ...     once.done(Action("BW", 0, 0))
+    """
+
+    def __init__(self, stages: Mapping[int, torch.nn.Module]) -> None:
+        self._stages = stages
+        self._left: Counter[int] = Counter()  # actions of each stage that add to gradients
+        self._uses: Counter[torch.Tensor] = Counter()  # stages that still add to the gradient of a parameter
+        self._averagers: list[Complete] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step of the pipeline. Unless it raises, the gradients are means at its end."""
+        parameters = [[*stage.parameters()] for stage in self._stages.values()]
+        averagers = {averager_of(each) for stage in parameters for each in stage} - {None}
+        self._left.clear()
+        self._uses = Counter(each for stage in parameters for each in stage)
+        with ExitStack() as stack:
+            # Ends in the opposite order: one order on all ranks, or two of them would wait for each other.
+            for averager in sorted((each for each in averagers if each), key=lambda each: each.name):
+                self._averagers.append(stack.enter_context(averager.once()))
+            stack.callback(self._averagers.clear)
+            yield
+
+    def expect(self, actions: Iterable[Action]) -> None:
+        """The actions of this rank in the step."""
+        self._left = Counter(action.stage for action in actions if action.kind != "F")
+
+    def done(self, action: Action) -> None:
+        """An action is done: what is complete by that is sent."""
+        if action.kind == "F" or not self._averagers:
+            return
+        self._left[action.stage] -= 1
+        if self._left[action.stage]:
+            return
+        self._uses.subtract(parameters := [*self._stages[action.stage].parameters()])
+        complete = [each for each in reversed(parameters) if not self._uses[each]]
+        for averager in self._averagers:
+            averager(complete)

@@ -1,0 +1,264 @@
+"""Loss and metrics of a batch that is computed in micro-batches, and the weight of each micro-batch in them.
+
+A mean loss divides by the weight of its micro-batch: the number of items, or, with ``ignore_index`` or class weights,
+the weight of the targets that count. The loss of the batch is the mean over the micro-batches with these weights. The
+sum of the weights must be known before the first backward, when the last micro-batches have not been computed. So the
+weights are computed from the targets, all of which are known when a step begins.
+
+>>> from functools import partial
+>>> targets = [(torch.tensor([1, 2, 0]),), (torch.tensor([0, 0, 3]),)]
+>>> for (part,) in Objective(partial(F.cross_entropy, ignore_index=0)).parts([3, 3], targets):
+...     print(part.share)
+0.6666666666666666
+0.3333333333333333
+>>> [part.share for (part,) in Objective(F.mse_loss).parts([3, 1], targets)]
+[0.75, 0.25]
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..vocabulary import split_cross_entropy
+from .backward import layer_of
+from .worker import Tensors
+
+__all__ = ["Function", "Objective", "Part"]
+
+Function = Callable[..., torch.Tensor]  # of the output, or the tuple of them, and the target
+_MODULES = ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # the last is new in torch 2.13
+_FORWARDS = {getattr(nn, name).forward for name in _MODULES if hasattr(nn, name)}
+_IGNORED = -100  # unless a loss says another
+
+
+class Part(NamedTuple):
+    """What part of a batch a micro-batch is: its weight as a share of the whole, and what share a weight of 1 is."""
+
+    share: float
+    one: float = 1.0
+
+
+class _Weighed(NamedTuple):
+    """What a loss divides by, from the targets; and the same loss without dividing, if that is known."""
+
+    weight: Callable[..., Any]
+    summed: Function | None = None
+
+
+class Objective:
+    """``loss_weight``: function(target), what the loss of a micro-batch divides by. ``scaler``: a GradScaler."""
+
+    def __init__(
+        self,
+        loss: Function | None,
+        metrics: Mapping[str, Function] | None = None,
+        reduction: str = "mean",
+        loss_weight: Callable[..., Any] | None = None,
+        scaler: Any = None,
+    ) -> None:
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"pipeline: reduction={reduction!r}; the loss is a 'mean' or a 'sum' over the batch")
+        if loss_weight is not None and (reduction == "sum" or not callable(loss_weight)):
+            raise ValueError(
+                f"pipeline: loss_weight={loss_weight!r} with reduction={reduction!r}; it is a function of the targets, "
+                "for a loss that is a mean"
+            )
+        if scaler is not None and not callable(getattr(scaler, "scale", None)):
+            raise TypeError(f"pipeline: scaler={scaler!r} has no scale(); give a GradScaler, or None")
+        self.loss, self.metrics, self.reduction = loss, dict(metrics or {}), reduction
+        self.module = loss if isinstance(loss, nn.Module) else None
+        self.scaler = scaler
+        self._given = None if loss_weight is None else _Weighed(loss_weight)
+        self._weighed = [self._given or (None if loss is None or reduction == "sum" else _weighed(loss))]
+        self._weighed += map(_weighed, self.metrics.values())
+        self._is_checked = False
+
+    def check(self) -> Function:
+        """The loss; ValueError if there is none."""
+        if self.loss is None:
+            raise ValueError("pipeline: it was made without a loss; step() and evaluate() need one (loss=)")
+        return self.loss
+
+    def start_scaler(self, device: torch.device) -> None:
+        """Let a rank's scaler know its device: one that has scaled nothing refuses to unscale."""
+        if self.scaler is not None:
+            self.scaler.scale(torch.zeros((), device=device))
+
+    def parts(self, lengths: Sequence[int], targets: Sequence[Tensors]) -> list[tuple[Part, ...]]:
+        """Of every micro-batch, its part of the batch's loss and of each metric."""
+        found = [_parts(each, lengths, targets, each is self._given) for each in self._weighed]
+        if self.reduction == "sum":
+            found[0] = [Part(1.0)] * len(lengths)
+        return list(zip(*found, strict=True))
+
+    def __call__(
+        self, outputs: Tensors, target: Tensors, parts: Sequence[Part], trained: nn.Module
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """Where the backward of a micro-batch begins; and what it adds to the batch's loss and to each metric."""
+        output = outputs[0] if len(outputs) == 1 else outputs
+        value = self._value(outputs, output, target, parts[0])
+        if value.requires_grad and not self._is_checked:
+            _refuse_unlisted_parameters(value, outputs, (*trained.parameters(), *target))
+        with torch.no_grad():
+            pairs = zip(parts[1:], self.metrics.values(), strict=True)
+            metrics = [part.share and each(output, *target) * part.share for part, each in pairs]
+        root = value if self.scaler is None else self.scaler.scale(value)
+        return root, [value.detach(), *metrics]
+
+    def _value(self, outputs: Tensors, output: Any, target: Tensors, part: Part) -> torch.Tensor:
+        loss, weighed = self.check(), self._weighed[0]
+        if not part.share:  # a mean would divide by zero
+            if weighed is None or weighed.summed is None:
+                zero: torch.Tensor = _Zero.apply(*outputs)  # type: ignore[no-untyped-call]
+                return zero
+            return weighed.summed(output, *target) * part.one  # 0, but for smoothed labels of classes without weight
+        with _Means(weighed is None and self.reduction == "mean" and not self._is_checked):
+            value = loss(output, *target)
+        if value.dim():
+            raise ValueError(f"pipeline: the loss is a tensor of shape {list(value.shape)}; it must be one number")
+        return value * part.share
+
+    def end_step(self) -> None:
+        """Mark the end of a step: the loss function is checked in the first one only."""
+        self._is_checked = True
+
+
+def _parts(weighed: _Weighed | None, lengths: Sequence[int], targets: Sequence[Tensors], given: bool) -> list[Part]:
+    weights: Sequence[float] = lengths
+    if weighed is not None and (given or targets[0]):  # without a target the loss says itself what it lacks
+        with torch.no_grad():
+            numbers = [torch.as_tensor(weighed.weight(*target)) for target in targets]
+        if any(number.dim() for number in numbers):
+            raise ValueError(f"pipeline: loss_weight gives shapes {[[*each.shape] for each in numbers]}, not numbers")
+        weights = torch.stack([number.double() for number in numbers]).tolist()
+        if any(each < 0 or not math.isfinite(each) for each in weights):
+            raise ValueError(f"pipeline: the micro-batches weigh {weights}; a weight is a finite number from 0")
+    total = sum(weights)
+    if not total:
+        return [Part(math.nan)] * len(weights)  # as the mean of nothing is
+    return [Part(each / total, 1 / total) for each in weights]
+
+
+def _weighed(loss: Function) -> _Weighed | None:
+    """What a loss that is known divides by; None: by the items."""
+    settings: dict[str, Any] = {}
+    whole = loss
+    while isinstance(loss, partial) and not loss.args:
+        settings, loss = {**loss.keywords, **settings}, loss.func
+    found = getattr(loss, "_orig_mod", loss)  # of torch.compile
+    if isinstance(found, nn.Module) and type(found).forward in _FORWARDS:
+        return _Weighed(partial(_of_module, found), partial(_summed, found, whole))
+    if found is split_cross_entropy and settings.get("class_weight") is not None:
+        raise ValueError("pipeline: each rank has some columns of class_weight; say by loss_weight= what targets weigh")
+    if found not in (F.cross_entropy, F.nll_loss, split_cross_entropy) or not _is_mean(settings):
+        return None
+    weight = partial(_counting, settings.get("weight"), settings.get("ignore_index", _IGNORED))
+    old = {name: None for name in ("size_average", "reduce") if name in settings}
+    return _Weighed(weight, partial(whole, reduction="sum", **old))
+
+
+def _is_mean(settings: Mapping[str, Any]) -> bool:
+    averages, reduces = settings.get("size_average"), settings.get("reduce")
+    if averages is None and reduces is None:
+        return bool(settings.get("reduction", "mean") == "mean")
+    return averages is not False and reduces is not False
+
+
+def _of_module(loss: Any, target: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    if loss.reduction != "mean":
+        return torch.tensor(len(target))
+    return _counting(loss.weight, _IGNORED if loss.ignore_index is None else loss.ignore_index, target)
+
+
+def _summed(module: Any, loss: Function, output: torch.Tensor, *target: torch.Tensor) -> torch.Tensor:
+    reduction, module.reduction = module.reduction, "sum" if module.reduction == "mean" else module.reduction
+    try:
+        return loss(output, *target)
+    finally:
+        module.reduction = reduction
+
+
+def _counting(weight: torch.Tensor | None, ignored: int, target: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    """What the mean of a cross entropy divides by, for indices of classes; by the items, for probabilities."""
+    if target.is_floating_point():
+        return torch.tensor(len(target))
+    counts = target != ignored
+    if weight is None:
+        return counts.sum()
+    classes = target.clamp(0, len(weight) - 1)  # of one that is out of range, the loss complains
+    return torch.where(counts, weight.detach().to(target.device).double()[classes], 0.0).sum()
+
+
+class _Zero(torch.autograd.Function):
+    """A loss of zero with gradients of zero, so that parameters have a gradient, as with the batch in one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*outputs)
+        return outputs[0].new_zeros((), dtype=torch.get_default_dtype())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        needs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.zeros_like(each) if need else None for each, need in needs)
+
+
+class _Means(TorchFunctionMode):
+    """Within it, warns where a loss of a program's own takes a mean of which the pipeline does not know the weight."""
+
+    def __init__(self, active: bool) -> None:
+        super().__init__()
+        self._active = active
+
+    def __enter__(self) -> _Means:
+        return super().__enter__() if self._active else self  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        if self._active:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.cross_entropy, F.nll_loss) and _is_mean(kwargs):
+            names = dict(zip(("input", "target", "weight"), args, strict=False)) | kwargs
+            target, weight = names["target"], names.get("weight")
+            indices = not target.is_floating_point()
+            if indices and (weight is not None or bool((target == names.get("ignore_index", _IGNORED)).any())):
+                warnings.warn(
+                    f"pipeline: the loss takes the mean of {func.__name__} over targets that count differently, and "
+                    "micro-batches are weighted by their items, so loss and gradients are not those of the whole "
+                    f"batch; give {func.__name__} itself (functools.partial sets options), or say by loss_weight= "
+                    "what the targets of a micro-batch weigh",
+                    stacklevel=2,
+                )
+        return func(*args, **kwargs)
+
+
+def _refuse_unlisted_parameters(loss: torch.Tensor, outputs: Tensors, known: Iterable[torch.Tensor]) -> None:
+    """ValueError if the loss learns what neither the pipeline's parameters() have nor the targets are."""
+    seen = {each.grad_fn for each in outputs if each.grad_fn is not None}
+    ours = {id(each) for each in (*known, *outputs)}
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        layer = layer_of(node)
+        leaves = [getattr(node, "variable", None), *((layer.weight, layer.bias) if layer else ())]
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.numel() and id(leaf) not in ours:  # an anchor has no numbers
+                raise ValueError(
+                    f"pipeline: the loss learns a parameter of shape {list(leaf.shape)} which parameters() does not "
+                    "have, since the loss is no torch.nn.Module; make it one that holds the parameter"
+                )
+        nodes += [following for following, _ in node.next_functions]
