@@ -9,14 +9,18 @@ import argparse
 import json
 import runpy
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .schedules import COLLECTIVES, Schedule, advice, algorithms, build, lookup
 from .schedules.catalogue import LETTERS, markdown_table, text_table
 from .schedules.contract import ROOTED
 from .schedules.draw import caption, numbers, promise, terminal
+from .schedules.numbers import FOLLOWED
 from .schedules.pipeline import markdown_table as pipeline_table
 from .schedules.pipeline import pipeline_plan, pipeline_plans
 from .schedules.pipeline import show as show_pipeline
@@ -27,6 +31,7 @@ _SIZES = (*range(1, 34), 64)
 _PIPELINES = (*range(1, 13),)
 _LINKS = {"link": "25G", "latency": "10us", "inner_link": "80G", "inner_latency": "1us"}  # plan, where nothing is said
 _GAMMA = 1e-10  # seconds a byte reduced
+_READABLE = 64  # ranks whose sum is still worth writing out
 _ADDING = ("all_reduce", "reduce_scatter", "reduce", "scan", "exclusive_scan")
 
 
@@ -53,8 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dist_prims", description="Show, prove and list algorithms.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="the steps of an algorithm, what it promises and what it costs")
-    show.add_argument("collective", metavar="COLLECTIVE")
-    show.add_argument("algorithm", metavar="ALGORITHM")
+    show.add_argument(
+        "collective", metavar="COLLECTIVE|FILE.py", help="a collective, or a file that registers algorithms"
+    )
+    show.add_argument("algorithm", metavar="ALGORITHM", nargs="?", help="unless given, a table of those that there are")
     show.add_argument("parameters", nargs="*", metavar="name=value", help="of the algorithm, e.g. hosts=2,2")
     show.add_argument("--size", type=int, default=4, metavar="N", help="number of ranks (4)")
     show.add_argument("--root", type=int, metavar="R", help="of a collective that has one (0)")
@@ -102,15 +109,33 @@ def _add_plan(commands: Any) -> None:
 
 
 def _show(given: argparse.Namespace) -> int:
-    parameters = dict(_parameter(text) for text in given.parameters)
+    collective, algorithm, parameters = _shown(given)
+    if algorithm is None:
+        print(f"{text_table(collective)}\n\n{LETTERS}")
+        return 0
     root = {} if given.root is None else {"root": given.root}
-    schedule = build(given.collective, given.algorithm, given.size, **root, **parameters)
+    schedule = build(collective, algorithm, given.size, **root, **parameters)
     print(f"{_steps(schedule)}\n")
     for name, value in _facts(schedule):
         print(f"{name.ljust(9)}{value}")
     if given.svg:
         print(f"picture  {schedule.draw(given.svg)}")
     return 0
+
+
+def _shown(given: argparse.Namespace) -> tuple[str, str | None, dict[str, Any]]:
+    """Collective, algorithm and parameters: of the registry, or of what a file registers."""
+    words = [given.algorithm, *given.parameters] if given.algorithm else []
+    algorithm = words.pop(0) if words and "=" not in words[0] else None
+    parameters = dict(map(_parameter, words))
+    if not given.collective.endswith(".py"):
+        return given.collective, algorithm, parameters
+    registered = _registered_by(given.collective)
+    found = [each for each in registered if algorithm in (None, each[1])]
+    if len(found) != 1:
+        names = ", ".join(name for _, name in registered)
+        raise ValueError(f"{given.collective} registers {names}; name one of them: show {given.collective} ALGORITHM")
+    return *found[0], parameters
 
 
 def _parameter(text: str) -> tuple[str, Any]:
@@ -137,7 +162,7 @@ def _facts(schedule: Schedule) -> Iterator[tuple[str, str]]:
     if card:
         yield "wins", card.wins
         yield "source", card.source
-    if schedule.collective in _ADDING:
+    if schedule.collective in _ADDING and schedule.size <= _READABLE:
         rank = schedule.size - 1 if "scan" in schedule.collective else schedule.root or 0
         if 0 in schedule.contract.end(rank).chunk:
             yield "adds", f"chunk 0 on rank {rank}: {schedule.order(0, rank)}"
@@ -145,13 +170,12 @@ def _facts(schedule: Schedule) -> Iterator[tuple[str, str]]:
 
 def _sent(schedule: Schedule) -> str:
     """How much of the data each rank sends, ranks that send the same together."""
-    rows = [0] * schedule.size
+    rows = np.zeros(schedule.size, np.int64)
     for step in schedule.steps:
-        for rank in step.src[step.src != step.dst].tolist():
-            rows[rank] += 1
-    alike = {count: [rank for rank in range(schedule.size) if rows[rank] == count] for count in dict.fromkeys(rows)}
+        rows += np.bincount(step.src[step.src != step.dst], minlength=schedule.size)
+    alike = {count: np.flatnonzero(rows == count).tolist() for count in dict.fromkeys(rows.tolist())}
     if len(alike) == 1:
-        return f"{rows[0] * schedule.share} of the data by every rank"
+        return f"{int(rows[0]) * schedule.share} of the data by every rank"
     told = [
         f"{count * schedule.share} by rank{'s' * (len(ranks) > 1)} {numbers(ranks)}" for count, ranks in alike.items()
     ]
@@ -160,12 +184,7 @@ def _sent(schedule: Schedule) -> str:
 
 def _prove(given: argparse.Namespace) -> int:
     sizes = _sizes(given.sizes) if given.sizes else _SIZES[:-1] if given.file else _SIZES
-    before = {each: lookup(*each) for each in _registered()}
-    if given.file:
-        runpy.run_path(given.file, run_name="__dist_prims_prove__")
-    chosen = [each for each in _registered() if not given.file or lookup(*each) is not before.get(each)]
-    if not chosen:
-        raise ValueError(f"{given.file} registers no algorithm; decorate a generator with @algorithm(collective, ...)")
+    chosen = _registered_by(given.file) if given.file else list(_registered())
     pipelines = [] if given.file else pipeline_plans()
     return max(
         [_prove_one(collective, name, sizes) for collective, name in chosen]
@@ -186,6 +205,23 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _registered() -> Iterator[tuple[str, str]]:
     return ((collective, name) for collective in COLLECTIVES for name in algorithms(collective))
+
+
+def _registered_by(file: str) -> list[tuple[str, str]]:
+    """The algorithms that a file registers when it is run."""
+    before = {each: lookup(*each) for each in _registered()}
+    try:
+        runpy.run_path(file, run_name="__dist_prims_prove__")
+    except OSError:
+        raise
+    except Exception as error:
+        lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == file]
+        where = f"{file}, line {lines[-1]}" if lines else file  # a syntax error names its line itself
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+    found = [each for each in _registered() if lookup(*each) is not before.get(each)]
+    if not found:
+        raise ValueError(f"{file} registers no algorithm; decorate a generator with @algorithm(collective, ...)")
+    return found
 
 
 def _prove_one(collective: str, name: str, sizes: tuple[int, ...]) -> int:
@@ -236,7 +272,19 @@ def _plan(given: argparse.Namespace) -> int:
     topology, source = _topology(given)
     found = recommend(given.collective, count, topology)
     print(f"{advice.describe(given.collective, count, topology, source)}\n\n{advice.tell(found)}")
+    print(_how_to_run(given.collective, given.hosts, found.candidates[0].schedule.algorithm))
     return 0
+
+
+def _how_to_run(collective: str, hosts: int, algorithm: str) -> str:
+    """Whether the backend takes this advice by itself."""
+    if hosts > 1 and collective in FOLLOWED:
+        return "The backend dist_prims chooses by the same prices, of what `bench calibrate` has measured."
+    own = "works in shared memory on one host" if hosts == 1 else "sends every block straight to its rank"
+    by_hand = f"dist_prims.{collective}(..., algorithm={algorithm!r}) follows it on any backend"
+    if collective in ("barrier", "scan", "exclusive_scan"):
+        return f"The backend dist_prims follows no schedule for it; {by_hand.replace('exclusive_', '')}."
+    return f"The backend dist_prims follows no schedule here, it {own}; {by_hand}."
 
 
 def _topology(given: argparse.Namespace) -> tuple[Topology, str]:

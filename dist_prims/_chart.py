@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from .schedules.draw import svg_file
+
 __all__ = ["line_chart"]
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 820, 460, 78, 170, 64, 60
@@ -44,7 +46,7 @@ def line_chart(
         *_lines(x, y, series),
         "</svg>",
     ]
-    path = Path(path)
+    path = svg_file(path)
     path.write_text("\n".join(lines) + "\n")
     return path
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..launch import detect, init, spawn
 from ..schedules import algorithms, lookup
+from ..schedules.registry import nearest
 from .arguments import dtype, positive, size, sizes
 from .cases import CASES, Buffers
 from .measure import Contender, Line, measure
@@ -32,11 +33,26 @@ def main(arguments: list[str] | None = None) -> int:
         from .pipeline import main as pipeline
 
         return pipeline(words[1:])
-    given = _parser().parse_args(words)
-    if detect().size > 1:
+    parser = _parser()
+    given = parser.parse_args(words)
+    try:
+        _check(given)
+    except ValueError as error:
+        parser.error(str(error))
+    if detect().size != 1:
         init(timeout=_SECONDS)
         return bench(given)
-    return int(max(spawn(bench, given.ranks, (given,), timeout=_SECONDS)))
+    return int(max(spawn(bench, given.ranks, (given,), timeout=_SECONDS, prefix=False)))
+
+
+def _check(given: argparse.Namespace) -> None:
+    """ValueError for what no rank could do; before any is started."""
+    _names(given.collective, given.algorithms)
+    for name in filter(None, given.backends.split(",")):
+        if name not in dist.Backend.backend_list:
+            raise ValueError(f"--backends {name}: {nearest('backend', name, dist.Backend.backend_list)}")
+    if given.limits and given.collective != "all_reduce":
+        raise ValueError(f"--limits measures all_reduce only, and this is --collective {given.collective}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,8 +78,6 @@ def bench(given: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     speaks, facts = dist.get_rank() == 0, environment()
     names = _names(given.collective, given.algorithms)
-    if given.limits and given.collective != "all_reduce":
-        raise SystemExit("--limits are those of all_reduce")
     if given.memory:
         return _memory(given, names)
     groups = {name: dist.new_group(backend=name) for name in given.backends.split(",") if name}

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,16 +29,18 @@ from numpy.typing import NDArray
 from ..launch import init
 from ..schedules.contract import contract
 from ..schedules.cost import seconds
+from ..schedules.numbers import told
 from ..schedules.recommend import Candidate, recommend
 from ..schedules.schedule import Schedule, Step, Steps
 from ..schedules.topology import Topology
-from ..spanning import ASSUMED, Seats, told
-from ..tuning import calibration_file, write_json
+from ..spanning import ASSUMED, Seats
+from ..tuning import CALIBRATION
 from .arguments import sizes
 
 __all__ = ["main"]
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 _SMALL, _LARGE = 4096, 4 << 20  # bytes of a message in a probe
@@ -50,20 +52,30 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench calibrate", description=__doc__.split("\n\n")[0])
     parser.add_argument("--sizes", type=sizes, default="64K:64M/4", help="of the check (64K:64M/4)")
     parser.add_argument("--rounds", type=int, default=5, help="of the check; 0: only calibrate")
-    parser.add_argument("--output", type=Path, default=calibration_file(), help="the file that groups read")
+    parser.add_argument("--output", type=Path, default=CALIBRATION.file(), help="the file that groups read")
     given = parser.parse_args(arguments)
     place = init("dist_prims", timeout=600)
     if dist.get_world_size() < 2:
         parser.error("one rank sends nothing: start it with 2 or more, torchrun ... -m dist_prims.bench calibrate")
+    if problem := _agreed(_not_writable(given.output)):
+        parser.error(problem)
     torch.set_num_threads(1)
     bench = _Bench(place.hosts)
     found = _calibrate(bench)
     if bench.speaks:
         print(f"# {', '.join(f'{key} {value}' for key, value in found.items())}")
-        print(f"# written to {write_json(given.output, found)}", flush=True)
+        print(f"# written to {CALIBRATION.write(found, given.output)}", flush=True)
     if given.rounds:
         _check(bench, Topology.measured(bench.seats.hosts, found), found["call"], given.sizes, given.rounds)
     return 0
+
+
+def _not_writable(path: Path | None) -> str:
+    try:
+        CALIBRATION.check_writable(path)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 class _Bench:
@@ -176,7 +188,7 @@ class _Probes:
         return self.step(self.seats, self.following(int(len(self.hosts) > 1)), _SMALL)
 
 
-def _agreed(found: dict[str, Any]) -> dict[str, Any]:
+def _agreed(found: T) -> T:
     """What rank 0 found: the ranks must choose alike."""
     box = [found]
     dist.broadcast_object_list(box)

@@ -50,10 +50,10 @@ _THEIRS = {"torch gpipe": ScheduleGPipe, "torch 1f1b": Schedule1F1B}
 
 def main(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(arguments)
-    if detect().size > 1:
+    if detect().size != 1:
         init("dist_prims", timeout=_SECONDS)
         return bench(given)
-    return int(max(spawn(bench, given.ranks, (given,), timeout=_SECONDS, backend="dist_prims")))
+    return int(max(spawn(bench, given.ranks, (given,), timeout=_SECONDS, backend="dist_prims", prefix=False)))
 
 
 def _parser() -> argparse.ArgumentParser:

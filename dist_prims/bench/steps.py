@@ -302,10 +302,10 @@ def report(facts: Mapping[str, Any], tables: Iterable[Table]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
-    if detect().size > 1:
+    if detect().size != 1:
         init(timeout=_WAIT_SECONDS)
         return _bench(given)
-    return int(max(spawn(_bench, given.ranks, (given,), timeout=_SECONDS)))
+    return int(max(spawn(_bench, given.ranks, (given,), timeout=_SECONDS, prefix=False)))
 
 
 def _bench(given: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from ..backend import Options
 from ..launch import spawn
-from ..tuning import write
+from ..tuning import TUNING
 from .measure import measure
 
 __all__ = ["main"]
@@ -22,10 +23,15 @@ _ROUNDS = 9
 
 def main(ranks: Sequence[int]) -> int:
     """Measure for each number of ranks, print, and write the file that groups read from now on."""
-    limits = {size: spawn(_limit, size, backend="gloo", timeout=600)[0] for size in ranks}
+    try:
+        TUNING.check_writable()
+    except OSError as error:
+        print(f"tune: {error}", file=sys.stderr)
+        return 1
+    limits = {size: spawn(_limit, size, timeout=600)[0] for size in ranks}
     for size, limit in limits.items():
         print(f"{size} ranks: one shot up to {limit} bytes")
-    print(f"written to {write(limits)}")
+    print(f"written to {TUNING.write({'one_shot_bytes': {str(size): limit for size, limit in limits.items()}})}")
     return 0
 
 

@@ -28,11 +28,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.demo", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("demo_pictures"), help="folder for the pictures")
     out = parser.parse_args().out
-    if detect().size > 1:
+    if detect().size != 1:
         init(timeout=_SECONDS)
         return demo(out)
     print(f"dist_prims: no launcher, so the demo starts {_RANKS_ALONE} ranks of its own", flush=True)
-    return int(max(spawn(demo, _RANKS_ALONE, (out,), timeout=_SECONDS)))
+    return int(max(spawn(demo, _RANKS_ALONE, (out,), timeout=_SECONDS, prefix=False)))
 
 
 def demo(out: Path) -> int:

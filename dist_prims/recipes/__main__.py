@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from .._console import Console
 from ..launch import detect, init, spawn
+from ..schedules.registry import nearest
 from . import names, recipe, summary
 
 _SECONDS = 300.0  # for each; a rank that takes longer hangs
@@ -30,14 +31,18 @@ def main() -> int:
         return 0
     if given.name not in ("all", *names()):
         parser.error(f"no recipe {given.name!r}; there are {', '.join(names())}, and 'all'")
+    if given.backend not in dist.Backend.backend_list:
+        parser.error(f"--backend: {nearest('backend', given.backend, dist.Backend.backend_list)}")
     if given.ranks < 1:
         parser.error(f"--ranks {given.ranks}: at least 1")
     chosen = names() if given.name == "all" else [given.name]
     importlib.import_module("torch._dynamo")  # an optimizer would, on every rank; here once, before they are forked
-    if detect().size > 1:
+    if detect().size != 1:
         init(given.backend, timeout=_SECONDS)
         return cook(chosen)
-    return int(max(spawn(cook, given.ranks, (chosen,), backend=given.backend, timeout=_SECONDS * len(chosen))))
+    return int(
+        max(spawn(cook, given.ranks, (chosen,), backend=given.backend, timeout=_SECONDS * len(chosen), prefix=False))
+    )
 
 
 def cook(chosen: list[str]) -> int:
