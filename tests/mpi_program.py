@@ -215,7 +215,8 @@ def case_groups() -> None:
 def case_messages() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
-    limit = 2**28 - 1
+    limit = world()._get_backend(torch.device("cpu")).largest_tag
+    assert limit >= 32_766
     with raises(ValueError, f"tag {limit + 1} is not from 0 to {limit}"):
         dist.isend(torch.ones(1), after, tag=limit + 1) if size > 1 else world().send([torch.ones(1)], 0, limit + 1)
     if size == 1:
@@ -376,7 +377,10 @@ def case_lacks() -> None:
     with raises(RuntimeError, f"no group over MPI: the extension {names[0]} does not load", "DIST_PRIMS_MPICC="):
         mpi.make([0], SECOND)
     sys.modules.update(loaded)
-    assert mpi.holds([MPI.COMM_WORLD.rank])
+    me, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    assert mpi.lacks([me], 0) == ""
+    assert f"it is rank {me} of {size} in MPI.COMM_WORLD" in mpi.lacks([me + 1], 0)
+    assert f"it is rank {me} of {size} in MPI.COMM_WORLD" in mpi.lacks([me, size], 0)
 
 
 def case_finalize() -> None:

@@ -32,7 +32,7 @@ SCRIPT = str(ROOT / "launch_scripts/netns-hosts.sh")
 _names = (f"test{os.getpid()}_{number}" for number in itertools.count())
 
 
-def _missing() -> str:
+def missing() -> str:
     """Why there can be no such cluster here, or nothing."""
     tools = ("ip", "tc", "unshare", "nsenter", "setpriv", "pgrep", "sysctl")
     if absent := [tool for tool in tools if not shutil.which(tool)]:
@@ -43,7 +43,7 @@ def _missing() -> str:
     return "" if tried.returncode == 0 else f"no network namespace may be made here: {tried.stderr.strip()}"
 
 
-_reason = _missing()
+_reason = missing()
 needs_hosts = pytest.mark.skipif(bool(_reason), reason=_reason)
 
 

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -164,13 +165,42 @@ def check_exclusive_scan(count: int, rank: int, size: int, **options: Any) -> No
 CHECKS: dict[str, Callable[..., None]] = {name: globals()[f"check_{name}"] for name in COLLECTIVES}
 
 
+def ways(collective: str) -> list[dict[str, str]]:
+    """Without an algorithm, by price, and by each name."""
+    return [{}, *({"algorithm": name} for name in ("cheapest", *algorithms(collective)))]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_algorithm_on_the_backend(size: int) -> None:
+    """Most are C++ there. The same calls as asynchronous ones, which end in copies where the tensors have gaps."""
+
+    def body() -> None:
+        for collective in COLLECTIVES:
+            for how, count in itertools.product(ways(collective), COUNTS):
+                CHECKS[collective](count, dist.get_rank(), size, **how)
+        for how in ways("all_reduce"):
+            tensor, output = held(dist.get_rank(), 26)[::2], torch.zeros(26, dtype=torch.int64)[::2]
+            expected = sum(held(r, 26)[::2] for r in range(size))
+            works = [
+                dist_prims.all_reduce(tensor, output=output, async_op=True, **how),
+                dist_prims.all_reduce(tensor, async_op=True, **how),
+            ]
+            for work in works:
+                assert work.wait()
+                assert work.is_completed()
+            equal(tensor, expected, how)
+            equal(output, expected, how)
+
+    dist_prims.spawn(body, size, backend="dist_prims", timeout=60)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_every_algorithm_whole_and_in_segments(collective: str, size: int) -> None:
     def body() -> None:
         check = CHECKS[collective]
-        for name, count in itertools.product([None, *algorithms(collective)], COUNTS):
-            check(count, dist.get_rank(), size, algorithm=name)
+        for how, count in itertools.product(ways(collective), COUNTS):
+            check(count, dist.get_rank(), size, **how)
         for name, segment_bytes in itertools.product(algorithms(collective), (1, 64)):
             check(13, dist.get_rank(), size, algorithm=name, segment_bytes=segment_bytes)
             check(40, dist.get_rank(), size, algorithm=name, segment_bytes=segment_bytes)
@@ -276,7 +306,11 @@ def test_every_type_moves(size: int) -> None:
     dist_prims.spawn(body, size, timeout=60)
 
 
-def test_tensors_of_every_shape() -> None:
+BACKENDS = ["gloo", "dist_prims"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_of_every_shape(backend: str) -> None:
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         scalar = torch.tensor(rank + 1)
@@ -320,10 +354,11 @@ def test_tensors_of_every_shape() -> None:
         dist_prims.all_gather(gathered, torch.tensor([1j * rank, 1]).conj())
         equal(gathered, torch.tensor([[-1j * r, 1] for r in range(size)]).flatten(), "conjugate input")
 
-    dist_prims.spawn(body, 3, timeout=60)
+    dist_prims.spawn(body, 3, backend=backend, timeout=60)
 
 
-def test_groups_of_some_ranks() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_groups_of_some_ranks(backend: str) -> None:
     def body() -> None:
         rank = dist.get_rank()
         even, odd = dist.new_group([0, 2, 4]), dist.new_group([1, 3])
@@ -345,7 +380,7 @@ def test_groups_of_some_ranks() -> None:
         dist_prims.all_reduce(tensor)
         equal(tensor, summed(5, 13), "and the default group")
 
-    dist_prims.spawn(body, 5, timeout=60)
+    dist_prims.spawn(body, 5, backend=backend, timeout=60)
 
 
 HALVES = [torch.float32, torch.float16, torch.bfloat16]
@@ -383,8 +418,10 @@ def predicted(collective: str, name: str, dtype: torch.dtype, size: int, count: 
     return torch.cat(sums) if sums else noise(rank, dtype, count)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_the_bits_are_those_of_the_order(size: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "size"), [*((BACKENDS[0], n) for n in (2, 3, 4, 7)), *((BACKENDS[1], n) for n in (3, 4))]
+)
+def test_the_bits_are_those_of_the_order(backend: str, size: int) -> None:
     cases = [(c, n, d) for c in REDUCING for n in algorithms(c) for d in HALVES]
     counts = {case: 2 * build(*case[:2], size).chunks + (1 if case[0] != "reduce_scatter" else 0) for case in cases}
 
@@ -392,7 +429,7 @@ def test_the_bits_are_those_of_the_order(size: int) -> None:
         rank = dist.get_rank()
         return [reduced(c, n, noise(rank, d, counts[c, n, d]), size).view(torch.uint8) for c, n, d in cases]
 
-    for rank, results in enumerate(dist_prims.spawn(body, size, timeout=60)):
+    for rank, results in enumerate(dist_prims.spawn(body, size, backend=backend, timeout=60)):
         for case, result in zip(cases, results, strict=True):
             expected = predicted(*case, size, counts[case], rank).view(torch.uint8)
             assert torch.equal(result, expected), (case, rank)
@@ -424,3 +461,35 @@ def test_an_algorithm_of_your_own() -> None:
         unregister("all_reduce", "mine")
 
     dist_prims.spawn(body, 3, timeout=60)
+
+
+def a_scan_in_chunks(size: int) -> Any:
+    """Rank r - 1 sends chunk after chunk to rank r: a pipeline."""
+    for now in range(size + 1):
+        src = [r for r in range(size - 1) if 0 <= now - r < 3]
+        yield Step(src, [r + 1 for r in src], [now - r for r in src], reduce=True)
+
+
+def an_all_to_all_in_halves(size: int) -> Any:
+    """Every block in two messages, first the first halves; each rank's own block stays on it."""
+    src, dst = (rank.ravel() for rank in np.divmod(np.arange(size * size), size))
+    for half in range(2):
+        yield Step(src, dst, 2 * dst + half, into=2 * size + 2 * src + half)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_scans_and_all_to_alls_in_several_chunks(size: int) -> None:
+    """Once only the first chunk of a scan was promised, and only one chunk of a block."""
+
+    def rank_main() -> None:
+        algorithm("scan", name="in chunks", chunks=3)(a_scan_in_chunks)
+        algorithm("all_to_all", name="in halves", chunks=lambda size: 2 * size)(an_all_to_all_in_halves)
+        for count in COUNTS:
+            check_scan(count, dist.get_rank(), size, algorithm="in chunks")
+            tensor = held(dist.get_rank(), count * size)
+            output = torch.full_like(tensor, -1)
+            dist_prims.all_to_all(output, tensor, algorithm="in halves")
+            expected = [held(r, count * size).reshape(size, count)[dist.get_rank()] for r in range(size)]
+            equal(output, torch.cat(expected), ("all_to_all in halves", count))
+
+    dist_prims.spawn(rank_main, size, timeout=120)

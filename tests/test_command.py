@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,7 +81,10 @@ def test_prove_a_file(tmp_path: Path) -> None:
     file.write_text(WRONG)
     done = command("prove", str(file))
     assert done.returncode == 1
-    assert done.stdout == "✗ all_reduce mine, size 2: ScheduleError: at the end rank 0, chunk 0: r1 is missing\n"
+    assert done.stdout == (
+        "✗ all_reduce mine, size 2: ScheduleError: at the end rank 0, chunk 0: r1 is missing. Since step 0 it cannot "
+        "become right: there the transfer from rank 0 to rank 1 replaces the last copy of r1, in chunk 0 of rank 1\n"
+    )
     file.write_text(BROKEN)
     done = command("prove", str(file), "--sizes", "1,4")
     assert done.returncode == 1
@@ -171,7 +175,10 @@ def test_plan_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> Non
         (["show", "all_reduce", "ring", "speed=2"], "takes no parameter 'speed'"),
         (["show", "all_reduce", "ring", "--root", "1"], "takes no parameter 'root'"),
         (["show", "all_reduce", "ring", "--size", "0"], "size"),
-        (["show", "all_reduce", "hierarchical", "--size", "4", "hosts=3,3"], "add up to 4"),
+        (
+            ["show", "all_reduce", "hierarchical", "--size", "4", "hosts=3,3"],
+            "hosts=(3, 3) must be the ranks of each host",
+        ),
         (["show", "all_reduce", "ring", "--svg", "no/such/folder/x.svg"], "No such file"),
         (["prove", "no_such_file.py"], "No such file"),
         (["plan", "--hosts", "0"], "one host or more"),
@@ -197,3 +204,84 @@ def test_a_mistake_is_the_exit_status() -> None:
     done = command("show", "all_reduce", "rign")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert command("show", "all_reduce", "ring", "--sise", "3").returncode == 2
+
+
+def test_show_lists_the_algorithms_of_a_collective(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "all_reduce"]) == 0
+    out = capsys.readouterr().out
+    assert "halving_doubling" in out
+    assert "broadcast" not in out
+
+
+def test_show_takes_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(RIGHT)
+    for arguments in ([str(file)], [str(file), "mine"], [str(file), "--size", "3", "mine"]):
+        done = command("show", *arguments)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("all_reduce mine, ")
+    done = command("show", str(file), "other")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "registers mine; name one of them" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["def f(:", "import no_such_module", "1 / 0"])
+def test_a_file_that_cannot_be_run_is_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text(f"\n{text}\n")
+    for what in ("prove", "show"):
+        done = command(what, str(file))
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert "line 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["dist_prims", "show", "all_reduce", "hierarchical", "hosts=x"],
+            "hosts=('x',) must be the ranks of each host",
+        ),
+        (["dist_prims", "show", "all_reduce", "hierarchical", "hosts=3,x"], "hosts=(3, 'x') must be the ranks"),
+        (["dist_prims", "show", "all_reduce", "ring", "--svg", "x.png"], "as SVG only; name the file x.svg"),
+        (["dist_prims", "pipeline", "1f1b", "--svg", "x.png"], "as SVG only; name the file x.svg"),
+        (["dist_prims", "plan", "--hosts", "x"], "invalid int value: 'x'"),
+        (["dist_prims.bench", "--algorithms", "rng"], "did you mean 'ring'"),
+        (["dist_prims.bench", "--backends", "gloop"], "did you mean 'gloo'"),
+        (["dist_prims.bench", "--collective", "all_gather", "--limits"], "--limits measures all_reduce only"),
+        (["dist_prims.recipes", "rpc", "--backend", "foo"], "no backend is called 'foo'"),
+    ],
+)
+def test_a_word_that_cannot_be_is_told_in_one_line(tmp_path: Path, arguments: list[str], told: str) -> None:
+    """Without a traceback, and also where a launcher has set its variables: before any rank meets another."""
+    for launched in ({}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}):
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, **launched},
+        )
+        assert done.returncode == 2
+        assert told in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("collective", "hosts", "told"),
+    [
+        ("all_reduce", "2", "chooses by the same prices"),
+        ("all_reduce", "1", "works in shared memory on one host; dist_prims.all_reduce(..., algorithm="),
+        ("all_to_all", "2", "sends every block straight to its rank; dist_prims.all_to_all(..., algorithm="),
+        ("scan", "2", "follows no schedule for it; dist_prims.scan(..., algorithm='recursive_doubling')"),
+    ],
+)
+def test_plan_tells_whether_the_backend_takes_the_advice(
+    collective: str, hosts: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For an all_to_all it once advised a schedule that never ran."""
+    assert main(["plan", "--hosts", hosts, "--ranks", "2", "--collective", collective]) == 0
+    assert told in capsys.readouterr().out

@@ -22,10 +22,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 RING = """\
 all_reduce ring, 3 ranks, 3 chunks, 4 steps
 s ─c→ d: rank s sends chunk c to rank d, (+) adding; then the ranks in the sum
-step 1   0 ─0→ 1 (+) 0..1   1 ─1→ 2 (+) 1..2   2 ─2→ 0 (+) 0,2
-step 2   0 ─2→ 1 (+) 0..2   1 ─0→ 2 (+) 0..2   2 ─1→ 0 (+) 0..2
-step 3   0 ─1→ 1     0..2   1 ─2→ 2     0..2   2 ─0→ 0     0..2
-step 4   0 ─0→ 1     0..2   1 ─1→ 2     0..2   2 ─2→ 0     0..2"""
+step 0   0 ─0→ 1 (+) 0..1   1 ─1→ 2 (+) 1..2   2 ─2→ 0 (+) 0,2
+step 1   0 ─2→ 1 (+) 0..2   1 ─0→ 2 (+) 0..2   2 ─1→ 0 (+) 0..2
+step 2   0 ─1→ 1     0..2   1 ─2→ 2     0..2   2 ─0→ 0     0..2
+step 3   0 ─0→ 1     0..2   1 ─1→ 2     0..2   2 ─2→ 0     0..2"""
 
 
 def drawn(path: Path) -> xml.etree.ElementTree.Element:
@@ -114,7 +114,7 @@ def test_the_ring_in_a_terminal() -> None:
 
 def test_a_step_reads_what_was_there_before_it() -> None:
     first = terminal(build("scan", "recursive_doubling", 3)).splitlines()[2]
-    assert first == "step 1   0 ─0→ 1 (+) 0..1   1 ─0→ 2 (+) 1..2"
+    assert first == "step 0   0 ─0→ 1 (+) 0..1   1 ─0→ 2 (+) 1..2"
 
 
 def test_a_terminal_is_80_columns_wide() -> None:

@@ -58,7 +58,7 @@ def test_who_misses_nothing_may_read_later_what_the_others_said() -> None:
         rank, model = dist.get_rank(), Branches()
         model.unused = None
         averager = GradientAverager(model.branch, bucket_mb=1e-5)
-        averager._reads_late = True
+        averager._averaging.reads_late = True
         x, layers = torch.ones(1, 3), range(4)
         for step in range(4):
             model.zero_grad()

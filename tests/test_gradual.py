@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class Late(torch.nn.Module):
 def averaged(model: torch.nn.Module, bucket_mb: float, *, gradually: bool, **options: Any) -> GradientAverager:
     gradual._LARGE = 0 if gradually else 1 << 40
     averager = GradientAverager(model, bucket_mb=bucket_mb, **options)
-    buckets = averager._sending.layout.buckets
+    buckets = averager._averaging.sending.layout.buckets
     assert any(each.gradual for each in buckets) == gradually
     return averager
 
@@ -85,7 +86,7 @@ def test_a_rank_far_behind_holds_nobody_up_and_little_is_held(slow: int) -> None
         other = Late()
         averager = averaged(model, bucket_mb, gradually=True)
         averaged(other, bucket_mb, gradually=False)
-        last, held = averager._sending.layout.buckets[-1].gradual, []
+        last, held = averager._averaging.sending.layout.buckets[-1].gradual, []
         for each in model.parameters():
             each.register_post_accumulate_grad_hook(lambda _: held.append(last._tensor.held()))
         for number in range(3):
@@ -105,7 +106,7 @@ def test_some_of_it_is_added_before_backward_has_ended() -> None:
     def body() -> None:
         model = Late()
         averager = averaged(model, 25, gradually=True)
-        (bucket,) = averager._sending.layout.buckets
+        (bucket,) = averager._averaging.sending.layout.buckets
         held: list[int] = []
 
         def note(parameter: torch.Tensor) -> None:
@@ -170,9 +171,10 @@ def test_two_averagers_in_one_backward() -> None:
 def test_disagreement_leaves_nothing_that_would_be_added_twice() -> None:
     def body() -> None:
         model = Late()
-        averaged(model, 25, gradually=True)
+        group = averaged(model, 25, gradually=True)._group  # of the averager alone
         step(model, 0)
-        disagreeing = (lambda: step(model, 1)) if dist.get_rank() == 0 else (lambda: dist.all_reduce(torch.ones(9)))
+        other_call = functools.partial(dist.all_reduce, torch.ones(9), group=group)
+        disagreeing = (lambda: step(model, 1)) if dist.get_rank() == 0 else other_call
         with pytest.raises(dist_prims.errors.MismatchError):
             disagreeing()
         if dist.get_rank() == 0:
@@ -268,7 +270,7 @@ def test_a_schedule_that_is_pinned_and_groups_that_lend_nothing() -> None:
         for group in (ring, gloo):
             model, other = Late(), Late()
             averager = GradientAverager(model, group=group)
-            assert not any(each.gradual for each in averager._sending.layout.buckets)
+            assert not any(each.gradual for each in averager._averaging.sending.layout.buckets)
             averaged(other, 25, gradually=True)
             step(model, 0)
             step(other, 0)

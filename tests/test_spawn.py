@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,10 @@ def test_bad_input() -> None:
         dist_prims.spawn(of_a_module, 0)
     with pytest.raises(ValueError, match="choose 'fork' or 'spawn'"):
         dist_prims.spawn(of_a_module, 1, start_method="thread")
+    with pytest.raises(ValueError, match="start_timeout is 0 s; give a time that can pass"):
+        dist_prims.spawn(of_a_module, 1, start_timeout=0)
+    with pytest.raises(ValueError, match="timeout is -1 s; give a time that can pass"):
+        dist_prims.spawn(of_a_module, 1, timeout=-1)
 
 
 def test_ranks_do_not_outlive_a_parent_that_dies(tmp_path: Path) -> None:
@@ -143,3 +148,41 @@ dist_prims.spawn(body, 2, timeout=600)
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def slow_to_join(seconds: float) -> str:
+    """A backend whose groups take so long to make."""
+
+    def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+        time.sleep(seconds)
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    name = f"slow{int(seconds)}"
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, make, devices=["cpu"])
+    return name
+
+
+def test_the_time_to_run_begins_when_all_have_joined() -> None:
+    assert dist_prims.spawn(of_a_module, 2, backend=slow_to_join(6), timeout=5) == [0, 1]
+
+
+def test_the_time_to_run_is_not_the_time_to_start() -> None:
+    assert dist_prims.spawn(lambda: time.sleep(6), 1, start_timeout=5) == [None]
+
+
+def test_ranks_that_do_not_start_are_named() -> None:
+    with pytest.raises(
+        TimeoutError, match="with start_timeout=2 s these of 2 ranks were still starting: 0, 1"
+    ) as caught:
+        dist_prims.spawn(of_a_module, 2, backend=slow_to_join(1000), start_timeout=2, timeout=60)
+    assert "time.sleep(seconds)" in str(caught.value) or "in make" in str(caught.value)
+
+
+def test_a_rank_that_dies_before_it_has_joined_is_named() -> None:
+    def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        os._exit(3)
+
+    dist.Backend.register_backend("mortal", make, devices=["cpu"])
+    with pytest.raises(RankFailed, match="rank 0 exited with status 3 before its function began"):
+        dist_prims.spawn(of_a_module, 1, backend="mortal", timeout=60)

@@ -252,6 +252,11 @@ class Hides(nn.Module):
         return [("body", self.body)]
 
 
+def normed_twice() -> nn.Sequential:
+    norm = nn.BatchNorm1d(2, affine=False)
+    return nn.Sequential(norm, nn.Linear(2, 2), norm)
+
+
 def tied() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     model[2].weight = model[0].weight
@@ -273,7 +278,8 @@ SAMPLE = torch.ones(1, 2)
         (nn.Sequential(LINEAR), 1, {"by": "flops", "sample": SAMPLE}, "by='flops'; choose 'time', 'memory', or a list"),
         (nn.Sequential(LINEAR), 1, {}, "by='time' measures the model; give it a micro-batch as sample="),
         (Hides(), 2, {"by": [1, 1]}, r"\['scale'\] of the model's state_dict are in none of its layers"),
-        (tied(), 2, {"by": [2, 1]}, "0.weight in stage 0 and 2.weight in stage 1 are the same tensor"),
+        (tied(), 2, {"by": [2, 1]}, "0.weight in stage 0 and 2.weight in stage 1 are the same tensor, which would get"),
+        (normed_twice(), 2, {"by": [2, 1]}, "0.running_mean in stage 0 and 2.running_mean in stage 1 are the same"),
         (Chain(Pop("a")), 1, {"by": [1]}, "0 pops 'a', which no layer before it stashes"),
         (Chain(Stash("a")), 1, {"by": [1]}, r"\['a'\] are stashed and never popped"),
         (Chain(Stash("a"), Stash("a"), Pop("a")), 1, {"by": [3]}, "1 stashes 'a' a second time"),
@@ -309,6 +315,26 @@ class Gives(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.value
+
+
+class Positions(nn.Module):
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", table)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table
+
+
+def test_stages_share_what_training_does_not_change() -> None:
+    """Buffers and frozen parameters were refused for the gradient that trained ones would lose half of."""
+    table = torch.arange(2.0)
+    frozen, normed = tied(), normed_twice().eval()
+    frozen[0].weight.requires_grad_(False)
+    for model in (nn.Sequential(Positions(table), nn.Linear(2, 2), Positions(table)), frozen, normed):
+        stages = split(model, 2, by=[2, 1])
+        x = torch.randn(3, 2)
+        assert torch.equal(stages[1](stages[0](x)), model(x))
 
 
 def test_shared_weights_within_a_stage_and_shared_activations_are_fine() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dist_prims.training.pipeline.backward import Later, split_backward
 
@@ -61,7 +64,7 @@ def test_a_split_backward_gives_the_whole_one(case: int, of_input: bool) -> None
             torch.testing.assert_close(y.grad, x.grad)
 
 
-@pytest.mark.parametrize("watched", ["hook", "after", "by DDP", "by nobody"])
+@pytest.mark.parametrize("watched", ["hook", "after", "by nobody"])
 def test_whoever_watches_a_weight_sees_each_gradient(watched: str) -> None:
     """A product of matrices is added to ``.grad`` as it is computed, but not behind somebody's back."""
     layer = nn.Conv2d(2, 3, 1, bias=False)
@@ -73,12 +76,13 @@ def test_whoever_watches_a_weight_sees_each_gradient(watched: str) -> None:
     node = layer.weight.view_as(layer.weight).grad_fn.next_functions[0][0]
     node.register_hook(lambda *_: seen.append(layer.weight.grad))
     for _ in range(3):
-        later = Later(watched=watched == "by DDP")
+        later = Later()
         with split_backward(later):
-            layer(torch.ones(1, 2, 3, 3)).sum().backward()
+            found = layer(torch.ones(1, 2, 3, 3))
+        found.sum().backward()
         later.drain()
     assert layer.weight.grad.flatten().tolist() == [27.0] * 6
-    assert len(seen) == {"hook": 6, "after": 6, "by DDP": 3, "by nobody": 1}[watched]  # the first is always autograd's
+    assert len(seen) == {"hook": 6, "after": 6, "by nobody": 1}[watched]  # the first is always autograd's
 
 
 def test_a_split_backward_leaves_the_weights_for_later() -> None:
@@ -119,7 +123,8 @@ def test_a_weight_that_layers_share_shows_its_whole_gradient_once(bias: bool) ->
         parameter.grad = None
     later = Later()
     with split_backward(later):
-        other(one(x).relu()).square().sum().backward()
+        loss = other(one(x).relu()).square().sum()
+    loss.backward()
     assert seen == []
     later.drain()
     assert len(seen) == len(whole) == 2 * len(shared)
@@ -153,3 +158,72 @@ def test_a_split_backward_under_autocast() -> None:
         assert each.grad is not None
         assert each.grad.dtype == torch.float32
         torch.testing.assert_close(each.grad, its, rtol=0.02, atol=0.02)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 3))
+        self.outer = nn.Linear(3, 3)
+        self.options = options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(x + checkpoint(self.inner, x, **self.options))
+
+
+class Transformed(Checkpointed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.vmap(self.inner)(x))
+
+
+class Differentiated(Checkpointed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.outer(x).square().sum(), x, create_graph=self.options["twice"])[0]
+
+
+SAVED_SELECTIVELY = partial(
+    create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Checkpointed(use_reentrant=False),
+        lambda: Checkpointed(use_reentrant=True),
+        lambda: Checkpointed(use_reentrant=False, context_fn=SAVED_SELECTIVELY),
+        Transformed,
+    ],
+)
+def test_what_cannot_be_split_is_left_to_autograd(make: Callable[[], nn.Module]) -> None:
+    """A checkpointed layer was computed again without the split, and saved other tensors than at first."""
+    torch.manual_seed(0)
+    model, x, later = make(), torch.randn(4, 3, requires_grad=True), Later()
+    model(x).square().sum().backward()
+    wanted = [x.grad, *(each.grad for each in model.parameters())]
+    for each in (x, *model.parameters()):
+        each.grad = None
+    with split_backward(later):
+        loss = model(x).square().sum()
+    loss.backward()
+    assert model.outer.weight.grad is None  # what is outside is still put off
+    assert model.inner[0].weight.grad is not None
+    later.drain()
+    torch.testing.assert_close([x.grad, *(each.grad for each in model.parameters())], wanted)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_forward_that_differentiates_is_refused(twice: bool) -> None:
+    """It added gradients that nobody had asked for, and lost those of second derivatives."""
+    model = Differentiated(twice=twice)
+    with split_backward(Later()), pytest.raises(RuntimeError, match="choose a plan that does not split it, such as"):
+        model(torch.randn(4, 3))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    layer, x = nn.Linear(3, 3), torch.randn(4, 3, requires_grad=True)
+    with split_backward(Later()):
+        y = layer(x).square().sum()
+    with pytest.raises(RuntimeError, match="for a second derivative"):
+        torch.autograd.grad(y, x, create_graph=True)

@@ -28,7 +28,7 @@ FLOORS = {
     "collectives": {"schedules", "errors"},
     "errors": set(),
     "autoload": {"backend", "launch"},
-    "backend": {"autoload", "collectives", "engines", "launch", "schedules", "spanning", "tuning"},
+    "backend": {"autoload", "collectives", "engines", "errors", "launch", "schedules", "spanning", "tuning"},
     "engines": {"launch"},
     "spanning": {"schedules"},
     "tuning": set(),

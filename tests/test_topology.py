@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dist_prims.schedules import COLLECTIVES, Step, algorithm, algorithms, build, replay, unregister
+from dist_prims.schedules.algorithms.tree import _two_trees
 from dist_prims.schedules.contract import ROOTED
 from dist_prims.schedules.cost import best_segments, parts, price, seconds
 from dist_prims.schedules.recommend import bound, recommend
@@ -328,3 +329,10 @@ def test_at_scale(name: str, hosts: tuple[int, ...]) -> None:
         sent = 2 * (len(hosts) - 1) * hosts[0]  # chunks over each link
         assert found.sent.tolist() == [sent] * len(hosts)
     assert float(seconds(schedule, 1e8, topology)) >= bound("all_reduce", 1e8, topology)
+
+
+@pytest.mark.parametrize("size", [*range(1, 34), 64, 65])
+def test_no_rank_is_inner_in_both_trees(size: int) -> None:
+    """At odd sizes rank 0 once was: it sent as much as two inner ranks."""
+    inner = [set(parent[parent >= 0].tolist()) for parent in _two_trees(size)]
+    assert not inner[0] & inner[1]

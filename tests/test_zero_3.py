@@ -275,8 +275,11 @@ def test_zero_3_keeps_what_is_changed_within_gathered_and_refuses_other_changes(
         with pytest.raises(RuntimeError, match="parameters of 0 and their shards were changed"), sharded.gathered():
             [torch.nn.init.zeros_(each) for each in (sharded.parameters()[0], layers[0].bias)]
         sharded.remove()
+        sharded = ShardedParameters(model)
+        with pytest.raises(RuntimeError, match="zero_ reads a parameter of shape"):
+            torch.nn.init.zeros_(layers[1].bias)
+        sharded.remove()
         for change in (
-            lambda: torch.nn.init.zeros_(layers[1].bias),
             lambda: model.load_state_dict({name: each.clone() for name, each in ones.items()}, assign=True),
             lambda: setattr(layers[1], "weight", torch.nn.Parameter(torch.ones(3, 3))),
         ):
@@ -328,7 +331,8 @@ def test_zero_3_shows_what_hinders_a_forward() -> None:
             dist.all_reduce(torch.ones(3)) if dist.get_rank() else model(x)
         assert found.value.__context__ is None
         assert not model(x).isnan().any()
-        assert model[0].weight.isnan().all()  # nobody uses it any more
+        with pytest.raises(RuntimeError, match="the model: isnan reads a parameter"):
+            model[0].weight.isnan()  # it is let go again
         if dist.get_rank():
             return dist.destroy_process_group()
         with pytest.raises(PeerLeft) as left:
@@ -357,7 +361,8 @@ def test_zero_3_refuses() -> None:
         with pytest.raises(ValueError, match="the model has no parameters"):
             ShardedParameters(torch.nn.ReLU())
         sharded = ShardedParameters(model)
-        assert torch.isnan(model.fine.weight).all()  # who reads out of turn, sees it
+        with pytest.raises(RuntimeError, match=r"isnan reads a parameter of shape \(6, 6\) that is not gathered now"):
+            torch.isnan(model.fine.weight)
         with pytest.raises(ValueError, match=r"'fine\.weight' has shape \(1,\) in the state and \(6, 6\) in the model"):
             sharded.load_state_dict({**Net().state_dict(), "fine.weight": torch.ones(1)})
         with pytest.raises(ValueError, match="'more' is in the state or in the model"):
@@ -372,15 +377,68 @@ def test_zero_3_refuses() -> None:
             model.fine.bias.requires_grad_(False)
         with pytest.raises(ValueError, match="a parameter of fine was frozen on rank 1 after it was sharded"):
             loss_of(model, 0, rank, 0).backward()
-        for change in (Net.half, lambda net: setattr(net.scale, "data", torch.tensor(1.0))):
-            model = Net()
-            ShardedParameters(model)
-            change(model)
-            with pytest.raises(ValueError, match=r"was replaced or changed in place \(torch.float(16|32) on cpu\)"):
-                loss_of(model, 0, rank, 0)
+        model = Net()
+        ShardedParameters(model)
+        with pytest.raises(RuntimeError, match="half reads a parameter"):
+            model.half()
+        model.scale.data = torch.tensor(1.0)
+        with pytest.raises(ValueError, match=r"was replaced or changed in place \(torch.float32 on cpu\)"):
+            loss_of(model, 0, rank, 0)
         sparse = torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True), torch.nn.Linear(2, 1))
         ShardedParameters(sparse)
         with pytest.raises(ValueError, match=r"of shape \(4, 2\) has a sparse gradient"):
             sparse(torch.tensor([1])).sum().backward()
+
+    spawn(body, 2)
+
+
+class TiedByHand(torch.nn.Module):
+    """The head multiplies by the weight of an embedding that is in another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(self.body(self.embedding(tokens)), self.embedding.weight)
+
+
+def test_zero_3_names_a_parameter_that_is_read_out_of_turn() -> None:
+    """Once the result was NaN, and nothing was said."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model, tokens = TiedByHand(), torch.tensor([1, 4])
+        wanted = model(tokens)
+        sharded = ShardedParameters(model)
+        with pytest.raises(RuntimeError, match=r"ShardedParameters: embedding: linear reads .* shape \(5, 3\).*units="):
+            model(tokens)
+        sharded.remove()
+        sharded = ShardedParameters(model, units=[model.body])  # the remedy: the model itself holds both users
+        alike([model(tokens)], [wanted])
+        assert "AbsentParameter" in repr(model.embedding.weight)
+        assert (model.embedding.weight.shape, model.embedding.weight.requires_grad) == ((5, 3), True)
+
+    spawn(body, 2)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_zero_3_refuses_an_optimiser_of_the_model(when: str) -> None:
+    """As one writes it for DDP: it trained nothing, and said nothing."""
+
+    def body() -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+        early = torch.optim.SGD(model.parameters(), lr=0.1)
+        sharded = ShardedParameters(model)
+        optimizer = early if when == "before" else torch.optim.AdamW(model[1].parameters(), lr=0.1)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(
+            RuntimeError, match=r"was made of the model's parameters .* make it of sharded.parameters\(\)"
+        ):
+            optimizer.step()
+        other = torch.nn.Linear(1, 1)
+        torch.optim.SGD([*sharded.parameters(), *other.parameters()], lr=0.1).step()  # other optimisers go on
+        sharded.remove()
+        early.step()
 
     spawn(body, 2)

@@ -1,0 +1,106 @@
+"""Ranks in processes of their own, which nobody ends when one of them dies; for tests of what the survivors see.
+
+    outcomes = run_ranks(body, 3, tmp_path)  # body(rank) on each, in a group of the backend "dist_prims"
+
+An outcome is what the body returned, the exception that it raised, or, of a rank that has ended without either, its
+status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_names = iter(range(1_000_000))
+
+
+def run_ranks(
+    body: Callable[[int], Any], size: int, folder: Path, *, join: bool = True, group_timeout: float = 60
+) -> list[Any]:
+    """Ranks live until all of them have an outcome; after 100 seconds the test fails."""
+    meeting = f"file://{folder}/meeting{next(_names)}"
+    context = multiprocessing.get_context("fork")
+    pairs = [context.Pipe() for _ in range(size)]
+    ranks = [
+        context.Process(
+            target=_rank, args=(body, rank, size, meeting if join else "", group_timeout, pairs), daemon=True
+        )
+        for rank in range(size)
+    ]
+    try:
+        for rank in ranks:
+            rank.start()
+        for _, theirs in pairs:
+            theirs.close()
+        deadline = time.monotonic() + 100
+        return [_outcome(rank, ours, deadline) for rank, (ours, _) in zip(ranks, pairs, strict=True)]
+    finally:
+        for ours, _ in pairs:
+            ours.close()
+        for rank in ranks:
+            rank.kill()
+            rank.join(20)
+
+
+def join_at_rank_0(rank: int, size: int, folder: Path) -> None:
+    """Join the default group by a TCPStore that rank 0 keeps: it needs no descriptors later, and ends with rank 0."""
+    port = folder / "port"
+    if rank == 0:
+        store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "new").write_text(str(store.port))
+        (folder / "new").rename(port)
+    else:
+        deadline = time.monotonic() + 60
+        while not port.exists():
+            assert time.monotonic() < deadline, "rank 0 has no store"
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+    dist.init_process_group("dist_prims", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+
+
+def _rank(
+    body: Callable[[int], Any],
+    rank: int,
+    size: int,
+    meeting: str,
+    group_timeout: float,
+    pairs: list[tuple[Connection, Connection]],
+) -> None:
+    for number, (ours, theirs) in enumerate(pairs):
+        ours.close()
+        if number != rank:
+            theirs.close()  # its end is to be seen when that rank dies
+    answers = pairs[rank][1]
+    torch.set_num_threads(1)
+    try:
+        if meeting:
+            timeout = timedelta(seconds=group_timeout)
+            dist.init_process_group("dist_prims", init_method=meeting, rank=rank, world_size=size, timeout=timeout)
+        outcome = body(rank)
+    except Exception as error:
+        traceback.print_exc()
+        outcome = error
+    answers.send(outcome)
+    with contextlib.suppress(EOFError, ConnectionError):
+        answers.recv()  # the end of the test
+    os._exit(0)
+
+
+def _outcome(rank: Any, answers: Connection, deadline: float) -> Any:
+    assert answers.poll(max(0.0, deadline - time.monotonic())), f"{rank.name} has no outcome in time"
+    try:
+        return answers.recv()
+    except EOFError:
+        rank.join(20)
+        return rank.exitcode

@@ -1,0 +1,94 @@
+"""Checkpoints of sharded optimisers and parameters, whose state_dict() only all ranks together can give.
+
+Once it was called on rank 0 alone: MismatchError on dist_prims, a hang or SIGABRT on gloo.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dist_prims
+from dist_prims.training.checkpoint import Checkpoints
+from dist_prims.training.zero import ShardedParameters, ZeroOptimizer
+
+
+def a_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+class Stage1:
+    """State of the optimiser sharded: its checkpoint has the whole, also for another number of ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = a_model()
+        self.optimizer = ZeroOptimizer(self.model.parameters(), torch.optim.AdamW, lr=0.1)
+        self.checkpoints = Checkpoints(folder, {"optimizer": self.optimizer, "model": self.model})
+
+    def whole(self) -> dict[str, Any]:
+        return self.model.state_dict()
+
+
+class Stage3:
+    """Parameters sharded, too."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = a_model()
+        self.sharded = ShardedParameters(self.model)
+        self.optimizer = torch.optim.SGD(self.sharded.parameters(), lr=0.1)
+        self.checkpoints = Checkpoints(folder, {"model": self.sharded})
+
+    def whole(self) -> dict[str, Any]:
+        return self.sharded.state_dict()
+
+
+def train(run: Stage1 | Stage3, steps: range) -> list[float]:
+    """The same batch on every rank, so the number of ranks does not count."""
+    for step in steps:
+        batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        run.optimizer.zero_grad()
+        run.model(batch).square().mean().backward()
+        run.optimizer.step()
+    return [value for tensor in run.whole().values() for value in tensor.flatten().tolist()]
+
+
+@pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
+@pytest.mark.parametrize("stage", [Stage1, Stage3])
+def test_a_sharded_run_is_saved_and_goes_on(stage: Any, backend: str, tmp_path: Path) -> None:
+    def first() -> list[float]:
+        run = stage(tmp_path)
+        train(run, range(2))
+        run.checkpoints.save(2)
+        return train(run, range(2, 4))
+
+    def again() -> list[float]:
+        run = stage(tmp_path)
+        train(run, range(7, 8))
+        assert run.checkpoints.restore() == 2
+        return train(run, range(2, 4))
+
+    wanted, *others = dist_prims.spawn(first, 2, backend=backend, timeout=60)
+    assert others == [wanted]
+    for size in (2, 1, 3):
+        for found in dist_prims.spawn(again, size, backend=backend, timeout=60):
+            assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_save_that_rank_0_refuses_leaves_nobody_in_a_collective(tmp_path: Path) -> None:
+    def body() -> None:
+        run = Stage1(tmp_path)
+        train(run, range(1))
+        run.checkpoints.save(5)
+        with pytest.raises(ValueError, match="has a checkpoint of step 5; restore"):
+            Stage1(tmp_path).checkpoints.save(3)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == 2
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)

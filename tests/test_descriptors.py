@@ -1,0 +1,109 @@
+"""File descriptors: what groups cost, and what happens when none is left."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from survivors import join_at_rank_0, run_ranks
+
+import dist_prims
+from dist_prims.errors import PeerDied
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def take_all_but(spare: int) -> list[int]:
+    """Leave this process so many descriptors; the others are returned."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 50, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    taken = []
+    try:
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        for _ in range(spare):
+            os.close(taken.pop())
+    return taken
+
+
+def test_groups_share_what_they_watch(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        before, groups = descriptors(), []
+        for _ in range(12):
+            groups.append(dist.new_group())
+        dist.barrier(groups[-1])
+        return descriptors() - before
+
+    assert run_ranks(body, 4, tmp_path) == [0] * 4
+
+
+def test_many_groups_under_a_low_limit_still_see_a_death(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 20, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        groups = [dist.new_group() for _ in range(25)]
+        dist.barrier(groups[-1])
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerDied, match="rank 1 "):
+            dist.all_reduce(torch.ones(1), group=groups[-1])
+        return None
+
+    assert run_ranks(body, 4, tmp_path) == [None, -signal.SIGKILL, None, None]
+
+
+@pytest.mark.parametrize("poor", [0, 2])
+@pytest.mark.parametrize("spare", [0, 1, 2, 3])
+def test_none_is_left_to_make_a_group(poor: int, spare: int, tmp_path: Path) -> None:
+    """All ranks say why, soon, and none spins until then; or the group is made, and then a death is seen."""
+
+    def body(rank: int) -> Any:
+        join_at_rank_0(rank, 4, tmp_path)
+        taken = take_all_but(spare) if rank == poor else []
+        began, used = time.monotonic(), time.process_time()
+        try:
+            group = dist.new_group(timeout=timedelta(seconds=60))
+        except RuntimeError as error:
+            assert time.monotonic() - began < 25
+            assert time.process_time() - used < 5
+            return str(error)
+        finally:
+            for each in taken:
+                os.close(each)
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerDied, match="rank 3 "):
+            dist.recv(torch.ones(1), 3, group=group)
+        return "made"
+
+    outcomes = run_ranks(body, 4, tmp_path, join=False)
+    if outcomes[3] == -signal.SIGKILL:
+        assert outcomes[:3] == ["made"] * 3
+        assert spare > 0
+        return
+    for text in outcomes:
+        assert "descriptors" in text, outcomes
+        assert "`ulimit -n`" in text, outcomes
+
+
+def test_none_is_left_for_a_shared_tensor() -> None:
+    def body() -> str:
+        taken = take_all_but(0)
+        with pytest.raises(RuntimeError) as caught:
+            dist_prims.empty(1 << 20)  # what is smaller than a page is ordinary memory
+        for each in taken:
+            os.close(each)
+        return str(caught.value)
+
+    (text,) = dist_prims.spawn(body, 1, backend="dist_prims", timeout=60)
+    assert "no descriptors left" in text
+    assert "`ulimit -n`" in text

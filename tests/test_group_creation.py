@@ -1,0 +1,187 @@
+"""What happens to the other ranks when one of them fails while a group is made, and signals meanwhile."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from survivors import join_at_rank_0, run_ranks
+
+import dist_prims.backend
+from dist_prims.errors import CommError, Interrupted, PeerDied
+
+SOON = 25  # seconds on a crowded machine; the group's timeout is 60
+
+
+def new_group() -> tuple[str, str]:
+    """Make a group that cannot be made: the type and the message of the error that this raises before time is up."""
+    began = time.monotonic()
+    with pytest.raises(CommError) as caught:
+        dist.new_group(timeout=timedelta(seconds=60))
+    assert time.monotonic() - began < SOON
+    return type(caught.value).__name__, str(caught.value)
+
+
+def between_meeting_and_attaching(act: Any) -> None:
+    """Have this rank call `act` there when it makes its next group."""
+    tuned = dist_prims.backend.tuned
+
+    def acting(*args: Any, **kwargs: Any) -> int:
+        dist_prims.backend.tuned = tuned
+        act()
+        return tuned(*args, **kwargs)
+
+    dist_prims.backend.tuned = acting
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_before_it_makes_the_group(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        dist.barrier()
+        if rank == 2:
+            die()
+        return new_group()
+
+    outcomes = run_ranks(body, 4, tmp_path)
+    assert outcomes.pop(2) == -signal.SIGKILL
+    for rank, (kind, text) in zip((0, 1, 3), outcomes, strict=True):
+        assert (kind, text.startswith(f"rank {rank}: rank 2 has died while the group was made")) == ("PeerDied", True)
+
+
+def test_a_rank_that_has_met_the_others_and_dies(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        if rank == 2:
+            between_meeting_and_attaching(die)
+        return new_group()
+
+    outcomes = run_ranks(body, 4, tmp_path)
+    assert outcomes.pop(2) == -signal.SIGKILL
+    for kind, text in outcomes:
+        assert (kind, "rank 2 has died while the group was made" in text) == ("PeerDied", True), text
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_has_attached_and_dies(victim: int, tmp_path: Path) -> None:
+    """Of the default group: no other group watches the processes."""
+
+    def body(rank: int) -> Any:
+        if rank == victim:
+            threading.Timer(2, die).start()
+        elif rank == 2:
+            between_meeting_and_attaching(lambda: time.sleep(4))
+        began = time.monotonic()
+        meeting = f"file://{tmp_path}/meeting"
+        with pytest.raises(PeerDied) as caught:
+            dist.init_process_group(
+                "dist_prims", init_method=meeting, rank=rank, world_size=3, timeout=timedelta(seconds=60)
+            )
+        assert time.monotonic() - began < SOON
+        return str(caught.value)
+
+    outcomes = run_ranks(body, 3, tmp_path, join=False)
+    assert outcomes.pop(victim) == -signal.SIGKILL
+    for text in outcomes:
+        assert f"rank {victim} has died" in text or f"rank {victim} does not listen" in text, text
+
+
+def test_the_store_that_dies_with_rank_0(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        join_at_rank_0(rank, 3, tmp_path)
+        dist.barrier()
+        if rank == 0:
+            time.sleep(1)
+            die()
+        return new_group()
+
+    outcomes = run_ranks(body, 3, tmp_path, join=False)
+    assert outcomes.pop(0) == -signal.SIGKILL
+    for kind, text in outcomes:
+        assert (kind, "rank 0 has died while the group was made" in text) == ("PeerDied", True), text
+
+
+def test_a_rank_that_is_interrupted_tells_the_others(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        if rank == 2:
+            between_meeting_and_attaching(lambda: time.sleep(3))
+        if rank != 1:
+            return new_group()
+        signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(LookupError("of the handler")))
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        with pytest.raises(LookupError, match="of the handler"):
+            dist.new_group(timeout=timedelta(seconds=60))
+        return None
+
+    outcomes = run_ranks(body, 3, tmp_path)
+    assert outcomes.pop(1) is None
+    for kind, text in outcomes:
+        assert kind == Interrupted.__name__, text
+        assert text.endswith("the group cannot be made: rank 1: interrupted while the group was made")
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2]])
+def test_handled_signals_do_no_harm(ranks: list[int], tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        seen = []
+        if rank in ranks:
+            signal.signal(signal.SIGALRM, lambda *_: seen.append(1))
+            signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+        for turn in range(40):
+            time.sleep(0.005 * (rank == turn % 3))
+            dist.destroy_process_group(dist.new_group())
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return len(seen)
+
+    outcomes = run_ranks(body, 3, tmp_path)
+    assert [count > 0 for count in outcomes] == [rank in ranks for rank in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_deaths_at_any_moment(tmp_path: Path) -> None:
+    """Every survivor names the dead rank, unless it was between two groups and then names it in the next."""
+
+    def body(rank: int) -> Any:
+        threading.Timer(delay, die).start() if rank == victim else None
+        began = time.monotonic()
+        while time.monotonic() < began + 60:
+            try:
+                dist.destroy_process_group(dist.new_group())
+            except CommError as error:
+                return time.monotonic() - began - delay, str(error)
+        raise AssertionError("no rank has died")
+
+    choose = random.Random(5)
+    for _ in range(40):
+        victim, delay = choose.randrange(4), 0.3 + choose.random() / 2
+        outcomes = run_ranks(body, 4, tmp_path)
+        assert outcomes.pop(victim) == -signal.SIGKILL
+        for late, text in outcomes:
+            assert late < SOON, text
+            assert f"rank {victim}" in text, text
+
+
+def test_a_group_of_other_ranks_is_made_although_one_has_died(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        dist.barrier()
+        if rank == 1:
+            die()
+        while not dist.group.WORLD._get_backend(torch.device("cpu")).ended():
+            time.sleep(0.01)
+        group = dist.new_group([0, 2], use_local_synchronization=True)
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=group)
+        return tensor.tolist()
+
+    assert run_ranks(body, 3, tmp_path) == [[2.0] * 3, -signal.SIGKILL, [2.0] * 3]

@@ -1,0 +1,181 @@
+"""How groups end: several closes at once, callbacks that drop the last reference, errors on a thread of the group."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dist_prims
+from dist_prims.errors import CommError
+
+LIMIT = 50  # seconds, of any wait here
+
+
+def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 90) -> list[Any]:
+    return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=timeout)
+
+
+def backend(group: Any) -> Any:
+    return group._get_backend(torch.device("cpu"))
+
+
+def at_once(*actions: Callable[[], Any]) -> None:
+    """On a thread each, the last one on this."""
+    start = threading.Barrier(len(actions))
+
+    def act(action: Callable[[], Any]) -> None:
+        start.wait(LIMIT)
+        action()
+
+    threads = [threading.Thread(target=act, args=(action,), daemon=True) for action in actions[:-1]]
+    for thread in threads:
+        thread.start()
+    act(actions[-1])
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("under_way", [False, True], ids=["idle", "under way"])
+def test_abort_beside_destroy_and_beside_itself(under_way: bool) -> None:
+    def body() -> None:
+        for turn in range(3 if under_way else 15):
+            group = dist.new_group()
+            ends = [backend(group).abort] * 3 + [lambda group=group: dist.destroy_process_group(group)]
+            works = [dist.all_reduce(torch.ones(1000), group=group, async_op=True) for _ in range(3)]
+            for work in works:
+                work.wait()
+            pending = []
+            if under_way and dist.get_rank() == turn % 2:  # the other rank does not come
+                pending = [dist.all_reduce(torch.ones(9), group=group, async_op=True) for _ in range(2)]
+                pending.append(dist.irecv(torch.ones(9), 1 - dist.get_rank(), group=group))
+            at_once(*ends)
+            for work in pending:
+                with pytest.raises(CommError):
+                    work.wait()
+            del ends, group, works, pending
+            dist.barrier()
+
+    spawn(body, 2)
+
+
+@pytest.mark.parametrize("kind", ["collective", "message"])
+@pytest.mark.parametrize("how", ["destroy", "drop"])
+def test_a_callback_ends_the_group_on_its_own_thread(kind: str, how: str) -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        for _ in range(10):
+            group = dist.new_group()
+            if kind == "collective":
+                if rank == 1:
+                    time.sleep(0.01)
+                work = dist.all_reduce(torch.ones(1 << 16), group=group, async_op=True)
+            elif rank == 0:
+                work = dist.irecv(torch.ones(4), 1, group=group)
+            else:
+                time.sleep(0.01)
+                work = dist.isend(torch.ones(4), 0, group=group)
+            last, done = [group], threading.Event()
+            if how == "drop":
+                forget(group)
+            del group
+
+            def end(_: Any, last: list[Any] = last, done: threading.Event = done) -> None:
+                if how == "destroy":
+                    dist.destroy_process_group(last[0])
+                last.clear()
+                gc.collect()
+                done.set()
+
+            future = work.get_future().then(end)
+            del work
+            assert done.wait(LIMIT)
+            del future
+            dist.barrier()
+
+    spawn(body, 2)
+
+
+def forget(group: Any) -> None:
+    """Take the group out of all of torch's tables: the reference that is given is the last one."""
+    world = dist.distributed_c10d._world
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
+        table.pop(group)
+    for groups in world.tags_to_pg.values():
+        if group in groups:
+            groups.remove(group)
+    dist.distributed_c10d._unregister_process_group(group.group_name)
+
+
+def poll(work: Any) -> None:
+    for _ in range(100 * LIMIT):
+        if work.is_completed():
+            return
+        time.sleep(0.01)
+    raise AssertionError("not completed")
+
+
+def test_what_a_thread_cannot_deliver_is_the_error_of_the_work() -> None:
+    """In inference mode a tensor can be written on any thread; outside of it the work fails, and the group goes on."""
+
+    def body() -> None:
+        if dist.get_rank() == 0:
+            for tag in range(3):
+                dist.send(torch.arange(4.0), 1, tag=tag)
+        else:
+            with torch.inference_mode():
+                made = torch.zeros(2, 2).t()
+                work = dist.irecv(made, 0)
+                poll(work)
+                work.wait()
+                assert made.tolist() == [[0, 1], [2, 3]]
+            work = dist.irecv(made, 0, tag=1)
+            poll(work)
+            with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+                work.wait()
+            found = torch.zeros(4)
+            with pytest.raises(ValueError, match="several elements of the tensor lie in one place"):
+                dist.irecv(torch.zeros(1).expand(4), 0, tag=2)
+            dist.recv(found, 0, tag=2)  # the refused receive has taken nothing
+            assert found.tolist() == [0, 1, 2, 3]
+        for _ in range(2):
+            with torch.inference_mode():
+                total = torch.ones(2, 3).t()
+                work = dist.all_reduce(total, async_op=True)
+                poll(work)
+                work.wait()
+                assert total.tolist() == [[2, 2]] * 3
+
+    spawn(body, 2)
+
+
+def test_a_callback_that_raises_ends_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        def fail(_: Any) -> None:
+            raise ValueError("the callback's own")
+
+        done = threading.Event()
+        for add in ("then", "add_done_callback"):
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            future = work.get_future()
+            kept = getattr(future, add)(fail)
+            poll(work)
+            work.wait()
+            if add == "then":
+                with pytest.raises(RuntimeError, match="the callback's own"):
+                    kept.wait()
+        done.set()
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        assert total[0] == 2
+
+    spawn(body, 2)
+    assert not re.search("terminate called", capfd.readouterr().err)
