@@ -11,15 +11,40 @@ constexpr auto kMomentToFinish = std::chrono::milliseconds(500);
 
 thread_local const Queue* served = nullptr;  // the queue whose thread this is
 
+// A wait that runs signal handlers at this moment. Waits of one thread nest: a handler may wait in another group.
+struct Interruption {
+    const Queue* queue;
+    const char* title;
+    const Interruption* outer;
+};
+thread_local const Interruption* innermost = nullptr;
+
+class InterruptionScope {
+public:
+    InterruptionScope(const Queue* queue, const char* title) : here_{queue, title, innermost} { innermost = &here_; }
+    ~InterruptionScope() { innermost = here_.outer; }
+    InterruptionScope(const InterruptionScope&) = delete;
+
+private:
+    const Interruption here_;
+};
+
+const char* title_interrupted_in(const Queue* queue) {
+    for (const Interruption* each = innermost; each; each = each->outer)
+        if (each->queue == queue) return each->title;
+    return nullptr;
+}
+
 }  // namespace
 
 // Under the lock.
 void Queue::check(const char* title) const {
     if (closed_) throw std::runtime_error(owner_ + ", " + title + ": the group has been destroyed");
-    if (runs_here())
+    const char* outer = runs_here() ? running_title_ : title_interrupted_in(this);
+    if (outer)
         throw std::runtime_error(owner_ + ", " + title + ": a signal handler or a finalizer makes this call inside " +
-                                 running_title_ + " of the same group on the same thread, so it can never begin; " +
-                                 "set a flag there, and make the call after " + running_title_ + " has returned");
+                                 outer + " of the same group on the same thread, so it can never begin; " +
+                                 "set a flag there, and make the call after " + outer + " has returned");
 }
 
 // Under the lock.
@@ -121,7 +146,10 @@ bool Queue::wait(const Handle& job, std::chrono::milliseconds limit, const std::
             changed_.wait_for(lock, kInterruptEvery);
             if (interrupt) {
                 lock.unlock();
-                interrupt();
+                {
+                    const InterruptionScope scope(this, job->title);
+                    interrupt();
+                }
                 lock.lock();
             }
         }

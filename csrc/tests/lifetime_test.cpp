@@ -213,6 +213,34 @@ void a_handler_makes_a_call(bool waited) {
     queue->close(nullptr, {});
 }
 
+// A signal handler runs in a wait for a job that a thread of the queue runs. Its calls are refused there as well; a
+// callback that the same wait runs may make calls.
+void a_handler_makes_a_call_in_a_wait() {
+    const auto queue = std::make_shared<Queue>("rank 3");
+    std::atomic<bool> begun{false}, handled{false};
+    const auto outer = job_of([&] {
+        begun = true;
+        while (!handled) std::this_thread::yield();
+    });
+    outer->title = "all_reduce";
+    queue->submit(outer);
+    while (!begun) std::this_thread::yield();
+    CHECK(queue->wait(outer, 60s, [&] {
+        CHECK(has(text_of(caught([&] { queue->submit(job_of([] {})); })), "makes this call inside all_reduce"));
+        handled = true;
+    }));
+    std::atomic<bool> called{false};
+    const auto calls = job_of([] {}, [&](std::exception_ptr) -> Callback {
+        return [&] {
+            queue->run(job_of([] {}), {});
+            called = true;
+        };
+    });
+    queue->run(calls, [] {});
+    CHECK(called);
+    queue->close(nullptr, {});
+}
+
 // A handler ends the group inside of a collective: it need not wait for what it interrupts, all others do.
 void a_handler_closes() {
     const auto queue = std::make_shared<Queue>();
@@ -371,6 +399,7 @@ void lifetimes() {
     many_close();
     many_threads_close_p2p();
     for (const bool waited : {false, true}) a_handler_makes_a_call(waited);
+    a_handler_makes_a_call_in_a_wait();
     a_handler_closes();
     exceptions_stay();
     a_program_is_aborted(30);
