@@ -17,7 +17,7 @@ user=() # what unshare needs to make the namespaces of somebody who is not root
 [ "$(id -u)" = 0 ] || user=(--user --map-root-user)
 
 main() { # HOSTS RANKS RATE [how] -- command
-    local hosts=${1:-} ranks=${2:-} rate=${3:-} how=--torchrun name=${NAME:-box$$} from=$PWD
+    local hosts=${1:-} ranks=${2:-} rate=${3:-} how=--torchrun needed=mpirun name=${NAME:-box$$} from=$PWD
     [[ $hosts =~ ^[1-9][0-9]?$ ]] || fail "HOSTS is '$hosts'; give a number from 1 to 99 (usage: see the head of $0)"
     [[ $ranks =~ ^[1-9][0-9]*$ ]] || fail "RANKS is '$ranks'; give the number of ranks on each host, 1 or more"
     check_rate "$rate"
@@ -30,7 +30,8 @@ main() { # HOSTS RANKS RATE [how] -- command
     [[ $name =~ ^[A-Za-z0-9_-]+$ ]] || fail "NAME is '$name'; give letters, digits, - and _"
     [[ -z $(find_box "$name") ]] || fail "a cluster named $name is running; give another NAME"
     unshare "${user[@]}" --net true 2>/dev/null || fail "no namespace may be made here: be root, or let users make them"
-    command -v torchrun >/dev/null || { . "$here/setup.sh" && cd "$from"; }
+    [[ $how == --mpirun ]] || needed=torchrun # an environment with an mpirun of its own may lack torchrun
+    command -v "$needed" >/dev/null || { . "$here/setup.sh" && cd "$from"; }
     [[ $how != --mpirun || $(mpirun --version 2>/dev/null) =~ HYDRA|Open\ MPI ]] ||
         fail "--mpirun needs the mpirun of MPICH or Open MPI on the PATH"
     export TIMEOUT GRACE

