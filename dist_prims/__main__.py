@@ -20,10 +20,10 @@ from .schedules import COLLECTIVES, Schedule, advice, algorithms, build, lookup
 from .schedules.catalogue import LETTERS, markdown_table, text_table
 from .schedules.contract import ROOTED
 from .schedules.draw import caption, numbers, promise, terminal
-from .schedules.numbers import FOLLOWED
-from .schedules.pipeline import markdown_table as pipeline_table
-from .schedules.pipeline import pipeline_plan, pipeline_plans
-from .schedules.pipeline import show as show_pipeline
+from .schedules.native import FOLLOWED
+from .schedules.pipelines import markdown_table as pipeline_table
+from .schedules.pipelines import pipeline_plan, pipeline_plans
+from .schedules.pipelines import show as show_pipeline
 from .schedules.recommend import recommend
 from .schedules.topology import Level, Topology
 

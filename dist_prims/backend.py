@@ -39,7 +39,7 @@ from .errors import PeerDied
 from .launch.hosts import host_id
 from .launch.rendezvous import from_rank_0, greet
 from .schedules import Schedule, build
-from .schedules.numbers import told
+from .schedules.native import told
 from .spanning import ASSUMED, Spanning
 from .tuning import CALIBRATION, tuned
 

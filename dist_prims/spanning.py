@@ -17,7 +17,7 @@ from typing import Any
 
 from .schedules import Schedule, build
 from .schedules.contract import ROOTED
-from .schedules.numbers import Told, told
+from .schedules.native import Told, told
 from .schedules.recommend import recommend
 from .schedules.topology import Topology
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dist_prims.collectives.flat import split_evenly
-from dist_prims.schedules.pipeline import PipelinePlan
+from dist_prims.schedules.pipelines import PipelinePlan
 from dist_prims.training.pipeline.batch_norm import defer_batch_norm
 
 BACKENDS = ["gloo", "dist_prims"]

@@ -312,7 +312,9 @@ dist.destroy_process_group()
         done = job.result()
     assert done.returncode == 0, done.stdout + done.stderr
     name = next(name for name, each in KINDS.items() if each is kind)
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} on host{rank // 2} over mpi of {name}" for rank in range(4)]
+    assert sorted(done.stdout.splitlines()) == [
+        f"rank {rank} on host{rank // 2} over mpi of {name}" for rank in range(4)
+    ]
 
 
 @pytest.mark.slow

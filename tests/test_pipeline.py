@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils import checkpoint as checkpointing
 
 import dist_prims
-from dist_prims.schedules.pipeline import pipeline_plan, pipeline_plans
+from dist_prims.schedules.pipelines import pipeline_plan, pipeline_plans
 from dist_prims.training.pipeline.devices import DevicePipeline
 from dist_prims.training.pipeline.processes import Pipeline
 from dist_prims.training.pipeline.transfer import messages

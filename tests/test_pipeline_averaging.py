@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.schedules.pipeline import PipelinePlan, pipeline_plan
+from dist_prims.schedules.pipelines import PipelinePlan, pipeline_plan
 from dist_prims.training import DevicePipeline, GradientAverager, Pipeline
 from dist_prims.training.gradients.sending import Sending
 from dist_prims.training.pipeline import StageFailed

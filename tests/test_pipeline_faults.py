@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import dist_prims
 from dist_prims.errors import CommError, MismatchError
-from dist_prims.schedules.pipeline import pipeline_plan
+from dist_prims.schedules.pipelines import pipeline_plan
 from dist_prims.training.pipeline.batch_norm import defer_batch_norm
 from dist_prims.training.pipeline.devices import DevicePipeline
 from dist_prims.training.pipeline.processes import Pipeline

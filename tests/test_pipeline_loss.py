@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.schedules.pipeline import pipeline_plan, pipeline_plans
+from dist_prims.schedules.pipelines import pipeline_plan, pipeline_plans
 from dist_prims.training import DevicePipeline, Pipeline
 from dist_prims.training.mixed_precision import GradScaler
 from dist_prims.training.pipeline import StageFailed

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_prims.schedules import ScheduleError
-from dist_prims.schedules.pipeline import (
+from dist_prims.schedules.pipelines import (
     Action,
     PipelineCard,
     PipelinePlan,
@@ -32,8 +32,8 @@ from dist_prims.schedules.pipeline import (
     text_gantt,
     unregister,
 )
-from dist_prims.schedules.pipeline.cost import lower_bound
-from dist_prims.schedules.pipeline.registry import lookup
+from dist_prims.schedules.pipelines.cost import lower_bound
+from dist_prims.schedules.pipelines.registry import lookup
 
 NAMES = pipeline_plans()
 CASES = st.tuples(st.sampled_from(NAMES), st.integers(1, 8), st.integers(1, 20))
@@ -390,5 +390,5 @@ def test_a_new_schedule_takes_one_function() -> None:
 
 
 def test_plans_load_without_torch() -> None:
-    code = "import sys, dist_prims.schedules.pipeline; assert 'torch' not in sys.modules"
+    code = "import sys, dist_prims.schedules.pipelines; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

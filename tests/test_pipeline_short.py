@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dist_prims
-from dist_prims.schedules.pipeline import pipeline_plan, pipeline_plans
+from dist_prims.schedules.pipelines import pipeline_plan, pipeline_plans
 from dist_prims.training import DevicePipeline, GradientAverager, Pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dist_prims.schedules.catalogue import markdown_table
-from dist_prims.schedules.pipeline import markdown_table as pipeline_table
+from dist_prims.schedules.pipelines import markdown_table as pipeline_table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -141,7 +141,7 @@ def test_segments_change_nothing() -> None:
     """Sums of whole numbers, cut into more segments than some have elements."""
 
     def body() -> None:
-        from dist_prims.schedules.numbers import told
+        from dist_prims.schedules.native import told
 
         rank, size = dist.get_rank(), dist.get_world_size()
         for name in ("hierarchical", "halving_doubling", "double_tree"):

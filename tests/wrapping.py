@@ -17,7 +17,7 @@ import torch.distributed as dist
 from test_collectives import equal, held, summed
 
 from dist_prims.schedules import build
-from dist_prims.schedules.numbers import told
+from dist_prims.schedules.native import told
 
 TAGS, SEGMENTS, ROUNDS = 1020, 130, 16
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from ..launch import init
 from ..schedules.contract import contract
 from ..schedules.cost import seconds
-from ..schedules.numbers import told
+from ..schedules.native import told
 from ..schedules.recommend import Candidate, recommend
 from ..schedules.schedule import Schedule, Step, Steps
 from ..schedules.topology import Topology

@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from .._chart import line_chart
 from ..launch import detect, init, spawn
-from ..schedules.pipeline import PipelinePlan, Row, draw_gantt, foretold, pipeline_plan, pipeline_plans
+from ..schedules.pipelines import PipelinePlan, Row, draw_gantt, foretold, pipeline_plan, pipeline_plans
 from ..training import resnet
 from ..training.pipeline import Pipeline
 from ..training.pipeline.profile import profile

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..schedules import Schedule, build, lookup
-from ..schedules.numbers import FOLLOWED
+from ..schedules.native import FOLLOWED
 from ..schedules.program import Program, compile_program
 from ..schedules.registry import Algorithm
 from ..schedules.trust import is_trusted

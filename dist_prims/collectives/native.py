@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..schedules import Schedule
-from ..schedules.numbers import told
+from ..schedules.native import told
 from .flat import cut
 from .renamed import all_gather_single, reduce_scatter_single
 

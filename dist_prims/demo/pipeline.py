@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .._console import Console
 from ..datasets import digits
-from ..schedules.pipeline import draw_gantt, foretold
+from ..schedules.pipelines import draw_gantt, foretold
 from ..training import Pipeline, split
 from ..training.pipeline.work import parts
 from ..training.resnet import BasicBlock, ResNet

@@ -1,8 +1,8 @@
 """Plans of collective communication: pure data, NumPy only, no torch and no I/O."""
 
 from . import algorithms as _package  # noqa: F401 - first, so that the function of that name is what stays
-from .card import Card, ceil_log2, floor_pow2
 from .contract import COLLECTIVES
+from .cost_card import Card, ceil_log2, floor_pow2
 from .proof import ScheduleError
 from .registry import algorithm, algorithms, build, lookup, unregister
 from .schedule import Schedule, Step

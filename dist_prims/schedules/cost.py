@@ -23,7 +23,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .card import ceil_log2
+from .cost_card import ceil_log2
 from .replay import Loads, patterns, replay
 from .schedule import Schedule, Step
 from .topology import Topology

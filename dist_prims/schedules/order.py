@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from .schedule import Schedule
-from .sums import Sums
+from .sum_numbers import Sums
 
 __all__ = ["Order", "order", "scales"]
 

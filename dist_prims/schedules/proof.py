@@ -15,7 +15,7 @@ import numpy as np
 
 from .repair import Shortfall, explain
 from .schedule import Schedule
-from .sums import names_of
+from .sum_numbers import names_of
 from .symbolic import NOTHING, ScheduleError, State, execute
 
 __all__ = ["ScheduleError", "verify"]

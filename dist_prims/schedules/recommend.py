@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from .card import ceil_log2
 from .contract import COLLECTIVES
 from .cost import best_segments, lower_bound, parts, seconds
+from .cost_card import ceil_log2
 from .registry import Algorithm, algorithms, build, lookup, nearest
 from .replay import replay
 from .schedule import Schedule

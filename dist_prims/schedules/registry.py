@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .card import Card
 from .contract import COLLECTIVES, ROOTED, contract
+from .cost_card import Card
 from .schedule import Schedule, Step, Steps
 
 __all__ = ["Algorithm", "algorithm", "algorithms", "build", "lookup", "nearest", "unregister"]

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .schedule import Schedule, Step
-from .sums import names_of
+from .sum_numbers import names_of
 from .symbolic import NOTHING, State, symbolic_states
 
 __all__ = ["Shortfall", "explain"]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .schedule import Schedule, Step
-from .sums import Sums, names_of
+from .sum_numbers import Sums, names_of
 
 __all__ = ["NOTHING", "ScheduleError", "State", "execute", "symbolic_states"]
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..card import floor_pow2
+from ..cost_card import floor_pow2
 from ..schedule import Step
 
 __all__ = ["fold", "gather", "reduce_scatter", "unfold"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..card import Card
+from ..cost_card import Card
 from ..registry import algorithm
 from ..schedule import Step
 

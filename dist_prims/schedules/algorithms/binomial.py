@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ..card import Card, ceil_log2
+from ..cost_card import Card, ceil_log2
 from ..registry import algorithm
 from ..schedule import Step
 

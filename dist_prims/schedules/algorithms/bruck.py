@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..card import Card, ceil_log2
+from ..cost_card import Card, ceil_log2
 from ..registry import algorithm
 from ..schedule import Step
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ..card import Card, floor_pow2
+from ..cost_card import Card, floor_pow2
 from ..registry import algorithm
 from ..schedule import Step
 from . import _butterfly as butterfly

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..card import Card
+from ..cost_card import Card
 from ..registry import algorithm, build, lookup
 from ..schedule import Schedule, Step, WideStep
 

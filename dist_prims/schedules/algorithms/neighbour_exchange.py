@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ..card import Card
+from ..cost_card import Card
 from ..registry import algorithm
 from ..schedule import Step
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..card import Card, ceil_log2, floor_pow2
+from ..cost_card import Card, ceil_log2, floor_pow2
 from ..registry import algorithm
 from ..schedule import Step
 from . import _butterfly as butterfly

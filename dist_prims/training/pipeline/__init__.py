@@ -8,7 +8,7 @@
     pipeline = Pipeline(stages, "1f1b", loss=torch.nn.functional.cross_entropy, micros=8)
     loss = pipeline.step(inputs, targets)           # gradients are in .grad; the loss is the same on every rank
 
-The plans are data (:mod:`dist_prims.schedules.pipeline`): proved before they are run, priced and drawn. What runs one:
+The plans are data (:mod:`dist_prims.schedules.pipelines`): proved before they are run, priced and drawn. What runs one:
 
     work.py         the work of each action, its micro-batch's share in the loss, what was done when
       objective.py  loss and metrics: what part of the batch a micro-batch is

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from ...schedules.pipeline import Action
+from ...schedules.pipelines import Action
 from ..gradients.ownership import averager_of
 
 __all__ = ["AverageOnce"]

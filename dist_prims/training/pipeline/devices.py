@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...schedules.pipeline import PipelinePlan, Row
+from ...schedules.pipelines import PipelinePlan, Row
 from .leaves import Leaves
 from .objective import Function, Objective
 from .work import Batch, Job, Owner, in_order, joined, make_plan, message_to, parts

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CommError, MismatchError
-from ...schedules.pipeline import Action, PipelinePlan, Row
+from ...schedules.pipelines import Action, PipelinePlan, Row
 from .leaves import Leaves
 from .objective import Function, Objective
 from .packet import FAILED, HEAD, WELL, WORD, head_of, read_head

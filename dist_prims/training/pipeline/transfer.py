@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CommError
-from ...schedules.pipeline import PipelinePlan
+from ...schedules.pipelines import PipelinePlan
 from .packet import FAILED, HEAD, LAYOUT, Layout, Pool, head_of, pack, read_head, spec_of
 from .work import in_order, message_to
 from .worker import Tensors

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...collectives.flat import split_evenly
-from ...schedules.pipeline import Action, PipelinePlan, Row, pipeline_plan
+from ...schedules.pipelines import Action, PipelinePlan, Row, pipeline_plan
 from .averaging import AverageOnce
 from .leaves import Leaves, give_back
 from .objective import Objective, Part

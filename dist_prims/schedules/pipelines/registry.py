@@ -1,6 +1,6 @@
 """The registry of pipeline schedules: one decorated function, which says the order of one rank, is all a new one takes.
 
->>> from dist_prims.schedules.pipeline import Action, PipelineCard, pipeline_plan, pipeline_schedule
+>>> from dist_prims.schedules.pipelines import Action, PipelineCard, pipeline_plan, pipeline_schedule
 >>> card = PipelineCard("one rank, one micro-batch", idle="0", peak="1", wins="never", source="none")
 >>> @pipeline_schedule("hasty", card)
 ... def hasty(rank, ranks, micros, stages_a_rank):

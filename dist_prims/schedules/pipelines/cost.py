@@ -71,7 +71,7 @@ def price(
 ) -> PipelineCost:
     """Begin and end of every action; BW takes the sum of B and W.
 
-    >>> from dist_prims.schedules.pipeline import pipeline_plan
+    >>> from dist_prims.schedules.pipelines import pipeline_plan
     >>> price(pipeline_plan("1f1b", ranks=2, micros=8)).makespan
     27.0
     """
@@ -96,7 +96,7 @@ def price(
 def foretold(plan: PipelinePlan, rows: Iterable[Row]) -> PipelineCost:
     """What the plan takes where every action takes the mean of its kind and stage in ``rows``, those of a real run.
 
-    >>> from dist_prims.schedules.pipeline import pipeline_plan
+    >>> from dist_prims.schedules.pipelines import pipeline_plan
     >>> plan = pipeline_plan("zb_h1", ranks=2, micros=3)
     >>> cost = plan.cost(forward=[1, 2], input_grad=3, weight_grad=4)
     >>> foretold(plan, cost.rows) == cost

@@ -28,7 +28,7 @@ __all__ = ["replay", "verify"]
 def verify(plan: PipelinePlan) -> None:
     """Raise ScheduleError unless the plan is right.
 
-    >>> from dist_prims.schedules.pipeline import pipeline_plan
+    >>> from dist_prims.schedules.pipelines import pipeline_plan
     >>> verify(pipeline_plan("interleaved_1f1b", ranks=3, micros=7))
     """
     _check_shape(plan)

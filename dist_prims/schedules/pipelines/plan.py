@@ -46,7 +46,7 @@ class Action(NamedTuple):
 class PipelinePlan:
     """The order of work of every rank. ``rank_of[stage]`` owns the stage; ``actions[rank]`` is that rank's order.
 
-    >>> from dist_prims.schedules.pipeline import pipeline_plan
+    >>> from dist_prims.schedules.pipelines import pipeline_plan
     >>> plan = pipeline_plan("1f1b", ranks=2, micros=3)
     >>> plan.verify()
     >>> [f"{kind}{micro}" for kind, stage, micro in plan.actions[0]]
