@@ -14,14 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.training.attention import (
-    join_sequence,
-    ring_attention,
-    split_sequence,
-    ulysses_attention,
-)
-from dist_prims.training.attention.kernels import choose, merge
-from dist_prims.training.attention.layout import Layout, chunks
+from dist_prims.parallel.sequence import join_sequence, ring_attention, split_sequence, ulysses_attention
+from dist_prims.parallel.sequence.kernels import choose, merge
+from dist_prims.parallel.sequence.layout import Layout, chunks
 
 BOTH = {"ring": ring_attention, "ulysses": ulysses_attention}
 ORDERS = ["contiguous", "zigzag"]

@@ -15,17 +15,16 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.training.attention import (
-    GPT,
-    CausalSelfAttention,
+from dist_prims.models.gpt import GPT, CausalSelfAttention
+from dist_prims.parallel.sequence import (
     join_sequence,
     ring_attention,
     sequence_positions,
     split_sequence,
     ulysses_attention,
 )
-from dist_prims.training.attention.check import _AGREED, refuse
-from dist_prims.training.attention.hop import Hop
+from dist_prims.parallel.sequence.argument_checks import _AGREED, refuse
+from dist_prims.parallel.sequence.ring_step import Hop
 
 CONTEXT = 24  # divides by 2, 4, 6 and 8
 SMALL: dict[str, Any] = {"vocabulary": 11, "context": CONTEXT, "width": 16, "heads": 4, "layers": 2}

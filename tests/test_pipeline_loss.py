@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 import dist_prims
 from dist_prims.errors import MismatchError
+from dist_prims.parallel.vocabulary import split_cross_entropy
 from dist_prims.schedules.pipelines import pipeline_plan, pipeline_plans
 from dist_prims.training import DevicePipeline, Pipeline
 from dist_prims.training.mixed_precision import GradScaler
 from dist_prims.training.pipeline import StageFailed
-from dist_prims.training.vocabulary import split_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MICROS, CLASSES = 4, 5

@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dist_prims.datasets import digits
+from dist_prims.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101, resnet152
+from dist_prims.models.two_device_resnet import ModelParallelResNet50, PipelineParallelResNet50
 from dist_prims.training.pipeline.batch_norm import (
     DeferredBatchNorm,
     checkpoint_contexts,
@@ -22,8 +24,6 @@ from dist_prims.training.pipeline.batch_norm import (
     defer_batch_norm,
     recomputing,
 )
-from dist_prims.training.pipeline.twins import ModelParallelResNet50, PipelineParallelResNet50
-from dist_prims.training.resnet import ResNet, resnet18, resnet34, resnet50, resnet101, resnet152
 
 # What is published of each: how many parameters, how many blocks, whether they are bottlenecks.
 NETS = {

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dist_prims
+from dist_prims.models.resnet import resnet18, resnet101
 from dist_prims.training.pipeline.batch_norm import defer_batch_norm
 from dist_prims.training.pipeline.chain import Chain, Pop, Stage, Stash, layers
 from dist_prims.training.pipeline.profile import LayerCost, profile, stage_costs
 from dist_prims.training.pipeline.split import balance, split
-from dist_prims.training.resnet import resnet18, resnet101
 
 # Where to cut
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.training.vocabulary import linear_cross_entropy, split_cross_entropy, split_log_softmax
+from dist_prims.parallel.vocabulary import linear_cross_entropy, split_cross_entropy, split_log_softmax
 
 SIZES = [1, 2, 3, 4]
 GROUPS = [(1, "dist_prims"), (2, "gloo"), (3, "dist_prims"), (4, "gloo")]

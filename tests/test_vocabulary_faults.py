@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.training.vocabulary import linear_cross_entropy, split_cross_entropy
-from dist_prims.training.vocabulary.agreement import Targets
+from dist_prims.parallel.vocabulary import linear_cross_entropy, split_cross_entropy
+from dist_prims.parallel.vocabulary.columns import Targets
 
 
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])

@@ -32,8 +32,8 @@ from torch.nn import functional
 
 from .._chart import line_chart
 from ..launch import detect, init, spawn
+from ..models import resnet
 from ..schedules.pipelines import PipelinePlan, Row, draw_gantt, foretold, pipeline_plan, pipeline_plans
-from ..training import resnet
 from ..training.pipeline import Pipeline
 from ..training.pipeline.profile import profile
 from ..training.pipeline.split import balance, split

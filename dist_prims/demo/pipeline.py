@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from .._console import Console
 from ..datasets import digits
+from ..models.resnet import BasicBlock, ResNet
 from ..schedules.pipelines import draw_gantt, foretold
 from ..training import Pipeline, split
 from ..training.pipeline.work import parts
-from ..training.resnet import BasicBlock, ResNet
 
 __all__ = ["train_pipeline"]
 

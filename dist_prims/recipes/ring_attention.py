@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .._console import Console
 from ..errors import MismatchError
-from ..training.attention import ring_attention, split_sequence, ulysses_attention
-from ..training.attention.layout import Layout, Piece
+from ..parallel.sequence import ring_attention, split_sequence, ulysses_attention
+from ..parallel.sequence.layout import Layout, Piece
 
 __all__ = ["run"]
 

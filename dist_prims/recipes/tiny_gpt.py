@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from .. import average_gradients
 from .._console import Console
-from ..training.attention import GPT, split_sequence
+from ..models.gpt import GPT
+from ..parallel.sequence import split_sequence
 
 __all__ = ["run"]
 

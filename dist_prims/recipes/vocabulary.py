@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._console import Console
 from ..collectives import all_reduce
-from ..training.vocabulary import linear_cross_entropy, split_cross_entropy
+from ..parallel.vocabulary import linear_cross_entropy, split_cross_entropy
 
 __all__ = ["run"]
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..vocabulary import split_cross_entropy
+from ...parallel.vocabulary import split_cross_entropy
 from .backward import layer_of
 from .worker import Tensors
 

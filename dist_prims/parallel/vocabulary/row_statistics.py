@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..compression.gather import gather_rows
-from .agreement import Part, Share
+from ...training.compression.gather import gather_rows
+from .columns import Part, Share
 
 __all__ = ["Rows", "Rule", "gradient", "losses_of", "softmax_of"]
 

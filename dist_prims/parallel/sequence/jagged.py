@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from ..compression.gather import gather_rows
-from .check import Call
-from .hop import finish
+from ...training.compression.gather import gather_rows
+from .argument_checks import Call
 from .layout import Layout
+from .ring_step import finish
 
 __all__ = ["dense", "laid_out", "like", "spots"]
 

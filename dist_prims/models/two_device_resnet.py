@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..resnet import Bottleneck, ResNet
-from .split import balance
+from ..training.pipeline.split import balance
+from .resnet import Bottleneck, ResNet
 
 __all__ = ["ModelParallelResNet50", "PipelineParallelResNet50"]
 

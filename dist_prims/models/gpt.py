@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from .check import refuse
-from .layout import ORDERS
-from .ring import ring_attention
-from .sequence import sequence_positions
-from .ulysses import ulysses_attention
+from ..parallel.sequence.argument_checks import refuse
+from ..parallel.sequence.layout import ORDERS
+from ..parallel.sequence.ring import ring_attention
+from ..parallel.sequence.split import sequence_positions
+from ..parallel.sequence.ulysses import ulysses_attention
 
 __all__ = ["GPT", "CausalSelfAttention"]
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..once import once
-from .check import Call, Tensors, agree, lowered, uncompiled
-from .hop import finish
+from ..first_order_only import once
+from .argument_checks import Call, Tensors, agree, lowered, uncompiled
 from .jagged import dense, laid_out, like
 from .layout import ORDERS, Layout
 from .ring import Plan, attend
+from .ring_step import finish
 
 __all__ = ["ulysses_attention"]
 

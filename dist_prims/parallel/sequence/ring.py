@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..once import once
-from .check import Call, Tensors, agree, lowered, uncompiled
-from .hop import Hop
+from ..first_order_only import once
+from .argument_checks import Call, Tensors, agree, lowered, uncompiled
 from .jagged import dense, laid_out, like
 from .kernels import choose, merge
 from .layout import Layout, Piece
+from .ring_step import Hop
 
 __all__ = ["Plan", "attend", "ring_attention"]
 

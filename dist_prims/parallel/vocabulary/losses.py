@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ...collectives.call import group_of
-from ..once import once
-from .agreement import Part, Said, Targets, agree
-from .rows import Rows, Rule, gradient, losses_of, softmax_of
+from ..first_order_only import once
+from .columns import Part, Said, Targets, agree
+from .row_statistics import Rows, Rule, gradient, losses_of, softmax_of
 
 __all__ = ["REDUCTIONS", "said_of", "split_cross_entropy", "split_log_softmax"]
 

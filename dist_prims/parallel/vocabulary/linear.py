@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from ...collectives.call import group_of
-from ..once import once
-from .agreement import Part, Said, agree
+from ..first_order_only import once
+from .columns import Part, Said, agree
 from .losses import said_of
-from .rows import Rule, gradient, losses_of
+from .row_statistics import Rule, gradient, losses_of
 
 __all__ = ["linear_cross_entropy"]
 

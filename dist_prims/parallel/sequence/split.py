@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ...collectives import all_gather, reduce_scatter
-from ..once import once
-from .check import uncompiled
+from ..first_order_only import once
+from .argument_checks import uncompiled
 from .layout import ORDERS, chunks
 
 __all__ = ["join_sequence", "sequence_positions", "split_sequence"]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import MismatchError
-from ..compression.same import check_same
+from ...training.compression.same import check_same
 from .layout import ORDERS
 
 __all__ = ["Call", "Tensors", "agree", "lowered", "refuse", "uncompiled"]

@@ -1,17 +1,14 @@
-"""Attention over a sequence that is split among the ranks, and a small GPT that trains that way.
+"""Attention over a sequence that is split among the ranks.
 
 :func:`ring_attention` passes keys and values round a ring; :func:`ulysses_attention` deals heads out instead of tokens.
 Both are exact, forward and backward, and take what :func:`split_sequence` gives each rank.
 """
 
-from .gpt import GPT, CausalSelfAttention
 from .ring import ring_attention
-from .sequence import join_sequence, sequence_positions, split_sequence
+from .split import join_sequence, sequence_positions, split_sequence
 from .ulysses import ulysses_attention
 
 __all__ = [
-    "GPT",
-    "CausalSelfAttention",
     "join_sequence",
     "ring_attention",
     "sequence_positions",
