@@ -18,7 +18,7 @@ import dist_prims
 from dist_prims import GradientAverager
 from dist_prims.errors import MismatchError
 from dist_prims.launch.spawn import RankFailed
-from dist_prims.training.distillation import Distillation, LessonFailed, Regressor, cosine_loss, soft_target_loss
+from dist_prims.patterns.distillation import Distillation, LessonFailed, Regressor, cosine_loss, soft_target_loss
 
 GROUPS = [  # ranks, teachers among them, batches ahead, backend
     (2, 1, 0, "dist_prims"),

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.training.ensemble import DistributedEnsemble
-from dist_prims.training.rows import Kind, gather, share
+from dist_prims.patterns.ensemble import DistributedEnsemble
+from dist_prims.patterns.row_shards import Kind, gather, share
 
 
 def net(seed: int, width: int = 5) -> torch.nn.Module:

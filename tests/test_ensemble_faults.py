@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.training.ensemble import DistributedEnsemble
-from dist_prims.training.per_sample import PerSampleGradients, over_pool
+from dist_prims.patterns.ensemble import DistributedEnsemble
+from dist_prims.patterns.per_sample import PerSampleGradients, over_pool
 
 
 def net(number: int) -> nn.Module:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import dist_prims
 from dist_prims.errors import CommError, MismatchError, PeerDied
 from dist_prims.launch import RankFailed
-from dist_prims.training.parameter_server import ParameterServer, Report, Worker
+from dist_prims.patterns.parameter_server import ParameterServer, Report, Worker
 
 
 class Net(torch.nn.Module):

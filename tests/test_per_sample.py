@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.training.per_sample import PerSampleGradients, over_pool
-from dist_prims.training.per_sample.parts import Matrix
+from dist_prims.patterns.per_sample import PerSampleGradients, over_pool
+from dist_prims.patterns.per_sample.factors import Matrix
 
 COUNT = 5
 

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from .._console import Console
 from ..collectives import all_reduce, broadcast
 from ..datasets import digits
+from ..patterns.distillation import Distillation, Regressor, cosine_loss, soft_target_loss
 from ..training import DataPartitioner, GradientAverager
-from ..training.distillation import Distillation, Regressor, cosine_loss, soft_target_loss
 
 __all__ = ["run"]
 

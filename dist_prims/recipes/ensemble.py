@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.func import functional_call, stack_module_state, vmap
 
 from .._console import Console
-from ..training.ensemble import DistributedEnsemble
+from ..patterns.ensemble import DistributedEnsemble
 
 __all__ = ["run"]
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .._console import Console
 from ..datasets import digits
-from ..training.parameter_server import ParameterServer, Report, Worker
+from ..patterns.parameter_server import ParameterServer, Report, Worker
 
 __all__ = ["run"]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from .._console import Console
-from ..training.per_sample import PerSampleGradients, over_pool
+from ..patterns.per_sample import PerSampleGradients, over_pool
 
 __all__ = ["run"]
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MismatchError
-from .compression.gather import gather_rows
+from ..training.compression.gather import gather_rows
 
 __all__ = ["Kind", "agree", "gather", "share"]
 

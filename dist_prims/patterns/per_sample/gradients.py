@@ -16,8 +16,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, grad_and_value, vmap
 
-from .parts import Part, joined
-from .watch import Use, Watch
+from .factors import Part, joined
+from .recorder import Use, Watch
 
 __all__ = ["PerSampleGradients"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .parts import Matrix, Part, Plain, Rows
+from .factors import Matrix, Part, Plain, Rows
 
 __all__ = ["LAYERS", "Layer"]
 

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from ...collectives.call import group_of
-from ..compression.same import check_same
-from .lessons import Lessons
+from ...training.compression.same import check_same
 from .messages import Messages
-from .teaching import Teaching
+from .student import Lessons
+from .teacher import Teaching
 
 __all__ = ["Distillation"]
 

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import TensorDataset, default_collate
 
 from ...errors import MismatchError
-from ..compression.gather import gather_rows
-from ..rows import Kind, agree, gather, share
+from ...training.compression.gather import gather_rows
+from ..row_shards import Kind, agree, gather, share
 
 __all__ = ["PoolRows", "over_pool"]
 

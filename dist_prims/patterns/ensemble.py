@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.func import functional_call, stack_module_state, vmap
 
-from .gradients.start import spread
-from .members import Spec, agree_on_members, dice
-from .rows import Kind, agree, gather, share
+from ..training.gradients.start import spread
+from .ensemble_spec import Spec, agree_on_members, dice
+from .row_shards import Kind, agree, gather, share
 
 __all__ = ["DistributedEnsemble"]
 

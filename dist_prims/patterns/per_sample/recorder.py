@@ -14,8 +14,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from .factors import Part
 from .layers import LAYERS, Layer
-from .parts import Part
 
 __all__ = ["Use", "Watch"]
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CommError
-from ..pipeline.packet import FAILED, HEAD, LAYOUT, WELL, Layout, head_of, pack, read_head, spec_of
+from ...training.pipeline.packet import FAILED, HEAD, LAYOUT, WELL, Layout, head_of, pack, read_head, spec_of
 
 __all__ = ["LessonFailed", "Message", "Messages", "as_tuple"]
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .messages import LessonFailed, Message, Messages, as_tuple
-from .teaching import answer
+from .teacher import answer
 
 if TYPE_CHECKING:
     from .roles import Distillation
