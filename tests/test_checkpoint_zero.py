@@ -15,7 +15,7 @@ from torch import nn
 
 import dist_prims
 from dist_prims.training.checkpoint import Checkpoints
-from dist_prims.training.zero import ShardedParameters, ZeroOptimizer
+from dist_prims.training.sharding import ShardedParameters, ZeroOptimizer
 
 
 def a_model() -> nn.Sequential:

@@ -20,7 +20,7 @@ from torch import nn
 import dist_prims
 from dist_prims.training.compression import Half, Int8
 from dist_prims.training.gradients import GradientAverager
-from dist_prims.training.groups import duplicate
+from dist_prims.training.group_duplicates import duplicate
 
 c10d: Any = dist.distributed_c10d
 

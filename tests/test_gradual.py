@@ -15,7 +15,7 @@ import torch.distributed as dist
 import dist_prims
 import dist_prims.errors
 from dist_prims import GradientAverager, spawn
-from dist_prims.training.gradients import gradual
+from dist_prims.training.gradients import incremental_reduce
 
 LAYERS, WIDTH = 8, 128  # a weight is twice what an all_reduce sums at once
 
@@ -38,7 +38,7 @@ class Late(torch.nn.Module):
 
 
 def averaged(model: torch.nn.Module, bucket_mb: float, *, gradually: bool, **options: Any) -> GradientAverager:
-    gradual._LARGE = 0 if gradually else 1 << 40
+    incremental_reduce._LARGE = 0 if gradually else 1 << 40
     averager = GradientAverager(model, bucket_mb=bucket_mb, **options)
     buckets = averager._averaging.sending.layout.buckets
     assert any(each.gradual for each in buckets) == gradually
@@ -266,7 +266,7 @@ def test_a_schedule_that_is_pinned_and_groups_that_lend_nothing() -> None:
     def body() -> None:
         ring = dist.new_group(backend="dist_prims", pg_options=dist_prims.Options(all_reduce="ring"))
         gloo = dist.new_group(backend="gloo")
-        gradual._LARGE = 0
+        incremental_reduce._LARGE = 0
         for group in (ring, gloo):
             model, other = Late(), Late()
             averager = GradientAverager(model, group=group)

@@ -18,7 +18,7 @@ import dist_prims
 from dist_prims.errors import MismatchError
 from dist_prims.schedules.pipelines import PipelinePlan, pipeline_plan
 from dist_prims.training import DevicePipeline, GradientAverager, Pipeline
-from dist_prims.training.gradients.sending import Sending
+from dist_prims.training.gradients.bucket_sender import Sending
 from dist_prims.training.pipeline import StageFailed
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.training.zero import ShardedParameters, ZeroOptimizer
-from dist_prims.training.zero.optimizer import balanced
+from dist_prims.training.sharding import ShardedParameters, ZeroOptimizer
+from dist_prims.training.sharding.optimizer import balanced
 
 
 class Net(torch.nn.Module):

@@ -14,7 +14,7 @@ from test_zero import Net, alike, average, loss_of, nbytes, spawn, states
 from torch.utils.checkpoint import checkpoint
 
 from dist_prims.errors import MismatchError, PeerLeft
-from dist_prims.training.zero import ShardedParameters, ZeroOptimizer
+from dist_prims.training.sharding import ShardedParameters, ZeroOptimizer
 
 
 def accumulated(model: torch.nn.Module, steps: Iterable[int], branch: int | None) -> None:

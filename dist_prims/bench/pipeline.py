@@ -35,9 +35,9 @@ from ..launch import detect, init, spawn
 from ..models import resnet
 from ..schedules.pipelines import PipelinePlan, Row, draw_gantt, foretold, pipeline_plan, pipeline_plans
 from ..training.pipeline import Pipeline
+from ..training.pipeline.action_executor import parts
 from ..training.pipeline.profile import profile
 from ..training.pipeline.split import balance, split
-from ..training.pipeline.work import parts
 from .arguments import positive
 from .steps import Table, measure
 

@@ -18,7 +18,7 @@ from ..datasets import digits
 from ..models.resnet import BasicBlock, ResNet
 from ..schedules.pipelines import draw_gantt, foretold
 from ..training import Pipeline, split
-from ..training.pipeline.work import parts
+from ..training.pipeline.action_executor import parts
 
 __all__ = ["train_pipeline"]
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.func import functional_call, stack_module_state, vmap
 
-from ..training.gradients.start import spread
+from ..training.gradients.initial_sync import spread
 from .ensemble_spec import Spec, agree_on_members, dice
 from .row_shards import Kind, agree, gather, share
 

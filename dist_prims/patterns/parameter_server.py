@@ -30,8 +30,8 @@ import torch.distributed as dist
 from ..collectives.call import group_of
 from ..collectives.flat import cut
 from ..errors import CommError, MismatchError
-from ..training.gradients.start import spread
-from ..training.zero.alike import check_alike
+from ..training.gradients.initial_sync import spread
+from ..training.sharding.same_model import check_alike
 
 __all__ = ["ParameterServer", "Report", "Worker"]
 

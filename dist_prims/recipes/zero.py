@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .._console import Console
 from ..training.average import average_gradients
-from ..training.zero import ShardedParameters, ZeroOptimizer
+from ..training.sharding import ShardedParameters, ZeroOptimizer
 
 __all__ = ["run"]
 

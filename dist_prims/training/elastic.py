@@ -27,8 +27,8 @@ from torch.utils.data import default_collate
 from ..collectives.call import group_of
 from ..collectives.flat import split_evenly
 from .checkpoint import Checkpoints
-from .checkpoint.plain import whole_number
-from .checkpoint.together import together
+from .checkpoint.all_or_none import together
+from .checkpoint.plain_state import whole_number
 from .data import Permutation
 from .partition import Items
 

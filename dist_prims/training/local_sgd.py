@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ..collectives.flat import cut
 from .average import average_gradients
 from .compression.same import check_same
+from .gradients.initial_sync import spread
 from .gradients.layout import plan
-from .gradients.start import spread
 
 __all__ = ["LocalSGD"]
 

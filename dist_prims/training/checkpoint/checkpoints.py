@@ -29,12 +29,12 @@ import torch.distributed as dist
 
 from ...collectives.call import group_of
 from . import randomness
+from .all_or_none import READING, CheckpointError, Damaged, together
 from .files import make_folder, put_text, sync_folder, write_tensors
 from .manifest import Manifest, name_of, read_text, step_of, steps_in
-from .plain import Target, is_collective, is_stream, plain, state_of, whole_number
+from .plain_state import Target, is_collective, is_stream, plain, state_of, whole_number
 from .reading import Reader
 from .shards import Padded, agreed, describe, unpadded
-from .together import READING, CheckpointError, Damaged, together
 
 __all__ = ["Checkpoints"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .plain import Target, leaves, state_of
+from .plain_state import Target, leaves, state_of
 
 __all__ = ["refuse_other"]
 

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .all_or_none import Damaged
 from .files import digest
-from .together import Damaged
 
 __all__ = ["Manifest", "name_of", "read_text", "step_of", "steps_in"]
 

@@ -15,7 +15,7 @@ from . import randomness
 from .compare import refuse_other
 from .files import read_tensors
 from .manifest import Manifest
-from .plain import Target, load
+from .plain_state import Target, load
 from .shards import Padded, join, unpadded
 
 __all__ = ["Reader"]

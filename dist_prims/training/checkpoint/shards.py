@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ...collectives.flat import split_evenly
-from .plain import Target, change, leaves, whole_number
+from .plain_state import Target, change, leaves, whole_number
 
 __all__ = ["Padded", "Piece", "agreed", "describe", "join", "rows_of", "unpadded"]
 

@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from ...collectives import all_gather
 from ...collectives.choose import CHEAPEST
 from ..partition import DataPartitioner, Items, deal
-from .place import place_of
+from .data_rank import place_of
 
 __all__ = ["Batches", "partition_dataset"]
 

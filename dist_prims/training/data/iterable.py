@@ -21,8 +21,8 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
+from .data_rank import place_of
 from .permutation import Permutation
-from .place import place_of
 
 __all__ = ["ShardedIterable"]
 

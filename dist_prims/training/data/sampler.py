@@ -20,8 +20,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Sampler
 
+from .data_rank import place_of
 from .permutation import Permutation
-from .place import place_of
 
 __all__ = ["ShardedSampler"]
 

@@ -37,16 +37,16 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from ...collectives.call import group_of
-from ..groups import duplicate, end_group, is_known, ranks_of
+from ..group_duplicates import duplicate, end_group, is_known, ranks_of
 from .averaging import Averaging
+from .backward_end import Ending
 from .bucket import Compressor, Exact
-from .ending import Ending
-from .join import Joining
-from .nested import within_a_backward
-from .overflow import unscale
+from .initial_sync import compare, spread
+from .loss_scaling import unscale
+from .nested_backward import within_a_backward
 from .ownership import assign, predecessors, release
 from .sparse import announced_sparse
-from .start import compare, spread
+from .uneven_batches import Joining
 
 __all__ = ["GradientAverager"]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .agreement import DENSE, FROZEN, NONE, SPARSE, Agreement, Verdict, kind_of
 from .bucket import Compressor, Exact
-from .sending import Sending
+from .bucket_sender import Sending
 from .sparse import sparse_mean
 
 __all__ = ["Averaging"]

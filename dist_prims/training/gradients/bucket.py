@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from .gradual import Gradual
+from .incremental_reduce import Gradual
 
 __all__ = ["Bucket", "Compressor", "Exact"]
 

@@ -32,7 +32,7 @@ from torch import nn
 
 from ...collectives.call import group_of
 from ..checkpoint.files import digest, sync_folder
-from ..checkpoint.plain import plain
+from ..checkpoint.plain_state import plain
 from .chain import Stage
 
 __all__ = ["load_stages", "save_stages"]

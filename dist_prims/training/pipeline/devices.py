@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...schedules.pipelines import PipelinePlan, Row
-from .leaves import Leaves
-from .objective import Function, Objective
-from .work import Batch, Job, Owner, in_order, joined, make_plan, message_to, parts
-from .worker import Tensors, as_tuple
+from .action_executor import Batch, Job, Owner, in_order, joined, make_plan, message_to, parts
+from .loss_weights import Function, Objective
+from .outside_gradients import Leaves
+from .stage import Tensors, as_tuple
 
 __all__ = ["DevicePipeline"]
 

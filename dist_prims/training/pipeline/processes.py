@@ -27,12 +27,12 @@ import torch.distributed as dist
 
 from ...errors import CommError, MismatchError
 from ...schedules.pipelines import Action, PipelinePlan, Row
-from .leaves import Leaves
-from .objective import Function, Objective
+from .action_executor import Batch, Job, Owner, joined, make_plan, message_to, parts
+from .loss_weights import Function, Objective
+from .outside_gradients import Leaves
 from .packet import FAILED, HEAD, WELL, WORD, head_of, read_head
+from .stage import Tensors, as_tuple
 from .transfer import Message, StageFailed, Transfers
-from .work import Batch, Job, Owner, joined, make_plan, message_to, parts
-from .worker import Tensors, as_tuple
 
 __all__ = ["Pipeline"]
 

@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 from ...errors import CommError
 from ...schedules.pipelines import PipelinePlan
+from .action_executor import in_order, message_to
 from .packet import FAILED, HEAD, LAYOUT, Layout, Pool, head_of, pack, read_head, spec_of
-from .work import in_order, message_to
-from .worker import Tensors
+from .stage import Tensors
 
 __all__ = ["Message", "StageFailed", "Transfers", "messages"]
 

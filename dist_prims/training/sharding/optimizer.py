@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from ...collectives.call import group_of
 from ...collectives.flat import cut
+from ..gradients.initial_sync import spread
 from ..gradients.layout import plan
-from ..gradients.start import spread
-from .alike import check_alike
+from .same_model import check_alike
 
 __all__ = ["ZeroOptimizer", "balanced"]
 

@@ -15,9 +15,9 @@ import torch
 from ...collectives.flat import split_evenly
 from ...schedules.pipelines import Action, PipelinePlan, Row, pipeline_plan
 from .averaging import AverageOnce
-from .leaves import Leaves, give_back
-from .objective import Objective, Part
-from .worker import Tensors, Worker, as_tuple
+from .loss_weights import Objective, Part
+from .outside_gradients import Leaves, give_back
+from .stage import Tensors, Worker, as_tuple
 
 __all__ = ["Batch", "Job", "Owner", "in_order", "joined", "make_plan", "message_to", "parts"]
 

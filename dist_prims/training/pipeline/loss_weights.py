@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...parallel.vocabulary import split_cross_entropy
 from .backward import layer_of
-from .worker import Tensors
+from .stage import Tensors
 
 __all__ = ["Function", "Objective", "Part"]
 

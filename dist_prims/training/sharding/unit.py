@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ...collectives.flat import cut
 from ...collectives.renamed import all_gather_single, reduce_scatter_single
-from .absent import make_absent, make_present
+from .released_parameters import make_absent, make_present
 
 __all__ = ["Unit"]
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from .backward import same_memory
-from .worker import Tensors
+from .stage import Tensors
 
 __all__ = ["Leaves", "give_back"]
 

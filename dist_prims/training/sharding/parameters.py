@@ -29,11 +29,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from ...collectives.call import group_of
-from ..gradients.start import spread
-from .absent import NO_COPY, make_present
-from .alike import check_alike
-from .homes import by_kind, children, homes
+from ..gradients.initial_sync import spread
+from .released_parameters import NO_COPY, make_present
+from .same_model import check_alike
 from .unit import Unit
+from .unit_assignment import by_kind, children, homes
 
 __all__ = ["ShardedParameters"]
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .bucket import Compressor, Exact
-from .gradual import Gradual
+from .incremental_reduce import Gradual
 from .layout import Layout, lay_out, our_backend, plan
 
 __all__ = ["Sending"]
