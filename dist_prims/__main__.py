@@ -313,7 +313,7 @@ def _tune(given: argparse.Namespace) -> int:
 
 def _doctor(given: argparse.Namespace) -> int:
     if given.dump:
-        from .launch.dumps import read
+        from .launch.flight_records import read
 
         print(read(given.dump))
         return 0

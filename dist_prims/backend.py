@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from .autoload import NAME
-from .collectives.choose import parse_ranges
+from .collectives.algorithm_choice import parse_ranges
 from .collectives.native import all_reduce_
 from .collectives.proofs import Proofs
 from .engines import mpi, selection

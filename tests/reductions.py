@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.collectives.renamed import reduce_scatter_single
+from dist_prims.torch_compat import reduce_scatter_single
 
 Op = dist.ReduceOp
 ALL, NOTHING = slice(None), slice(0)

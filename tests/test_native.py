@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.collectives.lane import Lane
+from dist_prims.collectives.queue import Lane
 from dist_prims.errors import MismatchError
 from dist_prims.schedules import Step, algorithm
 

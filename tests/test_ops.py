@@ -264,7 +264,7 @@ def crossing(pair: dist.ProcessGroup) -> Body:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_inductor_keeps_the_order_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it did not, each rank waited in another group: see ops/ordering.py."""
+    """Where it did not, each rank waited in another group: see ops/inductor_order.py."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what an earlier run compiled shows nothing
 
     def body() -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from dist_prims.bench.peers import program
-from dist_prims.bench.peers.__main__ import _parser, main, table
-from dist_prims.bench.peers.launch import Failed, environment, run
-from dist_prims.bench.peers.rivals import CONTENDERS, build, holds
-from dist_prims.bench.peers.rounds import Figures, interleaved, once, per_round
+from dist_prims.bench.rivals import program
+from dist_prims.bench.rivals.__main__ import _parser, main, table
+from dist_prims.bench.rivals.launch import Failed, environment, run
+from dist_prims.bench.rivals.libraries import CONTENDERS, build, holds
+from dist_prims.bench.rivals.rounds import Figures, interleaved, once, per_round
 
 
 def test_arguments() -> None:
@@ -137,7 +137,7 @@ def test_what_was_done_before_the_deadline_counts(monkeypatch: pytest.MonkeyPatc
         (place / "rank-1.jsonl").write_text(f"{line.replace('1.0', '3.0')}\n{line[:9]}")
         raise Failed("why")
 
-    monkeypatch.setattr("dist_prims.bench.peers.rounds.run", dies)
+    monkeypatch.setattr("dist_prims.bench.rivals.rounds.run", dies)
     found, reason = once("gloo", tmp_path, 2, [8, 16], 0, 1, 5)
     assert reason == "why"
     assert {nbytes: figures.seconds for nbytes, figures in found.items()} == {8: [3.0, 2.0]}

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import dist_prims
 from dist_prims.collectives import proofs
-from dist_prims.collectives.choose import cheapest
+from dist_prims.collectives.algorithm_choice import cheapest
 from dist_prims.errors import CommTimeout
 from dist_prims.schedules import Schedule, ScheduleError, Step, algorithm, build, trust, unregister
 

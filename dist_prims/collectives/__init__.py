@@ -41,7 +41,7 @@ from .api import (
     scan,
     scatter,
 )
-from .lane import Work
+from .queue import Work
 
 __all__ = [
     "MismatchError",

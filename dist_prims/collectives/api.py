@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from .algorithm_choice import CHEAPEST, STRAIGHT
 from .arguments import Maker, Op, Tensors
 from .call import AnyWork, group_of
-from .choose import CHEAPEST, STRAIGHT
 from .native import all_gather_, all_reduce_, direct, reduce_scatter_
 
 __all__ = [

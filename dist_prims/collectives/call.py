@@ -21,14 +21,14 @@ from ..schedules.native import FOLLOWED
 from ..schedules.program import Program, compile_program
 from ..schedules.registry import Algorithm
 from ..schedules.trust import is_trusted
-from .agree import Header, agree
+from .algorithm_choice import CHEAPEST, cheapest, configured
+from .call_agreement import Header, agree
 from .channel import Channel
-from .choose import CHEAPEST, cheapest, configured
 from .execute import Executor, Place
 from .flat import split_evenly
-from .lane import Work, lane_of
 from .native import NativeWork, compiled, is_of_dist_prims, run_in_backend, run_natively, serves
 from .proofs import proofs_of
+from .queue import Work, lane_of
 from .reduction import OP_NAMES
 
 __all__ = ["AnyWork", "Call", "Options", "group_of", "perform"]

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from ..schedules import Schedule
 from ..schedules.native import told
+from ..torch_compat import all_gather_single, reduce_scatter_single
 from .flat import cut
-from .renamed import all_gather_single, reduce_scatter_single
 
 if TYPE_CHECKING:
     from .call import Call

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..errors import CommTimeout
 from ..schedules import Schedule, ScheduleError
 from ..schedules.trust import MOST_RANKS, fingerprint, is_trusted
-from .renamed import group_store
+from ..torch_compat import group_store
 
 __all__ = ["Proofs", "proofs_of"]
 

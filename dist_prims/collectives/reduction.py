@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..schedules.order import scales
-from .renamed import premul_factor
+from ..torch_compat import premul_factor
 
 __all__ = ["OP_NAMES", "check_reducible", "factor_of", "fold", "plain", "premultiplied"]
 

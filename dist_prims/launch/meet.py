@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from . import mpi, pmi, rendezvous
 from .detect import Launcher, detect
-from .exchange import meet_by
 from .network import loopback_interface
 from .rendezvous import Meeting
+from .text_exchange import meet_by
 
 __all__ = ["handler", "meet"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .team import RankFailed, Team
+from .spawn_parent import RankFailed, Team
 
 __all__ = ["RankFailed", "spawn"]
 

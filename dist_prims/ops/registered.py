@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .carry import Carrier
-from .ordering import keep_order, teach_inductor
+from .inductor_order import keep_order, teach_inductor
+from .runtime import Carrier
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter"]
 

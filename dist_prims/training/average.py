@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import all_reduce
-from ..collectives.choose import CHEAPEST
+from ..collectives.algorithm_choice import CHEAPEST
 from ..collectives.flat import cut
 from ..errors import MismatchError
 from .gradients.layout import plan

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...collectives.renamed import all_gather_single
+from ...torch_compat import all_gather_single
 
 __all__ = ["gather_rows"]
 

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import default_collate
 
 from ...collectives import all_gather
-from ...collectives.choose import CHEAPEST
+from ...collectives.algorithm_choice import CHEAPEST
 from ..partition import DataPartitioner, Items, deal
 from .data_rank import place_of
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ...collectives import broadcast
-from ...collectives.choose import CHEAPEST
+from ...collectives.algorithm_choice import CHEAPEST
 from .chain import Layers, Pop, Stage, Stash, layers
 from .profile import profile
 

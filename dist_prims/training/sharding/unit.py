@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...collectives.flat import cut
-from ...collectives.renamed import all_gather_single, reduce_scatter_single
+from ...torch_compat import all_gather_single, reduce_scatter_single
 from .released_parameters import make_absent, make_present
 
 __all__ = ["Unit"]

@@ -20,7 +20,7 @@ from typing import Any
 from .deadline import until
 from .output import Output, is_watched
 from .payload import Payload, main_left_alone, unpacked
-from .rank_process import NOTICE, RAISED, RETURNED, SHOW_STACK, Orders, rank_main
+from .spawn_child import NOTICE, RAISED, RETURNED, SHOW_STACK, Orders, rank_main
 
 __all__ = ["RankFailed", "Team"]
 

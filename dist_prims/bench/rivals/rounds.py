@@ -14,8 +14,8 @@ from typing import Any
 
 from ..measure import iterations_for
 from .launch import Failed, environment, run
+from .libraries import CONTENDERS
 from .program import SLOT
-from .rivals import CONTENDERS
 
 __all__ = ["Figures", "interleaved", "once", "per_round"]
 

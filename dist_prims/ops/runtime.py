@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from .. import collectives
-from ..collectives.choose import CHEAPEST
-from ..collectives.renamed import all_gather_single, reduce_scatter_single
+from ..collectives.algorithm_choice import CHEAPEST
+from ..torch_compat import all_gather_single, reduce_scatter_single
 
 __all__ = ["Carrier"]
 

@@ -1,4 +1,4 @@
-"""``python -m dist_prims.bench.peers``: float32 all_reduce of other libraries on this host, beside ours.
+"""``python -m dist_prims.bench.rivals``: float32 all_reduce of other libraries on this host, beside ours.
 
 Each rival lives in an environment of its own, which ``--build`` makes from the package index. One that is not there or
 fails is named under the table, and the others go on.
@@ -20,7 +20,7 @@ import dist_prims
 
 from ..arguments import positive, sizes
 from .launch import Failed
-from .rivals import CONTENDERS, build, cores, holds, home_of
+from .libraries import CONTENDERS, build, cores, holds, home_of
 from .rounds import Figures, interleaved, once
 
 __all__ = ["main", "table"]
@@ -117,7 +117,7 @@ def _names(text: str) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m dist_prims.bench.peers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m dist_prims.bench.rivals", description=__doc__)
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--sizes", type=sizes, default="8,4K,64K,1M,4M,16M,64M", help="8,64K,16M or 8:64M or 8:64M/8")
     parser.add_argument("--rounds", type=positive, default=5)
