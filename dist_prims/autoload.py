@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def _make(options: Any, given: Any) -> Any:
-    from .backend import make
+    from .backend.create import make
 
     return make(options, given)
 

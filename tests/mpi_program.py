@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch.distributed import ReduceOp
 
-from dist_prims.engines import mpi
+from dist_prims.backend import mpi
 from dist_prims.errors import CommError, CommTimeout
 
 warnings.simplefilter("ignore", FutureWarning)  # torch gives reduce_scatter_tensor another name

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import dist_prims
+from dist_prims.backend.multi_host import ASSUMED
 from dist_prims.bench.__main__ import main
 from dist_prims.bench.arguments import sizes
 from dist_prims.bench.cases import CASES, Buffers
@@ -21,7 +22,6 @@ from dist_prims.bench.measure import Contender, Line, measure
 from dist_prims.bench.memory import chunk_bytes, extra_bytes
 from dist_prims.schedules import algorithms
 from dist_prims.schedules.topology import Topology
-from dist_prims.spanning import ASSUMED
 
 
 def test_sizes() -> None:

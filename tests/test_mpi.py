@@ -17,7 +17,7 @@ import torch.distributed as dist
 from netns import cluster, needs_hosts
 from test_launch import ROOT, clean, run
 
-from dist_prims.engines import mpi
+from dist_prims.backend import mpi
 
 CASES = ["values", "small_pieces", "layouts", "groups", "messages", "async", "faults", "truncation", "ddp", "lacks"]
 CASES += ["one_library"]

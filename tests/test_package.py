@@ -13,8 +13,8 @@ import torch.distributed as dist
 from test_collectives import equal, noise
 
 import dist_prims
+from dist_prims.backend.tuning import ONE_SHOT_BYTES, TUNING, tuned
 from dist_prims.errors import MismatchError
-from dist_prims.tuning import ONE_SHOT_BYTES, TUNING, tuned
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,8 +20,8 @@ from test_mpi import KINDS
 from test_span import span
 
 import dist_prims
+from dist_prims.backend.multi_host import Spanning
 from dist_prims.errors import CommError
-from dist_prims.spanning import Spanning
 
 LIMIT = 50  # seconds, of any wait here
 

@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from wrapping import go_round, refuse
 
 import dist_prims
+from dist_prims.backend.multi_host import ASSUMED, Seats, Spanning
 from dist_prims.errors import CommTimeout, MismatchError, PeerDied
 from dist_prims.launch import RankFailed
 from dist_prims.schedules import Schedule, build
 from dist_prims.schedules.contract import COLLECTIVES
-from dist_prims.spanning import ASSUMED, Seats, Spanning
 
 LAYOUTS = ["a b", "a a b b", "a b a b", "a b b c", "a a b b b c c"]
 

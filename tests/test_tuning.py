@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_launch import clean, run
 
-from dist_prims import tuning
-from dist_prims.tuning import CALIBRATION, ONE_SHOT_BYTES, TUNING, tuned
+from dist_prims.backend import tuning
+from dist_prims.backend.tuning import CALIBRATION, ONE_SHOT_BYTES, TUNING, tuned
 
 LIMITS = {"one_shot_bytes": {"2": 4096}}
 

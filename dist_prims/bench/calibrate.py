@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from ..backend.multi_host import ASSUMED, Seats
+from ..backend.tuning import CALIBRATION
 from ..launch import init
 from ..schedules.contract import contract
 from ..schedules.cost import seconds
@@ -33,8 +35,6 @@ from ..schedules.native import told
 from ..schedules.recommend import Candidate, recommend
 from ..schedules.schedule import Schedule, Step, Steps
 from ..schedules.topology import Topology
-from ..spanning import ASSUMED, Seats
-from ..tuning import CALIBRATION
 from .arguments import sizes
 
 __all__ = ["main"]

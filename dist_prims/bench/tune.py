@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..backend import Options
+from ..backend.create import Options
+from ..backend.tuning import TUNING
 from ..launch import spawn
-from ..tuning import TUNING
 from .measure import measure
 
 __all__ = ["main"]

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .schedules import Schedule, build
-from .schedules.contract import ROOTED
-from .schedules.native import Told, told
-from .schedules.recommend import recommend
-from .schedules.topology import Topology
+from ..schedules import Schedule, build
+from ..schedules.contract import ROOTED
+from ..schedules.native import Told, told
+from ..schedules.recommend import recommend
+from ..schedules.topology import Topology
 
 __all__ = ["ASSUMED", "Seats", "Spanning"]
 

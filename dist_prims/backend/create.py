@@ -30,17 +30,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .autoload import NAME
-from .collectives.algorithm_choice import parse_ranges
-from .collectives.native import all_reduce_
-from .collectives.proofs import Proofs
-from .engines import mpi, selection
-from .errors import PeerDied
-from .launch.hosts import host_id
-from .launch.rendezvous import from_rank_0, greet
-from .schedules import Schedule, build
-from .schedules.native import told
-from .spanning import ASSUMED, Spanning
+from ..autoload import NAME
+from ..collectives.algorithm_choice import parse_ranges
+from ..collectives.native import all_reduce_
+from ..collectives.proofs import Proofs
+from ..errors import PeerDied
+from ..launch.hosts import host_id
+from ..launch.rendezvous import from_rank_0, greet
+from ..schedules import Schedule, build
+from ..schedules.native import told
+from . import mpi, transport_selection
+from .multi_host import ASSUMED, Spanning
 from .tuning import CALIBRATION, tuned
 
 __all__ = ["Options", "all_reduce_", "dump", "empty", "make", "options_of"]
@@ -71,7 +71,7 @@ class Options:
     def __init__(
         self, all_reduce: str = "", slot_bytes: int = 0, one_shot_bytes: int | None = None, engine: str = ""
     ) -> None:
-        if engine not in selection.ENGINES:
+        if engine not in transport_selection.ENGINES:
             raise ValueError(f"Options(engine={engine!r}): 'gloo' or 'mpi'")
         parse_ranges(all_reduce, "all_reduce", "Options(all_reduce=...)")
         self.all_reduce = all_reduce
@@ -130,7 +130,9 @@ def _make(options: Any, chosen: Options, deaths: _Deaths) -> Any:
     engine = None
     if spans:
         asked = chosen.engine or os.environ.get("DIST_PRIMS_ENGINE", "")
-        engine = mpi.make(ranks, timeout) if selection.select(store, rank, ranks, asked) == "mpi" else make_gloo()
+        engine = (
+            mpi.make(ranks, timeout) if transport_selection.select(store, rank, ranks, asked) == "mpi" else make_gloo()
+        )
     backend = _extension().PrimsBackend(
         store=store,
         rank=rank,
@@ -249,7 +251,7 @@ def _dump_file(group: str, rank: int) -> str:
 def _extension() -> Any:
     remedy = "build it again: pip install --no-build-isolation --force-reinstall --no-deps <the source of dist_prims>"
     try:
-        from . import _backend
+        from .. import _backend
     except ImportError as error:
         raise ImportError(
             f"the extension of dist_prims does not load with torch {torch.__version__}: {error}. It is not built, or "
