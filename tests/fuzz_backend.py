@@ -34,7 +34,7 @@ import torch.distributed as dist
 from fuzzing import calls, faults, groups, processes, script
 from fuzzing.rank import LIMIT, Rank
 
-import dist_prims.backend
+import dist_prims.backend.extension
 
 __all__ = ["main"]
 
@@ -197,7 +197,7 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     given = _arguments(words)
     torch.set_num_threads(1)  # a forked rank has no other threads of OpenMP
-    extension = dist_prims.backend._extension()
+    extension = dist_prims.backend.extension.extension()
     print(f"seed {given.seed}, extension {extension.__file__}", flush=True)
     began = time.monotonic()
     failed = run = 0

@@ -300,7 +300,7 @@ def test_the_record_is_written_on_demand(tmp_path: Path) -> None:
         dist.all_reduce(torch.ones(3))
         if dist.get_rank() == 0:
             dist.all_reduce(torch.ones(3), async_op=True)
-        from dist_prims.backend.create import dump
+        from dist_prims.backend import dump
 
         time.sleep(0.3)
         dump(tmp_path / f"{dist.get_rank()}.json")

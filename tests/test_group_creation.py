@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from survivors import join_at_rank_0, run_ranks
 
-import dist_prims.backend
+import dist_prims.backend.create
 from dist_prims.errors import CommError, Interrupted, PeerDied
 
 SOON = 25  # seconds on a crowded machine; the group's timeout is 60
@@ -33,14 +33,14 @@ def new_group() -> tuple[str, str]:
 
 def between_meeting_and_attaching(act: Any) -> None:
     """Have this rank call `act` there when it makes its next group."""
-    tuned = dist_prims.backend.tuned
+    tuned = dist_prims.backend.create.tuned
 
     def acting(*args: Any, **kwargs: Any) -> int:
-        dist_prims.backend.tuned = tuned
+        dist_prims.backend.create.tuned = tuned
         act()
         return tuned(*args, **kwargs)
 
-    dist_prims.backend.tuned = acting
+    dist_prims.backend.create.tuned = acting
 
 
 def die() -> None:

@@ -1,20 +1,4 @@
-"""The backend "dist_prims" of ``torch.distributed``: one group of it, on one of its ranks.
-
-Ranks of one host reduce in shared memory; those of several follow schedules over an engine, gloo or MPI. What is not
-ours goes to another backend behind the same name: sparse tensors to gloo, CUDA tensors to NCCL where torch has it.
-Ranks share a host if they say the same of it (see :mod:`.launch.hosts`) and then really attach: the memory comes over
-a socket that is only seen on one host.
-
-    torch.distributed.init_process_group("dist_prims")
-    torch.distributed.init_process_group("dist_prims", pg_options=dist_prims.Options(all_reduce="ring"))
-
-Memory that ranks reduce where it lies, and a call with less in its way:
-
->>> import torch, dist_prims
->>> gradient = dist_prims.empty((3, 2), torch.float32).fill_(1)
->>> dist_prims.all_reduce_(gradient).tolist()
-[[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
-"""
+"""Creates one group of the backend "dist_prims" on one of its ranks; torch calls :func:`make`."""
 
 from __future__ import annotations
 
@@ -22,9 +6,8 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +15,6 @@ import torch.distributed as dist
 
 from ..autoload import NAME
 from ..collectives.algorithm_choice import parse_ranges
-from ..collectives.native import all_reduce_
 from ..collectives.proofs import Proofs
 from ..errors import PeerDied
 from ..launch.hosts import host_id
@@ -40,79 +22,27 @@ from ..launch.rendezvous import from_rank_0, greet
 from ..schedules import Schedule, build
 from ..schedules.native import told
 from . import mpi, transport_selection
+from .extension import extension
+from .flight_record import dump_file
 from .multi_host import ASSUMED, Spanning
+from .options import Options, keep_options
 from .tuning import CALIBRATION, tuned
 
-__all__ = ["Options", "all_reduce_", "dump", "empty", "make", "options_of"]
+__all__ = ["make"]
 
 _SLOT_BYTES = 1 << 20  # of shared memory; a rank has two
 _PINNED = "DIST_PRIMS_ALL_REDUCE"
 _LARGEST_TAG_OF_GLOO = 2**31 - 1
 _CPU = torch.device("cpu")
 _MOMENT_TO_DIE = 0.5  # seconds
-_given: dict[str, Options | None] = {}  # by the name of a group
-
-
-class Options:
-    """How a group of the backend works, as ``pg_options`` of ``init_process_group`` or ``new_group``.
-
-    ``all_reduce``: the algorithm, by name or by ranges of sizes as in ``DIST_PRIMS_ALL_REDUCE``; your own included. A
-    schedule that is pinned so runs in one segment. Other collectives cannot be pinned.
-    ``slot_bytes``: of shared memory, two of them for each rank; larger ones serve larger segments.
-    ``one_shot_bytes``: up to here every rank of an all_reduce adds everything at once; beyond, each adds its part and
-    the sums are shared. Unless given, what ``python -m dist_prims tune`` found on this type of machine, or 32 K.
-    ``engine``: what carries messages between hosts, "gloo" or "mpi", or ``DIST_PRIMS_ENGINE``; unless given, MPI where
-    mpirun has started the ranks and all of them can use it, and gloo elsewhere. Rank 0's counts.
-
-    >>> Options(all_reduce="ring:1M-max").all_reduce
-    'ring:1M-max'
-    """
-
-    def __init__(
-        self, all_reduce: str = "", slot_bytes: int = 0, one_shot_bytes: int | None = None, engine: str = ""
-    ) -> None:
-        if engine not in transport_selection.ENGINES:
-            raise ValueError(f"Options(engine={engine!r}): 'gloo' or 'mpi'")
-        parse_ranges(all_reduce, "all_reduce", "Options(all_reduce=...)")
-        self.all_reduce = all_reduce
-        self.slot_bytes = slot_bytes
-        self.one_shot_bytes = one_shot_bytes
-        self.engine = engine
-
-
-def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor in memory that the other ranks of this host can map: an all_reduce that finds all of its tensors in such
-    memory reads and writes them where they lie, without a copy. Every rank may allocate when it likes.
-
-    The memory is reserved here and freed with the tensor. If an all_reduce of the tensor fails, other than with a
-    MismatchError, the tensor keeps its address but becomes ordinary memory of this process, so that a late rank cannot
-    write to it. Not to be used in a process forked from this one: there the memory is not mapped.
-    """
-    sizes = [shape] if isinstance(shape, int) else list(shape)
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"empty: a shape has no negative sizes, and this is {tuple(sizes)}")
-    tensor: torch.Tensor = _extension().empty(sizes, dtype)
-    return tensor
-
-
-def options_of(group: dist.ProcessGroup) -> Options | None:
-    """The options that a group of this backend was made with, or None."""
-    return _given.get(group.group_name) if NAME in dist.get_backend_config(group) else None
-
-
-def dump(path: Path | str, group: dist.ProcessGroup | None = None) -> None:
-    """Write the last calls of this rank to a file, in the form of PyTorch's flight recorder; ``python -m dist_prims
-    doctor --dump`` reads those of all ranks and says which one is behind."""
-    backend: Any = (group or dist.distributed_c10d._get_default_group())._get_backend(_CPU)
-    Path(path).write_text(backend.record())
 
 
 def make(options: Any, given: Any = None) -> Any:
     """The backend for a group; ``options`` are torch's: store, rank, size, timeout; ``given``: ours."""
-    _given[str(options.group_id)] = given if isinstance(given, Options) else None
+    chosen = keep_options(str(options.group_id), given)
     deaths = _Deaths(options)
     try:
-        return _make(options, given if isinstance(given, Options) else Options(), deaths)
+        return _make(options, chosen, deaths)
     except dist.DistError:  # a rank that dies may take the store with it
         deaths.wait_and_raise()
         raise
@@ -133,7 +63,7 @@ def _make(options: Any, chosen: Options, deaths: _Deaths) -> Any:
         engine = (
             mpi.make(ranks, timeout) if transport_selection.select(store, rank, ranks, asked) == "mpi" else make_gloo()
         )
-    backend = _extension().PrimsBackend(
+    backend = extension().PrimsBackend(
         store=store,
         rank=rank,
         size=size,
@@ -148,7 +78,7 @@ def _make(options: Any, chosen: Options, deaths: _Deaths) -> Any:
         one_shot_bytes=tuned(size, speaks=ranks[rank] == 0) if chosen.one_shot_bytes is None else chosen.one_shot_bytes,
         group=str(options.group_id),
         ranks=str(ranks),
-        dump=_dump_file(str(options.group_id), rank),
+        dump=dump_file(str(options.group_id), rank),
         ended=deaths.first,
     )
     _pin(backend, rank, size, chosen, spanning, check)
@@ -241,25 +171,3 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
-
-
-def _dump_file(group: str, rank: int) -> str:
-    folder = os.environ.get("DIST_PRIMS_DUMP", "")
-    return str(Path(folder) / f"{group}_rank{rank}.json") if folder else ""
-
-
-def _extension() -> Any:
-    remedy = "build it again: pip install --no-build-isolation --force-reinstall --no-deps <the source of dist_prims>"
-    try:
-        from .. import _backend
-    except ImportError as error:
-        raise ImportError(
-            f"the extension of dist_prims does not load with torch {torch.__version__}: {error}. It is not built, or "
-            f"for another torch; {remedy}"
-        ) from error
-    if torch.__version__ != _backend.built_for:
-        raise ImportError(
-            f"the extension of dist_prims was built for torch {_backend.built_for}, and this is {torch.__version__}; "
-            f"{remedy}"
-        )
-    return _backend

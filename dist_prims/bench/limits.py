@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from ..backend.create import all_reduce_, empty
+from ..backend import all_reduce_, empty
 from .cases import Buffers
 from .measure import Contender
 

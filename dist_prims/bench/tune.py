@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..backend.create import Options
+from ..backend import Options
 from ..backend.tuning import TUNING
 from ..launch import spawn
 from .measure import measure

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..backend.create import options_of
+from ..backend import options_of
 
 __all__ = ["duplicate", "end_group", "is_known", "ranks_of"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...backend.create import empty
+from ...backend import empty
 from .bucket import Bucket
 
 __all__ = ["Layout", "lay_out", "our_backend", "plan"]
