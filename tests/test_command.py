@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_prims.__main__ import main
+from dist_prims.cli import main
 
 RIGHT = """
 from dist_prims.schedules import Step, algorithm
@@ -67,7 +67,7 @@ def test_show_tells_the_cost_of_what_is_too_big_for_a_picture(capsys: pytest.Cap
 
 
 def test_showing_waits_for_no_torch() -> None:
-    code = "import sys; from dist_prims.__main__ import main; main(['show', 'scan', 'recursive_doubling'])\n"
+    code = "import sys; from dist_prims.cli import main; main(['show', 'scan', 'recursive_doubling'])\n"
     code += "assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
@@ -127,8 +127,8 @@ def test_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
     assert "all_reduce" not in capsys.readouterr().out
 
 
-def test_plan_recommends_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--hosts", "3", "--ranks", "4", "--bytes", "64M", "--link", "8G"]) == 0
+def test_recommend_recommends_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recommend", "--hosts", "3", "--ranks", "4", "--bytes", "64M", "--link", "8G"]) == 0
     head, table, reasons = capsys.readouterr().out.split("\n\n")
     assert head.splitlines() == [
         "all_reduce of 64 MB: 3 hosts x 4 ranks; supposed: latency, inner link, inner latency, reducing",
@@ -146,21 +146,28 @@ def test_plan_recommends_and_says_why(capsys: pytest.CaptureFixture[str]) -> Non
     assert "times the lower bound" in reasons
 
 
-def test_plan_takes_a_calibration_and_other_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_is_the_old_name_of_recommend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recommend", "--hosts", "2"]) == 0
+    recommended = capsys.readouterr()
+    assert main(["plan", "--hosts", "2"]) == 0
+    assert capsys.readouterr() == (recommended.out, "dist_prims: 'plan' is now called 'recommend'\n")
+
+
+def test_recommend_takes_a_calibration_and_other_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "here.json"
     level = '{"alpha": 1e-6, "beta": 1e-9}'
     file.write_text(f'{{"inner": {level}, "outer": {level}, "gamma": 0, "cores": 2, "one_machine": true}}')
-    assert main(["plan", "--hosts", "2", "--ranks", "2", "--collective", "barrier", "--calibration", str(file)]) == 0
+    assert main(["recommend", "--hosts", "2", "--ranks", "2", "--collective", "barrier", "--calibration", str(file)]) == 0
     out = capsys.readouterr().out
     assert f"barrier: 2 hosts x 2 ranks; {file}" in out
     assert "cores: 2 for all hosts" in out
     assert "Take dissemination: 4 µs predicted" in out  # 2 steps, each 4 messages on 2 cores
 
 
-def test_plan_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--hosts", "1", "--ranks", "4000", "--collective", "gather"]) == 0
+def test_recommend_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recommend", "--hosts", "1", "--ranks", "4000", "--collective", "gather"]) == 0
     assert "Left out" not in capsys.readouterr().out
-    assert main(["plan", "--hosts", "1000", "--ranks", "2", "--collective", "reduce_scatter"]) == 0
+    assert main(["recommend", "--hosts", "1000", "--ranks", "2", "--collective", "reduce_scatter"]) == 0
     out = capsys.readouterr().out
     assert "Left out, as they have too many transfers to count: direct (3,936,256 at once)" in out
 
@@ -181,15 +188,15 @@ def test_plan_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (["show", "all_reduce", "ring", "--svg", "no/such/folder/x.svg"], "No such file"),
         (["prove", "no_such_file.py"], "No such file"),
-        (["plan", "--hosts", "0"], "one host or more"),
-        (["plan", "--bytes", "100 M"], "'100 M' is not a size; write 512, 16K, 1M or 2G"),
-        (["plan", "--link", "fast"], "'fast' is not the speed of a link"),
-        (["plan", "--link", "0G"], "'0G' is not the speed of a link"),
-        (["plan", "--latency", "10"], "'10' is not a duration; write 500ns, 10us or 1.5ms"),
-        (["plan", "--collective", "al_reduce"], "did you mean 'all_reduce'"),
-        (["plan", "--calibration", "no_such_file.json"], "No such file"),
-        (["plan", "--calibration", "pyproject.toml"], "pyproject.toml: Expecting value"),
-        (["plan", "--calibration", "x.json", "--inner-link", "1G"], "--calibration and --inner-link: one or the other"),
+        (["recommend", "--hosts", "0"], "one host or more"),
+        (["recommend", "--bytes", "100 M"], "'100 M' is not a size; write 512, 16K, 1M or 2G"),
+        (["recommend", "--link", "fast"], "'fast' is not the speed of a link"),
+        (["recommend", "--link", "0G"], "'0G' is not the speed of a link"),
+        (["recommend", "--latency", "10"], "'10' is not a duration; write 500ns, 10us or 1.5ms"),
+        (["recommend", "--collective", "al_reduce"], "did you mean 'all_reduce'"),
+        (["recommend", "--calibration", "no_such_file.json"], "No such file"),
+        (["recommend", "--calibration", "pyproject.toml"], "pyproject.toml: Expecting value"),
+        (["recommend", "--calibration", "x.json", "--inner-link", "1G"], "--calibration and --inner-link: one or the other"),
         (["prove", "--sizes", "4-2"], "'4-2' is no number of ranks; write for example 1-8 or 2,4,8"),
     ],
 )
@@ -245,7 +252,7 @@ def test_a_file_that_cannot_be_run_is_one_line(tmp_path: Path, text: str) -> Non
         (["dist_prims", "show", "all_reduce", "hierarchical", "hosts=3,x"], "hosts=(3, 'x') must be the ranks"),
         (["dist_prims", "show", "all_reduce", "ring", "--svg", "x.png"], "as SVG only; name the file x.svg"),
         (["dist_prims", "pipeline", "1f1b", "--svg", "x.png"], "as SVG only; name the file x.svg"),
-        (["dist_prims", "plan", "--hosts", "x"], "invalid int value: 'x'"),
+        (["dist_prims", "recommend", "--hosts", "x"], "invalid int value: 'x'"),
         (["dist_prims.bench", "--algorithms", "rng"], "did you mean 'ring'"),
         (["dist_prims.bench", "--backends", "gloop"], "did you mean 'gloo'"),
         (["dist_prims.bench", "--collective", "all_gather", "--limits"], "--limits measures all_reduce only"),
@@ -283,5 +290,5 @@ def test_plan_tells_whether_the_backend_takes_the_advice(
     collective: str, hosts: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For an all_to_all it once advised a schedule that never ran."""
-    assert main(["plan", "--hosts", hosts, "--ranks", "2", "--collective", collective]) == 0
+    assert main(["recommend", "--hosts", hosts, "--ranks", "2", "--collective", collective]) == 0
     assert told in capsys.readouterr().out

@@ -1,0 +1,80 @@
+"""The parser of the command, and the subcommands that need no module of their own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ..schedules.catalogue import LETTERS, markdown_table, text_table
+from . import pipeline, prove, recommend, show
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a subcommand and return its exit status: 2, with one line of text, for bad input."""
+    given = _parse(arguments)
+    try:
+        return int(given.run(given))
+    except (ValueError, OSError) as error:
+        print(f"dist_prims: {error}", file=sys.stderr)
+        return 2
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["plan"]:  # its name in version 0.1
+        print("dist_prims: 'plan' is now called 'recommend'", file=sys.stderr)
+        words[0] = "recommend"
+    parser = _parser()
+    given, more = parser.parse_known_args(words)
+    if more and (given.run is not show.run or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if given.run is show.run:  # argparse leaves the name=value that come after an option
+        given.parameters += more
+    return given
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dist_prims", description="Show, prove and list algorithms.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    show.add(commands)
+    prove.add(commands)
+    table = commands.add_parser("algorithms", help="a table of the registered algorithms")
+    table.add_argument("collective", nargs="?", metavar="COLLECTIVE")
+    table.add_argument("--markdown", action="store_true")
+    table.set_defaults(run=_list)
+    recommend.add(commands)
+    pipeline.add(commands)
+    tune = commands.add_parser("tune", help="measure the crossover sizes of this machine, once, for the backend")
+    tune.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    tune.set_defaults(run=_tune)
+    doctor = commands.add_parser("doctor", help="launcher, ranks, hosts, engines, cores, memory")
+    doctor.add_argument(
+        "--dump", metavar="FOLDER", help="instead: which rank is behind, from the flight records in the folder"
+    )
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _list(given: argparse.Namespace) -> int:
+    print(markdown_table(given.collective) if given.markdown else f"{text_table(given.collective)}\n\n{LETTERS}")
+    return 0
+
+
+def _tune(given: argparse.Namespace) -> int:
+    from ..bench.tune import main as tune
+
+    return tune(given.ranks)
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    if given.dump:
+        from ..launch.flight_records import read
+
+        print(read(given.dump))
+        return 0
+    from ..launch.doctor import report  # it alone needs torch
+
+    print(report())
+    return 0

@@ -1,0 +1,31 @@
+"""``pipeline``: the schedule of a pipeline as a chart, with its bubble and memory."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..schedules.pipelines import markdown_table, pipeline_plan
+from ..schedules.pipelines import show as show_pipeline
+
+__all__ = ["add", "run"]
+
+
+def add(commands: Any) -> None:
+    pipeline = commands.add_parser("pipeline", help="a pipeline's schedule: its chart, bubble and memory")
+    pipeline.add_argument("name", nargs="?", metavar="NAME", help="unless given, a table of all")
+    pipeline.add_argument("--ranks", type=int, default=4, metavar="N", help="(4)")
+    pipeline.add_argument("--micros", type=int, default=8, metavar="N", help="micro-batches (8)")
+    pipeline.add_argument("--stages-a-rank", type=int, metavar="N", help="unless given, the plan's default")
+    pipeline.add_argument("--svg", metavar="FILE", help="also write the chart")
+    pipeline.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    if given.name is None:
+        print(markdown_table())
+        return 0
+    print(show_pipeline(given.name, given.ranks, given.micros, given.stages_a_rank))
+    if given.svg:
+        print(f"picture  {pipeline_plan(given.name, given.ranks, given.micros, given.stages_a_rank).draw(given.svg)}")
+    return 0

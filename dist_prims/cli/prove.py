@@ -1,0 +1,71 @@
+"""``prove``: verify the registered algorithms and pipelines, or those that a file registers."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..schedules import build
+from ..schedules.contract import ROOTED
+from ..schedules.draw import numbers
+from ..schedules.pipelines import pipeline_plan, pipeline_plans
+from .registered import registered, registered_by
+
+__all__ = ["add", "run"]
+
+_SIZES = (*range(1, 34), 64)
+_PIPELINES = (*range(1, 13),)
+
+
+def add(commands: Any) -> None:
+    prove = commands.add_parser("prove", help="verify every algorithm, or those that a file registers")
+    prove.add_argument("file", nargs="?", metavar="FILE.py")
+    prove.add_argument("--sizes", metavar="LIST", help="e.g. 1-8 or 2,4,8 (1-33, and 64 for all algorithms)")
+    prove.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    sizes = _sizes(given.sizes) if given.sizes else _SIZES[:-1] if given.file else _SIZES
+    chosen = registered_by(given.file) if given.file else list(registered())
+    pipelines = [] if given.file else pipeline_plans()
+    return max(
+        [_prove_one(collective, name, sizes) for collective, name in chosen]
+        + [_prove_pipeline(name) for name in pipelines]
+    )
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """``1-4,8`` as (1, 2, 3, 4, 8)."""
+    sizes: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first) or int(first) < 1:
+            raise ValueError(f"--sizes {text}: {part!r} is no number of ranks; write for example 1-8 or 2,4,8")
+        sizes += range(int(first), int(last or first) + 1)
+    return tuple(sizes)
+
+
+def _prove_one(collective: str, name: str, sizes: tuple[int, ...]) -> int:
+    proved = 0
+    for size in sizes:
+        roots = [{"root": root} for root in sorted({0, size // 2, size - 1})] if collective in ROOTED else [{}]
+        for root in roots:
+            try:
+                build(collective, name, size, **root).verify()
+            except Exception as error:
+                where = "".join(f", {key} {value}" for key, value in root.items())
+                print(f"✗ {collective} {name}, size {size}{where}: {type(error).__name__}: {error}", flush=True)
+                if not isinstance(error, ValueError):
+                    raise  # a fault in the generator itself: the traceback shows where
+                return 1
+        proved += len(roots)
+    print(f"✓ {collective} {name}: {proved} schedules, sizes {numbers(sizes)}", flush=True)
+    return 0
+
+
+def _prove_pipeline(name: str) -> int:
+    for ranks in _PIPELINES:
+        for micros in _PIPELINES:
+            pipeline_plan(name, ranks, micros).verify()
+    print(f"✓ pipeline {name}: {len(_PIPELINES) ** 2} plans, ranks and micro-batches {numbers(_PIPELINES)}", flush=True)
+    return 0

@@ -1,0 +1,74 @@
+"""``recommend``: the algorithm to use on hosts joined by links, and the reasons."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ..schedules import advice
+from ..schedules.native import FOLLOWED
+from ..schedules.recommend import recommend
+from ..schedules.topology import Level, Topology
+
+__all__ = ["add", "run"]
+
+_LINKS = {"link": "25G", "latency": "10us", "inner_link": "80G", "inner_latency": "1us"}  # the defaults
+_GAMMA = 1e-10  # seconds a byte reduced
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("recommend", help="which algorithm to use on hosts joined by links, and why")
+    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="number of hosts (1)")
+    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks of each host (8)")
+    parser.add_argument("--bytes", default="100M", metavar="SIZE", help="of the data: 512, 16K, 100M, 2G (100M)")
+    parser.add_argument("--collective", default="all_reduce", metavar="NAME", help="(all_reduce)")
+    parser.add_argument("--link", metavar="SPEED", help="of a host, in bits a second (25G)")
+    parser.add_argument("--latency", metavar="TIME", help="of a message between hosts (10us)")
+    parser.add_argument("--inner-link", metavar="SPEED", help="of a rank within its host, in bits a second (80G)")
+    parser.add_argument("--inner-latency", metavar="TIME", help="of a message within a host (1us)")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="what `bench calibrate` has measured, instead of all these"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    if given.hosts < 1 or given.ranks < 1:
+        raise ValueError(f"--hosts {given.hosts} --ranks {given.ranks}: one host or more, of one rank or more")
+    count = advice.nbytes(given.bytes)
+    topology, source = _topology(given)
+    found = recommend(given.collective, count, topology)
+    print(f"{advice.describe(given.collective, count, topology, source)}\n\n{advice.tell(found)}")
+    print(_how_to_run(given.collective, given.hosts, found.candidates[0].schedule.algorithm))
+    return 0
+
+
+def _how_to_run(collective: str, hosts: int, algorithm: str) -> str:
+    """Whether the backend takes this advice by itself."""
+    if hosts > 1 and collective in FOLLOWED:
+        return "The backend dist_prims chooses by the same prices, of what `bench calibrate` has measured."
+    own = "works in shared memory on one host" if hosts == 1 else "sends every block straight to its rank"
+    by_hand = f"dist_prims.{collective}(..., algorithm={algorithm!r}) follows it on any backend"
+    if collective in ("barrier", "scan", "exclusive_scan"):
+        return f"The backend dist_prims follows no schedule for it; {by_hand.replace('exclusive_', '')}."
+    return f"The backend dist_prims follows no schedule here, it {own}; {by_hand}."
+
+
+def _topology(given: argparse.Namespace) -> tuple[Topology, str]:
+    """The hosts, with links as asked, measured or supposed, and a word on which of these."""
+    hosts = (given.ranks,) * given.hosts
+    asked = {name: value for name in _LINKS if (value := getattr(given, name)) is not None}
+    if given.calibration:
+        if asked:
+            raise ValueError(f"--calibration and --{next(iter(asked)).replace('_', '-')}: one or the other")
+        try:
+            return Topology.measured(hosts, json.loads(Path(given.calibration).read_text())), given.calibration
+        except ValueError as error:
+            raise ValueError(f"{given.calibration}: {error}") from None
+    links = {**_LINKS, **asked}
+    inner = Level(advice.moment(links["inner_latency"]), advice.bits(links["inner_link"]))
+    outer = Level(advice.moment(links["latency"]), advice.bits(links["link"]))
+    supposed = ", ".join(name.replace("_", " ") for name in _LINKS if name not in asked)
+    return Topology(hosts, inner, outer, _GAMMA), f"supposed: {', '.join(filter(None, [supposed, 'reducing']))}"

@@ -1,0 +1,106 @@
+"""``show``: the steps of an algorithm, its guarantees and its cost."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..schedules import Schedule, build, lookup
+from ..schedules.catalogue import LETTERS, text_table
+from ..schedules.draw import caption, numbers, promise, terminal
+from .registered import registered_by
+
+__all__ = ["add", "run"]
+
+_READABLE = 64  # ranks whose sum is still worth writing out
+_ADDING = ("all_reduce", "reduce_scatter", "reduce", "scan", "exclusive_scan")
+
+
+def add(commands: Any) -> None:
+    show = commands.add_parser("show", help="the steps of an algorithm, its guarantees and its cost")
+    show.add_argument(
+        "collective", metavar="COLLECTIVE|FILE.py", help="a collective, or a file that registers algorithms"
+    )
+    show.add_argument("algorithm", metavar="ALGORITHM", nargs="?", help="unless given, a table of all")
+    show.add_argument("parameters", nargs="*", metavar="name=value", help="of the algorithm, e.g. hosts=2,2")
+    show.add_argument("--size", type=int, default=4, metavar="N", help="number of ranks (4)")
+    show.add_argument("--root", type=int, metavar="R", help="of a collective that has one (0)")
+    show.add_argument("--svg", metavar="FILE", help="also write the picture")
+    show.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    collective, algorithm, parameters = _named(given)
+    if algorithm is None:
+        print(f"{text_table(collective)}\n\n{LETTERS}")
+        return 0
+    root = {} if given.root is None else {"root": given.root}
+    schedule = build(collective, algorithm, given.size, **root, **parameters)
+    print(f"{_steps(schedule)}\n")
+    for name, value in _facts(schedule):
+        print(f"{name.ljust(9)}{value}")
+    if given.svg:
+        print(f"picture  {schedule.draw(given.svg)}")
+    return 0
+
+
+def _named(given: argparse.Namespace) -> tuple[str, str | None, dict[str, Any]]:
+    """Collective, algorithm and parameters: of the registry, or of what a file registers."""
+    words = [given.algorithm, *given.parameters] if given.algorithm else []
+    algorithm = words.pop(0) if words and "=" not in words[0] else None
+    parameters = dict(map(_parameter, words))
+    if not given.collective.endswith(".py"):
+        return given.collective, algorithm, parameters
+    registered = registered_by(given.collective)
+    found = [each for each in registered if algorithm in (None, each[1])]
+    if len(found) != 1:
+        names = ", ".join(name for _, name in registered)
+        raise ValueError(f"{given.collective} registers {names}; name one of them: show {given.collective} ALGORITHM")
+    return *found[0], parameters
+
+
+def _parameter(text: str) -> tuple[str, Any]:
+    """``hosts=2,2`` and the like, as numbers where they are."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"{text!r} is no parameter; write name=value")
+    values = [int(each) if each.lstrip("-").isdigit() else each for each in value.split(",")]
+    return name, values[0] if len(values) == 1 else tuple(values)
+
+
+def _steps(schedule: Schedule) -> str:
+    try:
+        return terminal(schedule)
+    except ValueError as too_big:  # what it promises and costs can be told all the same
+        return f"{caption(schedule)}\n{too_big}"
+
+
+def _facts(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    card = lookup(schedule.collective, schedule.algorithm).card
+    yield from promise(schedule)
+    yield "steps", f"{len(schedule.steps)}{f' = {card.steps}' if card and not schedule.parameters else ''}"
+    yield "sent", f"{_sent(schedule)}{f'; at most {card.sent}' if card and not schedule.parameters else ''}"
+    if card:
+        yield "wins", card.wins
+        yield "source", card.source
+    if schedule.collective in _ADDING and schedule.size <= _READABLE:
+        rank = schedule.size - 1 if "scan" in schedule.collective else schedule.root or 0
+        if 0 in schedule.contract.end(rank).chunk:
+            yield "adds", f"chunk 0 on rank {rank}: {schedule.order(0, rank)}"
+
+
+def _sent(schedule: Schedule) -> str:
+    """How much of the data each rank sends, ranks that send the same together."""
+    rows = np.zeros(schedule.size, np.int64)
+    for step in schedule.steps:
+        rows += np.bincount(step.src[step.src != step.dst], minlength=schedule.size)
+    alike = {count: np.flatnonzero(rows == count).tolist() for count in dict.fromkeys(rows.tolist())}
+    if len(alike) == 1:
+        return f"{int(rows[0]) * schedule.share} of the data by every rank"
+    told = [
+        f"{count * schedule.share} by rank{'s' * (len(ranks) > 1)} {numbers(ranks)}" for count, ranks in alike.items()
+    ]
+    return f"of the data: {'; '.join(told)}"
