@@ -153,11 +153,15 @@ def test_plan_is_the_old_name_of_recommend(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr() == (recommended.out, "dist_prims: 'plan' is now called 'recommend'\n")
 
 
-def test_recommend_takes_a_calibration_and_other_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recommend_takes_a_calibration_and_other_collectives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "here.json"
     level = '{"alpha": 1e-6, "beta": 1e-9}'
     file.write_text(f'{{"inner": {level}, "outer": {level}, "gamma": 0, "cores": 2, "one_machine": true}}')
-    assert main(["recommend", "--hosts", "2", "--ranks", "2", "--collective", "barrier", "--calibration", str(file)]) == 0
+    assert (
+        main(["recommend", "--hosts", "2", "--ranks", "2", "--collective", "barrier", "--calibration", str(file)]) == 0
+    )
     out = capsys.readouterr().out
     assert f"barrier: 2 hosts x 2 ranks; {file}" in out
     assert "cores: 2 for all hosts" in out
@@ -196,7 +200,10 @@ def test_recommend_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -
         (["recommend", "--collective", "al_reduce"], "did you mean 'all_reduce'"),
         (["recommend", "--calibration", "no_such_file.json"], "No such file"),
         (["recommend", "--calibration", "pyproject.toml"], "pyproject.toml: Expecting value"),
-        (["recommend", "--calibration", "x.json", "--inner-link", "1G"], "--calibration and --inner-link: one or the other"),
+        (
+            ["recommend", "--calibration", "x.json", "--inner-link", "1G"],
+            "--calibration and --inner-link: one or the other",
+        ),
         (["prove", "--sizes", "4-2"], "'4-2' is no number of ranks; write for example 1-8 or 2,4,8"),
     ],
 )

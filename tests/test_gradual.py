@@ -15,7 +15,7 @@ import torch.distributed as dist
 import dist_prims
 import dist_prims.errors
 from dist_prims import GradientAverager, spawn
-from dist_prims.training.gradients import incremental_reduce
+from dist_prims.training import incremental_reduce
 
 LAYERS, WIDTH = 8, 128  # a weight is twice what an all_reduce sums at once
 

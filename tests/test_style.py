@@ -1,4 +1,4 @@
-"""The house rules that a program can check: style and types, floors, public names, examples that run."""
+"""The rules that a program can check: style and types, layers, public names, examples that run."""
 
 from __future__ import annotations
 
@@ -22,24 +22,47 @@ CHECKS = ["ruff-lint", "ruff-format", "types", "clang-format-csrc", "shell-synta
 EVERY = (module.name for module in pkgutil.walk_packages(dist_prims.__path__, "dist_prims."))
 MODULES = sorted(name for name in EVERY if not name.startswith("dist_prims._mpi_"))  # they need an MPI that is loaded
 
-# Who may import whom: each floor names those below it.
-FLOORS = {
+# The layers of the package: what a module or folder of dist_prims may import from the others.
+LAYERS = {
     "schedules": set(),
-    "collectives": {"schedules", "errors"},
     "errors": set(),
-    "autoload": {"backend", "launch"},
-    "backend": {"autoload", "collectives", "engines", "errors", "launch", "schedules", "spanning", "tuning"},
-    "engines": {"launch"},
-    "spanning": {"schedules"},
-    "tuning": set(),
+    "torch_compat": set(),
+    "agreement": {"errors", "torch_compat"},
+    "collectives": {"errors", "schedules", "torch_compat"},
     "launch": {"autoload"},
+    "backend": {"autoload", "collectives", "errors", "launch", "schedules"},
+    "autoload": {"backend", "launch"},
+    "ops": {"collectives", "errors", "torch_compat"},
+    "parallel": {"agreement", "collectives", "errors"},
+    "training": {"agreement", "backend", "collectives", "errors", "parallel", "schedules", "torch_compat"},
+    "models": {"parallel", "training"},
+    "patterns": {"agreement", "collectives", "errors", "training"},
     "datasets": set(),
-    "training": {"backend", "collectives", "errors", "schedules"},
+    "_chart": {"schedules"},
     "_console": {"collectives"},
-    "demo": {"schedules", "collectives", "launch", "datasets", "training", "_chart", "_console"},
-    "ops": {"collectives", "errors"},
-    "recipes": {"schedules", "collectives", "launch", "datasets", "training", "ops", "errors", "_console"},
-    "bench": {"schedules", "collectives", "launch", "backend", "spanning", "training", "tuning", "_chart"},
+    "demo": {"_chart", "_console", "collectives", "datasets", "launch", "models", "schedules", "training"},
+    "recipes": {"_console", "collectives", "datasets", "errors", "launch", "models", "ops", "parallel", "patterns"}
+    | {"schedules", "training"},
+    "bench": {"_chart", "backend", "collectives", "launch", "models", "schedules", "training"},
+    "cli": {"bench", "launch", "schedules"},
+    "__main__": {"cli"},
+}
+# The same within dist_prims/training.
+TRAINING = {
+    "incremental_reduce": set(),
+    "bucket": {"incremental_reduce"},
+    "group_duplicates": set(),
+    "compression": {"bucket"},
+    "gradients": {"bucket", "compression", "group_duplicates", "incremental_reduce"},
+    "average": {"gradients"},
+    "mixed_precision": set(),
+    "partition": set(),
+    "data": {"partition"},
+    "checkpoint": {"data"},
+    "elastic": {"checkpoint", "data", "partition"},
+    "local_sgd": {"average", "gradients"},
+    "pipeline": {"checkpoint", "gradients"},
+    "sharding": {"gradients"},
 }
 PURE = {"schedules", "errors", "_chart"}  # no torch
 
@@ -65,10 +88,10 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def sources() -> Iterator[tuple[str, Path, ast.Module]]:
-    """Floor, file and syntax tree of every module."""
+    """Layer, file and syntax tree of every module."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        floor = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        yield floor, path, ast.parse(path.read_text())
+        layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        yield layer, path, ast.parse(path.read_text())
 
 
 def imported(path: Path, tree: ast.Module) -> Iterator[str]:
@@ -94,14 +117,26 @@ def test_the_list_of_checks_is_the_one_that_is_run() -> None:
     assert "launch_scripts/checks.sh" in (ROOT / ".pre-commit-config.yaml").read_text()
 
 
-def test_imports_go_down_only() -> None:
-    for floor, path, tree in sources():
+def test_every_module_imports_from_the_layers_below_it_only() -> None:
+    for layer, path, tree in sources():
+        if layer == "__init__":
+            continue  # it fetches public names when they are used
+        part = path.relative_to(PACKAGE).parts[1].removesuffix(".py") if layer == "training" else ""
         for name in imported(path, tree):
-            top, _, rest = name.partition(".")
-            target = rest.partition(".")[0]
-            if top == "dist_prims" and floor in FLOORS and target in {*FLOORS, "_chart"}:
-                assert target == floor or target in FLOORS[floor], f"{path}: {floor} must not import {name}"
-            assert not (top == "torch" and floor in PURE), f"{path} must do without torch"
+            top, target, inner = [*name.split("."), "", ""][:3]
+            if top == "dist_prims" and target in LAYERS:
+                assert target == layer or target in LAYERS[layer], f"{path}: {layer} must not import {name}"
+            if f"{top}.{target}" == "dist_prims.training" and part in TRAINING and inner in TRAINING:
+                assert inner == part or inner in TRAINING[part], f"{path}: {part} must not import {name}"
+            assert not (top == "torch" and layer in PURE), f"{path} must not import torch"
+
+
+def test_every_file_has_its_layer() -> None:
+    assert {layer for layer, _, _ in sources()} == {"__init__", *LAYERS}
+    inside = {
+        path.relative_to(PACKAGE).parts[1].removesuffix(".py") for layer, path, _ in sources() if layer == "training"
+    }
+    assert inside == {"__init__", *TRAINING}
 
 
 def test_plans_load_without_torch() -> None:

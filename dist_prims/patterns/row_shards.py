@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..agreement import gather_rows
 from ..errors import MismatchError
-from ..training.compression.gather import gather_rows
 
 __all__ = ["Kind", "agree", "gather", "share"]
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..agreement import check_same
 from ..collectives.flat import cut
 from .average import average_gradients
-from .compression.same import check_same
 from .gradients.initial_sync import spread
 from .gradients.layout import plan
 

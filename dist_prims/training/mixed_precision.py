@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..agreement import check_same
 from ..collectives.call import group_of
-from .compression.same import check_same
 
 __all__ = ["GradScaler"]
 

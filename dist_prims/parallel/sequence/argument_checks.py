@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ...agreement import check_same
 from ...errors import MismatchError
-from ...training.compression.same import check_same
 from .layout import ORDERS
 
 __all__ = ["Call", "Tensors", "agree", "lowered", "refuse", "uncompiled"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ...training.compression.gather import gather_rows
+from ...agreement import gather_rows
 from .argument_checks import Call
 from .layout import Layout
 from .ring_step import finish

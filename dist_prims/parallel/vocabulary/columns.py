@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ...agreement import gather_rows
 from ...errors import MismatchError
-from ...training.compression.gather import gather_rows
 
 __all__ = ["Part", "Said", "Share", "Targets", "agree"]
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...training.compression.gather import gather_rows
+from ...agreement import gather_rows
 from .columns import Part, Share
 
 __all__ = ["Rows", "Rule", "gradient", "losses_of", "softmax_of"]

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ...agreement import check_same
 from ...collectives.call import group_of
-from ...training.compression.same import check_same
 from .messages import Messages
 from .student import Lessons
 from .teacher import Teaching

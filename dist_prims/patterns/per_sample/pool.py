@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import TensorDataset, default_collate
 
+from ...agreement import gather_rows
 from ...errors import MismatchError
-from ...training.compression.gather import gather_rows
 from ..row_shards import Kind, agree, gather, share
 
 __all__ = ["PoolRows", "over_pool"]

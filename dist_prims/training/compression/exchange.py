@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from .gather import gather_rows
+from ...agreement import gather_rows
 from .stages import Staged, wide
 
 if TYPE_CHECKING:
-    from ..gradients.bucket import Bucket
+    from ..bucket import Bucket
 
 __all__ = ["Exchange"]
 

@@ -25,7 +25,7 @@ from ...collectives.flat import cut
 from .stages import Staged, wide
 
 if TYPE_CHECKING:
-    from ..gradients.bucket import Bucket
+    from ..bucket import Bucket
 
 __all__ = ["PowerSGD"]
 

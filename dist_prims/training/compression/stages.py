@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from ...agreement import check_same
 from .feedback import Feedback
-from .same import check_same
 
 if TYPE_CHECKING:
-    from ..gradients.bucket import Bucket
+    from ..bucket import Bucket
 
 __all__ = ["Staged", "wide"]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .gather import gather_rows
+from ...agreement import gather_rows
 from .stages import Staged, wide
 
 if TYPE_CHECKING:
-    from ..gradients.bucket import Bucket
+    from ..bucket import Bucket
 
 __all__ = ["TopK", "largest"]
 

@@ -37,10 +37,10 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from ...collectives.call import group_of
+from ..bucket import Compressor, Exact
 from ..group_duplicates import duplicate, end_group, is_known, ranks_of
 from .averaging import Averaging
 from .backward_end import Ending
-from .bucket import Compressor, Exact
 from .initial_sync import compare, spread
 from .loss_scaling import unscale
 from .nested_backward import within_a_backward

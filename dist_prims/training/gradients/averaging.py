@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.distributed as dist
 
+from ..bucket import Compressor, Exact
 from .agreement import DENSE, FROZEN, NONE, SPARSE, Agreement, Verdict, kind_of
-from .bucket import Compressor, Exact
 from .bucket_sender import Sending
 from .sparse import sparse_mean
 

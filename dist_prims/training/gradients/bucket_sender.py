@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 import torch.distributed as dist
 
-from .bucket import Compressor, Exact
-from .incremental_reduce import Gradual
+from ..bucket import Compressor, Exact
+from ..incremental_reduce import Gradual
 from .layout import Layout, lay_out, our_backend, plan
 
 __all__ = ["Sending"]

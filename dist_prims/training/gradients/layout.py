@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...backend import empty
-from .bucket import Bucket
+from ..bucket import Bucket
 
 __all__ = ["Layout", "lay_out", "our_backend", "plan"]
 

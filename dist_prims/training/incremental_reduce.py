@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from ..._backend import GradualTensor
+    from .._backend import GradualTensor
 
 __all__ = ["Gradual"]
 

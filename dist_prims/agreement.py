@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...errors import MismatchError
-from .gather import gather_rows
+from .errors import MismatchError
+from .torch_compat import all_gather_single
 
-__all__ = ["check_same"]
+__all__ = ["check_same", "gather_rows"]
 
 _WIDTH = 256
 
@@ -35,3 +36,14 @@ def check_same(text: str, remedy: str, group: dist.ProcessGroup | None, device: 
                 f"rank {dist.get_rank(group)}: ranks disagree, no data was touched. Rank 0 has {texts[0]}; "
                 f"rank {rank} has {other}. {remedy}"
             )
+
+
+def gather_rows(mine: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
+    """Begin to gather a flat tensor of every rank; row r is that of rank r, once the work has been waited for.
+
+    >>> rows, work = gather_rows(torch.tensor([1, 2], dtype=torch.uint8), None)
+    >>> work.wait(), rows.tolist()
+    (True, [[1, 2]])
+    """
+    rows = mine.new_empty(dist.get_world_size(group), mine.numel())
+    return rows, all_gather_single(rows.view(-1), mine, group, async_op=True)
