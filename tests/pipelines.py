@@ -36,17 +36,21 @@ def backward_order(plan: PipelinePlan) -> list[int]:
 
 
 def unsplit(
-    stages: Sequence[nn.Module], inputs: torch.Tensor, targets: torch.Tensor, micros: int, order: Sequence[int]
+    stages: Sequence[nn.Module],
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    num_microbatches: int,
+    order: Sequence[int],
 ) -> torch.Tensor:
     """One rank, one model, the same micro-batches."""
-    lengths = split_evenly(len(inputs), micros)
+    lengths = split_evenly(len(inputs), num_microbatches)
     xs, ts = inputs.split(lengths), targets.split(lengths)
     losses = {}
     for micro in order:
         loss = F.mse_loss(nn.Sequential(*stages)(xs[micro]), ts[micro]) * (lengths[micro] / len(inputs))
         loss.backward()
         losses[micro] = loss.detach().double()
-    return torch.stack([losses[micro] for micro in range(micros)]).sum()
+    return torch.stack([losses[micro] for micro in range(num_microbatches)]).sum()
 
 
 def compare(own: dict[int, nn.Module], whole: Sequence[nn.Module], exact: bool) -> None:

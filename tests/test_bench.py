@@ -133,7 +133,7 @@ def test_pipelines_beside_what_they_could_reach(tmp_path: Path, capfd: pytest.Ca
     """The exit status says that losses and gradients are the unsplit model's, torch's own pipelines included."""
     small = ["pipeline", "--model", "resnet18", "--image", "64", "--batch", "4", "--rounds", "1"]
     where = ["--pictures", str(tmp_path)]
-    assert main([*small, "--micros", "2", "--schedules", "zb_h1,interleaved_1f1b", *where]) == 0
+    assert main([*small, "--microbatches", "2", "--schedules", "zb_h1,interleaved_1f1b", *where]) == 0
     out = capfd.readouterr().out
     names = [line.split("  ")[0] for line in out.splitlines() if not line.startswith("#")]
     assert names == ["alone", "model_parallel", "zb_h1", "interleaved_1f1b", "torch gpipe", "torch 1f1b"]

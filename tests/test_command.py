@@ -106,7 +106,7 @@ def test_prove_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.svg"
-    assert main(["pipeline", "1f1b", "--ranks", "2", "--micros", "2", "--svg", str(picture)]) == 0
+    assert main(["pipeline", "1f1b", "--ranks", "2", "--microbatches", "2", "--svg", str(picture)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "pipeline 1f1b, 2 ranks, 2 stages, 2 micro-batches"
     assert "time  9 units, where less than 6 cannot be; ranks are idle 33.3 % of it" in lines

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.collectives.queue import Lane
+from dist_prims.collectives.queue import CollectiveQueue
 from dist_prims.errors import MismatchError
 from dist_prims.schedules import Step, algorithm
 
@@ -157,7 +157,7 @@ def test_models_that_differ_in_shapes_only(backend: str) -> None:
 
 def test_a_call_that_gives_up_its_turn_holds_up_no_other() -> None:
     """An exception of a signal handler in the wait for earlier calls left all later ones waiting."""
-    lane, go, done = Lane(), threading.Event(), []
+    lane, go, done = CollectiveQueue(), threading.Event(), []
     wait_for = lane._turn.wait_for
 
     def interrupted(*arguments: Any) -> Any:

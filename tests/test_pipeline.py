@@ -24,10 +24,10 @@ from dist_prims.training.pipeline.transfer import messages
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def every_plan(micros: Sequence[int]) -> None:
+def every_plan(num_microbatches: Sequence[int]) -> None:
     ranks = dist.get_world_size()
     for name in pipeline_plans():
-        for count in micros:
+        for count in num_microbatches:
             plan = pipeline_plan(name, ranks, count)
             mine, whole = stages_of(plan.stages), stages_of(plan.stages)
             pipeline = Pipeline(mine, plan, loss=F.mse_loss)
@@ -61,15 +61,15 @@ def test_every_plan_and_many_micro_batches(size: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", pipeline_plans())
-@pytest.mark.parametrize("micros", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_plan_on_devices(name: str, micros: int, ranks: int) -> None:
-    plan = pipeline_plan(name, ranks, micros)
+def test_every_plan_on_devices(name: str, num_microbatches: int, ranks: int) -> None:
+    plan = pipeline_plan(name, ranks, num_microbatches)
     mine, whole = stages_of(plan.stages), stages_of(plan.stages)
     pipeline = DevicePipeline(mine, plan, devices=["cpu"] * ranks, loss=F.mse_loss, metrics={"mae": F.l1_loss})
     inputs, targets = a_batch()
     loss = pipeline.step(inputs.clone(), targets)
-    wanted = unsplit(whole, inputs.clone(), targets, micros, backward_order(plan))
+    wanted = unsplit(whole, inputs.clone(), targets, num_microbatches, backward_order(plan))
     torch.testing.assert_close(loss, wanted.float())
     compare(pipeline.stages, whole, exact=not any(action.kind == "W" for each in plan.actions for action in each))
     outputs = nn.Sequential(*whole)(inputs.clone())
@@ -85,7 +85,7 @@ def test_a_loss_that_is_a_sum() -> None:
     def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output - target).square().sum()
 
-    pipeline = DevicePipeline(mine, devices=["cpu"] * 2, loss=squares, micros=4, reduction="sum")
+    pipeline = DevicePipeline(mine, devices=["cpu"] * 2, loss=squares, num_microbatches=4, reduction="sum")
     loss = pipeline.step(inputs, targets)
     wanted = squares(nn.Sequential(*whole)(inputs), targets)
     wanted.backward()
@@ -97,7 +97,7 @@ def test_a_loss_that_is_a_sum() -> None:
 def test_batches_of_other_shapes(backend: str) -> None:
     def body() -> None:
         mine, whole = stages_of(2), stages_of(2)
-        pipeline = Pipeline(mine, "1f1b", loss=F.mse_loss, metrics={"mae": F.l1_loss}, micros=4)
+        pipeline = Pipeline(mine, "1f1b", loss=F.mse_loss, metrics={"mae": F.l1_loss}, num_microbatches=4)
         for count in (11, 8, 11, 4, 8, 13):
             inputs, targets = a_batch(count)
             first, last = dist.get_rank() == 0, dist.get_rank() == 1
@@ -119,7 +119,7 @@ def test_batches_of_other_shapes(backend: str) -> None:
 
 def test_kinds_of_batches_beyond_what_is_remembered() -> None:
     def body() -> None:
-        pipeline = Pipeline(stages_of(2), "fill_drain", loss=F.mse_loss, micros=2)
+        pipeline = Pipeline(stages_of(2), "fill_drain", loss=F.mse_loss, num_microbatches=2)
         whole = stages_of(2)
         for count in [*range(2, 22), 2, 21, 20, 3]:
             inputs, targets = a_batch(count)
@@ -183,7 +183,7 @@ def test_checkpointing_changes_nothing(name: str, deferred: bool) -> None:
     found = []
     for checkpoint in (False, True):
         pipeline = DevicePipeline(
-            normed(3, deferred), name, devices=["cpu"] * 3, loss=F.mse_loss, micros=5, checkpoint=checkpoint
+            normed(3, deferred), name, devices=["cpu"] * 3, loss=F.mse_loss, num_microbatches=5, checkpoint=checkpoint
         )
         torch.manual_seed(4)
         losses = [pipeline.step(inputs, targets) for _ in range(2)]
@@ -241,7 +241,7 @@ def test_a_step_after_an_evaluation_in_inference_mode() -> None:
     """Memory that is kept was once made as the caller's mode has it, and could not be written in the next step."""
 
     def body() -> None:
-        pipeline = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], "1f1b", loss=F.mse_loss, micros=2)
+        pipeline = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], "1f1b", loss=F.mse_loss, num_microbatches=2)
         x = torch.ones(4, 4)
         first = pipeline.step(x, x)
         with torch.inference_mode():
@@ -264,8 +264,8 @@ def test_stages_side_by_side_do_not_share_memory() -> None:
     F.mse_loss(first(x) * 2, x).backward()
     wanted = [each.grad.clone() for each in first.parameters()]
     for pipeline in (
-        DevicePipeline([first, Double()], devices=["cpu", "cpu"], loss=F.mse_loss, micros=1),
-        Pipeline([first, Double()], "interleaved_1f1b", loss=F.mse_loss, micros=1, group=_alone()),
+        DevicePipeline([first, Double()], devices=["cpu", "cpu"], loss=F.mse_loss, num_microbatches=1),
+        Pipeline([first, Double()], "interleaved_1f1b", loss=F.mse_loss, num_microbatches=1, group=_alone()),
     ):
         first.zero_grad()
         pipeline.step(x, x)
@@ -284,7 +284,7 @@ def test_data_parallel_pipelines() -> None:
     def body() -> None:
         mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
         mine, whole = stages_of(2), stages_of(2)
-        pipeline = Pipeline(mine, "zb_h1", loss=F.mse_loss, micros=2, group=mesh["pp"].get_group())
+        pipeline = Pipeline(mine, "zb_h1", loss=F.mse_loss, num_microbatches=2, group=mesh["pp"].get_group())
         inputs, targets = a_batch(8)
         part = slice(4 * mesh["dp"].get_local_rank(), 4 * mesh["dp"].get_local_rank() + 4)
         pipeline.step(inputs[part], targets[part])
@@ -312,7 +312,7 @@ def test_nothing_is_negotiated_twice_and_memory_is_used_again() -> None:
         assert (
             counts[1:] == [len(messages(plan, True)) + 1 + 1 + 3] * 3
         )  # the word in front, behind all is well and the loss
-        assert counts[0] == counts[1] + 2 * plan.micros
+        assert counts[0] == counts[1] + 2 * plan.num_microbatches
         buffers = sum(map(len, transfers._pool._kept.values()))
         pipeline.step(*a_batch(8))
         assert sum(map(len, transfers._pool._kept.values())) == buffers
@@ -323,7 +323,7 @@ def test_nothing_is_negotiated_twice_and_memory_is_used_again() -> None:
 
 def test_rows_are_what_was_done() -> None:
     def body() -> list[Any]:
-        pipeline = Pipeline(stages_of(2), "zb_h1", loss=F.mse_loss, micros=3)
+        pipeline = Pipeline(stages_of(2), "zb_h1", loss=F.mse_loss, num_microbatches=3)
         pipeline.step(*a_batch())
         assert pipeline.rows() == []
         pipeline.record = True

@@ -56,7 +56,7 @@ def one_process(plan: PipelinePlan, batches: Sequence[Any], times: int = 1) -> l
     whole = stages_of(plan.stages)
     halves = [copy.deepcopy(whole) for _ in batches]
     for stages, (inputs, targets) in zip(halves, batches, strict=True):
-        unsplit(stages, inputs.clone(), targets, plan.micros, backward_order(plan))
+        unsplit(stages, inputs.clone(), targets, plan.num_microbatches, backward_order(plan))
     for stage, *others in zip(whole, *halves, strict=True):
         for parameter, *theirs in zip(stage.parameters(), *(other.parameters() for other in others), strict=True):
             if theirs[0].grad is not None:
@@ -123,7 +123,7 @@ def test_devices(backend: str, name: str) -> None:
 def test_a_stage_is_sent_while_others_still_work() -> None:
     def body() -> None:
         stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        pipeline = DevicePipeline(stages, "fill_drain", devices=["cpu"] * 2, loss=F.mse_loss, micros=2)
+        pipeline = DevicePipeline(stages, "fill_drain", devices=["cpu"] * 2, loss=F.mse_loss, num_microbatches=2)
         GradientAverager(nn.ModuleList(stages), bucket_mb=8e-5)
         when: list[int] = []
         for _ in range(2):
@@ -143,7 +143,7 @@ def test_a_weight_of_two_stages() -> None:
         shared = nn.Linear(4, 4)
         stages = [nn.Sequential(shared, nn.Tanh()), nn.Linear(4, 4), nn.Sequential(nn.Tanh(), shared)]
         whole = copy.deepcopy(nn.ModuleList(stages))
-        pipeline = DevicePipeline(stages, "1f1b", devices=["cpu"] * 3, loss=F.mse_loss, micros=2)
+        pipeline = DevicePipeline(stages, "1f1b", devices=["cpu"] * 3, loss=F.mse_loss, num_microbatches=2)
         GradientAverager(nn.ModuleList(stages), bucket_mb=1e-5)
         xs = [torch.randn(4, 4, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
         pipeline.step(xs[dist.get_rank()], torch.ones(4, 4))

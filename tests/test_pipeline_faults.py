@@ -103,7 +103,7 @@ def test_a_failure_that_no_message_carries_reaches_all(plan: str) -> None:
             raise ArithmeticError("the last gradient")
 
         layers = [nn.Linear(4, 4) for _ in range(3)]
-        pipeline = Pipeline(layers, plan, loss=F.mse_loss, micros=3)
+        pipeline = Pipeline(layers, plan, loss=F.mse_loss, num_microbatches=3)
         hook = layers[0].weight.register_hook(burst)
         told = _failure(lambda: pipeline.step(torch.ones(6, 4), torch.ones(6, 4)))
         assert "rank 0: " in told
@@ -118,7 +118,7 @@ def test_a_failure_reaches_all_where_heads_are_read_late() -> None:
     """As on CUDA, where nobody waits for a message to read it: a rank in between computes with zeros and sends on."""
 
     def body() -> None:
-        pipeline = Pipeline([Explosive() for _ in range(3)], "1f1b", loss=F.mse_loss, micros=3)
+        pipeline = Pipeline([Explosive() for _ in range(3)], "1f1b", loss=F.mse_loss, num_microbatches=3)
         pipeline.step(torch.ones(6, 4), torch.ones(6, 4))
         pipeline._transfers._queued = True
         Bomb.armed = "F" if dist.get_rank() == 0 else ""
@@ -133,7 +133,7 @@ def test_what_cannot_be_sent_is_told_at_once() -> None:
             return x.to_sparse()
 
     def body() -> None:
-        pipeline = Pipeline([Sparse(), nn.Linear(4, 4)], "1f1b", loss=F.mse_loss, micros=2)
+        pipeline = Pipeline([Sparse(), nn.Linear(4, 4)], "1f1b", loss=F.mse_loss, num_microbatches=2)
         words = "ValueError: a stage gives a tensor of layout torch.sparse_coo"
         assert words in _failure(lambda: pipeline.step(torch.ones(4, 4), torch.ones(4, 4)))
 
@@ -144,7 +144,7 @@ def test_a_failed_step_leaves_no_statistics() -> None:
     """The micro-batches that a failed step had seen were once part of the next batch, and of all that followed."""
     norm = defer_batch_norm(nn.Sequential(nn.BatchNorm1d(4)), 3)
     stage = nn.Sequential(norm, Explosive())
-    pipeline = DevicePipeline([stage], "fill_drain", devices=["cpu"], loss=F.mse_loss, micros=3)
+    pipeline = DevicePipeline([stage], "fill_drain", devices=["cpu"], loss=F.mse_loss, num_microbatches=3)
     Bomb.armed = "F"
     x = torch.randn(6, 4)
     with pytest.raises(ArithmeticError):
@@ -157,7 +157,7 @@ def test_a_failed_step_leaves_no_statistics() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bad_calls_are_told_to_all(backend: str) -> None:
     def body() -> None:
-        pipeline = Pipeline(stages_of(2), "1f1b", loss=F.mse_loss, micros=4)
+        pipeline = Pipeline(stages_of(2), "1f1b", loss=F.mse_loss, num_microbatches=4)
         rank = dist.get_rank()
         inputs, targets = a_batch(8)
         calls: list[tuple[Callable[[], Any], str]] = [
@@ -175,7 +175,7 @@ def test_bad_calls_are_told_to_all(backend: str) -> None:
             assert words in _failure(call), words
         with pytest.raises(CommError, match=r"rank 1: forward\(\) of the pipeline, while rank 0 calls step\(\)"):
             pipeline.forward() if rank else pipeline.step(inputs, targets)
-        loss = Pipeline(stages_of(2), "1f1b", micros=4)
+        loss = Pipeline(stages_of(2), "1f1b", num_microbatches=4)
         assert "made without a loss" in _failure(lambda: loss.step(inputs, targets))
         assert pipeline.step(inputs, targets) > 0
 
@@ -188,7 +188,7 @@ def test_a_step_without_gradients_says_what_to_call(mode: type) -> None:
     words = r"step\(\) computes gradients, and is called under torch.no_grad\(\).*call evaluate\(\)"
 
     def body() -> None:
-        pipeline = Pipeline(stages_of(2), "1f1b", loss=F.mse_loss, micros=4)
+        pipeline = Pipeline(stages_of(2), "1f1b", loss=F.mse_loss, num_microbatches=4)
         for guilty in ([0], [1], [0, 1]):
             with mode() if dist.get_rank() in guilty else nullcontext(), pytest.raises(StageFailed, match=words):
                 pipeline.step(*a_batch(8))
@@ -197,14 +197,14 @@ def test_a_step_without_gradients_says_what_to_call(mode: type) -> None:
             torch.testing.assert_close(pipeline.step(*a_batch(8)), expected)
 
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
-    pipeline = DevicePipeline(stages_of(2), "1f1b", devices=["cpu"] * 2, loss=F.mse_loss, micros=4)
+    pipeline = DevicePipeline(stages_of(2), "1f1b", devices=["cpu"] * 2, loss=F.mse_loss, num_microbatches=4)
     with mode(), pytest.raises(RuntimeError, match=words):
         pipeline.step(*a_batch(8))
 
 
 def test_a_model_that_changes_says_what_to_do() -> None:
     def body() -> None:
-        pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], "1f1b", loss=F.mse_loss, micros=2)
+        pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], "1f1b", loss=F.mse_loss, num_microbatches=2)
         x = torch.ones(4, 2)
         pipeline.step(x, x)
         for module in pipeline.stages.values():
@@ -221,20 +221,22 @@ def test_ranks_must_agree_on_the_pipeline() -> None:
     def body() -> None:
         rank = dist.get_rank()
         layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
-        with pytest.raises(MismatchError, match=r"Rank \d has 1f1b \(stages=2, micros=\d.*rank \d has 1f1b"):
-            Pipeline(layers, "1f1b", micros=2 + rank)
+        with pytest.raises(MismatchError, match=r"Rank \d has 1f1b \(stages=2, num_microbatches=\d.*rank \d has 1f1b"):
+            Pipeline(layers, "1f1b", num_microbatches=2 + rank)
         with pytest.raises((MismatchError, ValueError), match=r"rank 1 is given stages \[0\]; by 1f1b it has \[1\]"):
             Pipeline({0: layers[0]}, "1f1b")
         with pytest.raises(ValueError, match="3 stages cannot be shared evenly among 2 ranks"):
             Pipeline([*layers, nn.ReLU()])
-        with pytest.raises(ValueError, match="fill_drain is for micros=3, and here micros=4"):
-            Pipeline(layers, pipeline_plan("fill_drain", 2, 3), micros=4)
+        with pytest.raises(ValueError, match="fill_drain is for num_microbatches=3, and here num_microbatches=4"):
+            Pipeline(layers, pipeline_plan("fill_drain", 2, 3), num_microbatches=4)
         with pytest.raises((MismatchError, TypeError), match="stage 1 is a str"):
             Pipeline([layers[0], "layer"])  # type: ignore[list-item]
         with pytest.raises(ValueError, match="reduction='max'"):
             Pipeline(layers, reduction="max")
         model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
-        with pytest.raises(MismatchError, match=r"cut [0-9a-f]{8}\).*same plan, micros, reduction, metrics, cut"):
+        with pytest.raises(
+            MismatchError, match=r"cut [0-9a-f]{8}\).*same plan, num_microbatches, reduction, metrics, cut"
+        ):
             Pipeline(split(model, 2, by=[2, 2] if rank else [3, 1]), "1f1b")  # a layer was once left out in silence
         Pipeline({rank: layers[rank]}, "1f1b")
 
@@ -243,7 +245,7 @@ def test_ranks_must_agree_on_the_pipeline() -> None:
 
 def test_a_rank_that_leaves_is_not_waited_for() -> None:
     def body() -> str:
-        pipeline = Pipeline(stages_of(2), "1f1b", loss=F.mse_loss, micros=2)
+        pipeline = Pipeline(stages_of(2), "1f1b", loss=F.mse_loss, num_microbatches=2)
         pipeline.step(*a_batch())
         if dist.get_rank() == 1:
             dist.destroy_process_group()

@@ -102,7 +102,7 @@ def test_targets_of_more_dimensions_and_probabilities() -> None:
     def compare_with(loss: Callable[..., torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor) -> None:
         mine = [nn.Conv1d(CLASSES, CLASSES, 1), nn.Conv1d(CLASSES, CLASSES, 1)]
         whole = copy.deepcopy(mine)
-        pipeline = DevicePipeline(list(mine), devices=["cpu"] * 2, loss=loss, micros=MICROS)
+        pipeline = DevicePipeline(list(mine), devices=["cpu"] * 2, loss=loss, num_microbatches=MICROS)
         value = pipeline.step(inputs, targets)
         wanted = loss(nn.Sequential(*whole)(inputs), targets)
         wanted.backward()
@@ -140,7 +140,7 @@ def test_a_mean_over_what_counts_across_ranks(size: int) -> None:
 def test_a_batch_in_which_nothing_counts(checkpoint: bool) -> None:
     mine, (inputs, targets) = stages_of(2), a_batch()
     loss = nn.CrossEntropyLoss(ignore_index=0)
-    pipeline = DevicePipeline(mine, devices=["cpu"] * 2, loss=loss, micros=MICROS, checkpoint=checkpoint)
+    pipeline = DevicePipeline(mine, devices=["cpu"] * 2, loss=loss, num_microbatches=MICROS, checkpoint=checkpoint)
     assert pipeline.step(inputs, torch.zeros_like(targets)).isnan()  # as torch has it
     only = torch.zeros_like(targets)
     only[-1] = 1
@@ -153,7 +153,7 @@ def test_a_batch_in_which_nothing_counts(checkpoint: bool) -> None:
 def test_a_mean_that_a_function_hides_is_warned_of() -> None:
     inputs, targets = a_batch()
     hidden = by_items(partial(F.cross_entropy, ignore_index=0))
-    pipeline = DevicePipeline(stages_of(2), devices=["cpu"] * 2, loss=hidden, micros=MICROS)
+    pipeline = DevicePipeline(stages_of(2), devices=["cpu"] * 2, loss=hidden, num_microbatches=MICROS)
     with pytest.warns(UserWarning, match="mean of cross_entropy over targets that count differently.*loss_weight="):
         pipeline.evaluate(inputs[4:], targets[4:])
     with pytest.warns(UserWarning, match="loss_weight="):
@@ -162,7 +162,7 @@ def test_a_mean_that_a_function_hides_is_warned_of() -> None:
         warnings.simplefilter("error")
         pipeline.step(inputs[4:], targets[4:])  # once is enough
         for loss in (by_items(F.cross_entropy), partial(F.cross_entropy, ignore_index=0)):
-            DevicePipeline(stages_of(2), devices=["cpu"] * 2, loss=loss, micros=MICROS).step(inputs, targets)
+            DevicePipeline(stages_of(2), devices=["cpu"] * 2, loss=loss, num_microbatches=MICROS).step(inputs, targets)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_weights_that_are_no_numbers_are_refused_on_all_ranks() -> None:
             (lambda target: target, r"loss_weight gives shapes \[\[3\], \[3\], \[3\], \[4\]\], not numbers"),
             (lambda target: -1.0, "a weight is a finite number from 0"),
         ):
-            pipeline = Pipeline(stages_of(2), loss=F.cross_entropy, loss_weight=weight, micros=MICROS)
+            pipeline = Pipeline(stages_of(2), loss=F.cross_entropy, loss_weight=weight, num_microbatches=MICROS)
             with pytest.raises(StageFailed, match=words):
                 pipeline.step(*a_batch())
 

@@ -111,7 +111,7 @@ def test_gradients_of_inputs_across_ranks(size: int) -> None:
 
 def test_a_trunk_that_fails_in_its_backward_fails_on_all_ranks() -> None:
     def body() -> None:
-        pipeline = Pipeline(stages_of(2), loss=F.cross_entropy, micros=MICROS)
+        pipeline = Pipeline(stages_of(2), loss=F.cross_entropy, num_microbatches=MICROS)
         x, t = a_batch(13)
         inputs = x.requires_grad_().exp()
         if dist.get_rank() == 0:
@@ -183,7 +183,7 @@ def test_a_function_that_learns_is_refused(name: str) -> None:
         lambda output, target: F.cross_entropy(output * free, target),
     ]
     for loss, shape in zip(refused, ([CLASSES, CLASSES], [1]), strict=True):
-        pipeline = DevicePipeline(stages_of(2), name, devices=["cpu"] * 2, loss=loss, micros=MICROS)
+        pipeline = DevicePipeline(stages_of(2), name, devices=["cpu"] * 2, loss=loss, num_microbatches=MICROS)
         with pytest.raises(ValueError, match=r"learns a parameter of shape .* make it one that holds") as failed:
             pipeline.step(x, t)
         assert str(shape) in str(failed.value)
@@ -194,6 +194,8 @@ def test_a_function_that_learns_is_refused(name: str) -> None:
             teacher = head(output)
         return F.cross_entropy(output + teacher, target) + stages[1][0].weight.square().mean()
 
-    DevicePipeline(stages, name, devices=["cpu"] * 2, loss=regularised, micros=MICROS).step(x, t)
-    pipeline = DevicePipeline(stages_of(1), name, devices=["cpu"], loss=lambda output: output.sum(), micros=MICROS)
+    DevicePipeline(stages, name, devices=["cpu"] * 2, loss=regularised, num_microbatches=MICROS).step(x, t)
+    pipeline = DevicePipeline(
+        stages_of(1), name, devices=["cpu"], loss=lambda output: output.sum(), num_microbatches=MICROS
+    )
     assert pipeline.step(x).isfinite()

@@ -48,23 +48,23 @@ def test_the_five_schedules_are_there() -> None:
 def test_every_size_verifies_and_costs_what_its_card_says(name: str) -> None:
     schedule = lookup(name)
     for ranks in range(1, 9):
-        for micros in range(1, 21):
+        for num_microbatches in range(1, 21):
             for chunks in {schedule.stages_a_rank} | ({1, 3} if schedule.any_more else set()):
-                plan = pipeline_plan(name, ranks, micros, chunks)
+                plan = pipeline_plan(name, ranks, num_microbatches, chunks)
                 plan.verify()
-                case = f"{name}, {ranks} ranks, {micros} micro-batches, {chunks} stages a rank"
+                case = f"{name}, {ranks} ranks, {num_microbatches} micro-batches, {chunks} stages a rank"
                 cost = plan.cost()
                 idle = [Fraction(cost.makespan) - Fraction(busy) for busy in cost.busy]
-                assert idle == [schedule.card.evaluate("idle", ranks, micros, chunks)] * ranks, case
-                assert cost.bubble == pytest.approx(float(schedule.card.bubble(ranks, micros, chunks))), case
-                peaks = [schedule.card.evaluate("peak", ranks, micros, chunks, rank) for rank in range(ranks)]
+                assert idle == [schedule.card.evaluate("idle", ranks, num_microbatches, chunks)] * ranks, case
+                assert cost.bubble == pytest.approx(float(schedule.card.bubble(ranks, num_microbatches, chunks))), case
+                peaks = [schedule.card.evaluate("peak", ranks, num_microbatches, chunks, rank) for rank in range(ranks)]
                 assert list(plan.peaks()) == peaks, case
 
 
-@pytest.mark.parametrize(("ranks", "micros"), [(1, 1), (2, 8), (3, 5), (4, 4), (4, 8), (8, 32)])
-def test_bubbles_are_those_of_the_papers(ranks: int, micros: int) -> None:
+@pytest.mark.parametrize(("ranks", "num_microbatches"), [(1, 1), (2, 8), (3, 5), (4, 4), (4, 8), (8, 32)])
+def test_bubbles_are_those_of_the_papers(ranks: int, num_microbatches: int) -> None:
     """The formulas as published, not as on the cards."""
-    p, m = ranks, micros
+    p, m = ranks, num_microbatches
 
     def bubble(name: str, chunks: int | None = None) -> float:
         return pipeline_plan(name, p, m, chunks).cost().bubble
@@ -128,8 +128,8 @@ def test_one_f_one_b_in_times() -> None:
 @given(case=CASES, data=st.data())
 def test_times_keep_every_rule(case: tuple[str, int, int], data: st.DataObject) -> None:
     """Whatever stages and messages take: needs first, one action at a time, nothing below the bound, nothing lost."""
-    name, ranks, micros = case
-    plan = pipeline_plan(name, ranks, micros)
+    name, ranks, num_microbatches = case
+    plan = pipeline_plan(name, ranks, num_microbatches)
     each = st.lists(SECONDS, min_size=plan.stages, max_size=plan.stages)
     times = {kind: data.draw(each) for kind in ("forward", "input_grad", "weight_grad")}
     transfer = data.draw(st.sampled_from([0.0, 0.5, 2.0]))
@@ -151,11 +151,18 @@ def test_times_keep_every_rule(case: tuple[str, int, int], data: st.DataObject) 
 
 @settings(deadline=None, max_examples=150)
 @given(
-    ranks=st.integers(1, 8), micros=st.integers(1, 20), f=SECONDS, b=SECONDS, w=SECONDS, t=st.sampled_from([0.0, 0.5])
+    ranks=st.integers(1, 8),
+    num_microbatches=st.integers(1, 20),
+    f=SECONDS,
+    b=SECONDS,
+    w=SECONDS,
+    t=st.sampled_from([0.0, 0.5]),
 )
-def test_the_better_schedule_is_never_slower(ranks: int, micros: int, f: float, b: float, w: float, t: float) -> None:
+def test_the_better_schedule_is_never_slower(
+    ranks: int, num_microbatches: int, f: float, b: float, w: float, t: float
+) -> None:
     """Where stages are alike. A message that takes time may make 1F1B slower than fill and drain, which waits less."""
-    spans = {name: pipeline_plan(name, ranks, micros).cost(f, b, w, t).makespan for name in NAMES}
+    spans = {name: pipeline_plan(name, ranks, num_microbatches).cost(f, b, w, t).makespan for name in NAMES}
     assert spans["zb_h1"] <= spans["1f1b"]
     if t == 0:
         assert spans["1f1b"] <= spans["fill_drain"]
@@ -261,7 +268,7 @@ SPLIT, WHOLE = pipeline_plan("zb_h1", 2, 2), pipeline_plan("1f1b", 2, 2)
         (replace(WHOLE, actions=WHOLE.actions[:1]), "it has the actions of 1 ranks, and ranks=2"),
         (replace(WHOLE, rank_of=(0,)), "rank_of names 1 stages, and stages=2"),
         (replace(WHOLE, rank_of=(0, 2)), "stage 1 is with rank 2; there are ranks 0..1"),
-        (replace(WHOLE, micros=0), "ranks=2, micros=0; 1 is the least"),
+        (replace(WHOLE, num_microbatches=0), "ranks=2, num_microbatches=0; 1 is the least"),
     ],
 )
 def test_wrong_plans_are_refused(plan: PipelinePlan, sentence: str) -> None:
@@ -293,7 +300,7 @@ def test_price_of_an_incomplete_plan_says_what_is_missing() -> None:
     [
         (lambda: pipeline_plan("1f2b", 2, 2), "no pipeline schedule is called '1f2b'; did you mean '1f1b'"),
         (lambda: pipeline_plan("1f1b", 0, 2), "pipeline 1f1b: ranks=0; 1 is the least"),
-        (lambda: pipeline_plan("1f1b", 2, 0), "pipeline 1f1b: micros=0; 1 is the least"),
+        (lambda: pipeline_plan("1f1b", 2, 0), "pipeline 1f1b: num_microbatches=0; 1 is the least"),
         (lambda: pipeline_plan("interleaved_1f1b", 2, 2, 0), "stages_a_rank=0; 1 is the least"),
         (
             lambda: pipeline_plan("zbv", 4, 2, 1),
@@ -348,14 +355,14 @@ def test_a_run_beside_its_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "micros"),
+    ("name", "ranks", "num_microbatches"),
     [("fill_drain", 2, 3), ("1f1b", 3, 4), ("interleaved_1f1b", 2, 4), ("zb_h1", 3, 5), ("zbv", 2, 3)],
 )
-def test_the_picture_beside_the_code_is_the_plan(name: str, ranks: int, micros: int) -> None:
+def test_the_picture_beside_the_code_is_the_plan(name: str, ranks: int, num_microbatches: int) -> None:
     told = lookup(name).order.__module__
     text = importlib.import_module(told).__doc__ or ""
     shown = [line.strip().removesuffix("...").rstrip() for line in text.splitlines() if line.startswith("    rank")]
-    drawn = text_gantt(pipeline_plan(name, ranks, micros).cost().rows).splitlines()
+    drawn = text_gantt(pipeline_plan(name, ranks, num_microbatches).cost().rows).splitlines()
     assert len(shown) == ranks
     for here, line in zip(shown, drawn, strict=True):
         assert line.startswith(here), told
@@ -376,8 +383,8 @@ def test_the_table_has_every_schedule() -> None:
 
 def test_a_new_schedule_takes_one_function() -> None:
     @pipeline_schedule("one by one", PipelineCard("one at a time", "3*m*(p-1)", "1", "never", "none"))
-    def one_by_one(rank: int, ranks: int, micros: int, stages_a_rank: int) -> object:
-        for micro in range(micros):
+    def one_by_one(rank: int, ranks: int, num_microbatches: int, stages_a_rank: int) -> object:
+        for micro in range(num_microbatches):
             yield from (F(rank, micro), BW(rank, micro))
 
     try:

@@ -156,7 +156,7 @@ def test_a_step_that_fails_moves_no_statistics() -> None:
     def body() -> None:
         mine = stages_of(2, 0)
         whole = copy.deepcopy(mine)
-        pipeline = Pipeline(mine, "1f1b", loss=loss, micros=MICROS)
+        pipeline = Pipeline(mine, "1f1b", loss=loss, num_microbatches=MICROS)
         inputs = torch.cat([a_norm_of(0, micro) for micro in range(MICROS)])
         with pytest.raises(StageFailed, match="must match the size"):
             pipeline.step(inputs, torch.cat([inputs, inputs], 1))
@@ -171,7 +171,7 @@ def test_a_step_that_fails_moves_no_statistics() -> None:
 def test_modules_stay_the_programs() -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1))
     modules, state = list(model.modules()), list(model.state_dict())
-    pipeline = DevicePipeline([model[:2], model[2:]], devices=["cpu"] * 2, loss=F.mse_loss, micros=2)
+    pipeline = DevicePipeline([model[:2], model[2:]], devices=["cpu"] * 2, loss=F.mse_loss, num_microbatches=2)
     x = torch.randn(4, 3, 2, 2)
     pipeline.step(x, x)
     assert list(model.modules()) == modules
@@ -187,7 +187,7 @@ def test_modules_stay_the_programs() -> None:
 def test_an_evaluation_in_inference_mode_between_steps() -> None:
     mine = stages_of(2, 0)
     whole = copy.deepcopy(mine)
-    pipeline = DevicePipeline(mine, devices=["cpu"] * 2, loss=loss, micros=MICROS)
+    pipeline = DevicePipeline(mine, devices=["cpu"] * 2, loss=loss, num_microbatches=MICROS)
     inputs = torch.cat([a_norm_of(0, micro) for micro in range(MICROS)])
     for _ in range(2):
         with torch.inference_mode():
@@ -207,7 +207,7 @@ def test_compiled_stages(name: str) -> None:
     inputs = torch.randn(16, 4)
     losses = []
     for stages in (compiled, plain):
-        pipeline = DevicePipeline(stages, name, devices=["cpu"] * 2, loss=F.mse_loss, micros=4)
+        pipeline = DevicePipeline(stages, name, devices=["cpu"] * 2, loss=F.mse_loss, num_microbatches=4)
         losses.append([pipeline.step(inputs, inputs) for _ in range(2)])
     torch.testing.assert_close(*losses)
     compare(dict(enumerate(mine)), list(plain))

@@ -20,7 +20,7 @@ from test_mpi import KINDS
 from test_span import span
 
 import dist_prims
-from dist_prims.backend.multi_host import Spanning
+from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.errors import CommError
 
 LIMIT = 50  # seconds, of any wait here
@@ -210,15 +210,15 @@ def test_a_handler_may_ask_for_a_schedule_while_one_is_chosen() -> None:
 
     def body() -> None:
         asked: list[str] = []
-        choose = Spanning.choose
+        choose = MultiHostSchedules.choose
 
-        def and_ask(self: Spanning, collective: str, nbytes: int, root: int) -> Any:
+        def and_ask(self: MultiHostSchedules, collective: str, nbytes: int, root: int) -> Any:
             if not asked:
                 asked.append("")
                 asked[0] = backend(group).algorithm(nbytes)
             return choose(self, collective, nbytes, root)
 
-        Spanning.choose = and_ask  # type: ignore[method-assign]
+        MultiHostSchedules.choose = and_ask  # type: ignore[method-assign]
         group = dist.new_group()
         total = torch.ones(1 << 16)
         dist.all_reduce(total, group=group)

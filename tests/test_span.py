@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wrapping import go_round, refuse
 
 import dist_prims
-from dist_prims.backend.multi_host import ASSUMED, Seats, Spanning
+from dist_prims.backend.multi_host import ASSUMED, MultiHostSchedules, Seats
 from dist_prims.errors import CommTimeout, MismatchError, PeerDied
 from dist_prims.launch import RankFailed
 from dist_prims.schedules import Schedule, build
@@ -363,7 +363,10 @@ def test_a_schedule_for_every_collective_and_size() -> None:
     names = ["a", "b", "a", "b", "b"]
     for collective in set(COLLECTIVES) & {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}:
         for nbytes in (0, 1, 4096, 1 << 20, 1 << 30):
-            found = [Spanning(names, rank, ASSUMED, Schedule.verify).choose(collective, nbytes, 1) for rank in range(5)]
+            found = [
+                MultiHostSchedules(names, rank, ASSUMED, Schedule.verify).choose(collective, nbytes, 1)
+                for rank in range(5)
+            ]
             assert len({each[:4] for each in found}) == 1
             low, high, name = found[0][:3]
             assert low <= nbytes < high

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from test_collectives import equal, held, summed
 
 from dist_prims.schedules import build
-from dist_prims.schedules.native import told
+from dist_prims.schedules.native import to_native
 
 TAGS, SEGMENTS, ROUNDS = 1020, 130, 16
 
@@ -31,7 +31,7 @@ def go_round(largest: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     assert ROUNDS * SEGMENTS > 2 * TAGS
     schedule = build("all_reduce", "ring", size)
-    backend().pin([told(schedule, rank, 2048, 1 << 62, "ring", SEGMENTS)])
+    backend().pin([to_native(schedule, rank, 2048, 1 << 62, "ring", SEGMENTS)])
     after, before = (rank + 1) % size, (rank - 1) % size
     for turn in range(ROUNDS):
         tag = largest - turn if turn % 2 else turn

@@ -20,11 +20,11 @@ from ..errors import PeerDied
 from ..launch.hosts import host_id
 from ..launch.rendezvous import from_rank_0, greet
 from ..schedules import Schedule, build
-from ..schedules.native import told
+from ..schedules.native import to_native
 from . import mpi, transport_selection
 from .extension import extension
 from .flight_record import dump_file
-from .multi_host import ASSUMED, Spanning
+from .multi_host import ASSUMED, MultiHostSchedules
 from .options import Options, keep_options
 from .tuning import CALIBRATION, tuned
 
@@ -55,7 +55,7 @@ def _make(options: Any, chosen: Options, deaths: _Deaths) -> Any:
     store, hosts = _greet(dist.PrefixStore(NAME, options.store), rank, size, timeout, deaths)
     spans = len(set(hosts)) > 1
     check = functools.partial(Proofs(store, rank).require, timeout=timeout)
-    spanning = Spanning(hosts, rank, _levels_of_rank_0(store, rank, ranks), check) if spans else None
+    multi_host = MultiHostSchedules(hosts, rank, _levels_of_rank_0(store, rank, ranks), check) if spans else None
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
     engine = None
     if spans:
@@ -72,7 +72,7 @@ def _make(options: Any, chosen: Options, deaths: _Deaths) -> Any:
         engine=engine,
         largest_tag=getattr(engine, "largest_tag", _LARGEST_TAG_OF_GLOO),
         make_gloo=make_gloo,
-        choose=spanning.choose if spanning else _never,
+        choose=multi_host.choose if multi_host else _never,
         accelerator=_nccl(store, rank, size, timeout),
         slot_bytes=chosen.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
         one_shot_bytes=tuned(size, speaks=ranks[rank] == 0) if chosen.one_shot_bytes is None else chosen.one_shot_bytes,
@@ -81,7 +81,7 @@ def _make(options: Any, chosen: Options, deaths: _Deaths) -> Any:
         dump=dump_file(str(options.group_id), rank),
         ended=deaths.first,
     )
-    _pin(backend, rank, size, chosen, spanning, check)
+    _pin(backend, rank, size, chosen, multi_host, check)
     return backend
 
 
@@ -152,16 +152,18 @@ def _pin(
     rank: int,
     size: int,
     chosen: Options,
-    spanning: Spanning | None,
+    multi_host: MultiHostSchedules | None,
     check: Callable[[Schedule], None],
 ) -> None:
     text = chosen.all_reduce or os.environ.get(_PINNED, "")
     pins = []
     for name, low, high in parse_ranges(text, "all_reduce", _PINNED):
-        shape = {"hosts": spanning.topology.hosts} if spanning and name == "hierarchical" else {}
+        shape = {"hosts": multi_host.topology.hosts} if multi_host and name == "hierarchical" else {}
         schedule = build("all_reduce", name, size, **shape)
         check(schedule)
-        pins.append(told(schedule, rank, low, high, name, rank_at=spanning.seats.rank_at if spanning else None))
+        pins.append(
+            to_native(schedule, rank, low, high, name, rank_at=multi_host.seats.rank_at if multi_host else None)
+        )
     backend.pin(pins)
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from ..schedules import Schedule, build
 from ..schedules.contract import ROOTED
-from ..schedules.native import Told, told
+from ..schedules.native import NativeForm, to_native
 from ..schedules.recommend import recommend
 from ..schedules.topology import Topology
 
-__all__ = ["ASSUMED", "Seats", "Spanning"]
+__all__ = ["ASSUMED", "Seats", "MultiHostSchedules"]
 
 # Seconds a message and a byte: shared memory, and gloo over a network of 10 Gbit/s.
 ASSUMED: Mapping[str, Any] = {
@@ -49,7 +49,7 @@ class Seats:
         return cls(tuple(rank_at), tuple(names.count(name) for name in order))
 
 
-class Spanning:
+class MultiHostSchedules:
     """The schedules of one group, for one of its ranks. ``choose`` is what the backend asks."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Spanning:
         self._check = check
         self.topology = Topology.measured(self.seats.hosts, measured)
 
-    def choose(self, collective: str, nbytes: int, root: int) -> Told:
+    def choose(self, collective: str, nbytes: int, root: int) -> NativeForm:
         """The cheapest schedule for sizes of the octave that ``nbytes`` lies in."""
         low = 0 if nbytes < 2 else 1 << (nbytes.bit_length() - 1)
         best = recommend(collective, max(low * 1.5, 1), self.topology).candidates[0]
@@ -70,7 +70,7 @@ class Spanning:
             parameters["root"] = self.seats.rank_at.index(root)
         schedule = build(collective, best.schedule.algorithm, self.topology.size, **parameters)
         self._check(schedule)
-        return told(schedule, self.rank, low, max(2 * low, 2), _short(schedule), best.segments, self.seats.rank_at)
+        return to_native(schedule, self.rank, low, max(2 * low, 2), _short(schedule), best.segments, self.seats.rank_at)
 
 
 def _short(schedule: Schedule) -> str:

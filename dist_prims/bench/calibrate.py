@@ -31,7 +31,7 @@ from ..backend.tuning import CALIBRATION
 from ..launch import init
 from ..schedules.contract import contract
 from ..schedules.cost import seconds
-from ..schedules.native import told
+from ..schedules.native import to_native
 from ..schedules.recommend import Candidate, recommend
 from ..schedules.schedule import Schedule, Step, Steps
 from ..schedules.topology import Topology
@@ -90,7 +90,7 @@ class _Bench:
 
     def plan(self, schedule: Schedule, segments: int = 1) -> None:
         """From now on every all_reduce follows it."""
-        self.backend.pin([told(schedule, self.rank, 0, 1 << 62, "probe", segments, self.seats.rank_at)])
+        self.backend.pin([to_native(schedule, self.rank, 0, 1 << 62, "probe", segments, self.seats.rank_at)])
 
     def time(self, tensor: torch.Tensor) -> float:
         """Seconds of one call, of the slowest rank."""

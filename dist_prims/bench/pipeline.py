@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
     parser.add_argument("--batch", type=positive, default=32)
     parser.add_argument("--image", type=positive, default=128, help="its width and height (128)")
-    parser.add_argument("--micros", type=positive, default=8, help="micro-batches (8)")
+    parser.add_argument("--microbatches", type=positive, default=8, help="micro-batches (8)")
     parser.add_argument("--schedules", default="", help="names; unless given, all")
     parser.add_argument("--ranks", type=positive, default=2, help="to start where no launcher has (2)")
     parser.add_argument("--rounds", type=positive, default=5)
@@ -84,8 +84,8 @@ def bench(given: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = getattr(resnet, given.model)(num_classes=1000)
-    micros = max([given.micros] if not given.sweep else given.sweep)
-    cuts = _Cuts(model, torch.randn(max(given.batch // micros, 1), 3, given.image, given.image))
+    num_microbatches = max([given.microbatches] if not given.sweep else given.sweep)
+    cuts = _Cuts(model, torch.randn(max(given.batch // num_microbatches, 1), 3, given.image, given.image))
     if given.pictures and dist.get_rank() == 0:
         given.pictures.mkdir(parents=True, exist_ok=True)
     return _sweep(given, model, cuts) if given.sweep else _compare(given, model, cuts)
@@ -112,7 +112,7 @@ class _Work:
     meeting: dist.ProcessGroup | None = None
 
     def __init__(self, given: argparse.Namespace, model: torch.nn.Module, plans: dict[str, PipelinePlan], cuts: _Cuts):
-        self.model, self.micros, self.plans = model, given.micros, plans
+        self.model, self.num_microbatches, self.plans = model, given.microbatches, plans
         self.shape = (given.batch, 3, given.image, given.image)
         self.pipelines = {
             name: Pipeline(cuts(plan.stages), plan, loss=functional.cross_entropy) for name, plan in plans.items()
@@ -120,9 +120,11 @@ class _Work:
         own = cuts(dist.get_world_size())[dist.get_rank()]
         stage = functools.partial(PipelineStage, own, dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
         self.theirs = {
-            name: make(stage(), self.micros, loss_fn=functional.cross_entropy)
+            name: make(stage(), self.num_microbatches, loss_fn=functional.cross_entropy)
             for name, make in _THEIRS.items()
-            if dist.get_world_size() > 1 and self.micros >= dist.get_world_size() and given.batch % self.micros == 0
+            if dist.get_world_size() > 1
+            and self.num_microbatches >= dist.get_world_size()
+            and given.batch % self.num_microbatches == 0
         }
         self.contenders = [_ALONE, *self.pipelines, *self.theirs]
         self.losses: dict[str, float] = {}
@@ -150,7 +152,7 @@ class _Work:
 
     def _alone(self) -> float:
         total = 0.0
-        for x, y in parts((self.inputs, self.targets), self.micros, "inputs"):
+        for x, y in parts((self.inputs, self.targets), self.num_microbatches, "inputs"):
             loss = functional.cross_entropy(self.model(x), y) * (len(x) / len(self.inputs))
             torch.autograd.backward(loss)
             total += loss.item()
@@ -180,13 +182,15 @@ def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def _plans(text: str, micros: int) -> dict[str, PipelinePlan]:
+def _plans(text: str, num_microbatches: int) -> dict[str, PipelinePlan]:
     names = text.split(",") if text else pipeline_plans()
-    return {name: pipeline_plan(name, dist.get_world_size(), micros) for name in dict.fromkeys([_TWIN, *names])}
+    return {
+        name: pipeline_plan(name, dist.get_world_size(), num_microbatches) for name in dict.fromkeys([_TWIN, *names])
+    }
 
 
 def _compare(given: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> int:
-    plans = _plans(given.schedules, given.micros)
+    plans = _plans(given.schedules, given.microbatches)
     work = _Work(given, model, plans, cuts)
     table = measure(work, given.rounds, warmup=1)
     found = {name: _foretold(work, name, given.rounds) for name in plans}
@@ -219,7 +223,7 @@ def _foretold(work: _Work, name: str, rounds: int) -> tuple[list[Row], float]:
 
 def _draw(path: Path, plan: PipelinePlan, rows: Sequence[Row]) -> None:
     panels = {"planned, from what each action took": foretold(plan, rows).rows, "as it ran": rows}
-    draw_gantt(path, panels, f"{plan.name}, {plan.ranks} ranks, {plan.micros} micro-batches")
+    draw_gantt(path, panels, f"{plan.name}, {plan.ranks} ranks, {plan.num_microbatches} micro-batches")
 
 
 @contextmanager
@@ -264,7 +268,7 @@ def _held(work: _Work, name: str) -> int:
 def _print(given: Any, table: Table, work: _Work, found: dict[str, Any], held: dict[str, int]) -> None:
     ranks = dist.get_world_size()
     print(
-        f"# {given.model}, batch {given.batch} of {given.image}x{given.image}, {given.micros} micro-batches, "
+        f"# {given.model}, batch {given.batch} of {given.image}x{given.image}, {given.microbatches} micro-batches, "
         f"{ranks} ranks of one thread, torch {torch.__version__}\n"
         f"# {'':17}{'step':>9}{'rate':>10}{'alone':>8}{'twin':>7}{'plan':>7}{'ceiling':>9}{'held':>9}"
     )
@@ -285,17 +289,22 @@ def _sweep(given: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> in
     """The tutorial's experiment: alone, model parallel, and a pipeline, over the number of micro-batches."""
     lines: dict[str, list[tuple[float, float]]] = {}
     agree = True
-    for micros in given.sweep:
-        given.micros = micros
-        work = _Work(given, model, _plans(given.schedules or "1f1b,zb_h1", micros), cuts)
+    for num_microbatches in given.sweep:
+        given.microbatches = num_microbatches
+        work = _Work(given, model, _plans(given.schedules or "1f1b,zb_h1", num_microbatches), cuts)
         table = measure(work, given.rounds, warmup=1)
         agree &= table.agree
         for name in table.seconds:
             rate = given.batch / table.median(name)
-            lines.setdefault("one rank alone" if name == _ALONE else name, []).append((given.batch / micros, rate))
+            lines.setdefault("one rank alone" if name == _ALONE else name, []).append(
+                (given.batch / num_microbatches, rate)
+            )
         if dist.get_rank() == 0:
             rates = ", ".join(f"{name} {points[-1][1]:.2f}" for name, points in lines.items())
-            print(f"{micros:4} micro-batches of {given.batch / micros:g}: images a second: {rates}", flush=True)
+            print(
+                f"{num_microbatches:4} micro-batches of {given.batch / num_microbatches:g}: images a second: {rates}",
+                flush=True,
+            )
     if dist.get_rank() == 0 and given.pictures:
         title = f"{given.model}, batch {given.batch} of {given.image}x{given.image}, {dist.get_world_size()} ranks"
         lines = {name: sorted(points) for name, points in lines.items()}

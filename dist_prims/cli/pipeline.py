@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
     pipeline = commands.add_parser("pipeline", help="a pipeline's schedule: its chart, bubble and memory")
     pipeline.add_argument("name", nargs="?", metavar="NAME", help="unless given, a table of all")
     pipeline.add_argument("--ranks", type=int, default=4, metavar="N", help="(4)")
-    pipeline.add_argument("--micros", type=int, default=8, metavar="N", help="micro-batches (8)")
+    pipeline.add_argument("--microbatches", type=int, default=8, metavar="N", help="micro-batches (8)")
     pipeline.add_argument("--stages-a-rank", type=int, metavar="N", help="unless given, the plan's default")
     pipeline.add_argument("--svg", metavar="FILE", help="also write the chart")
     pipeline.set_defaults(run=run)
@@ -25,7 +25,9 @@ def run(given: argparse.Namespace) -> int:
     if given.name is None:
         print(markdown_table())
         return 0
-    print(show_pipeline(given.name, given.ranks, given.micros, given.stages_a_rank))
+    print(show_pipeline(given.name, given.ranks, given.microbatches, given.stages_a_rank))
     if given.svg:
-        print(f"picture  {pipeline_plan(given.name, given.ranks, given.micros, given.stages_a_rank).draw(given.svg)}")
+        print(
+            f"picture  {pipeline_plan(given.name, given.ranks, given.microbatches, given.stages_a_rank).draw(given.svg)}"
+        )
     return 0

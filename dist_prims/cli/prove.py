@@ -65,7 +65,7 @@ def _prove_one(collective: str, name: str, sizes: tuple[int, ...]) -> int:
 
 def _prove_pipeline(name: str) -> int:
     for ranks in _PIPELINES:
-        for micros in _PIPELINES:
-            pipeline_plan(name, ranks, micros).verify()
+        for num_microbatches in _PIPELINES:
+            pipeline_plan(name, ranks, num_microbatches).verify()
     print(f"✓ pipeline {name}: {len(_PIPELINES) ** 2} plans, ranks and micro-batches {numbers(_PIPELINES)}", flush=True)
     return 0

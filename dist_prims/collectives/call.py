@@ -28,7 +28,7 @@ from .execute import Executor, Place
 from .flat import split_evenly
 from .native import NativeWork, compiled, is_of_dist_prims, run_in_backend, run_natively, serves
 from .proofs import proofs_of
-from .queue import Work, lane_of
+from .queue import Work, queue_of
 from .reduction import OP_NAMES
 
 __all__ = ["AnyWork", "Call", "Options", "group_of", "perform"]
@@ -126,10 +126,10 @@ def perform(call: Call, options: Options) -> AnyWork | None:
         return run_in_backend(call, _compiled(*shape), None if is_trusted(schedule) else require, options.async_op)
     what = f"{call.collective} ({algorithm}) on rank {rank}"
     job = functools.partial(_job, call, options.segment_bytes, schedule, program)
-    lane = lane_of(call.group)
+    queue = queue_of(call.group)
     if options.async_op:
-        return lane.start(_on_a_stream(job, call.like.device), what)
-    lane.run(job, what)
+        return queue.start(_on_a_stream(job, call.like.device), what)
+    queue.run(job, what)
     return None
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..schedules import Schedule
-from ..schedules.native import told
+from ..schedules.native import to_native
 from ..torch_compat import all_gather_single, reduce_scatter_single
 from .flat import cut
 
@@ -330,7 +330,7 @@ def compiled(schedule: Schedule, rank: int) -> Any:
     name = f"{schedule.algorithm}({parameters})" if parameters else schedule.algorithm
     if len(name) > _LONGEST_NAME:  # by name ranks see that they follow one schedule
         name = f"{name[: _LONGEST_NAME - 9]}~{zlib.crc32(name.encode()):08x}"
-    return import_module("dist_prims._backend").NativeSchedule(told(schedule, rank, 0, 0, name))
+    return import_module("dist_prims._backend").NativeSchedule(to_native(schedule, rank, 0, 0, name))
 
 
 def run_in_backend(call: Call, schedule: Any, check: Callable[[], None] | None, is_async: bool) -> NativeWork | None:

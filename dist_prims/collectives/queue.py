@@ -1,6 +1,6 @@
-"""A lane for each group: its collectives one after the other, in the order of the calls, on this rank as on all.
+"""One queue for each group: its collectives one after the other, in the order of the calls, on this rank as on all.
 
-A synchronous call on an idle lane runs where it is called. An asynchronous one is handed to the lane's thread, so that
+A synchronous call on an idle queue runs where it is called. An asynchronous one is handed to the queue's thread, so that
 it overlaps with what the caller computes; a synchronous call behind it waits its turn, since two collectives of one
 group that overtook each other on one rank would pair the wrong messages.
 """
@@ -20,7 +20,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-__all__ = ["Lane", "Work", "lane_of"]
+__all__ = ["CollectiveQueue", "Work", "queue_of"]
 
 
 class Work:
@@ -45,7 +45,7 @@ class Work:
         return True
 
 
-class Lane:
+class CollectiveQueue:
     """Numbers the collectives of one group and runs them in order."""
 
     def __init__(self) -> None:
@@ -80,12 +80,12 @@ class Lane:
             self._run_in_turn(number, job)
 
     def start(self, job: Callable[[int], None], what: str) -> Work:
-        """Run job(number of the call) on the lane's thread, when all earlier calls are done."""
+        """Run job(number of the call) on the queue's thread, when all earlier calls are done."""
         future: Future[None] = Future()
         with self._entered(what), self._lock:
             if self._jobs is None:
                 self._jobs = queue.SimpleQueue()
-                threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name="dist_prims lane").start()
+                threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name="dist_prims queue").start()
             self._jobs.put(_Job(partial(self._run_on_thread, self._called, job, what), future))
             self._called += 1
         return Work(future, what)
@@ -115,7 +115,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class _Job:
-    run: Callable[[], None]  # keeps the lane alive as long as there is work on it
+    run: Callable[[], None]  # keeps the queue alive as long as there is work on it
     future: Future[None]
 
 
@@ -131,10 +131,10 @@ def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
         del job  # not until the next one comes
 
 
-_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, Lane] = weakref.WeakKeyDictionary()
-_lanes_lock = threading.RLock()  # a finalizer may come here while its thread is here
+_queues: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveQueue] = weakref.WeakKeyDictionary()
+_queues_lock = threading.RLock()  # a finalizer may come here while its thread is here
 
 
-def lane_of(group: dist.ProcessGroup) -> Lane:
-    with _lanes_lock:
-        return _lanes.setdefault(group, Lane())
+def queue_of(group: dist.ProcessGroup) -> CollectiveQueue:
+    with _queues_lock:
+        return _queues.setdefault(group, CollectiveQueue())

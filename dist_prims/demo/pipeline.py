@@ -43,7 +43,7 @@ def train_pipeline(console: Console, out: Path) -> list[Path]:
     stages = split(model, size, sample=images[: _BATCH // _MICROS])
     console.say(f"  layers of the stages: {', '.join(str(len(stage.names)) for stage in stages)}")
     metrics = {"right": lambda output, target: (output.argmax(1) == target).float().mean()}
-    pipeline = Pipeline(stages, _PLAN, loss=F.cross_entropy, micros=_MICROS, metrics=metrics)
+    pipeline = Pipeline(stages, _PLAN, loss=F.cross_entropy, num_microbatches=_MICROS, metrics=metrics)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=_RATE, momentum=0.9)
     losses = []
     for step, batch in enumerate(batches):

@@ -47,7 +47,7 @@ def run(console: Console) -> None:
     for mine, theirs in zip(cut.parameters(), plain.parameters(), strict=True):
         mine.data.copy_(theirs.detach())
     stages = [torch.nn.Sequential(copy.deepcopy(cut.net1), torch.nn.ReLU()), copy.deepcopy(cut.net2)]
-    pipeline = DevicePipeline(stages, micros=2, devices=[first, second], loss=F.mse_loss)
+    pipeline = DevicePipeline(stages, num_microbatches=2, devices=[first, second], loss=F.mse_loss)
     piped, alone = torch.nn.ModuleList(stages), copy.deepcopy(cut)
     parallel = copy.deepcopy(cut)
     averager = GradientAverager(piped)

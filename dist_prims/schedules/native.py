@@ -1,7 +1,7 @@
 """A schedule in numbers, as the executor in C++ takes it.
 
 >>> from dist_prims.schedules import build
->>> *_, chunks, scratch, steps, ranks = told(build("all_reduce", "ring", 3), rank=0, low=0, high=1 << 20, name="ring")
+>>> *_, chunks, scratch, steps, ranks = to_native(build("all_reduce", "ring", 3), rank=0, low=0, high=1 << 20, name="ring")
 >>> chunks, scratch, len(steps), ranks
 (3, 0, 4, 3)
 """
@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from .program import Message, compile_program
 from .schedule import Schedule
 
-__all__ = ["FOLLOWED", "Told", "told"]
+__all__ = ["FOLLOWED", "NativeForm", "to_native"]
 
 FOLLOWED = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter")  # the collectives it executes
 # low, high, name, segments, chunks, scratch, steps, ranks
-Told = tuple[int, int, str, int, int, int, list[Any], int]
+NativeForm = tuple[int, int, str, int, int, int, list[Any], int]
 
 
-def told(
+def to_native(
     schedule: Schedule,
     rank: int,
     low: int,
@@ -32,7 +32,7 @@ def told(
     name: str,
     segments: int = 1,
     rank_at: Sequence[int] | None = None,
-) -> Told:
+) -> NativeForm:
     """A schedule in numbers, as the executor in C++ takes it; ``rank_at``: the rank of each seat."""
     seats = range(schedule.size) if rank_at is None else rank_at
     program = compile_program(schedule, seats.index(rank))

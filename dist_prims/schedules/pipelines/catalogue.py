@@ -21,10 +21,10 @@ def markdown_table() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [heads, ("---",) * len(heads), *rows])
 
 
-def show(name: str, ranks: int, micros: int, stages_a_rank: int | None = None) -> str:
+def show(name: str, ranks: int, num_microbatches: int, stages_a_rank: int | None = None) -> str:
     """A plan as a chart, with what it costs where F, B and W of a stage take one time unit each.
 
-    >>> print(show("zb_h1", ranks=2, micros=2))
+    >>> print(show("zb_h1", ranks=2, num_microbatches=2))
     pipeline zb_h1, 2 ranks, 2 stages, 2 micro-batches
     rank 0  F0 F1    B0 W0 B1 W1
     rank 1     F0 B0 F1 B1 W0 W1
@@ -33,7 +33,7 @@ def show(name: str, ranks: int, micros: int, stages_a_rank: int | None = None) -
     time  7 units, where less than 6 cannot be; ranks are idle 14.3 % of it
     held  at most 2, 2 activations of a stage, on ranks 0..1
     """
-    plan = pipeline_plan(name, ranks, micros, stages_a_rank)
+    plan = pipeline_plan(name, ranks, num_microbatches, stages_a_rank)
     plan.verify()
     cost = plan.cost()
     held = ", ".join(map(str, plan.peaks()))

@@ -72,7 +72,7 @@ def price(
     """Begin and end of every action; BW takes the sum of B and W.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
-    >>> price(pipeline_plan("1f1b", ranks=2, micros=8)).makespan
+    >>> price(pipeline_plan("1f1b", ranks=2, num_microbatches=8)).makespan
     27.0
     """
     seconds = _durations(plan, forward, input_grad, weight_grad)
@@ -97,7 +97,7 @@ def foretold(plan: PipelinePlan, rows: Iterable[Row]) -> PipelineCost:
     """What the plan takes where every action takes the mean of its kind and stage in ``rows``, those of a real run.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
-    >>> plan = pipeline_plan("zb_h1", ranks=2, micros=3)
+    >>> plan = pipeline_plan("zb_h1", ranks=2, num_microbatches=3)
     >>> cost = plan.cost(forward=[1, 2], input_grad=3, weight_grad=4)
     >>> foretold(plan, cost.rows) == cost
     True
@@ -147,7 +147,7 @@ def lower_bound(
     seconds = _durations(plan, forward, input_grad, weight_grad)
     load = [0.0] * plan.ranks
     for stage, rank in enumerate(plan.rank_of):
-        load[rank] += plan.micros * sum(seconds[kind][stage] for kind in "FBW")
+        load[rank] += plan.num_microbatches * sum(seconds[kind][stage] for kind in "FBW")
     crossings = sum(a != b for a, b in zip(plan.rank_of, plan.rank_of[1:], strict=False))
     way = sum(seconds["F"]) + sum(seconds["B"]) + seconds["W"][0] + 2 * crossings * transfer
     return max(*load, way)

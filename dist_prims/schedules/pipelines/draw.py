@@ -32,10 +32,10 @@ def caption(plan: PipelinePlan) -> str:
     """The plan in a line.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
-    >>> caption(pipeline_plan("zbv", ranks=2, micros=1))
+    >>> caption(pipeline_plan("zbv", ranks=2, num_microbatches=1))
     'pipeline zbv, 2 ranks, 4 stages, 1 micro-batch'
     """
-    counts = [(plan.ranks, "rank", "s"), (plan.stages, "stage", "s"), (plan.micros, "micro-batch", "es")]
+    counts = [(plan.ranks, "rank", "s"), (plan.stages, "stage", "s"), (plan.num_microbatches, "micro-batch", "es")]
     return f"pipeline {plan.name}, " + ", ".join(f"{n} {noun}{more * (n != 1)}" for n, noun, more in counts)
 
 
@@ -43,7 +43,7 @@ def text_gantt(rows: Iterable[AnyRow], title: str = "", width: int = 200) -> str
     """Rows as text; where a rank has several stages, F1.0 is the forward of stage 1, micro-batch 0.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
-    >>> print(text_gantt(pipeline_plan("1f1b", ranks=2, micros=3).cost().rows))
+    >>> print(text_gantt(pipeline_plan("1f1b", ranks=2, num_microbatches=3).cost().rows))
     rank 0  F0 F1       BW0-- F2 BW1--    BW2--
     rank 1     F0 BW0-- F1 BW1-- F2 BW2--
     """
@@ -112,7 +112,7 @@ def draw_gantt(
 
     >>> import tempfile
     >>> from dist_prims.schedules.pipelines import pipeline_plan
-    >>> plans = {name: pipeline_plan(name, ranks=2, micros=8).cost().rows for name in ("1f1b", "zb_h1")}
+    >>> plans = {name: pipeline_plan(name, ranks=2, num_microbatches=8).cost().rows for name in ("1f1b", "zb_h1")}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     draw_gantt(f"{folder}/both.svg", plans).name
     'both.svg'

@@ -26,8 +26,8 @@ CARD = PipelineCard(
 
 
 @pipeline_schedule("fill_drain", CARD)
-def fill_drain(rank: int, ranks: int, micros: int, stages_a_rank: int) -> Iterator[Action]:
-    for micro in range(micros):
+def fill_drain(rank: int, ranks: int, num_microbatches: int, stages_a_rank: int) -> Iterator[Action]:
+    for micro in range(num_microbatches):
         yield Action("F", rank, micro)
-    for micro in reversed(range(micros)):
+    for micro in reversed(range(num_microbatches)):
         yield Action("BW", rank, micro)

@@ -31,8 +31,8 @@ CARD = PipelineCard(
 
 
 @pipeline_schedule("interleaved_1f1b", CARD, stages_a_rank=2, any_more=True)
-def interleaved(rank: int, ranks: int, micros: int, stages_a_rank: int) -> Iterator[Action]:
-    rounds = _rounds(ranks, micros)
+def interleaved(rank: int, ranks: int, num_microbatches: int, stages_a_rank: int) -> Iterator[Action]:
+    rounds = _rounds(ranks, num_microbatches)
     turns = [(chunk * ranks + rank, each) for each in rounds for chunk in range(stages_a_rank)]
     turns_back = [(chunk * ranks + rank, each) for each in rounds for chunk in reversed(range(stages_a_rank))]
     forwards = [Action("F", stage, micro) for stage, each in turns for micro in each]
@@ -45,12 +45,12 @@ def interleaved(rank: int, ranks: int, micros: int, stages_a_rank: int) -> Itera
         yield backward
 
 
-def _rounds(ranks: int, micros: int) -> list[range]:
+def _rounds(ranks: int, num_microbatches: int) -> list[range]:
     """The micro-batches in rounds of at least ``ranks``, the longest first.
 
     >>> [len(each) for each in _rounds(4, 11)], [len(each) for each in _rounds(4, 3)]
     ([6, 5], [3])
     """
-    count = max(1, micros // ranks)
-    cuts = [-(-micros * at // count) for at in range(count + 1)]
+    count = max(1, num_microbatches // ranks)
+    cuts = [-(-num_microbatches * at // count) for at in range(count + 1)]
     return [range(first, last) for first, last in itertools.pairwise(cuts)]

@@ -24,7 +24,7 @@ CARD = PipelineCard(
 
 
 @pipeline_schedule("model_parallel", CARD)
-def model_parallel(rank: int, ranks: int, micros: int, stages_a_rank: int) -> Iterator[Action]:
-    for micro in range(micros):
+def model_parallel(rank: int, ranks: int, num_microbatches: int, stages_a_rank: int) -> Iterator[Action]:
+    for micro in range(num_microbatches):
         yield Action("F", rank, micro)
         yield Action("BW", rank, micro)

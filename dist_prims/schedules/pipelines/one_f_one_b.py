@@ -26,11 +26,11 @@ CARD = PipelineCard(
 
 
 @pipeline_schedule("1f1b", CARD)
-def one_f_one_b(rank: int, ranks: int, micros: int, stages_a_rank: int) -> Iterator[Action]:
-    ahead = min(ranks - 1 - rank, micros)  # forwards before the first backward can come
+def one_f_one_b(rank: int, ranks: int, num_microbatches: int, stages_a_rank: int) -> Iterator[Action]:
+    ahead = min(ranks - 1 - rank, num_microbatches)  # forwards before the first backward can come
     for micro in range(ahead):
         yield Action("F", rank, micro)
-    for micro in range(micros):
-        if ahead + micro < micros:
+    for micro in range(num_microbatches):
+        if ahead + micro < num_microbatches:
             yield Action("F", rank, ahead + micro)
         yield Action("BW", rank, micro)

@@ -47,7 +47,7 @@ class PipelinePlan:
     """The order of work of every rank. ``rank_of[stage]`` owns the stage; ``actions[rank]`` is that rank's order.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
-    >>> plan = pipeline_plan("1f1b", ranks=2, micros=3)
+    >>> plan = pipeline_plan("1f1b", ranks=2, num_microbatches=3)
     >>> plan.verify()
     >>> [f"{kind}{micro}" for kind, stage, micro in plan.actions[0]]
     ['F0', 'F1', 'BW0', 'F2', 'BW1', 'BW2']
@@ -60,7 +60,7 @@ class PipelinePlan:
     name: str
     ranks: int
     stages: int
-    micros: int
+    num_microbatches: int
     rank_of: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...] = field(repr=False)
 

@@ -29,7 +29,7 @@ def verify(plan: PipelinePlan) -> None:
     """Raise ScheduleError unless the plan is right.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
-    >>> verify(pipeline_plan("interleaved_1f1b", ranks=3, micros=7))
+    >>> verify(pipeline_plan("interleaved_1f1b", ranks=3, num_microbatches=7))
     """
     _check_shape(plan)
     _check_actions(plan)
@@ -38,8 +38,10 @@ def verify(plan: PipelinePlan) -> None:
 
 
 def _check_shape(plan: PipelinePlan) -> None:
-    if plan.ranks < 1 or plan.micros < 1:
-        raise ScheduleError(f"plan {plan.name}: ranks={plan.ranks}, micros={plan.micros}; 1 is the least")
+    if plan.ranks < 1 or plan.num_microbatches < 1:
+        raise ScheduleError(
+            f"plan {plan.name}: ranks={plan.ranks}, num_microbatches={plan.num_microbatches}; 1 is the least"
+        )
     if len(plan.actions) != plan.ranks:
         raise ScheduleError(
             f"plan {plan.name}: it has the actions of {len(plan.actions)} ranks, and ranks={plan.ranks}"
@@ -62,8 +64,8 @@ def _check_actions(plan: PipelinePlan) -> None:
             here = f"rank {rank}, position {at}: {action}"
             if kind not in ("F", "B", "W", "BW"):
                 raise ScheduleError(f"{here} is of no kind; there are F, B, W and BW")
-            if not (0 <= stage < plan.stages and 0 <= micro < plan.micros):
-                there = f"stages 0..{plan.stages - 1} and micro-batches 0..{plan.micros - 1}"
+            if not (0 <= stage < plan.stages and 0 <= micro < plan.num_microbatches):
+                there = f"stages 0..{plan.stages - 1} and micro-batches 0..{plan.num_microbatches - 1}"
                 raise ScheduleError(f"{here} does not exist; there are {there}")
             if plan.rank_of[stage] != rank:
                 raise ScheduleError(f"{here} is on the wrong rank; stage {stage} is with rank {plan.rank_of[stage]}")
@@ -75,7 +77,7 @@ def _check_actions(plan: PipelinePlan) -> None:
 def _check_complete(plan: PipelinePlan) -> None:
     """Every stage has one F of every micro-batch, and either a BW or a B and a W."""
     for stage, rank in enumerate(plan.rank_of):
-        for micro in range(plan.micros):
+        for micro in range(plan.num_microbatches):
             has = {kind: Action(kind, stage, micro) in plan.places for kind in ("F", "B", "W", "BW")}
             who = f"rank {rank}: stage {stage}, micro-batch {micro}"
             if has["BW"] and (has["B"] or has["W"]):

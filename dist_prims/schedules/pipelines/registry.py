@@ -3,11 +3,11 @@
 >>> from dist_prims.schedules.pipelines import Action, PipelineCard, pipeline_plan, pipeline_schedule
 >>> card = PipelineCard("one rank, one micro-batch", idle="0", peak="1", wins="never", source="none")
 >>> @pipeline_schedule("hasty", card)
-... def hasty(rank, ranks, micros, stages_a_rank):
-...     for micro in range(micros):
+... def hasty(rank, ranks, num_microbatches, stages_a_rank):
+...     for micro in range(num_microbatches):
 ...         yield Action("F", rank, micro)
 ...         yield Action("BW", rank, micro)
->>> pipeline_plan("hasty", ranks=3, micros=2).verify()
+>>> pipeline_plan("hasty", ranks=3, num_microbatches=2).verify()
 >>> unregister("hasty")
 """
 
@@ -34,7 +34,7 @@ __all__ = [
     "unregister",
 ]
 
-Order = Callable[[int, int, int, int], Iterator[Action]]  # of rank, ranks, micros, stages a rank
+Order = Callable[[int, int, int, int], Iterator[Action]]  # of rank, ranks, num_microbatches, stages a rank
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class PipelineSchedule:
     any_more: bool
     v_shape: bool
 
-    def __call__(self, ranks: int, micros: int, stages_a_rank: int) -> PipelinePlan:
+    def __call__(self, ranks: int, num_microbatches: int, stages_a_rank: int) -> PipelinePlan:
         stages = ranks * stages_a_rank
         down = [stage % ranks for stage in range(stages)]
         rank_of = [ranks - 1 - rank if self.v_shape and stage // ranks % 2 else rank for stage, rank in enumerate(down)]
-        actions = tuple(tuple(self.order(rank, ranks, micros, stages_a_rank)) for rank in range(ranks))
-        return PipelinePlan(self.name, ranks, stages, micros, tuple(rank_of), actions)
+        actions = tuple(tuple(self.order(rank, ranks, num_microbatches, stages_a_rank)) for rank in range(ranks))
+        return PipelinePlan(self.name, ranks, stages, num_microbatches, tuple(rank_of), actions)
 
 
 _registry: dict[str, PipelineSchedule] = {}
@@ -94,7 +94,7 @@ _registry: dict[str, PipelineSchedule] = {}
 def pipeline_schedule(
     name: str, card: PipelineCard, *, stages_a_rank: int = 1, any_more: bool = False, v_shape: bool = False
 ) -> Callable[[Order], Order]:
-    """Register a function ``order(rank, ranks, micros, stages_a_rank)`` that yields the actions of one rank.
+    """Register a function ``order(rank, ranks, num_microbatches, stages_a_rank)`` that yields the actions of one rank.
 
     ``stages_a_rank``: how many the schedule is for; ``any_more``: any other number will do, too. Stage s is with rank
     ``s % ranks``, or, in a ``v_shape``, down the ranks and up again, so that the first rank has the last stage, too.
@@ -136,16 +136,16 @@ def lookup(name: str) -> PipelineSchedule:
     return _registry[name]
 
 
-def pipeline_plan(name: str, ranks: int, micros: int, stages_a_rank: int | None = None) -> PipelinePlan:
+def pipeline_plan(name: str, ranks: int, num_microbatches: int, stages_a_rank: int | None = None) -> PipelinePlan:
     """The plan of a schedule for so many ranks and micro-batches; ``stages_a_rank`` is by default what it is for.
 
-    >>> plan = pipeline_plan("zbv", ranks=2, micros=4)
+    >>> plan = pipeline_plan("zbv", ranks=2, num_microbatches=4)
     >>> plan.stages, plan.rank_of
     (4, (0, 1, 1, 0))
     """
     found = lookup(name)
     wanted = found.stages_a_rank if stages_a_rank is None else stages_a_rank
-    counts = {"ranks": ranks, "micros": micros, "stages_a_rank": wanted}
+    counts = {"ranks": ranks, "num_microbatches": num_microbatches, "stages_a_rank": wanted}
     for what, count in counts.items():
         if operator.index(count) < 1:
             raise ValueError(f"pipeline {name}: {what}={count}; 1 is the least")
@@ -155,4 +155,4 @@ def pipeline_plan(name: str, ranks: int, micros: int, stages_a_rank: int | None 
             f"cut the model into {ranks * found.stages_a_rank} stages, or take a schedule for any number: "
             f"{', '.join(each for each, schedule in _registry.items() if schedule.any_more)}"
         )
-    return found(ranks, micros, wanted)
+    return found(ranks, num_microbatches, wanted)

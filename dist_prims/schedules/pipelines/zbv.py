@@ -31,25 +31,27 @@ CARD = PipelineCard(
 
 
 @pipeline_schedule("zbv", CARD, stages_a_rank=2, v_shape=True)
-def zbv(rank: int, ranks: int, micros: int, stages_a_rank: int) -> Iterator[Action]:
+def zbv(rank: int, ranks: int, num_microbatches: int, stages_a_rank: int) -> Iterator[Action]:
     done: Counter[tuple[str, int]] = Counter()
     # For fewer micro-batches than fill the pipeline: the plan for so many, without those that there are not.
-    for kind, stage in _turns(rank, ranks, max(micros, 2 * ranks - 1)):
+    for kind, stage in _turns(rank, ranks, max(num_microbatches, 2 * ranks - 1)):
         micro = done[kind, stage]
         done[kind, stage] += 1
-        if micro < micros:
+        if micro < num_microbatches:
             yield Action(kind, stage, micro)
 
 
-def _turns(rank: int, ranks: int, micros: int) -> Iterator[tuple[str, int]]:
+def _turns(rank: int, ranks: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
     """Kind and stage of each action; micro-batches follow each other in each kind and stage."""
     down, up = rank, 2 * ranks - 1 - rank
     behind = ranks - rank
-    more = micros - (2 * ranks - 1 - rank)  # forwards of the first stage that are left when the pipeline is full
+    more = num_microbatches - (
+        2 * ranks - 1 - rank
+    )  # forwards of the first stage that are left when the pipeline is full
     yield from [("F", down)] * (2 * behind - 1)
     yield from [("F", up), ("F", down)] * rank
     yield from [("F", up), ("B", up), ("W", up)] * behind
-    for turn in range(micros - ranks):
+    for turn in range(num_microbatches - ranks):
         yield from [("F", down)] * (turn < more)
         yield from [("B", down), ("W", down), ("F", up), ("B", up), ("W", up)]
     yield from [("B", down), ("B", up)] * rank

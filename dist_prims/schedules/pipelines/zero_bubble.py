@@ -34,18 +34,18 @@ CARD = PipelineCard(
 
 
 @pipeline_schedule("zb_h1", CARD)
-def zb_h1(rank: int, ranks: int, micros: int, stages_a_rank: int) -> Iterator[Action]:
-    ahead = min(ranks - 1 - rank, micros)
-    last = micros - ahead - 1  # the backward with which the last forward goes
+def zb_h1(rank: int, ranks: int, num_microbatches: int, stages_a_rank: int) -> Iterator[Action]:
+    ahead = min(ranks - 1 - rank, num_microbatches)
+    last = num_microbatches - ahead - 1  # the backward with which the last forward goes
     weights = 0
     for micro in range(ahead):
         yield Action("F", rank, micro)
-    for micro in range(micros):
+    for micro in range(num_microbatches):
         if micro <= last:
             yield Action("F", rank, ahead + micro)
         yield Action("B", rank, micro)
-        if not micros - ranks <= micro < last:
+        if not num_microbatches - ranks <= micro < last:
             yield Action("W", rank, weights)
             weights += 1
-    for micro in range(weights, micros):
+    for micro in range(weights, num_microbatches):
         yield Action("W", rank, micro)

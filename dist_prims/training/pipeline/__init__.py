@@ -5,7 +5,7 @@
 
     dist_prims.init("dist_prims")
     stages = split(model, torch.distributed.get_world_size(), sample=inputs[:4])
-    pipeline = Pipeline(stages, "1f1b", loss=torch.nn.functional.cross_entropy, micros=8)
+    pipeline = Pipeline(stages, "1f1b", loss=torch.nn.functional.cross_entropy, num_microbatches=8)
     loss = pipeline.step(inputs, targets)           # gradients are in .grad; the loss is the same on every rank
 
 The plans are data (:mod:`dist_prims.schedules.pipelines`): proved before they are run, priced and drawn. What runs one:

@@ -24,17 +24,19 @@ __all__ = ["Batch", "Job", "Owner", "in_order", "joined", "make_plan", "message_
 _Owner = TypeVar("_Owner", bound="Owner")
 
 
-def make_plan(plan: str | PipelinePlan, ranks: int, micros: int | None, stages: int | None) -> PipelinePlan:
+def make_plan(plan: str | PipelinePlan, ranks: int, num_microbatches: int | None, stages: int | None) -> PipelinePlan:
     """The plan of a name, or the plan itself if it fits; proved before anybody follows it."""
     if isinstance(plan, str):
         if stages is not None and stages % ranks:
             raise ValueError(
                 f"pipeline: {stages} stages cannot be shared evenly among {ranks} ranks; cut the model anew"
             )
-        plan = pipeline_plan(plan, ranks, 2 * ranks if micros is None else micros, stages and stages // ranks)
+        plan = pipeline_plan(
+            plan, ranks, 2 * ranks if num_microbatches is None else num_microbatches, stages and stages // ranks
+        )
     for what, has, given in (
         ("ranks", plan.ranks, ranks),
-        ("micros", plan.micros, micros),
+        ("num_microbatches", plan.num_microbatches, num_microbatches),
         ("stages", plan.stages, stages),
     ):
         if given is not None and has != given:
@@ -46,7 +48,7 @@ def make_plan(plan: str | PipelinePlan, ranks: int, micros: int | None, stages: 
 def in_order(plan: PipelinePlan) -> list[Action]:
     """All actions in one order, about that of time, in which each comes after what it needs.
 
-    >>> [str(action)[:1] for action in in_order(pipeline_plan("1f1b", ranks=2, micros=1))]
+    >>> [str(action)[:1] for action in in_order(pipeline_plan("1f1b", ranks=2, num_microbatches=1))]
     ['F', 'F', 'B', 'B']
     """
     rows = sorted(plan.cost().rows, key=lambda row: (row.end, row.rank))
@@ -61,7 +63,7 @@ def message_to(plan: PipelinePlan, action: Action) -> tuple[str, int, int] | Non
     return ("B", stage - 1, micro) if kind != "W" and stage > 0 else None
 
 
-def parts(batch: Tensors, micros: int, what: str) -> list[Tensors]:
+def parts(batch: Tensors, num_microbatches: int, what: str) -> list[Tensors]:
     """A batch as micro-batches, whose sizes differ by one at most; of a batch of fewer items, as many as it has items.
 
     >>> parts((torch.arange(5),), 2, "inputs")
@@ -76,7 +78,7 @@ def parts(batch: Tensors, micros: int, what: str) -> list[Tensors]:
         )
     if not sizes[0]:
         raise ValueError(f"pipeline: the {what} hold 0 items; a batch has at least one: skip it on every rank")
-    lengths = split_evenly(sizes[0], min(micros, sizes[0]))
+    lengths = split_evenly(sizes[0], min(num_microbatches, sizes[0]))
     return list(zip(*(torch.split_with_sizes(each, lengths) for each in batch), strict=True))
 
 
@@ -87,10 +89,10 @@ class Batch:
     the other micro-batches. What remains needs nothing of them, so the plan's proof holds for it.
     """
 
-    def __init__(self, learn: bool, count: int, micros: int) -> None:
+    def __init__(self, learn: bool, count: int, num_microbatches: int) -> None:
         self.learn = learn
         self.count = count
-        self.lengths = split_evenly(count, min(micros, count))  # of the micro-batches
+        self.lengths = split_evenly(count, min(num_microbatches, count))  # of the micro-batches
         self.inputs: Leaves | None = None
         self.targets: Leaves | None = None
         self.parts: list[tuple[Part, ...]] = []  # of each micro-batch, in the loss and in every metric
@@ -98,13 +100,13 @@ class Batch:
         self.outputs: dict[int, Tensors] = {}
 
     @property
-    def micros(self) -> int:
+    def num_microbatches(self) -> int:
         """How many micro-batches there are."""
         return len(self.lengths)
 
     def has(self, action: Action) -> bool:
         """Whether an action of the plan is to be done for this batch."""
-        return action.micro < self.micros and (self.learn or action.kind == "F")
+        return action.micro < self.num_microbatches and (self.learn or action.kind == "F")
 
 
 class Job:
@@ -153,7 +155,7 @@ class Job:
         worker = self.workers[action.stage]
         if action.kind == "F":
             if batch.inputs is not None and action.stage == 0:
-                incoming = incoming or batch.inputs.micros[action.micro]
+                incoming = incoming or batch.inputs.num_microbatches[action.micro]
             outgoing = self._forward(worker, action, incoming, batch)
         elif action.kind == "W":
             worker.weights(action.micro)
@@ -172,7 +174,7 @@ class Job:
         """Give a batch its targets, on a device, and find what part each of its micro-batches has in the loss."""
         self.objective.check()
         batch.targets = _targets_of(targets, batch, device)
-        batch.parts = self.objective.parts(batch.lengths, batch.targets.micros)
+        batch.parts = self.objective.parts(batch.lengths, batch.targets.num_microbatches)
 
     def give_back(self, batch: Batch) -> None:
         """Hand over the gradients of inputs and targets that the program wants."""
@@ -189,7 +191,7 @@ class Job:
     def commit(self, batch: Batch) -> None:
         """End a step that has succeeded."""
         for worker in self.workers.values():
-            worker.commit(short=batch.micros < self.plan.micros)
+            worker.commit(short=batch.num_microbatches < self.plan.num_microbatches)
         if batch.learn:
             self.objective.end_step()
 
@@ -228,7 +230,7 @@ class Job:
     def _judge(self, outputs: Tensors, micro: int, batch: Batch, count: bool = True) -> torch.Tensor:
         """Where the backward of a micro-batch begins; its part of loss and metrics is added up."""
         assert batch.targets is not None
-        root, found = self.objective(outputs, batch.targets.micros[micro], batch.parts[micro], self.module)
+        root, found = self.objective(outputs, batch.targets.num_microbatches[micro], batch.parts[micro], self.module)
         if count:
             with torch.no_grad():
                 numbers = [torch.as_tensor(each, device=root.device).detach().double() for each in found]
@@ -284,9 +286,9 @@ def _actions(plan: PipelinePlan, stages: Container[int]) -> list[Action]:
 def _targets_of(targets: Any, batch: Batch, device: torch.device | None) -> Leaves:
     """The targets of every micro-batch, as further arguments of loss and metrics; none if there are none."""
     if targets is None:
-        return Leaves((), [()] * batch.micros)
+        return Leaves((), [()] * batch.num_microbatches)
     found = as_tuple(targets, "the targets")
-    cut = parts(found, batch.micros, "targets")
+    cut = parts(found, batch.num_microbatches, "targets")
     if len(found[0]) != batch.count:
         raise ValueError(f"pipeline: {len(found[0])} targets for {batch.count} inputs; every input has one")
     if device is not None:

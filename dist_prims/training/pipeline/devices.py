@@ -25,7 +25,7 @@ class DevicePipeline(Owner):
     """Stages of a model, which are moved to ``devices`` by the plan; the other arguments are those of Pipeline.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
-    >>> pipeline = DevicePipeline(list(model), devices=["cpu", "cpu"], loss=torch.nn.functional.mse_loss, micros=2)
+    >>> pipeline = DevicePipeline(list(model), devices=["cpu", "cpu"], loss=torch.nn.functional.mse_loss, num_microbatches=2)
     >>> loss = pipeline.step(torch.ones(4, 2), torch.ones(4, 1))
     >>> torch.allclose(loss, torch.nn.functional.mse_loss(model(torch.ones(4, 2)), torch.ones(4, 1)))
     True
@@ -39,13 +39,13 @@ class DevicePipeline(Owner):
         devices: Sequence[torch.device | str],
         loss: Function | None = None,
         metrics: Mapping[str, Function] | None = None,
-        micros: int | None = None,
+        num_microbatches: int | None = None,
         reduction: str = "mean",
         loss_weight: Callable[..., Any] | None = None,
         scaler: Any = None,
         checkpoint: bool = False,
     ) -> None:
-        self.plan = make_plan(plan, len(devices), micros, len(stages))
+        self.plan = make_plan(plan, len(devices), num_microbatches, len(stages))
         self._device_of = [torch.device(devices[rank]) for rank in self.plan.rank_of]
         self.stages = {number: module.to(self._device_of[number]) for number, module in enumerate(stages)}
         objective = Objective(loss, metrics, reduction, loss_weight, scaler)
@@ -85,15 +85,15 @@ class DevicePipeline(Owner):
 
     def _run(self, learn: bool, inputs: Any, targets: Any, judge: bool = True) -> Batch:
         whole = as_tuple(inputs, "the batch of inputs")
-        cut = parts(whole, self.plan.micros, "inputs")
-        batch = Batch(learn, len(whole[0]), self.plan.micros)
+        cut = parts(whole, self.plan.num_microbatches, "inputs")
+        batch = Batch(learn, len(whole[0]), self.plan.num_microbatches)
         batch.inputs = Leaves(whole, cut, learn, apart=True)
         self._job.begin(batch)
         if judge:
             self._job.set_targets(batch, targets, self._device_of[-1])
         on_their_way = {
             ("F", 0, micro): self._copies.start(leaves, self._device_of[0])
-            for micro, leaves in enumerate(batch.inputs.micros)
+            for micro, leaves in enumerate(batch.inputs.num_microbatches)
         }
         try:
             for action in self._order:

@@ -2,7 +2,7 @@
 
     ranks = dist.get_world_size()
     stages = split(model, ranks)                                    # or a list of your own
-    pipeline = Pipeline(stages, "1f1b", loss=F.cross_entropy, micros=8)
+    pipeline = Pipeline(stages, "1f1b", loss=F.cross_entropy, num_microbatches=8)
     optimizer = torch.optim.SGD(pipeline.parameters())              # of the stages of this rank
     for inputs, targets in batches:
         optimizer.zero_grad()
@@ -42,11 +42,11 @@ _KINDS = 16  # of batches, whose layouts are remembered
 class Pipeline(Owner):
     """The stages of this rank, in a pipeline over the ranks of ``group``.
 
-    A batch of fewer items than ``micros`` has a micro-batch for each item; the rest of the plan is left out.
+    A batch of fewer items than ``num_microbatches`` has a micro-batch for each item; the rest of the plan is left out.
     Running statistics of norms move once a batch, by those of the whole batch, when the step has succeeded.
 
     ``stages``: all stages in order, of which a rank keeps its own, or a dict {number: stage} of its own. ``plan``: a
-    plan, or the name of a schedule with ``micros`` micro-batches (2 a rank unless given). ``loss`` and each of
+    plan, or the name of a schedule of ``num_microbatches`` (2 a rank unless given). ``loss`` and each of
     ``metrics``: function(output, target) of a micro-batch; a stage that returns a tuple gives a tuple as output, and a
     tuple of targets is given as further arguments. ``reduction``: whether the loss is the "mean" or the "sum" over its
     micro-batch, and so over the batch. A mean is over the items; or over what counts for ``cross_entropy`` and
@@ -57,7 +57,7 @@ class Pipeline(Owner):
 
     >>> torch.manual_seed(0) and None
     >>> model = torch.nn.Linear(2, 1)
-    >>> pipeline = Pipeline([model], loss=torch.nn.functional.mse_loss, micros=2)
+    >>> pipeline = Pipeline([model], loss=torch.nn.functional.mse_loss, num_microbatches=2)
     >>> loss = pipeline.step(torch.ones(4, 2), torch.ones(4, 1))
     >>> torch.allclose(loss, torch.nn.functional.mse_loss(model(torch.ones(4, 2)), torch.ones(4, 1)))
     True
@@ -70,7 +70,7 @@ class Pipeline(Owner):
     >>> from torch.nn.functional import mse_loss
     >>> def masked(output, target):
     ...     return mse_loss(output[target > 0], target[target > 0])
-    >>> pipeline = Pipeline([model], loss=masked, loss_weight=lambda target: (target > 0).sum(), micros=2)
+    >>> pipeline = Pipeline([model], loss=masked, loss_weight=lambda target: (target > 0).sum(), num_microbatches=2)
     >>> inputs, targets = torch.ones(4, 2, requires_grad=True), torch.tensor([[1.0], [0.0], [2.0], [3.0]])
     >>> torch.allclose(pipeline.step(inputs, targets), masked(model(inputs), targets))
     True
@@ -85,7 +85,7 @@ class Pipeline(Owner):
         *,
         loss: Function | None = None,
         metrics: Mapping[str, Function] | None = None,
-        micros: int | None = None,
+        num_microbatches: int | None = None,
         reduction: str = "mean",
         loss_weight: Callable[..., Any] | None = None,
         scaler: Any = None,
@@ -98,7 +98,7 @@ class Pipeline(Owner):
         problem: Exception | None = None
         told = ""
         try:
-            self.plan = make_plan(plan, self._group.size(), micros, _count(stages, self._group.size()))
+            self.plan = make_plan(plan, self._group.size(), num_microbatches, _count(stages, self._group.size()))
             own = _own(stages, self.plan, self._rank)
             objective = Objective(loss, metrics, reduction, loss_weight, scaler)
             self._job = Job(self.plan, own, objective, checkpoint)
@@ -159,13 +159,13 @@ class Pipeline(Owner):
             if its != told:
                 raise MismatchError(
                     f"rank {self._rank}: ranks disagree on the pipeline. Rank {rank} has {its}; rank {self._rank} has "
-                    f"{told}. Every rank must give the same plan, micros, reduction, metrics, cut and type of device, "
-                    "and a scaler or none"
+                    f"{told}. Every rank must give the same plan, num_microbatches, reduction, metrics, cut and type "
+                    "of device, and a scaler or none"
                 )
 
     def _run(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
         batch, slot, fresh, failure = self._open(call, inputs)
-        self._transfers.begin(batch.learn, batch.micros, slot, fresh)
+        self._transfers.begin(batch.learn, batch.num_microbatches, slot, fresh)
         self._job.begin(batch)
         try:
             if failure is None and call == "step":
@@ -206,15 +206,15 @@ class Pipeline(Owner):
                     f"rank {self._rank}: {call}() of the pipeline, while rank {first} calls {word['call']}(); every "
                     "rank makes the same calls"
                 )
-            return Batch(word["learn"], word["count"], self.plan.micros), word["slot"], word["fresh"], failure
+            return Batch(word["learn"], word["count"], self.plan.num_microbatches), word["slot"], word["fresh"], failure
         try:
             if inputs is None:
                 raise ValueError(f"{call}() has no inputs; the rank of the first stage gives them")
             if call == "step":
                 self._job.check_gradients()
             whole = as_tuple(inputs, "the batch of inputs")
-            cut = parts(whole, self.plan.micros, "inputs")
-            batch = Batch(call == "step", len(whole[0]), self.plan.micros)
+            cut = parts(whole, self.plan.num_microbatches, "inputs")
+            batch = Batch(call == "step", len(whole[0]), self.plan.num_microbatches)
             batch.inputs = Leaves(whole, cut, batch.learn, apart=True)
         except Exception as error:
             failed = self._failed(error, call)
@@ -377,7 +377,7 @@ def _description(
     order = zlib.crc32(repr((plan.rank_of, plan.actions)).encode())
     cut = "" if isinstance(stages, Mapping) else f", cut {_cut(stages):08x}"
     return (
-        f"{plan.name} (stages={plan.stages}, micros={plan.micros}, order {order:08x}, "
+        f"{plan.name} (stages={plan.stages}, num_microbatches={plan.num_microbatches}, order {order:08x}, "
         f"reduction={objective.reduction}, metrics={list(objective.metrics)}, "
         f"scaler={objective.scaler is not None}, device={device.type}{cut})"
     )

@@ -51,12 +51,16 @@ class Message(NamedTuple):
     target: int
 
 
-def messages(plan: PipelinePlan, learn: bool, micros: int | None = None) -> list[Message]:
-    """All messages of a step between ranks, in the order of the plan; of the first ``micros`` micro-batches only."""
+def messages(plan: PipelinePlan, learn: bool, num_microbatches: int | None = None) -> list[Message]:
+    """All messages of a step between ranks, in the order of the plan; of the first ``num_microbatches`` only."""
     found = []
     for action in in_order(plan):
         to = message_to(plan, action)
-        if to is None or not (learn or action.kind == "F") or (micros is not None and action.micro >= micros):
+        if (
+            to is None
+            or not (learn or action.kind == "F")
+            or (num_microbatches is not None and action.micro >= num_microbatches)
+        ):
             continue
         source, target = plan.rank_of[action.stage], plan.rank_of[to[1]]
         if source != target:
@@ -67,8 +71,8 @@ def messages(plan: PipelinePlan, learn: bool, micros: int | None = None) -> list
 class _Script:
     """What one rank sends and receives in a step."""
 
-    def __init__(self, plan: PipelinePlan, rank: int, learn: bool, micros: int) -> None:
-        mine = [each for each in messages(plan, learn, micros) if rank in (each.source, each.target)]
+    def __init__(self, plan: PipelinePlan, rank: int, learn: bool, num_microbatches: int) -> None:
+        mine = [each for each in messages(plan, learn, num_microbatches) if rank in (each.source, each.target)]
         self.receives = [each for each in mine if each.target == rank]
         self.sends = [each for each in mine if each.source == rank]
         self.turn = {message: at for at, message in enumerate(mine)}
@@ -103,13 +107,13 @@ class Transfers:
         self._pool = Pool(device)
         self._leaving: list[tuple[Message | None, Any, torch.Tensor]] = []
         self._unread: list[torch.Tensor] = []
-        self.begin(True, plan.micros, 0, True)
+        self.begin(True, plan.num_microbatches, 0, True)
 
-    def begin(self, learn: bool, micros: int, slot: int, fresh: bool) -> None:
+    def begin(self, learn: bool, num_microbatches: int, slot: int, fresh: bool) -> None:
         """A step with so many micro-batches of a kind of batch; ``fresh``: its layouts are still to be told."""
-        if (learn, micros) not in self._scripts:
-            self._scripts[learn, micros] = _Script(self._plan, self._group.rank(), learn, micros)
-        self._script = self._scripts[learn, micros]
+        if (learn, num_microbatches) not in self._scripts:
+            self._scripts[learn, num_microbatches] = _Script(self._plan, self._group.rank(), learn, num_microbatches)
+        self._script = self._scripts[learn, num_microbatches]
         self._due = deque(self._script.receives)
         self._unsent = deque(self._script.sends)
         self._coming: dict[Message, _Letter] = {}
