@@ -82,7 +82,7 @@ def test_the_thread_of_a_group_goes_with_it() -> None:
             dist.destroy_process_group(group)
         del group
         end = time.monotonic() + 30
-        while any(thread.name == "dist_prims lane" for thread in threading.enumerate()):
+        while any(thread.name == "dist_prims queue" for thread in threading.enumerate()):
             assert time.monotonic() < end
             time.sleep(0.01)
 

@@ -1,7 +1,8 @@
 """A schedule in numbers, as the executor in C++ takes it.
 
 >>> from dist_prims.schedules import build
->>> *_, chunks, scratch, steps, ranks = to_native(build("all_reduce", "ring", 3), rank=0, low=0, high=1 << 20, name="ring")
+>>> ring = build("all_reduce", "ring", 3)
+>>> *_, chunks, scratch, steps, ranks = to_native(ring, rank=0, low=0, high=1 << 20, name="ring")
 >>> chunks, scratch, len(steps), ranks
 (3, 0, 4, 3)
 """

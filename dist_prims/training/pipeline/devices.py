@@ -25,7 +25,8 @@ class DevicePipeline(Owner):
     """Stages of a model, which are moved to ``devices`` by the plan; the other arguments are those of Pipeline.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
-    >>> pipeline = DevicePipeline(list(model), devices=["cpu", "cpu"], loss=torch.nn.functional.mse_loss, num_microbatches=2)
+    >>> loss = torch.nn.functional.mse_loss
+    >>> pipeline = DevicePipeline(list(model), devices=["cpu", "cpu"], loss=loss, num_microbatches=2)
     >>> loss = pipeline.step(torch.ones(4, 2), torch.ones(4, 1))
     >>> torch.allclose(loss, torch.nn.functional.mse_loss(model(torch.ones(4, 2)), torch.ones(4, 1)))
     True
