@@ -85,7 +85,7 @@ def test_a_page_has_one_picture_and_is_linked(name: str) -> None:
     assert len(pictures) == 1, pictures
     picture = (ROOT / "docs" / "patterns" / pictures[0]).resolve()
     assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
-    assert f"docs/patterns/{name}.md" in (ROOT / "README.md").read_text()
+    assert f"patterns/{name}.md" in (ROOT / "docs/guide.md").read_text()
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
