@@ -7,7 +7,7 @@ plans (``dist_prims.schedules``, NumPy only) never wait for torch.
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "all_gather": "collectives",
