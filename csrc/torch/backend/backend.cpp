@@ -8,31 +8,11 @@
 #include <optional>
 
 #include "../../common/thread.h"
-#include "../../shm/rendezvous.h"
-#include "c10d_transport.h"
+#include "../../shm/collectives.h"
 #include "work.h"
 
 namespace dist_prims {
 namespace {
-
-Hosts hosts_of(const std::vector<std::string>& names, int rank) {
-    Hosts hosts;
-    std::map<std::string, std::size_t> known;
-    for (std::size_t each = 0; each < names.size(); ++each) {
-        const auto [found, is_new] = known.try_emplace(names[each], hosts.ranks.size());
-        if (is_new) hosts.ranks.emplace_back();
-        hosts.ranks[found->second].push_back(static_cast<int>(each));
-    }
-    hosts.mine = known.at(names[static_cast<std::size_t>(rank)]);
-    return hosts;
-}
-
-std::vector<std::string> titles_of(const std::vector<std::string>& hosts) {
-    std::vector<std::string> titles;
-    for (const std::string& host : hosts)
-        titles.push_back("rank " + std::to_string(titles.size()) + " on host " + host);
-    return titles;
-}
 
 constexpr Milliseconds kBetweenLooks{10};  // while a diagnosis is not final
 constexpr WaitGraph::Wait kInCollective{WaitGraph::WaitKind::kCollective};
@@ -61,54 +41,20 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
     init();
     const GroupCreation creation(store, rank);
     try {
-        rendezvous(store, creation, ended);
+        Hosts hosts = hosts_of(setup_.hosts, rank);
+        host_segment_ = make_host_segment(store, rank, setup_, hosts, creation, ended);
+        execution_ = make_execution(host_segment_, rank, setup_, std::move(hosts));
+        Call first;  // the ranks must agree on this as on everything
+        first.count = host_segment_->slots.capacity();
+        first.layout = setup_.one_shot_bytes;
+        first.by(c10::str("one shot to ", first.layout, ", slot ", first.count));
+        execution_->agree(first, setup_.timeout);
     } catch (...) {
-        if (multi_host_ && host_segment_->membership.notice()) multi_host_->remote.end();
+        if (execution_) execution_->forward_notice();
         stop_engine();
         creation.fail(std::current_exception());
     }
     host_segment_->membership.on_wait(check_signals);
-}
-
-// The rendezvous of the ranks of each host; then all ranks agree.
-void PrimsBackend::rendezvous(const c10::intrusive_ptr<c10d::Store>& store, const GroupCreation& creation,
-                              const std::function<int()>& ended) {
-    Hosts hosts = hosts_of(setup_.hosts, rank_);
-    const std::vector<int> here = hosts.ranks[hosts.mine];
-    const bool is_one_host = hosts.ranks.size() == 1;
-    const std::vector<int> local_rank_of = hosts.local_ranks();
-    const int local_rank = local_rank_of[static_cast<std::size_t>(rank_)], local_size = static_cast<int>(here.size());
-    const RankNames names = is_one_host ? RankNames{} : RankNames{here, titles_of(setup_.hosts)};
-    const std::size_t slot =
-        std::max({setup_.slot_bytes, HostSegment::min_slot_bytes(local_size), MultiHostGroup::kMinSlotBytes});
-    const std::string key = "shared memory/" + std::to_string(here.front());
-    const auto ended_local_rank = [&] {
-        const int culprit = ended();
-        return culprit < 0 ? -1 : local_rank_of[static_cast<std::size_t>(culprit)];
-    };
-    const RendezvousOptions options{local_rank,      local_size, names, setup_.timeout, [&] { creation.look(); },
-                                    ended_local_rank};
-    const auto tell = [&](const std::string& word) { store->set(key, word); };
-    const auto ask = [&] { return store->check({key}) ? store->get_to_str(key) : std::string(); };
-    RendezvousResult attached = local_rank == 0 ? host_rendezvous(options, HostSegment::bytes(local_size, slot), tell)
-                                                : join_rendezvous(options, ask);
-    host_segment_ =
-        std::make_shared<HostSegment>(std::make_shared<Mapping>(attached.memory), local_rank, local_size, slot, names);
-    host_segment_->one_shot = setup_.one_shot_bytes;
-    host_segment_->membership.watch(std::move(attached.exits));
-    host_segment_->membership.on_wait([creation] { creation.look(); });
-    if (is_one_host) {
-        router_ = std::make_unique<Router>(host_segment_->p2p, std::vector<int>(), nullptr);
-        host_segment_->membership.join_groups_of_process();
-    } else {
-        multi_host_ = std::make_shared<MultiHostGroup>(
-            std::move(hosts), *host_segment_, std::make_unique<C10dTransport>(setup_.engine, setup_.largest_tag));
-    }
-    Call first;  // the ranks must agree on this as on everything
-    first.count = slot;
-    first.layout = setup_.one_shot_bytes;
-    first.by("one shot to " + std::to_string(first.layout) + ", slot " + std::to_string(slot));
-    agree(first, setup_.timeout);
 }
 
 PrimsBackend::~PrimsBackend() {
@@ -118,7 +64,7 @@ PrimsBackend::~PrimsBackend() {
     }
     // A forked child has no thread to join and no mapping to write to, so these are leaked.
     static_cast<void>(new std::shared_ptr<HostSegment>(std::move(host_segment_)));
-    static_cast<void>(new std::shared_ptr<MultiHostGroup>(std::move(multi_host_)));
+    static_cast<void>(new std::shared_ptr<Execution>(std::move(execution_)));
     static_cast<void>(new std::shared_ptr<Queue>(std::move(queue_)));
     static_cast<void>(new Setup(setup_));
     static_cast<void>(gloo_.release());
@@ -139,20 +85,15 @@ void PrimsBackend::shutdown() {
     const auto reason = std::make_exception_ptr(CommError(
         CommError::Kind::kPeerLeft,
         "rank " + std::to_string(rank_) + ": the group was destroyed or aborted on this rank before this was done"));
-    if (host_segment_) host_segment_->membership.leave();
+    host_segment_->membership.leave();
     const bool is_over = queue_->close(reason, [this] {
-        if (host_segment_) host_segment_->membership.stop();
-        if (multi_host_) multi_host_->remote.wake();
+        host_segment_->membership.stop();
+        execution_->wake();
     });
     // Called by a signal handler: the interrupted call ends too late to send the notice to other hosts.
-    if (!is_over && multi_host_) {
-        host_segment_->membership.give_notice(CommError::Kind::kPeerLeft, rank_);
-        multi_host_->remote.end();
-    }
-    if (host_segment_) {
-        host_segment_->p2p.close(reason);
-        host_segment_->membership.stop();  // for waits outside of the queue
-    }
+    if (!is_over) execution_->forward_leave();
+    host_segment_->p2p.close(reason);
+    host_segment_->membership.stop();  // for waits outside of the queue
     stop_engine();
 }
 
@@ -202,11 +143,11 @@ PrimsBackend::Taken PrimsBackend::take(const char* title, bool wanted) {
     return {queue_->take(title, wanted) ? queue_.get() : nullptr, [](Queue* queue) { queue->give_back(); }};
 }
 
-WorkPtr PrimsBackend::perform(std::vector<Task> tasks, const CallOptions& options, Tensors outputs) {
+WorkPtr PrimsBackend::perform(std::vector<PrimsTask> tasks, const CallOptions& options, Tensors outputs) {
     check_owner();
     TORCH_CHECK_VALUE(!tasks.empty(), options.title, ": there is no tensor");
     const auto taken = take(options.title, !options.async);
-    for (Task& task : tasks) task.call.sequence = sequence_++;
+    for (PrimsTask& task : tasks) task.call.sequence = sequence_++;
     const std::uint64_t sequence = sequence_;
     const std::uint64_t entry = flight_recorder_.add(entry_of(tasks.front().call, options, sequence), taken != nullptr);
     if (taken) {
@@ -222,7 +163,7 @@ WorkPtr PrimsBackend::perform(std::vector<Task> tasks, const CallOptions& option
                 like = AsCaller()]() mutable { like.run([&] { run(tasks, timeout, entry); }); };
     if (options.async) {
         queue_->submit(job);
-        work->waits_by([queue = queue_, host_segment = host_segment_, multi_host = multi_host_, job,
+        work->waits_by([queue = queue_, host_segment = host_segment_, execution = execution_, job,
                         title = options.title](Milliseconds limit) {
             LongWait waiting(host_segment->membership.wait_graph());
             const auto look = [&] { look_at_queue(waiting); };
@@ -235,7 +176,7 @@ WorkPtr PrimsBackend::perform(std::vector<Task> tasks, const CallOptions& option
                                                            "; the group has ended, so that nothing is written late",
                                                        waiting.diagnosis.verdict());
             } catch (const CommError&) {
-                if (multi_host) multi_host->remote.wake();
+                execution->wake();
                 queue->wait(job, Milliseconds::max(), {});  // it ends at its next check for failures
                 throw;
             }
@@ -255,18 +196,11 @@ FlightRecorder::Entry PrimsBackend::entry_of(const Call& call, const CallOptions
     return entry;
 }
 
-void PrimsBackend::run(std::vector<Task>& tasks, Milliseconds timeout, std::uint64_t entry) {
+void PrimsBackend::run(std::vector<PrimsTask>& tasks, Milliseconds timeout, std::uint64_t entry) {
     const at::NoGradGuard no_grad;
     flight_recorder_.start(entry);
     recorded(entry, [&] {
-        for (Task& task : tasks) {
-            if (task.run_scheduled) {
-                task.run_scheduled(task.call, timeout);
-            } else {
-                host_segment_->slots.open(task.call, timeout);
-                task.run(*host_segment_);
-            }
-        }
+        for (const PrimsTask& task : tasks) task.run(task.call, timeout);
     });
 }
 
@@ -277,7 +211,7 @@ void PrimsBackend::recorded(std::uint64_t entry, const Work& work) {
     } catch (...) {
         flight_recorder_.end(entry, false);
         write_record();
-        if (multi_host_ && host_segment_->membership.notice()) multi_host_->remote.end();
+        execution_->forward_notice();
         throw;
     }
     flight_recorder_.end(entry, true);
@@ -290,7 +224,7 @@ void PrimsBackend::write_record() const {
 void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
     check_owner();
     const bool is_plain = tensor.is_cpu() && tensor.layout() == at::kStrided && packed(tensor).is_same(tensor) &&
-                          op.op_ != c10d::ReduceOp::PREMUL_SUM && !multi_host_ && pins_.empty();
+                          op.op_ != c10d::ReduceOp::PREMUL_SUM && execution_->has_no_schedules();
     const CallOptions options{c10d::OpType::ALLREDUCE, "dist_prims:all_reduce", options_->timeout, false};
     const auto taken = take(options.title, is_plain);
     if (!taken) {
@@ -305,22 +239,11 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
     Call call = call_of(Collective::kAllReduce, tensor, count);
     call.op = checked("all_reduce", op, tensor);
     call.sequence = sequence_++;
-    call.tensor_ref = tensor_ref_of(bytes_of(tensor), count * size_of(call.dtype));
+    call.tensor_ref = host_segment_->tensor_ref_of(bytes_of(tensor), count * size_of(call.dtype));
     recorded(flight_recorder_.add(entry_of(call, options, sequence_), true), [&] {
         host_segment_->slots.open(call, options.timeout);
         all_reduce(*host_segment_, call.dtype, call.op, bytes_of(tensor), bytes_of(tensor), count, call.tensor_ref);
     });
-}
-
-bool PrimsBackend::reduces_in_place(const at::Tensor& tensor) {
-    const std::size_t bytes = tensor.nbytes();
-    return tensor.is_cpu() && !multi_host_ && tensor_ref_of(bytes_of(tensor), bytes).is_shared() &&
-           !schedule_for(Collective::kAllReduce, bytes);
-}
-
-SharedTensorRef PrimsBackend::tensor_ref_of(const std::byte* data, std::size_t bytes) const {
-    const std::size_t one_shot = std::min(host_segment_->one_shot, host_segment_->slots.capacity());
-    return bytes > one_shot ? Exporter::instance().ref_of(data, bytes) : SharedTensorRef{};
 }
 
 at::Tensor PrimsBackend::allocateTensor(long size, at::TensorOptions options) {
@@ -378,16 +301,10 @@ WorkPtr PrimsBackend::message(c10d::OpType type, const char* title, Tensors& ten
     return work;
 }
 
-// The backend that carries a user's message, null for shared memory. In a group that spans hosts the engine carries all
-// of them, because a receive from any rank cannot be posted in two places.
+// The backend that carries a user's message; null: shared memory.
 c10d::Backend* PrimsBackend::elsewhere(const Tensors& tensors, int tag) {
-    if (auto* who = other(tensors)) return who;
-    if (!multi_host_) return nullptr;
-    const int largest = multi_host_->remote.tags.largest_of_users();
-    TORCH_CHECK_VALUE(tag >= 0 && tag <= largest, "rank ", rank_, ": tag ", tag, " of a message in a group that spans ",
-                      "hosts; the engine between them is ", engine(), ", and its tags for messages lie between 0 and ",
-                      largest);
-    return setup_.engine.get();
+    auto* const backend = other(tensors);
+    return backend ? backend : execution_->carrier(tag);
 }
 
 WorkPtr PrimsBackend::send(Tensors& tensors, int to, int tag) {

@@ -29,7 +29,7 @@ WorkPtr PrimsBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOp
 
 WorkPtr PrimsBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
     if (auto* who = other(tensors)) return who->allreduce_coalesced(tensors, opts);
-    std::vector<Task> tasks;
+    std::vector<PrimsTask> tasks;
     for (const auto& tensor : tensors) tasks.push_back(all_reduce_task(tensor, opts.reduceOp));
     return perform(std::move(tasks), call_options(OpType::ALLREDUCE_COALESCED, "dist_prims:all_reduce", opts), tensors);
 }
@@ -64,7 +64,7 @@ WorkPtr PrimsBackend::_allgather_base(at::Tensor& output, at::Tensor& input, con
 WorkPtr PrimsBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& opts) {
     if (auto* who = other(inputs)) return who->allgather_coalesced(outputs, inputs, opts);
-    std::vector<Task> tasks;
+    std::vector<PrimsTask> tasks;
     for (std::size_t each = 0; each < inputs.size(); ++each) {
         Tensors places;
         for (const auto& of_rank : outputs) places.push_back(of_rank.at(each));
@@ -76,7 +76,7 @@ WorkPtr PrimsBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors
 WorkPtr PrimsBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                       const c10d::AllgatherOptions& opts) {
     if (auto* who = other(inputs)) return who->allgather_into_tensor_coalesced(outputs, inputs, opts);
-    std::vector<Task> tasks;
+    std::vector<PrimsTask> tasks;
     for (std::size_t each = 0; each < inputs.size(); ++each) {
         tasks.push_back(all_gather_task(blocks(outputs.at(each), {}, "all_gather"), inputs[each]));
     }
@@ -106,11 +106,7 @@ WorkPtr PrimsBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, co
     if (rank_ == from) {
         as_many("scatter", inputs.at(0).size(), size_);
         alike("scatter", inputs[0], output);
-        for (const auto& each : inputs[0]) {
-            TORCH_CHECK_VALUE(each.numel() == output.numel(), "scatter: a tensor of ", each.numel(),
-                              " elements in the list; ", output.numel(), " are needed");
-            given.push_back(packed(each));
-        }
+        given = inputs[0];
     } else {
         TORCH_CHECK_VALUE(inputs.empty() || inputs[0].empty(), "scatter: rank ", rank_,
                           " is not the root and gives no list");
@@ -137,7 +133,7 @@ WorkPtr PrimsBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input
 WorkPtr PrimsBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                       const c10d::ReduceScatterOptions& opts) {
     if (auto* who = other(inputs)) return who->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
-    std::vector<Task> tasks;
+    std::vector<PrimsTask> tasks;
     for (std::size_t each = 0; each < inputs.size(); ++each) {
         tasks.push_back(
             reduce_scatter_task(outputs.at(each), blocks(packed(inputs[each]), {}, "reduce_scatter"), opts.reduceOp));
@@ -165,56 +161,9 @@ WorkPtr PrimsBackend::barrier(const c10d::BarrierOptions& opts) {
     return perform(alone(barrier_task()), call_options(OpType::BARRIER, "dist_prims:barrier", opts), {});
 }
 
-// Names the ranks that have not come to the barrier, and the ranks that block them.
-void PrimsBackend::give_up_monitored_barrier(const std::vector<int>& late, Milliseconds limit) {
-    std::string ranks;
-    WaitGraph::Waits waits;
-    for (const int rank : late) {
-        ranks += (ranks.empty() ? "rank " : ", ") + std::to_string(rank);
-        waits.push_back({WaitGraph::WaitKind::kReceive, false, rank});
-    }
-    LongWait waiting(host_segment_->membership.wait_graph());
-    waiting.published.set(waits.front());
-    while (!host_segment_->membership.is_final(waiting.diagnosis, waits, limit)) {
-        std::this_thread::sleep_for(Milliseconds(10));
-        host_segment_->membership.check_failures([](int) { return false; },
-                                                 [] { return std::string("monitored_barrier"); });
-    }
-    host_segment_->membership.throw_timeout(std::to_string(limit.count()) + " ms in monitored_barrier: Rank " +
-                                                std::to_string(rank_) + " timed out in monitoredBarrier, no sign of " +
-                                                ranks,
-                                            waiting.diagnosis.verdict());
-}
-
-// Rank 0 receives a message from every rank, or names the ranks that sent none; then it releases them. This does not
-// run in the queue, because it must find a rank that is blocked in a collective.
 void PrimsBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
     check_owner();
-    if (multi_host_) return monitored_barrier_multi_host(opts, wait_all_ranks);
-    constexpr PointToPoint::Tag kTag = PointToPoint::Tag{1} << 62;
-    constexpr Milliseconds kNeverAlone = std::chrono::hours(1);  // the barrier times out, not its requests
-    const auto limit = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
-    const auto until = Clock::now() + limit;
-    std::byte* const nothing = nullptr;
-    std::vector<int> late;
-    const auto receive_from = [&](int from) {
-        const auto left = std::chrono::duration_cast<Milliseconds>(until - Clock::now());
-        const auto request = host_segment_->p2p.receive(from, kTag, nothing, 0, limit + kNeverAlone, nullptr);
-        if (!host_segment_->p2p.wait(request, std::max(left, Milliseconds(1))))
-            late.push_back(from);
-        else if (request->error)
-            std::rethrow_exception(request->error);
-    };
-    const auto send_to = [&](int to) {  // at once, unless the ring is full of unexpected messages
-        const auto request = host_segment_->p2p.send(to, kTag, nothing, 0, limit + kNeverAlone, nullptr);
-        if (host_segment_->p2p.wait(request, limit) && request->error) std::rethrow_exception(request->error);
-    };
-    if (rank_ != 0) send_to(0);
-    for (int peer = rank_ == 0 ? 1 : 0; peer < (rank_ == 0 ? size_ : 1); ++peer) {
-        if (late.empty() || wait_all_ranks) receive_from(peer);
-    }
-    if (!late.empty()) give_up_monitored_barrier(late, limit);
-    for (int peer = 1; rank_ == 0 && peer < size_; ++peer) send_to(peer);
+    execution_->monitored_barrier(call_options(OpType::BARRIER, "dist_prims:barrier", opts).timeout, wait_all_ranks);
 }
 
 }  // namespace dist_prims

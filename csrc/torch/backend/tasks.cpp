@@ -1,260 +1,135 @@
-// Each collective as a task: its arguments are checked, its memory is ready, and its Call is filled in. It runs on the
-// slots of the host segment; or by a schedule, where the group spans hosts or a schedule is pinned.
+// Each collective as a task: its arguments are checked, its inputs are contiguous, and its Call is filled in.
 #include <algorithm>
+#include <map>
 #include <numeric>
-#include <tuple>
 
 #include "backend.h"
 
 namespace dist_prims {
 namespace {
 
-// The owner that a transport keeps while it still needs the memory; see net/transport.h.
-template <typename... Kept>
-Transport::Owner owner_of(const Kept&... kept) {
-    return std::make_shared<const std::tuple<Kept...>>(kept...);
+std::size_t sum_of(const Counts& counts) {
+    return std::accumulate(counts.begin(), counts.end(), std::size_t{0});
+}
+
+Tensors all_packed(const Tensors& tensors) {
+    Tensors found;
+    for (const auto& tensor : tensors) found.push_back(packed(tensor));
+    return found;
 }
 
 }  // namespace
 
-PrimsBackend::Task PrimsBackend::all_reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op) {
-    const Op kind = checked("all_reduce", op, tensor);
-    const at::Tensor input = packed(premultiplied("all_reduce", tensor, op));
-    const Output output(tensor);
-    const std::size_t count = static_cast<std::size_t>(tensor.numel());
-    Task task{call_of(Collective::kAllReduce, tensor, count), {}};
-    task.call.op = kind;
-    const std::size_t bytes = count * size_of(task.call.dtype);
-    if (multi_host_ && multi_host_->is_small(bytes)) {
-        task.run_scheduled = [=, this](const Call& call, Milliseconds timeout) {
-            multi_host_->all_reduce(call, bytes_of(input), output.data(), timeout);
-            output.deliver();
-        };
-    } else if (const SchedulePtr schedule = schedule_for(Collective::kAllReduce, bytes)) {
-        task.call.by(schedule->name);
-        task.run_scheduled = [=, this](const Call& call, Milliseconds timeout) {
-            agree(call, timeout);
-            execute_schedule_on_blocks(*schedule, call, {input}, {output.tensor}, {count}, timeout);
-        };
-    } else {
-        if (input.is_same(tensor)) task.call.tensor_ref = tensor_ref_of(bytes_of(tensor), bytes);
-        task.run = [=, call = task.call](HostSegment& host_segment) {
-            all_reduce(host_segment, call.dtype, kind, bytes_of(input), output.data(), count, call.tensor_ref);
-            output.deliver();
-        };
-    }
-    return task;
+PrimsTask PrimsBackend::all_reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+    Call call = call_of(Collective::kAllReduce, tensor, static_cast<std::size_t>(tensor.numel()));
+    call.op = checked("all_reduce", op, tensor);
+    return execution_->all_reduce(call, packed(premultiplied("all_reduce", tensor, op)), tensor);
 }
 
-PrimsBackend::Task PrimsBackend::all_reduce_incremental_task(const at::Tensor& tensor,
-                                                             const std::shared_ptr<IncrementalReduce>& incremental,
-                                                             std::uint64_t number) {
-    Task task = all_reduce_task(tensor, c10d::ReduceOp::SUM);
-    if (task.run_scheduled) {  // since it has begun, a schedule was pinned
+PrimsTask PrimsBackend::all_reduce_incremental_task(const at::Tensor& tensor,
+                                                    const std::shared_ptr<IncrementalReduce>& incremental,
+                                                    std::uint64_t number) {
+    if (execution_->schedule_for(Collective::kAllReduce, tensor.nbytes())) {  // it was pinned after the sum had begun
         incremental->settle();
-        return task;
+        return all_reduce_task(tensor, c10d::ReduceOp::SUM);
     }
+    PrimsTask task = all_reduce_task(tensor, c10d::ReduceOp::SUM);
     task.call.by("gradual " + std::to_string(number) + ", round " + std::to_string(incremental->round()));
-    task.run = [incremental](HostSegment& host_segment) { incremental->finish(host_segment); };
+    task.run = [this, incremental](const Call& call, Milliseconds timeout) {
+        host_segment_->slots.open(call, timeout);
+        incremental->finish(*host_segment_);
+    };
     return task;
 }
 
-PrimsBackend::Task PrimsBackend::broadcast_task(const at::Tensor& tensor, int root) {
-    const Output output(tensor);
-    const auto count = static_cast<std::size_t>(tensor.numel()), bytes = static_cast<std::size_t>(tensor.nbytes());
-    Task task{call_of(Collective::kBroadcast, tensor, count), {}};
-    task.call.root = root;
-    if (const SchedulePtr schedule = schedule_for(Collective::kBroadcast, bytes, root)) {
-        task.call.by(schedule->name);
-        task.run_scheduled = [=, this](const Call& call, Milliseconds timeout) {
-            agree(call, timeout);
-            execute_schedule(*schedule, call, output.flat, timeout);
-            if (rank_ != root) output.deliver();
-        };
-    } else {
-        task.run = [=](HostSegment& host_segment) {
-            dist_prims::broadcast(host_segment.slots, bytes, root, output.data());
-            if (host_segment.slots.rank() != root) output.deliver();
-        };
-    }
-    return task;
+PrimsTask PrimsBackend::broadcast_task(const at::Tensor& tensor, int root) {
+    Call call = call_of(Collective::kBroadcast, tensor, static_cast<std::size_t>(tensor.numel()));
+    call.root = root;
+    return execution_->broadcast(call, tensor);
 }
 
-PrimsBackend::Task PrimsBackend::reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op, int root) {
-    const Op kind = checked("reduce", op, tensor);
-    const at::Tensor input = packed(premultiplied("reduce", tensor, op));
-    const Output output(tensor);
-    const std::size_t count = static_cast<std::size_t>(tensor.numel());
-    Task task{call_of(Collective::kReduce, tensor, count), {}};
-    task.call.op = kind;
-    task.call.root = root;
-    if (const SchedulePtr schedule =
-            schedule_for(Collective::kReduce, static_cast<std::size_t>(tensor.nbytes()), root)) {
-        task.call.by(schedule->name);
-        task.run_scheduled = [=, this](const Call& call, Milliseconds timeout) {
-            agree(call, timeout);
-            execute_schedule_on_blocks(*schedule, call, {input}, {rank_ == root ? output.tensor : at::Tensor()},
-                                       {call.count}, timeout);
-        };
-    } else {
-        task.run = [=, dtype = task.call.dtype](HostSegment& host_segment) {
-            dist_prims::reduce(host_segment, dtype, kind, root, bytes_of(input), output.data(), count);
-            if (host_segment.slots.rank() == root) output.deliver();
-        };
-    }
-    return task;
+PrimsTask PrimsBackend::reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op, int root) {
+    Call call = call_of(Collective::kReduce, tensor, static_cast<std::size_t>(tensor.numel()));
+    call.op = checked("reduce", op, tensor);
+    call.root = root;
+    return execution_->reduce(call, packed(premultiplied("reduce", tensor, op)), tensor);
 }
 
-PrimsBackend::Task PrimsBackend::all_gather_task(const Tensors& given, const at::Tensor& tensor) {
-    as_many("all_gather", given.size(), size_);
-    alike("all_gather", given, tensor);
-    const at::Tensor input = packed(tensor);
-    const Outputs outputs(given);
-    const auto own = given[static_cast<std::size_t>(rank_)].numel();
-    TORCH_CHECK_VALUE(own == tensor.numel(), "all_gather: rank ", rank_, " gives ", tensor.numel(),
+PrimsTask PrimsBackend::all_gather_task(const Tensors& outputs, const at::Tensor& input) {
+    as_many("all_gather", outputs.size(), size_);
+    alike("all_gather", outputs, input);
+    const auto own = outputs[static_cast<std::size_t>(rank_)].numel();
+    TORCH_CHECK_VALUE(own == input.numel(), "all_gather: rank ", rank_, " gives ", input.numel(),
                       " elements and expects ", own, " from itself");
-    const Counts bytes = lengths(given);
-    const Counts counts = elements(given);
-    Task task{call_of(Collective::kAllGather, tensor, std::accumulate(counts.begin(), counts.end(), std::size_t{0})),
-              {}};
-    task.call.layout = checksum(counts);
-    if (const SchedulePtr schedule = schedule_for(Collective::kAllGather, task.call.count * size_of(task.call.dtype))) {
-        task.call.by(schedule->name);
-        task.run_scheduled = [=, this](const Call& call, Milliseconds timeout) {
-            agree(call, timeout);
-            Tensors inputs(given.size());
-            inputs[static_cast<std::size_t>(rank_)] = input;
-            execute_schedule_on_blocks(*schedule, call, inputs, given, counts, timeout);
-        };
-    } else {
-        task.run = [=](HostSegment& host_segment) {
-            dist_prims::all_gather(host_segment.slots, bytes_of(input), outputs.places(), bytes);
-            outputs.deliver();
-        };
-    }
-    return task;
+    const Counts counts = elements(outputs);
+    Call call = call_of(Collective::kAllGather, input, sum_of(counts));
+    call.layout = checksum(counts);
+    return execution_->all_gather(call, packed(input), outputs);
 }
 
-PrimsBackend::Task PrimsBackend::reduce_scatter_task(const at::Tensor& tensor, const Tensors& given,
-                                                     const c10d::ReduceOp& op) {
-    const Op kind = checked("reduce_scatter", op, tensor);
+PrimsTask PrimsBackend::reduce_scatter_task(const at::Tensor& output, const Tensors& given, const c10d::ReduceOp& op) {
+    const Op kind = checked("reduce_scatter", op, output);
     as_many("reduce_scatter", given.size(), size_);
-    alike("reduce_scatter", given, tensor);
+    alike("reduce_scatter", given, output);
     const auto own = given[static_cast<std::size_t>(rank_)].numel();
-    TORCH_CHECK_VALUE(own == tensor.numel(), "reduce_scatter: rank ", rank_, " has room for ", tensor.numel(),
+    TORCH_CHECK_VALUE(own == output.numel(), "reduce_scatter: rank ", rank_, " has room for ", output.numel(),
                       " elements and gives ", own, " to itself");
     Tensors inputs;
     for (const auto& each : given) inputs.push_back(packed(premultiplied("reduce_scatter", each, op)));
-    const Output output(tensor);
-    const Counts counts = elements(given);
-    Task task{
-        call_of(Collective::kReduceScatter, tensor, std::accumulate(counts.begin(), counts.end(), std::size_t{0})), {}};
-    task.call.op = kind;
-    task.call.layout = checksum(counts);
-    if (const SchedulePtr schedule =
-            schedule_for(Collective::kReduceScatter, task.call.count * size_of(task.call.dtype))) {
-        task.call.by(schedule->name);
-        task.run_scheduled = [=, this](const Call& call, Milliseconds timeout) {
-            agree(call, timeout);
-            Tensors outputs(given.size());
-            outputs[static_cast<std::size_t>(rank_)] = output.tensor;
-            execute_schedule_on_blocks(*schedule, call, inputs, outputs, counts, timeout);
-        };
-    } else {
-        task.run = [=, dtype = task.call.dtype](HostSegment& host_segment) {
-            dist_prims::reduce_scatter(host_segment.slots, dtype, kind, blocks_of(inputs), output.data(), counts);
-            output.deliver();
-        };
-    }
-    return task;
+    const Counts counts = elements(inputs);
+    Call call = call_of(Collective::kReduceScatter, output, sum_of(counts));
+    call.op = kind;
+    call.layout = checksum(counts);
+    return execution_->reduce_scatter(call, inputs, output);
 }
 
-PrimsBackend::Task PrimsBackend::all_to_all_task(const Tensors& given, const Tensors& sent) {
-    as_many("all_to_all", given.size(), size_);
-    as_many("all_to_all", sent.size(), size_);
-    alike("all_to_all", given, sent[0]);
-    alike("all_to_all", sent, sent[0]);
-    Tensors inputs;
-    for (const auto& each : sent) inputs.push_back(packed(each));
-    const Outputs outputs(given);
-    const Counts outgoing = lengths(sent), incoming = lengths(given);
-    Task task{call_of(Collective::kAllToAll, sent[0], 0), {}};
-    task.call.longest = std::max(*std::max_element(outgoing.begin(), outgoing.end()),
-                                 *std::max_element(incoming.begin(), incoming.end()));
-    if (multi_host_) {
-        task.run_scheduled = [=, this](const Call& call, Milliseconds timeout) {
-            exchange(call, blocks_of(inputs), outgoing, outputs.places(), incoming, timeout, owner_of(inputs, outputs));
-            outputs.deliver();
-        };
-    } else {
-        task.run = [=](HostSegment& host_segment) {
-            dist_prims::all_to_all(host_segment.slots, blocks_of(inputs), outgoing, outputs.places(), incoming);
-            outputs.deliver();
-        };
-    }
-    return task;
+PrimsTask PrimsBackend::all_to_all_task(const Tensors& outputs, const Tensors& inputs) {
+    as_many("all_to_all", outputs.size(), size_);
+    as_many("all_to_all", inputs.size(), size_);
+    alike("all_to_all", outputs, inputs[0]);
+    alike("all_to_all", inputs, inputs[0]);
+    Call call = call_of(Collective::kAllToAll, inputs[0], 0);
+    for (const Counts& bytes : {lengths(inputs), lengths(outputs)})
+        call.longest = std::max<std::uint64_t>(call.longest, *std::max_element(bytes.begin(), bytes.end()));
+    return execution_->all_to_all(call, all_packed(inputs), outputs);
 }
 
-PrimsBackend::Task PrimsBackend::gather_task(const Tensors& given, const at::Tensor& tensor, int root) {
-    const at::Tensor input = packed(tensor);
-    const Outputs places(given);
-    const auto bytes = static_cast<std::size_t>(input.nbytes());
-    Task task{call_of(Collective::kGather, input, 0), {}};
-    task.call.root = root;
-    task.call.longest = bytes;
-    if (multi_host_) {
-        task.run_scheduled = [=, this](const Call& call, Milliseconds timeout) {
-            const auto size = static_cast<std::size_t>(size_), to = static_cast<std::size_t>(root);
-            Blocks in(size);
-            Counts outgoing(size), incoming(size);
-            Places out(size);
-            in[to] = bytes_of(input);
-            outgoing[to] = bytes;
-            if (rank_ == root) {
-                incoming = lengths(given);
-                out = places.places();
-            }
-            exchange(call, in, outgoing, out, incoming, timeout, owner_of(input, places));
-            places.deliver();
-        };
-    } else {
-        task.run = [=](HostSegment& host_segment) {
-            dist_prims::gather(host_segment.slots, root, bytes_of(input), bytes, places.places(), lengths(given));
-            places.deliver();
-        };
-    }
-    return task;
+PrimsTask PrimsBackend::gather_task(const Tensors& outputs, const at::Tensor& input, int root) {
+    Call call = call_of(Collective::kGather, input, 0);
+    call.root = root;
+    call.longest = input.nbytes();
+    return execution_->gather(call, packed(input), outputs);
 }
 
-PrimsBackend::Task PrimsBackend::scatter_task(const at::Tensor& tensor, const Tensors& given, int root) {
-    const Output place(tensor);
-    const auto bytes = static_cast<std::size_t>(tensor.nbytes());
-    Task task{call_of(Collective::kScatter, tensor, static_cast<std::size_t>(tensor.numel())), {}};
-    task.call.root = root;
-    if (multi_host_) {
-        task.run_scheduled = [=, this](const Call& call, Milliseconds timeout) {
-            const auto size = static_cast<std::size_t>(size_), from = static_cast<std::size_t>(root);
-            Counts outgoing(size), incoming(size);
-            Places out(size);
-            incoming[from] = bytes;
-            out[from] = place.data();
-            if (rank_ == root) outgoing = lengths(given);
-            exchange(call, rank_ == root ? blocks_of(given) : Blocks(size), outgoing, out, incoming, timeout,
-                     owner_of(given, place));
-            place.deliver();
-        };
-    } else {
-        task.run = [=](HostSegment& host_segment) {
-            dist_prims::scatter(host_segment.slots, root, blocks_of(given), place.data(), bytes);
-            place.deliver();
-        };
-    }
-    return task;
+PrimsTask PrimsBackend::scatter_task(const at::Tensor& output, const Tensors& inputs, int root) {
+    for (const auto& each : inputs)
+        TORCH_CHECK_VALUE(each.numel() == output.numel(), "scatter: a tensor of ", each.numel(),
+                          " elements in the list; ", output.numel(), " are needed");
+    Call call = call_of(Collective::kScatter, output, static_cast<std::size_t>(output.numel()));
+    call.root = root;
+    return execution_->scatter(call, all_packed(inputs), output);
 }
 
-PrimsBackend::Task PrimsBackend::barrier_task() {
-    if (multi_host_) return {Call{}, {}, [this](const Call& call, Milliseconds timeout) { agree(call, timeout); }};
-    return {Call{}, [](HostSegment& host_segment) { dist_prims::barrier(host_segment.slots); }};
+PrimsTask PrimsBackend::barrier_task() {
+    return execution_->barrier(Call{});
+}
+
+WorkPtr PrimsBackend::run_schedule(const ScheduledCall& given, bool async) {
+    static const std::map<Collective, std::pair<c10d::OpType, const char*>> kTitles = {
+        {Collective::kAllReduce, {c10d::OpType::ALLREDUCE, "dist_prims:all_reduce"}},
+        {Collective::kReduceScatter, {c10d::OpType::REDUCE_SCATTER, "dist_prims:reduce_scatter"}},
+        {Collective::kAllGather, {c10d::OpType::ALLGATHER, "dist_prims:all_gather"}},
+        {Collective::kBroadcast, {c10d::OpType::BROADCAST, "dist_prims:broadcast"}},
+        {Collective::kReduce, {c10d::OpType::REDUCE, "dist_prims:reduce"}}};
+    const auto& [type, title] = kTitles.at(given.collective);
+    const at::Tensor& like = first_defined(given.inputs, given.outputs);
+    Call call = call_of(given.collective, like, sum_of(given.counts));
+    if (given.reduces) call.op = checked(name_of(given.collective), given.op, like);
+    if (given.counts.size() > 1) call.layout = checksum(given.counts);
+    call.root = given.root;
+    return perform(
+        alone(execution_->by_schedule(given.schedule, call, given.inputs, given.outputs, given.counts, given.check)),
+        {type, title, options_->timeout, async}, {like});
 }
 
 Tensors PrimsBackend::blocks(const at::Tensor& tensor, const std::vector<int64_t>& splits, const char* what) const {
