@@ -9,7 +9,7 @@
 
 #include "../../common/thread.h"
 #include "../../shm/collectives.h"
-#include "work.h"
+#include "../common/work.h"
 
 namespace dist_prims {
 namespace {
@@ -29,16 +29,27 @@ std::vector<c10::IValue> inputs_of(const Tensors& tensors) {
     return {tensors.begin(), tensors.end()};
 }
 
+FlightRecorder::Entry entry_of(const Call& call, const CallOptions& options, std::uint64_t sequence) {
+    FlightRecorder::Entry entry{.sequence = sequence, .count = call.count, .title = options.title};
+    entry.dtype = call.collective == Collective::kBarrier ? "" : name_of(call.dtype);
+    entry.timeout_ms = options.timeout.count();
+    return entry;
+}
+
+constexpr Titles kTitles{
+    {"dist_prims:all_reduce", "dist_prims:reduce_scatter", "dist_prims:all_gather", "dist_prims:broadcast",
+     "dist_prims:reduce", "dist_prims:gather", "dist_prims:scatter", "dist_prims:all_to_all", "dist_prims:barrier"},
+    "dist_prims:send",
+    "dist_prims:recv"};
+
 }  // namespace
 
 PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Setup setup,
                            const std::function<int()>& ended)
-    : Backend(rank, size),
+    : CollectiveBackend("dist_prims", kTitles, rank, size, setup.timeout),
       setup_(std::move(setup)),
-      options_(c10::make_intrusive<Options>("dist_prims", setup_.timeout)),
-      owner_(this_process()),
+      gloo_(setup_.make_gloo),
       queue_(std::make_shared<Queue>("rank " + std::to_string(rank))) {
-    init();
     const GroupCreation creation(store, rank);
     try {
         Hosts hosts = hosts_of(setup_.hosts, rank);
@@ -67,12 +78,12 @@ PrimsBackend::~PrimsBackend() {
     static_cast<void>(new std::shared_ptr<Execution>(std::move(execution_)));
     static_cast<void>(new std::shared_ptr<Queue>(std::move(queue_)));
     static_cast<void>(new Setup(setup_));
-    static_cast<void>(gloo_.release());
+    gloo_.leak();
 }
 
 void PrimsBackend::setTimeout(Milliseconds timeout) {
-    options_->timeout = timeout;
-    for (const auto& each : {setup_.engine, gloo_, setup_.accelerator}) {
+    CollectiveBackend::setTimeout(timeout);
+    for (const auto& each : {setup_.engine, gloo_.made(), setup_.accelerator}) {
         if (each) each->setTimeout(timeout);
     }
 }
@@ -108,27 +119,7 @@ void PrimsBackend::stop_engine() {
     if (setup_.engine && setup_.engine->getBackendName() == "mpi") setup_.engine->shutdown();
 }
 
-void PrimsBackend::check_owner() const {
-    TORCH_CHECK(owner_ == this_process(), "rank ", rank_,
-                ": this process was forked from a rank and is none itself; use the "
-                "group in process ",
-                owner_, ", or start ranks with dist_prims.spawn");
-}
-
-c10d::Backend* PrimsBackend::gloo() {
-    const auto here = std::this_thread::get_id();
-    TORCH_CHECK(gloo_maker_ != here, "rank ", rank_, ": a signal handler needs the group of gloo whose making it ",
-                "interrupts; set a flag in the handler, and make the call after the interrupted one has returned");
-    const std::lock_guard lock(guard_);
-    if (gloo_) return gloo_.get();
-    gloo_maker_ = here;
-    const auto failed = caught([this] { gloo_ = setup_.make_gloo(); });
-    gloo_maker_ = std::thread::id();
-    if (failed) std::rethrow_exception(failed);
-    return gloo_.get();
-}
-
-c10d::Backend* PrimsBackend::other(const Tensors& tensors) {
+c10d::Backend* PrimsBackend::delegate(const Tensors& tensors) {
     for (const auto& tensor : tensors) {
         if (tensor.is_cpu()) continue;
         TORCH_CHECK(setup_.accelerator, "rank ", rank_, ": a tensor is on ", tensor.device(),
@@ -144,8 +135,6 @@ PrimsBackend::Taken PrimsBackend::take(const char* title, bool wanted) {
 }
 
 WorkPtr PrimsBackend::perform(std::vector<PrimsTask> tasks, const CallOptions& options, Tensors outputs) {
-    check_owner();
-    TORCH_CHECK_VALUE(!tasks.empty(), options.title, ": there is no tensor");
     const auto taken = take(options.title, !options.async);
     for (PrimsTask& task : tasks) task.call.sequence = sequence_++;
     const std::uint64_t sequence = sequence_;
@@ -189,14 +178,7 @@ WorkPtr PrimsBackend::perform(std::vector<PrimsTask> tasks, const CallOptions& o
     return work;
 }
 
-FlightRecorder::Entry PrimsBackend::entry_of(const Call& call, const CallOptions& options, std::uint64_t sequence) {
-    FlightRecorder::Entry entry{.sequence = sequence, .count = call.count, .title = options.title};
-    entry.dtype = call.collective == Collective::kBarrier ? "" : name_of(call.dtype);
-    entry.timeout_ms = options.timeout.count();
-    return entry;
-}
-
-void PrimsBackend::run(std::vector<PrimsTask>& tasks, Milliseconds timeout, std::uint64_t entry) {
+void PrimsBackend::run(const std::vector<PrimsTask>& tasks, Milliseconds timeout, std::uint64_t entry) {
     const at::NoGradGuard no_grad;
     flight_recorder_.start(entry);
     recorded(entry, [&] {
@@ -225,7 +207,7 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
     check_owner();
     const bool is_plain = tensor.is_cpu() && tensor.layout() == at::kStrided && packed(tensor).is_same(tensor) &&
                           op.op_ != c10d::ReduceOp::PREMUL_SUM && execution_->has_no_schedules();
-    const CallOptions options{c10d::OpType::ALLREDUCE, "dist_prims:all_reduce", options_->timeout, false};
+    const CallOptions options = call_options(Collective::kAllReduce, false);
     const auto taken = take(options.title, is_plain);
     if (!taken) {
         c10d::AllreduceOptions opts;
@@ -250,21 +232,17 @@ at::Tensor PrimsBackend::allocateTensor(long size, at::TensorOptions options) {
     return shared_tensor({size}, options.dtype().toScalarType());
 }
 
-WorkPtr PrimsBackend::message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag) {
-    check_owner();
-    const auto& tensor = only(title, tensors);
-    const bool outgoing = type == c10d::OpType::SEND;
-    TORCH_CHECK_VALUE(peer < size_ && (peer >= 0 || type == c10d::OpType::RECVANYSOURCE), title, ": rank ", peer,
-                      " is not in a group of ", size_, " ranks");
-    if (!outgoing) must_be_distinct(title, tensor);
+WorkPtr PrimsBackend::message(const CallOptions& options, const Tensors& tensors, int peer, int tag) {
+    const at::Tensor& tensor = tensors[0];
+    const bool outgoing = options.type == c10d::OpType::SEND;
     FlightRecorder::Entry entry{
-        .sequence = ++messages_, .count = static_cast<std::uint64_t>(tensor.numel()), .title = title};
+        .sequence = ++messages_, .count = static_cast<std::uint64_t>(tensor.numel()), .title = options.title};
     entry.dtype = name_of(type_of(tensor));
-    entry.timeout_ms = options_->timeout.count();
+    entry.timeout_ms = options.timeout.count();
     entry.point_to_point = true;
     const std::uint64_t number = flight_recorder_.add(entry, true);
 
-    auto work = c10::make_intrusive<PrimsWork>(rank_, type, title, tensors, messages_);
+    auto work = c10::make_intrusive<PrimsWork>(rank_, options.type, options.title, tensors, messages_);
     const Output data(tensor);
     auto done = [this, kept = kept(), data, outgoing, number, like = AsCaller(),
                  finish = work->finisher()](std::exception_ptr error) {
@@ -278,8 +256,8 @@ WorkPtr PrimsBackend::message(c10d::OpType type, const char* title, Tensors& ten
     const auto bytes = static_cast<std::size_t>(tensor.nbytes());
     const auto key = static_cast<std::uint32_t>(tag);
     PointToPoint& p2p = host_segment_->p2p;
-    const auto request = outgoing ? p2p.send(peer, key, data.data(), bytes, options_->timeout, done)
-                                  : p2p.receive(peer, key, data.data(), bytes, options_->timeout, done);
+    const auto request = outgoing ? p2p.send(peer, key, data.data(), bytes, options.timeout, done)
+                                  : p2p.receive(peer, key, data.data(), bytes, options.timeout, done);
     work->comes_from(std::shared_ptr<const int>(request, &request->peer));
     work->waits_by([host_segment = host_segment_, request](Milliseconds limit) {
         if (host_segment->p2p.wait(request, limit)) return;
@@ -301,25 +279,9 @@ WorkPtr PrimsBackend::message(c10d::OpType type, const char* title, Tensors& ten
     return work;
 }
 
-// The backend that carries a user's message; null: shared memory.
-c10d::Backend* PrimsBackend::elsewhere(const Tensors& tensors, int tag) {
-    auto* const backend = other(tensors);
+c10d::Backend* PrimsBackend::message_delegate(const Tensors& tensors, int tag) {
+    auto* const backend = delegate(tensors);
     return backend ? backend : execution_->carrier(tag);
-}
-
-WorkPtr PrimsBackend::send(Tensors& tensors, int to, int tag) {
-    if (auto* who = elsewhere(tensors, tag)) return who->send(tensors, to, tag);
-    return message(c10d::OpType::SEND, "dist_prims:send", tensors, to, tag);
-}
-
-WorkPtr PrimsBackend::recv(Tensors& tensors, int from, int tag) {
-    if (auto* who = elsewhere(tensors, tag)) return who->recv(tensors, from, tag);
-    return message(c10d::OpType::RECV, "dist_prims:recv", tensors, from, tag);
-}
-
-WorkPtr PrimsBackend::recvAnysource(Tensors& tensors, int tag) {
-    if (auto* who = elsewhere(tensors, tag)) return who->recvAnysource(tensors, tag);
-    return message(c10d::OpType::RECVANYSOURCE, "dist_prims:recv", tensors, PointToPoint::kAnyone, tag);
 }
 
 }  // namespace dist_prims

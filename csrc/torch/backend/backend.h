@@ -1,23 +1,20 @@
-// The torch.distributed backend "dist_prims": checks of arguments, and the collectives of csrc/shm and csrc/net behind
-// c10d's interface.
+// The torch.distributed backend "dist_prims": describes each collective as a Call, and runs its task in the queue.
 #pragma once
 
 #include <functional>
 #include <memory>
 #include <string>
-#include <thread>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "../../common/flight_recorder.h"
 #include "../../common/queue.h"
 #include "../../shm/incremental_reduce.h"
+#include "../common/collective_backend.h"
 #include "execution.h"
 #include "group_setup.h"
+#include "lazy_backend.h"
 
 namespace dist_prims {
-
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // A collective by a given schedule. The tensors are listed by block of the data, undefined where this rank has none.
 struct ScheduledCall {
@@ -32,7 +29,7 @@ struct ScheduledCall {
         check{};  // called when all ranks are about to make the call; throws where it must not be made
 };
 
-class PrimsBackend : public c10d::Backend {
+class PrimsBackend : public CollectiveBackend<PrimsTask> {
 public:
     // `ended` returns a rank of this host that is known from another group to have ended before this group is made, or
     // -1.
@@ -42,11 +39,7 @@ public:
     // Called when the last reference of a user goes while a job or a message keeps the object.
     void release_resources() override { shutdown(); }
 
-    const std::string getBackendName() const override { return "dist_prims"; }
-    c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
     void setTimeout(Milliseconds timeout) override;
-    void setSequenceNumberForGroup() override {}
-    uint64_t getSequenceNumberForGroup() override { return sequence_; }
     void shutdown() override;
     void abort() override { shutdown(); }
     bool spans_hosts() const { return execution_->spans_hosts(); }
@@ -81,96 +74,45 @@ public:
     WorkPtr endCoalescing() override { return setup_.accelerator->endCoalescing(); }
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
-    WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
     WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
-    WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
-    WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
-    WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
-    WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
-    WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                                const c10d::AllgatherOptions& opts) override;
-    WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                            const c10d::AllgatherOptions& opts) override;
-    WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
-    WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override;
-    WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                           const c10d::ReduceScatterOptions& opts) override;
-    WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                 const c10d::ReduceScatterOptions& opts) override;
-    WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                            const c10d::ReduceScatterOptions& opts) override;
-    WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                          std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
-    WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
     WorkPtr barrier(const c10d::BarrierOptions& opts) override;
-    void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
-    WorkPtr send(Tensors& tensors, int to, int tag) override;
-    WorkPtr recv(Tensors& tensors, int from, int tag) override;
-    WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
 private:
-    struct CallOptions {
-        c10d::OpType type;
-        const char* title;
-        Milliseconds timeout;
-        bool async;
-    };
-
-    template <typename Opts>
-    CallOptions call_options(c10d::OpType type, const char* title, const Opts& opts) const {
-        return {type, title, opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout, opts.asyncOp};
+    PrimsTask all_reduce_task(const at::Tensor& input, const at::Tensor& output, Op op) override;
+    PrimsTask broadcast_task(const at::Tensor& tensor, int root) override;
+    PrimsTask reduce_task(const at::Tensor& input, const at::Tensor& output, Op op, int root) override;
+    PrimsTask all_gather_task(const at::Tensor& input, const Tensors& outputs) override;
+    PrimsTask reduce_scatter_task(const Tensors& inputs, const at::Tensor& output, Op op) override;
+    PrimsTask all_to_all_task(const Tensors& inputs, const Tensors& outputs) override;
+    PrimsTask gather_task(const at::Tensor& input, const Tensors& outputs, int root) override;
+    PrimsTask scatter_task(const Tensors& inputs, const at::Tensor& output, int root) override;
+    PrimsTask barrier_task() override { return execution_->barrier(Call{}); }
+    WorkPtr perform(std::vector<PrimsTask> tasks, const CallOptions& options, Tensors outputs) override;
+    WorkPtr message(const CallOptions& options, const Tensors& tensor, int peer, int tag) override;
+    void monitored_barrier(Milliseconds limit, bool wait_all_ranks) override {
+        execution_->monitored_barrier(limit, wait_all_ranks);
     }
+    c10d::Backend* delegate(const Tensors& tensors) override;
+    c10d::Backend* message_delegate(const Tensors& tensors, int tag) override;
 
-    static std::vector<PrimsTask> alone(PrimsTask task) {
-        std::vector<PrimsTask> tasks;
-        tasks.push_back(std::move(task));
-        return tasks;
-    }
-
-    // The other backend for these tensors, null if this one serves them.
-    c10d::Backend* other(const Tensors& tensors);
-    c10d::Backend* elsewhere(const Tensors& tensors, int tag);
-    c10d::Backend* gloo();
-    void check_owner() const;
     using Taken = std::unique_ptr<Queue, void (*)(Queue*)>;
     Taken take(const char* title, bool wanted);
     c10::weak_intrusive_ptr<PrimsBackend> kept();
-    WorkPtr perform(std::vector<PrimsTask> tasks, const CallOptions& options, Tensors outputs);
-    static FlightRecorder::Entry entry_of(const Call& call, const CallOptions& options, std::uint64_t sequence);
-    void run(std::vector<PrimsTask>& tasks, Milliseconds timeout, std::uint64_t entry);
+    void run(const std::vector<PrimsTask>& tasks, Milliseconds timeout, std::uint64_t entry);
     template <typename Work>
     void recorded(std::uint64_t entry, const Work& work);
     void write_record() const;
-    WorkPtr message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag);
-
     void stop_engine();
 
-    PrimsTask all_reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op);
-    PrimsTask all_reduce_incremental_task(const at::Tensor& tensor,
-                                          const std::shared_ptr<IncrementalReduce>& incremental, std::uint64_t number);
-    PrimsTask broadcast_task(const at::Tensor& tensor, int root);
-    PrimsTask reduce_task(const at::Tensor& tensor, const c10d::ReduceOp& op, int root);
-    PrimsTask all_gather_task(const Tensors& outputs, const at::Tensor& input);
-    PrimsTask gather_task(const Tensors& outputs, const at::Tensor& input, int root);
-    PrimsTask scatter_task(const at::Tensor& output, const Tensors& inputs, int root);
-    PrimsTask reduce_scatter_task(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op);
-    PrimsTask all_to_all_task(const Tensors& outputs, const Tensors& inputs);
-    PrimsTask barrier_task();
-
-    Tensors blocks(const at::Tensor& tensor, const std::vector<int64_t>& splits, const char* what) const;
-    int root(const char* what, int64_t given) const;
-
     const Setup setup_;
-    c10::intrusive_ptr<Options> options_;
-    std::mutex guard_;  // of gloo
-    std::atomic<std::thread::id> gloo_maker_{};
-    c10::intrusive_ptr<c10d::Backend> gloo_;
-    const int owner_;  // the process
+    LazyBackend gloo_;
     std::shared_ptr<HostSegment> host_segment_;
     std::shared_ptr<Execution> execution_;
     std::shared_ptr<Queue> queue_;
-    std::atomic<std::uint64_t> sequence_{0}, messages_{0}, incrementals_{0};
+    std::atomic<std::uint64_t> incrementals_{0};
     FlightRecorder flight_recorder_;
 };
 
 }  // namespace dist_prims
+
+extern template class dist_prims::CollectiveBackend<dist_prims::PrimsTask>;

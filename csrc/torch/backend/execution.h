@@ -1,4 +1,5 @@
-// How a group executes its collectives: on one host (single_host_execution.h) or on several (multi_host_execution.h).
+// How a group executes its collectives: on one host (single_host_execution.cpp) or on several
+// (multi_host_execution.cpp).
 //
 // PrimsBackend checks the arguments of a collective and describes it as a Call. An Execution makes the task that runs
 // it.
@@ -13,9 +14,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "../../net/multi_host.h"
 #include "../../net/rank_program.h"
 #include "../../shm/host_segment.h"
-#include "tensors.h"
+#include "../common/tensors.h"
 
 namespace dist_prims {
 
@@ -29,6 +31,8 @@ struct NativeSchedule {
     RankProgram program;
 };
 using SchedulePtr = std::shared_ptr<const NativeSchedule>;
+// Returns the cheapest schedule for a size.
+using ChooseSchedule = std::function<NativeSchedule(const std::string& collective, std::uint64_t bytes, int root)>;
 
 // A collective that is ready to run: its arguments are checked, and it owns its memory.
 struct PrimsTask {
@@ -106,6 +110,12 @@ private:
     std::vector<SchedulePtr> pins_;
     std::atomic<bool> has_pins_{false};
 };
+
+std::shared_ptr<Execution> make_single_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size);
+// `engine` carries messages between hosts.
+std::shared_ptr<Execution> make_multi_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size,
+                                                     Hosts hosts, c10::intrusive_ptr<c10d::Backend> engine,
+                                                     int largest_tag, ChooseSchedule choose);
 
 // The first tensor that this rank has; there is one.
 const at::Tensor& first_defined(const Tensors& inputs, const Tensors& outputs);

@@ -4,8 +4,6 @@
 #include <map>
 
 #include "../../shm/rendezvous.h"
-#include "multi_host_execution.h"
-#include "single_host_execution.h"
 
 namespace dist_prims {
 namespace {
@@ -63,10 +61,10 @@ std::shared_ptr<Execution> make_execution(const std::shared_ptr<HostSegment>& ho
                                           const Setup& setup, Hosts hosts) {
     const int size = static_cast<int>(setup.hosts.size());
     if (hosts.ranks.size() > 1)
-        return std::make_shared<MultiHostExecution>(host_segment, rank, size, std::move(hosts), setup.engine,
-                                                    setup.largest_tag, setup.choose);
+        return make_multi_host_execution(host_segment, rank, size, std::move(hosts), setup.engine, setup.largest_tag,
+                                         setup.choose);
     host_segment->membership.join_groups_of_process();
-    return std::make_shared<SingleHostExecution>(host_segment, rank, size);
+    return make_single_host_execution(host_segment, rank, size);
 }
 
 }  // namespace dist_prims

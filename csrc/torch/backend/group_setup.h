@@ -20,8 +20,7 @@ struct Setup {
     int largest_tag = 0;                       // of the engine
     // Makes the gloo group for sparse tensors. All ranks make it together, when it is first needed.
     std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
-    // Returns the cheapest schedule for a size, for a group that spans hosts and has no pinned schedule.
-    std::function<NativeSchedule(const std::string& collective, std::uint64_t bytes, int root)> choose;
+    ChooseSchedule choose;                          // for a group that spans hosts
     c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null
     std::size_t slot_bytes = 0, one_shot_bytes = 0;
     std::string group, ranks;  // for the flight recorder
