@@ -65,7 +65,7 @@ def extension(name, sources, include_dirs=()):
 def backend():
     """The sources of the backend. An instrumented build compiles them as one: the headers of torch, parsed and
     instrumented once for each source, are nearly all of what it takes."""
-    sources = sorted(Path("csrc/torch/backend").glob("*.cpp"))
+    sources = sorted(source for folder in ("common", "backend") for source in Path("csrc/torch", folder).glob("*.cpp"))
     if not SANITIZER:
         return sources
     text = "".join(f'#include "../{source}"\n' for source in sources)
@@ -100,11 +100,7 @@ def mpi_extensions():
             print(f"dist_prims: {mpicc} is no mpicc of Open MPI or of MPICH's kind, and left out", file=sys.stderr)
     for family in FAMILIES.keys() - found.keys():
         print(f"dist_prims: built without {FAMILIES[family]}: no mpicc of it is found", file=sys.stderr)
-    sources = [
-        *Path("csrc/torch/mpi").glob("*.cpp"),
-        Path("csrc/torch/backend/tensors.cpp"),
-        Path("csrc/torch/backend/work.cpp"),
-    ]
+    sources = [*Path("csrc/torch/mpi").glob("*.cpp"), *Path("csrc/torch/common").glob("*.cpp")]
     return [extension(f"_mpi_{family}", sources, folders) for family, folders in sorted(found.items())]
 
 

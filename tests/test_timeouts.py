@@ -129,7 +129,7 @@ def test_the_late_rank_is_told(tmp_path: Path) -> None:
     waited, late = run_ranks(body, 2, tmp_path)
     assert "timeout after 1000 ms in all_reduce" in waited
     assert "no sign of rank 1, which has not made call number 0" in waited
-    assert "rank 1: rank 0 has given up waiting for this rank; start the group anew before all_reduce" in late
+    assert "rank 1: rank 0 has given up waiting for this rank; create the group again before all_reduce" in late
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])

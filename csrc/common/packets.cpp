@@ -18,9 +18,9 @@ struct Address {
 
     explicit Address(const std::string& text) {
         name.sun_family = AF_UNIX;
-        const std::size_t host_segment = sizeof(name.sun_path) - 1;  // behind the 0 that makes it abstract
-        std::memcpy(name.sun_path + 1, text.data(), std::min(text.size(), host_segment));
-        length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + std::min(text.size(), host_segment));
+        const std::size_t longest = sizeof(name.sun_path) - 1;  // after the 0 that makes the address abstract
+        std::memcpy(name.sun_path + 1, text.data(), std::min(text.size(), longest));
+        length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + std::min(text.size(), longest));
     }
     const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&name); }
 };
@@ -31,7 +31,7 @@ Descriptor packet_socket() {
     return made;
 }
 
-// Memory for the descriptors of one packet, as the kernel wants it.
+// Memory for the descriptors of one packet, in the layout of the kernel.
 using Control = std::array<char, CMSG_SPACE(kMostAttached * sizeof(int))>;
 
 std::vector<Descriptor> take_attached(msghdr& message) {
@@ -96,7 +96,7 @@ int send_packet(const Descriptor& connection, const std::vector<std::byte>& data
         std::memcpy(CMSG_DATA(header), attached.data(), attached.size() * sizeof(int));
     }
     if (uninterrupted([&] { return ::sendmsg(connection.get(), &message, MSG_NOSIGNAL); }) >= 0) return 0;
-    // The kernel bounds the descriptors under way between all processes of a user; receivers make room.
+    // The kernel bounds the descriptors under way between all processes of a user; receivers release them.
     return errno == ETOOMANYREFS || errno == ENOBUFS || errno == ENOMEM ? EAGAIN : errno;
 }
 

@@ -5,9 +5,9 @@
 // thread suffices unless it blocks in a callback on the end of a collective (a callback may wait for another
 // collective): then the queue adds a thread.
 //
-// A wait for a collective runs signal handlers, and a handler may use the group. A collective that a handler makes could
-// begin only after the one that waits for the handler, so the queue refuses it: also in a wait for a collective that a
-// thread of the queue runs, because which thread runs it is left to chance. A handler may end the group.
+// A wait for a collective runs signal handlers, and a handler may use the group. A collective that a handler makes
+// could begin only after the one that waits for the handler, so the queue refuses it: also in a wait for a collective
+// that a thread of the queue runs, because which thread runs it is left to chance. A handler may end the group.
 #pragma once
 
 #include <chrono>

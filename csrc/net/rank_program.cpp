@@ -82,12 +82,12 @@ std::vector<Part> parts(const RankProgram& program, const ProgramBuffer& buffer,
     return found;
 }
 
-// The execution of one segment.
-class Execution {
+// The execution of the program on one segment.
+class SegmentExecution {
 public:
-    Execution(const RankProgram& program, Router& router, const std::shared_ptr<StagingBuffers>& buffers, DType dtype,
-              Op op, const ProgramBuffer& buffer, std::size_t segment, std::size_t segments,
-              std::chrono::milliseconds timeout)
+    SegmentExecution(const RankProgram& program, Router& router, const std::shared_ptr<StagingBuffers>& buffers,
+                     DType dtype, Op op, const ProgramBuffer& buffer, std::size_t segment, std::size_t segments,
+                     std::chrono::milliseconds timeout)
         : program_(program),
           router_(router),
           number_(router.next()),
@@ -273,7 +273,7 @@ void execute(const RankProgram& program, Router& router, DType dtype, Op op, con
         sleeping;  // a rank that waits for the network leaves the core to the threads that serve it
     if (router.spans_hosts()) sleeping.emplace();
     const auto buffers = std::make_shared<StagingBuffers>(buffer.owner);
-    std::list<Execution> under_way;  // the oldest first
+    std::list<SegmentExecution> under_way;  // the oldest first
     try {
         for (int begun = 0; begun < segments || !under_way.empty();) {
             for (auto each = under_way.begin(); each != under_way.end();)

@@ -2,6 +2,7 @@
 // messages.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 
 #include "membership.h"
@@ -41,6 +42,12 @@ private:
     const std::shared_ptr<PointToPoint> shared_p2p_;
 
 public:
+    // The shared-tensor reference of these bytes; empty if an all_reduce of so few bytes does not work in place.
+    SharedTensorRef tensor_ref_of(const std::byte* data, std::size_t bytes) const {
+        return bytes > std::min(one_shot, slots.capacity()) ? Exporter::instance().ref_of(data, bytes)
+                                                            : SharedTensorRef{};
+    }
+
     Membership& membership;
     SlotExchange slots;
     PointToPoint& p2p;

@@ -208,9 +208,9 @@ void Membership::throw_timeout(const std::string& what, const WaitGraph::Verdict
     const Notice standing = *notice();
     if (standing.kind != CommError::Kind::kTimeout)
         throw_failure(standing.kind, standing.culprit, [&] { return what; });
-    const std::string whom = text(verdict_of(standing.culprit));
+    const std::string late_ranks = text(verdict_of(standing.culprit));
     throw CommError(CommError::Kind::kTimeout, "rank " + std::to_string(number(rank_)) + ": timeout after " + what +
-                                                   (whom.empty() ? "" : ": " + whom));
+                                                   (late_ranks.empty() ? "" : ": " + late_ranks));
 }
 
 // Only ranks of one host leave a verdict; there the number of a rank in the group is its number on the host.
@@ -247,8 +247,8 @@ std::string Membership::location_text(const WaitGraph::Late& late, std::size_t r
     return ", which " + place + "; see what it does" + command;
 }
 
-// How a rank was lost. The text has its pid where that has a meaning here; of a rank on another host only the lost
-// connection is known.
+// How a rank was lost: with its pid, where the pid is valid in this PID namespace. Of a rank on another host only the
+// lost connection is known.
 std::string Membership::loss_text(int culprit) const {
     for (int peer = 0; peer < size_; ++peer) {
         if (number(peer) != culprit) continue;
@@ -259,23 +259,22 @@ std::string Membership::loss_text(int culprit) const {
 }
 
 std::string Membership::error_text(CommError::Kind kind, int culprit, const std::string& what) const {
-    const std::string who = "rank " + std::to_string(number(rank_)) + ": " + title(culprit);
+    const std::string ranks = "rank " + std::to_string(number(rank_)) + ": " + title(culprit);
     switch (kind) {
         case CommError::Kind::kPeerDied:
-            return who + loss_text(culprit) + " in " + what +
-                   "; look at what it printed last, and start the group anew";
+            return ranks + loss_text(culprit) + " in " + what + "; see its last output, and create the group again";
         case CommError::Kind::kPeerLeft:
             if (culprit == number(rank_))
                 return "rank " + std::to_string(culprit) + ": the group was destroyed or aborted on this rank in " +
                        what;
-            return who + " has left the group in " + what + "; every rank must make the same calls before it leaves";
+            return ranks + " has left the group in " + what + "; every rank must make the same calls before it leaves";
         case CommError::Kind::kInterrupted:
-            return who + " was interrupted in " + what + "; the group cannot go on";
+            return ranks + " was interrupted in " + what + "; the group has ended, create it again";
         case CommError::Kind::kLost:
-            return who + " was not heard of in time in " + what +
+            return ranks + " has not replied in time in " + what +
                    "; see whether it is busy or waits elsewhere, and whether its host and the link are up";
         default:
-            return who + " has given up waiting " + awaited_text(culprit) + "; start the group anew before " + what;
+            return ranks + " has given up waiting " + awaited_text(culprit) + "; create the group again before " + what;
     }
 }
 

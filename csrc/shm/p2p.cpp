@@ -59,10 +59,10 @@ PointToPoint::PointToPoint(std::shared_ptr<const Mapping> memory, std::byte* pla
 }
 
 std::string PointToPoint::text(const LocalRequest& request) const {
-    const std::string whom =
+    const std::string peer_text =
         request.peer == kAnyone ? "any rank" : "rank " + std::to_string(membership_.number(request.peer));
     return (request.outgoing ? "send(" : "recv(") + std::to_string(request.bytes) + " bytes " +
-           (request.outgoing ? "to " : "from ") + whom + ", tag " + std::to_string(request.tag) + ")";
+           (request.outgoing ? "to " : "from ") + peer_text + ", tag " + std::to_string(request.tag) + ")";
 }
 
 PointToPoint::RingState& PointToPoint::ring_state(int from, int to) const {

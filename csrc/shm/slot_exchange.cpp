@@ -133,7 +133,9 @@ int SlotExchange::differs() const {
 }
 
 void throw_mismatch(int rank, int one, const Call& calls, int other, const Call& differs) {
-    const auto text = [](int who, const Call& call) { return "ank " + std::to_string(who) + " calls " + call.text(); };
+    const auto text = [](int rank, const Call& call) {
+        return "ank " + std::to_string(rank) + " calls " + call.text();
+    };
     throw CommError(CommError::Kind::kMismatch,
                     "rank " + std::to_string(rank) + ": ranks disagree, no data was touched. R" + text(one, calls) +
                         "; r" + text(other, differs) +

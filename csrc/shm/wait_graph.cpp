@@ -135,7 +135,7 @@ void WaitGraph::join(std::shared_ptr<WaitGraphs> groups, std::function<int(int)>
     groups_->add(*this);
 }
 
-// A slot of this rank that says so; null if all are in use.
+// Returns a slot of this rank that publishes the wait; null if all slots are in use.
 std::atomic<std::uint64_t>* WaitGraph::take_slot(const Wait& wait) const {
     for (auto& slot : entry(rank_).slots) {
         std::uint64_t free = 0;
@@ -160,8 +160,8 @@ WaitGraph::Waits WaitGraph::waits(int rank) const {
     return found;
 }
 
-// The ranks that are furthest behind, if `rank` is ahead of them. Only these: a rank between them and `rank` waits for
-// them as well.
+// The ranks that are furthest behind, if `rank` is ahead of them. A rank between them and `rank` is left out: it waits
+// for them as well.
 WaitGraph::Nodes WaitGraph::behind(int rank) const {
     std::vector<std::uint64_t> phases;
     for (int peer = 0; peer < size_; ++peer) phases.push_back(position_(peer).phase);
@@ -209,7 +209,8 @@ WaitGraph::Nodes WaitGraph::edges_of_collectives(int rank) const {
     return found;
 }
 
-// Collectives that wait for nothing have not been called: then it depends on what the program waits for.
+// A rank whose collectives wait for nothing has not made the call: the result then depends on what its program waits
+// for.
 WaitGraph::Nodes WaitGraph::edges(const Node& node, const std::vector<std::uint64_t>& since) const {
     const auto published = waits(node.rank);
     const bool is_in_collective = std::any_of(published.begin(), published.end(), [](const Wait& wait) {
@@ -223,7 +224,7 @@ WaitGraph::Nodes WaitGraph::edges(const Node& node, const std::vector<std::uint6
     return found;
 }
 
-// A search in depth through the graph.
+// A depth-first search through the graph.
 class WaitGraph::Search {
 public:
     Search(const WaitGraph& graph, const std::vector<std::uint64_t>& since)
@@ -365,7 +366,7 @@ void WaitGraphs::clear_under_lock(Slots& slots) {
     slots.clear();
 }
 
-// A graph may have gone since, with its memory.
+// The graph may have been destroyed meanwhile, with its memory.
 bool WaitGraphs::is_there(const Slot& slot) const {
     const auto found = ids_.find(slot.graph);
     return found != ids_.end() && found->second == slot.id;

@@ -20,46 +20,12 @@
 #include "../shm/host_segment.h"
 #include "../shm/incremental_reduce.h"
 #include "../shm/rendezvous.h"
+#include "test_support.h"
 
 using namespace dist_prims;
 using namespace std::chrono_literals;
 
-void kernels();            // kernels_test.cpp
-void lifetimes();          // lifetime_test.cpp
-void membership();         // membership_test.cpp
-void shared_tensors();     // shared_tensor_test.cpp
-void multi_host_groups();  // multi_host_test.cpp
-void timeouts();           // timeout_test.cpp
-
 namespace {
-
-#define CHECK(holds)                                                                   \
-    if (!(holds)) {                                                                    \
-        std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #holds); \
-        std::abort();                                                                  \
-    }
-
-constexpr std::size_t kSlot = 1 << 12;  // small, so that much is several segments
-
-// Runs `body(host_segment)` on one thread for each rank.
-template <typename Body>
-void host_segments(int size, Body body) {
-    const Descriptor memory = make_memory(HostSegment::bytes(size, kSlot));
-    const auto mapping = std::make_shared<const Mapping>(memory);
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < size; ++rank) {
-        threads.emplace_back([&, rank] {
-            HostSegment host_segment(mapping, rank, size, kSlot);
-            body(host_segment);
-        });
-    }
-    for (std::thread& thread : threads) thread.join();
-}
-
-template <typename Body>
-void ranks(int size, Body body) {
-    host_segments(size, [&body](HostSegment& host_segment) { body(host_segment.slots); });
-}
 
 void open(SlotExchange& slots, Collective collective, std::uint64_t sequence, std::uint64_t longest = 0) {
     Call call;
@@ -87,7 +53,7 @@ std::byte* bytes(std::vector<std::int64_t>& data) {
 }
 
 void every_collective(int size) {
-    host_segments(size, [size](HostSegment& host_segment) {
+    run_ranks(size, [size](HostSegment& host_segment) {
         SlotExchange& slots = host_segment.slots;
         std::uint64_t sequence = 0;
         const int rank = slots.rank();
@@ -142,7 +108,7 @@ void every_collective(int size) {
 
 // Data of which all, some or no tensors are shared: the result is the same.
 void all_reduce_of_shared_tensors(int size, int exporters) {
-    host_segments(size, [=](HostSegment& host_segment) {
+    run_ranks(size, [=](HostSegment& host_segment) {
         const std::size_t count = 20000;
         const int rank = host_segment.membership.rank();
         for (std::uint64_t turn = 0; turn < 3; ++turn) {  // new memory each time
@@ -166,9 +132,9 @@ void all_reduce_of_shared_tensors(int size, int exporters) {
     });
 }
 
-// A sum that begins before all of the data is there, whatever comes first, wherever.
+// A sum that begins before all of the data is there; the pieces come in any order.
 void incremental_sums(int size, bool reachable) {
-    host_segments(size, [=](HostSegment& host_segment) {
+    run_ranks(size, [=](HostSegment& host_segment) {
         const std::size_t count = 30001, pieces = 600;  // more than can be stamped
         const int rank = host_segment.membership.rank();
         std::mt19937 random(static_cast<unsigned>(rank));
@@ -188,7 +154,7 @@ void incremental_sums(int size, bool reachable) {
                                     std::shared_ptr<const void>(data, data->data())});
             CHECK(budget->used <= budget->limit);
         };
-        put(0, 7);  // it begins anew
+        put(0, 7);  // the round is discarded and begins again
         CHECK(!incremental.is_published());
         incremental.discard();
         for (std::uint64_t turn = 0; turn < 5; ++turn) {
@@ -215,8 +181,9 @@ void incremental_sums(int size, bool reachable) {
     });
 }
 
-void disagreement() {
-    ranks(3, [](SlotExchange& slots) {
+CASE(a_mismatch_is_reported) {
+    run_ranks(3, [](HostSegment& host_segment) {
+        SlotExchange& slots = host_segment.slots;
         open(slots, slots.rank() == 1 ? Collective::kBroadcast : Collective::kBarrier, 0);
         bool reported = false;
         try {
@@ -230,8 +197,9 @@ void disagreement() {
     });
 }
 
-void one_who_does_not_come() {
-    ranks(2, [](SlotExchange& slots) {
+CASE(a_rank_that_leaves_is_reported) {
+    run_ranks(2, [](HostSegment& host_segment) {
+        SlotExchange& slots = host_segment.slots;
         if (slots.rank() == 1) {
             std::this_thread::sleep_for(300ms);
             return;  // leaves
@@ -247,7 +215,7 @@ void one_who_does_not_come() {
     });
 }
 
-void order_of_a_queue() {
+CASE(queue_keeps_the_order) {
     const auto queue = std::make_shared<Queue>();
     std::vector<int> done;
     std::vector<Queue::Handle> jobs;
@@ -271,7 +239,7 @@ void order_of_a_queue() {
 }
 
 // A callback on the end of a job may wait for another job, which another thread runs.
-void a_callback_that_waits() {
+CASE(queue_callback_that_waits) {
     const auto queue = std::make_shared<Queue>();
     std::atomic<int> done{0};
     std::vector<Queue::Handle> jobs;
@@ -300,7 +268,7 @@ PointToPoint::Done quietly() {
 
 // All ranks to all ranks, tags out of order, lengths from zero to many times the ring.
 void messages_of_all_lengths(int size, bool carried) {
-    host_segments(size, [&](HostSegment& host_segment) {
+    run_ranks(size, [&](HostSegment& host_segment) {
         const int rank = host_segment.membership.rank();
         const std::vector<std::size_t> counts{0, 1, 13, 3000, 200000};
         std::vector<std::vector<std::int64_t>> sent, received;
@@ -334,8 +302,8 @@ void messages_of_all_lengths(int size, bool carried) {
     });
 }
 
-void messages_from_any_rank() {
-    host_segments(4, [](HostSegment& host_segment) {
+CASE(messages_from_any_rank) {
+    run_ranks(4, [](HostSegment& host_segment) {
         std::int64_t value = host_segment.membership.rank();
         auto* data = reinterpret_cast<std::byte*>(&value);
         if (host_segment.membership.rank() != 0) {
@@ -355,8 +323,8 @@ void messages_from_any_rank() {
     });
 }
 
-void a_message_that_does_not_fit() {
-    host_segments(2, [](HostSegment& host_segment) {
+CASE(a_message_that_does_not_fit) {
+    run_ranks(2, [](HostSegment& host_segment) {
         std::int64_t value[2] = {1, 2};
         auto* data = reinterpret_cast<std::byte*>(value);
         const bool first = host_segment.membership.rank() == 0;
@@ -380,8 +348,11 @@ int connect_to(const std::string& word) {
     return ::connect(peer, reinterpret_cast<sockaddr*>(&name), length) == 0 ? peer : (::close(peer), -1);
 }
 
-// Garbage of every length, and silence, do not keep the ranks from meeting.
-void reject_strangers(int hellos) {
+// Connections that send garbage of any length, or nothing, do not disturb the rendezvous. DIST_PRIMS_TEST_HELLOS: how
+// many.
+CASE(rendezvous_rejects_garbage) {
+    const char* const given = std::getenv("DIST_PRIMS_TEST_HELLOS");
+    const int hellos = given ? std::atoi(given) : 2000;
     std::atomic<bool> reported{false};
     std::string word;
     RendezvousOptions how{.rank = 0, .size = 2, .names = {}, .timeout = 300s};
@@ -409,31 +380,30 @@ void reject_strangers(int hellos) {
     host.join();
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-    membership();      // first: it forks, and here there is but one thread
-    shared_tensors();  // it forks as well, before it starts threads
-    kernels();
+CASE(collectives_of_all_sizes) {
     for (int size : {1, 2, 3, 4, 7}) every_collective(size);
+}
+
+CASE(all_reduce_with_shared_and_ordinary_tensors) {
     for (int size : {1, 2, 3}) {
         for (int exporters = 0; exporters <= size; ++exporters) all_reduce_of_shared_tensors(size, exporters);
-        incremental_sums(size, true);
-        if (size > 1) incremental_sums(size, false);
     }
-    disagreement();
-    one_who_does_not_come();
-    order_of_a_queue();
-    a_callback_that_waits();
-    for (int size : {1, 2, 3, 5}) {
-        messages_of_all_lengths(size, false);
-        messages_of_all_lengths(size, true);
-    }
-    messages_from_any_rank();
-    a_message_that_does_not_fit();
-    lifetimes();
-    multi_host_groups();
-    timeouts();
-    reject_strangers(argc > 1 ? std::atoi(argv[1]) : 2000);
-    std::printf("ok, with %s\n", instruction_set());
 }
+
+CASE(incremental_sums_in_any_order) {
+    for (int size : {1, 2, 3}) incremental_sums(size, true);
+}
+
+CASE(incremental_sums_that_a_peer_cannot_map) {
+    for (int size : {2, 3}) incremental_sums(size, false);
+}
+
+CASE(messages_on_waiting_threads) {
+    for (int size : {1, 2, 3, 5}) messages_of_all_lengths(size, false);
+}
+
+CASE(messages_on_the_progress_thread) {
+    for (int size : {1, 2, 3, 5}) messages_of_all_lengths(size, true);
+}
+
+}  // namespace

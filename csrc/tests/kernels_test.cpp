@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../common/kernels_sets.h"
+#include "test_support.h"
 
 using namespace dist_prims;
 
@@ -21,12 +22,6 @@ namespace reference {
 }
 
 namespace {
-
-#define CHECK(holds)                                                                   \
-    if (!(holds)) {                                                                    \
-        std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #holds); \
-        std::abort();                                                                  \
-    }
 
 constexpr std::size_t kCounts[] = {0, 1, 7, 513, 1100};
 constexpr int kMostRanks = 9;
@@ -111,7 +106,7 @@ void whole_numbers(DType dtype) {
 }
 
 // Any byte but 0 is true.
-void flags() {
+CASE(reductions_of_bool) {
     std::mt19937_64 random(2);
     for (int ranks = 2; ranks <= kMostRanks; ++ranks) {
         Buffers<std::uint8_t> in = random_bits<std::uint8_t>(ranks, 1100, random);
@@ -263,7 +258,7 @@ bool same(const std::vector<T>& one, const std::vector<T>& other) {
 }
 
 // Any bits of numbers, infinities and numbers below the normal range, but no NaN: nobody promises which one comes back.
-void the_same_on_every_instruction_set() {
+CASE(the_same_on_every_instruction_set) {
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     std::mt19937_64 random(5);
     for (int dtype = 0; dtype < static_cast<int>(DType::kBytes1); ++dtype) {
@@ -300,9 +295,7 @@ void the_same_on_every_instruction_set() {
 }
 #endif
 
-}  // namespace
-
-void kernels() {
+CASE(reductions_of_whole_numbers) {
     whole_numbers<std::uint8_t>(DType::kUInt8);
     whole_numbers<std::int8_t>(DType::kInt8);
     whole_numbers<std::uint16_t>(DType::kUInt16);
@@ -311,18 +304,25 @@ void kernels() {
     whole_numbers<std::int32_t>(DType::kInt32);
     whole_numbers<std::uint64_t>(DType::kUInt64);
     whole_numbers<std::int64_t>(DType::kInt64);
-    flags();
+}
+
+CASE(reductions_of_real_and_complex_numbers) {
     real_numbers<float>(DType::kFloat32, 1);
     real_numbers<double>(DType::kFloat64, 1);
     real_numbers<float>(DType::kComplex64, 2);
     real_numbers<double>(DType::kComplex128, 2);
+}
+
+CASE(reductions_of_half_types) {
     half_types<reference::Half>(DType::kFloat16);
     half_types<reference::Brain>(DType::kBFloat16);
+}
+
+CASE(means_of_half_types) {
     means_in_many_steps<reference::Half>(DType::kFloat16, 0x7BFF, 0x7C00);
     means_in_many_steps<reference::Brain>(DType::kBFloat16, 0x7F7F, 0x7F80);
     means_are_divided_sums<reference::Half>(DType::kFloat16);
     means_are_divided_sums<reference::Brain>(DType::kBFloat16);
-#if DIST_PRIMS_X86
-    the_same_on_every_instruction_set();
-#endif
 }
+
+}  // namespace

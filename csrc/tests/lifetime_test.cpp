@@ -14,6 +14,7 @@
 #include "../common/queue.h"
 #include "../net/rank_program.h"
 #include "../shm/host_segment.h"
+#include "test_support.h"
 
 using namespace dist_prims;
 using namespace std::chrono_literals;
@@ -28,14 +29,6 @@ extern "C" const char* __tsan_default_options() {
 
 namespace {
 
-#define CHECK(holds)                                                                   \
-    if (!(holds)) {                                                                    \
-        std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #holds); \
-        std::abort();                                                                  \
-    }
-
-constexpr std::size_t kSlot = 1 << 12;
-
 using Callback = std::function<void()>;
 
 Callback no_callback(std::exception_ptr) {
@@ -43,16 +36,7 @@ Callback no_callback(std::exception_ptr) {
 }
 
 void wait_for(const std::atomic<bool>& flag) {
-    for (const auto until = Clock::now() + 60s; !flag; std::this_thread::sleep_for(1ms)) CHECK(Clock::now() < until);
-}
-
-std::string text_of(const std::exception_ptr& error) {
-    try {
-        if (error) std::rethrow_exception(error);
-    } catch (const std::exception& found) {
-        return found.what();
-    }
-    return "";
+    wait_until([&] { return flag.load(); });
 }
 
 bool has(const std::string& text, const char* part) {
@@ -66,12 +50,8 @@ Queue::Handle job_of(Callback run, std::function<Callback(std::exception_ptr)> d
     return job;
 }
 
-std::shared_ptr<const Mapping> memory_for(int size) {
-    return std::make_shared<const Mapping>(make_memory(HostSegment::bytes(size, kSlot)));
-}
-
 // A callback on the end of a collective drops the last reference to its queue, on the thread of the queue.
-void a_callback_drops_the_queue() {
+CASE(a_callback_drops_the_queue) {
     for (int turn = 0; turn < 20; ++turn) {
         auto queue = std::make_shared<Queue>();
         std::weak_ptr<Queue> seen = queue;
@@ -85,13 +65,12 @@ void a_callback_drops_the_queue() {
                                  };
                              }));
         wait_for(dropped);
-        for (const auto until = Clock::now() + 60s; !seen.expired(); std::this_thread::yield())
-            CHECK(Clock::now() < until);
+        wait_until([&] { return seen.expired(); });
     }
 }
 
 // The same with a message, on the progress thread.
-void a_callback_drops_the_host_segment() {
+CASE(a_callback_drops_the_host_segment) {
     for (int turn = 0; turn < 20; ++turn) {
         const auto mapping = memory_for(2);
         auto host_segment = std::make_shared<HostSegment>(mapping, 0, 2, kSlot);
@@ -113,7 +92,7 @@ void a_callback_drops_the_host_segment() {
 
 // Threads close at once while a collective runs, others wait, and a callback closes as well. All calls return, and by
 // then every job has ended.
-void many_close() {
+CASE(many_threads_close_a_queue) {
     for (int turn = 0; turn < 30; ++turn) {
         const auto queue = std::make_shared<Queue>();
         std::atomic<bool> stopped{false}, begun{false}, all_submitted{false};
@@ -156,7 +135,7 @@ void many_close() {
     }
 }
 
-void many_threads_close_p2p() {
+CASE(many_threads_close_p2p) {
     for (int turn = 0; turn < 30; ++turn) {
         const auto mapping = memory_for(2);
         HostSegment host_segment(mapping, 0, 2, kSlot), other(mapping, 1, 2, kSlot);
@@ -215,7 +194,7 @@ void a_handler_makes_a_call(bool waited) {
 
 // A signal handler runs in a wait for a job that a thread of the queue runs. Its calls are refused there as well; a
 // callback that the same wait runs may make calls.
-void a_handler_makes_a_call_in_a_wait() {
+CASE(a_handler_makes_a_call_in_a_wait) {
     const auto queue = std::make_shared<Queue>("rank 3");
     std::atomic<bool> begun{false}, handled{false};
     const auto outer = job_of([&] {
@@ -230,19 +209,20 @@ void a_handler_makes_a_call_in_a_wait() {
         handled = true;
     }));
     std::atomic<bool> called{false};
-    const auto calls = job_of([] {}, [&](std::exception_ptr) -> Callback {
-        return [&] {
-            queue->run(job_of([] {}), {});
-            called = true;
-        };
-    });
+    const auto calls = job_of([] {},
+                              [&](std::exception_ptr) -> Callback {
+                                  return [&] {
+                                      queue->run(job_of([] {}), {});
+                                      called = true;
+                                  };
+                              });
     queue->run(calls, [] {});
     CHECK(called);
     queue->close(nullptr, {});
 }
 
 // A handler ends the group inside of a collective: it need not wait for what it interrupts, all others do.
-void a_handler_closes() {
+CASE(a_handler_closes_a_queue) {
     const auto queue = std::make_shared<Queue>();
     std::atomic<bool> stopped{false}, over{false}, reported{false};
     CHECK(queue->take("all_reduce"));
@@ -268,7 +248,7 @@ void a_handler_closes() {
 }
 
 // An exception that no caller can catch belongs to the job or the request, or is dropped.
-void exceptions_stay() {
+CASE(exceptions_stay_in_their_job) {
     const auto queue = std::make_shared<Queue>();
     const auto fails = [](std::exception_ptr) -> Callback { throw std::runtime_error("done fails"); };
     const auto tells = [](std::exception_ptr) -> Callback {
@@ -286,31 +266,16 @@ void exceptions_stay() {
     for (const auto& done : std::vector<PointToPoint::Done>{fails, tells}) {
         const auto request = host_segment.p2p.receive(1, 0, data, sizeof data, 60s, done);
         CHECK(other.p2p.wait(other.p2p.send(0, 0, data, sizeof data, 60s, nullptr), 60s));
-        for (const auto until = Clock::now() + 60s; !host_segment.p2p.is_finished(request); std::this_thread::yield())
-            CHECK(Clock::now() < until);
+        wait_until([&] { return host_segment.p2p.is_finished(request); });
     }
-}
-
-RankProgram ring(int size, int rank) {
-    RankProgram program{size, 0, {}};
-    const auto at = [size](int number) { return ((number % size) + size) % size; };
-    for (int step = 0; step < 2 * (size - 1); ++step) {
-        const bool reduces = step < size - 1;
-        const int sent = at(rank - step), got = at(rank - 1 - step);
-        RankProgram::Step& now = program.steps.emplace_back();
-        now.sends.push_back({at(rank + 1), {sent}, {sent}});
-        now.receives.push_back({at(rank - 1), {got}, {got}});
-        now.writes.push_back({got, got, !reduces, {{at(rank - 1), 0}}});
-    }
-    return program;
 }
 
 // Another rank ends the group while a schedule runs and the progress thread moves messages because a receive of the
 // user is pending: the memory of the schedule is not touched afterwards.
-void a_program_is_aborted(int turns) {
+CASE(a_program_is_aborted) {
     constexpr int kSize = 3;
     std::mt19937 random(1);
-    for (int turn = 0; turn < turns; ++turn) {
+    for (int turn = 0; turn < 30; ++turn) {
         const auto mapping = memory_for(kSize);
         const auto after = std::chrono::microseconds(random() % 20000);
         std::atomic<int> ended{0};
@@ -369,7 +334,7 @@ void no_memory_to_put_aside(bool carried) {
 }
 
 // Each thread that waits looks for interrupts, however much others of its rank do.
-void every_thread_looks_for_interrupts() {
+CASE(every_thread_looks_for_interrupts) {
     HostSegment host_segment(memory_for(1), 0, 1, kSlot);
     std::atomic<int> looked{0};
     host_segment.membership.on_wait([&] { ++looked; });
@@ -382,7 +347,7 @@ void every_thread_looks_for_interrupts() {
 }
 
 // A handler stops the waits of its rank: the wait that it interrupts does not go on.
-void a_handler_stops_a_wait() {
+CASE(a_handler_stops_a_wait) {
     const auto mapping = memory_for(2);
     HostSegment host_segment(mapping, 0, 2, kSlot), other(mapping, 1, 2, kSlot);
     host_segment.membership.on_wait([&] { host_segment.membership.stop(); });
@@ -391,19 +356,12 @@ void a_handler_stops_a_wait() {
     CHECK(has(text_of(error), "rank 0: the group was destroyed or aborted on this rank in barrier()"));
 }
 
-}  // namespace
-
-void lifetimes() {
-    a_callback_drops_the_queue();
-    a_callback_drops_the_host_segment();
-    many_close();
-    many_threads_close_p2p();
+CASE(a_handler_makes_a_call_inside_a_collective) {
     for (const bool waited : {false, true}) a_handler_makes_a_call(waited);
-    a_handler_makes_a_call_in_a_wait();
-    a_handler_closes();
-    exceptions_stay();
-    a_program_is_aborted(30);
-    for (const bool carried : {false, true}) no_memory_to_put_aside(carried);
-    every_thread_looks_for_interrupts();
-    a_handler_stops_a_wait();
 }
+
+CASE(no_memory_for_an_unexpected_message) {
+    for (const bool carried : {false, true}) no_memory_to_put_aside(carried);
+}
+
+}  // namespace

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "../shm/rendezvous.h"
+#include "test_support.h"
 
 using namespace dist_prims;
 using namespace std::chrono_literals;
@@ -44,12 +45,6 @@ extern "C" int fallocate(int descriptor, int mode, off_t offset, off_t length) {
 
 namespace {
 
-#define CHECK(holds)                                                                   \
-    if (!(holds)) {                                                                    \
-        std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #holds); \
-        std::abort();                                                                  \
-    }
-
 // What the processes of a test share.
 struct Table {
     std::atomic<int> words;  // words that rank 0 has published; the last one counts
@@ -66,8 +61,7 @@ public:
     Table* operator->() const { return table_; }
 
     void await(int stage) const {
-        for (const auto until = Clock::now() + 60s; table_->stage < stage; std::this_thread::sleep_for(1ms))
-            CHECK(Clock::now() < until);
+        wait_until([&] { return table_->stage >= stage; });
     }
 
 private:
@@ -167,7 +161,7 @@ void forbid_pidfd_open(int error) {
 }
 
 // Each process that is watched costs one descriptor, however many groups watch it.
-void groups_share_descriptors() {
+CASE(groups_share_descriptors) {
     const SharedPage shared;
     processes(4, [&](int rank) {
         std::vector<RendezvousResult> groups;
@@ -189,7 +183,7 @@ void groups_share_descriptors() {
     });
 }
 
-void a_forked_child_is_another_process() {
+CASE(a_forked_child_is_another_process) {
     const ExitDescriptor watched = share_exit_descriptor({{1, 2}}, make_exit_descriptor());
     const ProcessId own = this_process_id();
     CHECK(own == this_process_id());
@@ -229,7 +223,7 @@ void ends_are_seen(const std::function<void()>& prepare) {
 }
 
 // One that dies after it has connected is named by rank 0 at once; a rank that comes later does not wait for long.
-void a_death_during_the_rendezvous() {
+CASE(a_death_during_the_rendezvous) {
     const SharedPage shared;
     const auto began = Clock::now();
     const Child second([&] {
@@ -263,7 +257,7 @@ void a_death_during_the_rendezvous() {
     CHECK(Clock::now() - began < 30s);
 }
 
-void a_death_of_rank_0_during_the_rendezvous() {
+CASE(a_death_of_rank_0_during_the_rendezvous) {
     const SharedPage shared;
     const Child first([&] { meet(shared, rendezvous(0, 3)); });
     const Child second([&] {
@@ -282,9 +276,8 @@ void a_death_of_rank_0_during_the_rendezvous() {
     CHECK(second.status() == 0);
 }
 
-// A rank that raises an error of its own, or sees elsewhere that another one has ended.
 // A rank that raises an error of its own, and goes on.
-void a_rank_that_gives_up() {
+CASE(a_rank_that_gives_up) {
     const SharedPage shared;
     processes(2, [&](int rank) {
         RendezvousOptions how = rendezvous(rank, 3);
@@ -303,7 +296,7 @@ void a_rank_that_gives_up() {
 }
 
 // Another group knows that a rank has ended which has never connected.
-void an_end_that_is_known_before() {
+CASE(an_end_that_is_known_before) {
     const SharedPage shared;
     processes(2, [&](int rank) {
         RendezvousOptions how = rendezvous(rank, 3);
@@ -320,7 +313,7 @@ void an_end_that_is_known_before() {
     });
 }
 
-void time_is_up() {
+CASE(rendezvous_times_out) {
     const SharedPage shared;
     const auto began = Clock::now();
     try {
@@ -335,7 +328,7 @@ void time_is_up() {
 }
 
 // Handled signals, many of them, on all ranks.
-void signals_during_the_rendezvous() {
+CASE(signals_during_the_rendezvous) {
     const SharedPage shared;
     std::vector<std::unique_ptr<Child>> children;
     for (int rank = 0; rank < 3; ++rank) {
@@ -384,7 +377,7 @@ void no_descriptor_is_left(int poor, int spare) {
     });
 }
 
-void many_ranks() {
+CASE(rendezvous_of_many_ranks) {
     const SharedPage shared;
     processes(32, [&](int rank) {
         for (int turn = 0; turn < 2; ++turn) {
@@ -397,29 +390,25 @@ void many_ranks() {
     });
 }
 
-void an_interrupted_reservation() {
+CASE(an_interrupted_reservation) {
     interruptions = 30;
     const Descriptor memory = make_memory(std::size_t{100} << 20);
     CHECK(interruptions <= 0);
     CHECK(Mapping(memory).size() == std::size_t{100} << 20);
 }
 
-}  // namespace
-
-void membership() {
-    an_interrupted_reservation();
-    groups_share_descriptors();
-    a_forked_child_is_another_process();
+CASE(ends_are_seen_by_pidfd) {
     ends_are_seen([] {});
+}
+
+CASE(ends_are_seen_without_pidfd) {
     for (const int error : {ENOSYS, EPERM}) ends_are_seen([error] { forbid_pidfd_open(error); });
-    a_death_during_the_rendezvous();
-    a_death_of_rank_0_during_the_rendezvous();
-    a_rank_that_gives_up();
-    an_end_that_is_known_before();
-    time_is_up();
-    signals_during_the_rendezvous();
+}
+
+CASE(rendezvous_without_descriptors) {
     for (int spare = 0; spare <= 4; ++spare) no_descriptor_is_left(0, spare);
     for (int spare = 0; spare <= 3; ++spare) no_descriptor_is_left(2, spare);
     for (const int poor : {0, 2}) no_descriptor_is_left(poor, 10);
-    many_ranks();
 }
+
+}  // namespace

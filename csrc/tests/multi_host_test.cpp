@@ -16,17 +16,12 @@
 #include <utility>
 
 #include "../net/rank_program.h"
+#include "test_support.h"
 
 using namespace dist_prims;
 using namespace std::chrono_literals;
 
 namespace {
-
-#define CHECK(holds)                                                                   \
-    if (!(holds)) {                                                                    \
-        std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #holds); \
-        std::abort();                                                                  \
-    }
 
 // Carries the messages of all ranks. Like gloo and MPI it matches messages and receives in the order in which they are
 // posted, and writes to the receiver's memory when the message comes. Like gloo's, a wait ends early when it is
@@ -175,7 +170,7 @@ private:
     const int rank_;
 };
 
-// Run `body(span, rank)` on a thread for each rank of the hosts.
+// Runs `body(group, rank)` on a thread for each rank of the hosts.
 template <typename Body>
 std::size_t run_group(const std::vector<std::vector<int>>& hosts, const Body& body) {
     InMemoryNetwork network;
@@ -190,8 +185,7 @@ std::size_t run_group(const std::vector<std::vector<int>>& hosts, const Body& bo
     for (std::size_t host = 0; host < hosts.size(); ++host) {
         const auto& here = hosts[host];
         const int size = static_cast<int>(here.size());
-        const auto memory =
-            std::make_shared<const Mapping>(make_memory(HostSegment::bytes(size, MultiHostGroup::kMinSlotBytes)));
+        const auto memory = memory_for(size, MultiHostGroup::kMinSlotBytes);
         for (int local_rank = 0; local_rank < size; ++local_rank) {
             threads.emplace_back([&, host, here, size, local_rank, memory] {
                 const int rank = here[static_cast<std::size_t>(local_rank)];
@@ -215,22 +209,6 @@ Call sum_of(std::uint64_t sequence, std::size_t count) {
     call.sequence = sequence;
     call.count = count;
     return call;
-}
-
-// A ring over all ranks, as rank `me` goes through it: reduce_scatter, then all_gather.
-RankProgram ring(int size, int me) {
-    RankProgram program{size, 0, {}, size};
-    const auto at = [size](int number) { return ((number % size) + size) % size; };
-    for (int step = 0; step < 2 * (size - 1); ++step) {
-        const bool reduces = step < size - 1;
-        const int sent = at(me - step), got = at(me - 1 - step);
-        RankProgram::Step& now = program.steps.emplace_back();
-        now.sends.push_back({at(me + 1), {sent}, {sent}});
-        now.receives.push_back({at(me - 1), {got}, {got}});
-        const std::vector<int> terms = reduces ? std::vector{1, step + 1} : std::vector{size};
-        now.writes.push_back({got, got, !reduces, {{at(me - 1), 0}}, terms});
-    }
-    return program;
 }
 
 void sums(const std::vector<std::vector<int>>& hosts, int size) {
@@ -272,7 +250,7 @@ void tags_of_classes_differ(int largest) {
     CHECK(tags.largest_of_users() > 0);
 }
 
-void a_transport_with_too_few_tags_is_refused() {
+CASE(a_transport_with_too_few_tags_is_refused) {
     try {
         const Tags tags(1000);
         CHECK(false);
@@ -282,7 +260,7 @@ void a_transport_with_too_few_tags_is_refused() {
 }
 
 // The numbers of segments go several times through their tags, while receives for the next meeting are posted.
-void tags_are_used_again_and_again() {
+CASE(tags_are_used_again_and_again) {
     constexpr int kSize = 4, kRounds = 40, kMany = 53;
     run_group({{0, 1}, {2}, {3}}, [](MultiHostGroup& group, int rank) {
         const RankProgram program = ring(kSize, rank);
@@ -306,7 +284,7 @@ void tags_are_used_again_and_again() {
 
 // A schedule with so many steps that more segments than tags would be under way at once. Rank 0 sends one chunk in the
 // first step and another in a late step, when a later segment with the same tag would be in its first.
-void no_more_segments_are_under_way_than_there_are_tags() {
+CASE(no_more_segments_are_under_way_than_there_are_tags) {
     constexpr std::size_t kLate = Tags::kSegments + 1, kMany = Tags::kSegments + 80;
     run_group({{0}, {1}}, [](MultiHostGroup& group, int rank) {
         RankProgram program{2, 0, std::vector<RankProgram::Step>(kLate + 1)};
@@ -348,23 +326,17 @@ void means(const std::vector<std::vector<int>>& hosts, int size) {
     });
 }
 
-void a_mismatch_is_reported_on_all_ranks() {
+CASE(a_mismatch_is_reported_on_all_ranks) {
     run_group({{0, 3}, {1}, {2, 4}}, [](MultiHostGroup& group, int rank) {
         for (const int odd : {0, 1, 4}) {
-            bool reported = false;
-            try {
-                group.agree(sum_of(0, rank == odd ? 7 : 8), 60s);
-            } catch (const CommError& error) {
-                reported = error.kind == CommError::Kind::kMismatch;
-            }
-            CHECK(reported);
+            CHECK(fails(CommError::Kind::kMismatch, [&] { group.agree(sum_of(0, rank == odd ? 7 : 8), 60s); }));
         }
         group.agree(sum_of(1, 8), 60s);
     });
 }
 
-// Rank 1 goes without a word in the middle; rank 2, whose turn it is then, hears of it from the others.
-void one_who_goes_is_named() {
+// Rank 1 leaves in the middle. Rank 2, which does not wait for it, learns of that from the others.
+CASE(a_rank_that_leaves_is_named) {
     run_group({{0}, {1}, {2}, {3}}, [](MultiHostGroup& group, int rank) {
         group.agree(sum_of(0, 1), 60s);
         if (rank == 1) return;
@@ -382,7 +354,7 @@ void one_who_goes_is_named() {
 // out, all ranks must name rank 5, also those that time out later. Rank 0 waits for rank 1, which only computes: it
 // does not reply either, but is not the culprit. Rank 2, which waits for no other host, learns of the diagnosis from
 // another rank.
-void the_rank_that_does_not_reply_is_named() {
+CASE(the_rank_that_does_not_reply_is_named) {
     constexpr int kAwaited[] = {1, -1, 5, 2, 3, -1}, kWaiting = 4;
     std::atomic<int> ended{0};
     run_group({{0}, {1}, {2, 5}, {3}, {4}}, [&](MultiHostGroup& group, int rank) {
@@ -406,11 +378,9 @@ void the_rank_that_does_not_reply_is_named() {
     });
 }
 
-}  // namespace
-
 // Rank 2 leaves in the middle of a program. What the transport keeps of the receives stays in memory until the
 // transport goes.
-void a_transport_may_keep_memory() {
+CASE(a_transport_may_keep_memory) {
     const std::size_t kept = run_group({{0}, {1}, {2}}, [](MultiHostGroup& group, int rank) {
         if (rank == 2) return;
         auto data = std::make_shared<std::vector<std::int64_t>>(3000);
@@ -423,18 +393,19 @@ void a_transport_may_keep_memory() {
     CHECK(kept > 0);
 }
 
-void multi_host_groups() {
+CASE(sums_on_several_hosts) {
     sums({{0}, {1}}, 2);
     sums({{0, 1}, {2, 3}}, 4);
     sums({{0, 2}, {1}, {3, 4}}, 5);
+}
+
+CASE(means_on_several_hosts) {
     means({{0}, {1}}, 2);
     means({{0, 2}, {1}, {3, 4}}, 5);
-    for (const int largest : {32766, 32767, 524'287, std::numeric_limits<int>::max()}) tags_of_classes_differ(largest);
-    a_transport_with_too_few_tags_is_refused();
-    tags_are_used_again_and_again();
-    no_more_segments_are_under_way_than_there_are_tags();
-    a_mismatch_is_reported_on_all_ranks();
-    one_who_goes_is_named();
-    the_rank_that_does_not_reply_is_named();
-    a_transport_may_keep_memory();
 }
+
+CASE(tags_of_message_classes_differ) {
+    for (const int largest : {32766, 32767, 524'287, std::numeric_limits<int>::max()}) tags_of_classes_differ(largest);
+}
+
+}  // namespace

@@ -20,35 +20,15 @@
 #include "../shm/host_segment.h"
 #include "../shm/in_place.h"
 #include "../shm/incremental_reduce.h"
+#include "test_support.h"
 
 using namespace dist_prims;
 using namespace std::chrono_literals;
 
-void shared_tensors();
-
 namespace {
 
-#define CHECK(holds)                                                                   \
-    if (!(holds)) {                                                                    \
-        std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #holds); \
-        std::abort();                                                                  \
-    }
-
-constexpr std::size_t kPage = 4096, kSlot = 1 << 12;
+constexpr std::size_t kPage = 4096;
 constexpr std::size_t kCount = 100'000;  // elements of a tensor
-
-template <typename Body>
-void ranks(int size, Body body) {
-    const auto mapping = std::make_shared<const Mapping>(make_memory(HostSegment::bytes(size, kSlot)));
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < size; ++rank) {
-        threads.emplace_back([&, rank] {
-            HostSegment host_segment(mapping, rank, size, kSlot);
-            body(host_segment);
-        });
-    }
-    for (std::thread& thread : threads) thread.join();
-}
 
 // A tensor of doubles.
 class Shared {
@@ -85,16 +65,6 @@ void sum(HostSegment& host_segment, std::uint64_t sequence, const Shared& tensor
     all_reduce(host_segment, DType::kFloat64, Op::kSum, tensor.data, tensor.data, tensor.bytes / 8, tensor_ref);
 }
 
-template <typename Work>
-bool fails(CommError::Kind kind, const Work& work) {
-    try {
-        work();
-    } catch (const CommError& error) {
-        return error.kind == kind;
-    }
-    return false;
-}
-
 std::size_t descriptors() {
     const std::filesystem::directory_iterator all("/proc/self/fd");
     return static_cast<std::size_t>(std::distance(begin(all), end(all)));
@@ -112,7 +82,7 @@ std::size_t allocated(const std::map<int, SharedTensorRef>& arenas) {
 }
 
 // Against a plain map of what is free.
-void free_ranges() {
+CASE(free_ranges_of_an_arena) {
     std::mt19937 random(1);
     std::vector<bool> taken(500);
     std::map<std::size_t, std::size_t> blocks;
@@ -146,7 +116,7 @@ void free_ranges() {
 }
 
 // Of all sizes, from several threads: few descriptors, nothing overlaps, and nothing is left.
-void allocation() {
+CASE(allocation_of_shared_tensors) {
     Exporter exporter;
     const std::size_t before = descriptors();
     std::mutex mutex;
@@ -187,7 +157,7 @@ void allocation() {
     CHECK(descriptors() <= before + 4);
 }
 
-void released_memory_is_freed_though_a_peer_has_it_mapped() {
+CASE(released_memory_is_freed_though_a_peer_has_it_mapped) {
     auto tensor = std::make_unique<Shared>();
     const SharedTensorRef tensor_ref = tensor->ref_of();
     tensor->fill(1);
@@ -202,7 +172,7 @@ void released_memory_is_freed_though_a_peer_has_it_mapped() {
     CHECK(allocated(arenas) == all - own);
 }
 
-void a_file_is_known_by_its_device_too() {
+CASE(a_file_is_known_by_its_device_too) {
     const Shared tensor;
     Importer importer;
     SharedTensorRef tensor_ref = tensor.ref_of();
@@ -217,7 +187,7 @@ __attribute__((no_sanitize("thread"))) void increment(double* values, std::size_
 }
 
 // What other threads store during a withdrawal is not lost, and what a peer stores afterwards is not seen.
-void withdrawal() {
+CASE(withdrawal_of_a_tensor) {
     Shared tensor;
     tensor.fill(0);
     const SharedTensorRef tensor_ref = tensor.ref_of();
@@ -253,7 +223,7 @@ void withdrawal() {
 }
 
 // The pages that a peer may still write to are not given to another tensor.
-void withdrawn_memory_is_not_used_again() {
+CASE(withdrawn_memory_is_not_used_again) {
     auto tensor = std::make_unique<Shared>();
     const SharedTensorRef tensor_ref = tensor->ref_of();
     Importer importer;
@@ -267,9 +237,9 @@ void withdrawn_memory_is_not_used_again() {
 }
 
 // Rank 1 has begun when rank 0 gives up waiting, and goes on much later.
-void a_late_peer_writes_to_nobody() {
+CASE(a_late_peer_overwrites_no_data) {
     std::atomic<bool> raised{false}, folded{false};
-    ranks(2, [&](HostSegment& host_segment) {
+    run_ranks(2, [&](HostSegment& host_segment) {
         const Shared tensor;
         tensor.fill(1);
         sum(host_segment, 0, tensor);
@@ -298,8 +268,8 @@ void a_late_peer_writes_to_nobody() {
 }
 
 // After a disagreement all goes on, in the same memory.
-void a_mismatch_withdraws_nothing() {
-    ranks(2, [](HostSegment& host_segment) {
+CASE(a_mismatch_withdraws_nothing) {
+    run_ranks(2, [](HostSegment& host_segment) {
         const Shared tensor;
         tensor.fill(1);
         CHECK(fails(CommError::Kind::kMismatch,
@@ -311,10 +281,10 @@ void a_mismatch_withdraws_nothing() {
 }
 
 // Two groups work on parts of one tensor. One fails, so the result of the other is lost: it must not be taken for one.
-void a_tensor_that_is_withdrawn_under_another_call() {
+CASE(a_tensor_that_is_withdrawn_under_another_call) {
     std::atomic<int> within{0};
     std::atomic<bool> withdrawn{false};
-    ranks(2, [&](HostSegment& host_segment) {
+    run_ranks(2, [&](HostSegment& host_segment) {
         const Shared tensor;
         tensor.fill(1);
         sum(host_segment, 0, tensor);
@@ -355,9 +325,9 @@ std::unique_ptr<IncrementalReduce> incremental(const HostSegment& host_segment, 
 }
 
 // One after the other on the same tensor: a piece that a rank has yet to bring is not taken from the former sum.
-void two_incremental_sums_on_one_tensor() {
+CASE(two_incremental_sums_on_one_tensor) {
     std::atomic<int> brought{0};
-    ranks(2, [&](HostSegment& host_segment) {
+    run_ranks(2, [&](HostSegment& host_segment) {
         const Shared tensor;
         const int rank = host_segment.membership.rank();
         std::uint64_t sequence = 0;
@@ -383,12 +353,12 @@ void two_incremental_sums_on_one_tensor() {
 }
 
 // Rank 1 goes on with a sum that rank 0 has dropped, and whose stamps made room for those of another one.
-void stamps_of_another_sum() {
+CASE(stamps_of_another_sum) {
     std::atomic<int> step{0};
     const auto reach = [&](int wanted) {
         while (step < wanted) std::this_thread::yield();
     };
-    ranks(2, [&](HostSegment& host_segment) {
+    run_ranks(2, [&](HostSegment& host_segment) {
         const Shared tensor, other;
         const bool first = host_segment.membership.rank() == 0;
         std::uint64_t sequence = 0;
@@ -422,7 +392,7 @@ void stamps_of_another_sum() {
 // A sum that ends in the middle of a round, by an error or because it goes, leaves its memory to this rank alone.
 void an_incremental_sum_that_ends_early(bool by_an_error) {
     std::atomic<bool> over{false};
-    ranks(2, [&](HostSegment& host_segment) {
+    run_ranks(2, [&](HostSegment& host_segment) {
         const Shared tensor;
         auto sum = incremental(host_segment, tensor);
         for (const std::size_t number : {0u, 1u}) put(*sum, number, 1);
@@ -454,7 +424,7 @@ void an_incremental_sum_that_ends_early(bool by_an_error) {
 }
 
 // A child allocates for itself; what it inherits it neither has nor harms, wherever its own memory lies.
-void a_forked_child() {
+CASE(a_forked_child_has_its_own_shared_tensors) {
     Shared tensor;
     tensor.fill(3);
     const ::pid_t child = ::fork();
@@ -475,21 +445,12 @@ void a_forked_child() {
     CHECK(tensor.is_all(3) && tensor.ref_of().is_shared());
 }
 
-}  // namespace
-
-void shared_tensors() {
-    a_forked_child();  // while there is no other thread
-    free_ranges();
-    allocation();
-    released_memory_is_freed_though_a_peer_has_it_mapped();
-    a_file_is_known_by_its_device_too();
-    withdrawal();
-    withdrawn_memory_is_not_used_again();
-    a_late_peer_writes_to_nobody();
-    a_mismatch_withdraws_nothing();
-    a_tensor_that_is_withdrawn_under_another_call();
-    two_incremental_sums_on_one_tensor();
-    stamps_of_another_sum();
+CASE(an_incremental_sum_ends_with_an_error) {
     an_incremental_sum_that_ends_early(true);
+}
+
+CASE(an_incremental_sum_is_destroyed_early) {
     an_incremental_sum_that_ends_early(false);
 }
+
+}  // namespace

@@ -12,66 +12,35 @@
 #include "../net/rank_program.h"
 #include "../shm/collectives.h"
 #include "../shm/host_segment.h"
+#include "test_support.h"
 
 using namespace dist_prims;
 using namespace std::chrono_literals;
 
 namespace {
 
-#define CHECK(holds)                                                                   \
-    if (!(holds)) {                                                                    \
-        std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #holds); \
-        std::abort();                                                                  \
-    }
-
-constexpr std::size_t kSlot = 1 << 12;
 constexpr auto kTimeout = 400ms;
 
 using Act = std::function<void(HostSegment&)>;
 
-std::string text_of(const std::exception_ptr& error) {
-    try {
-        if (error) std::rethrow_exception(error);
-    } catch (const std::exception& found) {
-        return found.what();
-    }
-    return "";
-}
-
-void expect(const std::string& text, const std::string& part) {
-    if (text.find(part) != std::string::npos) return;
-    std::fprintf(stderr, "\"%s\" does not contain \"%s\"\n", text.c_str(), part.c_str());
-    std::abort();
-}
-
 // What the errors of the ranks say. A rank without an act is late: it waits until all others have ended.
 std::vector<std::string> errors_of(const std::vector<Act>& acts) {
     const int size = static_cast<int>(acts.size());
-    const auto mapping = std::make_shared<const Mapping>(make_memory(HostSegment::bytes(size, kSlot)));
     std::vector<std::string> errors(acts.size());
     std::atomic<int> ended{0};
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < size; ++rank) {
-        threads.emplace_back([&, rank] {
-            HostSegment host_segment(mapping, rank, size, kSlot);
-            const auto index = static_cast<std::size_t>(rank);
-            if (acts[index]) errors[index] = text_of(caught([&] { acts[index](host_segment); }));
-            ++ended;
-            const auto until = Clock::now() + 60s;
-            while (ended < size) {
-                CHECK(Clock::now() < until);
-                std::this_thread::sleep_for(1ms);
-            }
-        });
-    }
-    for (std::thread& thread : threads) thread.join();
+    run_ranks(size, [&](HostSegment& host_segment) {
+        const auto rank = static_cast<std::size_t>(host_segment.membership.rank());
+        if (acts[rank]) errors[rank] = text_of(caught([&] { acts[rank](host_segment); }));
+        ++ended;
+        wait_until([&] { return ended == size; });
+    });
     return errors;
 }
 
 void check_named(const std::vector<Act>& acts, const std::string& part) {
     const auto errors = errors_of(acts);
     for (std::size_t rank = 0; rank < acts.size(); ++rank) {
-        if (acts[rank]) expect(errors[rank], part);
+        if (acts[rank]) check_contains(errors[rank], part);
     }
 }
 
@@ -115,7 +84,7 @@ Act send_to(int peer) {
 }
 
 // Each rank sends its data to the next one, and folds what comes, in as many steps as there are other ranks.
-RankProgram ring(int size, int rank) {
+RankProgram gather_in_a_ring(int size, int rank) {
     RankProgram program;
     program.ranks = size;
     program.scratch = 1;
@@ -130,23 +99,23 @@ void by_schedule(HostSegment& host_segment) {
     std::vector<double> data(1 << 10);
     auto* const bytes = reinterpret_cast<std::byte*>(data.data());
     Router router(host_segment.p2p, {}, nullptr);
-    execute(ring(host_segment.slots.size(), host_segment.slots.rank()), router, DType::kFloat64, Op::kSum,
+    execute(gather_in_a_ring(host_segment.slots.size(), host_segment.slots.rank()), router, DType::kFloat64, Op::kSum,
             {bytes, data.size()}, 1, kTimeout);
 }
 
-void a_rank_that_does_not_make_the_call() {
+CASE(a_rank_that_does_not_make_the_call) {
     check_named({collective, nullptr}, "no sign of rank 1, which has not made call number 7");
     check_named({collective, after(200ms, collective), nullptr}, "no sign of rank 2, which has not made call number 7");
     check_named({nullptr, collective, nullptr, collective}, "no sign of rank 0, 2, which have not made call number 7");
 }
 
-void a_rank_that_leaves_the_others_alone_in_a_call() {
+CASE(a_rank_that_leaves_the_others_alone_in_a_call) {
     const auto errors = errors_of({by_schedule, by_schedule, collective});
-    expect(errors[0], "no sign of rank 2, which is in call number 7");
-    expect(errors[1], "no sign of rank 2, which is in call number 7");
+    check_contains(errors[0], "no sign of rank 2, which is in call number 7");
+    check_contains(errors[1], "no sign of rank 2, which is in call number 7");
 }
 
-void chains() {
+CASE(chains_of_waits) {
     check_named({receive_from(1), nullptr}, "no sign of rank 1, which is blocked in no call");
     check_named({receive_from(1), after(200ms, receive_from(2)), nullptr}, "no sign of rank 2, ");
     check_named({send_to(1), receive_from(2), nullptr}, "no sign of rank 2, ");
@@ -157,7 +126,7 @@ void chains() {
 }
 
 // The message that a rank waits for has come, and the rank does not take it: it is stopped.
-void a_rank_that_is_stopped_in_a_wait() {
+CASE(a_rank_that_is_stopped_in_a_wait) {
     const auto errors = errors_of({
         receive_from(1),
         [](HostSegment& host_segment) {
@@ -171,11 +140,11 @@ void a_rank_that_is_stopped_in_a_wait() {
             receive_from(0)(host_segment);
         },
     });
-    expect(errors[0], "no sign of rank 1, ");
-    expect(errors[2], "no sign of rank 1, ");
+    check_contains(errors[0], "no sign of rank 1, ");
+    check_contains(errors[2], "no sign of rank 1, ");
 }
 
-void deadlocks() {
+CASE(deadlocks) {
     check_named({receive_from(1), receive_from(0)}, "deadlock, rank ");
     check_named({receive_from(1), collective}, "deadlock, rank ");
     check_named({send_to(1), send_to(2), send_to(0)}, "deadlock, rank ");
@@ -184,7 +153,7 @@ void deadlocks() {
 }
 
 // Two ranks wait for each other, but one of them is stopped: it has published its wait and has no heartbeat.
-void a_cycle_with_a_rank_that_is_stopped() {
+CASE(a_cycle_with_a_rank_that_is_stopped) {
     const auto errors = errors_of({
         receive_from(1),
         [](HostSegment& host_segment) {
@@ -193,11 +162,11 @@ void a_cycle_with_a_rank_that_is_stopped() {
             std::this_thread::sleep_for(2s);
         },
     });
-    expect(errors[0], "no sign of rank 1, ");
+    check_contains(errors[0], "no sign of rank 1, ");
 }
 
 // A collective of rank 1 waits on a thread of its queue, while its program does something else.
-void a_collective_in_the_background() {
+CASE(a_collective_in_the_background) {
     const auto errors = errors_of({
         receive_from(1),
         [](HostSegment& host_segment) {
@@ -208,11 +177,11 @@ void a_collective_in_the_background() {
             queue.join();
         },
     });
-    expect(errors[0], "no sign of rank 1, ");
+    check_contains(errors[0], "no sign of rank 1, ");
 }
 
 // A process that is a rank of three groups is blocked in the second one: the others learn who is late there.
-void a_rank_that_is_blocked_in_another_group() {
+CASE(a_rank_that_is_blocked_in_another_group) {
     constexpr int kRanks = 2, kOutside = 4711;
     std::vector<std::byte> memory(3 * WaitGraph::bytes(kRanks) + 64);
     auto* const place = memory.data() + (64 - reinterpret_cast<std::uintptr_t>(memory.data()) % 64);
@@ -253,14 +222,3 @@ void a_rank_that_is_blocked_in_another_group() {
 }
 
 }  // namespace
-
-void timeouts() {
-    a_rank_that_does_not_make_the_call();
-    a_rank_that_leaves_the_others_alone_in_a_call();
-    chains();
-    a_rank_that_is_stopped_in_a_wait();
-    deadlocks();
-    a_cycle_with_a_rank_that_is_stopped();
-    a_collective_in_the_background();
-    a_rank_that_is_blocked_in_another_group();
-}

@@ -8,31 +8,11 @@
 #include <optional>
 
 #include "../../common/thread.h"
-#include "../../shm/rendezvous.h"
-#include "c10d_transport.h"
-#include "work.h"
+#include "../../shm/collectives.h"
+#include "../common/work.h"
 
 namespace dist_prims {
 namespace {
-
-Hosts hosts_of(const std::vector<std::string>& names, int rank) {
-    Hosts hosts;
-    std::map<std::string, std::size_t> known;
-    for (std::size_t each = 0; each < names.size(); ++each) {
-        const auto [found, is_new] = known.try_emplace(names[each], hosts.ranks.size());
-        if (is_new) hosts.ranks.emplace_back();
-        hosts.ranks[found->second].push_back(static_cast<int>(each));
-    }
-    hosts.mine = known.at(names[static_cast<std::size_t>(rank)]);
-    return hosts;
-}
-
-std::vector<std::string> titles_of(const std::vector<std::string>& hosts) {
-    std::vector<std::string> titles;
-    for (const std::string& host : hosts)
-        titles.push_back("rank " + std::to_string(titles.size()) + " on host " + host);
-    return titles;
-}
 
 constexpr Milliseconds kBetweenLooks{10};  // while a diagnosis is not final
 constexpr WaitGraph::Wait kInCollective{WaitGraph::WaitKind::kCollective};
@@ -49,66 +29,43 @@ std::vector<c10::IValue> inputs_of(const Tensors& tensors) {
     return {tensors.begin(), tensors.end()};
 }
 
+FlightRecorder::Entry entry_of(const Call& call, const CallOptions& options, std::uint64_t sequence) {
+    FlightRecorder::Entry entry{.sequence = sequence, .count = call.count, .title = options.title};
+    entry.dtype = call.collective == Collective::kBarrier ? "" : name_of(call.dtype);
+    entry.timeout_ms = options.timeout.count();
+    return entry;
+}
+
+constexpr Titles kTitles{
+    {"dist_prims:all_reduce", "dist_prims:reduce_scatter", "dist_prims:all_gather", "dist_prims:broadcast",
+     "dist_prims:reduce", "dist_prims:gather", "dist_prims:scatter", "dist_prims:all_to_all", "dist_prims:barrier"},
+    "dist_prims:send",
+    "dist_prims:recv"};
+
 }  // namespace
 
 PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Setup setup,
                            const std::function<int()>& ended)
-    : Backend(rank, size),
+    : CollectiveBackend("dist_prims", kTitles, rank, size, setup.timeout),
       setup_(std::move(setup)),
-      options_(c10::make_intrusive<Options>("dist_prims", setup_.timeout)),
-      owner_(this_process()),
+      gloo_(setup_.make_gloo),
       queue_(std::make_shared<Queue>("rank " + std::to_string(rank))) {
-    init();
     const GroupCreation creation(store, rank);
     try {
-        rendezvous(store, creation, ended);
+        Hosts hosts = hosts_of(setup_.hosts, rank);
+        host_segment_ = make_host_segment(store, rank, setup_, hosts, creation, ended);
+        execution_ = make_execution(host_segment_, rank, setup_, std::move(hosts));
+        Call first;  // the ranks must agree on this as on everything
+        first.count = host_segment_->slots.capacity();
+        first.layout = setup_.one_shot_bytes;
+        first.by(c10::str("one shot to ", first.layout, ", slot ", first.count));
+        execution_->agree(first, setup_.timeout);
     } catch (...) {
-        if (multi_host_ && host_segment_->membership.notice()) multi_host_->remote.end();
+        if (execution_) execution_->forward_notice();
         stop_engine();
         creation.fail(std::current_exception());
     }
     host_segment_->membership.on_wait(check_signals);
-}
-
-// The rendezvous of the ranks of each host; then all ranks agree.
-void PrimsBackend::rendezvous(const c10::intrusive_ptr<c10d::Store>& store, const GroupCreation& creation,
-                              const std::function<int()>& ended) {
-    Hosts hosts = hosts_of(setup_.hosts, rank_);
-    const std::vector<int> here = hosts.ranks[hosts.mine];
-    const bool is_one_host = hosts.ranks.size() == 1;
-    const std::vector<int> local_rank_of = hosts.local_ranks();
-    const int local_rank = local_rank_of[static_cast<std::size_t>(rank_)], local_size = static_cast<int>(here.size());
-    const RankNames names = is_one_host ? RankNames{} : RankNames{here, titles_of(setup_.hosts)};
-    const std::size_t slot =
-        std::max({setup_.slot_bytes, HostSegment::min_slot_bytes(local_size), MultiHostGroup::kMinSlotBytes});
-    const std::string key = "shared memory/" + std::to_string(here.front());
-    const auto ended_local_rank = [&] {
-        const int culprit = ended();
-        return culprit < 0 ? -1 : local_rank_of[static_cast<std::size_t>(culprit)];
-    };
-    const RendezvousOptions options{local_rank,      local_size, names, setup_.timeout, [&] { creation.look(); },
-                                    ended_local_rank};
-    const auto tell = [&](const std::string& word) { store->set(key, word); };
-    const auto ask = [&] { return store->check({key}) ? store->get_to_str(key) : std::string(); };
-    RendezvousResult attached = local_rank == 0 ? host_rendezvous(options, HostSegment::bytes(local_size, slot), tell)
-                                                : join_rendezvous(options, ask);
-    host_segment_ =
-        std::make_shared<HostSegment>(std::make_shared<Mapping>(attached.memory), local_rank, local_size, slot, names);
-    host_segment_->one_shot = setup_.one_shot_bytes;
-    host_segment_->membership.watch(std::move(attached.exits));
-    host_segment_->membership.on_wait([creation] { creation.look(); });
-    if (is_one_host) {
-        router_ = std::make_unique<Router>(host_segment_->p2p, std::vector<int>(), nullptr);
-        host_segment_->membership.join_groups_of_process();
-    } else {
-        multi_host_ = std::make_shared<MultiHostGroup>(
-            std::move(hosts), *host_segment_, std::make_unique<C10dTransport>(setup_.engine, setup_.largest_tag));
-    }
-    Call first;  // the ranks must agree on this as on everything
-    first.count = slot;
-    first.layout = setup_.one_shot_bytes;
-    first.by("one shot to " + std::to_string(first.layout) + ", slot " + std::to_string(slot));
-    agree(first, setup_.timeout);
 }
 
 PrimsBackend::~PrimsBackend() {
@@ -118,15 +75,15 @@ PrimsBackend::~PrimsBackend() {
     }
     // A forked child has no thread to join and no mapping to write to, so these are leaked.
     static_cast<void>(new std::shared_ptr<HostSegment>(std::move(host_segment_)));
-    static_cast<void>(new std::shared_ptr<MultiHostGroup>(std::move(multi_host_)));
+    static_cast<void>(new std::shared_ptr<Execution>(std::move(execution_)));
     static_cast<void>(new std::shared_ptr<Queue>(std::move(queue_)));
     static_cast<void>(new Setup(setup_));
-    static_cast<void>(gloo_.release());
+    gloo_.leak();
 }
 
 void PrimsBackend::setTimeout(Milliseconds timeout) {
-    options_->timeout = timeout;
-    for (const auto& each : {setup_.engine, gloo_, setup_.accelerator}) {
+    CollectiveBackend::setTimeout(timeout);
+    for (const auto& each : {setup_.engine, gloo_.made(), setup_.accelerator}) {
         if (each) each->setTimeout(timeout);
     }
 }
@@ -139,20 +96,15 @@ void PrimsBackend::shutdown() {
     const auto reason = std::make_exception_ptr(CommError(
         CommError::Kind::kPeerLeft,
         "rank " + std::to_string(rank_) + ": the group was destroyed or aborted on this rank before this was done"));
-    if (host_segment_) host_segment_->membership.leave();
+    host_segment_->membership.leave();
     const bool is_over = queue_->close(reason, [this] {
-        if (host_segment_) host_segment_->membership.stop();
-        if (multi_host_) multi_host_->remote.wake();
+        host_segment_->membership.stop();
+        execution_->wake();
     });
     // Called by a signal handler: the interrupted call ends too late to send the notice to other hosts.
-    if (!is_over && multi_host_) {
-        host_segment_->membership.give_notice(CommError::Kind::kPeerLeft, rank_);
-        multi_host_->remote.end();
-    }
-    if (host_segment_) {
-        host_segment_->p2p.close(reason);
-        host_segment_->membership.stop();  // for waits outside of the queue
-    }
+    if (!is_over) execution_->forward_leave();
+    host_segment_->p2p.close(reason);
+    host_segment_->membership.stop();  // for waits outside of the queue
     stop_engine();
 }
 
@@ -167,27 +119,7 @@ void PrimsBackend::stop_engine() {
     if (setup_.engine && setup_.engine->getBackendName() == "mpi") setup_.engine->shutdown();
 }
 
-void PrimsBackend::check_owner() const {
-    TORCH_CHECK(owner_ == this_process(), "rank ", rank_,
-                ": this process was forked from a rank and is none itself; use the "
-                "group in process ",
-                owner_, ", or start ranks with dist_prims.spawn");
-}
-
-c10d::Backend* PrimsBackend::gloo() {
-    const auto here = std::this_thread::get_id();
-    TORCH_CHECK(gloo_maker_ != here, "rank ", rank_, ": a signal handler needs the group of gloo whose making it ",
-                "interrupts; set a flag in the handler, and make the call after the interrupted one has returned");
-    const std::lock_guard lock(guard_);
-    if (gloo_) return gloo_.get();
-    gloo_maker_ = here;
-    const auto failed = caught([this] { gloo_ = setup_.make_gloo(); });
-    gloo_maker_ = std::thread::id();
-    if (failed) std::rethrow_exception(failed);
-    return gloo_.get();
-}
-
-c10d::Backend* PrimsBackend::other(const Tensors& tensors) {
+c10d::Backend* PrimsBackend::delegate(const Tensors& tensors) {
     for (const auto& tensor : tensors) {
         if (tensor.is_cpu()) continue;
         TORCH_CHECK(setup_.accelerator, "rank ", rank_, ": a tensor is on ", tensor.device(),
@@ -202,11 +134,9 @@ PrimsBackend::Taken PrimsBackend::take(const char* title, bool wanted) {
     return {queue_->take(title, wanted) ? queue_.get() : nullptr, [](Queue* queue) { queue->give_back(); }};
 }
 
-WorkPtr PrimsBackend::perform(std::vector<Task> tasks, const CallOptions& options, Tensors outputs) {
-    check_owner();
-    TORCH_CHECK_VALUE(!tasks.empty(), options.title, ": there is no tensor");
+WorkPtr PrimsBackend::perform(std::vector<PrimsTask> tasks, const CallOptions& options, Tensors outputs) {
     const auto taken = take(options.title, !options.async);
-    for (Task& task : tasks) task.call.sequence = sequence_++;
+    for (PrimsTask& task : tasks) task.call.sequence = sequence_++;
     const std::uint64_t sequence = sequence_;
     const std::uint64_t entry = flight_recorder_.add(entry_of(tasks.front().call, options, sequence), taken != nullptr);
     if (taken) {
@@ -222,7 +152,7 @@ WorkPtr PrimsBackend::perform(std::vector<Task> tasks, const CallOptions& option
                 like = AsCaller()]() mutable { like.run([&] { run(tasks, timeout, entry); }); };
     if (options.async) {
         queue_->submit(job);
-        work->waits_by([queue = queue_, host_segment = host_segment_, multi_host = multi_host_, job,
+        work->waits_by([queue = queue_, host_segment = host_segment_, execution = execution_, job,
                         title = options.title](Milliseconds limit) {
             LongWait waiting(host_segment->membership.wait_graph());
             const auto look = [&] { look_at_queue(waiting); };
@@ -235,7 +165,7 @@ WorkPtr PrimsBackend::perform(std::vector<Task> tasks, const CallOptions& option
                                                            "; the group has ended, so that nothing is written late",
                                                        waiting.diagnosis.verdict());
             } catch (const CommError&) {
-                if (multi_host) multi_host->remote.wake();
+                execution->wake();
                 queue->wait(job, Milliseconds::max(), {});  // it ends at its next check for failures
                 throw;
             }
@@ -248,25 +178,11 @@ WorkPtr PrimsBackend::perform(std::vector<Task> tasks, const CallOptions& option
     return work;
 }
 
-FlightRecorder::Entry PrimsBackend::entry_of(const Call& call, const CallOptions& options, std::uint64_t sequence) {
-    FlightRecorder::Entry entry{.sequence = sequence, .count = call.count, .title = options.title};
-    entry.dtype = call.collective == Collective::kBarrier ? "" : name_of(call.dtype);
-    entry.timeout_ms = options.timeout.count();
-    return entry;
-}
-
-void PrimsBackend::run(std::vector<Task>& tasks, Milliseconds timeout, std::uint64_t entry) {
+void PrimsBackend::run(const std::vector<PrimsTask>& tasks, Milliseconds timeout, std::uint64_t entry) {
     const at::NoGradGuard no_grad;
     flight_recorder_.start(entry);
     recorded(entry, [&] {
-        for (Task& task : tasks) {
-            if (task.run_scheduled) {
-                task.run_scheduled(task.call, timeout);
-            } else {
-                host_segment_->slots.open(task.call, timeout);
-                task.run(*host_segment_);
-            }
-        }
+        for (const PrimsTask& task : tasks) task.run(task.call, timeout);
     });
 }
 
@@ -277,7 +193,7 @@ void PrimsBackend::recorded(std::uint64_t entry, const Work& work) {
     } catch (...) {
         flight_recorder_.end(entry, false);
         write_record();
-        if (multi_host_ && host_segment_->membership.notice()) multi_host_->remote.end();
+        execution_->forward_notice();
         throw;
     }
     flight_recorder_.end(entry, true);
@@ -290,8 +206,8 @@ void PrimsBackend::write_record() const {
 void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
     check_owner();
     const bool is_plain = tensor.is_cpu() && tensor.layout() == at::kStrided && packed(tensor).is_same(tensor) &&
-                          op.op_ != c10d::ReduceOp::PREMUL_SUM && !multi_host_ && pins_.empty();
-    const CallOptions options{c10d::OpType::ALLREDUCE, "dist_prims:all_reduce", options_->timeout, false};
+                          op.op_ != c10d::ReduceOp::PREMUL_SUM && execution_->has_no_schedules();
+    const CallOptions options = call_options(Collective::kAllReduce, false);
     const auto taken = take(options.title, is_plain);
     if (!taken) {
         c10d::AllreduceOptions opts;
@@ -305,43 +221,28 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
     Call call = call_of(Collective::kAllReduce, tensor, count);
     call.op = checked("all_reduce", op, tensor);
     call.sequence = sequence_++;
-    call.tensor_ref = tensor_ref_of(bytes_of(tensor), count * size_of(call.dtype));
+    call.tensor_ref = host_segment_->tensor_ref_of(bytes_of(tensor), count * size_of(call.dtype));
     recorded(flight_recorder_.add(entry_of(call, options, sequence_), true), [&] {
         host_segment_->slots.open(call, options.timeout);
         all_reduce(*host_segment_, call.dtype, call.op, bytes_of(tensor), bytes_of(tensor), count, call.tensor_ref);
     });
 }
 
-bool PrimsBackend::reduces_in_place(const at::Tensor& tensor) {
-    const std::size_t bytes = tensor.nbytes();
-    return tensor.is_cpu() && !multi_host_ && tensor_ref_of(bytes_of(tensor), bytes).is_shared() &&
-           !schedule_for(Collective::kAllReduce, bytes);
-}
-
-SharedTensorRef PrimsBackend::tensor_ref_of(const std::byte* data, std::size_t bytes) const {
-    const std::size_t one_shot = std::min(host_segment_->one_shot, host_segment_->slots.capacity());
-    return bytes > one_shot ? Exporter::instance().ref_of(data, bytes) : SharedTensorRef{};
-}
-
 at::Tensor PrimsBackend::allocateTensor(long size, at::TensorOptions options) {
     return shared_tensor({size}, options.dtype().toScalarType());
 }
 
-WorkPtr PrimsBackend::message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag) {
-    check_owner();
-    const auto& tensor = only(title, tensors);
-    const bool outgoing = type == c10d::OpType::SEND;
-    TORCH_CHECK_VALUE(peer < size_ && (peer >= 0 || type == c10d::OpType::RECVANYSOURCE), title, ": rank ", peer,
-                      " is not in a group of ", size_, " ranks");
-    if (!outgoing) must_be_distinct(title, tensor);
+WorkPtr PrimsBackend::message(const CallOptions& options, const Tensors& tensors, int peer, int tag) {
+    const at::Tensor& tensor = tensors[0];
+    const bool outgoing = options.type == c10d::OpType::SEND;
     FlightRecorder::Entry entry{
-        .sequence = ++messages_, .count = static_cast<std::uint64_t>(tensor.numel()), .title = title};
+        .sequence = ++messages_, .count = static_cast<std::uint64_t>(tensor.numel()), .title = options.title};
     entry.dtype = name_of(type_of(tensor));
-    entry.timeout_ms = options_->timeout.count();
+    entry.timeout_ms = options.timeout.count();
     entry.point_to_point = true;
     const std::uint64_t number = flight_recorder_.add(entry, true);
 
-    auto work = c10::make_intrusive<PrimsWork>(rank_, type, title, tensors, messages_);
+    auto work = c10::make_intrusive<PrimsWork>(rank_, options.type, options.title, tensors, messages_);
     const Output data(tensor);
     auto done = [this, kept = kept(), data, outgoing, number, like = AsCaller(),
                  finish = work->finisher()](std::exception_ptr error) {
@@ -355,8 +256,8 @@ WorkPtr PrimsBackend::message(c10d::OpType type, const char* title, Tensors& ten
     const auto bytes = static_cast<std::size_t>(tensor.nbytes());
     const auto key = static_cast<std::uint32_t>(tag);
     PointToPoint& p2p = host_segment_->p2p;
-    const auto request = outgoing ? p2p.send(peer, key, data.data(), bytes, options_->timeout, done)
-                                  : p2p.receive(peer, key, data.data(), bytes, options_->timeout, done);
+    const auto request = outgoing ? p2p.send(peer, key, data.data(), bytes, options.timeout, done)
+                                  : p2p.receive(peer, key, data.data(), bytes, options.timeout, done);
     work->comes_from(std::shared_ptr<const int>(request, &request->peer));
     work->waits_by([host_segment = host_segment_, request](Milliseconds limit) {
         if (host_segment->p2p.wait(request, limit)) return;
@@ -378,31 +279,9 @@ WorkPtr PrimsBackend::message(c10d::OpType type, const char* title, Tensors& ten
     return work;
 }
 
-// The backend that carries a user's message, null for shared memory. In a group that spans hosts the engine carries all
-// of them, because a receive from any rank cannot be posted in two places.
-c10d::Backend* PrimsBackend::elsewhere(const Tensors& tensors, int tag) {
-    if (auto* who = other(tensors)) return who;
-    if (!multi_host_) return nullptr;
-    const int largest = multi_host_->remote.tags.largest_of_users();
-    TORCH_CHECK_VALUE(tag >= 0 && tag <= largest, "rank ", rank_, ": tag ", tag, " of a message in a group that spans ",
-                      "hosts; the engine between them is ", engine(), ", and its tags for messages lie between 0 and ",
-                      largest);
-    return setup_.engine.get();
-}
-
-WorkPtr PrimsBackend::send(Tensors& tensors, int to, int tag) {
-    if (auto* who = elsewhere(tensors, tag)) return who->send(tensors, to, tag);
-    return message(c10d::OpType::SEND, "dist_prims:send", tensors, to, tag);
-}
-
-WorkPtr PrimsBackend::recv(Tensors& tensors, int from, int tag) {
-    if (auto* who = elsewhere(tensors, tag)) return who->recv(tensors, from, tag);
-    return message(c10d::OpType::RECV, "dist_prims:recv", tensors, from, tag);
-}
-
-WorkPtr PrimsBackend::recvAnysource(Tensors& tensors, int tag) {
-    if (auto* who = elsewhere(tensors, tag)) return who->recvAnysource(tensors, tag);
-    return message(c10d::OpType::RECVANYSOURCE, "dist_prims:recv", tensors, PointToPoint::kAnyone, tag);
+c10d::Backend* PrimsBackend::message_delegate(const Tensors& tensors, int tag) {
+    auto* const backend = delegate(tensors);
+    return backend ? backend : execution_->carrier(tag);
 }
 
 }  // namespace dist_prims

@@ -3,7 +3,7 @@
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
 
-#include "work.h"
+#include "../common/work.h"
 
 namespace dist_prims {
 namespace {
@@ -40,7 +40,7 @@ void GroupCreation::fail(std::exception_ptr error) const {
     }
 }
 
-// Why another rank has failed. A store that cannot be asked tells nothing: its process may have died as well.
+// The reason for which another rank has failed; none if the store does not answer: its process may have died as well.
 std::optional<CommError> GroupCreation::reason() const {
     try {
         if (!store_->check({kKey})) return std::nullopt;
@@ -56,7 +56,7 @@ std::optional<CommError> GroupCreation::reason() const {
 void GroupCreation::tell(Kind kind, const std::string& text) const {
     try {
         if (!store_->check({kKey})) store_->set(kKey, std::to_string(static_cast<int>(kind)) + " " + text);
-    } catch (const std::exception&) {  // the others see the end of this process, or of its connections
+    } catch (const std::exception&) {  // the other ranks notice the end of this process or of its connections
     }
 }
 

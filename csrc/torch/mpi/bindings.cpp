@@ -3,7 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "../backend/work.h"
+#include "../common/work.h"
 #include "backend.h"
 #include "progress.h"
 

@@ -13,7 +13,7 @@ std::size_t sum(const Counts& counts) {
     return std::accumulate(counts.begin(), counts.end(), std::size_t{0});
 }
 
-// Where the data lies already, MPI wants to be told so.
+// MPI_IN_PLACE where the input is already in the output, as MPI requires.
 const void* in_place_if_same(const std::byte* in, const std::byte* out) {
     return in == out ? MPI_IN_PLACE : in;
 }
@@ -76,7 +76,7 @@ const Calls::Layout& Calls::layout(const Counts& bytes) {
 void Calls::all_reduce(Op op, DType dtype, const std::byte* in, std::byte* out, std::size_t count) {
     const auto [type, call_options] = reduction(op, dtype);
     std::size_t done = 0;
-    do {  // once for nothing, too: all ranks must be there
+    do {  // also once for no data: all ranks must take part
         const std::size_t now = std::min(count - done, largest_), at = done * size_of(dtype);
         begun(MPI_Iallreduce(in == out ? MPI_IN_PLACE : in + at, out + at, static_cast<int>(now), type, call_options,
                              comm_, next()));
@@ -97,7 +97,7 @@ void Calls::reduce(Op op, DType dtype, const std::byte* in, std::byte* out, std:
 }
 
 void Calls::reduce_scatter(Op op, DType dtype, const std::byte* in, std::byte* out, const Counts& counts, int rank) {
-    if (sum(counts) > largest_) {  // the blocks one by one, as its places cannot be told in one call
+    if (sum(counts) > largest_) {  // block by block: the displacements of one call would not fit an int
         for (int root = 0; root < size_; ++root) {
             const std::size_t count = counts[static_cast<std::size_t>(root)];
             reduce(op, dtype, in, out, count, root, root == rank);

@@ -1,7 +1,5 @@
 #include "flat.h"
 
-#include <numeric>
-
 namespace dist_prims::mpi {
 namespace {
 
@@ -41,19 +39,6 @@ void Flat::copy(bool to_tensors) const {
         (to_tensors ? tensor : piece).copy_(to_tensors ? piece : tensor);
         place += tensor.numel();
     }
-}
-
-Tensors blocks(const char* what, const at::Tensor& tensor, int size, const std::vector<int64_t>& splits) {
-    const auto wanted = static_cast<std::size_t>(size);
-    if (splits.empty()) {
-        TORCH_CHECK_VALUE(tensor.numel() % size == 0, what, ": ", tensor.numel(),
-                          " elements cannot be shared evenly by ", size, " ranks");
-        return tensor.reshape(-1).split_with_sizes(std::vector<int64_t>(wanted, tensor.numel() / size));
-    }
-    const int64_t rows = tensor.dim() ? tensor.size(0) : 1;
-    TORCH_CHECK_VALUE(splits.size() == wanted && std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows,
-                      what, ": ", splits.size(), " split sizes must be ", size, " and add up to ", rows);
-    return tensor.split_with_sizes(splits);
 }
 
 }  // namespace dist_prims::mpi

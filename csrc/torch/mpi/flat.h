@@ -1,7 +1,7 @@
 // A list of tensors as contiguous memory, which MPI needs for the blocks of ranks.
 #pragma once
 
-#include "../backend/tensors.h"
+#include "../common/tensors.h"
 
 namespace dist_prims::mpi {
 
@@ -29,8 +29,5 @@ private:
     at::Tensor memory_;     // the staging buffer, if there is one
     std::byte* data_ = nullptr;
 };
-
-// The blocks of a tensor: of equal sizes, or of the numbers of rows in `splits`.
-Tensors blocks(const char* what, const at::Tensor& tensor, int size, const std::vector<int64_t>& splits = {});
 
 }  // namespace dist_prims::mpi

@@ -19,8 +19,8 @@ int largest_tag_of_mpi() {
     return found ? *limit : kGuaranteed;
 }
 
-// Messages without content, which are taken back when they are not wanted any more.
-class Signs {
+// Empty messages, which are cancelled when they are not needed any more.
+class EmptyMessages {
 public:
     void to(MPI_Comm comm, int peer, int tag) {
         check(MPI_Isend(nullptr, 0, MPI_BYTE, peer, tag, comm, add(peer)), "MPI_Isend");
@@ -28,16 +28,16 @@ public:
     void from(MPI_Comm comm, int peer, int tag) {
         check(MPI_Irecv(nullptr, 0, MPI_BYTE, peer, tag, comm, add(peer)), "MPI_Irecv");
     }
-    // Of whom there was no sign until the deadline.
+    // Returns the ranks whose messages were not complete at the deadline.
     std::vector<int> missing(Clock::time_point deadline, const WaitHook& look) {
         PollBackoff backoff;
         try {
             while (!all_done()) {
-                if (Clock::now() > deadline) return take_back();
+                if (Clock::now() > deadline) return cancel();
                 backoff.pause(look);
             }
-        } catch (...) {  // Ctrl-C: a sign that is left behind would be taken for one of the next roll call
-            take_back();
+        } catch (...) {  // Ctrl-C: a pending message would match the next roll call
+            cancel();
             throw;
         }
         return {};
@@ -45,7 +45,7 @@ public:
 
 private:
     MPI_Request* add(int peer) {
-        membership_.push_back(peer);
+        peers_.push_back(peer);
         return &requests_.emplace_back(MPI_REQUEST_NULL);
     }
     bool all_done() {
@@ -55,15 +55,14 @@ private:
               "MPI_Testall");
         return done;
     }
-    std::vector<int> take_back() {
+    std::vector<int> cancel() {
         const std::lock_guard hold(lock());
         std::vector<int> found;
-        for (std::size_t each = 0; each < membership_.size(); ++each) {
+        for (std::size_t each = 0; each < peers_.size(); ++each) {
             int done = 0;
             MPI_Test(&requests_[each], &done, MPI_STATUS_IGNORE);
             if (done) continue;
-            if (std::find(found.begin(), found.end(), membership_[each]) == found.end())
-                found.push_back(membership_[each]);
+            if (std::find(found.begin(), found.end(), peers_[each]) == found.end()) found.push_back(peers_[each]);
             MPI_Cancel(&requests_[each]);
             MPI_Request_free(&requests_[each]);
         }
@@ -71,13 +70,13 @@ private:
     }
 
     std::vector<MPI_Request> requests_;
-    std::vector<int> membership_;
+    std::vector<int> peers_;
 };
 
 std::vector<int> call_roll(MPI_Comm comm, const std::vector<int>& ranks, int me, int tag, Milliseconds timeout,
                            const WaitHook& look) {
     const auto deadline = Clock::now() + timeout;
-    Signs first, then;
+    EmptyMessages first, then;
     {
         const std::lock_guard hold(lock());
         if (me == ranks[0]) {
@@ -100,7 +99,7 @@ std::vector<int> call_roll(MPI_Comm comm, const std::vector<int>& ranks, int me,
     return then.missing(deadline, look);
 }
 
-// Groups of other ranks are made under other tags, as far as the tags go.
+// The tag under which a group is made: different groups have different tags, as far as there are enough.
 int tag_of(const std::vector<int>& ranks, int limit) {
     unsigned sum = 0x811c9dc5u;  // FNV-1a
     for (const int rank : ranks) sum = (sum ^ static_cast<unsigned>(rank)) * 0x01000193u;
@@ -122,28 +121,28 @@ Group::Group(const std::vector<int>& ranks, Milliseconds timeout, const WaitHook
         const std::lock_guard hold(lock());
         check(MPI_Comm_rank(MPI_COMM_WORLD, &me), "MPI_Comm_rank");
     }
-    const std::string who = "rank " + std::to_string(me) + " of MPI_COMM_WORLD, making a group of " + listed(ranks);
+    const std::string context = "rank " + std::to_string(me) + " of MPI_COMM_WORLD, making a group of " + listed(ranks);
     const int tag = tag_of(ranks, kGuaranteed);
-    // Making a communicator has no deadline, so the ranks see first that all have come.
+    // MPI_Comm_create_group has no deadline, so the ranks first check that all of them are there.
     const std::vector<int> missing = call_roll(MPI_COMM_WORLD, ranks, me, tag, timeout, look);
     if (!missing.empty())
-        throw Error(who + ": no sign of " + listed(missing) + " within " + std::to_string(timeout.count()) + " ms",
+        throw Error(context + ": no sign of " + listed(missing) + " within " + std::to_string(timeout.count()) + " ms",
                     true);
     const std::lock_guard hold(lock());
     MPI_Group world = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
-    check(MPI_Comm_group(MPI_COMM_WORLD, &world), who);
-    check(MPI_Group_incl(world, static_cast<int>(ranks.size()), ranks.data(), &members), who);
-    check(MPI_Comm_create_group(MPI_COMM_WORLD, members, tag, &comm_), who);
-    check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), who);
-    check(MPI_Comm_rank(comm_, &rank_), who);
-    check(MPI_Comm_size(comm_, &size_), who);
+    check(MPI_Comm_group(MPI_COMM_WORLD, &world), context);
+    check(MPI_Group_incl(world, static_cast<int>(ranks.size()), ranks.data(), &members), context);
+    check(MPI_Comm_create_group(MPI_COMM_WORLD, members, tag, &comm_), context);
+    check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), context);
+    check(MPI_Comm_rank(comm_, &rank_), context);
+    check(MPI_Comm_size(comm_, &size_), context);
     largest_tag_ = largest_tag_of_mpi() - 1;  // the last one is for roll_call()
-    check(MPI_Allreduce(MPI_IN_PLACE, &largest_tag_, 1, MPI_INT, MPI_MIN, comm_), who);  // ranks divide the tags alike
+    check(MPI_Allreduce(MPI_IN_PLACE, &largest_tag_, 1, MPI_INT, MPI_MIN, comm_), context);  // the same on all ranks
     MPI_Group_free(&members);
     MPI_Group_free(&world);
 }
 
-// Whatever is under way keeps its group, so nothing is when this runs.
+// A pending operation keeps its group, so none is pending here.
 Group::~Group() {
     const std::lock_guard hold(lock());
     if (comm_ != MPI_COMM_NULL && unusable().empty()) MPI_Comm_free(&comm_);

@@ -34,9 +34,9 @@ std::string unusable() {
     if (finalized || closed()) return "MPI has been finalised, or this process is about to end";
     MPI_Query_thread(&level);
     if (level < MPI_THREAD_SERIALIZED)
-        return "MPI was initialised for calls from one thread only, and the work that nobody waits for is moved on by "
-               "a "
-               "second; leave mpi4py.rc.thread_level at 'multiple', or call MPI.Init_thread(MPI.THREAD_MULTIPLE)";
+        return "MPI was initialised for calls from one thread only, but operations in the background are polled by a "
+               "second thread; leave mpi4py.rc.thread_level at 'multiple', or call "
+               "MPI.Init_thread(MPI.THREAD_MULTIPLE)";
     return "";
 }
 

@@ -19,14 +19,14 @@ int before_the_end(MPI_Comm, int, void*, void*) {
 
 }  // namespace
 
-// Never destroyed: a process may exit in many ways, and threads may still ask.
+// Never destroyed: threads may still use it while the process exits.
 Progress& Progress::instance() {
     static Progress& one = *std::make_unique<Progress>().release();
     return one;
 }
 
-// MPI_Finalize begins with the attributes of MPI_COMM_SELF: the one moment where all can still be put in order, whoever
-// finalises.
+// MPI_Finalize first deletes the attributes of MPI_COMM_SELF. That is the last moment at which operations can be ended,
+// and it comes no matter which library calls MPI_Finalize.
 Progress::Progress() : owner_(::getpid()) {
     const std::lock_guard hold(lock());
     int key = MPI_KEYVAL_INVALID;
@@ -40,7 +40,7 @@ void Progress::add(const std::shared_ptr<Operation>& operation) {
 }
 
 void Progress::remove(const Operation* operation) {
-    std::shared_ptr<Operation> last;  // what it holds is not let go under the lock
+    std::shared_ptr<Operation> last;  // its members are destroyed after the lock is released
     const std::lock_guard hold(guard_);
     if (const auto found = each_.find(operation); found != each_.end()) {
         last = std::move(found->second);

@@ -1,7 +1,7 @@
 // The Work of an MPI operation.
 #pragma once
 
-#include "../backend/work.h"
+#include "../common/work.h"
 #include "operation.h"
 
 namespace dist_prims::mpi {

@@ -3,8 +3,11 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 
+#include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <optional>
 
 #include "../../common/kernels.h"
@@ -51,52 +54,31 @@ std::optional<std::uint64_t> whole(const at::Scalar& factor, at::ScalarType type
 }  // namespace
 
 DType type_of(const at::Tensor& tensor) {
-    switch (tensor.scalar_type()) {
-        case at::kByte:
-            return DType::kUInt8;
-        case at::kChar:
-            return DType::kInt8;
-        case at::kUInt16:
-            return DType::kUInt16;
-        case at::kShort:
-            return DType::kInt16;
-        case at::kUInt32:
-            return DType::kUInt32;
-        case at::kInt:
-            return DType::kInt32;
-        case at::kUInt64:
-            return DType::kUInt64;
-        case at::kLong:
-            return DType::kInt64;
-        case at::kHalf:
-            return DType::kFloat16;
-        case at::kBFloat16:
-            return DType::kBFloat16;
-        case at::kFloat:
-            return DType::kFloat32;
-        case at::kDouble:
-            return DType::kFloat64;
-        case at::kComplexFloat:
-            return DType::kComplex64;
-        case at::kComplexDouble:
-            return DType::kComplex128;
-        case at::kBool:
-            return DType::kBool;
-        default:
-            break;
-    }
-    switch (tensor.element_size()) {
-        case 1:
-            return DType::kBytes1;
-        case 2:
-            return DType::kBytes2;
-        case 4:
-            return DType::kBytes4;
-        case 8:
-            return DType::kBytes8;
-        default:
-            return DType::kBytes16;
-    }
+    static constexpr auto kTypes = [] {
+        std::array<DType, static_cast<std::size_t>(at::ScalarType::NumOptions)> types{};
+        types.fill(DType::kBytes1);
+        const std::pair<at::ScalarType, DType> pairs[] = {{at::kByte, DType::kUInt8},
+                                                          {at::kChar, DType::kInt8},
+                                                          {at::kUInt16, DType::kUInt16},
+                                                          {at::kShort, DType::kInt16},
+                                                          {at::kUInt32, DType::kUInt32},
+                                                          {at::kInt, DType::kInt32},
+                                                          {at::kUInt64, DType::kUInt64},
+                                                          {at::kLong, DType::kInt64},
+                                                          {at::kHalf, DType::kFloat16},
+                                                          {at::kBFloat16, DType::kBFloat16},
+                                                          {at::kFloat, DType::kFloat32},
+                                                          {at::kDouble, DType::kFloat64},
+                                                          {at::kComplexFloat, DType::kComplex64},
+                                                          {at::kComplexDouble, DType::kComplex128},
+                                                          {at::kBool, DType::kBool}};
+        for (const auto& [scalar_type, type] : pairs) types[static_cast<std::size_t>(scalar_type)] = type;
+        return types;
+    }();
+    const DType type = kTypes[static_cast<std::size_t>(tensor.scalar_type())];
+    if (type != DType::kBytes1) return type;
+    const int power = std::countr_zero(static_cast<std::size_t>(tensor.element_size()));  // of 1, 2, 4, 8 or 16 bytes
+    return static_cast<DType>(static_cast<int>(DType::kBytes1) + power);
 }
 
 Op op_of(const c10d::ReduceOp& op) {
@@ -178,6 +160,21 @@ at::Tensor premultiplied(const char* what, const at::Tensor& tensor, const c10d:
     return product;
 }
 
+Tensors blocks(const char* what, const at::Tensor& tensor, int size, const std::vector<int64_t>& splits) {
+    const auto wanted = static_cast<std::size_t>(size);
+    const int64_t rows = tensor.dim() ? tensor.size(0) : 1;
+    if (splits.empty()) {
+        TORCH_CHECK_VALUE(tensor.numel() % size == 0, what, ": ", tensor.numel(),
+                          " elements cannot be shared evenly by ", size, " ranks");
+        const bool has_even_rows = !tensor.is_contiguous() && rows % size == 0;
+        return has_even_rows ? tensor.split_with_sizes(std::vector<int64_t>(wanted, rows / size))
+                             : tensor.view(-1).split_with_sizes(std::vector<int64_t>(wanted, tensor.numel() / size));
+    }
+    TORCH_CHECK_VALUE(splits.size() == wanted && std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows,
+                      what, ": ", splits.size(), " split sizes must be ", size, " and add up to ", rows);
+    return tensor.split_with_sizes(splits);
+}
+
 Op checked(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor) {
     std::string reason;
     TORCH_CHECK_VALUE(op_of(op) != Op::kNone, what, ": this reduction is not known");
@@ -187,9 +184,12 @@ Op checked(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor)
 
 const at::Tensor& only(const char* what, const Tensors& tensors) {
     TORCH_CHECK_VALUE(tensors.size() == 1, what, ": one tensor is needed, not ", tensors.size());
-    TORCH_CHECK_VALUE(tensors[0].device().is_cpu(), what, ": the tensor is on ", tensors[0].device(),
-                      ", not on the CPU");
+    must_be_on_cpu(what, tensors[0]);
     return tensors[0];
+}
+
+void must_be_on_cpu(const char* what, const at::Tensor& tensor) {
+    TORCH_CHECK_VALUE(tensor.is_cpu(), what, ": the tensor is on ", tensor.device(), ", not on the CPU");
 }
 
 void alike(const char* what, const Tensors& tensors, const at::Tensor& like) {

@@ -61,10 +61,14 @@ Call call_of(Collective collective, const at::Tensor& like, std::size_t count);
 // itself.
 at::Tensor premultiplied(const char* what, const at::Tensor& tensor, const c10d::ReduceOp& op);
 
+// The blocks of a tensor: of equal sizes, or of the numbers of rows in `splits`.
+Tensors blocks(const char* what, const at::Tensor& tensor, int size, const std::vector<int64_t>& splits = {});
+
 // The rest are checks, which throw ValueError; `what` is the operation. The reduction, if it is one for the tensor:
 Op checked(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor);
 // The only tensor, which must be on the CPU:
 const at::Tensor& only(const char* what, const Tensors& tensors);
+void must_be_on_cpu(const char* what, const at::Tensor& tensor);
 void alike(const char* what, const Tensors& tensors, const at::Tensor& like);
 // No two elements in one place, as those of an expanded tensor:
 void must_be_distinct(const char* what, const at::Tensor& tensor);

@@ -1,0 +1,117 @@
+// What the C++ tests share: named cases, checks, and ranks as threads. main.cpp runs the cases.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../net/rank_program.h"
+#include "../shm/host_segment.h"
+
+namespace dist_prims {
+
+struct Case {
+    const char* name;
+    void (*run)();
+};
+
+inline std::vector<Case>& cases() {
+    static std::vector<Case> all;
+    return all;
+}
+
+struct RegisteredCase {
+    RegisteredCase(const char* name, void (*run)()) { cases().push_back({name, run}); }
+};
+
+}  // namespace dist_prims
+
+// Defines a case. tests/test_core_cpp.py finds its name in the source. A case starts in a process without other
+// threads.
+#define CASE(name)                                                          \
+    void name##_case();                                                     \
+    const dist_prims::RegisteredCase name##_registered(#name, name##_case); \
+    void name##_case()
+
+#define CHECK(holds)                                                                   \
+    if (!(holds)) {                                                                    \
+        std::fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #holds); \
+        std::abort();                                                                  \
+    }
+
+namespace dist_prims {
+
+constexpr std::size_t kSlot = 1 << 12;  // small, so that much data is several segments
+
+inline std::string text_of(const std::exception_ptr& error) {
+    try {
+        if (error) std::rethrow_exception(error);
+    } catch (const std::exception& found) {
+        return found.what();
+    }
+    return "";
+}
+
+inline void check_contains(const std::string& text, const std::string& part) {
+    if (text.find(part) != std::string::npos) return;
+    std::fprintf(stderr, "\"%s\" does not contain \"%s\"\n", text.c_str(), part.c_str());
+    std::abort();
+}
+
+// Returns when the condition holds; fails after a minute.
+template <typename Condition>
+void wait_until(const Condition& condition) {
+    for (const auto until = Clock::now() + std::chrono::seconds(60); !condition();
+         std::this_thread::sleep_for(std::chrono::milliseconds(1)))
+        CHECK(Clock::now() < until);
+}
+
+template <typename Work>
+bool fails(CommError::Kind kind, const Work& work) {
+    try {
+        work();
+    } catch (const CommError& error) {
+        return error.kind == kind;
+    }
+    return false;
+}
+
+inline std::shared_ptr<const Mapping> memory_for(int size, std::size_t slot = kSlot) {
+    return std::make_shared<const Mapping>(make_memory(HostSegment::bytes(size, slot)));
+}
+
+// Runs `body(host_segment)` on one thread for each rank of a host.
+template <typename Body>
+void run_ranks(int size, const Body& body) {
+    const auto memory = memory_for(size);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank) {
+        threads.emplace_back([&, rank] {
+            HostSegment host_segment(memory, rank, size, kSlot);
+            body(host_segment);
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+}
+
+// A ring over all ranks: reduce_scatter, then all_gather.
+inline RankProgram ring(int size, int rank) {
+    RankProgram program{size, 0, {}, size};
+    const auto at = [size](int number) { return ((number % size) + size) % size; };
+    for (int step = 0; step < 2 * (size - 1); ++step) {
+        const bool reduces = step < size - 1;
+        const int sent = at(rank - step), got = at(rank - 1 - step);
+        RankProgram::Step& now = program.steps.emplace_back();
+        now.sends.push_back({at(rank + 1), {sent}, {sent}});
+        now.receives.push_back({at(rank - 1), {got}, {got}});
+        const std::vector<int> terms = reduces ? std::vector{1, step + 1} : std::vector{size};
+        now.writes.push_back({got, got, !reduces, {{at(rank - 1), 0}}, terms});
+    }
+    return program;
+}
+
+}  // namespace dist_prims

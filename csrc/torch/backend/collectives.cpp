@@ -1,0 +1,132 @@
+// Each collective of PrimsBackend: the Call on which the ranks must agree, with the task that its Execution makes of
+// it.
+#include <numeric>
+
+#include "backend.h"
+
+namespace dist_prims {
+namespace {
+
+std::size_t sum_of(const Counts& counts) {
+    return std::accumulate(counts.begin(), counts.end(), std::size_t{0});
+}
+
+std::size_t longest_of(const Tensors& tensors) {
+    std::size_t longest = 0;
+    for (const auto& tensor : tensors) longest = std::max<std::size_t>(longest, tensor.nbytes());
+    return longest;
+}
+
+Tensors all_packed(const Tensors& tensors) {
+    Tensors found;
+    for (const auto& tensor : tensors) found.push_back(packed(tensor));
+    return found;
+}
+
+Call call_of_all(Collective collective, const at::Tensor& tensor) {
+    return call_of(collective, tensor, static_cast<std::size_t>(tensor.numel()));
+}
+
+}  // namespace
+
+WorkPtr PrimsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+    const at::Tensor& tensor = tensors.at(0);
+    if (tensor.is_cpu() && tensor.layout() != at::kStrided) return gloo_.get(rank_)->allreduce(tensors, opts);
+    return CollectiveBackend::allreduce(tensors, opts);
+}
+
+WorkPtr PrimsBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+    auto* const backend = delegate(tensors);
+    return (backend ? backend : gloo_.get(rank_))->allreduce(tensors, opts);
+}
+
+WorkPtr PrimsBackend::barrier(const c10d::BarrierOptions& opts) {
+    if (setup_.accelerator && opts.device && !opts.device->is_cpu()) return setup_.accelerator->barrier(opts);
+    return CollectiveBackend::barrier(opts);
+}
+
+PrimsTask PrimsBackend::all_reduce_task(const at::Tensor& input, const at::Tensor& output, Op op) {
+    Call call = call_of_all(Collective::kAllReduce, output);
+    call.op = op;
+    return execution_->all_reduce(call, packed(input), output);
+}
+
+WorkPtr PrimsBackend::all_reduce_incremental(const at::Tensor& tensor,
+                                             const std::shared_ptr<IncrementalReduce>& incremental,
+                                             std::uint64_t number, bool async) {
+    PrimsTask task = all_reduce_task(tensor, tensor, Op::kSum);
+    if (execution_->schedule_for(Collective::kAllReduce, tensor.nbytes())) {  // it was pinned after the sum had begun
+        incremental->settle();
+    } else {
+        task.call.by("gradual " + std::to_string(number) + ", round " + std::to_string(incremental->round()));
+        task.run = [this, incremental](const Call& call, Milliseconds timeout) {
+            host_segment_->slots.open(call, timeout);
+            incremental->finish(*host_segment_);
+        };
+    }
+    return start(std::move(task), call_options(Collective::kAllReduce, async), {tensor});
+}
+
+PrimsTask PrimsBackend::broadcast_task(const at::Tensor& tensor, int root) {
+    Call call = call_of_all(Collective::kBroadcast, tensor);
+    call.root = root;
+    return execution_->broadcast(call, tensor);
+}
+
+PrimsTask PrimsBackend::reduce_task(const at::Tensor& input, const at::Tensor& output, Op op, int root) {
+    Call call = call_of_all(Collective::kReduce, output);
+    call.op = op;
+    call.root = root;
+    return execution_->reduce(call, packed(input), output);
+}
+
+PrimsTask PrimsBackend::all_gather_task(const at::Tensor& input, const Tensors& outputs) {
+    const Counts counts = elements(outputs);
+    Call call = call_of(Collective::kAllGather, input, sum_of(counts));
+    call.layout = checksum(counts);
+    return execution_->all_gather(call, packed(input), outputs);
+}
+
+PrimsTask PrimsBackend::reduce_scatter_task(const Tensors& inputs, const at::Tensor& output, Op op) {
+    const Counts counts = elements(inputs);
+    Call call = call_of(Collective::kReduceScatter, output, sum_of(counts));
+    call.op = op;
+    call.layout = checksum(counts);
+    return execution_->reduce_scatter(call, all_packed(inputs), output);
+}
+
+PrimsTask PrimsBackend::all_to_all_task(const Tensors& inputs, const Tensors& outputs) {
+    Call call = call_of(Collective::kAllToAll, inputs[0], 0);
+    call.longest = std::max(longest_of(inputs), longest_of(outputs));
+    return execution_->all_to_all(call, all_packed(inputs), outputs);
+}
+
+PrimsTask PrimsBackend::gather_task(const at::Tensor& input, const Tensors& outputs, int root) {
+    Call call = call_of(Collective::kGather, input, 0);
+    call.root = root;
+    call.longest = input.nbytes();
+    return execution_->gather(call, packed(input), outputs);
+}
+
+PrimsTask PrimsBackend::scatter_task(const Tensors& inputs, const at::Tensor& output, int root) {
+    for (const auto& each : inputs)
+        TORCH_CHECK_VALUE(each.numel() == output.numel(), "scatter: a tensor of ", each.numel(),
+                          " elements in the list; ", output.numel(), " are needed");
+    Call call = call_of_all(Collective::kScatter, output);
+    call.root = root;
+    return execution_->scatter(call, all_packed(inputs), output);
+}
+
+WorkPtr PrimsBackend::run_schedule(const ScheduledCall& given, bool async) {
+    const at::Tensor& like = first_defined(given.inputs, given.outputs);
+    Call call = call_of(given.collective, like, sum_of(given.counts));
+    if (given.reduces) call.op = checked(name_of(given.collective), given.op, like);
+    if (given.counts.size() > 1) call.layout = checksum(given.counts);
+    call.root = given.root;
+    return start(execution_->by_schedule(given.schedule, call, given.inputs, given.outputs, given.counts, given.check),
+                 call_options(given.collective, async), {like});
+}
+
+}  // namespace dist_prims
+
+template class dist_prims::CollectiveBackend<dist_prims::PrimsTask>;

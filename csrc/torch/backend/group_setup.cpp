@@ -1,0 +1,70 @@
+#include "group_setup.h"
+
+#include <algorithm>
+#include <map>
+
+#include "../../shm/rendezvous.h"
+
+namespace dist_prims {
+namespace {
+
+std::vector<std::string> titles_of(const std::vector<std::string>& hosts) {
+    std::vector<std::string> titles;
+    for (const std::string& host : hosts)
+        titles.push_back("rank " + std::to_string(titles.size()) + " on host " + host);
+    return titles;
+}
+
+}  // namespace
+
+Hosts hosts_of(const std::vector<std::string>& names, int rank) {
+    Hosts hosts;
+    std::map<std::string, std::size_t> known;
+    for (std::size_t each = 0; each < names.size(); ++each) {
+        const auto [found, is_new] = known.try_emplace(names[each], hosts.ranks.size());
+        if (is_new) hosts.ranks.emplace_back();
+        hosts.ranks[found->second].push_back(static_cast<int>(each));
+    }
+    hosts.mine = known.at(names[static_cast<std::size_t>(rank)]);
+    return hosts;
+}
+
+std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                               const Setup& setup, const Hosts& hosts, const GroupCreation& creation,
+                                               const std::function<int()>& ended) {
+    const std::vector<int>& here = hosts.ranks[hosts.mine];
+    const std::vector<int> local_rank_of = hosts.local_ranks();
+    const int local_rank = local_rank_of[static_cast<std::size_t>(rank)], local_size = static_cast<int>(here.size());
+    const RankNames names = hosts.ranks.size() == 1 ? RankNames{} : RankNames{here, titles_of(setup.hosts)};
+    const std::size_t slot =
+        std::max({setup.slot_bytes, HostSegment::min_slot_bytes(local_size), MultiHostGroup::kMinSlotBytes});
+    const std::string key = "shared memory/" + std::to_string(here.front());
+    const auto ended_local_rank = [&] {
+        const int culprit = ended();
+        return culprit < 0 ? -1 : local_rank_of[static_cast<std::size_t>(culprit)];
+    };
+    const RendezvousOptions options{local_rank,      local_size, names, setup.timeout, [&] { creation.look(); },
+                                    ended_local_rank};
+    const auto tell = [&](const std::string& word) { store->set(key, word); };
+    const auto ask = [&] { return store->check({key}) ? store->get_to_str(key) : std::string(); };
+    RendezvousResult attached = local_rank == 0 ? host_rendezvous(options, HostSegment::bytes(local_size, slot), tell)
+                                                : join_rendezvous(options, ask);
+    auto host_segment =
+        std::make_shared<HostSegment>(std::make_shared<Mapping>(attached.memory), local_rank, local_size, slot, names);
+    host_segment->one_shot = setup.one_shot_bytes;
+    host_segment->membership.watch(std::move(attached.exits));
+    host_segment->membership.on_wait([creation] { creation.look(); });
+    return host_segment;
+}
+
+std::shared_ptr<Execution> make_execution(const std::shared_ptr<HostSegment>& host_segment, int rank,
+                                          const Setup& setup, Hosts hosts) {
+    const int size = static_cast<int>(setup.hosts.size());
+    if (hosts.ranks.size() > 1)
+        return make_multi_host_execution(host_segment, rank, size, std::move(hosts), setup.engine, setup.largest_tag,
+                                         setup.choose);
+    host_segment->membership.join_groups_of_process();
+    return make_single_host_execution(host_segment, rank, size);
+}
+
+}  // namespace dist_prims

@@ -1,0 +1,41 @@
+// The parameters of a group, and the rendezvous of its ranks.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "../../net/multi_host.h"
+#include "creation.h"
+#include "execution.h"
+
+namespace dist_prims {
+
+struct Setup {
+    Milliseconds timeout{0};
+    std::vector<std::string> hosts;            // by rank: the host's name
+    c10::intrusive_ptr<c10d::Backend> engine;  // carries messages between hosts; null on one host
+    int largest_tag = 0;                       // of the engine
+    // Makes the gloo group for sparse tensors. All ranks make it together, when it is first needed.
+    std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
+    ChooseSchedule choose;                          // for a group that spans hosts
+    c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null
+    std::size_t slot_bytes = 0, one_shot_bytes = 0;
+    std::string group, ranks;  // for the flight recorder
+    std::string dump;          // the file to which the flight record is written when a call fails; may be empty
+};
+
+Hosts hosts_of(const std::vector<std::string>& names, int rank);
+
+// The rendezvous of the ranks of this host in shared memory. `ended` returns a rank of this host that is known from
+// another group to have ended, or -1.
+std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                               const Setup& setup, const Hosts& hosts, const GroupCreation& creation,
+                                               const std::function<int()>& ended);
+
+std::shared_ptr<Execution> make_execution(const std::shared_ptr<HostSegment>& host_segment, int rank,
+                                          const Setup& setup, Hosts hosts);
+
+}  // namespace dist_prims
