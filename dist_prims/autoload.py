@@ -4,7 +4,6 @@ nothing, and the extension is loaded when a group is made."""
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -42,7 +41,9 @@ def _offer_to_meet_by_the_launcher() -> None:
 
     Where RANK or WORLD_SIZE is set, or all that torch would read, torch reads it as it always did.
     """
-    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    from .torch_compat import rendezvous_handlers
+
+    handlers = rendezvous_handlers()
     by_variables = handlers["env"]
 
     def env(url: str, **how: Any) -> Any:

@@ -21,6 +21,7 @@ from ..launch.hosts import host_id
 from ..launch.rendezvous import from_rank_0, greet
 from ..schedules import Schedule, build
 from ..schedules.native import to_native
+from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from . import mpi, transport_selection
 from .extension import extension
 from .flight_record import dump_file
@@ -95,9 +96,9 @@ class _Deaths:
         self._ranks: list[int] = list(options.global_ranks_in_group)
         self._ended: Callable[[], list[int]] = list
         if self._ranks and dist.is_initialized():
-            default = dist.distributed_c10d._get_default_group()
-            if _CPU in default._device_types:
-                self._ended = getattr(default._get_backend(_CPU), "ended", list)
+            default = default_group()
+            if _CPU.type in device_types(default):
+                self._ended = getattr(backend_of(default, _CPU), "ended", list)
 
     def first(self) -> int:
         """A rank of the new group whose process has ended; -1 if there is none."""
@@ -170,6 +171,4 @@ def _pin(
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         return None
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, nccl_options(timeout))

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..torch_compat import backend_of, default_group
+
 __all__ = ["dump", "dump_file"]
 
 
 def dump(path: Path | str, group: dist.ProcessGroup | None = None) -> None:
     """Write the last calls of this rank to a file, in the form of PyTorch's flight recorder; ``python -m dist_prims
     doctor --dump`` reads those of all ranks and says which one is behind."""
-    backend: Any = (group or dist.distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
+    backend: Any = backend_of(group or default_group(), torch.device("cpu"))
     Path(path).write_text(backend.record())
 
 

@@ -21,7 +21,7 @@ from ..schedules.native import NativeForm, to_native
 from ..schedules.recommend import recommend
 from ..schedules.topology import Topology
 
-__all__ = ["ASSUMED", "Seats", "MultiHostSchedules"]
+__all__ = ["ASSUMED", "MultiHostSchedules", "Seats"]
 
 # Seconds a message and a byte: shared memory, and gloo over a network of 10 Gbit/s.
 ASSUMED: Mapping[str, Any] = {

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ..torch_compat import device_types
 from .algorithm_choice import CHEAPEST, STRAIGHT
 from .arguments import Maker, Op, Tensors
 from .call import AnyWork, group_of
@@ -275,5 +276,5 @@ def _is_n_times(large: Tensors, small: Tensors, group: dist.ProcessGroup | None)
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    types = {device.type for device in group._device_types}
-    return torch.device("cpu" if "cpu" in types or not types else types.pop())
+    types = device_types(group)
+    return torch.device("cpu" if "cpu" in types or not types else types[-1])

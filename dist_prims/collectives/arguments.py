@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..torch_compat import device_types
 from .call import AnyWork, Call, Options, group_of, perform
 from .flat import cut, split_evenly
 from .reduction import check_reducible, factor_of, plain, premultiplied
@@ -59,7 +60,7 @@ class Maker:
         return members.index(root)
 
     def _check_device(self, tensor: torch.Tensor) -> None:
-        types = {device.type for device in self.group._device_types}
+        types = device_types(self.group)
         if not types or tensor.device.type in types:
             return
         known = ", ".join(sorted(types))

@@ -10,7 +10,6 @@ import functools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from ..schedules.native import FOLLOWED
 from ..schedules.program import Program, compile_program
 from ..schedules.registry import Algorithm
 from ..schedules.trust import is_trusted
+from ..torch_compat import timeout_of
 from .algorithm_choice import CHEAPEST, cheapest, configured
 from .call_agreement import Header, agree
 from .channel import Channel
@@ -122,7 +122,7 @@ def perform(call: Call, options: Options) -> AnyWork | None:
     shape = (lookup(call.collective, algorithm), size, call.root, parameters, rank)
     schedule, program = _plan(*shape)
     if is_of_dist_prims(call) and call.collective in FOLLOWED:
-        require = functools.partial(proofs_of(call.group).require, schedule, _timeout(call))
+        require = functools.partial(proofs_of(call.group).require, schedule, timeout_of(call.group, call.like.device))
         return run_in_backend(call, _compiled(*shape), None if is_trusted(schedule) else require, options.async_op)
     what = f"{call.collective} ({algorithm}) on rank {rank}"
     job = functools.partial(_job, call, options.segment_bytes, schedule, program)
@@ -154,7 +154,7 @@ def _on_a_stream(job: Callable[[int], None], device: torch.device) -> Callable[[
 
 @torch.no_grad()
 def _job(call: Call, segment_bytes: int, schedule: Schedule, program: Program, number: int) -> None:
-    timeout = _timeout(call)
+    timeout = timeout_of(call.group, call.like.device)
     agree(
         Channel(call.group, _AGREEMENT_TAG, timeout),
         call.group,
@@ -170,12 +170,6 @@ def _job(call: Call, segment_bytes: int, schedule: Schedule, program: Program, n
     Executor(channel, places, length, call.like, op, call.group.size(), segment).run(program)
     for each in call.after:
         each()
-
-
-def _timeout(call: Call) -> timedelta:
-    options = getattr(call.group._get_backend(call.like.device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else dist.default_pg_timeout
 
 
 def _header(call: Call, segment_bytes: int, schedule: Schedule, number: int) -> Header:

@@ -23,7 +23,14 @@ import torch.distributed as dist
 
 from ..schedules import Schedule
 from ..schedules.native import to_native
-from ..torch_compat import all_gather_single, reduce_scatter_single
+from ..torch_compat import (
+    all_gather_single,
+    backend_of,
+    default_group,
+    device_types,
+    premul_sum,
+    reduce_scatter_single,
+)
 from .flat import cut
 
 if TYPE_CHECKING:
@@ -74,8 +81,8 @@ def _backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
         known = _backends[id(group)] = {}
         weakref.finalize(group, _backends.pop, id(group), None)
     found = known.get(device.type)
-    if found is None and device.type in {each.type for each in group._device_types}:
-        found = known[device.type] = group._get_backend(device)
+    if found is None and device.type in device_types(group):
+        found = known[device.type] = backend_of(group, device)
     return found
 
 
@@ -90,7 +97,7 @@ def all_reduce_(
     >>> all_reduce_(torch.ones(2))
     tensor([1., 1.])
     """
-    of = group or dist.distributed_c10d._get_default_group()
+    of = group or default_group()
     call = _all_reduces.get(id(of)) or _direct_call(of)
     call(tensor, op)
     return tensor
@@ -218,7 +225,7 @@ class _Native:
         self.divides = self.call.op == _Op.AVG and not self.is_ours
         self.op: Any = _Op.SUM if self.divides else self.call.op
         if self.call.op == _Op.PREMUL_SUM:  # the source is multiplied already
-            self.op = dist._make_nccl_premul_sum(1.0) if self.is_ours else _Op.SUM
+            self.op = premul_sum(1.0) if self.is_ours else _Op.SUM
         self.common: dict[str, Any] = {"group": self.call.group}
 
     def reduced(self, target: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ..torch_compat import group_named
 from .inductor_order import keep_order, teach_inductor
 from .runtime import Carrier
 
@@ -93,7 +93,7 @@ reduce.register_fake(lambda x, root, group: _like(x))
 
 
 def _rank(group: str) -> int:
-    return dist.distributed_c10d._resolve_process_group(group).rank()  # type: ignore[arg-type]
+    return group_named(group).rank()
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -148,7 +148,7 @@ def _from_reduce(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _size(group: str) -> int:
-    return dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore[arg-type]
+    return group_named(group).size()
 
 
 all_reduce.register_autograd(_from_all_reduce, setup_context=_keep_operands)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .. import collectives
 from ..collectives.algorithm_choice import CHEAPEST
-from ..torch_compat import all_gather_single, reduce_scatter_single
+from ..torch_compat import all_gather_single, backend_of, group_named, reduce_scatter_single
 
 __all__ = ["Carrier"]
 
@@ -33,10 +33,10 @@ class Carrier:
     """The group of one call, and tensors that nobody else holds."""
 
     def __init__(self, what: str, group: str, like: torch.Tensor) -> None:
-        self.group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a str in 2.11
+        self.group = group_named(group)
         self.rank, self.size = self.group.rank(), self.group.size()
         self.what = f"dist_prims.ops.{what} on rank {self.rank}"
-        self._native = like.is_cuda or self.group._get_backend(like.device).name() == "dist_prims"
+        self._native = like.is_cuda or backend_of(self.group, like.device).name() == "dist_prims"
 
     def check(self, holds: bool, complaint: str) -> None:
         if not holds:
