@@ -50,12 +50,12 @@ def _offer_to_meet_by_the_launcher() -> None:
         if _told(url):
             return by_variables(url, **how)
         from .launch.detect import detect
-        from .launch.meet import handler
+        from .launch.launcher_rendezvous import handler
 
         return by_variables(url, **how) if detect().name == "python" else handler(url, **how)
 
     def over_mpi(url: str, **how: Any) -> Any:
-        from .launch.meet import handler
+        from .launch.launcher_rendezvous import handler
 
         return handler(url, **how)
 

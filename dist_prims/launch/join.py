@@ -22,7 +22,7 @@ from ..autoload import register
 from . import mpi
 from .detect import Launcher, detect, from_url
 from .hosts import Placement, host_id
-from .meet import meet
+from .launcher_rendezvous import meet
 from .network import loopback_interface
 
 __all__ = ["init"]
