@@ -1,4 +1,4 @@
-"""Writes the last calls of this rank to a file; :mod:`..launch.flight_records` reads the files of all ranks."""
+"""Writer of flight records, the last calls of a rank; :mod:`..launch.flight_records` reads the files of all ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ __all__ = ["dump", "dump_file"]
 
 
 def dump(path: Path | str, group: dist.ProcessGroup | None = None) -> None:
-    """Write the last calls of this rank to a file, in the form of PyTorch's flight recorder; ``python -m dist_prims
-    doctor --dump`` reads those of all ranks and says which one is behind."""
+    """Write the last calls of this rank to a file, in the format of PyTorch's flight recorder.
+
+    ``python -m dist_prims doctor --dump`` reads the files of all ranks and reports which rank is behind.
+    """
     backend: Any = backend_of(group or default_group(), torch.device("cpu"))
     Path(path).write_text(backend.record())
 
 
 def dump_file(group: str, rank: int) -> str:
-    """The file that a failing call of this rank writes, or an empty string."""
+    """Return the file that a failing call of this rank writes, or an empty string if it writes none."""
     folder = os.environ.get("DIST_PRIMS_DUMP", "")
     return str(Path(folder) / f"{group}_rank{rank}.json") if folder else ""

@@ -1,6 +1,6 @@
-"""Meet the other ranks of the launcher, in the way that it offers: at a URL, over MPI or over PMI.
+"""Rendezvous of the ranks that one launcher started: at a URL, over MPI or over PMI, as the launcher offers.
 
-``init`` does so, and ``torch.distributed.init_process_group`` where it is not told an address.
+``init`` uses it, and ``torch.distributed.init_process_group`` where the caller gives no address.
 """
 
 import os
@@ -15,57 +15,62 @@ import torch.distributed as dist
 from . import mpi, pmi, rendezvous
 from .detect import Launcher, detect
 from .network import loopback_interface
-from .rendezvous import Meeting
-from .text_exchange import meet_by
+from .rendezvous import Rendezvous
+from .text_exchange import rendezvous_by_text
 
-__all__ = ["handler", "meet"]
+__all__ = ["rendezvous_of", "torch_handler"]
 
 
-def meet(launcher: Launcher, timeout: float) -> Meeting:
-    """The meeting; from then on engines keep to the interface that leads to the ranks, unless the user has chosen."""
+def rendezvous_of(launcher: Launcher, timeout: float) -> Rendezvous:
+    """Complete the rendezvous within ``timeout`` seconds.
+
+    Afterwards gloo and NCCL use the network interface that leads to the ranks, unless the user has set one.
+    """
     if launcher.url is None and launcher.medium:
-        meeting = _meet_over(launcher, timeout)
+        found = _by_medium(launcher, timeout)
     else:
-        meeting = rendezvous.meet(launcher, timeout)
-    one_host = len(set(meeting.hosts)) == 1
-    if interface := loopback_interface() if one_host else meeting.interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # groups that are made later read this, too
+        found = rendezvous.rendezvous_at_url(launcher, timeout)
+    one_host = len(set(found.hosts)) == 1
+    if interface := loopback_interface() if one_host else found.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # groups that are created later read it, too
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    return meeting
+    return found
 
 
-def _meet_over(launcher: Launcher, timeout: float) -> Meeting:
-    name = launcher.name.partition(" of ")[0]  # the library is named by itself
+def _by_medium(launcher: Launcher, timeout: float) -> Rendezvous:
+    name = launcher.name.partition(" of ")[0]  # mpi.Mpi.library names the MPI
     try:
         if launcher.medium == "MPI":
             world = mpi.Mpi(launcher)
-            return meet_by(world, timeout, f"{name} ({world.library})")
-        return meet_by(pmi.connect(launcher, time.monotonic() + timeout), timeout, name)
+            return rendezvous_by_text(world, timeout, f"{name} ({world.library})")
+        return rendezvous_by_text(pmi.connect(launcher, time.monotonic() + timeout), timeout, name)
     except TimeoutError as error:
         raise TimeoutError(
-            f"init: rank {launcher.rank} ({launcher.name}) did not meet the others over {launcher.medium} within "
-            f"{timeout:g} s: {error}"
+            f"init: rank {launcher.rank} ({launcher.name}): the rendezvous over {launcher.medium} did not complete "
+            f"within {timeout:g} s: {error}"
         ) from error
 
 
-def handler(url: str, timeout: timedelta = timedelta(minutes=5), **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """The rendezvous of ``torch.distributed.init_process_group`` under a launcher: store, rank, size."""
+def torch_handler(
+    url: str, timeout: timedelta = timedelta(minutes=5), **_: Any
+) -> Iterator[tuple[dist.Store, int, int]]:
+    """Rendezvous handler of ``torch.distributed.init_process_group`` under a launcher: yields store, rank and size."""
     launcher = detect()
     if url.startswith("mpi://") and launcher.medium != "MPI":
         raise ValueError(
             f"init_process_group: init_method={url!r} is for ranks that mpirun has started, and this one was started "
             f"by {launcher.name}; start it with: mpirun -n 4 python program.py"
         )
-    meeting = meet(launcher, timeout.total_seconds())
-    rank, size = meeting.rank, len(meeting.hosts)
-    told = dict(parse_qsl(urlsplit(url).query))
-    for name, found in (("rank", rank), ("world_size", size)):
-        if int(told.get(name, -1)) not in (-1, found):  # now that we have met, this ends the others, too
+    found = rendezvous_of(launcher, timeout.total_seconds())
+    rank, size = found.rank, len(found.hosts)
+    given = dict(parse_qsl(urlsplit(url).query))
+    for name, actual in (("rank", rank), ("world_size", size)):
+        if int(given.get(name, -1)) not in (-1, actual):  # after the rendezvous, so that the other ranks fail, too
             raise ValueError(
-                f"init_process_group: {name} is {told[name]}, and {found} by {launcher.name}; leave it out"
+                f"init_process_group: {name} is {given[name]}, but {launcher.name} says {actual}; omit {name}"
             )
     try:
-        yield meeting.store, rank, size
-    finally:  # torch lets go of us when the group is made and its own hook is in place
+        yield found.store, rank, size
+    finally:  # torch ends the generator when the group is created and torch has installed its own hook
         if launcher.medium == "MPI":
             mpi.abort_on_exception()
