@@ -2,7 +2,7 @@
 
 The rest of the package calls these functions and no private API of torch, so that a new release of torch needs changes
 in this module only (``tests/test_style.py`` lists the files that are still exempt). The module imports nothing of
-dist_prims. It supports torch 2.11 and later.
+dist_prims, and supports torch 2.11 and later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "timeout_of",
 ]
 
-# torch 2.13 has renamed all_gather_into_tensor and reduce_scatter_tensor. These are the new names.
+# The new names of all_gather_into_tensor and reduce_scatter_tensor, which torch 2.13 has renamed.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # default_group() returns the default group, and raises ValueError if there is none. An alias, because the shortest path

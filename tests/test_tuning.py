@@ -115,7 +115,7 @@ def test_a_file_that_is_no_json(
     (tmp_path / "tuning.json").write_text("not JSON")
     monkeypatch.setenv("DIST_PRIMS_TUNING", str(tmp_path / "tuning.json"))
     assert tuned(2) == ONE_SHOT_BYTES
-    assert "is ignored: it is no JSON" in capsys.readouterr().err
+    assert "is ignored: it is not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("config", ["", "relative"])

@@ -39,8 +39,8 @@ def extension() -> Any:
         from .. import _backend
     except ImportError as error:
         raise ImportError(
-            f"the extension of dist_prims does not load with torch {torch.__version__}: {error}. It is not built, or "
-            f"built for another torch; {remedy}"
+            f"the extension of dist_prims does not load with torch {torch.__version__}: {error}. The extension is not "
+            f"built, or built for another torch; {remedy}"
         ) from error
     if torch.__version__ != _backend.built_for:
         raise ImportError(

@@ -1,9 +1,10 @@
 """Backend of ``torch.distributed`` over MPI, for a torch that was built without MPI.
 
 mpi4py has loaded and initialised an MPI library in the process. The extension must use the same library: two MPIs in
-one process would not know about each other. The extension is therefore linked to no MPI. Its symbols are resolved when
-it is loaded, by the library on which mpi4py's own module depends. There is one extension for each ABI of MPI handles:
-MPICH's, which Intel MPI and MVAPICH share, and Open MPI's. ``setup.py`` builds those for which it finds an ``mpicc``.
+one process would not know about each other. The extension is therefore linked to no MPI, and its symbols are resolved
+when it is loaded, by the library on which mpi4py's own module depends. There is one extension for each ABI of MPI
+handles: MPICH's, which Intel MPI and MVAPICH share, and Open MPI's. ``setup.py`` builds those for which it finds an
+``mpicc``.
 """
 
 import atexit

@@ -87,7 +87,7 @@ class MeasurementFile:
     def read(self, warn: bool = True) -> Mapping[str, Any] | None:
         """Return the measurements on this type of machine, or None. With ``warn`` print a message about ignored files.
 
-        A file of an older version does not contain the type of machine. It is valid if the variable names it.
+        A file of an older version does not contain the type of machine, and is valid if the variable names it.
         """
         path = self.file()
         here = f"{socket.gethostname()} ({machine()}); measure here with: {self.command}"

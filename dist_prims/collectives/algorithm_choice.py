@@ -25,7 +25,7 @@ CHEAPEST = "cheapest"  # as the name of an algorithm
 # serve to compare algorithms. Where the choice matters, measure and pin an algorithm.
 ALPHA, BETA, GAMMA = 60e-6, 0.5e-9, 0.1e-9
 
-# Algorithms of all_to_all that send each block directly to its destination. They support uneven splits: both ranks know
+# Algorithms of all_to_all that send each block directly to its destination, and support uneven splits: both ranks know
 # the length of the block, whereas a rank that forwards blocks does not know the lengths of other ranks' blocks.
 UNFORWARDED = ("pairwise", "direct")
 

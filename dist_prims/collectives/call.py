@@ -76,7 +76,7 @@ class Call:
 
     @property
     def nbytes(self) -> int:
-        """The size for the choice of an algorithm. It is the same on every rank."""
+        """The size for the choice of an algorithm, which is the same on every rank."""
         return sum(self.common) * self.like.element_size()
 
 

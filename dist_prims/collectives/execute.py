@@ -7,7 +7,7 @@ A chunk is a slice of a flat tensor.
 - Where the target is read-only (an input of an out-of-place operation), the executor adds *into* the scratch buffer,
   which becomes the memory of the chunk.
 
-The executor therefore copies no whole buffer. It needs one chunk of scratch memory for each receive in progress.
+The executor therefore copies no whole buffer, and needs one chunk of scratch memory for each receive in progress.
 
 By definition every transfer of a step reads the state before the step. The executor therefore does not write a slice
 before the sends from it have completed, and does not read a slice in a step after it has written the slice.

@@ -92,7 +92,7 @@ def _result(digest: str, schedule: Schedule) -> str:
 
 
 def proofs_of(group: dist.ProcessGroup) -> Proofs:
-    """Return the proofs of a group of ``torch.distributed``. They exist as long as the group."""
+    """Return the proofs of a group of ``torch.distributed``, which exist as long as the group."""
     if group not in _groups:
         _groups[group] = Proofs(group_store(group), group.rank())
     return _groups[group]

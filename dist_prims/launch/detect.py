@@ -116,7 +116,7 @@ def _mpirun(environ: Mapping[str, str]) -> Launcher | None:
 
 
 def _prun(environ: Mapping[str, str]) -> Launcher | None:
-    """Detect PRRTE's prun and prterun. Their daemons may be tasks of srun, whose variables the ranks then inherit."""
+    """Detect PRRTE's prun and prterun, whose daemons may be tasks of srun: the ranks then inherit srun's variables."""
     return _pmix(environ, "prun") if "PRTE_LAUNCHED" in environ else None
 
 

@@ -34,7 +34,7 @@ def host_id() -> str:
 
 @functools.cache
 def _boot() -> str:
-    """The boot id of the kernel. It is read once, because the process may run out of file descriptors later."""
+    """The boot id of the kernel, read once, because the process may run out of file descriptors later."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

@@ -107,7 +107,7 @@ _client: Pmi | None = None
 
 
 def connect(launcher: Launcher, deadline: float) -> Pmi:
-    """Return the PMI client of this process. It uses the socket that the process inherited from the process manager."""
+    """Return the PMI client of this process, which uses the socket inherited from the process manager."""
     global _client
     if _client is None:
         _client = Pmi(launcher, _descriptor(launcher), deadline)

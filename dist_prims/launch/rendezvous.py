@@ -7,7 +7,7 @@ when hosts are added or removed) nor a key that was written earlier is reliable 
 The ranks therefore do a handshake in the store:
 
 1. Each rank but 0 writes a random token under its rank.
-2. Rank 0 answers *that token* with a random name for this attempt. It answers again when a token changes.
+2. Rank 0 answers *that token* with a random name for this attempt, and again when a token changes.
 3. Each rank acknowledges the name. When all have, rank 0 publishes the hosts of all ranks.
 
 All later keys have the name as their prefix, under which no key of an earlier attempt can exist.

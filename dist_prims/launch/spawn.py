@@ -3,8 +3,8 @@
 A simple implementation with processes and a queue hangs when a rank dies before it answers, reports errors that are
 consequences instead of the first error, and leaves ranks running when the parent dies. This implementation differs:
 
-- The parent waits for answers *and* deaths at once. It uses a pidfd for each rank, because a socket that a rank's own
-  children inherit never reports end of file.
+- The parent waits for answers *and* deaths at once, by a pidfd for each rank: a socket that a rank's own children
+  inherit never reports end of file.
 - A failing rank keeps its connections open until the parent has received its error.
 - No rank outlives the call: the parent kills all ranks when the call ends, and the kernel kills them if the parent
   dies.

@@ -1,13 +1,13 @@
 """Main function of a spawned rank: set the process up, run the function, report, wait for the other ranks, exit.
 
 A rank that fails and destroys its group at once makes the other ranks fail too ("connection reset by peer"), and their
-errors race with the first error to the parent. A rank therefore reports *first*. It then keeps its connections open
-until the parent has received the reports of all ranks, and exits or is killed. The parent acts as the barrier, which
-needs no message within the group.
+errors race with the first error to the parent. A rank therefore reports *first*. Then the rank keeps its connections
+open until the parent has received the reports of all ranks, and exits or is killed. The parent acts as the barrier,
+which needs no message within the group.
 
 Parent and rank share anonymous files and pipes of the parent (rendezvous, reports, stacks), which the rank opens
-through ``/proc``. They have no name that another process could guess, other users may not open them, and the kernel
-frees them with their last descriptor.
+through ``/proc``. An anonymous file has no name that another process could guess, other users may not open it, and the
+kernel frees it with its last descriptor.
 """
 
 import ctypes

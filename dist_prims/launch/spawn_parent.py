@@ -1,7 +1,7 @@
 """Parent side of spawned ranks: start them, wait for them, find the first failure, and kill all ranks at the end.
 
-The parent waits for answers, deaths and output in one call. It detects a death by a pidfd. The end of a socket or pipe
-is not sufficient, because child processes of a rank inherit the descriptors and keep them open.
+The parent waits for answers, deaths and output in one call. A pidfd reports the death of a rank. The end of a socket or
+pipe is not sufficient, because child processes of a rank inherit the descriptors and keep them open.
 """
 
 import contextlib

@@ -3,8 +3,8 @@
 Over the backend dist_prims and NCCL the operators call ``torch.distributed``: dist_prims compares the calls of all
 ranks before it touches data, and calls of NCCL are asynchronous. gloo and other backends do not compare calls, so there
 the operators run a schedule of :mod:`dist_prims.collectives`, which does. The comparison covers operation, dtype and
-counts. It does not detect different shapes with the same number of elements, nor "sum" on one rank and "mean" on
-another, which is a sum of values that each rank has divided. Roots are ranks of the group.
+counts. The comparison does not detect different shapes with the same number of elements, nor "sum" on one rank and
+"mean" on another, which is a sum of values that each rank has divided. Roots are ranks of the group.
 """
 
 from __future__ import annotations
