@@ -1,10 +1,12 @@
-"""Makes ``init_process_group("dist_prims")`` known. ``import torch`` calls :func:`register` by the entry point
-``torch.backends``, so that a script which has never heard of us can be told ``--backend dist_prims``; it must cost
-nothing, and the extension is loaded when a group is made."""
+"""Registration of the backend "dist_prims" with ``torch.distributed``.
+
+``import torch`` calls :func:`register` through the entry point ``torch.backends``, so that a script that does not
+import dist_prims supports ``--backend dist_prims``. The module must therefore import quickly: it loads the extension
+when a group is created.
+"""
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -15,55 +17,57 @@ NAME = "dist_prims"
 
 
 def register() -> None:
-    """Make the name known to ``torch.distributed``; again does nothing.
+    """Register the backend and the rendezvous handlers. Further calls have no effect.
 
     >>> register()
     >>> import torch.distributed as dist
     >>> NAME in dist.Backend.backend_list
     True
     """
-    import torch.distributed as dist  # under way already when torch calls us
+    import torch.distributed as dist  # in sys.modules already when torch calls this function
 
     devices = ["cpu", "cuda"] if dist.is_available() and dist.is_nccl_available() else ["cpu"]
     if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=devices)
-        _offer_to_meet_by_the_launcher()
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
+        _register_rendezvous_handlers()
 
 
-def _make(options: Any, given: Any) -> Any:
+def _create(options: Any, given: Any) -> Any:
     from .backend.create import make
 
     return make(options, given)
 
 
-def _offer_to_meet_by_the_launcher() -> None:
-    """Ranks that mpirun, srun or another launcher has started need no address: ``init_process_group`` without
-    ``init_method`` finds the others as ``dist_prims.init`` does, and with ``init_method="mpi://"`` over MPI alone.
+def _register_rendezvous_handlers() -> None:
+    """Let ``init_process_group`` find the ranks of a launcher without an address.
 
-    Where RANK or WORLD_SIZE is set, or all that torch would read, torch reads it as it always did.
+    Without ``init_method`` the rendezvous is that of ``dist_prims.init``. With ``init_method="mpi://"`` it uses MPI
+    only. Where RANK or WORLD_SIZE is set, or the caller provides rank, size and address, torch's own handler runs.
     """
-    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    by_variables = handlers["env"]
+    from .torch_compat import rendezvous_handlers
 
-    def env(url: str, **how: Any) -> Any:
-        if _told(url):
-            return by_variables(url, **how)
+    handlers = rendezvous_handlers()
+    handler_of_torch = handlers["env"]
+
+    def env(url: str, **options: Any) -> Any:
+        if _is_complete(url):
+            return handler_of_torch(url, **options)
         from .launch.detect import detect
-        from .launch.meet import handler
+        from .launch.launcher_rendezvous import torch_handler
 
-        return by_variables(url, **how) if detect().name == "python" else handler(url, **how)
+        return handler_of_torch(url, **options) if detect().name == "python" else torch_handler(url, **options)
 
-    def over_mpi(url: str, **how: Any) -> Any:
-        from .launch.meet import handler
+    def over_mpi(url: str, **options: Any) -> Any:
+        from .launch.launcher_rendezvous import torch_handler
 
-        return handler(url, **how)
+        return torch_handler(url, **options)
 
     handlers["env"] = env
     handlers.setdefault("mpi", over_mpi)
 
 
-def _told(url: str) -> bool:
-    """Whether rank or size are in the environment, or the address is and the caller gives both."""
+def _is_complete(url: str) -> bool:
+    """Whether torch has its parameters: rank or size in the environment, or the address there and both in the URL."""
     query = dict(parse_qsl(urlsplit(url).query))
     given = all(query.get(name, "-1") != "-1" for name in ("rank", "world_size"))
     address = all(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT"))

@@ -66,7 +66,7 @@ def test_waiting_for_async_work_can_time_out_and_goes_on(backend: str, algorithm
         tensor = ones()
         work = dist_prims.all_reduce(tensor, algorithm=algorithm, async_op=True)
         if dist.get_rank() == 0:
-            with pytest.raises(TimeoutError, match=r"all_reduce.* on rank 0 was not done"):
+            with pytest.raises(TimeoutError, match=r"all_reduce.* on rank 0 did not complete"):
                 work.wait(timedelta(milliseconds=1))
         assert work.wait(timedelta(seconds=30))
         assert tensor.tolist() == [2.0] * 5
@@ -180,7 +180,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], Any], str]] = {
     "root": (lambda: dist_prims.broadcast(ones(), src=7), "root 7 is not in the group, whose ranks are [0, 1]"),
     "float8": (
         lambda: dist_prims.all_reduce(ones().to(torch.float8_e5m2)),
-        "SUM cannot reduce torch.float8_e5m2: float8 is for movement only",
+        "SUM cannot reduce torch.float8_e5m2: float8 can be transferred but not reduced",
     ),
     "bits": (lambda: dist_prims.all_reduce(ones(), dist.ReduceOp.BXOR), "BXOR cannot reduce torch.float32"),
     "mean": (lambda: dist_prims.all_reduce(torch.ones(2).bool(), dist.ReduceOp.AVG), "AVG cannot reduce torch.bool"),

@@ -118,7 +118,7 @@ def test_srun_tells_where_to_meet() -> None:
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 announces other ranks, but RANK, MASTER_ADDR, MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 indicates several ranks, but RANK, MASTER_ADDR, MASTER_PORT is not set"),
         ({**TORCH, "RANK": "4"}, "rank 4 of 4"),
     ],
 )
@@ -190,7 +190,7 @@ def test_by_a_file_that_the_dead_have_left(tmp_path: Path) -> None:
 def test_a_file_that_is_something_else(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("dear diary")
     program = SUM.replace("init(", f"init(init_method='file://{tmp_path}/notes', world_size=2, rank=0, ")
-    assert "exists and is no file of a rendezvous" in run([sys.executable, "-c", program]).stderr
+    assert "exists and is not a rendezvous file" in run([sys.executable, "-c", program]).stderr
 
 
 def test_by_the_variables_of_srun() -> None:
@@ -247,7 +247,7 @@ def test_twice_is_harmless_and_otherwise_is_told() -> None:
         place = dist_prims.init()
         assert dist_prims.init(timeout=120) == place  # spawn's: to start, and to run
         assert dist_prims.init("gloo", world_size=2) == place
-        with pytest.raises(ValueError, match="has joined with world_size=2 and is now asked for world_size=3"):
+        with pytest.raises(ValueError, match="with world_size=2 and cannot join one with world_size=3"):
             dist_prims.init(world_size=3)
         dist.barrier()
         dist.destroy_process_group()
@@ -347,8 +347,8 @@ def test_the_doctor_tells_what_is_here() -> None:
     ("environ", "hosts"),
     [
         (SLURM, "n08, n09"),
-        ({**TORCH, "LOCAL_WORLD_SIZE": "2"}, "2 of 4 ranks are on this one"),
-        (TORCH, "known once the ranks have met"),
+        ({**TORCH, "LOCAL_WORLD_SIZE": "2"}, "2 of 4 ranks are on this host"),
+        (TORCH, "known after the rendezvous of the ranks"),
     ],
 )
 def test_the_doctor_knows_the_hosts_that_the_launcher_tells(
@@ -375,4 +375,4 @@ assert mpi4py.rc.finalize is True
     done = run([str(MPIRUN), "-n", "2", sys.executable, "-c", program + SUM])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("rank 1 of 2: 3") == 1
-    assert done.stdout.count("2 of 2 ranks are on this one") == 2
+    assert done.stdout.count("2 of 2 ranks are on this host") == 2

@@ -94,7 +94,7 @@ def test_one_rank_by_no_known_launcher_is_alone() -> None:
 
 
 def test_a_variable_that_is_no_number_is_named() -> None:
-    with pytest.raises(ValueError, match="PMI_SIZE='many' is no number; start the ranks with"):
+    with pytest.raises(ValueError, match="PMI_SIZE='many' is not a number; start the ranks with"):
         detect({"PMI_RANK": "1", "PMI_SIZE": "many", "PMI_FD": "3"})
 
 
@@ -148,7 +148,7 @@ def test_flux_without_pmi_is_told() -> None:
     assert "PMI_FD is not set. Remedy: " in done.stderr
     assert "-o pmi=simple" in done.stderr
     done = run([sys.executable, "-c", SUM], clean(FLUX_TASK_RANK="0", FLUX_JOB_SIZE="2", PMI_FD="1"))
-    assert "PMI_FD=1 is no socket" in done.stderr
+    assert "PMI_FD=1 is not a socket" in done.stderr
 
 
 @needs_mpirun
@@ -158,7 +158,7 @@ def test_a_rank_that_does_not_come_to_the_barrier_is_told(tmp_path: Path) -> Non
     program.write_text(absent + SUM.replace("timeout=60", "timeout=3"))
     done = start("Flux", program)
     assert done.returncode != 0
-    words = r"init: rank [01] \(Flux\) did not meet the others over PMI within 3 s: no sign of the hosts of all ranks"
+    words = r"init: rank [01] \(Flux\): the rendezvous over PMI did not complete within 3 s: no sign of the hosts"
     assert re.search(words, done.stderr), done.stderr
 
 
@@ -245,5 +245,5 @@ def test_what_rank_0_fails_at_is_told_to_all(tmp_path: Path) -> None:
     program = [sys.executable, "-c", STORE]
     environ = clean(DIST_PRIMS_ENGINE="carrier pigeon")
     first, second = together(*(([*program, rank, str(tmp_path / "store")], environ) for rank in "01"))
-    assert first.startswith("DIST_PRIMS_ENGINE='carrier pigeon': 'gloo' or 'mpi'; unset it")
-    assert second == f"dist_prims: rank 1: the group is not made, because rank 0 failed: ValueError: {first}"
+    assert first.startswith("DIST_PRIMS_ENGINE='carrier pigeon': 'gloo' or 'mpi'")
+    assert second == f"dist_prims: rank 1: the group is not created, because rank 0 failed: ValueError: {first}"

@@ -88,7 +88,7 @@ def test_calls_from_one_thread_at_a_time_are_enough(kind: Kind) -> None:
 
 
 def test_calls_from_one_thread_alone_are_not(kind: Kind) -> None:
-    code = "from dist_prims.engines import mpi; print(mpi.why_not())"
+    code = "from dist_prims.backend import mpi; print(mpi.unusable_reason())"
     done = kind.run(1, "-c", code, MPI4PY_RC_THREAD_LEVEL="funneled")
     assert "leave mpi4py.rc.thread_level at 'multiple'" in done.stdout, done.stderr
 
@@ -162,14 +162,14 @@ except RuntimeError as error:
 os.write(1, f"{said}\\n".encode())  # in one piece: mpirun mixes the pieces of ranks
 """
     done = kind.run(3, "-c", code, DIST_PRIMS_ENGINE=asked)
-    reason = "MPI cannot carry the messages between the hosts of this group (rank 1: MPI was initialised for calls from"
+    reason = "MPI cannot be the transport between the hosts of this group (rank 1: MPI was initialised for calls from"
     if asked:
         assert done.stdout.count(reason) == 3, done.stdout + done.stderr
         assert done.stdout.count("to use gloo instead: DIST_PRIMS_ENGINE=gloo") == 3
     else:
         assert done.stdout.count("engine gloo 3.0") == 3, done.stdout + done.stderr
         assert done.stderr.count(reason) == 1
-        assert "; gloo carries them instead" in done.stderr
+        assert "; using gloo instead" in done.stderr
 
 
 def test_init_process_group_without_arguments(kind: Kind) -> None:
@@ -226,7 +226,7 @@ def test_init_process_group_with_other_numbers_than_the_launcher() -> None:
     if reason := kind.lacks():
         pytest.skip(reason)
     done = kind.run(2, "-c", "import torch.distributed as d; d.init_process_group('gloo', rank=0, world_size=2)")
-    assert "rank is 0, and 1 by mpirun of MPICH; leave it out" in done.stderr
+    assert "rank is 0, but mpirun of MPICH says 1; omit rank" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,9 @@ def test_where_there_is_no_mpirun_all_is_as_it_was() -> None:
 def test_a_process_without_mpirun_stays_without_mpi() -> None:
     code = """
 import sys
-from dist_prims.engines import mpi
-assert mpi.lacks([0], 0) == mpi.why_not()
-print(mpi.why_not(), "mpi4py" in sys.modules)
+from dist_prims.backend import mpi
+assert mpi.group_unusable_reason([0], 0) == mpi.unusable_reason()
+print(mpi.unusable_reason(), "mpi4py" in sys.modules)
 """
     done = run([sys.executable, "-c", code])
     assert done.stdout.startswith(
@@ -274,7 +274,7 @@ print(mpi.why_not(), "mpi4py" in sys.modules)
 def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    assert re.fullmatch(r"mpi4py does not load: .*; pip install mpi4py", mpi.why_not())
+    assert re.fullmatch(r"mpi4py does not load: .*; pip install mpi4py", mpi.unusable_reason())
 
 
 @pytest.fixture

@@ -292,7 +292,7 @@ def test_bad_calls_are_told_before_anything_is_sent() -> None:
         for call, says in [
             (lambda: ops.all_reduce(x, "average"), r"all_reduce on rank \d: op='average': there are 'sum', 'mean'"),
             (lambda: ops.all_reduce(x.long(), "mean"), r"op='mean' of torch.int64: .* use 'sum'"),
-            (lambda: ops.reduce_scatter(x), r"3 rows cannot be cut evenly for 2 ranks"),
+            (lambda: ops.reduce_scatter(x), r"3 rows cannot be split evenly for 2 ranks"),
             (lambda: ops.reduce_scatter(x, splits=[1, 1]), r"splits=\[1, 1\] add up to 2; there are 3 rows"),
             (lambda: ops.all_gather(x, splits=[3]), r"splits=\[3\] must have a number for each of 2 ranks"),
             (lambda: ops.all_gather(x, splits=[2, 2]), r"this rank has 3 rows, and its part of splits=\[2, 2\] is 2"),
@@ -300,7 +300,7 @@ def test_bad_calls_are_told_before_anything_is_sent() -> None:
             (lambda: ops.all_to_all(torch.tensor(1.0), [1, 0], [1, 0]), r"call \.unsqueeze\(0\) first"),
             (lambda: ops.all_to_all(x, send=[1, 2]), r"give both"),
             (lambda: ops.all_to_all(x, [4, -1], [1, 1]), r"send=\[4, -1\] must be numbers from 0"),
-            (lambda: ops.broadcast(x, 2), r"root 2 is asked for; the group's ranks are 0 to 1"),
+            (lambda: ops.broadcast(x, 2), r"root 2 is out of range; the group's ranks are 0 to 1"),
         ]:
             with pytest.raises(ValueError, match=says):
                 call()

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wrapping import go_round, refuse
 
 import dist_prims
-from dist_prims.backend.multi_host import ASSUMED, MultiHostSchedules, Seats
+from dist_prims.backend.multi_host import ASSUMED, HostOrder, MultiHostSchedules
 from dist_prims.errors import CommTimeout, MismatchError, PeerDied
 from dist_prims.launch import RankFailed
 from dist_prims.schedules import Schedule, build
@@ -354,8 +354,8 @@ def test_destroyed_with_work_in_flight() -> None:
     span("a b", body)
 
 
-def test_seats() -> None:
-    assert Seats.of(["b", "a", "b"]) == Seats(rank_at=(0, 2, 1), hosts=(2, 1))
+def test_the_order_of_hosts() -> None:
+    assert HostOrder.of(["b", "a", "b"]) == HostOrder(rank_at=(0, 2, 1), hosts=(2, 1))
 
 
 def test_a_schedule_for_every_collective_and_size() -> None:

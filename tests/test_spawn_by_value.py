@@ -83,7 +83,7 @@ def test_a_lambda_travels_by_value() -> None:
 def test_what_cannot_travel_is_told_at_once() -> None:
     lock = threading.Lock()
     with pytest.raises(
-        TypeError, match=r"cannot pickle '_thread.lock' object. Remedy: make what is named here inside fn"
+        TypeError, match=r"cannot pickle '_thread.lock' object. Remedy: create the object named here inside fn"
     ):
         dist_prims.spawn(lambda: lock.locked(), 1, start_method="spawn", timeout=60)
 

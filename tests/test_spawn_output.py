@@ -124,7 +124,7 @@ def test_lines(pieces: list[bytes], shown: str) -> None:
         writes = os.open(f"/proc/self/fd/{output.descriptor}", os.O_WRONLY)
         for piece in pieces:
             os.write(writes, piece)
-            output.pass_on()
+            output.forward()
         os.close(writes)
         output.close()
     assert out.getvalue().replace("[rank 0]", ">") == shown

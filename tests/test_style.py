@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,8 +31,8 @@ LAYERS = {
     "agreement": {"errors", "torch_compat"},
     "collectives": {"errors", "schedules", "torch_compat"},
     "launch": {"autoload"},
-    "backend": {"autoload", "collectives", "errors", "launch", "schedules"},
-    "autoload": {"backend", "launch"},
+    "backend": {"autoload", "collectives", "errors", "launch", "schedules", "torch_compat"},
+    "autoload": {"backend", "launch", "torch_compat"},
     "ops": {"collectives", "errors", "torch_compat"},
     "parallel": {"agreement", "collectives", "errors"},
     "training": {"agreement", "backend", "collectives", "errors", "parallel", "schedules", "torch_compat"},
@@ -65,6 +66,50 @@ TRAINING = {
     "sharding": {"gradients"},
 }
 PURE = {"schedules", "errors", "_chart"}  # no torch
+# The files that use private API of torch themselves, instead of torch_compat. The list may only become shorter.
+PRIVATE_TORCH = {
+    "bench/calibrate.py",
+    "bench/limits.py",
+    "models/gpt.py",
+    "ops/inductor_order.py",
+    "parallel/sequence/argument_checks.py",
+    "parallel/sequence/kernels.py",
+    "parallel/sequence/ring_step.py",
+    "parallel/sequence/split.py",
+    "parallel/vocabulary/columns.py",
+    "patterns/distillation/messages.py",
+    "patterns/distillation/roles.py",
+    "patterns/ensemble.py",
+    "patterns/per_sample/gradients.py",
+    "patterns/per_sample/pool.py",
+    "patterns/per_sample/recorder.py",
+    "recipes/__main__.py",
+    "recipes/compiled.py",
+    "recipes/ddp_twin.py",
+    "recipes/vocabulary.py",
+    "training/checkpoint/compare.py",
+    "training/gradients/averager.py",
+    "training/gradients/backward_end.py",
+    "training/gradients/layout.py",
+    "training/gradients/loss_scaling.py",
+    "training/group_duplicates.py",
+    "training/local_sgd.py",
+    "training/mixed_precision.py",
+    "training/pipeline/backward.py",
+    "training/pipeline/batch_norm.py",
+    "training/pipeline/chain.py",
+    "training/pipeline/packet.py",
+    "training/pipeline/processes.py",
+    "training/pipeline/running_statistics.py",
+    "training/pipeline/split.py",
+    "training/pipeline/stage.py",
+    "training/pipeline/transfer.py",
+    "training/sharding/parameters.py",
+    "training/sharding/released_parameters.py",
+    "training/sharding/unit.py",
+}
+PRIVATE = re.compile(r"_[a-zA-Z]\w*|distributed_c10d")
+NOT_OF_TORCH = {"_exit", "_extra_reducers", "_getframe", "_replace"}  # os, multiprocessing, sys, named tuples
 
 PUBLIC = ["DataPartitioner", "Options", "__version__", "all_gather", "all_reduce", "all_reduce_", "all_to_all"]
 PUBLIC += ["GradientAverager", "Pipeline", "ShardedSampler", "partition_dataset"]
@@ -104,6 +149,68 @@ def imported(path: Path, tree: ast.Module) -> Iterator[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def is_torch(name: str | None) -> bool:
+    return (name or "").partition(".")[0] == "torch"
+
+
+def is_private(name: str) -> bool:
+    return any(PRIVATE.fullmatch(part) for part in name.split("."))
+
+
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    """The functions, classes, variables and attributes of ``self`` that a module defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def private_torch(tree: ast.Module, defined: set[str]) -> Iterator[str]:
+    """The private API of torch that a module uses, as far as its syntax shows.
+
+    - An import from a private module of torch, or of a private name.
+    - A private attribute of a name imported from torch: ``torch._C``, ``dist.distributed_c10d``.
+    - A private attribute that is not among the ``defined`` names: ``group._get_backend``.
+    - The same names as strings: ``"torch._inductor.lowering"``, ``getattr(options, "_timeout")``.
+    """
+    from_torch = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [each.name for each in node.names if is_torch(each.name)]
+            from_torch |= {each.asname or "torch" for each in node.names if is_torch(each.name)}
+        elif isinstance(node, ast.ImportFrom) and not node.level and is_torch(node.module):
+            names = [f"{node.module}.{each.name}" for each in node.names]
+            from_torch |= {each.asname or each.name for each in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            is_name = re.fullmatch(r"torch(\.\w+)+", node.value) or node.value == "_timeout"
+            names = [node.value] if is_name else []
+        else:
+            names = []
+        yield from filter(is_private, names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in NOT_OF_TORCH:
+            root = ast.unparse(node).partition(".")[0]
+            if root in from_torch or node.attr not in defined:
+                yield ast.unparse(node)
+
+
+def test_private_api_of_torch_is_used_in_torch_compat_only() -> None:
+    defined: dict[Path, set[str]] = {}
+    for _, path, tree in sources():
+        defined.setdefault(path.parent, set()).update(defined_names(tree))
+    found = {
+        path.relative_to(PACKAGE).as_posix(): names
+        for layer, path, tree in sources()
+        if layer != "torch_compat" and (names := sorted({*private_torch(tree, defined[path.parent])}))
+    }
+    new = {name: names for name, names in found.items() if name not in PRIVATE_TORCH}
+    assert not new, "use, or add, a function of dist_prims/torch_compat.py"
+    assert not PRIVATE_TORCH - set(found), "these files use none any more: remove them from PRIVATE_TORCH"
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -185,7 +292,7 @@ def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(name)
     if not doctest.DocTestFinder(exclude_empty=True).find(module):
         return
-    own_group = any(word in name for word in ("backend", "collectives", "training"))
+    own_group = any(word in name for word in ("backend", "collectives", "torch_compat", "training"))
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -21,7 +21,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("DIST_PRIMS_TUNING", "DIST_PRIMS_CALIBRATION", "DIST_PRIMS_QUIET"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    tuning._tell_once.cache_clear()
+    tuning._print_once.cache_clear()
     return tmp_path / "dist_prims"
 
 
@@ -70,14 +70,14 @@ def test_a_file_that_the_user_names_is_checked_too(
     here, host = tuning.machine(), tuning.socket.gethostname()
     assert (CALIBRATION.read() or {})["gamma"] == 1
     on_another_machine(monkeypatch)
-    assert CALIBRATION.read(speaks=False) is None
+    assert CALIBRATION.read(warn=False) is None
     assert capsys.readouterr().err == ""
     assert CALIBRATION.read() is None
     said = capsys.readouterr().err
     assert f"{path} is ignored: it was measured on {host} ({here}), and this is node2 (Another" in said
     assert "measure here with: python -m dist_prims.bench calibrate" in said
     monkeypatch.setenv("DIST_PRIMS_QUIET", "1")
-    tuning._tell_once.cache_clear()
+    tuning._print_once.cache_clear()
     assert CALIBRATION.read() is None
     assert capsys.readouterr().err == ""
 
@@ -115,7 +115,7 @@ def test_a_file_that_is_no_json(
     (tmp_path / "tuning.json").write_text("not JSON")
     monkeypatch.setenv("DIST_PRIMS_TUNING", str(tmp_path / "tuning.json"))
     assert tuned(2) == ONE_SHOT_BYTES
-    assert "is ignored: it is no JSON" in capsys.readouterr().err
+    assert "is ignored: it is not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("config", ["", "relative"])
@@ -134,9 +134,7 @@ def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert TUNING.file() is None
     assert tuned(2) == ONE_SHOT_BYTES
-    with pytest.raises(
-        OSError, match="there is no home folder to keep the figures in; set DIST_PRIMS_TUNING to a file"
-    ):
+    with pytest.raises(OSError, match="there is no home folder for the measurements; set DIST_PRIMS_TUNING to a file"):
         TUNING.check_writable()
 
 
@@ -146,12 +144,12 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(tmp
     environ = clean(DIST_PRIMS_TUNING=str(path), DIST_PRIMS_CALIBRATION=str(path))
     done = run([sys.executable, "-m", "dist_prims", "tune", "--ranks", "2"], environ)
     assert done.returncode == 1
-    assert f"tune: the figures could not be kept in {path}: " in done.stderr
+    assert f"tune: the measurements cannot be written to {path}: " in done.stderr
     assert "; set DIST_PRIMS_TUNING to a file that can be written\n" in done.stderr
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run([*ranks, "-m", "dist_prims.bench", "calibrate"], environ)
     assert done.returncode != 0
-    assert f"error: the figures could not be kept in {path}: " in done.stderr
+    assert f"error: the measurements cannot be written to {path}: " in done.stderr
     assert done.stdout == ""
 
 

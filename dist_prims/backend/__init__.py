@@ -1,8 +1,9 @@
 """The backend "dist_prims" of ``torch.distributed``.
 
-The ranks of one host reduce in shared memory. A group that spans hosts follows schedules over a transport, gloo or MPI.
-Sparse tensors go to gloo, and CUDA tensors to NCCL where torch has it, behind the same name. Ranks share a host if they
-report the same host (see :mod:`dist_prims.launch.hosts`) and can pass memory to each other over a local socket.
+The ranks of one host reduce in shared memory. A group on several hosts executes schedules over a transport, gloo or
+MPI. The backend passes sparse tensors to gloo, and CUDA tensors to NCCL if torch was built with it. Two ranks share a
+host if they have the same host id (see :mod:`dist_prims.launch.hosts`) and can send memory descriptors to each other
+over a local socket.
 
     torch.distributed.init_process_group("dist_prims")
     torch.distributed.init_process_group("dist_prims", pg_options=dist_prims.Options(all_reduce="ring"))

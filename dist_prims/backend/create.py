@@ -1,4 +1,4 @@
-"""Creates one group of the backend "dist_prims" on one of its ranks; torch calls :func:`make`."""
+"""Creation of a group of the backend "dist_prims" on one of its ranks; torch calls :func:`make`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from ..collectives.algorithm_choice import parse_ranges
 from ..collectives.proofs import Proofs
 from ..errors import PeerDied
 from ..launch.hosts import host_id
-from ..launch.rendezvous import from_rank_0, greet
+from ..launch.rendezvous import from_rank_0, handshake
 from ..schedules import Schedule, build
 from ..schedules.native import to_native
+from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from . import mpi, transport_selection
 from .extension import extension
 from .flight_record import dump_file
@@ -30,39 +31,41 @@ from .tuning import CALIBRATION, tuned
 
 __all__ = ["make"]
 
-_SLOT_BYTES = 1 << 20  # of shared memory; a rank has two
+_SLOT_BYTES = 1 << 20  # size of a slot in shared memory; a rank has two slots
 _PINNED = "DIST_PRIMS_ALL_REDUCE"
 _LARGEST_TAG_OF_GLOO = 2**31 - 1
 _CPU = torch.device("cpu")
-_MOMENT_TO_DIE = 0.5  # seconds
+_EXIT_TIME = 0.5  # seconds from the end of a connection to the end of its process
 
 
 def make(options: Any, given: Any = None) -> Any:
-    """The backend for a group; ``options`` are torch's: store, rank, size, timeout; ``given``: ours."""
-    chosen = keep_options(str(options.group_id), given)
-    deaths = _Deaths(options)
+    """Create the backend for a group.
+
+    ``options`` are those of torch: store, rank, size, timeout. ``given`` are the ``pg_options`` of the caller.
+    """
+    prims_options = keep_options(str(options.group_id), given)
+    monitor = _DeathMonitor(options)
     try:
-        return _make(options, chosen, deaths)
-    except dist.DistError:  # a rank that dies may take the store with it
-        deaths.wait_and_raise()
+        return _make(options, prims_options, monitor)
+    except dist.DistError:  # the store ends with the process of its rank
+        monitor.wait_and_raise()
         raise
 
 
-def _make(options: Any, chosen: Options, deaths: _Deaths) -> Any:
+def _make(options: Any, prims_options: Options, monitor: _DeathMonitor) -> Any:
     rank, size = options.group_rank, options.group_size
     timeout = timedelta(seconds=options.timeout.total_seconds())
     ranks = list(options.global_ranks_in_group) or list(range(size))
-    store, hosts = _greet(dist.PrefixStore(NAME, options.store), rank, size, timeout, deaths)
-    spans = len(set(hosts)) > 1
+    store, hosts = _handshake(dist.PrefixStore(NAME, options.store), rank, size, timeout, monitor)
     check = functools.partial(Proofs(store, rank).require, timeout=timeout)
-    multi_host = MultiHostSchedules(hosts, rank, _levels_of_rank_0(store, rank, ranks), check) if spans else None
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
-    engine = None
-    if spans:
-        asked = chosen.engine or os.environ.get("DIST_PRIMS_ENGINE", "")
-        engine = (
-            mpi.make(ranks, timeout) if transport_selection.select(store, rank, ranks, asked) == "mpi" else make_gloo()
-        )
+    multi_host, engine = None, None
+    if len(set(hosts)) > 1:
+        multi_host = MultiHostSchedules(hosts, rank, _levels_of_rank_0(store, rank, ranks), check)
+        requested = prims_options.engine or os.environ.get("DIST_PRIMS_ENGINE", "")
+        is_mpi = transport_selection.select(store, rank, ranks, requested) == "mpi"
+        engine = mpi.make(ranks, timeout) if is_mpi else make_gloo()
+    one_shot_bytes = prims_options.one_shot_bytes
     backend = extension().PrimsBackend(
         store=store,
         rank=rank,
@@ -72,97 +75,101 @@ def _make(options: Any, chosen: Options, deaths: _Deaths) -> Any:
         engine=engine,
         largest_tag=getattr(engine, "largest_tag", _LARGEST_TAG_OF_GLOO),
         make_gloo=make_gloo,
-        choose=multi_host.choose if multi_host else _never,
+        choose=multi_host.choose if multi_host else _unreachable,
         accelerator=_nccl(store, rank, size, timeout),
-        slot_bytes=chosen.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
-        one_shot_bytes=tuned(size, speaks=ranks[rank] == 0) if chosen.one_shot_bytes is None else chosen.one_shot_bytes,
+        slot_bytes=prims_options.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
+        one_shot_bytes=tuned(size, warn=ranks[rank] == 0) if one_shot_bytes is None else one_shot_bytes,
         group=str(options.group_id),
         ranks=str(ranks),
         dump=dump_file(str(options.group_id), rank),
-        ended=deaths.first,
+        ended=monitor.first,
     )
-    _pin(backend, rank, size, chosen, multi_host, check)
+    _pin(backend, rank, size, prims_options, multi_host, check)
     return backend
 
 
-class _Deaths:
-    """Deaths of ranks while a group of theirs is made, as the default group sees them: it watches all processes of this
-    host. Where the new group is the default group, or that has another backend, none is seen before the ranks have
-    attached to each other."""
+class _DeathMonitor:
+    """Detects that a rank has died while its group is created.
+
+    The default group provides the information, because it watches all processes of this host. Where the new group is
+    the default group, or the default group has another backend, no death is detected before the ranks have attached to
+    the shared memory.
+    """
 
     def __init__(self, options: Any) -> None:
         self._rank: int = options.group_rank
         self._ranks: list[int] = list(options.global_ranks_in_group)
         self._ended: Callable[[], list[int]] = list
         if self._ranks and dist.is_initialized():
-            default = dist.distributed_c10d._get_default_group()
-            if _CPU in default._device_types:
-                self._ended = getattr(default._get_backend(_CPU), "ended", list)
+            default = default_group()
+            if _CPU.type in device_types(default):
+                self._ended = getattr(backend_of(default, _CPU), "ended", list)
 
     def first(self) -> int:
-        """A rank of the new group whose process has ended; -1 if there is none."""
+        """Return a rank of the new group whose process has ended; -1 if there is none."""
         return next((self._ranks.index(rank) for rank in self._ended() if rank in self._ranks), -1)
 
-    def look(self) -> None:
+    def check(self) -> None:
+        """Raise PeerDied if a process has ended."""
         if (culprit := self.first()) >= 0:
             raise PeerDied(
-                f"rank {self._rank}: rank {culprit} has died while the group was made; look at what it printed last, "
-                "and start the group again"
+                f"rank {self._rank}: rank {culprit} has died while the group was made; see the last output of that "
+                "rank, and start the group again"
             )
 
     def wait_and_raise(self) -> None:
-        """Connections end a moment before their process does."""
-        deadline = time.monotonic() + _MOMENT_TO_DIE
+        """Raise PeerDied if a process ends soon: its connections end a little before the process."""
+        deadline = time.monotonic() + _EXIT_TIME
         while time.monotonic() < deadline:
-            self.look()
+            self.check()
             time.sleep(0.01)
 
 
-def _greet(store: Any, rank: int, size: int, timeout: timedelta, deaths: _Deaths) -> tuple[Any, list[str]]:
-    """A store that only this meeting of the ranks uses, and the host of each."""
+def _handshake(store: Any, rank: int, size: int, timeout: timedelta, monitor: _DeathMonitor) -> tuple[Any, list[str]]:
+    """Return a store that only the ranks of this attempt use, and the host of each rank."""
     store.set_timeout(timeout)
     if size == 1:
         return store, [host_id()]
-    name, hosts = greet(store, rank, size, time.monotonic() + timeout.total_seconds(), deaths.look)
+    name, hosts = handshake(store, rank, size, time.monotonic() + timeout.total_seconds(), monitor.check)
     return dist.PrefixStore(name, store), hosts
 
 
 def _levels_of_rank_0(store: Any, rank: int, ranks: list[int]) -> Mapping[str, Any]:
-    """The figures by which all ranks choose schedules, so that they choose alike."""
+    """Return the cost figures of rank 0, by which all ranks choose schedules, so that all choose the same."""
 
     def read() -> str:
-        return json.dumps(CALIBRATION.read(speaks=ranks[0] == 0) or ASSUMED)
+        return json.dumps(CALIBRATION.read(warn=ranks[0] == 0) or ASSUMED)
 
     levels: Mapping[str, Any] = json.loads(from_rank_0(store, rank, len(ranks), "levels", read))
     return levels
 
 
 def _short(hosts: list[str]) -> list[str]:
-    """Names without what makes them unique, if they are so anyway."""
+    """Return the host ids without their hash suffixes, if the names are unique without them."""
     short = [host.rpartition("-")[0] or host for host in hosts]
     return short if len(set(short)) == len(set(hosts)) else hosts
 
 
-def _never(collective: str, nbytes: int, root: int) -> Any:
-    raise AssertionError(f"{collective} of {nbytes} bytes: ranks of one host need no schedule")
+def _unreachable(collective: str, nbytes: int, root: int) -> Any:
+    raise AssertionError(f"{collective} of {nbytes} bytes: a group on one host has no schedules")
 
 
 def _pin(
     backend: Any,
     rank: int,
     size: int,
-    chosen: Options,
+    prims_options: Options,
     multi_host: MultiHostSchedules | None,
     check: Callable[[Schedule], None],
 ) -> None:
-    text = chosen.all_reduce or os.environ.get(_PINNED, "")
+    text = prims_options.all_reduce or os.environ.get(_PINNED, "")
     pins = []
     for name, low, high in parse_ranges(text, "all_reduce", _PINNED):
         shape = {"hosts": multi_host.topology.hosts} if multi_host and name == "hierarchical" else {}
         schedule = build("all_reduce", name, size, **shape)
         check(schedule)
         pins.append(
-            to_native(schedule, rank, low, high, name, rank_at=multi_host.seats.rank_at if multi_host else None)
+            to_native(schedule, rank, low, high, name, rank_at=multi_host.order.rank_at if multi_host else None)
         )
     backend.pin(pins)
 
@@ -170,6 +177,4 @@ def _pin(
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         return None
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, nccl_options(timeout))

@@ -1,4 +1,4 @@
-"""The compiled part of the backend, and tensors in memory that the ranks of a host share.
+"""The compiled extension of the backend, and tensors in memory that the ranks of a host share.
 
 >>> import dist_prims
 >>> gradient = dist_prims.empty((3, 2), torch.float32).fill_(1)
@@ -17,28 +17,30 @@ __all__ = ["empty", "extension"]
 
 
 def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor in memory that the other ranks of this host can map: an all_reduce that finds all of its tensors in such
-    memory reads and writes them where they lie, without a copy. Every rank may allocate when it likes.
+    """Allocate a tensor in memory that the other ranks of this host can map.
 
-    The memory is reserved here and freed with the tensor. If an all_reduce of the tensor fails, other than with a
-    MismatchError, the tensor keeps its address but becomes ordinary memory of this process, so that a late rank cannot
-    write to it. Not to be used in a process forked from this one: there the memory is not mapped.
+    An all_reduce reads and writes such tensors in place, without a copy, if the tensors of all ranks are in such
+    memory. The call is not a collective. The memory is freed with the tensor. If an all_reduce of the tensor fails,
+    other than with a MismatchError, the tensor keeps its address but becomes ordinary memory of this process, so that a
+    late rank cannot write to it. A process that is forked from this one must not use the tensor: the memory is not
+    mapped there.
     """
     sizes = [shape] if isinstance(shape, int) else list(shape)
     if any(size < 0 for size in sizes):
-        raise ValueError(f"empty: a shape has no negative sizes, and this is {tuple(sizes)}")
+        raise ValueError(f"empty: the sizes of a shape must not be negative, and this shape is {tuple(sizes)}")
     tensor: torch.Tensor = extension().empty(sizes, dtype)
     return tensor
 
 
 def extension() -> Any:
+    """Return the extension module; ImportError if it is not built, or built for another torch."""
     remedy = "build it again: pip install --no-build-isolation --force-reinstall --no-deps <the source of dist_prims>"
     try:
         from .. import _backend
     except ImportError as error:
         raise ImportError(
-            f"the extension of dist_prims does not load with torch {torch.__version__}: {error}. It is not built, or "
-            f"for another torch; {remedy}"
+            f"the extension of dist_prims does not load with torch {torch.__version__}: {error}. The extension is not "
+            f"built, or built for another torch; {remedy}"
         ) from error
     if torch.__version__ != _backend.built_for:
         raise ImportError(

@@ -1,4 +1,4 @@
-"""Writes the last calls of this rank to a file; :mod:`..launch.flight_records` reads the files of all ranks."""
+"""Writer of flight records, the last calls of a rank; :mod:`..launch.flight_records` reads the files of all ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..torch_compat import backend_of, default_group
+
 __all__ = ["dump", "dump_file"]
 
 
 def dump(path: Path | str, group: dist.ProcessGroup | None = None) -> None:
-    """Write the last calls of this rank to a file, in the form of PyTorch's flight recorder; ``python -m dist_prims
-    doctor --dump`` reads those of all ranks and says which one is behind."""
-    backend: Any = (group or dist.distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
+    """Write the last calls of this rank to a file, in the format of PyTorch's flight recorder.
+
+    ``python -m dist_prims doctor --dump`` reads the files of all ranks and reports which rank is behind.
+    """
+    backend: Any = backend_of(group or default_group(), torch.device("cpu"))
     Path(path).write_text(backend.record())
 
 
 def dump_file(group: str, rank: int) -> str:
-    """The file that a failing call of this rank writes, or an empty string."""
+    """Return the file that a failing call of this rank writes, or an empty string if it writes none."""
     folder = os.environ.get("DIST_PRIMS_DUMP", "")
     return str(Path(folder) / f"{group}_rank{rank}.json") if folder else ""

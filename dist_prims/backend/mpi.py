@@ -1,9 +1,10 @@
-"""A backend of ``torch.distributed`` over MPI, in a torch that was built without it.
+"""Backend of ``torch.distributed`` over MPI, for a torch that was built without MPI.
 
-mpi4py has an MPI library in the process and has initialised it; our extension uses that one, or there would be two MPIs
-which know nothing of each other. So it is linked to none: its calls are resolved when it is loaded, by the library that
-mpi4py's own module depends on. There is an extension for each way in which an MPI's handles are made, MPICH's (which
-Intel MPI and MVAPICH share) and Open MPI's; ``setup.py`` builds those for which it finds an ``mpicc``.
+mpi4py has loaded and initialised an MPI library in the process. The extension must use the same library: two MPIs in
+one process would not know about each other. The extension is therefore linked to no MPI, and its symbols are resolved
+when it is loaded, by the library on which mpi4py's own module depends. There is one extension for each ABI of MPI
+handles: MPICH's, which Intel MPI and MVAPICH share, and Open MPI's. ``setup.py`` builds those for which it finds an
+``mpicc``.
 """
 
 import atexit
@@ -20,57 +21,57 @@ import torch
 
 from ..launch.detect import detect
 
-__all__ = ["lacks", "make", "why_not"]
+__all__ = ["group_unusable_reason", "make", "unusable_reason"]
 
 _LARGEST_COUNT = 2**31 - 1  # MPI counts in ints
 _FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "mpich", "MVAPICH": "mpich", "CRAY": "mpich"}
 
 
 def make(ranks: Sequence[int], timeout: timedelta, *, largest_count: int = _LARGEST_COUNT) -> Any:
-    """The backend for a group of these ranks of MPI.COMM_WORLD, in their order; each of them must call this.
+    """Create the backend for a group of these ranks of MPI.COMM_WORLD, in their order. Each of them must call this.
 
-    Data of more than ``largest_count`` bytes or elements goes in several pieces.
+    Data of more than ``largest_count`` bytes or elements is sent in several pieces.
     """
-    if reason := why_not():
+    if reason := unusable_reason():
         raise RuntimeError(f"no group over MPI: {reason}")
     MPI = _mpi4py()
     me, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     if me not in ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < size for rank in ranks):
         raise ValueError(
-            f"rank {me} of MPI.COMM_WORLD, which has {size}, cannot make a group of {list(ranks)}: a group holds its "
-            "maker and each rank once"
+            f"rank {me} of MPI.COMM_WORLD, which has {size}, cannot make a group of {list(ranks)}: a group must "
+            "contain the calling rank, and no rank twice"
         )
     return _extension().MpiBackend(ranks=list(ranks), timeout=timeout, largest_count=largest_count)
 
 
-def lacks(ranks: Sequence[int], rank: int) -> str:
-    """Why MPI cannot serve a group of these ranks on this process, which is number ``rank`` of them; an empty string if
-    it can.
+def group_unusable_reason(ranks: Sequence[int], rank: int) -> str:
+    """Return why MPI cannot be used for a group of these ranks in this process; an empty string if it can.
 
-    A working MPI is not enough: in a process that no mpirun has started, but which has imported mpi4py, it has a world
-    of one.
+    ``rank`` is the rank of this process in the group. A working MPI is not sufficient: in a process that mpirun has not
+    started, but which has imported mpi4py, the world has one rank.
     """
-    if reason := why_not():
+    if reason := unusable_reason():
         return reason
     world = _mpi4py().COMM_WORLD
     me, size = world.Get_rank(), world.Get_size()
     if me == ranks[rank] and max(ranks) < size:
         return ""
-    return f"it is rank {me} of {size} in MPI.COMM_WORLD, and the group takes it for rank {ranks[rank]}"
+    return f"it is rank {me} of {size} in MPI.COMM_WORLD, but the group expects rank {ranks[rank]}"
 
 
-def why_not() -> str:
-    """Why there is no MPI to work with here, and what to do about it; an empty string if there is.
+def unusable_reason() -> str:
+    """Return why MPI cannot be used in this process, with a remedy; an empty string if it can.
 
-    A process that no mpirun has started is left as it is: importing mpi4py there would initialise an MPI of one rank.
+    In a process that mpirun has not started, the function does not import mpi4py, which would initialise an MPI of one
+    rank.
 
-    >>> why_not()
+    >>> unusable_reason()
     'this process was started by python, not by mpirun; start it with: mpirun -n 4 python program.py'
     """
     if "mpi4py.MPI" not in sys.modules:
         try:
             launcher = detect()
-        except ValueError as error:  # the caller may have made a group all the same, with a store of its own
+        except ValueError as error:  # a caller with a store of its own needs no launcher
             return str(error)
         if launcher.medium != "MPI":
             return (
@@ -97,15 +98,15 @@ def _mpi4py() -> Any:
 
 @functools.cache
 def _extension() -> Any:
-    """The extension for the MPI that mpi4py has loaded."""
+    """Load the extension for the MPI that mpi4py has loaded."""
     MPI = _mpi4py()
     version = MPI.Get_library_version()
     family = next((family for name, family in _FAMILIES.items() if name in version), None)
     if family is None:
         raise ImportError(
-            f"mpi4py has loaded an MPI of neither MPICH's nor Open MPI's kind: {version.split(chr(10))[0]}"
+            f"mpi4py has loaded an MPI with neither MPICH's nor Open MPI's ABI: {version.split(chr(10))[0]}"
         )
-    # The library is in the process already, where only mpi4py sees it: let the extension see it, too.
+    # The library is loaded already, with symbols that only mpi4py can use: make them global for the extension.
     ctypes.CDLL(MPI.__file__, os.RTLD_NOW | os.RTLD_NOLOAD | os.RTLD_GLOBAL)
     name = f"_mpi_{family}"
     remedy = (
@@ -121,17 +122,19 @@ def _extension() -> Any:
             f"the extension dist_prims.{name} was built for torch {extension.built_for}, and this is "
             f"{torch.__version__}; {remedy}"
         )
-    atexit.register(extension.close)  # while Python is whole: callbacks of what is under way may need it
+    atexit.register(
+        extension.close
+    )  # before the interpreter is finalised: callbacks of operations in progress may need it
     _close_before_finalize(MPI, extension.close)
     return extension
 
 
 def _close_before_finalize(MPI: Any, close: Callable[[], None]) -> None:
-    """A program's own ``MPI.Finalize()`` stops our thread first.
+    """Make a program's call of ``MPI.Finalize()`` stop the thread of the extension first.
 
-    The library would tell us, by an attribute of MPI.COMM_SELF, and so it does where something else than Python
-    finalises. But MPICH stops locking before it tells: a thread of ours that is inside a call at that moment leaves a
-    lock behind, which Finalize then fails to destroy, and the process is aborted.
+    MPI would notify the extension by an attribute of MPI.COMM_SELF, and does so where code other than Python finalises.
+    But MPICH stops locking before the notification: a thread of the extension that is within a call at that moment
+    leaves a lock behind. Finalize then fails to destroy the lock, and the process aborts.
     """
     finalize = MPI.Finalize
 

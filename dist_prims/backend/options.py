@@ -1,4 +1,4 @@
-"""The options of a group of the backend, and those that each group was made with."""
+"""Options of a group of the backend, and a registry of the options of each group."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ _options: dict[str, Options | None] = {}  # by the name of a group
 
 
 class Options:
-    """How a group of the backend works, as ``pg_options`` of ``init_process_group`` or ``new_group``.
+    """Options of a group of the backend, as ``pg_options`` of ``init_process_group`` or ``new_group``.
 
-    ``all_reduce``: the algorithm, by name or by ranges of sizes as in ``DIST_PRIMS_ALL_REDUCE``; your own included. A
-    schedule that is pinned so runs in one segment. Other collectives cannot be pinned.
-    ``slot_bytes``: of shared memory, two of them for each rank; larger ones serve larger segments.
-    ``one_shot_bytes``: up to here every rank of an all_reduce adds everything at once; beyond, each adds its part and
-    the sums are shared. Unless given, what ``python -m dist_prims tune`` found on this type of machine, or 32 K.
-    ``engine``: what carries messages between hosts, "gloo" or "mpi", or ``DIST_PRIMS_ENGINE``; unless given, MPI where
-    mpirun has started the ranks and all of them can use it, and gloo elsewhere. Rank 0's counts.
+    - ``all_reduce``: the algorithm, by name or by ranges of sizes as in ``DIST_PRIMS_ALL_REDUCE``, also one that the
+      program registers. A pinned schedule runs in one segment. Other collectives cannot be pinned.
+    - ``slot_bytes``: the size of a slot in shared memory, of which each rank has two. Larger slots allow larger
+      segments. The default is ``DIST_PRIMS_SLOT_BYTES``, or 1 M.
+    - ``one_shot_bytes``: up to this size every rank of an all_reduce adds the whole data of all ranks. Above it, each
+      rank adds one part, and all ranks read the sums. The default is the value that ``python -m dist_prims tune`` has
+      measured on this type of machine, or 32 K.
+    - ``engine``: the transport between hosts, "gloo" or "mpi". The default is ``DIST_PRIMS_ENGINE``, or MPI if mpirun
+      has started the ranks and all of them can use MPI, else gloo. The option of rank 0 applies to all ranks.
 
     >>> Options(all_reduce="ring:1M-max").all_reduce
     'ring:1M-max'
@@ -43,11 +45,11 @@ class Options:
 
 
 def keep_options(group_name: str, given: Any) -> Options:
-    """Remembers what the user gave for a group, and returns it, or the defaults."""
+    """Store the options of a group, and return them, or the defaults if the caller gave none."""
     _options[group_name] = given if isinstance(given, Options) else None
     return _options[group_name] or Options()
 
 
 def options_of(group: dist.ProcessGroup) -> Options | None:
-    """The options that a group of this backend was made with, or None."""
+    """Return the options with which a group of this backend was created, or None."""
     return _options.get(group.group_name) if NAME in dist.get_backend_config(group) else None

@@ -1,7 +1,8 @@
-"""Which engine carries messages between the hosts of a group: gloo, or MPI where every rank can use it.
+"""Selection of the transport between the hosts of a group: gloo, or MPI where every rank can use it.
 
-All ranks must use the same one, and MPI may be usable on some of them only: the extension may not be built on one host,
-or MPI may not allow threads there. So rank 0 proposes MPI, every rank answers with what it lacks, and rank 0 decides.
+All ranks must use the same transport. MPI may be usable on some ranks only: on one host the extension may not be built,
+or MPI may not support threads. Rank 0 therefore proposes MPI, every rank answers with the reason why it cannot use MPI,
+if any, and rank 0 decides.
 """
 
 from __future__ import annotations
@@ -19,54 +20,55 @@ __all__ = ["ENGINES", "select"]
 ENGINES = ("", "gloo", "mpi")
 
 
-def select(store: Any, rank: int, ranks: Sequence[int], asked: str) -> str:
-    """The engine for a group of these ranks, "gloo" or "mpi"; every rank calls this, with a store of the group.
+def select(store: Any, rank: int, ranks: Sequence[int], requested: str) -> str:
+    """Return the transport for a group of these ranks, "gloo" or "mpi". Every rank calls this, with the group's store.
 
-    ``asked``: what the user asks for, or an empty string; rank 0's counts. An engine that was asked for and cannot
-    serve is an error on all ranks. One that was not asked for is replaced by gloo, with a warning on rank 0.
+    ``requested`` is the transport that the user requests, or an empty string; that of rank 0 applies. A requested
+    transport that a rank cannot use is an error on all ranks. Without a request, gloo replaces it, with a warning on
+    rank 0.
     """
     size = len(ranks)
-    if from_rank_0(store, rank, size, "engine proposed", lambda: _propose(ranks, asked)) == "gloo":
+    if from_rank_0(store, rank, size, "engine proposed", lambda: _propose(ranks, requested)) == "gloo":
         return "gloo"
-    store.set(f"engine/{rank}", mpi.lacks(ranks, rank))
-    return from_rank_0(store, rank, size, "engine", lambda: _decide(_answers(store, size), bool(asked)))
+    store.set(f"engine/{rank}", mpi.group_unusable_reason(ranks, rank))
+    return from_rank_0(store, rank, size, "engine", lambda: _decide(_answers(store, size), bool(requested)))
 
 
-def _propose(ranks: Sequence[int], asked: str) -> str:
-    if asked not in ENGINES:
+def _propose(ranks: Sequence[int], requested: str) -> str:
+    if requested not in ENGINES:
         raise ValueError(
-            f"DIST_PRIMS_ENGINE={asked!r}: 'gloo' or 'mpi'; unset it to have MPI where mpirun started the ranks"
+            f"DIST_PRIMS_ENGINE={requested!r}: 'gloo' or 'mpi'; unset it for MPI where mpirun started the ranks"
         )
-    return asked or ("mpi" if _is_expected(ranks) else "gloo")
+    return requested or ("mpi" if _is_expected(ranks) else "gloo")
 
 
 def _is_expected(ranks: Sequence[int]) -> bool:
-    """Whether ranks like this one should use MPI: it is here, or a launcher of MPI has started them."""
+    """Whether to propose MPI: it is usable on this rank, or an MPI launcher has started this rank."""
     try:
         started = detect().medium == "MPI"
-    except ValueError:  # no launcher is needed where the caller brings a store
+    except ValueError:  # a caller with a store of its own needs no launcher
         started = False
-    return started or not mpi.lacks(ranks, 0)
+    return started or not mpi.group_unusable_reason(ranks, 0)
 
 
 def _answers(store: Any, size: int) -> Mapping[int, str]:
-    """What the ranks that cannot use MPI lack."""
+    """Return the reasons of the ranks that cannot use MPI."""
     answers = {each: store.get(f"engine/{each}").decode() for each in range(size)}
     return {each: answer for each, answer in answers.items() if answer}
 
 
-def _decide(lacking: Mapping[int, str], is_asked: bool) -> str:
-    if not lacking:
+def _decide(reasons: Mapping[int, str], is_requested: bool) -> str:
+    if not reasons:
         return "mpi"
-    if is_asked:
-        raise RuntimeError(f"{_reason(lacking)}; to use gloo instead: DIST_PRIMS_ENGINE=gloo")
-    again = "DIST_PRIMS_ENGINE=gloo asks for it without this warning"
-    warnings.warn(f"{_reason(lacking)}; gloo carries them instead; {again}", stacklevel=4)
+    if is_requested:
+        raise RuntimeError(f"{_first_reason(reasons)}; to use gloo instead: DIST_PRIMS_ENGINE=gloo")
+    remedy = "set DIST_PRIMS_ENGINE=gloo to use gloo without this warning"
+    warnings.warn(f"{_first_reason(reasons)}; using gloo instead; {remedy}", stacklevel=4)
     return "gloo"
 
 
-def _reason(lacking: Mapping[int, str]) -> str:
-    """The first rank's, for the others mostly lack the same."""
-    rank, reason = next(iter(lacking.items()))
-    count = f", first of {len(lacking)} ranks" if len(lacking) > 1 else ""
-    return f"MPI cannot carry the messages between the hosts of this group (rank {rank}{count}: {reason})"
+def _first_reason(reasons: Mapping[int, str]) -> str:
+    """Return the reason of the first rank: the others usually have the same."""
+    rank, reason = next(iter(reasons.items()))
+    count = f", first of {len(reasons)} ranks" if len(reasons) > 1 else ""
+    return f"MPI cannot be the transport between the hosts of this group (rank {rank}{count}: {reason})"

@@ -1,11 +1,11 @@
-"""What was measured on a machine like this one, and is read by groups of the backend when they are made.
+"""Files of measurements on a type of machine, which a group of the backend reads when it is created.
 
-``python -m dist_prims tune`` writes, for numbers of ranks, up to which size one shot is the quicker all_reduce on one
-host; ``python -m dist_prims.bench calibrate`` writes what a message and a byte cost within a host and between hosts.
-Without these files nothing is wrong and little is slower.
+``python -m dist_prims tune`` writes, by number of ranks, the size up to which the one-shot all_reduce is the faster one
+on one host. ``python -m dist_prims.bench calibrate`` writes the cost of a message and of a byte, within a host and
+between hosts. Both files are optional, and without them the backend is only slightly slower.
 
-A home folder is often shared by nodes of several types. So a file is kept for each type of machine (processor, cores,
-sockets, NUMA nodes) and says on which it was measured; what was measured on another is ignored, with a notice.
+Nodes of several types often share a home folder. There is therefore a file for each type of machine (processor, cores,
+sockets, NUMA nodes), which contains the type. A file of another type is ignored, with a message.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CALIBRATION", "ONE_SHOT_BYTES", "TUNING", "Figures", "machine", "tuned"]
+__all__ = ["CALIBRATION", "ONE_SHOT_BYTES", "TUNING", "MeasurementFile", "machine", "tuned"]
 
 ONE_SHOT_BYTES = 32 << 10
 
 
 @cache
 def machine() -> str:
-    """The type of this machine: figures that were measured on one of it hold for all.
+    """Return the type of this machine. Measurements on one machine are valid for all machines of its type.
 
     >>> "CPUs" in machine()
     True
@@ -44,7 +44,7 @@ def machine() -> str:
 
 
 def _processor() -> str:
-    """The model, or what the kernel tells in its place: numbers of the maker and the part on Arm."""
+    """Return the model of the processor, or the numbers of implementer and part that the kernel reports on Arm."""
     lines = (line.partition(":") for line in _read(Path("/proc/cpuinfo")).splitlines())
     found = {key.strip(): " ".join(value.split()) for key, _, value in lines}
     model = found.get("model name") or found.get("cpu")  # the latter on POWER
@@ -60,15 +60,19 @@ def _read(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """One kind of figures: the variable that names their file, the beginning of its name elsewhere, how to measure."""
+class MeasurementFile:
+    """One kind of measurements.
+
+    ``variable`` is the environment variable that names the file. Without the variable the file name begins with
+    ``stem``. ``command`` is the command that measures.
+    """
 
     variable: str
     stem: str
     command: str
 
     def file(self) -> Path | None:
-        """The variable's, or one of this user for this type of machine; None for a user without a home.
+        """Return the file in the variable, else the user's for this type of machine; None without a home folder.
 
         >>> file = TUNING.file()
         >>> file is None or file.suffix == ".json"
@@ -80,10 +84,10 @@ class Figures:
         folder = _folder()
         return folder / f"{self.stem}-{name}.json" if folder else None
 
-    def read(self, speaks: bool = True) -> Mapping[str, Any] | None:
-        """What was measured on this type of machine, if anything was; a process that ``speaks`` tells what it ignores.
+    def read(self, warn: bool = True) -> Mapping[str, Any] | None:
+        """Return the measurements on this type of machine, or None. With ``warn`` print a message about ignored files.
 
-        A file of an older version does not say where it was measured: it holds if the variable names it.
+        A file of an older version does not contain the type of machine, and is valid if the variable names it.
         """
         path = self.file()
         here = f"{socket.gethostname()} ({machine()}); measure here with: {self.command}"
@@ -92,50 +96,50 @@ class Figures:
         except OSError:
             found = None
         except ValueError as error:
-            _tell(speaks, f"{path} is ignored: it is no JSON ({error}); measure with: {self.command}")
+            _warn(warn, f"{path} is ignored: it is not JSON ({error}); measure with: {self.command}")
             return None
         if isinstance(found, dict) and found.get("machine", machine()) == machine():
             return found
         if isinstance(found, dict):
             where = f"{found.get('host')} ({found['machine']})"
-            _tell(speaks, f"{path} is ignored: it was measured on {where}, and this is {here}")
+            _warn(warn, f"{path} is ignored: it was measured on {where}, and this is {here}")
         elif path and self.variable not in os.environ and (others := sorted(path.parent.glob(f"{self.stem}*.json"))):
-            reason = "measured on another type of machine, or by a version that did not say on which"
-            _tell(speaks, f"{', '.join(map(str, others))}: ignored, {reason}; this is {here}")
+            reason = "measured on another type of machine, or by a version that did not record the type"
+            _warn(warn, f"{', '.join(map(str, others))}: ignored, {reason}; this is {here}")
         return None
 
     def check_writable(self, path: Path | None = None) -> None:
-        """Raise OSError, with the remedy, if the figures could not be written; to be asked before they are measured."""
+        """Raise OSError, with a remedy, if the file cannot be written. Call this before a measurement."""
         path = path or self.file()
         remedy = f"set {self.variable} to a file that can be written"
         if path is None:
-            raise OSError(f"there is no home folder to keep the figures in; {remedy}")
+            raise OSError(f"there is no home folder for the measurements; {remedy}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not os.access(path.parent, os.W_OK):
                 raise PermissionError(f"{path.parent} is read-only")
         except OSError as error:
-            raise OSError(f"the figures could not be kept in {path}: {error}; {remedy}") from error
+            raise OSError(f"the measurements cannot be written to {path}: {error}; {remedy}") from error
 
     def write(self, found: Mapping[str, Any], path: Path | None = None) -> Path:
-        """Keep them, and where they were measured."""
+        """Write the measurements with type of machine, host and date. Return the file."""
         self.check_writable(path)
         path = path or self.file()
         assert path
         where = {"machine": machine(), "host": socket.gethostname(), "date": time.strftime("%Y-%m-%d")}
-        new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")  # two may write at once
+        new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")  # unique, because two processes may write at once
         new.write_text(json.dumps({**where, **found}, indent=1))
-        new.replace(path)  # a reader finds the old file or the new one
+        new.replace(path)  # atomic: a reader sees the old file or the new one
         return path
 
 
-TUNING = Figures("DIST_PRIMS_TUNING", "tuning", "python -m dist_prims tune")
-CALIBRATION = Figures("DIST_PRIMS_CALIBRATION", "calibration", "python -m dist_prims.bench calibrate")
+TUNING = MeasurementFile("DIST_PRIMS_TUNING", "tuning", "python -m dist_prims tune")
+CALIBRATION = MeasurementFile("DIST_PRIMS_CALIBRATION", "calibration", "python -m dist_prims.bench calibrate")
 
 
-def tuned(size: int, speaks: bool = True) -> int:
-    """Up to how many bytes one shot is quicker among so many ranks."""
-    limits = (TUNING.read(speaks) or {}).get("one_shot_bytes")
+def tuned(size: int, warn: bool = True) -> int:
+    """Return the size in bytes up to which the one-shot all_reduce is faster among ``size`` ranks."""
+    limits = (TUNING.read(warn) or {}).get("one_shot_bytes")
     limit = limits.get(str(size)) if isinstance(limits, dict) else None
     return limit if isinstance(limit, int) else ONE_SHOT_BYTES
 
@@ -150,11 +154,11 @@ def _folder() -> Path | None:
         return None
 
 
-def _tell(speaks: bool, text: str) -> None:
-    if speaks and os.environ.get("DIST_PRIMS_QUIET") != "1":
-        _tell_once(text)
+def _warn(warn: bool, text: str) -> None:
+    if warn and os.environ.get("DIST_PRIMS_QUIET") != "1":
+        _print_once(text)
 
 
 @cache
-def _tell_once(text: str) -> None:
+def _print_once(text: str) -> None:
     print(f"dist_prims: {text}", file=sys.stderr, flush=True)

@@ -1,31 +1,35 @@
-"""Collectives for any ``torch.distributed`` group, by the algorithm that the caller names or the group's own.
+"""Collectives for any ``torch.distributed`` group, by a named algorithm or by the backend of the group.
 
     import dist_prims, torch
     dist_prims.init("dist_prims")
     gradient = torch.ones(1000)
-    dist_prims.all_reduce(gradient)                                     # the group's own collective: the quickest
-    dist_prims.all_reduce(gradient, algorithm="ring")                   # this schedule
-    work = dist_prims.all_reduce(gradient, async_op=True); work.wait()  # while something else is computed
+    dist_prims.all_reduce(gradient)                                     # by the group's backend: the fastest
+    dist_prims.all_reduce(gradient, algorithm="ring")                   # by this algorithm
+    work = dist_prims.all_reduce(gradient, async_op=True); work.wait()  # asynchronous
 
-All of them take, beside their own arguments:
+All collectives take these arguments in addition to their own:
 
-- ``group``: the group to run in; the default group unless given.
-- ``algorithm``: a name from ``dist_prims.schedules.algorithms(collective)``, your own included, with its parameters as
-  further keywords; or "cheapest", the one of the lowest price for the size, which on the backend dist_prims is its own
-  collective. Unless given, it is what ``DIST_PRIMS_<COLLECTIVE>`` says for the size (see :mod:`.choose`), or the
-  collective of the group's backend: of dist_prims, and of gloo if that has it (not for uneven blocks and some types and
-  operations). Otherwise it is "cheapest".
-- ``async_op``: return at once with a Work to ``wait()`` for.
-- ``segment_bytes``: cut messages into segments of this size, so that one is reduced while the next travels. The backend
-  dist_prims cuts by itself.
+- ``group``: the group; by default the default group.
+- ``algorithm``: a name from ``dist_prims.schedules.algorithms(collective)``, which includes algorithms that the program
+  registers. The parameters of the algorithm are further keywords. "cheapest" selects the algorithm with the lowest cost
+  for the size; on the backend dist_prims it selects the backend's own collective. The default is, in this order:
+
+  1. the algorithm in ``DIST_PRIMS_<COLLECTIVE>`` for the size (see :mod:`.algorithm_choice`)
+  2. the collective of the group's backend: of dist_prims, or of gloo if gloo supports the call (not for uneven blocks
+     and some types and operations)
+  3. "cheapest"
+- ``async_op``: return at once, with a Work to ``wait()`` for.
+- ``segment_bytes``: cut messages into segments of this size, so that one is reduced while the next is being
+  transferred. The default is not to cut. The backend dist_prims chooses segments itself.
 
 A named algorithm runs in C++ on the backend dist_prims (all_reduce, all_gather, reduce_scatter, broadcast, reduce), and
-from Python over point-to-point messages elsewhere; the bits are the same.
+in Python over point-to-point messages on other backends. Both give the same bits.
 
-Ranks must agree in collective, operation, dtype, count, root, algorithm and order of calls; where they do not, all of
-them raise MismatchError before any data is touched. The exception is a call that gloo makes itself: it trusts that
-ranks agree, and may hang or end the process. What is wrong on one rank alone is an error before anything is sent.
-Half types add in float32 and round once a step. Non-contiguous tensors work, by way of a contiguous copy.
+Ranks must agree in collective, operation, dtype, count, root, algorithm and order of calls. If they differ, all ranks
+raise MismatchError before any data is touched. The exception is a call of gloo's own collectives: gloo does not compare
+the calls, and may hang or end the process. An invalid argument is an error on its rank before anything is sent.
+
+Additions of half types are done in float32 and rounded once a step. Non-contiguous tensors are copied.
 """
 
 from ..errors import MismatchError

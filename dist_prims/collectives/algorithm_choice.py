@@ -1,9 +1,9 @@
-"""Which algorithm: the one that the environment names for a size, or the cheapest by price.
+"""Selection of an algorithm: the one that an environment variable names for a size, or the one of the lowest cost.
 
     DIST_PRIMS_ALL_REDUCE=ring
     DIST_PRIMS_ALL_REDUCE="recursive_doubling:0-16K;halving_doubling:16K-1M;ring:1M-max"
 
-A range holds sizes from its start up to, not including, its end.
+A range includes its start and excludes its end.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from ..schedules.cost import Cost
 from ..schedules.registry import Algorithm
 from ..schedules.trust import may_be_chosen
 
-__all__ = ["ALPHA", "BETA", "CHEAPEST", "GAMMA", "STRAIGHT", "cheapest", "configured", "parse_ranges"]
+__all__ = ["ALPHA", "BETA", "CHEAPEST", "GAMMA", "UNFORWARDED", "cheapest", "configured", "parse_ranges"]
 
 CHEAPEST = "cheapest"  # as the name of an algorithm
 
-# Seconds a message, a byte moved, a byte reduced: gloo over loopback, seen on one 2-core machine. They only order
-# algorithms; where the order matters, measure and pin.
+# Seconds a message, a byte moved, a byte reduced: gloo over loopback, measured on a 2-core machine. The numbers only
+# serve to compare algorithms. Where the choice matters, measure and pin an algorithm.
 ALPHA, BETA, GAMMA = 60e-6, 0.5e-9, 0.1e-9
 
-# all_to_all with uneven splits: only a block that goes straight to its rank has a length that both sides know.
-STRAIGHT = ("pairwise", "direct")
+# Algorithms of all_to_all that send each block directly to its destination, and support uneven splits: both ranks know
+# the length of the block, whereas a rank that forwards blocks does not know the lengths of other ranks' blocks.
+UNFORWARDED = ("pairwise", "direct")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -42,7 +43,7 @@ def _bytes(text: str, variable: str) -> int:
 
 @functools.lru_cache(maxsize=64)
 def parse_ranges(text: str, collective: str, variable: str) -> tuple[tuple[str, int, int], ...]:
-    """(algorithm, from, up to) for each range of a setting.
+    """Parse a setting into (algorithm, start, end) for each range.
 
     >>> parse_ranges("ring:1M-max", "all_reduce", "DIST_PRIMS_ALL_REDUCE")
     (('ring', 1048576, 9223372036854775808),)
@@ -64,7 +65,7 @@ def _price(registered: Algorithm, size: int) -> Cost:
 
 
 def configured(collective: str, nbytes: int) -> str | None:
-    """The algorithm that the environment names for data of ``nbytes``."""
+    """Return the algorithm that the environment names for data of ``nbytes``, or None."""
     variable = f"DIST_PRIMS_{collective.upper()}"
     for name, low, high in parse_ranges(os.environ.get(variable, ""), collective, variable):
         if low <= nbytes < high:
@@ -73,7 +74,7 @@ def configured(collective: str, nbytes: int) -> str | None:
 
 
 def cheapest(collective: str, size: int, nbytes: int, even: bool = True) -> str:
-    """The algorithm of the lowest price for data of ``nbytes``."""
-    candidates = [lookup(collective, name) for name in algorithms(collective) if even or name in STRAIGHT]
+    """Return the algorithm of the lowest cost for data of ``nbytes``, in blocks of the same length if ``even``."""
+    candidates = [lookup(collective, name) for name in algorithms(collective) if even or name in UNFORWARDED]
     fit = [each for each in candidates if may_be_chosen(each, size)]
     return min(fit, key=lambda each: _price(each, size).seconds(nbytes, ALPHA, BETA, GAMMA)).name

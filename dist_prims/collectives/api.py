@@ -1,7 +1,7 @@
-"""The collectives themselves: each says where the data of a rank lies, checks it, and makes the call.
+"""The public collectives: each one checks its arguments, describes where the data of a rank is, and makes the call.
 
-Roots (``src``, ``dst``) are ranks of the default group, as in ``torch.distributed``. The examples are those of a group
-of one rank; they show the form, the pictures of the algorithms show the rest.
+Roots (``src``, ``dst``) are ranks of the default group, as in ``torch.distributed``. The examples run in a group of one
+rank and show the form of a call.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from .algorithm_choice import CHEAPEST, STRAIGHT
-from .arguments import Maker, Op, Tensors
+from ..torch_compat import device_types
+from .algorithm_choice import CHEAPEST, UNFORWARDED
+from .arguments import CallBuilder, Op, Tensors
 from .call import AnyWork, group_of
-from .native import all_gather_, all_reduce_, direct, reduce_scatter_
+from .native import all_gather_, all_reduce_, direct_group, reduce_scatter_
 
 __all__ = [
     "all_gather",
@@ -41,23 +42,23 @@ def all_reduce(
     output: torch.Tensor | None = None,
     **options: Any,
 ) -> AnyWork | None:
-    """Every rank gets the reduction of all ranks' tensors, in place or in ``output``.
+    """Reduce the tensors of all ranks; every rank gets the result, in place or in ``output``.
 
-    With 2 ranks, rank 0 holding [1, 2] and rank 1 holding [10, 20], both hold [11, 22] after it.
+    With [1, 2] on rank 0 and [10, 20] on rank 1, both ranks get [11, 22].
 
     >>> tensor = torch.tensor([1, 2])
     >>> all_reduce(tensor, algorithm="ring")
     >>> tensor
     tensor([1, 2])
     """
-    if output is None and not options and (own := direct("all_reduce", [tensor], op, group)):
-        all_reduce_(tensor, op, own)
+    if output is None and not options and (found := direct_group("all_reduce", [tensor], op, group)):
+        all_reduce_(tensor, op, found)
         return None
-    call = Maker("all_reduce", group, tensor, op)
+    call = CallBuilder("all_reduce", group, tensor, op)
     source = call.read(tensor)
     in_place = output is None and call.reads_in_place(tensor)
     target = source if in_place else call.write(tensor if output is None else output)
-    call.same("output", target, source)
+    call.check_length("output", target, source)
     return call.make([len(source)], [source], [target], [len(source)], options)
 
 
@@ -68,9 +69,10 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> AnyWork | None:
-    """Rank r gets the reduction of all ranks' block r. ``input``: one tensor, split evenly, or one for each rank.
+    """Reduce the tensors of all ranks; rank r gets block r of the result.
 
-    With 2 ranks, rank 0 holding [1, 2] and rank 1 holding [10, 20], rank 0 gets [11] and rank 1 gets [22].
+    ``input`` is one tensor, which is split evenly, or a list of one tensor for each rank. With [1, 2] on rank 0 and
+    [10, 20] on rank 1, rank 0 gets [11] and rank 1 gets [22].
 
     >>> output = torch.empty(2)
     >>> reduce_scatter(output, torch.tensor([3.0, 4.0]))
@@ -80,16 +82,16 @@ def reduce_scatter(
     if (
         not options
         and _is_n_times(input, output, group)
-        and (own := direct("reduce_scatter", [output, input], op, group))
+        and (found := direct_group("reduce_scatter", [output, input], op, group))
     ):
-        reduce_scatter_(output, cast(torch.Tensor, input), op, own)
+        reduce_scatter_(output, cast(torch.Tensor, input), op, found)
         return None
-    call = Maker("reduce_scatter", group, output, op)
+    call = CallBuilder("reduce_scatter", group, output, op)
     blocks = call.read_blocks(input, "input")
     counts = [len(block) for block in blocks]
     target = call.write(output)
-    call.same("output", target, blocks[call.rank])
-    return call.make(counts, blocks, call.only(call.rank, target), counts, options)
+    call.check_length("output", target, blocks[call.rank])
+    return call.make(counts, blocks, call.one_block(call.rank, target), counts, options)
 
 
 def all_gather(
@@ -98,7 +100,9 @@ def all_gather(
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> AnyWork | None:
-    """Every rank gets all ranks' tensors: in one tensor, split evenly, or in one for each rank (uneven ones too).
+    """Gather the tensors of all ranks on every rank.
+
+    ``output`` is one tensor, which is split evenly, or a list of one tensor for each rank, also of different lengths.
 
     >>> output = torch.empty(2)
     >>> all_gather(output, torch.tensor([3.0, 4.0]))
@@ -108,29 +112,34 @@ def all_gather(
     if (
         not options
         and _is_n_times(output, input, group)
-        and (own := direct("all_gather", [output, input], None, group))
+        and (found := direct_group("all_gather", [output, input], None, group))
     ):
-        all_gather_(cast(torch.Tensor, output), input, own)
+        all_gather_(cast(torch.Tensor, output), input, found)
         return None
-    call = Maker("all_gather", group, input)
+    call = CallBuilder("all_gather", group, input)
     blocks = call.write_blocks(output, "output")
     counts = [len(block) for block in blocks]
     source = call.read(input)
-    call.same("input", source, blocks[call.rank])
-    return call.make(counts, call.only(call.rank, source), blocks, counts, options)
+    call.check_length("input", source, blocks[call.rank])
+    return call.make(counts, call.one_block(call.rank, source), blocks, counts, options)
 
 
 def broadcast(
     tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None, **options: Any
 ) -> AnyWork | None:
-    """Every rank gets the tensor of rank ``src``.
+    """Copy the tensor of rank ``src`` to every rank.
 
     >>> broadcast(torch.ones(3), src=0)
     """
-    if group is None and not options and (own := direct("broadcast", [tensor], None, None)) and 0 <= src < own.size():
-        dist.broadcast(tensor, src, own)
+    if (
+        group is None
+        and not options
+        and (found := direct_group("broadcast", [tensor], None, None))
+        and 0 <= src < found.size()
+    ):
+        dist.broadcast(tensor, src, found)
         return None
-    call = Maker("broadcast", group, tensor, root=src)
+    call = CallBuilder("broadcast", group, tensor, root=src)
     target = call.read(tensor) if call.is_root and call.is_flat(tensor) else call.write(tensor, keep=call.is_root)
     return call.make([len(target)], [target if call.is_root else None], [target], [len(target)], options)
 
@@ -144,17 +153,19 @@ def reduce(
     output: torch.Tensor | None = None,
     **options: Any,
 ) -> AnyWork | None:
-    """Rank ``dst`` gets the reduction of all ranks' tensors, in place or in ``output``; the others keep theirs.
+    """Reduce the tensors of all ranks; rank ``dst`` gets the result, in place or in ``output``.
+
+    The tensors of the other ranks do not change.
 
     >>> reduce(torch.ones(3), dst=0)
     """
-    call = Maker("reduce", group, tensor, op, root=dst)
+    call = CallBuilder("reduce", group, tensor, op, root=dst)
     source = call.read(tensor)
     target = None
     if call.is_root:
         in_place = output is None and call.reads_in_place(tensor)
         target = source if in_place else call.write(tensor if output is None else output)
-        call.same("output", target, source)
+        call.check_length("output", target, source)
     return call.make([len(source)], [source], [target], [len(source)], options)
 
 
@@ -165,18 +176,20 @@ def gather(
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> AnyWork | None:
-    """Rank ``dst`` gets all ranks' tensors, equally long, in ``gather_list``, which it alone passes.
+    """Gather the tensors of all ranks, of one length, in the ``gather_list`` of rank ``dst``.
+
+    The other ranks pass no ``gather_list``.
 
     >>> parts = [torch.empty(2)]
     >>> gather(torch.tensor([3.0, 4.0]), parts)
     >>> parts
     [tensor([3., 4.])]
     """
-    call = Maker("gather", group, tensor, root=dst)
+    call = CallBuilder("gather", group, tensor, root=dst)
     source = call.read(tensor)
     blocks = call.root_list("gather_list", gather_list, len(source), writing=True)
     counts = [len(source)] * call.size
-    return call.make(counts, call.only(call.rank, source), blocks, counts[:1], options)
+    return call.make(counts, call.one_block(call.rank, source), blocks, counts[:1], options)
 
 
 def scatter(
@@ -186,18 +199,20 @@ def scatter(
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> AnyWork | None:
-    """Rank r gets tensor r of the ``scatter_list`` that rank ``src`` alone passes; all equally long.
+    """Scatter the tensors in the ``scatter_list`` of rank ``src``: rank r gets tensor r. All have one length.
+
+    The other ranks pass no ``scatter_list``.
 
     >>> tensor = torch.empty(2)
     >>> scatter(tensor, [torch.tensor([3.0, 4.0])])
     >>> tensor
     tensor([3., 4.])
     """
-    call = Maker("scatter", group, tensor, root=src)
+    call = CallBuilder("scatter", group, tensor, root=src)
     target = call.write(tensor)
     blocks = call.root_list("scatter_list", scatter_list, len(target), writing=False)
     counts = [len(target)] * call.size
-    return call.make(counts, blocks, call.only(call.rank, target), counts[:1], options)
+    return call.make(counts, blocks, call.one_block(call.rank, target), counts[:1], options)
 
 
 def all_to_all(
@@ -208,28 +223,29 @@ def all_to_all(
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> AnyWork | None:
-    """Block d of rank s's input becomes block s of rank d's output.
+    """Exchange blocks: block d of the input of rank s becomes block s of the output of rank d.
 
-    Two tensors, split evenly or along their first dimension by the splits; or two lists with a tensor for each rank.
+    Input and output are two tensors, split evenly or along their first dimension by the splits, or two lists with a
+    tensor for each rank.
 
     >>> output = torch.empty(2)
     >>> all_to_all(output, torch.tensor([3.0, 4.0]))
     >>> output
     tensor([3., 4.])
     """
-    call = Maker("all_to_all", group, input if isinstance(input, torch.Tensor) else input[0])
+    call = CallBuilder("all_to_all", group, input if isinstance(input, torch.Tensor) else input[0])
     sent, received = (
         call.read_blocks(input, "input", input_splits),
         call.write_blocks(output, "output", output_splits),
     )
-    call.same("output block", received[call.rank], sent[call.rank])
+    call.check_length("output block", received[call.rank], sent[call.rank])
     nothing = [None] * call.size
     is_even = isinstance(input, torch.Tensor) and input_splits is None and output_splits is None
     algorithm = options.get("algorithm")
     call.check(
-        is_even or algorithm in (None, CHEAPEST, *STRAIGHT),
-        f"algorithm {algorithm!r} passes on blocks of other ranks, whose lengths this rank does not know; with splits "
-        f"or lists use {' or '.join(STRAIGHT)}",
+        is_even or algorithm in (None, CHEAPEST, *UNFORWARDED),
+        f"algorithm {algorithm!r} forwards blocks of other ranks, whose lengths this rank does not know; with splits "
+        f"or lists use {' or '.join(UNFORWARDED)}",
     )
     lengths = [len(block) for block in (*sent, *received)]
     common = [sum(lengths[: call.size])] if is_even else []
@@ -244,36 +260,38 @@ def scan(
     exclusive: bool = False,
     **options: Any,
 ) -> AnyWork | None:
-    """Rank r gets the reduction of ranks 0..r, in place; if ``exclusive`` of 0..r-1, and rank 0 keeps its tensor.
+    """Reduce the tensors of ranks 0..r on each rank r, in place.
+
+    With ``exclusive`` rank r gets the reduction of ranks 0..r-1, and the tensor of rank 0 does not change.
 
     >>> scan(torch.ones(3))
     """
-    call = Maker("exclusive_scan" if exclusive else "scan", group, tensor, op)
+    call = CallBuilder("exclusive_scan" if exclusive else "scan", group, tensor, op)
     call.check(
         call.op not in (dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM),
-        "no AVG or PREMUL_SUM over some of the ranks; use SUM, and divide or multiply the tensor yourself",
+        "AVG and PREMUL_SUM are not supported by scan; use SUM, and divide or multiply the tensor",
     )
     target = call.read(tensor) if call.is_flat(tensor) else call.write(tensor, keep=True)
     return call.make([len(target)], [target], [target], [len(target)], options)
 
 
 def barrier(group: dist.ProcessGroup | None = None, **options: Any) -> AnyWork | None:
-    """Return when every rank has called it.
+    """Wait until every rank has called barrier().
 
     >>> barrier()
     """
     token = torch.ones(1, dtype=torch.uint8, device=_device_of(group_of(group, "barrier")))
-    call = Maker("barrier", group, token, dist.ReduceOp.MAX)
+    call = CallBuilder("barrier", group, token, dist.ReduceOp.MAX)
     return call.make([1], [token], [token], [1], options)
 
 
 def _is_n_times(large: Tensors, small: Tensors, group: dist.ProcessGroup | None) -> bool:
-    """Whether one tensor holds a block for each rank, as long as the other tensor."""
+    """Whether ``large`` has as many elements as one ``small`` for each rank."""
     if not (isinstance(large, torch.Tensor) and isinstance(small, torch.Tensor) and dist.is_initialized()):
         return False
     return large.numel() == small.numel() * dist.get_world_size(group) and large.device == small.device
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    types = {device.type for device in group._device_types}
-    return torch.device("cpu" if "cpu" in types or not types else types.pop())
+    types = device_types(group)
+    return torch.device("cpu" if "cpu" in types or not types else types[-1])

@@ -1,4 +1,4 @@
-"""The arguments of a collective, checked and turned into a Call."""
+"""Checks of the arguments of a collective, and their conversion into a Call."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .call import AnyWork, Call, Options, group_of, perform
+from ..torch_compat import device_types
+from .call import AnyWork, Call, CallOptions, group_of, perform
 from .flat import cut, split_evenly
 from .reduction import check_reducible, factor_of, plain, premultiplied
 
-__all__ = ["Maker", "Op", "Tensors"]
+__all__ = ["CallBuilder", "Op", "Tensors"]
 
 Op = dist.ReduceOp.RedOpType | dist.ReduceOp  # the latter: PREMUL_SUM with its factor
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
-class Maker:
-    """Turns what a user passed into a Call; every complaint names the operation and the rank."""
+class CallBuilder:
+    """Builder of a Call from the arguments of the user. Every error names the collective and the rank."""
 
     def __init__(
         self,
@@ -45,9 +46,9 @@ class Maker:
         self._check_device(like)
         self._root = None if root is None else self._group_rank(root)
 
-    def check(self, holds: bool, complaint: str) -> None:
+    def check(self, holds: bool, problem: str) -> None:
         if not holds:
-            raise ValueError(f"{self._what}: {complaint}")
+            raise ValueError(f"{self._what}: {problem}")
 
     @property
     def is_root(self) -> bool:
@@ -59,7 +60,7 @@ class Maker:
         return members.index(root)
 
     def _check_device(self, tensor: torch.Tensor) -> None:
-        types = {device.type for device in self.group._device_types}
+        types = device_types(self.group)
         if not types or tensor.device.type in types:
             return
         known = ", ".join(sorted(types))
@@ -69,20 +70,20 @@ class Maker:
         )
 
     def is_flat(self, tensor: torch.Tensor) -> bool:
-        """Whether its memory holds its elements one after the other, and not their conjugates or negatives."""
+        """Whether the tensor is contiguous, and its memory contains its values, not their conjugates or negatives."""
         return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
     def reads_in_place(self, tensor: torch.Tensor) -> bool:
         return self._factor is None and self.is_flat(tensor)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor's elements as a flat tensor, times the factor of a PREMUL_SUM; without a copy if possible."""
+        """Return the elements as a flat tensor, times the factor of a PREMUL_SUM; without a copy if possible."""
         self._check_tensor(tensor)
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
         return flat if self._factor is None else premultiplied(flat, self._factor, self._what)
 
     def write(self, tensor: torch.Tensor, keep: bool = False) -> torch.Tensor:
-        """A flat tensor whose elements end in the tensor: the same memory, or a copy that is copied back."""
+        """Return a flat tensor for the result: the memory of ``tensor``, or a buffer that is later copied to it."""
         self._check_tensor(tensor)
         if self.is_flat(tensor):
             return tensor.detach().view(-1)
@@ -95,11 +96,11 @@ class Maker:
         if tensor is not like and (tensor.dtype, tensor.device) != (like.dtype, like.device):
             self.check(False, f"tensors differ: {tensor.dtype} on {tensor.device}, {like.dtype} on {like.device}")
 
-    def same(self, name: str, one: torch.Tensor, other: torch.Tensor) -> None:
+    def check_length(self, name: str, one: torch.Tensor, other: torch.Tensor) -> None:
         if len(one) != len(other):
             self.check(False, f"{name} has {len(one)} elements where {len(other)} are needed")
 
-    def only(self, at: int, tensor: torch.Tensor) -> list[torch.Tensor | None]:
+    def one_block(self, at: int, tensor: torch.Tensor) -> list[torch.Tensor | None]:
         return [tensor if block == at else None for block in range(self.size)]
 
     def read_blocks(self, data: Tensors, name: str, splits: Sequence[int] | None = None) -> list[torch.Tensor]:
@@ -132,7 +133,7 @@ class Maker:
     def root_list(
         self, name: str, data: Sequence[torch.Tensor] | None, count: int, writing: bool
     ) -> list[torch.Tensor | None]:
-        """The list that only the root passes."""
+        """Return the blocks of a list that only the root passes."""
         self.check(self.is_root == (data is not None), f"{name} must be given on rank {self._root} and only there")
         if data is None:
             return [None] * self.size
@@ -154,7 +155,7 @@ class Maker:
         self.check(known["segment_bytes"] >= 0, f"segment_bytes={known['segment_bytes']} is negative")
         call = Call(self._collective, self.group, self._like, blocks, source, target, self.op, self._root, common, even)
         call.after.extend(functools.partial(_copy_back, *pair) for pair in self._after)
-        return perform(call, Options(**known, parameters=options))
+        return perform(call, CallOptions(**known, parameters=options))
 
 
 _DEFAULTS: dict[str, Any] = {"algorithm": None, "async_op": False, "segment_bytes": 0}

@@ -1,7 +1,7 @@
-"""One call of a collective, whichever it is: check, choose, agree, execute.
+"""Execution of one call of any collective: choose an algorithm, compare the calls of all ranks, execute.
 
-The collectives differ in where a rank's data lies and how it is split, and in nothing else. So each of them only
-describes itself as a Call, and this module does the rest once.
+The collectives differ only in where the data of a rank is and how it is split. Each collective therefore describes
+itself as a Call, and this module contains the common part.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,21 +20,22 @@ from ..schedules.native import FOLLOWED
 from ..schedules.program import Program, compile_program
 from ..schedules.registry import Algorithm
 from ..schedules.trust import is_trusted
+from ..torch_compat import timeout_of
 from .algorithm_choice import CHEAPEST, cheapest, configured
 from .call_agreement import Header, agree
 from .channel import Channel
-from .execute import Executor, Place
+from .execute import ChunkSlice, Executor
 from .flat import split_evenly
-from .native import NativeWork, compiled, is_of_dist_prims, run_in_backend, run_natively, serves
+from .native import NativeWork, backend_supports, compiled, is_on_dist_prims, run_in_backend, run_natively
 from .proofs import proofs_of
 from .queue import Work, queue_of
 from .reduction import OP_NAMES
 
-__all__ = ["AnyWork", "Call", "Options", "group_of", "perform"]
+__all__ = ["AnyWork", "Call", "CallOptions", "group_of", "perform"]
 
-# Data tags are used in turn, one for each call. No rank passes the agreement on a call before all have ended the call
-# before, so one would do; more keep the messages of a call that failed apart. All are below 32,767, which every MPI has
-# as a tag, and below those that a group across hosts has for itself.
+# Calls use the data tags in turn. One data tag would be sufficient, because no rank completes the agreement on a call
+# before all ranks have ended the previous call; several tags separate the messages of a call that failed. All tags are
+# below 32,767, which every MPI supports as a tag, and below the tags that a multi-host group reserves.
 _AGREEMENT_TAG, _DATA_TAG, _TAGS = 0x5D00, 0x5D01, 1 << 12
 
 
@@ -43,8 +43,8 @@ AnyWork = Work | NativeWork
 
 
 @dataclass(frozen=True)
-class Options:
-    """What every collective takes: see :mod:`dist_prims.collectives`."""
+class CallOptions:
+    """The arguments that every collective takes: see :mod:`dist_prims.collectives`."""
 
     algorithm: str | None
     async_op: bool
@@ -54,11 +54,12 @@ class Options:
 
 @dataclass
 class Call:
-    """A collective as its caller meant it.
+    """The description of one call of a collective.
 
-    ``blocks``: elements of each block of the data (a block is split into chunks evenly), or of the whole. ``source``
-    and ``target`` are flat tensors by block; ``None`` where this rank has none. ``common`` is what all ranks must
-    agree on of the lengths: their number and, by checksum, each.
+    ``blocks``: the number of elements of each block of the data, or of the data as one block. A block is split into
+    chunks evenly. ``source`` and ``target`` are flat tensors by block, or None where this rank has none. ``common``
+    contains the lengths on which all ranks must agree: in number and, by checksum, in each value. ``even``: whether all
+    blocks have the same length. ``after``: functions to call when the collective has completed.
     """
 
     collective: str
@@ -75,12 +76,12 @@ class Call:
 
     @property
     def nbytes(self) -> int:
-        """What the choice of an algorithm goes by; the same on every rank."""
+        """The size for the choice of an algorithm, which is the same on every rank."""
         return sum(self.common) * self.like.element_size()
 
 
 def group_of(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
-    """The group to use; ValueError where there is none, or where this process is not in it."""
+    """Return the group to use; ValueError if there is none, or if this process is not a member."""
     if not dist.is_initialized():
         raise ValueError(f"{what}: this process is in no group; call dist_prims.init() first")
     found = dist.group.WORLD if group is None else group
@@ -90,7 +91,7 @@ def group_of(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
 
 
 @functools.lru_cache(maxsize=512)
-def _plan(
+def _schedule_and_program(
     registered: Algorithm, size: int, root: int | None, parameters: tuple[tuple[str, Any], ...], rank: int
 ) -> tuple[Schedule, Program]:
     rooted = {} if root is None else {"root": root}
@@ -100,13 +101,13 @@ def _plan(
 
 @functools.lru_cache(maxsize=512)
 def _compiled(*shape: Any) -> Any:
-    """The schedule as the backend executes it."""
-    schedule, _ = _plan(*shape)
+    """Return the schedule in the form that the backend executes."""
+    schedule, _ = _schedule_and_program(*shape)
     return compiled(schedule, shape[-1])
 
 
-def perform(call: Call, options: Options) -> AnyWork | None:
-    """Make a call natively or by a schedule, now or asynchronously: the Work to wait for, or None."""
+def perform(call: Call, options: CallOptions) -> AnyWork | None:
+    """Make a call by the backend or by a schedule. Return the Work to wait for if it is asynchronous, else None."""
     rank, size = call.group.rank(), call.group.size()
     algorithm = options.algorithm or configured(call.collective, call.nbytes)
     if algorithm is None or algorithm == CHEAPEST:
@@ -115,14 +116,14 @@ def perform(call: Call, options: Options) -> AnyWork | None:
                 f"{call.collective} on rank {rank}: unknown argument {', '.join(options.parameters)}; parameters of an "
                 "algorithm need its name (algorithm=)"
             )
-        if serves(call) and (is_of_dist_prims(call) or (algorithm is None and not options.segment_bytes)):
+        if backend_supports(call) and (is_on_dist_prims(call) or (algorithm is None and not options.segment_bytes)):
             return run_natively(call, options.async_op)
         algorithm = cheapest(call.collective, size, call.nbytes, call.even)
     parameters = tuple((name, _hashable(value)) for name, value in sorted(options.parameters.items()))
     shape = (lookup(call.collective, algorithm), size, call.root, parameters, rank)
-    schedule, program = _plan(*shape)
-    if is_of_dist_prims(call) and call.collective in FOLLOWED:
-        require = functools.partial(proofs_of(call.group).require, schedule, _timeout(call))
+    schedule, program = _schedule_and_program(*shape)
+    if is_on_dist_prims(call) and call.collective in FOLLOWED:
+        require = functools.partial(proofs_of(call.group).require, schedule, timeout_of(call.group, call.like.device))
         return run_in_backend(call, _compiled(*shape), None if is_trusted(schedule) else require, options.async_op)
     what = f"{call.collective} ({algorithm}) on rank {rank}"
     job = functools.partial(_job, call, options.segment_bytes, schedule, program)
@@ -138,7 +139,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _on_a_stream(job: Callable[[int], None], device: torch.device) -> Callable[[int], None]:
-    """On CUDA: after what the caller has queued so far, on a stream of its own."""
+    """On CUDA, run the job on a stream of its own, after the kernels that the caller has queued so far."""
     if device.type != "cuda":
         return job
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -154,7 +155,7 @@ def _on_a_stream(job: Callable[[int], None], device: torch.device) -> Callable[[
 
 @torch.no_grad()
 def _job(call: Call, segment_bytes: int, schedule: Schedule, program: Program, number: int) -> None:
-    timeout = _timeout(call)
+    timeout = timeout_of(call.group, call.like.device)
     agree(
         Channel(call.group, _AGREEMENT_TAG, timeout),
         call.group,
@@ -162,20 +163,14 @@ def _job(call: Call, segment_bytes: int, schedule: Schedule, program: Program, n
         call.like.device,
     )
     proofs_of(call.group).require(schedule, timeout)
-    places = _places(call, schedule)
+    slices = _slices(call, schedule)
     length = _lengths(call, schedule)
     segment = max(segment_bytes // call.like.element_size(), 1) if segment_bytes else 0
     channel = Channel(call.group, _DATA_TAG + number % _TAGS, timeout)
     op = dist.ReduceOp.SUM if call.op is None else call.op
-    Executor(channel, places, length, call.like, op, call.group.size(), segment).run(program)
+    Executor(channel, slices, length, call.like, op, call.group.size(), segment).run(program)
     for each in call.after:
         each()
-
-
-def _timeout(call: Call) -> timedelta:
-    options = getattr(call.group._get_backend(call.like.device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else dist.default_pg_timeout
 
 
 def _header(call: Call, segment_bytes: int, schedule: Schedule, number: int) -> Header:
@@ -195,13 +190,13 @@ def _header(call: Call, segment_bytes: int, schedule: Schedule, number: int) -> 
 
 
 def _chunk_lengths(call: Call, schedule: Schedule) -> list[list[int]]:
-    """Lengths of the chunks of each block. An all_to_all names its blocks twice: as input and as output."""
+    """Lengths of the chunks of each block. An all_to_all lists its blocks twice: as input and as output."""
     blocks = len(call.blocks) // 2 if call.collective == "all_to_all" else len(call.blocks)
     return [split_evenly(count, schedule.chunks // blocks) for count in call.blocks]
 
 
 def _lengths(call: Call, schedule: Schedule) -> Callable[[int], int]:
-    """Elements of a piece, by its number."""
+    """Return a function from the number of a piece to its length in elements."""
     lengths = _chunk_lengths(call, schedule)
     if call.collective != "all_to_all":
         flat = [length for block in lengths for length in block]
@@ -211,8 +206,10 @@ def _lengths(call: Call, schedule: Schedule) -> Callable[[int], int]:
     parts = schedule.chunks // size
 
     def length(piece: int) -> int:
-        """Part ``piece % parts`` of the block from rank ``src`` to ``dst``. Blocks of other ranks pass through here
-        only where all are equally long."""
+        """The length of part ``piece % parts`` of the block from rank ``src`` to ``dst``.
+
+        This rank forwards blocks of other ranks only where all blocks have the same length.
+        """
         pair, part = divmod(piece, parts)
         src, dst = divmod(pair, size)
         return (sent[dst] if src == rank else received[src])[part]
@@ -220,10 +217,12 @@ def _lengths(call: Call, schedule: Schedule) -> Callable[[int], int]:
     return length
 
 
-def _places(call: Call, schedule: Schedule) -> dict[int, Place]:
-    """Where each chunk of this rank lies before the first step: in the target where the rank has one, else in the
-    source, which then is not written to."""
-    places: dict[int, Place] = {}
+def _slices(call: Call, schedule: Schedule) -> dict[int, ChunkSlice]:
+    """The memory of each chunk of this rank before the first step.
+
+    A chunk is in the target where the rank has one, else in the source, which the executor then does not write.
+    """
+    slices: dict[int, ChunkSlice] = {}
     start_chunks = set(schedule.contract.start(call.group.rank()).chunk.tolist())
     number = 0
     for block, lengths in enumerate(_chunk_lengths(call, schedule)):
@@ -234,7 +233,7 @@ def _places(call: Call, schedule: Schedule) -> dict[int, Place]:
         at = 0
         for length in lengths:
             if flat is not None and (target is not None or number in start_chunks):
-                places[number] = Place(flat, at, at + length, writable=target is not None)
+                slices[number] = ChunkSlice(flat, at, at + length, writable=target is not None)
             at += length
             number += 1
-    return places
+    return slices

@@ -1,13 +1,13 @@
-"""Agreement before data: all ranks learn that two of them disagree, before any of them touches a tensor.
+"""Comparison of the calls of all ranks before data is touched: if two ranks differ, all ranks raise MismatchError.
 
-Engines trust that ranks agree: gloo adds float32 to int32, or aborts the process when a message is longer than the
-receive that was posted. So each collective begins with a header of one fixed size that says what the rank is about to
-do, packed and readable rather than hashed, so that the error can show both sides.
+Backends do not compare calls: gloo adds float32 to int32, or aborts the process when a message is longer than the
+posted receive. Each collective therefore begins with a header of fixed size that describes the call of the rank. The
+header contains the arguments instead of a hash, so that the error can show both calls.
 
-Headers spread by dissemination: in round k = 0, 1, ... rank r passes what it knows to r + 4^k, r + 2 * 4^k and
-r + 3 * 4^k, so that after ceil(log4 n) rounds all know all. To know that all agree
-one header is enough, to tell that two do not, two are: so that is what travels, the lowest rank's and the first that
-differs from it.
+Headers spread by dissemination. In round k = 0, 1, ... rank r sends its known headers to ranks r + 4^k, r + 2 * 4^k and
+r + 3 * 4^k, so that after ceil(log4 n) rounds every rank knows about all ranks. Two headers are sufficient to prove a
+difference, and one if there is none. A message therefore contains the header of the lowest rank and the first header
+that differs from it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["Header", "agree"]
 
 _LAYOUT = struct.Struct("<q16s16s16sqqq40s64s8s")
 _SLOT = struct.Struct(f"<q{_LAYOUT.size}s")
-NOBODY = -1
-_RADIX = 4  # ranks reached in a round: on busy cores a round costs more than a message
+NO_RANK = -1
+_RADIX = 4  # of the dissemination: on busy cores a round costs more than a message
 
 
 def _fit(text: str, width: int) -> bytes:
@@ -40,7 +40,10 @@ def _fit(text: str, width: int) -> bytes:
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank is about to do. ``layout`` is a checksum of the counts where every rank must give the same list."""
+    """The call that a rank is about to make.
+
+    ``layout`` is a checksum of the counts where every rank must give the same list of counts.
+    """
 
     sequence: int
     collective: str
@@ -76,41 +79,43 @@ Known = tuple[tuple[int, bytes], ...]  # at most two (rank, packed header), the 
 
 
 def _merge(mine: Known, other: Known) -> Known:
-    """The lowest rank's header, and of those that differ from it the lowest rank's."""
+    """Return the header of the lowest rank, and the first header by rank that differs from it."""
     ordered = sorted({*mine, *other})
     return (ordered[0], *[slot for slot in ordered if slot[1] != ordered[0][1]][:1])
 
 
 def _encode(known: Known) -> torch.Tensor:
-    padded = [*known, (NOBODY, b"")][:2]
+    padded = [*known, (NO_RANK, b"")][:2]
     return torch.frombuffer(bytearray(b"".join(_SLOT.pack(*slot) for slot in padded)), dtype=torch.uint8)
 
 
 def _decode(data: torch.Tensor) -> Known:
     slots = list(_SLOT.iter_unpack(bytes(data.cpu().numpy())))
-    return tuple((rank, packed) for rank, packed in slots if rank != NOBODY)
+    return tuple((rank, packed) for rank, packed in slots if rank != NO_RANK)
 
 
 def agree(channel: Channel, group: dist.ProcessGroup, header: Header, device: torch.device) -> None:
-    """Return when all ranks are about to do the same; MismatchError on every rank when they are not."""
+    """Return when all ranks make the same call; raise MismatchError on every rank if two differ."""
     rank, size = group.rank(), group.size()
     known: Known = ((rank, header.pack()),)
-    leaving: list[Pending] = []
+    pending: list[Pending] = []
     distance = 1
     while distance < size:
         hops = [hop * distance for hop in range(1, _RADIX) if hop * distance < size]
         sent = _encode(known).to(device)
-        received = [sent.clone() for _ in hops]  # a group that moves nothing ("fake") then agrees with itself
+        received = [
+            sent.clone() for _ in hops
+        ]  # the backend "fake" transfers nothing; its group then agrees with itself
         outgoing, incoming = channel.start(
             [Transfer((rank + hop) % size, sent) for hop in hops],
             [Transfer((rank - hop) % size, data) for hop, data in zip(hops, received, strict=True)],
         )
-        leaving += outgoing
+        pending += outgoing
         channel.wait(incoming)
         for data in received:
             known = _merge(known, _decode(data))
         distance *= _RADIX
-    channel.wait(leaving)
+    channel.wait(pending)
     if len(known) > 1:
         (one, first), (two, second) = known
         raise MismatchError(

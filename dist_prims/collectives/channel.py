@@ -1,8 +1,8 @@
-"""Channels: bytes between two ranks of any ``torch.distributed`` group.
+"""Point-to-point transfers between the ranks of any ``torch.distributed`` group.
 
-What differs between engines lives here and nowhere else. Tensors travel as bytes, so every dtype that torch has can
-be moved by every engine. Engines with tags (gloo, MPI) keep two collectives of one group apart by them; NCCL has
-none and wants all sends and receives of a step in one batch, or two ranks that send to each other first wait forever.
+This module contains all differences between backends. Tensors are sent as bytes, so that every backend can transfer
+every dtype of torch. Backends with tags (gloo, MPI) separate two collectives of one group by tag. NCCL has no tags. It
+needs all sends and receives of a step in one batch: two ranks that both send first would deadlock.
 """
 
 from __future__ import annotations
@@ -19,33 +19,36 @@ __all__ = ["Channel", "Pending", "Transfer", "as_bytes"]
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes; contiguous tensors only."""
+    """Return a view of a contiguous tensor as bytes."""
     return flat.view(torch.uint8)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor to be sent to, or received from, a peer (a rank of the group)."""
+    """A tensor to send to, or to receive from, a peer. ``peer`` is a rank of the group."""
 
     peer: int
     data: torch.Tensor
 
 
 class Pending:
-    """A transfer under way, with its memory, which must live until then. It may be waited for again and again: gloo
-    counts arrivals, so that a second wait for one of its works waits for a second arrival, forever."""
+    """A transfer in progress. The object keeps the memory of the transfer alive.
+
+    ``wait()`` may be called repeatedly. A Work of gloo does not allow this: gloo counts arrivals, and a second wait for
+    one work would wait for a second arrival, which never comes.
+    """
 
     def __init__(self, work: Any, data: torch.Tensor) -> None:
-        self._under_way: tuple[Any, torch.Tensor] | None = (work, data)
+        self._in_progress: tuple[Any, torch.Tensor] | None = (work, data)
 
     def wait(self, timeout: timedelta) -> None:
-        if self._under_way is not None:
-            self._under_way[0].wait(timeout)
-            self._under_way = None
+        if self._in_progress is not None:
+            self._in_progress[0].wait(timeout)
+            self._in_progress = None
 
 
 class Channel:
-    """All channels of this rank in one group, under one tag."""
+    """The transfers between this rank and the others of a group under one tag."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int, timeout: timedelta) -> None:
         self._group = group
@@ -53,7 +56,10 @@ class Channel:
         self._timeout = timeout
 
     def start(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> tuple[list[Pending], list[Pending]]:
-        """Begin transfers of one step: what is pending of the sends, and of the receives, in their order."""
+        """Start the transfers of one step.
+
+        Return the pending sends and the pending receives, each in the given order.
+        """
         each = [*receives, *sends]
         if each and each[0].data.device.type == "cuda":
             works = self._batch(sends, receives)
@@ -70,7 +76,7 @@ class Channel:
             for each in transfers
         ]
         works = dist.batch_isend_irecv(ops)
-        return works if len(works) == len(ops) else works[:1] * len(ops)  # NCCL: one work for all of a batch
+        return works if len(works) == len(ops) else works[:1] * len(ops)  # NCCL returns one work for a batch
 
     def wait(self, pending: Sequence[Pending]) -> None:
         for each in pending:

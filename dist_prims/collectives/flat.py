@@ -1,4 +1,4 @@
-"""Flat tensors and their cuts."""
+"""Division of flat tensors into consecutive parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["cut", "split_evenly"]
 
 
 def split_evenly(count: int, parts: int) -> list[int]:
-    """Lengths of ``parts`` chunks of ``count`` elements that differ by one at most.
+    """Return the lengths of ``parts`` parts of ``count`` elements. The lengths differ by one at most.
 
     >>> split_evenly(7, 3)
     [2, 2, 3]
@@ -20,7 +20,7 @@ def split_evenly(count: int, parts: int) -> list[int]:
 
 
 def cut(flat: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Views of a flat tensor, one after the other.
+    """Cut a flat tensor into consecutive views of these lengths.
 
     >>> cut(torch.tensor([1, 2, 3]), [1, 0, 2])
     [tensor([1]), tensor([], dtype=torch.int64), tensor([2, 3])]

@@ -1,8 +1,8 @@
-"""One queue for each group: its collectives one after the other, in the order of the calls, on this rank as on all.
+"""Queue of the collectives of a group: it runs them one at a time, in the order of the calls.
 
-A synchronous call on an idle queue runs where it is called. An asynchronous one is handed to the queue's thread, so that
-it overlaps with what the caller computes; a synchronous call behind it waits its turn, since two collectives of one
-group that overtook each other on one rank would pair the wrong messages.
+A synchronous call on an idle queue runs in the calling thread. An asynchronous call runs in the thread of the queue, so
+that it overlaps with computation of the caller. A synchronous call after it waits for its completion: if two
+collectives of one group changed their order on one rank, messages of different collectives would be matched.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Work:
         self._what = what
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the collective has ended, with or without an error."""
         return self._future.done()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the result is there; raise what went wrong, or TimeoutError."""
+        """Wait for the result and return True; raise the error of the collective, or TimeoutError."""
         try:
             self._future.result(None if timeout is None else timeout.total_seconds())
         except TimeoutError as error:
             if self._future.done():
                 raise
-            raise TimeoutError(f"{self._what} was not done within {timeout}") from error
+            raise TimeoutError(f"{self._what} did not complete within {timeout}") from error
         return True
 
 
@@ -49,7 +49,7 @@ class CollectiveQueue:
     """Numbers the collectives of one group and runs them in order."""
 
     def __init__(self) -> None:
-        self._inside: set[int] = set()  # threads in run() or start()
+        self._calling: set[int] = set()  # ids of the threads in run() or start()
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
         self._called = 0
@@ -57,49 +57,49 @@ class CollectiveQueue:
         self._jobs: queue.SimpleQueue[_Job | None] | None = None
 
     @contextmanager
-    def _entered(self, what: str) -> Iterator[None]:
-        """A signal handler or finalizer that interrupts a call cannot make another: that would wait for this one."""
+    def _guard_reentry(self, what: str) -> Iterator[None]:
+        """Raise for a call within a call: a signal handler or finalizer would wait for the call it interrupts."""
         me = threading.get_ident()
-        if me in self._inside:
+        if me in self._calling:
             raise RuntimeError(
                 f"{what}: a signal handler or a finalizer makes this call inside another collective of the same group "
                 "on the same thread, so it can never begin; set a flag there, and make the call after the other one"
             )
-        self._inside.add(me)
+        self._calling.add(me)
         try:
             yield
         finally:
-            self._inside.discard(me)
+            self._calling.discard(me)
 
     def run(self, job: Callable[[int], None], what: str) -> None:
-        """Run job(number of the call) here, when all earlier calls are done."""
-        with self._entered(what):
+        """Run job(number of the call) in this thread, after all earlier calls."""
+        with self._guard_reentry(what):
             with self._lock:
                 number = self._called
                 self._called += 1
-            self._run_in_turn(number, job)
+            self._run_in_order(number, job)
 
     def start(self, job: Callable[[int], None], what: str) -> Work:
-        """Run job(number of the call) on the queue's thread, when all earlier calls are done."""
+        """Run job(number of the call) in the queue's thread, after all earlier calls."""
         future: Future[None] = Future()
-        with self._entered(what), self._lock:
+        with self._guard_reentry(what), self._lock:
             if self._jobs is None:
                 self._jobs = queue.SimpleQueue()
-                threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name="dist_prims queue").start()
+                threading.Thread(target=_run_jobs, args=(self._jobs,), daemon=True, name="dist_prims queue").start()
             self._jobs.put(_Job(partial(self._run_on_thread, self._called, job, what), future))
             self._called += 1
         return Work(future, what)
 
     def _run_on_thread(self, number: int, job: Callable[[int], None], what: str) -> None:
-        with self._entered(what):
-            self._run_in_turn(number, job)
+        with self._guard_reentry(what):
+            self._run_in_order(number, job)
 
-    def _run_in_turn(self, number: int, job: Callable[[int], None]) -> None:
+    def _run_in_order(self, number: int, job: Callable[[int], None]) -> None:
         try:
             with self._turn:
                 self._turn.wait_for(lambda: self._done == number)
-        except BaseException:  # of a signal handler; the calls behind this one must not wait for it
-            threading.Thread(target=self._run_in_turn, args=(number, lambda _: None), daemon=True).start()
+        except BaseException:  # raised by a signal handler; later calls must not wait for this one
+            threading.Thread(target=self._run_in_order, args=(number, lambda _: None), daemon=True).start()
             raise
         try:
             job(number)
@@ -110,31 +110,32 @@ class CollectiveQueue:
 
     def __del__(self) -> None:
         if self._jobs is not None:
-            self._jobs.put(None)  # the group is gone, and its thread goes too
+            self._jobs.put(None)  # ends the thread of the queue
 
 
 @dataclass(frozen=True)
 class _Job:
-    run: Callable[[], None]  # keeps the queue alive as long as there is work on it
+    run: Callable[[], None]  # refers to the queue, and keeps it alive
     future: Future[None]
 
 
-def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
+def _run_jobs(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while job := jobs.get():
         try:
             with torch.no_grad():
                 job.run()
-        except BaseException as error:  # whatever it is, the caller of wait() is to get it
+        except BaseException as error:  # every exception is for the caller of wait()
             job.future.set_exception(error)
         else:
             job.future.set_result(None)
-        del job  # not until the next one comes
+        del job  # drop the reference before the wait for the next job
 
 
 _queues: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveQueue] = weakref.WeakKeyDictionary()
-_queues_lock = threading.RLock()  # a finalizer may come here while its thread is here
+_queues_lock = threading.RLock()  # reentrant: a finalizer may call queue_of() within queue_of()
 
 
 def queue_of(group: dist.ProcessGroup) -> CollectiveQueue:
+    """Return the queue of a group."""
     with _queues_lock:
         return _queues.setdefault(group, CollectiveQueue())

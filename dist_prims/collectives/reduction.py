@@ -1,12 +1,12 @@
-"""Reductions of flat tensors: what ``op`` does to two operands, and to a fold of several.
+"""Reductions of flat tensors: ``op`` applied to two operands, and to a fold of several operands.
 
-Half types are added in float32 and rounded once a fold, so that an addition order read off a schedule (``order()``)
-says all there is to know about rounding. A mean is divided within the last fold, before it is rounded, and half types
-do not overflow in between (``schedules.order.scales``). The mean of whole numbers is their sum, which wraps as SUM
-does, divided and cut off towards zero, as in NCCL.
+Half types are added in float32 and rounded once a fold, so that the order of additions of a schedule (``order()``)
+determines the rounding completely. A mean is divided within the last fold, before the result is rounded. Half types do
+not overflow in the earlier folds, which are scaled (``schedules.order.scales``). The mean of integers is their sum,
+which wraps as SUM does, divided and truncated towards zero, as in NCCL.
 
-torch has no sums for uint16, uint32 and uint64; in two's complement sum, product and bit operations are those of the
-signed type, and for an order it is enough to flip the sign bit.
+torch has no sums for uint16, uint32 and uint64. In two's complement, sum, product and bit operations equal those of the
+signed type, and comparisons equal those of the signed type after the sign bits have been inverted.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def plain(op: Op | dist.ReduceOp) -> Op:
-    """The operation alone: PREMUL_SUM comes with a factor."""
+    """Return the operation without the factor of a PREMUL_SUM."""
     return op if isinstance(op, Op) else op.op  # type: ignore[attr-defined]  # torch's stub lacks it
 
 
 def factor_of(op: Op | dist.ReduceOp, what: str) -> Factor | None:
-    """The factor that a PREMUL_SUM comes with; ValueError where it comes with none."""
+    """Return the factor of a PREMUL_SUM, None for other operations; ValueError for a PREMUL_SUM without a factor."""
     if plain(op) != dist.ReduceOp.PREMUL_SUM:
         return None
     if isinstance(op, Op):
@@ -62,41 +62,42 @@ def factor_of(op: Op | dist.ReduceOp, what: str) -> Factor | None:
 
 
 def check_reducible(dtype: torch.dtype, op: Op, what: str) -> None:
-    """ValueError unless ``op`` can reduce ``dtype``."""
+    """Raise ValueError unless ``op`` can reduce ``dtype``."""
     if op not in _BINARY:
         raise ValueError(f"{what}: {op} is not a reduction; use dist.ReduceOp.{', '.join(OP_NAMES.values())}")
-    if reason := _refusal(dtype, op):
+    if reason := _unsupported_reason(dtype, op):
         raise ValueError(f"{what}: {OP_NAMES[op]} cannot reduce {dtype}: {reason}")
 
 
 @functools.lru_cache(maxsize=1024)
-def _refusal(dtype: torch.dtype, op: Op) -> str:
-    """Why ``op`` cannot reduce ``dtype``; empty if it can."""
+def _unsupported_reason(dtype: torch.dtype, op: Op) -> str:
+    """Return why ``op`` cannot reduce ``dtype``; an empty string if it can."""
     is_number = dtype.is_floating_point or dtype.is_complex
-    refused = {
-        "float8 is for movement only; convert to bfloat16": dtype.is_floating_point and dtype.itemsize == 1,
-        "bool has no such arithmetic; convert it to a number": op in _ARITHMETIC and dtype == torch.bool,
+    reasons = {
+        "float8 can be transferred but not reduced; convert it to bfloat16": dtype.is_floating_point
+        and dtype.itemsize == 1,
+        "bool does not support arithmetic; convert it to a number": op in _ARITHMETIC and dtype == torch.bool,
         "complex numbers have no order; use SUM or PRODUCT": op in _ORDERED and dtype.is_complex,
-        "bits belong to whole numbers and bool": op in _BITWISE and is_number,
+        "bitwise operations need integers or bool": op in _BITWISE and is_number,
     }
-    return next((reason for reason, applies in refused.items() if applies), "")
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def premultiplied(flat: torch.Tensor, factor: Factor, what: str) -> torch.Tensor:
-    """What PREMUL_SUM adds: a flat tensor times this rank's factor, in the tensor's type."""
+    """Return a flat tensor times this rank's factor of a PREMUL_SUM, in the tensor's type."""
     value = _number(factor, what)
     if flat.dtype.is_floating_point:
         return flat * float(value)
     if flat.is_complex():
         return torch.view_as_complex(torch.view_as_real(flat) * float(value))
-    held = torch.iinfo(flat.dtype)
-    if not (held.min <= value <= held.max and value == int(value)):
+    limits = torch.iinfo(flat.dtype)
+    if not (limits.min <= value <= limits.max and value == int(value)):
         raise ValueError(
             f"{what}: PREMUL_SUM cannot multiply {flat.dtype} by {value}, which that type does not hold; "
             "convert the tensor to a floating type first"
         )
     signed = _SIGNED.get(flat.dtype, flat.dtype)
-    bits = int(value) - (1 << held.bits) * (value > torch.iinfo(signed).max)
+    bits = int(value) - (1 << limits.bits) * (value > torch.iinfo(signed).max)
     return (flat.view(signed) * bits).view(flat.dtype)
 
 
@@ -114,9 +115,9 @@ def _number(factor: Factor, what: str) -> float:
 def fold(
     op: Op, out: torch.Tensor, operands: Sequence[torch.Tensor], terms: Sequence[int] = (), ranks: int = 0
 ) -> None:
-    """``out`` = the operands reduced left to right, rounded once; ``out`` may be the first or second operand.
+    """Reduce the operands from left to right into ``out``, and round once. ``out`` may be the first or second operand.
 
-    For a mean over ``ranks`` ranks, ``terms`` is the number of ranks whose data is in each operand.
+    For a mean over ``ranks`` ranks, ``terms`` contains the number of ranks whose data is in each operand.
     """
     first, *rest = operands
     if not rest:
@@ -129,10 +130,10 @@ def fold(
             _BINARY[op](total, operand.float(), out=total)
         out.copy_(total)
     else:
-        held = first
+        current = first
         for operand in rest:
-            _apply(op, held, operand, out)
-            held = out
+            _apply(op, current, operand, out)
+            current = out
 
 
 def _fold_mean(out: torch.Tensor, operands: Sequence[torch.Tensor], terms: Sequence[int], ranks: int) -> None:
@@ -140,7 +141,7 @@ def _fold_mean(out: torch.Tensor, operands: Sequence[torch.Tensor], terms: Seque
         factors, divisor = scales(terms, ranks)
         total = operands[0].float().mul_(factors[0])
         for operand, factor in zip(operands[1:], factors[1:], strict=True):
-            total.add_(operand.float(), alpha=factor)  # a power of two: nothing is rounded but the sum
+            total.add_(operand.float(), alpha=factor)  # a power of two, which is exact: only the sum is rounded
         out.copy_(total.div_(divisor))
     else:
         fold(dist.ReduceOp.SUM, out, operands)
@@ -162,12 +163,12 @@ def _apply(op: Op, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -
 
 
 def _divide(out: torch.Tensor, ranks: int) -> None:
-    """In place; whole numbers are cut off towards zero."""
+    """Divide in place; truncate integers towards zero."""
     if out.is_complex():
         torch.view_as_real(out).div_(ranks)  # a complex division would round more than once
     elif out.dtype.is_floating_point:
         out.div_(ranks)
-    elif out.dtype == torch.uint64:  # torch divides none: its upper 63 bits first, then what is left
+    elif out.dtype == torch.uint64:  # torch has no division: divide the upper 63 bits, then correct by the remainder
         bits = out.view(torch.int64)
         quotient = ((bits >> 1) & torch.iinfo(torch.int64).max).div_(ranks, rounding_mode="trunc") * 2
         bits.copy_(quotient + (bits - quotient * ranks >= ranks))

@@ -1,4 +1,4 @@
-"""Join a group of ranks, whatever started them: torchrun, mpirun, srun, a URL, nothing at all, or :func:`spawn`."""
+"""Joining of the default group under any launcher (torchrun, mpirun, srun, a URL, none), and :func:`spawn`."""
 
 from .detect import Launcher, detect
 from .hosts import Placement, host_id

@@ -1,21 +1,21 @@
-"""Wait for something that can only be asked for, and not for ever."""
+"""Polling with a deadline."""
 
 import time
 from collections.abc import Callable
 
 __all__ = ["until"]
 
-_FIRST_NAP, _LONGEST_NAP = 0.0001, 0.1
+_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0001, 0.1  # seconds
 
 
 def until(done: Callable[[], object], deadline: float, awaited: str) -> None:
-    """Return when ``done()`` is true; a TimeoutError names what was ``awaited``.
+    """Poll ``done()`` until it returns true; after the deadline raise a TimeoutError that names what was ``awaited``.
 
     >>> until(lambda: True, deadline=0, awaited="nothing")
     """
-    nap = _FIRST_NAP
+    interval = _SHORTEST_INTERVAL
     while not done():
         if time.monotonic() > deadline:
             raise TimeoutError(f"no sign of {awaited}")
-        time.sleep(nap)
-        nap = min(2 * nap, _LONGEST_NAP)  # never more than double the wait that was needed
+        time.sleep(interval)
+        interval = min(2 * interval, _LONGEST_INTERVAL)  # the wait takes at most twice as long as needed

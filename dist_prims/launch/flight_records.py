@@ -1,6 +1,6 @@
-"""Reads what the ranks of a group wrote of their last calls, and says who is behind, and in what.
+"""Reader of flight records: reports which rank of a group is behind, and in which call.
 
-The files are in the form of PyTorch's flight recorder; the backend writes one for each rank and group when a call
+The files have the format of PyTorch's flight recorder. The backend writes one file for each rank and group when a call
 fails, if ``DIST_PRIMS_DUMP`` names a folder, or when ``dist_prims.backend.dump`` is called.
 """
 
@@ -18,14 +18,14 @@ Ranks = dict[int, dict[str, Any]]
 
 
 def read(folder: Path | str) -> str:
-    """A few lines for each group whose ranks have left files in the folder."""
+    """Return a few lines for each group that has flight records in the folder."""
     groups: dict[str, Ranks] = defaultdict(dict)
     for path in sorted(Path(folder).glob("*.json")):
         found = json.loads(path.read_text())
         (name,) = found["pg_config"]
         groups[name][found["rank"]] = found
     if not groups:
-        raise ValueError(f"{folder} holds no record of a rank; set DIST_PRIMS_DUMP to a folder before the job starts")
+        raise ValueError(f"{folder} contains no flight record; set DIST_PRIMS_DUMP to a folder before the job starts")
     return "\n".join(line for name, ranks in groups.items() for line in _group(name, ranks))
 
 
@@ -43,7 +43,7 @@ def _group(name: str, ranks: Ranks) -> Iterator[str]:
         if last := _last(found):
             by_number[last["collective_seq_id"]][_text(last)].append(rank)
     for number, texts in sorted(by_number.items()):
-        yield f"  call {number}: " + "; ".join(f"rank {_names(who)} {text}" for text, who in texts.items())
+        yield f"  call {number}: " + "; ".join(f"rank {_names(callers)} {text}" for text, callers in texts.items())
     for rank, found in sorted(ranks.items()):
         for entry in found["entries"]:
             if entry["is_p2p"] and entry["state"] != "completed":

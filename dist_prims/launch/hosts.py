@@ -1,8 +1,8 @@
-"""Which ranks share a host, by evidence.
+"""Host identity: which ranks share a host.
 
-A hostname alone misleads: the containers of one image often share it, and two of them on one machine may not see each
-other's memory or loopback. So a host is a hostname, a boot of a kernel, and a network namespace: ranks that agree in
-all three can reach each other through 127.0.0.1.
+A hostname alone is not reliable: the containers of one image often share a hostname, and two containers on one machine
+may not be able to access each other's memory or loopback interface. A host is therefore identified by hostname, boot id
+of the kernel and network namespace. Ranks that agree in all three reach each other through 127.0.0.1.
 """
 
 import functools
@@ -17,7 +17,10 @@ __all__ = ["Placement", "host_id"]
 
 
 def host_id() -> str:
-    """A name that two processes share exactly if they run on one host; ``DIST_PRIMS_HOST_ID`` overrides it.
+    """Return a name that two processes share if and only if they run on one host.
+
+    ``DIST_PRIMS_HOST_ID`` overrides the name.
+
 
     >>> host_id() == host_id()
     True
@@ -31,13 +34,13 @@ def host_id() -> str:
 
 @functools.cache
 def _boot() -> str:
-    """Read once: later this process may have no descriptor left."""
+    """The boot id of the kernel, read once, because the process may run out of file descriptors later."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of the group run, as seen by one of them: what a hierarchical algorithm needs to know.
+    """The hosts of a group's ranks, from the point of view of one rank. Hierarchical algorithms need this information.
 
     >>> place = Placement.of(2, ["a", "b", "b", "a"])  # rank 2 of four, ranks 0 and 3 on one host, 1 and 2 on another
     >>> place.hosts
@@ -62,7 +65,7 @@ class Placement:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """The ranks of this host, ours among them."""
+        """The ranks of this host, including this rank."""
         return next(ranks for ranks in self.hosts if self.rank in ranks)
 
     @property

@@ -1,8 +1,8 @@
-"""Join the ranks that one launcher started into one group, whichever launcher it was.
+"""``init()``: one default group of all ranks that a launcher started, for every supported launcher.
 
-``torch.distributed`` wants to be told address, port, rank and size. Every launcher knows them and says them in its own
-way, so programs carry a page of glue that fits one cluster. Here the launcher is detected, the ranks meet in the way
-that it offers, and the group is theirs alone: on one host nothing listens beyond loopback.
+``torch.distributed`` needs address, port, rank and size. Every launcher provides them in its own way, so programs
+usually contain code that works on one cluster only. ``init()`` detects the launcher and uses the rendezvous that the
+launcher offers. No process outside the job can join the group: on one host nothing listens beyond loopback.
 """
 
 import atexit
@@ -22,16 +22,16 @@ from ..autoload import register
 from . import mpi
 from .detect import Launcher, detect, from_url
 from .hosts import Placement, host_id
-from .meet import meet
+from .launcher_rendezvous import rendezvous_of
 from .network import loopback_interface
 
 __all__ = ["init"]
 
 _FIVE_MINUTES = 300.0
-_SECONDS_TO_LEAVE = 30.0
-# gloo's threads let go of tensors a little after the wait for them has returned. If the interpreter has gone by then, a
-# thread is ended in the middle of a destructor, and the process aborts.
-_SECONDS_TO_LET_GO = 0.1
+_DESTROY_TIMEOUT = 30.0  # seconds
+# gloo's threads release tensors a little after the wait for them has returned. If the interpreter has been finalised by
+# then, a thread is ended in the middle of a destructor, and the process aborts.
+_TENSOR_RELEASE_TIME = 0.1  # seconds
 
 
 @dataclass(frozen=True)
@@ -52,41 +52,57 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Placement:
-    """Join the default group under whatever started this process, and say where its ranks run.
+    """Join the default group under any launcher, and return the placement of its ranks.
 
     >>> def local_ranks():
-    ...     place = init()  # the spawned ranks have joined already: a second time is harmless
+    ...     place = init()  # spawned ranks have joined already; a second call returns the same placement
     ...     return place.local_rank
     >>> from dist_prims import spawn
     >>> spawn(local_ranks, 2)
     [0, 1]
 
-    In this order: ``init_method`` ("env://", "tcp://host:port", "file:///path"), torchrun or its variables, mpirun
-    (Open MPI, MPICH, Intel MPI, MVAPICH, over mpi4py), prun (likewise), Flux (over PMI), srun, HPE's PALS (over
-    mpi4py), any process manager that offers PMI-1 or PMIx; a plain process is a group of one. Variables that speak of
-    several ranks and belong to no such launcher are an error. ``backend`` is "gloo", with NCCL for CUDA tensors where
-    there is CUDA. ``timeout`` bounds the joining and each collective of the group: 5 minutes.
+    The rendezvous is the first of these that applies:
 
-    One line on stderr says what was found (not if ``DIST_PRIMS_QUIET=1``). A group on one host keeps to loopback, by
-    way of ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` unless they are set. The group is left when the process
-    ends.
+    1. ``init_method``: "env://", "tcp://host:port" or "file:///path"
+    2. torchrun, or the variables that torchrun sets
+    3. mpirun of Open MPI, MPICH, Intel MPI or MVAPICH, and prun, over mpi4py
+    4. Flux, over PMI
+    5. srun
+    6. HPE's PALS, over mpi4py
+    7. any process manager that offers PMI-1 or PMIx
+    8. none: the process is a group of one rank
+
+    Variables that indicate several ranks and belong to no such launcher are an error.
+
+    ``backend`` is "gloo" by default, with NCCL for CUDA tensors if CUDA is available. ``timeout`` limits the rendezvous
+    and each collective of the group; the default is 5 minutes.
+
+    Rank 0 prints one line about launcher, hosts and backend on stderr, unless ``DIST_PRIMS_QUIET=1``. A group on one
+    host uses the loopback interface: ``init()`` sets ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` unless they are
+    set. The group is destroyed when the process exits.
     """
     global _joined
-    asked = {"backend": backend, "timeout": timeout, "init_method": init_method, "rank": rank, "world_size": world_size}
+    requested = {
+        "backend": backend,
+        "timeout": timeout,
+        "init_method": init_method,
+        "rank": rank,
+        "world_size": world_size,
+    }
     if dist.is_initialized():
-        _joined = _same_as_before(asked)
+        _joined = _existing_group(requested)
         return _joined.placement
     if init_method is None and (rank is not None or world_size is not None):
-        raise ValueError(f"init: rank={rank} and world_size={world_size} say nothing without init_method=")
+        raise ValueError(f"init: rank={rank} and world_size={world_size} have no effect without init_method=")
     register()
     launcher = from_url(init_method, rank, world_size) if init_method else detect()
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     seconds = _seconds(_FIVE_MINUTES if timeout is None else timeout)
-    meeting = meet(launcher, seconds)
-    placement = Placement.of(meeting.rank, meeting.hosts)
+    found = rendezvous_of(launcher, seconds)
+    placement = Placement.of(found.rank, found.hosts)
     dist.init_process_group(
         backend,
-        store=meeting.store,
+        store=found.store,
         rank=placement.rank,
         world_size=placement.size,
         timeout=timedelta(seconds=seconds),
@@ -95,26 +111,26 @@ def init(
         mpi.abort_on_exception()
     known = {"backend": backend, "timeout": seconds, "rank": placement.rank, "world_size": placement.size}
     _joined = _Joined(dist.group.WORLD, placement, {**known, "init_method": init_method})
-    atexit.unregister(_leave)
-    atexit.register(_leave)
-    _announce(placement, launcher, meeting.by, backend)
+    atexit.unregister(_destroy)
+    atexit.register(_destroy)
+    _announce(placement, launcher, found.launcher, backend)
     return placement
 
 
-def _same_as_before(asked: dict[str, Any]) -> _Joined:
-    """The group that we are in, provided that it is the one asked for; someone else may have made it."""
+def _existing_group(requested: dict[str, Any]) -> _Joined:
+    """Return the default group, which the program may have created itself, if it has the requested arguments."""
     before = _joined
     if before is None or before.group is not dist.group.WORLD:
         hosts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(hosts, host_id())
         known = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
         before = _Joined(dist.group.WORLD, Placement.of(dist.get_rank(), hosts), known)
-    for name, value in asked.items():
+    for name, value in requested.items():
         wanted = _seconds(value) if name == "timeout" and value is not None else value
         if wanted is not None and wanted != before.arguments.get(name, wanted):
             raise ValueError(
-                f"init: this process has joined with {name}={before.arguments[name]!r} and is now asked for "
-                f"{name}={wanted!r}; call torch.distributed.destroy_process_group() between the two"
+                f"init: this process has joined a group with {name}={before.arguments[name]!r} and cannot join "
+                f"one with {name}={wanted!r}; call torch.distributed.destroy_process_group() between the two calls"
             )
     return before
 
@@ -122,31 +138,32 @@ def _same_as_before(asked: dict[str, Any]) -> _Joined:
 def _seconds(timeout: float | timedelta) -> float:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if seconds <= 0:
-        raise ValueError(f"init: timeout is {seconds:g} s; give a time that can pass")
+        raise ValueError(f"init: timeout is {seconds:g} s; give a positive time")
     return seconds
 
 
-def _announce(placement: Placement, launcher: Launcher, by: str, backend: str) -> None:
+def _announce(placement: Placement, launcher: Launcher, name: str, backend: str) -> None:
     if placement.rank != 0 or launcher.name == "spawn" or os.environ.get("DIST_PRIMS_QUIET") == "1":
         return
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "the default interface")
     where = "loopback" if interface == loopback_interface() else interface
     ranks, hosts = _count(placement.size, "rank"), _count(len(placement.hosts), "host")
-    print(f"dist_prims: {ranks} on {hosts} by {by}, {backend} over {where}", file=sys.stderr, flush=True)
+    print(f"dist_prims: {ranks} on {hosts} by {name}, {backend} over {where}", file=sys.stderr, flush=True)
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _leave() -> None:
+def _destroy() -> None:
+    """Destroy the default group at exit."""
     global _joined
     if dist.is_initialized():
-        faulthandler.dump_traceback_later(_SECONDS_TO_LEAVE, exit=True)  # leaving may wait for ranks that are gone
-        left = weakref.ref(dist.group.WORLD)
+        faulthandler.dump_traceback_later(_DESTROY_TIMEOUT, exit=True)  # the group may wait for ranks that have exited
+        group = weakref.ref(dist.group.WORLD)
         dist.destroy_process_group()
-        _joined = None  # the group's threads are joined where the last reference to it goes
-        if left() is not None:  # a graph, an optimizer or the like holds it
-            time.sleep(_SECONDS_TO_LET_GO)
+        _joined = None  # the group's threads are joined when the last reference to the group is dropped
+        if group() is not None:  # a graph or an optimizer, for example, still refers to the group
+            time.sleep(_TENSOR_RELEASE_TIME)
         faulthandler.cancel_dump_traceback_later()
     _joined = None

@@ -1,11 +1,14 @@
-"""The exchange of texts under mpirun: MPI connects the ranks already, so the address of the store travels over MPI.
+"""Text exchange over MPI, under mpirun: MPI connects the ranks already, so it transfers the address of the store.
 
-Two things go wrong in practice. The mpirun of one MPI may start ranks that load another: each then believes to be
-alone, and four jobs of one rank run side by side; so the sizes are compared, or the ranks where no variable says the
-size: then only rank 0 could be deceived, and the others end the job. And a rank that ends by an exception waits
-in MPI_Finalize for ranks that wait for it in a collective; so an uncaught exception aborts the job.
+The module handles two failures that occur in practice:
 
-MPI's calls have no deadline: we use those that return at once, and ask until they are done.
+- The mpirun of one MPI may start ranks that load another MPI. Each rank then has a world of one, and four jobs of one
+  rank run side by side. ``Mpi`` therefore compares the size with that of the launcher. Where no variable contains the
+  size it compares the rank: rank 0 alone cannot detect the failure then, and the other ranks end the job.
+- A rank that ends by an exception waits in MPI_Finalize for ranks that wait for it in a collective. An uncaught
+  exception therefore aborts the job.
+
+MPI's blocking calls have no deadline. The module uses nonblocking calls and polls them.
 """
 
 import contextlib
@@ -27,11 +30,11 @@ from .detect import Launcher
 
 __all__ = ["Mpi", "abort_on_exception", "library_name"]
 
-_WIDTH = 1024  # bytes of a text between ranks: a host's name, or where rank 0 listens
+_WIDTH = 1024  # bytes of an exchanged text: a host name, or the addresses of rank 0
 
 
 class Mpi:
-    """The exchange of texts over MPI.COMM_WORLD."""
+    """Text exchange over MPI.COMM_WORLD."""
 
     def __init__(self, launcher: Launcher) -> None:
         MPI = _load(launcher)
@@ -49,7 +52,7 @@ class Mpi:
 
 
 def library_name(version: str) -> str:
-    """Name and number, out of all that an MPI says of itself.
+    """Extract name and version number from the text of MPI_Get_library_version.
 
     >>> library_name("MPICH Version:      5.0.2\\nMPICH Release date: ...")
     'MPICH 5.0.2'
@@ -71,7 +74,7 @@ def _load(launcher: Launcher) -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # the latter: mpi4py found no MPI library to load
         raise RuntimeError(
-            f"init: {_started(launcher)}, but mpi4py, over which they meet, is not usable: {error}. Remedy: pip "
+            f"init: {_started(launcher)}, but mpi4py, which the rendezvous needs, is not usable: {error}. Remedy: pip "
             "install mpi4py, built for that MPI; or use torchrun"
         ) from error
     if not MPI.Is_initialized():
@@ -105,7 +108,11 @@ def _unpacked(row: "np.ndarray[Any, np.dtype[np.uint8]]") -> str:
 
 
 def abort_on_exception() -> None:
-    """Call it again after anything that installs a hook of its own, as torch does: the last to show must abort."""
+    """Make an uncaught exception abort the MPI job.
+
+    Call the function again after another library has installed an excepthook of its own, as torch does: the outermost
+    hook must abort.
+    """
     global _outermost
     from mpi4py import MPI
 
@@ -116,14 +123,17 @@ def abort_on_exception() -> None:
         if _outermost is show_and_abort and MPI.COMM_WORLD.Get_size() > 1:
             for number, stream in ((1, sys.stdout), (2, sys.stderr)):
                 stream.flush()
-                _until_read(number)
+                _wait_until_read(number)
             MPI.COMM_WORLD.Abort(1)
 
     _outermost = sys.excepthook = show_and_abort
 
 
-def _until_read(descriptor: int) -> None:
-    """MPICH's launcher heeds an abort at once, and loses what was written before it but not yet read."""
+def _wait_until_read(descriptor: int) -> None:
+    """Wait until the launcher has read a pipe.
+
+    On an abort MPICH's launcher discards output that it has not read yet.
+    """
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         with contextlib.suppress(TimeoutError):
             until(

@@ -1,7 +1,8 @@
-"""Addresses and interfaces: what to listen on, and which way the other hosts lie.
+"""Addresses and network interfaces: where to listen, and which interface leads to the other hosts.
 
-Left alone, TCPStore listens on all interfaces, and gloo on whatever the hostname resolves to: on one host that offers a
-job to the network that only its own ranks need, and on several it is often 127.0.1.1, which the others cannot reach.
+By default TCPStore listens on all interfaces, and gloo on the address that the hostname resolves to. On one host this
+exposes a job to the network although only local ranks connect. On several hosts the hostname often resolves to
+127.0.1.1, which the other hosts cannot reach.
 """
 
 import fcntl
@@ -13,18 +14,18 @@ __all__ = ["LOOPBACK", "addresses", "interface_towards", "is_loopback", "listen"
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-_BACKLOG = 4096  # all ranks knock at once
+_BACKLOG = 4096  # all ranks may connect at once
 
 
 def is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name: what it resolves to here need not be what the others see
+    except ValueError:  # a name: other hosts may resolve it differently
         return address == "localhost"
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket on loopback if ``address`` is a loopback one, else on all interfaces; port 0 is any."""
+    """Listen on loopback if ``address`` is a loopback address, else on all interfaces. Port 0 selects a free port."""
     if is_loopback(address):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=_BACKLOG)
@@ -34,7 +35,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def addresses() -> list[str]:
-    """Under what the other hosts may reach this one: the IPv4 addresses of its interfaces, then its name."""
+    """The addresses at which other hosts may reach this host: the IPv4 addresses of its interfaces, then its name."""
     found = [_ipv4(name) for _, name in socket.if_nameindex()]
     return [address for address in found if address and not is_loopback(address)] + [socket.gethostname()]
 
@@ -44,18 +45,18 @@ def loopback_interface() -> str | None:
 
 
 def interface_towards(address: str, port: int) -> str | None:
-    """The interface through which the kernel would send to ``address``; nothing is sent."""
+    """The interface through which the kernel would send to ``address``. The function sends nothing."""
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
-        ours = probe.getsockname()[0]
-    return next((name for _, name in socket.if_nameindex() if _ipv4(name) == ours), None)
+        local = probe.getsockname()[0]
+    return next((name for _, name in socket.if_nameindex() if _ipv4(name) == local), None)
 
 
 def _ipv4(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        except OSError:  # it has none
+        except OSError:  # the interface has no IPv4 address
             return None
     return socket.inet_ntoa(answer[20:24])

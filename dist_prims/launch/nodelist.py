@@ -1,4 +1,4 @@
-"""Lists of hosts as SLURM abbreviates them."""
+"""Parser of SLURM's compressed node lists."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ __all__ = ["expand_nodelist"]
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """The hosts that SLURM abbreviates.
+    """Return the host names of a compressed node list.
 
     >>> expand_nodelist("node[08-10,12],gpu5")
     ['node08', 'node09', 'node10', 'node12', 'gpu5']

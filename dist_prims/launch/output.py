@@ -1,9 +1,9 @@
-"""The output of spawned ranks: whole lines, on the streams of the parent.
+"""Output of spawned ranks: the parent forwards complete lines to its own streams.
 
-Ranks that share a stream mix their words: ``print`` writes each piece by itself where nothing buffers it, and a
-notebook collects every process in its own way. So each rank writes to a pipe of its own for stdout and one for stderr,
-from C as well, and the parent passes on complete lines to whatever its ``sys.stdout`` is: a terminal, a file, the cell
-of a notebook.
+The output of ranks that share a stream is interleaved within lines: ``print`` writes each piece by itself where the
+stream is unbuffered, and a notebook does not collect the output of other processes. Each rank therefore writes to two
+pipes of its own, for stdout and stderr, including what C code writes. The parent forwards complete lines to its
+``sys.stdout`` and ``sys.stderr``: a terminal, a file or the cell of a notebook.
 """
 
 import builtins
@@ -13,34 +13,34 @@ import re
 import sys
 from typing import TextIO
 
-__all__ = ["Output", "is_watched"]
+__all__ = ["Output", "is_interactive"]
 
-_LINE = re.compile(rb"[^\r\n]*(?:\n|\r\n|\r(?=[^\n]))")  # whether a \n follows the last \r is not known yet
-_CAPACITY = 1 << 20  # bytes; more than a pipe holds
-_LONGEST = 1 << 16  # bytes of a line that is held back until it ends
+_LINE = re.compile(rb"[^\r\n]*(?:\n|\r\n|\r(?=[^\n]))")  # a final \r is no line end yet: \n may follow
+_READ_BYTES = 1 << 20  # more than the capacity of a pipe
+_LONGEST = 1 << 16  # bytes of an incomplete line that is buffered
 
 
-def is_watched(stream: TextIO | None) -> bool:
-    """Whether a person reads it as it comes: a terminal, or a notebook."""
+def is_interactive(stream: TextIO | None) -> bool:
+    """Whether a stream is shown to a user at once: a terminal, or a notebook."""
     return stream is not None and (stream.isatty() or hasattr(builtins, "__IPYTHON__"))
 
 
 class Output:
-    """One stream of one rank, seen from the parent."""
+    """One output stream of one rank, on the side of the parent."""
 
     def __init__(self, name: str, rank: int, prefix: bool) -> None:
         self._name, self._prefix = name, f"[rank {rank}] " if prefix else ""
         self._rest = b""
         reads, writes = os.pipe()
-        # Open in both directions it never ends: not before the rank has opened it, nor when the rank has gone.
+        # Opened for both directions, the pipe never reports end of file, not even after the rank has exited.
         self.descriptor = os.open(f"/proc/self/fd/{reads}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         os.close(reads)
         os.close(writes)
 
-    def pass_on(self) -> None:
-        """Write the lines that are complete."""
+    def forward(self) -> None:
+        """Write the complete lines."""
         try:
-            self._rest += os.read(self.descriptor, _CAPACITY)
+            self._rest += os.read(self.descriptor, _READ_BYTES)
         except BlockingIOError:
             return
         lines = _LINE.findall(self._rest)
@@ -50,9 +50,12 @@ class Output:
         self._write(lines)
 
     def close(self) -> None:
-        """Write the rest when the rank has gone. A stream that takes no more must not stop the cleaning up."""
+        """Write the rest after the rank has exited.
+
+        A stream that can no longer be written must not prevent the cleanup.
+        """
         with contextlib.suppress(OSError, ValueError):
-            self.pass_on()
+            self.forward()
             self._write([self._rest + b"\n"] if self._rest.strip(b"\r") else [])
         os.close(self.descriptor)
 
@@ -60,10 +63,10 @@ class Output:
         stream: TextIO | None = getattr(sys, self._name)
         if not lines or stream is None:
             return
-        text = "".join(self._told(line.decode(errors="backslashreplace")) for line in lines)
+        text = "".join(self._prefixed(line.decode(errors="backslashreplace")) for line in lines)
         encoding = stream.encoding or "utf-8"
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
 
-    def _told(self, line: str) -> str:
+    def _prefixed(self, line: str) -> str:
         return line if line == "\r" else self._prefix + line

@@ -1,8 +1,8 @@
-"""What travels between a process and the ranks that it spawns: the function and its arguments, results, errors.
+"""Serialization between a process and the ranks that it spawns: function and arguments, results, errors.
 
-A forked rank has the function already. A fresh interpreter is sent it, and pickle sends functions and classes as names
-to import. What a notebook, a prompt or ``python -c`` has defined cannot be imported there, nor can a lambda: such
-things travel by value (cloudpickle).
+A forked rank inherits the function. A fresh interpreter receives it, and pickle sends functions and classes as names to
+import. Definitions of a notebook, a prompt or ``python -c`` cannot be imported there, and neither can a lambda. The
+module sends them by value, with cloudpickle.
 """
 
 import builtins
@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-__all__ = ["Payload", "main_left_alone", "packed", "unpacked"]
+__all__ = ["Payload", "hidden_main", "packed", "unpacked"]
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Payload:
-    """The function and its arguments, on their way to a rank."""
+    """The function and its arguments, to be sent to a rank."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.by_name = _main_can_be_imported()
@@ -36,7 +36,7 @@ class Payload:
 
 
 class _Received(Payload):
-    """The same, in a fresh interpreter."""
+    """The same on the receiving side, in a fresh interpreter."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -46,25 +46,28 @@ class _Received(Payload):
             call: _Call = pickle.loads(self._content)
         except (AttributeError, ImportError) as error:
             raise RuntimeError(
-                f"spawn: a fresh interpreter cannot import what it was sent: {error}. Remedy: define it in a module "
-                "that can be imported, or have the ranks forked (start_method='fork': no CUDA and no group in use)"
+                f"spawn: a fresh interpreter cannot import the function or its arguments: {error}. Remedy: define "
+                "it in a module that can be imported, or fork the ranks (start_method='fork', which needs that neither "
+                "CUDA nor a group is in use)"
             ) from error
         return call
 
 
 def _main_can_be_imported() -> bool:
-    """Whether a fresh interpreter that runs our main module again, as multiprocessing does, finds there what is in it
-    here: not where it is a notebook, a prompt or standard input."""
+    """Whether a fresh interpreter, in which multiprocessing runs the main module again, finds its definitions.
+
+    False for a notebook, a prompt or standard input.
+    """
     main = sys.modules["__main__"]
     has_source = getattr(main, "__spec__", None) is not None or os.path.isfile(getattr(main, "__file__", None) or "")
     return has_source and not (hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "__IPYTHON__"))
 
 
 @contextlib.contextmanager
-def main_left_alone(alone: bool) -> Iterator[None]:
-    """Meanwhile multiprocessing does not find the source of our main module: it would run it, or fail to find it."""
+def hidden_main(hide: bool) -> Iterator[None]:
+    """Hide the source of the main module from multiprocessing, which would run the source again, or fail to find it."""
     names = vars(sys.modules["__main__"])
-    before: dict[str, Any] = {name: names[name] for name in ("__spec__", "__file__") if alone and name in names}
+    before: dict[str, Any] = {name: names[name] for name in ("__spec__", "__file__") if hide and name in names}
     names.update(dict.fromkeys(before))
     try:
         yield
@@ -77,30 +80,30 @@ def _for_a_fresh_interpreter(call: _Call, by_name: bool) -> bytes:
         if by_name:
             return bytes(ForkingPickler.dumps(call))
     except (AttributeError, TypeError, pickle.PicklingError):
-        pass  # a lambda, for one; by value it may travel
+        pass  # a lambda, for example, which can be sent by value
     try:
         return _by_value(call)
     except Exception as error:
         raise TypeError(
-            f"spawn: fn and args must travel to fresh interpreters, and do not: {error}. Remedy: make what is named "
-            "here inside fn; or have the ranks forked, which need not be sent anything (start_method='fork', the "
-            "default unless CUDA or a group is in use here; see torch.distributed.destroy_process_group)"
+            f"spawn: fn and args cannot be sent to fresh interpreters: {error}. Remedy: create the object named here "
+            "inside fn; or fork the ranks, which inherit fn and args (start_method='fork', the default unless CUDA or "
+            "a group is in use in this process; see torch.distributed.destroy_process_group)"
         ) from error
 
 
 def _by_value(call: Any) -> bytes:
-    import cloudpickle  # type: ignore[import-untyped]  # only here: importing the package must stay cheap
+    import cloudpickle  # type: ignore[import-untyped]  # imported on demand: importing the package must stay cheap
 
     buffer = io.BytesIO()
     pickler = cloudpickle.Pickler(buffer)
-    # Tensors in shared memory, locks and queues travel as multiprocessing and torch let them.
+    # Tensors in shared memory, locks and queues are sent as multiprocessing and torch define.
     pickler.dispatch_table = ChainMap(ForkingPickler._extra_reducers, pickler.dispatch_table)  # type: ignore[attr-defined]
     pickler.dump(call)
     return buffer.getvalue()
 
 
 def packed(value: Any) -> bytes:
-    """A result or an error on its way to the parent; by value what the parent cannot import."""
+    """Serialize a result or an error for the parent, by value where the parent cannot import the type."""
     try:
         return pickle.dumps(value)
     except (AttributeError, TypeError, pickle.PicklingError):

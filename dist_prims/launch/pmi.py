@@ -1,12 +1,13 @@
-"""A client of PMI-1, the protocol by which process managers connect the ranks they start: Flux, Hydra, gforker.
+"""Client of PMI-1, the protocol of process managers (Flux, Hydra, gforker) for connecting the ranks that they start.
 
-A rank inherits a socket, whose number ``PMI_FD`` says. Over it the rank puts keys into a store of the job, waits until
-all ranks have done so, and gets what the others have put. A request is a line of ``key=value`` words and is answered by
-one line (Flux RFC 13). An MPI library that is initialised in the same process speaks over the same socket; requests and
-answers alternate, so both get their own answers as long as one speaks at a time.
+A rank inherits a socket, whose descriptor number is in ``PMI_FD``. Over the socket the rank puts keys into a key-value
+store of the job, waits in a barrier until all ranks have put theirs, and gets the values of the other ranks. A request
+is a line of ``key=value`` words, and the answer is one line (Flux RFC 13). An MPI library that is initialised in the
+same process uses the same socket. Requests and answers alternate, so each gets its own answers as long as the two do
+not send at the same time.
 
-A process manager takes a rank that ends without the request "finalize" for one that has crashed, and ends the others.
-So a rank finalizes when it ends, unless an uncaught exception ends it; where MPI is in use, MPI does so.
+A process manager regards a rank that exits without the request "finalize" as crashed, and kills the others. A rank
+therefore finalizes at exit, unless an uncaught exception ends it. Where MPI is in use, MPI finalizes.
 """
 
 import atexit
@@ -34,7 +35,7 @@ _SECONDS_TO_FINALIZE = 5.0
 
 
 class Pmi:
-    """The exchange of texts over PMI. One for each process: no key may be put twice."""
+    """Text exchange over PMI. A process has one instance, because no key may be put twice."""
 
     def __init__(self, launcher: Launcher, descriptor: int, deadline: float) -> None:
         assert launcher.size is not None
@@ -42,8 +43,8 @@ class Pmi:
         self._descriptor, self._rounds = descriptor, 0
         version = self._ask("init", deadline, pmi_version="1", pmi_subversion="1")
         if version.get("pmi_version", "1") != "1":
-            raise RuntimeError(f"the process manager speaks PMI {version['pmi_version']}, and PMI 1 is needed")
-        self._longest = int(self._ask("get_maxes", deadline)["vallen_max"]) - 2  # a mark, and C's final zero
+            raise RuntimeError(f"the process manager supports PMI {version['pmi_version']}, and PMI 1 is needed")
+        self._longest = int(self._ask("get_maxes", deadline)["vallen_max"]) - 2  # the mark and the terminating zero
         self._name = self._ask("get_my_kvsname", deadline)["kvsname"]
         atexit.register(self._finalize, os.getpid())
 
@@ -60,7 +61,10 @@ class Pmi:
                 self._ask("finalize", time.monotonic() + _SECONDS_TO_FINALIZE)
 
     def _put(self, text: str, deadline: float) -> None:
-        """Text that is longer than a value may be goes in pieces; a + in front of a piece says that one follows."""
+        """Put a text, in several pieces if it is longer than a value may be.
+
+        A piece that begins with + is not the last.
+        """
         pieces = [text[start : start + self._longest] for start in range(0, len(text), self._longest)] or [""]
         for number, piece in enumerate(pieces):
             value = ("." if number == len(pieces) - 1 else "+") + piece
@@ -86,7 +90,7 @@ class Pmi:
         return found
 
     def _line(self, deadline: float, awaited: str) -> str:
-        """Byte by byte: what follows the line is for another reader of the socket, such as MPI."""
+        """Read a line byte by byte: what follows the line is for another reader of the socket, such as MPI."""
         line, poll = b"", select.poll()
         poll.register(self._descriptor, select.POLLIN)
         while not line.endswith(b"\n"):
@@ -103,7 +107,7 @@ _client: Pmi | None = None
 
 
 def connect(launcher: Launcher, deadline: float) -> Pmi:
-    """The client of this process; its socket is the one that the process manager has left open for it."""
+    """Return the PMI client of this process, which uses the socket inherited from the process manager."""
     global _client
     if _client is None:
         _client = Pmi(launcher, _descriptor(launcher), deadline)
@@ -111,15 +115,15 @@ def connect(launcher: Launcher, deadline: float) -> Pmi:
 
 
 def _descriptor(launcher: Launcher) -> int:
-    said = os.environ.get("PMI_FD", "")
+    text = os.environ.get("PMI_FD", "")
     try:
-        if stat.S_ISSOCK(os.fstat(int(said)).st_mode):
-            return int(said)
-        wrong = f"PMI_FD={said} is no socket"
+        if stat.S_ISSOCK(os.fstat(int(text)).st_mode):
+            return int(text)
+        problem = f"PMI_FD={text} is not a socket"
     except (ValueError, OSError) as error:
-        wrong = f"PMI_FD={said}: {error}" if said else "PMI_FD is not set"
+        problem = f"PMI_FD={text}: {error}" if text else "PMI_FD is not set"
     raise RuntimeError(
         f"{launcher.name} started {launcher.size} ranks ({', '.join(launcher.evidence)}), but offers no PMI-1 to this "
-        f"one: {wrong}. Remedy: leave the socket open where a script starts Python; under Flux, start with "
+        f"rank: {problem}. Remedy: leave the socket open where a script starts Python; under Flux, start with "
         "-o pmi=simple; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank"
     )

@@ -1,12 +1,15 @@
-"""Run a function on several ranks of this host and bring its results, or the first failure, back.
+"""``spawn()``: run a function on several ranks of this host, and return its results or raise the first failure.
 
-The obvious way, processes and a queue, hangs when a rank dies before it answers, hides the error that came first behind
-the errors that it caused, and leaves ranks behind when the parent goes. Here the parent waits for answers *and* deaths
-at once (a pidfd each: a socket that a rank's own children inherit never ends), a failing rank keeps its connections
-open until the parent has heard it, and no rank outlives the call: killed when it ends, and by the kernel if the parent
-dies.
+A simple implementation with processes and a queue hangs when a rank dies before it answers, reports errors that are
+consequences instead of the first error, and leaves ranks running when the parent dies. This implementation differs:
 
-Ranks are forked where that is safe: a rank then costs some ten milliseconds. Elsewhere they are fresh interpreters.
+- The parent waits for answers *and* deaths at once, by a pidfd for each rank: a socket that a rank's own children
+  inherit never reports end of file.
+- A failing rank keeps its connections open until the parent has received its error.
+- No rank outlives the call: the parent kills all ranks when the call ends, and the kernel kills them if the parent
+  dies.
+
+Ranks are forked where that is safe, which takes some ten milliseconds a rank. Elsewhere they are fresh interpreters.
 """
 
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .spawn_parent import RankFailed, Team
+from .spawn_parent import RankFailed, RankProcesses
 
 __all__ = ["RankFailed", "spawn"]
 
@@ -42,30 +45,34 @@ def spawn(
     >>> spawn(sum_of_ranks, 3)
     [3, 3, 3]
 
-    The first rank that raises or dies ends the others and is raised here as :class:`RankFailed`. ``start_timeout`` is
-    the time in seconds for all ranks to start and join, and afterwards to leave. ``timeout`` is the time for ``fn``,
-    from the moment the last rank has joined. None, the default, sets no limit; a collective then waits for 5 minutes,
-    as after ``init()``. When either has passed, a ``TimeoutError`` says which ranks were still busy, and where.
+    When a rank raises or dies, ``spawn`` ends the other ranks and raises :class:`RankFailed` for the first failure.
 
-    What ranks print comes line by line, on this process's ``sys.stdout`` and ``sys.stderr``. With ``prefix`` each line
-    begins with ``[rank 0]``; the default is to do so on a terminal and in a notebook if there is more than one rank.
+    ``start_timeout`` is the time in seconds for all ranks to start and join the group, and again for destroying the
+    group at the end. ``timeout`` is the time for ``fn``, measured from the moment the last rank has joined. None, the
+    default, sets no limit; a collective then waits for 5 minutes, as after ``init()``. When one of the times has
+    passed, a ``TimeoutError`` names the ranks that were still busy and shows their stacks.
 
-    ``init=False`` leaves joining to ``fn``. Forked ranks (``start_method`` "fork", the default unless CUDA or a group
-    is in use here) compute with one thread: OpenMP's do not survive a fork. With "spawn", ranks are fresh interpreters,
-    which take seconds to start; ``fn`` and ``args`` travel to them, by value if they cannot be imported there.
+    The parent forwards the output of the ranks line by line to its own ``sys.stdout`` and ``sys.stderr``. With
+    ``prefix`` each line begins with ``[rank 0]``. By default lines have the prefix on a terminal and in a notebook if
+    there is more than one rank.
+
+    With ``init=False``, ``fn`` itself joins a group. Forked ranks (``start_method`` "fork", the default unless CUDA or
+    a group is in use in this process) compute with one thread, because OpenMP's threads do not survive a fork. With
+    "spawn", ranks are fresh interpreters, which take seconds to start. ``fn`` and ``args`` are sent to them, by value
+    if they cannot be imported there.
     """
     if nprocs < 1:
         raise ValueError(f"spawn: nprocs is {nprocs}; a group has at least one rank")
     for name, seconds in (("start_timeout", start_timeout), ("timeout", timeout)):
         if seconds is not None and not seconds > 0:
-            raise ValueError(f"spawn: {name} is {seconds} s; give a time that can pass")
+            raise ValueError(f"spawn: {name} is {seconds} s; give a positive time")
     method = start_method or _safe_start_method()
     if method not in ("fork", "spawn"):
         raise ValueError(f"spawn: start_method is {method!r}; choose 'fork' or 'spawn'")
-    with Team(nprocs, start_timeout, timeout, prefix) as team:
-        team.start(method, fn, args, backend, init)
-        results = team.results()
-        team.dismiss()
+    with RankProcesses(nprocs, start_timeout, timeout, prefix) as processes:
+        processes.start(method, fn, args, backend, init)
+        results = processes.results()
+        processes.finish()
     return results
 
 

@@ -1,11 +1,13 @@
-"""What a spawned rank does: become a rank, run the function, report, wait for the others, leave.
+"""Main function of a spawned rank: set the process up, run the function, report, wait for the other ranks, exit.
 
-A rank that fails and tears its group down at once makes the others fail too ("connection reset by peer"), and their
-errors race with its own to the parent. So a rank reports *first* and then holds still, its connections open, until the
-parent has heard everyone: then it leaves, or is killed. The parent is the barrier; no message of the group is needed.
+A rank that fails and destroys its group at once makes the other ranks fail too ("connection reset by peer"), and their
+errors race with the first error to the parent. A rank therefore reports *first*. Then the rank keeps its connections
+open until the parent has received the reports of all ranks, and exits or is killed. The parent acts as the barrier,
+which needs no message within the group.
 
-Whatever parent and rank share (rendezvous, reports, stacks, pipes) is an anonymous file of the parent, which the rank
-opens through ``/proc``: no name to guess, nobody else may open it, and the kernel frees it with its last descriptor.
+Parent and rank share anonymous files and pipes of the parent (rendezvous, reports, stacks), which the rank opens
+through ``/proc``. An anonymous file has no name that another process could guess, other users may not open it, and the
+kernel frees it with its last descriptor.
 """
 
 import ctypes
@@ -26,18 +28,18 @@ import torch.distributed as dist
 from .join import init
 from .payload import Payload, packed, unpacked
 
-__all__ = ["NOTICE", "RAISED", "RETURNED", "SHOW_STACK", "STARTED", "Orders", "rank_main"]
+__all__ = ["NOTICE", "RAISED", "RETURNED", "SHOW_STACK", "STARTED", "RankSpec", "rank_main"]
 
 STARTED, RETURNED, RAISED = 0, 1, 2
-NOTICE = struct.Struct("=iiq")  # rank, one of these, when; far below PIPE_BUF, so a write of one is never torn
-SHOW_STACK = signal.SIGRTMIN  # no program that we know of uses it; SIGUSR1 is taken by batch systems
+NOTICE = struct.Struct("=iiq")  # rank, one of these kinds, time in ns; smaller than PIPE_BUF, so that a write is atomic
+SHOW_STACK = signal.SIGRTMIN  # SIGUSR1 is used by batch systems
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Orders:
-    """All that a rank needs to know, as plain data: it also travels to a process that shares no memory."""
+class RankSpec:
+    """The parameters of a rank, as plain data that can also be sent to a fresh interpreter."""
 
     rank: int
     size: int
@@ -47,31 +49,35 @@ class Orders:
     parent: int
     store: str
     notices: str
-    gate: str
+    exit_pipe: str  # the rank exits after it has read a byte from this pipe
     report: str
     stack: str
     streams: tuple[str, ...]  # stdout and stderr
-    watched: tuple[bool, ...]  # whether a person reads them as they come
+    interactive: tuple[bool, ...]  # whether they are shown to a user at once
 
 
 class _Stream(io.TextIOWrapper):
-    """A stream of a rank: whole lines, and a terminal for those that ask if the parent's is one."""
+    """A line-buffered stream of a rank.
 
-    def __init__(self, number: int, watched: bool) -> None:
+    It is a terminal, according to ``isatty()``, if the stream of the parent is one.
+    """
+
+    def __init__(self, number: int, interactive: bool) -> None:
         raw = io.FileIO(number, "w", closefd=False)
         super().__init__(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
-        self._watched = watched
+        self._interactive = interactive
 
     def isatty(self) -> bool:
-        return self._watched
+        return self._interactive
 
 
-def rank_main(orders: Orders, payload: Payload) -> NoReturn:
+def rank_main(spec: RankSpec, payload: Payload) -> NoReturn:
+    """Run one rank, and end the process."""
     status = 1
     try:
-        _become_rank(orders)
-        _report(orders, *_outcome(orders, payload))
-        _wait_for_the_others(orders)
+        _set_up(spec)
+        _report(spec, *_outcome(spec, payload))
+        _wait_for_all(spec)
         if dist.is_initialized():
             dist.destroy_process_group()
         status = 0
@@ -83,67 +89,65 @@ def rank_main(orders: Orders, payload: Payload) -> NoReturn:
         os._exit(status)
 
 
-def _become_rank(orders: Orders) -> None:
-    _die_with(orders.parent)
-    for number, (name, path) in enumerate(zip(("stdout", "stderr"), orders.streams, strict=True), start=1):
+def _set_up(spec: RankSpec) -> None:
+    _die_with_parent(spec.parent)
+    for number, (name, path) in enumerate(zip(("stdout", "stderr"), spec.streams, strict=True), start=1):
         pipe = os.open(path, os.O_WRONLY)
-        os.dup2(pipe, number)  # what C writes goes there as well
+        os.dup2(pipe, number)  # for the output of C code as well
         os.close(pipe)
-        setattr(sys, name, _Stream(number, orders.watched[number - 1]))
-    os.setpgid(0, 0)  # so that the parent can end the rank together with whatever the rank starts
-    for number in (signal.SIGINT, signal.SIGTERM):  # handlers of a forked parent speak for the parent
+        setattr(sys, name, _Stream(number, spec.interactive[number - 1]))
+    os.setpgid(0, 0)  # so that the parent can kill the rank together with its child processes
+    for number in (signal.SIGINT, signal.SIGTERM):  # handlers inherited from a forked parent are for the parent only
         signal.signal(number, signal.SIG_DFL)
-    faulthandler.register(SHOW_STACK, open(orders.stack, "wb"), all_threads=True)  # noqa: SIM115 - open until we exit
+    faulthandler.register(SHOW_STACK, open(spec.stack, "wb"), all_threads=True)  # noqa: SIM115 - open until the process exits
     torch.set_num_threads(1)  # the OpenMP threads of the parent did not survive the fork: waiting for them hangs
     for name in [name for name in os.environ if name.startswith(("MASTER_", "TORCHELASTIC_"))]:
-        del os.environ[name]  # of a launcher that started the parent
-    local = {"RANK": orders.rank, "WORLD_SIZE": orders.size, "LOCAL_RANK": orders.rank, "LOCAL_WORLD_SIZE": orders.size}
-    os.environ.update(
-        {name: str(value) for name, value in local.items()}, DIST_PRIMS_RENDEZVOUS=f"file://{orders.store}"
-    )
+        del os.environ[name]  # set by the launcher of the parent
+    local = {"RANK": spec.rank, "WORLD_SIZE": spec.size, "LOCAL_RANK": spec.rank, "LOCAL_WORLD_SIZE": spec.size}
+    os.environ.update({name: str(value) for name, value in local.items()}, DIST_PRIMS_RENDEZVOUS=f"file://{spec.store}")
 
 
-def _die_with(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before prctl
         os._exit(1)
 
 
-def _outcome(orders: Orders, payload: Payload) -> tuple[int, int, bytes]:
+def _outcome(spec: RankSpec, payload: Payload) -> tuple[int, int, bytes]:
     try:
         fn, args = payload.open()
-        if orders.join:
-            init(orders.backend, timeout=orders.timeout)
-        _notify(orders, STARTED, time.monotonic_ns())
+        if spec.join:
+            init(spec.backend, timeout=spec.timeout)
+        _notify(spec, STARTED, time.monotonic_ns())
         return RETURNED, 0, packed(fn(*args))
     except BaseException as error:
         return RAISED, time.monotonic_ns(), _pickled_error(error)
 
 
 def _pickled_error(error: BaseException) -> bytes:
-    frames = error.__traceback__ and error.__traceback__.tb_next  # without ours: the reader looks for their function
+    frames = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this module
     text = "".join(traceback.format_exception(type(error), error, frames))
     try:
         cause = packed(error)
-        unpacked(cause)  # many exceptions pickle but cannot be made again
+        unpacked(cause)  # many exceptions can be pickled but not unpickled
     except Exception:
         cause = b""
     return packed((cause, text))
 
 
-def _report(orders: Orders, kind: int, when: int, payload: bytes) -> None:
+def _report(spec: RankSpec, kind: int, when: int, payload: bytes) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    with open(orders.report, "wb") as report:
+    with open(spec.report, "wb") as report:
         report.write(payload)
-    _notify(orders, kind, when)
+    _notify(spec, kind, when)
 
 
-def _notify(orders: Orders, kind: int, when: int) -> None:
-    with open(orders.notices, "wb", buffering=0) as notices:
-        notices.write(NOTICE.pack(orders.rank, kind, when))
+def _notify(spec: RankSpec, kind: int, when: int) -> None:
+    with open(spec.notices, "wb", buffering=0) as notices:
+        notices.write(NOTICE.pack(spec.rank, kind, when))
 
 
-def _wait_for_the_others(orders: Orders) -> None:
-    with open(orders.gate, "rb", buffering=0) as gate:
-        gate.read(1)
+def _wait_for_all(spec: RankSpec) -> None:
+    with open(spec.exit_pipe, "rb", buffering=0) as pipe:
+        pipe.read(1)

@@ -1,7 +1,7 @@
-"""The parent's side of spawned ranks: start them, await them, name the first that failed, and let none survive.
+"""Parent side of spawned ranks: start them, wait for them, find the first failure, and kill all ranks at the end.
 
-Answers, deaths and output are awaited together. A death is seen through a pidfd: the end of a socket or pipe would not
-do, because whatever a rank starts inherits them and keeps them open.
+The parent waits for answers, deaths and output in one call. A pidfd reports the death of a rank. The end of a socket or
+pipe is not sufficient, because child processes of a rank inherit the descriptors and keep them open.
 """
 
 import contextlib
@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from .deadline import until
-from .output import Output, is_watched
-from .payload import Payload, main_left_alone, unpacked
-from .spawn_child import NOTICE, RAISED, RETURNED, SHOW_STACK, Orders, rank_main
+from .output import Output, is_interactive
+from .payload import Payload, hidden_main, unpacked
+from .spawn_child import NOTICE, RAISED, RETURNED, SHOW_STACK, RankSpec, rank_main
 
-__all__ = ["RankFailed", "Team"]
+__all__ = ["RankFailed", "RankProcesses"]
 
 _PF_EXITING = 0x4  # linux/sched.h
-_SECONDS_TO_DIE = 2.0
-_SECONDS_TO_SHOW_STACKS = 1.0
+_EXIT_TIME = 2.0  # seconds
+_STACK_TIME = 1.0  # seconds
 
 
 class RankFailed(RuntimeError):
-    """A rank of ``spawn`` raised or died: the first one to do so, with its traceback in the message.
+    """The failure of a rank of ``spawn``: the first rank that raised or died, with its traceback in the message.
 
-    ``rank`` says which one; ``__cause__`` is its exception, where that can travel between processes.
+    ``rank`` is its number. ``__cause__`` is its exception, if the exception can be pickled.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -43,112 +43,112 @@ class RankFailed(RuntimeError):
         return type(self), (str(self), self.rank)
 
 
-class Team:
-    """The ranks of one call; none of them, and no file that they share with us, outlives the ``with`` block."""
+class RankProcesses:
+    """The rank processes of one call. No process, and no file shared with one, outlives the ``with`` block."""
 
     def __init__(self, size: int, start_timeout: float, timeout: float | None, prefix: bool | None) -> None:
         self.start_timeout, self.timeout = start_timeout, timeout
         self.store = _anonymous_file("store")
         self.notices, self.notices_end = os.pipe()
-        self.gate, self.gate_end = os.pipe()
+        self.exit_pipe, self.exit_pipe_end = os.pipe()
         self.ranks = [_Rank(number, size, prefix) for number in range(size)]
 
-    def __enter__(self) -> "Team":
+    def __enter__(self) -> "RankProcesses":
         return self
 
     def __exit__(self, *_: object) -> None:
         for rank in self.ranks:
             rank.kill()
         for rank in self.ranks:
-            rank.release()
-        for descriptor in (self.store, self.notices, self.notices_end, self.gate, self.gate_end):
+            rank.close()
+        for descriptor in (self.store, self.notices, self.notices_end, self.exit_pipe, self.exit_pipe_end):
             os.close(descriptor)
 
     def start(self, method: str, fn: Callable[..., Any], args: tuple[Any, ...], backend: str, join: bool) -> None:
-        """Return when every rank has joined and is about to call the function."""
+        """Start all ranks. Return when every rank has joined the group and is about to call the function."""
         deadline = time.monotonic() + self.start_timeout
         context: Any = multiprocessing.get_context(method)
         payload = Payload(fn, args)
         for rank in self.ranks:
-            orders = Orders(
+            spec = RankSpec(
                 rank=rank.number,
                 size=len(self.ranks),
                 backend=backend,
-                # Longer than ours, which says where the ranks stand.
+                # Longer than the timeout of the parent, whose error shows the stacks of the ranks.
                 timeout=None if self.timeout is None else self.start_timeout + self.timeout,
                 join=join,
                 parent=os.getpid(),
                 store=_path(self.store),
                 notices=_path(self.notices_end),
-                gate=_path(self.gate),
+                exit_pipe=_path(self.exit_pipe),
                 report=_path(rank.report),
                 stack=_path(rank.stack),
                 streams=tuple(_path(output.descriptor) for output in rank.outputs),
-                watched=tuple(is_watched(stream) for stream in (sys.stdout, sys.stderr)),
+                interactive=tuple(is_interactive(stream) for stream in (sys.stdout, sys.stderr)),
             )
-            with main_left_alone(not payload.by_name):
-                rank.start(context.Process(target=rank_main, args=(orders, payload)))
+            with hidden_main(not payload.by_name):
+                rank.start(context.Process(target=rank_main, args=(spec, payload)))
         self._watch(lambda rank: rank.kind is not None, "starting", deadline, f"start_timeout={self.start_timeout:g}")
 
     def results(self) -> list[Any]:
-        """What the function returned on each rank, once it has on all of them."""
+        """Wait until the function has returned on all ranks. Return the results by rank."""
         began = max(rank.when for rank in self.ranks) / 1e9
         deadline = None if self.timeout is None else began + self.timeout
         self._watch(lambda rank: rank.kind == RETURNED, "running", deadline, f"timeout={self.timeout}")
         return [unpacked(_content(rank.report)) for rank in self.ranks]
 
-    def dismiss(self) -> None:
-        """Let the ranks leave their group, and return when they have."""
-        os.write(self.gate_end, bytes(len(self.ranks)))
+    def finish(self) -> None:
+        """Let the ranks destroy their group and exit. Return when all have exited."""
+        os.write(self.exit_pipe_end, bytes(len(self.ranks)))
         deadline = time.monotonic() + self.start_timeout
         given = f"start_timeout={self.start_timeout:g}"
-        self._watch(lambda rank: rank.exitcode == 0, "leaving their group", deadline, given)
+        self._watch(lambda rank: rank.exitcode == 0, "destroying their group", deadline, given)
 
-    def _watch(self, done: Callable[["_Rank"], bool], doing: str, deadline: float | None, given: str) -> None:
+    def _watch(self, done: Callable[["_Rank"], bool], activity: str, deadline: float | None, given: str) -> None:
         outputs = {output.descriptor: output for rank in self.ranks for output in rank.outputs}
         while busy := [rank for rank in self.ranks if not done(rank)]:
             alive = [rank.pidfd for rank in self.ranks if rank.exitcode is None]
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = wait([self.notices, *alive, *outputs], left)
             if not ready or left == 0:
-                raise TimeoutError(self._where_they_stand(busy, doing, given))
+                raise TimeoutError(self._timeout_text(busy, activity, given))
             for descriptor in ready:
                 if descriptor in outputs:
-                    outputs[descriptor].pass_on()
+                    outputs[descriptor].forward()
             while wait([self.notices], 0):
                 number, kind, when = NOTICE.unpack(os.read(self.notices, NOTICE.size))
                 self.ranks[number].kind, self.ranks[number].when = kind, when
             self._raise_first_failure()
 
     def _raise_first_failure(self) -> None:
-        """A death comes before an exception that was heard while it was under way: its likely cause."""
+        """Raise the first failure. A death has precedence over an exception, of which it is the likely cause."""
         raised = sorted((rank for rank in self.ranks if rank.kind == RAISED), key=lambda rank: rank.when)
         failed = [rank for rank in self.ranks if rank.has_died()] + raised
         if failed:
             first, *others = failed
-            raise first.failure([other.last_words() for other in others])
+            raise first.failure([other.failure_text() for other in others])
 
-    def _where_they_stand(self, busy: list["_Rank"], doing: str, given: str) -> str:
+    def _timeout_text(self, busy: list["_Rank"], activity: str, given: str) -> str:
         for rank in busy:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.pidfd, SHOW_STACK)
         with contextlib.suppress(TimeoutError):
-            shown = time.monotonic() + _SECONDS_TO_SHOW_STACKS
+            shown = time.monotonic() + _STACK_TIME
             until(lambda: all(_content(rank.stack) for rank in busy), shown, "the stacks")
         time.sleep(0.05)  # a stack is written line by line
         numbers = ", ".join(str(rank.number) for rank in busy)
         stacks = "\n".join(
-            f"\nRank {rank.number} stood at\n{_content(rank.stack).decode(errors='replace') or '(no answer)'}"
+            f"\nStack of rank {rank.number}:\n{_content(rank.stack).decode(errors='replace') or '(no stack)'}"
             for rank in busy
         )
         return (
-            f"spawn: with {given} s these of {len(self.ranks)} ranks were still {doing}: {numbers}. "
-            f"Give more if they need it\n{stacks}"
+            f"spawn: with {given} s these of {len(self.ranks)} ranks were still {activity}: {numbers}. "
+            f"Give a longer time if they need it\n{stacks}"
         )
 
 
 class _Rank:
-    """One rank as its parent knows it."""
+    """One rank, on the side of the parent."""
 
     def __init__(self, number: int, size: int, prefix: bool | None) -> None:
         self.number = number
@@ -156,14 +156,14 @@ class _Rank:
         self.pidfd = -1
         self.report, self.stack = _anonymous_file("report"), _anonymous_file("stack")
         self.outputs = [
-            Output(name, number, size > 1 and is_watched(getattr(sys, name)) if prefix is None else prefix)
+            Output(name, number, size > 1 and is_interactive(getattr(sys, name)) if prefix is None else prefix)
             for name in ("stdout", "stderr")
         ]
-        self.kind: int | None = None  # what it has told last: STARTED, then RETURNED or RAISED
+        self.kind: int | None = None  # of its last notice: STARTED, then RETURNED or RAISED
         self.when = 0
 
     def start(self, process: BaseProcess) -> None:
-        with warnings.catch_warnings():  # Python 3.12 warns of a fork beside threads: rank_main knows their traps
+        with warnings.catch_warnings():  # Python 3.12 warns of a fork with threads, for which rank_main is made
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         self.process = process
@@ -174,27 +174,27 @@ class _Rank:
         return self.process.exitcode if self.process else None
 
     def has_died(self) -> bool:
-        """Whether it ended, or is just ending, neither by an exception nor in good order."""
+        """Whether the rank has exited, or is exiting, neither after an exception nor after a normal return."""
         if self.process and self.exitcode is None and _is_exiting(self.process.pid):
-            self.process.join(_SECONDS_TO_DIE)
-        good = (None, 0) if self.kind == RETURNED else (None,)
-        return self.kind != RAISED and self.exitcode not in good
+            self.process.join(_EXIT_TIME)
+        normal = (None, 0) if self.kind == RETURNED else (None,)
+        return self.kind != RAISED and self.exitcode not in normal
 
     def failure(self, others: list[str]) -> RankFailed:
-        """The error that the parent raises; ``others`` failed too, but later."""
+        """The error that the parent raises. ``others`` are the texts of later failures."""
         cause, text = self._exception() if self.kind == RAISED else (None, "")
-        said = f"rank {self.number} raised\n\n{text}" if text else self.last_words()
-        failure = RankFailed("\n".join([said, *(f"Afterwards {other}" for other in others)]), self.number)
+        own = f"rank {self.number} raised\n\n{text}" if text else self.failure_text()
+        failure = RankFailed("\n".join([own, *(f"Afterwards {other}" for other in others)]), self.number)
         failure.__cause__ = cause
         return failure
 
-    def last_words(self) -> str:
+    def failure_text(self) -> str:
         """The failure in one line."""
         if self.kind == RAISED:
             return f"rank {self.number} raised {self._exception()[1].strip().splitlines()[-1]}"
         code = self.exitcode or 0
         manner = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
-        moments = {None: "before its function began", RETURNED: "while it left its group"}
+        moments = {None: "before its function began", RETURNED: "while it destroyed its group"}
         moment = moments.get(self.kind, "before its function returned")
         return f"rank {self.number} {manner} {moment}"
 
@@ -202,20 +202,20 @@ class _Rank:
         cause, text = unpacked(_content(self.report))
         try:
             return unpacked(cause) if cause else None, text
-        except Exception:  # a class that only the rank can make
+        except Exception:  # a class that only the rank can create
             return None, text
 
     def kill(self) -> None:
         if self.process and self.process.pid:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # the rank and what it started
+                os.killpg(self.process.pid, signal.SIGKILL)  # the rank and its child processes
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # a rank so young that it leads no group yet
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)  # a rank that has not called setpgid yet
 
-    def release(self) -> None:
+    def close(self) -> None:
         if self.process:
-            self.process.join(_SECONDS_TO_DIE)
-            with contextlib.suppress(ValueError):  # it would not die
+            self.process.join(_EXIT_TIME)
+            with contextlib.suppress(ValueError):  # the process has not exited
                 self.process.close()
             os.close(self.pidfd)
         os.close(self.report)
@@ -237,7 +237,7 @@ def _content(descriptor: int) -> bytes:
 
 
 def _is_exiting(pid: int | None) -> bool:
-    """Whether the kernel has begun to end it: that is before its sockets close, and so before a peer can notice."""
+    """Whether the kernel has begun to end the process, which it does before it closes the sockets that peers watch."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
-"""Meet where the launcher lets ranks exchange short texts, over MPI or PMI: the address of the store travels that way.
+"""Rendezvous by exchange of short texts, over MPI or PMI: one of the texts is the address of the store.
 
-No address has to be derived or configured: rank 0 listens on a port that is free, and offers every address it has.
+No address has to be derived or configured: rank 0 listens on a free port, and offers every address of its host.
 """
 
 import json
@@ -13,25 +13,26 @@ import torch.distributed as dist
 
 from .hosts import host_id
 from .network import LOOPBACK, addresses, interface_towards, listen
-from .rendezvous import Meeting, connect
+from .rendezvous import Rendezvous, connect
 
-__all__ = ["Exchange", "meet_by"]
+__all__ = ["Exchange", "rendezvous_by_text"]
 
 _SECONDS_PER_ADDRESS = 3.0
 
 
 class Exchange(Protocol):
-    """What a launcher offers: all ranks of the job give a text and get those of all."""
+    """An all-gather of texts among the ranks of a job, as a launcher offers it."""
 
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
     def all_texts(self, text: str, deadline: float, awaited: str) -> list[str]:
-        """The texts by rank; a TimeoutError at the deadline says what was ``awaited``."""
+        """Return the texts by rank. At the deadline raise a TimeoutError that names what was ``awaited``."""
 
 
-def meet_by(exchange: Exchange, timeout: float, by: str) -> Meeting:
+def rendezvous_by_text(exchange: Exchange, timeout: float, launcher: str) -> Rendezvous:
+    """Complete the rendezvous within ``timeout`` seconds; ``launcher`` is its name for messages."""
     deadline = time.monotonic() + timeout
     hosts = exchange.all_texts(host_id(), deadline, "the hosts of all ranks")
     one_host = len(set(hosts)) == 1
@@ -42,12 +43,12 @@ def meet_by(exchange: Exchange, timeout: float, by: str) -> Meeting:
     port, candidates, name = json.loads(exchange.all_texts(json.dumps(offer), deadline, "the address of rank 0")[0])
     address = candidates[0] if one_host else _reachable_by_all(exchange, port, candidates, deadline)
     store = connect(address, port, exchange.size, deadline - time.monotonic(), server.detach() if server else None)
-    return Meeting(dist.PrefixStore(name, store), exchange.rank, hosts, interface_towards(address, port), by)
+    return Rendezvous(dist.PrefixStore(name, store), exchange.rank, hosts, interface_towards(address, port), launcher)
 
 
 def _reachable_by_all(exchange: Exchange, port: int, candidates: list[str], deadline: float) -> str:
-    """A host may have addresses that others cannot route to: try them all, and take one that works for every rank."""
-    mine = "".join(str(int(exchange.rank == 0 or _answers(address, port))) for address in candidates)
+    """Return the first address of rank 0 that every rank can connect to: some may not be routed from every host."""
+    mine = "".join(str(int(exchange.rank == 0 or _can_connect(address, port))) for address in candidates)
     every = exchange.all_texts(mine, deadline, "the address that all ranks can reach")
     for address, *answers in zip(candidates, *every, strict=True):
         if set(answers) == {"1"}:
@@ -58,7 +59,7 @@ def _reachable_by_all(exchange: Exchange, port: int, candidates: list[str], dead
     )
 
 
-def _answers(address: str, port: int) -> bool:
+def _can_connect(address: str, port: int) -> bool:
     try:
         socket.create_connection((address, port), _SECONDS_PER_ADDRESS).close()
     except OSError:

@@ -1,6 +1,7 @@
-"""The functions that a model calls; they are traced, so that all of a call but the operator itself folds away.
+"""Functions for models: they check their arguments and call the operators of :mod:`.registered`.
 
-What the ranks must agree on is compared when the operator runs (over NCCL it is not): see :mod:`.carry`.
+The compiler traces these functions, so that only the operator remains in the graph. The ranks compare their calls when
+the operator runs, except over NCCL: see :mod:`.runtime`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "red
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum", group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Every rank gets the reduction of all ranks' tensors: ``op`` is "sum", "mean", "max", "min" or "product".
+    """Reduce the tensors of all ranks; every rank gets the result.
+
+    ``op`` is "sum", "mean", "max", "min" or "product".
 
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> all_reduce(x, "mean").sum().backward()
     >>> x.grad
     tensor([1., 1.])
 
-    "mean" divides before it adds, as gradient averaging does. The gradient of "max" and "min" goes to the ranks that
-    hold the extreme, in equal shares; that of "product" costs an all_gather of ``x``. torch.distributed refuses the
-    "product" of complex numbers over our backend and NCCL; over gloo there is one.
+    "mean" divides before it adds, as gradient averaging does. The gradient of "max" and "min" is divided equally among
+    the ranks with the extreme value. The gradient of "product" needs an all_gather of ``x``. The "product" of complex
+    numbers is supported over gloo, but not over the backend dist_prims and NCCL.
     """
     return _tensor(registered.all_reduce(x, op, _name(group)))
 
@@ -33,14 +36,15 @@ def all_reduce(x: torch.Tensor, op: str = "sum", group: dist.ProcessGroup | None
 def all_gather(
     x: torch.Tensor, dim: int = 0, splits: Sequence[int] | None = None, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Every rank gets all ranks' tensors, joined along ``dim``; where they are not equally long there, ``splits`` says
-    how long each rank's is.
+    """Concatenate the tensors of all ranks along ``dim`` on every rank.
+
+    Where the lengths along ``dim`` differ, ``splits`` contains the length of each rank's tensor.
 
     >>> all_gather(torch.ones(2, 3), dim=1).shape
     torch.Size([2, 3])
     """
     name, size = _name(group), _size(group)
-    rows = _first(x, dim)
+    rows = _dim_first(x, dim)
     lengths = [rows.shape[0]] * size if splits is None else list(splits)
     return _tensor(registered.all_gather(rows, lengths, name)).movedim(0, dim)
 
@@ -52,15 +56,17 @@ def reduce_scatter(
     splits: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Rank r gets part r of the reduction of all ranks' tensors, cut along ``dim``: evenly, or as ``splits`` says.
+    """Reduce the tensors of all ranks; rank r gets part r of the result.
+
+    The result is split along ``dim``, evenly or into the lengths in ``splits``.
 
     >>> reduce_scatter(torch.ones(4, 3)).shape
     torch.Size([4, 3])
 
-    It has a gradient for "sum" and "mean".
+    The function has a gradient for "sum" and "mean".
     """
-    name, rows = _name(group), _first(x, dim)
-    lengths = _evenly("reduce_scatter", rows, group) if splits is None else list(splits)
+    name, rows = _name(group), _dim_first(x, dim)
+    lengths = _even_splits("reduce_scatter", rows, group) if splits is None else list(splits)
     return _tensor(registered.reduce_scatter(rows, op, lengths, name)).movedim(0, dim)
 
 
@@ -70,26 +76,29 @@ def all_to_all(
     receive: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Rows of ``x`` to every rank and from every rank: evenly, or ``send[r]`` to rank r and ``receive[r]`` from it.
+    """Exchange rows of ``x`` between all ranks.
+
+    The rows are split evenly, or ``send[r]`` rows go to rank r and ``receive[r]`` rows come from it.
 
     >>> all_to_all(torch.arange(3.0), send=[3], receive=[3])
     tensor([0., 1., 2.])
     """
-    found, rows = _of(group), _first(x, 0)
+    found, rows = _group(group), _dim_first(x, 0)
     if (send is None) != (receive is None):
         raise ValueError(
-            f"dist_prims.ops.all_to_all on rank {found.rank()}: send={send} and receive={receive}: give both, for "
-            "no rank knows what the others send; or neither, to cut evenly"
+            f"dist_prims.ops.all_to_all on rank {found.rank()}: send={send} and receive={receive}: give both, "
+            "because no rank knows the splits of the others; or neither, for even splits"
         )
     if send is None or receive is None:
-        send = receive = _evenly("all_to_all", rows, group)
+        send = receive = _even_splits("all_to_all", rows, group)
     return _tensor(registered.all_to_all(rows, list(send), list(receive), _name(group)))
 
 
 def broadcast(x: torch.Tensor, root: int = 0, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Every rank gets the tensor of ``root``, a number in the group; the others' have its shape, and gradient zero.
+    """Copy the tensor of ``root``, a rank of the group, to every rank.
 
-    Where the root's requires a gradient, the others' must, too: the way back is a reduce, which all ranks make.
+    The tensors of the other ranks must have the same shape; their gradient is zero. If the tensor of the root requires
+    a gradient, those of the other ranks must require one, too: the derivative is a reduce, which all ranks must call.
 
     >>> broadcast(torch.ones(2))
     tensor([1., 1.])
@@ -98,10 +107,10 @@ def broadcast(x: torch.Tensor, root: int = 0, group: dist.ProcessGroup | None = 
 
 
 def reduce(x: torch.Tensor, root: int = 0, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """``root`` gets the sum of all ranks' tensors, the others zeros.
+    """Add the tensors of all ranks; ``root``, a rank of the group, gets the sum, and the other ranks get zeros.
 
-    Where the root takes a gradient, the others do as well, if only by ``+ 0 * y.sum()`` in their losses: the way back
-    is a broadcast, which all ranks make.
+    If the root does a backward pass through the result, the other ranks must do so, too, if necessary by
+    ``+ 0 * y.sum()`` in their losses: the derivative is a broadcast, which all ranks must call.
 
     >>> reduce(torch.ones(2))
     tensor([1., 1.])
@@ -109,7 +118,7 @@ def reduce(x: torch.Tensor, root: int = 0, group: dist.ProcessGroup | None = Non
     return _tensor(registered.reduce(x, root, _name(group)))
 
 
-def _of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     found = dist.group.WORLD if group is None else group
     if found is None:
         raise ValueError("dist_prims.ops: this process is in no group; call dist_prims.init() first")
@@ -119,30 +128,32 @@ def _of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _name(group: dist.ProcessGroup | None) -> str:
-    return str(_of(group).group_name)
+    return str(_group(group).group_name)
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
-    return _of(group).size()
+    return _group(group).size()
 
 
-def _first(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """``x`` with the dimension that is cut in front."""
+def _dim_first(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return ``x`` with dimension ``dim`` moved to the front."""
     if x.dim() == 0:
-        raise ValueError("dist_prims.ops: a tensor of no dimensions cannot be cut or joined; call .unsqueeze(0) first")
+        raise ValueError(
+            "dist_prims.ops: a tensor of no dimensions cannot be split or concatenated; call .unsqueeze(0) first"
+        )
     return x.movedim(dim, 0)
 
 
-def _evenly(what: str, rows: torch.Tensor, group: dist.ProcessGroup | None) -> list[int]:
+def _even_splits(what: str, rows: torch.Tensor, group: dist.ProcessGroup | None) -> list[int]:
     size = _size(group)
     if rows.shape[0] % size:
         raise ValueError(
-            f"dist_prims.ops.{what} on rank {_of(group).rank()}: {rows.shape[0]} rows cannot be cut evenly for {size} "
-            "ranks; say how many each gets"
+            f"dist_prims.ops.{what} on rank {_group(group).rank()}: {rows.shape[0]} rows cannot be split evenly for "
+            f"{size} ranks; give the splits"
         )
     return [rows.shape[0] // size] * size
 
 
 def _tensor(result: object) -> torch.Tensor:
-    assert isinstance(result, torch.Tensor)  # operators are called through torch's untyped dispatcher
+    assert isinstance(result, torch.Tensor)  # torch's dispatcher is untyped
     return result

@@ -1,9 +1,10 @@
-"""What an operator does when it runs: the collective itself, over whatever backend the group has.
+"""Runtime of the operators: the collective over the backend of the group.
 
-Our backend compares the calls of all ranks before it touches data, and NCCL's calls are asynchronous: there the calls
-are those of ``torch.distributed``. gloo and others trust that ranks agree, so there a schedule of
-:mod:`dist_prims.collectives` compares and carries. Compared are operation, dtype and counts; but not shapes of as many
-elements, nor "sum" with "mean", which is a sum of what each rank has divided. Roots are numbers in the group.
+Over the backend dist_prims and NCCL the operators call ``torch.distributed``: dist_prims compares the calls of all
+ranks before it touches data, and calls of NCCL are asynchronous. gloo and other backends do not compare calls, so there
+the operators run a schedule of :mod:`dist_prims.collectives`, which does. The comparison covers operation, dtype and
+counts. The comparison does not detect different shapes with the same number of elements, nor "sum" on one rank and
+"mean" on another, which is a sum of values that each rank has divided. Roots are ranks of the group.
 """
 
 from __future__ import annotations
@@ -16,31 +17,31 @@ import torch.distributed as dist
 
 from .. import collectives
 from ..collectives.algorithm_choice import CHEAPEST
-from ..torch_compat import all_gather_single, reduce_scatter_single
+from ..torch_compat import all_gather_single, backend_of, group_named, reduce_scatter_single
 
-__all__ = ["Carrier"]
+__all__ = ["GroupCall"]
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # of what has been divided: float16 does not overflow
+    "mean": dist.ReduceOp.SUM,  # of values that have been divided, so that float16 does not overflow
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
 
 
-class Carrier:
-    """The group of one call, and tensors that nobody else holds."""
+class GroupCall:
+    """One call of an operator in a group. The tensors belong to the operator alone, so that it may overwrite them."""
 
     def __init__(self, what: str, group: str, like: torch.Tensor) -> None:
-        self.group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a str in 2.11
+        self.group = group_named(group)
         self.rank, self.size = self.group.rank(), self.group.size()
         self.what = f"dist_prims.ops.{what} on rank {self.rank}"
-        self._native = like.is_cuda or self.group._get_backend(like.device).name() == "dist_prims"
+        self._native = like.is_cuda or backend_of(self.group, like.device).name() == "dist_prims"
 
-    def check(self, holds: bool, complaint: str) -> None:
+    def check(self, holds: bool, problem: str) -> None:
         if not holds:
-            raise ValueError(f"{self.what}: {complaint}")
+            raise ValueError(f"{self.what}: {problem}")
 
     def check_splits(self, name: str, splits: Sequence[int], rows: int) -> None:
         self.check(len(splits) == self.size, f"{name}={list(splits)} must have a number for each of {self.size} ranks")
@@ -48,11 +49,13 @@ class Carrier:
         self.check(sum(splits) == rows, f"{name}={list(splits)} add up to {sum(splits)}; there are {rows} rows")
 
     def operand(self, x: torch.Tensor, op: str) -> tuple[torch.Tensor, Any]:
-        """A copy of ``x`` to be reduced, and how."""
+        """Return a copy of ``x`` to reduce, and the reduction."""
         self.check(op in _OPS, f"op={op!r}: there are {', '.join(map(repr, _OPS))}")
         if op == "mean":
             is_number = x.is_floating_point() or x.is_complex()
-            self.check(is_number, f"op='mean' of {x.dtype}: the mean of whole numbers is none; use 'sum'")
+            self.check(
+                is_number, f"op='mean' of {x.dtype}: the mean is not supported for integers; use 'sum' and divide"
+            )
             return _copy(x).div_(self.size), _OPS[op]
         return _copy(x), _OPS[op]
 
@@ -88,18 +91,18 @@ class Carrier:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         if self._native:
-            dist.broadcast(tensor, self._global(root), self.group)
+            dist.broadcast(tensor, self._global_rank(root), self.group)
         else:
-            collectives.broadcast(tensor, self._global(root), self.group, algorithm=CHEAPEST)
+            collectives.broadcast(tensor, self._global_rank(root), self.group, algorithm=CHEAPEST)
 
     def reduce(self, tensor: torch.Tensor, root: int) -> None:
         if self._native:
-            dist.reduce(tensor, self._global(root), group=self.group)
+            dist.reduce(tensor, self._global_rank(root), group=self.group)
         else:
-            collectives.reduce(tensor, self._global(root), group=self.group, algorithm=CHEAPEST)
+            collectives.reduce(tensor, self._global_rank(root), group=self.group, algorithm=CHEAPEST)
 
-    def _global(self, root: int) -> int:
-        self.check(0 <= root < self.size, f"root {root} is asked for; the group's ranks are 0 to {self.size - 1}")
+    def _global_rank(self, root: int) -> int:
+        self.check(0 <= root < self.size, f"root {root} is out of range; the group's ranks are 0 to {self.size - 1}")
         return dist.get_global_rank(self.group, root)
 
 
