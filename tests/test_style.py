@@ -28,7 +28,7 @@ LAYERS = {
     "errors": set(),
     "torch_compat": set(),
     "agreement": {"errors", "torch_compat"},
-    "collectives": {"errors", "schedules", "torch_compat"},
+    "collectives": {"agreement", "errors", "schedules", "torch_compat"},
     "launch": {"autoload"},
     "backend": {"autoload", "collectives", "errors", "launch", "schedules"},
     "autoload": {"backend", "launch"},
@@ -185,7 +185,9 @@ def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(name)
     if not doctest.DocTestFinder(exclude_empty=True).find(module):
         return
-    own_group = any(word in name for word in ("backend", "collectives", "training"))
+    own_group = any(
+        word in name for word in ("agreement", "backend", "collectives", "parallel", "patterns", "training")
+    )
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

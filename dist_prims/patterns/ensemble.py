@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.func import functional_call, stack_module_state, vmap
 
-from ..training.gradients.initial_sync import spread
+from ..training.gradients.initial_sync import broadcast_coalesced
 from .ensemble_spec import Spec, agree_on_members, dice
 from .row_shards import Kind, agree, gather, share
 
@@ -177,7 +177,7 @@ class DistributedEnsemble:
             name: each.new_empty(each.shape[1:]) if place is None else each[place].detach().clone()
             for name, each in (*self._parameters.items(), *self._buffers.items())
         }
-        spread(mine.values(), owner, self._group)
+        broadcast_coalesced(mine.values(), owner, self._group)
         return {key: mine[name] for key, name in self._spec.keys.items()}
 
     @torch.no_grad()

@@ -10,13 +10,13 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from ..agreement import check_lists, first_difference, gather_objects, gather_or_raise
 from ..errors import MismatchError
 
 __all__ = ["Spec", "agree_on_members", "dice"]
@@ -77,25 +77,16 @@ def agree_on_members(count: int, spec: Spec | None, failure: Exception | None, g
     """What a member is, on every rank; or an error on every rank, with the first difference. ``spec`` is None on a rank
     that has no members, or has failed."""
     rank, size = group.rank(), group.size()
-    problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-    digest = None if spec is None else hashlib.sha256("\n".join(spec.lines).encode()).hexdigest()
-    told = spec if size > count and rank == size - 1 else None  # the last rank has one, whoever has none
-    everyones = _gathered((count, problem, digest, told), group)
-    if failure is not None:
-        raise failure
-    for other, (its, failed, _, _) in enumerate(everyones):
-        if failed is not None:
-            raise MismatchError(f"rank {rank}: DistributedEnsemble: rank {other} failed: {failed}")
-        if its != everyones[0][0]:
-            raise MismatchError(
-                f"rank {rank}: DistributedEnsemble: rank 0 has an ensemble of {everyones[0][0]} members, rank {other} "
-                f"of {its}; give the same on every rank"
-            )
-    if len({digest for _, _, digest, _ in everyones if digest}) > 1:
-        firsts = [each for each in _gathered(spec and (spec.number, spec.lines), group) if each]
-        raise ValueError(f"rank {rank}: {_difference(firsts)}")
-    found: Spec = spec or everyones[-1][3]
-    return found
+    digest = spec and hashlib.sha256("\n".join(spec.lines).encode()).hexdigest()
+    # A rank that has no member takes the spec of the last rank, which always has one.
+    for_others = spec if size > count and rank == size - 1 else None
+    found = gather_or_raise("DistributedEnsemble", (count, digest, for_others), failure, group)
+    remedy = "Give the same count of members on every rank"
+    check_lists("DistributedEnsemble", [[f"an ensemble of {its} members"] for its, _, _ in found], remedy, group)
+    if len({digest for _, digest, _ in found if digest}) > 1:
+        members = gather_objects(spec and (spec.number, spec.lines), group)
+        raise MismatchError(f"rank {rank}: {_difference([each for each in members if each])}")
+    return spec or cast(Spec, found[-1][2])
 
 
 @contextmanager
@@ -144,19 +135,11 @@ def _setting(value: Any) -> str:
     return f"{told}, values {hashlib.sha256(plain.numpy().tobytes()).hexdigest()[:16]} (a buffer's may differ)"
 
 
-def _difference(numbered: Sequence[tuple[int, list[str]]]) -> str:
-    """The first member that is unlike the first, and in what."""
-    for number, lines in numbered:
-        for here, there in zip_longest(numbered[0][1], lines, fillvalue="nothing more"):
-            if here != there:
-                return (
-                    f"DistributedEnsemble: member {numbered[0][0]} has {here}, member {number} has {there}; "
-                    "members must be alike in all but the values of their parameters and buffers"
-                )
-    return ""
-
-
-def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
+def _difference(numbered: Sequence[tuple[int, list[str]]]) -> str | None:
+    """The first member that differs from the first one, and in what."""
+    if found := first_difference(numbered):
+        return (
+            f"DistributedEnsemble: member {found.first} has {found.here}, member {found.second} has {found.there}; "
+            "members must be the same in all but the values of their parameters and buffers"
+        )
+    return None

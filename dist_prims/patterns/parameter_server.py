@@ -22,16 +22,16 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ..agreement import gather_objects
 from ..collectives.call import group_of
 from ..collectives.flat import cut
 from ..errors import CommError, MismatchError
-from ..training.gradients.initial_sync import spread
-from ..training.sharding.same_model import check_alike
+from ..training.gradients.initial_sync import broadcast_coalesced, check_same_model
 
 __all__ = ["ParameterServer", "Report", "Worker"]
 
@@ -279,8 +279,7 @@ class _Role(NamedTuple):
 
 def _meet(model: torch.nn.Module, group: dist.ProcessGroup, server: int, role: _Role) -> list[torch.nn.Parameter]:
     """All ranks have the same model and the same server, and take its parameters."""
-    roles: list[Any] = [None] * group.size()
-    dist.all_gather_object(roles, role, group=group)
+    roles = gather_objects(role, group)
     for rank, each in enumerate(roles):
         begin = f"rank {group.rank()}: ParameterServer: rank {rank} makes {each}"
         if not 0 <= each.server < group.size():
@@ -292,7 +291,7 @@ def _meet(model: torch.nn.Module, group: dist.ProcessGroup, server: int, role: _
                 f"{begin}, rank 0 {roles[0]}; nothing was sent. The rank that is named makes the ParameterServer, "
                 "every other one a Worker"
             )
-    check_alike("ParameterServer", [], model.named_parameters(), group)
+    check_same_model("ParameterServer", [], model.named_parameters(), group)
     parameters = [*model.parameters()]
-    spread([each.detach() for each in parameters], server, group)
+    broadcast_coalesced([each.detach() for each in parameters], server, group)
     return parameters

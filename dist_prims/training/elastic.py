@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from ..agreement import check_lists
 from ..collectives.call import group_of
 from ..collectives.flat import split_evenly
 from .checkpoint import Checkpoints
@@ -183,12 +184,9 @@ def elastic_steps(checkpoints: Checkpoints, last: int, *, every: int) -> Iterato
             raise ValueError(f"every={every} must be at least 1")
         return whole_number(last, "last"), whole_number(every, "every")
 
-    for rank, each in enumerate(told := together("elastic_steps", asked, checkpoints.group)):
-        if each != told[0]:
-            raise ValueError(
-                f"elastic_steps: rank 0 has last={told[0][0]}, every={told[0][1]}, rank {rank} has last={each[0]}, "
-                f"every={each[1]}; give the same on every rank"
-            )
+    found = together("elastic_steps", asked, checkpoints.group)
+    texts = [[f"last={last}, every={every}"] for last, every in found]
+    check_lists("elastic_steps", texts, "Give the same on every rank", checkpoints.group)
     with StopRequest(checkpoints.group) as stop:
         step = checkpoints.restore()
         while step < last:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..agreement import check_same
+from ..agreement import check_same, gather_objects
 from ..collectives.flat import cut
 from .average import average_gradients
-from .gradients.initial_sync import spread
+from .gradients.initial_sync import broadcast_coalesced
 from .gradients.layout import plan
 
 __all__ = ["LocalSGD"]
@@ -72,7 +72,7 @@ class LocalSGD:
         self._outer_at = warm_up  # the step after which it was last used
         self._agree("LocalSGD", [*model.parameters(), *model.buffers()])
         with torch.no_grad():
-            spread([*model.parameters(), *model.buffers()], 0, self._group)
+            broadcast_coalesced([*model.parameters(), *model.buffers()], 0, self._group)
         self._parameters = self._trained()
         if outer:
             self._anchor = [parameter.detach().clone() for parameter in self._parameters]
@@ -113,7 +113,7 @@ class LocalSGD:
         means = [tensor.detach() for tensor in tensors if _has_mean(tensor)]
         for numbers in plan(means, range(len(means)), _BUCKET_BYTES):
             _average([means[number] for number in numbers], self.group)
-        spread([tensor for tensor in tensors if not _has_mean(tensor)], 0, self._group)
+        broadcast_coalesced([tensor for tensor in tensors if not _has_mean(tensor)], 0, self._group)
         if self._outer:
             self._step_outer(self._outer)
 
@@ -157,9 +157,7 @@ class LocalSGD:
         if not self.optimizer:
             return []
         mine = _state_of(self.optimizer, parameters)
-        everyones: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everyones, [*mine], group=self.group)
-        return [mine[place] for place in sorted(set(mine).intersection(*everyones))]
+        return [mine[place] for place in sorted(set(mine).intersection(*gather_objects([*mine], self.group)))]
 
     def _step_outer(self, outer: torch.optim.Optimizer) -> None:
         """The mean is where plain averaging would go: the way there, backwards, is the outer gradient. Where nobody has

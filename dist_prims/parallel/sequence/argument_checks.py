@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from ...agreement import check_same
-from ...errors import MismatchError
 from .layout import ORDERS
 
 __all__ = ["Call", "Tensors", "agree", "lowered", "refuse", "uncompiled"]
@@ -86,10 +85,7 @@ def refuse(name: str, problem: str, group: dist.ProcessGroup, device: torch.devi
     """
     error = ValueError(f"rank {group.rank()}: {name}: {problem}; nothing was sent")
     if device.type == "cpu" or not _AGREED.get(group):  # else others may ask nothing: to tell them would be to wait
-        try:
-            check_same(f"{name}: {problem}", _REMEDY, group, device)
-        except MismatchError as others:
-            raise error from others
+        check_same(name, _REMEDY, group, device, error)
     raise error
 
 

@@ -6,22 +6,19 @@ raises, and so do the others, instead of waiting for rows that will not come.
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ...agreement import gather_rows
-from ...errors import MismatchError
+from ...agreement import check_failures, check_lists, failure_text, gather_fields
 
 __all__ = ["Part", "Said", "Share", "Targets", "agree"]
 
-_HEAD = struct.Struct("<qqd")
-_WIDTH = 320  # bytes of a message, numbers and text
+_WIDTH = 320  # bytes of a rank's message
+_REMEDY = "Every rank gives the same rows, targets, dtype and options, and columns of its own"
 _Prepared = TypeVar("_Prepared")
 
 
@@ -90,44 +87,25 @@ def agree(
 ) -> tuple[Part, _Prepared]:
     """Where this rank's columns lie, and what ``prepare`` has made beside; an error on every rank where one cannot
     begin, or two begin differently."""
-    rank = group.rank()
-    # Where the rows lie; and who has none, for whatever was given instead of them, still answers.
-    device = rows.device if isinstance(rows, torch.Tensor) else group._device_types[-1]
-    problem: Exception | None = None
+    # On the device of the rows; a rank that was given something else instead of rows answers, too.
+    device = rows.device if isinstance(rows, torch.Tensor) else torch.device(group._device_types[-1])
+    failure: Exception | None = None
     said = Said("", 0)
     try:
         said, prepared = prepare()
-        text = said.text
-    except Exception as error:  # whatever it is, the others are to hear of it
-        problem, text = error, f"{type(error).__name__}: {error}"
+    except Exception as error:
+        failure = ValueError(f"rank {group.rank()}: {call}: {error}")
+        failure.__cause__ = error
     targets = said.targets
-    numbers = _HEAD.pack(problem is not None, said.columns, said.class_weight)
-    if problem is None:
-        text += f", targets from {targets.lowest} to {targets.highest}, {targets.checksum:08x}"
-    mine = numbers + _fit(text, _WIDTH - _HEAD.size)
-    everyones, work = gather_rows(torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device), group)
-    work.wait()
-    if problem:
-        raise ValueError(f"rank {rank}: {call}: {problem}") from problem
-    rows = [row.tobytes() for row in everyones.cpu().numpy()]
-    heads = [_HEAD.unpack(row[: _HEAD.size]) for row in rows]
-    _compare(call, rank, heads, [row[_HEAD.size :].rstrip(b"\0").decode(errors="replace") for row in rows])
-    words = sum(head[1] for head in heads)
-    _check_range(call, rank, targets, words)
-    share = Share(words, tuple(head[2] for head in heads))
-    return Part(group, sum(head[1] for head in heads[:rank]), share), prepared
-
-
-def _compare(call: str, rank: int, heads: list[tuple[Any, ...]], texts: list[str]) -> None:
-    for other, (failed, *_) in enumerate(heads):
-        if failed:
-            raise MismatchError(f"rank {rank}: {call}: rank {other} cannot begin, no data was touched. {texts[other]}")
-    for other, its in enumerate(texts):
-        if its != texts[0]:
-            raise MismatchError(
-                f"rank {rank}: {call}: ranks disagree, no data was touched. Rank 0 has {texts[0]}; rank {other} has "
-                f"{its}. Every rank gives the same rows, targets, dtype and options, and columns of its own"
-            )
+    text = f"{said.text}, targets from {targets.lowest} to {targets.highest}, {targets.checksum:08x}"
+    fields = (failure_text(failure), text, said.columns, said.class_weight)
+    found = gather_fields(fields, _WIDTH, group, device)
+    check_failures(call, failure, [each[0] for each in found], group)
+    check_lists(call, [[each[1]] for each in found], _REMEDY, group)
+    columns = [each[2] for each in found]
+    _check_range(call, group.rank(), targets, sum(columns))
+    share = Share(sum(columns), tuple(each[3] for each in found))
+    return Part(group, sum(columns[: group.rank()]), share), prepared
 
 
 def _check_range(call: str, rank: int, targets: Targets, words: int) -> None:
@@ -137,11 +115,3 @@ def _check_range(call: str, rank: int, targets: Targets, words: int) -> None:
                 f"rank {rank}: {call}: target {value} is out of range: the ranks together have {words} columns, so "
                 f"targets go from 0 to {words - 1}; rows without a target have ignore_index"
             )
-
-
-def _fit(text: str, width: int) -> bytes:
-    """What is too long ends in a checksum, so that it differs where the whole does."""
-    data = text.encode()
-    if len(data) > width:
-        data = data[: width - 9] + b"~%08x" % zlib.crc32(data)
-    return data.ljust(width, b"\0")

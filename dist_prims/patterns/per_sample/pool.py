@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import TensorDataset, default_collate
 
-from ...agreement import gather_rows
-from ...errors import MismatchError
+from ...agreement import check_lists, gather_or_raise, gather_rows
 from ..row_shards import Kind, agree, gather, share
 
 __all__ = ["PoolRows", "over_pool"]
 
+_REMEDY = "Every rank gives the same pool and function"
 Rows = torch.Tensor | dict[str, torch.Tensor]
 
 
@@ -178,25 +178,9 @@ def _columns(rows: Rows, count: int) -> dict[str, torch.Tensor]:
 def _agree(
     columns: dict[str, torch.Tensor], failure: Exception | None, count: int, group: dist.ProcessGroup
 ) -> dict[str, Kind]:
-    """What the rows are. If a rank has failed, all raise: that rank what it has met, the others a MismatchError."""
+    """The kinds of the rows, the same on all ranks that have any; every rank raises if one gives a ``failure``."""
     mine = {name: Kind.of(rows) for name, rows in columns.items()} or None
-    problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-    everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, (count, mine, problem), group=group)
-    if failure is not None:
-        raise failure
-    for rank, (_, _, failed) in enumerate(everyones):
-        if failed is not None:
-            raise MismatchError(f"rank {group.rank()}: over_pool: rank {rank} failed: {failed}")
-    first = next((rank for rank, (_, kinds, _) in enumerate(everyones) if kinds is not None), 0)
-    here = everyones[first]
-    for rank, there in enumerate(everyones):
-        if there[0] != here[0] or (there[1] or here[1]) != here[1]:
-            raise MismatchError(
-                f"rank {group.rank()}: over_pool: ranks disagree. Rank {first} has {here[0]} items and rows {here[1]}; "
-                f"rank {rank} has {there[0]} items and rows {there[1]}. Every rank gives the same pool and function"
-            )
-    if here[1] is None:
-        return {"": Kind(torch.float32, ())}  # an empty pool
-    kinds: dict[str, Kind] = here[1]
-    return kinds
+    found = gather_or_raise("over_pool", (count, mine), failure, group)
+    check_lists("over_pool", [[f"{count} items"] for count, _ in found], _REMEDY, group)
+    check_lists("over_pool", [kinds and [f"rows {dict(sorted(kinds.items()))}"] for _, kinds in found], _REMEDY, group)
+    return next((kinds for _, kinds in found if kinds), {"": Kind(torch.float32, ())})  # the latter: an empty pool

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ...errors import MismatchError
+
 __all__ = ["DENSE", "FROZEN", "NONE", "SPARSE", "Agreement", "Verdict", "kind_of"]
 
 FROZEN, NONE, DENSE, SPARSE = 0, 1, 2, 3
@@ -44,12 +46,12 @@ class Verdict:
     def check(self, names: Sequence[str], rank: int) -> None:
         for name, frozen, none, dense, sparse in zip(names, *self.rows, strict=True):
             if frozen and (free := max(none, dense, sparse)):
-                raise ValueError(
+                raise MismatchError(
                     f"rank {rank}: GradientAverager: parameter {name!r} has requires_grad=True on rank {free - 1} and "
                     f"False on rank {frozen - 1}; freeze and unfreeze it on every rank before the same step"
                 )
             if dense and sparse:
-                raise ValueError(
+                raise MismatchError(
                     f"rank {rank}: GradientAverager: parameter {name!r} has a dense gradient on rank {dense - 1} and a "
                     f"sparse one on rank {sparse - 1}; make its layer with sparse=False"
                 )

@@ -41,7 +41,7 @@ from ..bucket import Compressor, Exact
 from ..group_duplicates import duplicate, end_group, is_known, ranks_of
 from .averaging import Averaging
 from .backward_end import Ending
-from .initial_sync import compare, spread
+from .initial_sync import broadcast_coalesced, check_same_model
 from .loss_scaling import unscale
 from .nested_backward import within_a_backward
 from .ownership import assign, predecessors, release
@@ -131,7 +131,8 @@ class GradientAverager:
         except ValueError as error:
             problem = error
         settings = f"bucket_mb={bucket_mb}, compress={_described(compress, self._compressor)}"
-        self.name = compare(model, settings, self._given, problem)
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self.name = check_same_model("GradientAverager", [settings], named, self._given, problem)
         for each in former:
             each.remove()
             each._gone = "a later one of the same parameters has replaced it"
@@ -144,7 +145,7 @@ class GradientAverager:
         """Give every rank the parameters and buffers of one, by its number in the group. So it is done at the start;
         running statistics (batch norm) are each rank's own until it is done again."""
         self._check_in_use()
-        spread([*self._model.parameters(), *self._model.buffers()], source, self._group)
+        broadcast_coalesced([*self._model.parameters(), *self._model.buffers()], source, self._group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

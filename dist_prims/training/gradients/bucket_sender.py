@@ -22,7 +22,7 @@ class Sending:
     """The buckets, and how far they are in the backward that runs.
 
     >>> weight = torch.ones(2, requires_grad=True)
-    >>> from .bucket import Exact
+    >>> from ..bucket import Exact
     >>> sending = Sending([weight], Exact(), 2**20, dist.group.WORLD)
     >>> sending.follow([0])
     >>> weight.grad = torch.ones(2)

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...agreement import gather_or_raise
 from ...collectives.call import group_of
 from ..checkpoint.files import digest, sync_folder
 from ..checkpoint.plain_state import plain
@@ -68,14 +69,14 @@ def save_stages(
         entries = [_write_part(folder, number, stage) for number, stage in _numbered(stages).items()]
     except Exception as error:  # the others must hear of it
         failure = error
-    everyones = _tell(entries, failure, group)
+    everyones = _gather(entries, failure, group)
     if _rank(group) == 0:
         failure = None
         try:
             _write_manifest(folder, sorted((entry for each in everyones for entry in each), key=lambda e: e["stage"]))
         except Exception as error:
             failure = error
-    _tell([], failure, group)
+    _gather([], failure, group)
 
 
 def load_stages(path: str | os.PathLike[str], modules: nn.Module | Sequence[Stage] | Mapping[int, nn.Module]) -> None:
@@ -239,17 +240,10 @@ def _rank(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def _tell(entries: list[dict[str, Any]], failure: Exception | None, group: dist.ProcessGroup | None) -> list[Any]:
-    """What every rank has written, once all have; an error where one has failed. Also a barrier."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        if failure is not None:
-            raise failure
-        return [entries]
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, (entries, None if failure is None else repr(failure)), group)
+def _gather(entries: list[dict[str, Any]], failure: Exception | None, group: dist.ProcessGroup | None) -> list[Any]:
+    """The ``entries`` of every rank; every rank raises if one gives a ``failure``. It is also a barrier."""
+    if dist.is_initialized():
+        return gather_or_raise("save_stages", entries, failure, group)
     if failure is not None:
         raise failure
-    for rank, (_, words) in enumerate(everyones):
-        if words is not None:
-            raise RuntimeError(f"save_stages: rank {rank} of the group could not write its part: {words}")
-    return [written for written, _ in everyones]
+    return [entries]

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...agreement import check_lists, gather_objects, gather_or_raise
 from ...errors import CommError, MismatchError
 from ...schedules.pipelines import Action, PipelinePlan, Row
 from .action_executor import Batch, Job, Owner, joined, make_plan, message_to, parts
@@ -37,6 +38,9 @@ from .transfer import Message, StageFailed, Transfers
 __all__ = ["Pipeline"]
 
 _KINDS = 16  # of batches, whose layouts are remembered
+_REMEDY = (
+    "Give the same plan, num_microbatches, reduction, metrics, cut and type of device, and a scaler or none, on all"
+)
 
 
 class Pipeline(Owner):
@@ -96,17 +100,18 @@ class Pipeline(Owner):
         self._group = group or dist.distributed_c10d._get_default_group()
         self._rank = self._group.rank()
         problem: Exception | None = None
-        told = ""
+        description = ""
         try:
             self.plan = make_plan(plan, self._group.size(), num_microbatches, _count(stages, self._group.size()))
             own = _own(stages, self.plan, self._rank)
             objective = Objective(loss, metrics, reduction, loss_weight, scaler)
             self._job = Job(self.plan, own, objective, checkpoint)
             self._device = torch.device(device) if device is not None else _device(own)
-            told = _description(self.plan, objective, stages, self._device)
-        except Exception as error:  # whatever it is, the others are to hear of it
+            description = _description(self.plan, objective, stages, self._device)
+        except Exception as error:
             problem = error
-        self._agree(problem, told)
+        descriptions = gather_or_raise("Pipeline", description, problem, self._group)
+        check_lists("Pipeline", [[each] for each in descriptions], _REMEDY, self._group)
         self.stages = own
         self.measured: dict[str, torch.Tensor] = {}
         if self._device.type == "cuda":
@@ -141,27 +146,9 @@ class Pipeline(Owner):
     def rows(self) -> list[Row]:
         """What was recorded on all ranks since the last call, on rank 0; every rank calls it. Clocks are the hosts'."""
         mine, self._job.rows = self._job.rows, []
-        everyones: list[list[Row]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(everyones, mine, group=self._group)
-        rows = sorted((row for rows in everyones for row in rows), key=lambda row: row.begin)
+        rows = sorted((row for rows in gather_objects(mine, self._group) for row in rows), key=lambda row: row.begin)
         start = rows[0].begin if rows else 0.0
         return [row._replace(begin=row.begin - start, end=row.end - start) for row in rows] if self._rank == 0 else []
-
-    def _agree(self, problem: Exception | None, told: str) -> None:
-        """Raise on every rank if one of them cannot begin, or wants something else."""
-        everyones: list[tuple[str, str]] = [("", "")] * self._group.size()
-        dist.all_gather_object(everyones, (str(problem) if problem else "", told), group=self._group)
-        if problem is not None:
-            raise problem
-        for rank, (failed, its) in enumerate(everyones):
-            if failed:
-                raise MismatchError(f"rank {self._rank}: rank {rank} could not make its part of the pipeline: {failed}")
-            if its != told:
-                raise MismatchError(
-                    f"rank {self._rank}: ranks disagree on the pipeline. Rank {rank} has {its}; rank {self._rank} has "
-                    f"{told}. Every rank must give the same plan, num_microbatches, reduction, metrics, cut and type "
-                    "of device, and a scaler or none"
-                )
 
     def _run(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
         batch, slot, fresh, failure = self._open(call, inputs)

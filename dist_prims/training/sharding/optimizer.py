@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from ...collectives.call import group_of
 from ...collectives.flat import cut
-from ..gradients.initial_sync import spread
+from ..gradients.initial_sync import broadcast_coalesced, check_same_model
 from ..gradients.layout import plan
-from .same_model import check_alike
 
 __all__ = ["ZeroOptimizer", "balanced"]
 
@@ -77,8 +76,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._looks = [_look(each) for each in self._parameters]
         settings = [f"average={average}, {getattr(optimizer_class, '__name__', '')}"]
         settings += [_described({**defaults, **each}) for each in self.param_groups]
-        check_alike("ZeroOptimizer", settings, zip(self._names, self._parameters, strict=True), self._group)
-        spread([each.detach() for each in self._parameters], 0, self._group)
+        check_same_model("ZeroOptimizer", settings, zip(self._names, self._parameters, strict=True), self._group)
+        broadcast_coalesced([each.detach() for each in self._parameters], 0, self._group)
         self._owner = balanced([each.numel() * each.requires_grad for each in self._parameters], self._size)
         self._owned = {id(each) for each, who in zip(self._parameters, self._owner, strict=True) if who == self._rank}
         shares = [{**_settings(group), "params": self._of(group["params"])} for group in self.param_groups]
@@ -109,7 +108,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._owned:
             self._inner.step()
         for owner in range(self._size):
-            spread([self._parameters[n].detach() for n in moving if self._owner[n] == owner], owner, self._group)
+            broadcast_coalesced(
+                [self._parameters[n].detach() for n in moving if self._owner[n] == owner], owner, self._group
+            )
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,7 +187,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     tensors.append(there)
                     value = there
                 found[number][key] = value
-        spread(tensors, owner, self._group)
+        broadcast_coalesced(tensors, owner, self._group)
         return found
 
 

@@ -29,9 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from ...collectives.call import group_of
-from ..gradients.initial_sync import spread
+from ..gradients.initial_sync import broadcast_coalesced, check_same_model
 from .released_parameters import NO_COPY, make_present
-from .same_model import check_alike
 from .unit import Unit
 from .unit_assignment import by_kind, children, homes
 
@@ -78,8 +77,8 @@ class ShardedParameters:
         names = {module: name for name, module in model.named_modules()} | {model: "the model"}
         settings = [f"unit {names[module]!r} of {len(parameters)} parameters" for module, parameters in found]
         tensors = (*model.named_parameters(), *model.named_buffers())
-        check_alike("ShardedParameters", settings, tensors, self._group)
-        spread([each.detach() for each in (*model.parameters(), *model.buffers())], 0, self._group)
+        check_same_model("ShardedParameters", settings, tensors, self._group)
+        broadcast_coalesced([each.detach() for each in (*model.parameters(), *model.buffers())], 0, self._group)
         self._whole: dict[int, Unit] = {}  # by the storage of what is gathered
         self._units: list[Unit] = []
         self._task = _NO_BACKWARD
