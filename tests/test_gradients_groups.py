@@ -213,7 +213,7 @@ def test_a_cell_that_is_run_twice() -> None:
             model.zero_grad()
         assert groups() == before + 1
         with (
-            pytest.raises(RuntimeError, match=r"no longer in use, for a later one .* has replaced it; use the one"),
+            pytest.raises(RuntimeError, match=r"no longer in use: a later one .* has replaced it; use the one"),
             first.no_sync(),
         ):
             pass

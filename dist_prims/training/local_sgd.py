@@ -2,8 +2,8 @@
 
 Where the network is slow, an exchange every ``every`` steps costs ``every`` times less than one a step. The ranks drift
 apart in between, most of all at the beginning, so the first ``warm_up`` steps may average gradients instead (post-local
-SGD, Lin et al. 2020). What the ranks moved together in a period is itself a gradient, of opposite sign: ``outer`` gives
-it to an optimiser of its own, as BMUF (Chen and Huo 2016) and DiLoCo (Douillard et al. 2023) do.
+SGD, Lin et al. 2020). The change of the mean parameters in a period is itself a gradient, of opposite sign: ``outer``
+gives it to an optimiser of its own, as BMUF (Chen and Huo 2016) and DiLoCo (Douillard et al. 2023) do.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ class LocalSGD:
         return [mine[place] for place in sorted(set(mine).intersection(*gather_objects([*mine], self.group)))]
 
     def _step_outer(self, outer: torch.optim.Optimizer) -> None:
-        """The mean is where plain averaging would go: the way there, backwards, is the outer gradient. Where nobody has
-        stepped alone since the last time there is no way, and momentum must not make one."""
+        """The outer gradient is the anchor minus the mean. Where no rank has stepped alone since the last averaging,
+        the outer gradient is zero, and the momentum must not move the parameters."""
         pairs = list(zip(self._anchor, self._parameters, strict=True))
         if self.steps <= self._outer_at:
             for anchor, parameter in pairs:

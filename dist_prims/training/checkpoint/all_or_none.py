@@ -31,9 +31,9 @@ _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "Damaged": Damag
 
 
 def together(operation: str, act: Callable[[], T], group: dist.ProcessGroup, remedy: str = WRITING) -> list[T]:
-    """What ``act()`` returns on each rank, once it has on all; if it raises on any, the same kind of error on all.
+    """The results of ``act()`` of all ranks; if it raises on any rank, every rank raises the same kind of error.
 
-    ``remedy`` is what the error advises where a file is the trouble.
+    ``remedy``: the advice in the error text after an OSError.
 
     >>> together("example", lambda: 3, dist.group.WORLD)
     [3]
@@ -48,7 +48,7 @@ def together(operation: str, act: Callable[[], T], group: dist.ProcessGroup, rem
     found: list[Any] = gather_objects(mine, group)
     failed = [(rank, *error) for rank, (_, error) in enumerate(found) if error is not None]
     if failed:
-        # Damage first: with the checkpoint before this one there may be nothing wrong at all.
+        # Damage comes first: the caller then tries the checkpoint before this one.
         rank, kind, text = min(failed, key=lambda each: each[1] != "Damaged")
         try:
             raise _KINDS.get(kind, CheckpointError)(
