@@ -1,8 +1,8 @@
 """Rows of one list, sharded over ranks: the outputs of an ensemble's members, the scores of a pool.
 
 Each rank has a range of consecutive rows, so the list in order is the shards in the order of the ranks. A rank may have
-no row, and then does not know dtype and shape of one; or it may have failed. So before rows travel, every rank sends a
-description of fixed size: all ranks then know how to receive, or why nothing comes.
+no row, and then does not know dtype and shape of one; or it may have failed. So before rows are sent, every rank sends
+a description of fixed size: all ranks then know the receive buffer, or the error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REMEDY = "Every rank must make the same calls in the same order, with inputs of
 
 @dataclass(frozen=True)
 class Kind:
-    """What one row is."""
+    """Dtype and shape of one row."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -85,7 +85,7 @@ def gather(
     >>> gather(torch.ones(2), Kind(torch.float32, ()), 2, dist.group.WORLD, torch.device("cpu"))
     tensor([1., 1.])
 
-    Shares differ by one row at most, so the shorter are filled up. They travel as bytes: every dtype does.
+    Shares differ by one row at most, so the shorter are padded. Rows are sent as bytes: any dtype will do.
     """
     size = group.size()
     if root is not None and not 0 <= root < size:
@@ -99,14 +99,14 @@ def gather(
         packet[len(part) :] = 0
     mine = packet.reshape(-1).view(torch.uint8)
     if root is None:
-        everyones, work = gather_rows(mine, group)
+        gathered, work = gather_rows(mine, group)
         work.wait()
     else:
-        everyones = mine.new_empty(size if group.rank() == root else 0, mine.numel())
-        dist.gather(mine, list(everyones) or None, group=group, group_dst=root)
+        gathered = mine.new_empty(size if group.rank() == root else 0, mine.numel())
+        dist.gather(mine, list(gathered) or None, group=group, group_dst=root)
         if group.rank() != root:
             return None
-    whole = everyones.view(-1).view(kind.dtype).view(size, longest, *kind.shape)
+    whole = gathered.view(-1).view(kind.dtype).view(size, longest, *kind.shape)
     if min(lengths) == longest:
         return whole.flatten(0, 1)
     return torch.cat([part[:length] for part, length in zip(whole, lengths, strict=True)])

@@ -1,8 +1,8 @@
-"""Scores for every item of a pool, computed on all ranks: norms of gradients, or whatever else a batch of items gives.
+"""Rows for every item of a pool, computed on all ranks: norms of gradients, or other functions of a batch of items.
 
-Each rank takes a share of neighbours, chunk by chunk, so memory is that of a chunk and of the results. Nothing is sent
-meanwhile. The results stay where they are until somebody asks: all of them, in the order of the pool, or only the
-largest, for which each rank sends no more than its own largest.
+Each rank takes a range of consecutive items, chunk by chunk, so memory is that of a chunk and of the results. Nothing
+is sent meanwhile. The results stay on their ranks until they are gathered: all of them, in the order of the pool, or
+only the largest, for which each rank sends only its own largest.
 
 >>> from torch.utils.data import TensorDataset
 >>> pool = TensorDataset(torch.arange(5.0))
@@ -36,7 +36,8 @@ Rows = torch.Tensor | dict[str, torch.Tensor]
 class PoolRows:
     """A row for each item of a pool, each on the rank that computed it: ``local``, for the items ``mine``.
 
-    The rows are a tensor, or a dictionary of tensors. Every rank calls :meth:`gather` and :meth:`top` alike.
+    The rows are a tensor, or a dictionary of tensors. Every rank makes the same calls of :meth:`gather` and
+    :meth:`top`.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class PoolRows:
         failure = None
         try:
             self._check_top(k)
-        except (TypeError, ValueError) as error:  # the others are told
+        except (TypeError, ValueError) as error:  # sent to the other ranks
             failure = error
         values = next(iter(self._columns.values()))
         k = k if failure else min(k, self.count)
@@ -97,9 +98,9 @@ class PoolRows:
             raise ValueError(f"PoolRows.top on rank {self._group.rank()}: k={k} must be 0 or more")
 
     def _all(self, rows: torch.Tensor) -> torch.Tensor:
-        everyones, work = gather_rows(rows.view(torch.uint8), self._group)
+        gathered, work = gather_rows(rows.view(torch.uint8), self._group)
         work.wait()
-        return everyones.view(-1).view(rows.dtype)
+        return gathered.view(-1).view(rows.dtype)
 
     @staticmethod
     def _plain(columns: Any) -> Any:
@@ -118,11 +119,10 @@ def over_pool(
     """Call ``function`` on the items of ``pool``, ``chunk`` at a time, this rank's share of them; every rank does.
 
     ``pool`` is a map-style data set whose items are tensors or tuples of them; they arrive as batches on ``device``,
-    and of a tuple each member is an argument, which may itself be a tuple. So
-    ``over_pool(PerSampleGradients(model, loss).norms, pool)`` takes items (input, target). The function gives a row for
-    each item: a tensor whose first dimension is the items', or a dictionary of such; of an empty pool, where nobody has
-    called it, there are 0 rows of one float32. ``progress(done, share)`` is called after each chunk, on every rank for
-    its own items.
+    and each member of a tuple is an argument, which may itself be a tuple. So ``over_pool(PerSampleGradients(model,
+    loss).norms, pool)`` takes items (input, target). The function gives a row for each item: a tensor whose first
+    dimension is the items', or a dictionary of such; of an empty pool, for which no rank has called it, there are 0
+    rows of one float32. ``progress(done, share)`` is called after each chunk, on every rank for its own items.
     """
     world = group or dist.distributed_c10d._get_default_group()
     here, count = torch.device("cpu"), -1
@@ -149,7 +149,7 @@ def over_pool(
 
 
 def _batch(pool: Any, numbers: range) -> tuple[Any, ...]:
-    if type(pool) is TensorDataset:  # a slice instead of items put together again; one of a user's own may change them
+    if type(pool) is TensorDataset:  # a slice instead of items put together again; a subclass may change items
         return tuple(each[numbers.start : numbers.stop] for each in pool.tensors)
     many = getattr(pool, "__getitems__", None)
     batch = default_collate(many([*numbers]) if many else [pool[number] for number in numbers])
@@ -158,7 +158,7 @@ def _batch(pool: Any, numbers: range) -> tuple[Any, ...]:
 
 
 def _tuples(batch: Any) -> Any:
-    """``default_collate`` makes lists of tuples, but a list is no several inputs of a model."""
+    """``default_collate`` makes lists of tuples, but several inputs of a model are a tuple."""
     return tuple(map(_tuples, batch)) if isinstance(batch, list) else batch
 
 
