@@ -1,9 +1,24 @@
-"""Agreement of the ranks on what they are about to do, where the messages alone would not show that they differ."""
+"""Agreement of the ranks: all ranks give the same and go on, or every rank raises.
+
+Before a rank sends bulky data, it sends a small description of its call, or of the error that keeps it from making the
+call. So no rank waits for data that will not come, and no rank adds data of another meaning to its own:
+
+- Ranks that differ: every rank raises MismatchError with both values and the remedy.
+- A rank that failed: that rank raises its own error; the others raise MismatchError, which names the rank, the
+  operation and the text of the error.
+
+Descriptions travel as fields in a row of fixed size (one collective, :func:`gather_fields`) or, where they may be long,
+as pickled objects (two collectives, :func:`gather_objects`).
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import zlib
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,31 +26,112 @@ import torch.distributed as dist
 from .errors import MismatchError
 from .torch_compat import all_gather_single
 
-__all__ = ["check_same", "gather_rows"]
+__all__ = ["Difference", "check_failures", "check_lists", "check_same", "failure_text", "first_difference", "fit"]
+__all__ += ["gather_fields", "gather_objects", "gather_or_raise", "gather_rows"]
 
+T = TypeVar("T")
+Field = str | int | float | None
 _WIDTH = 256
 
 
-def check_same(text: str, remedy: str, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Return when every rank gives the same text; MismatchError on every rank, with both texts, when two do not.
+def check_same(
+    text: str, remedy: str, group: dist.ProcessGroup | None, device: torch.device, failure: Exception | None = None
+) -> None:
+    """Return when every rank gives the same text and none gives a ``failure``; otherwise raise on every rank.
 
-    >>> check_same("step 8", "count steps alike", None, torch.device("cpu"))
+    >>> check_same("step 8", "Make the same number of steps on every rank", None, torch.device("cpu"))
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group in which it begins: {text}")
-    data = text.encode()
-    if len(data) > _WIDTH:  # what is too long ends in a checksum, so that it differs where the whole does
-        data = data[: _WIDTH - 9] + b"~%08x" % zlib.crc32(data)
-    mine = torch.frombuffer(bytearray(data.ljust(_WIDTH, b"\0")), dtype=torch.uint8).to(device)
-    everyones, work = gather_rows(mine, group)
+    found = gather_fields((failure_text(failure), text), _WIDTH, group, device)
+    check_failures(text, failure, [failed for failed, _ in found], group)
+    check_lists("", [[text] for _, text in found], remedy, group)
+
+
+def check_lists(
+    operation: str, lists: Iterable[Sequence[object] | None], remedy: str, group: dist.ProcessGroup | None
+) -> None:
+    """Raise MismatchError if the lists of two ranks differ, with the first items that do; None: a rank has no list."""
+    if found := first_difference(enumerate(lists)):
+        raise MismatchError(
+            f"rank {dist.get_rank(group)}: {operation and f'{operation}: '}ranks disagree, no data was touched. "
+            f"Rank {found.first} has {found.here}; rank {found.second} has {found.there}. {remedy}"
+        )
+
+
+def check_failures(
+    operation: str, failure: Exception | None, texts: Iterable[str | None], group: dist.ProcessGroup | None
+) -> None:
+    """Raise this rank's ``failure``, or MismatchError if the text of another rank's failure is among ``texts``."""
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise MismatchError(f"rank {dist.get_rank(group)}: {operation}: rank {rank} failed: {text}")
+
+
+def failure_text(failure: Exception | None) -> str | None:
+    """The text of an error as other ranks report it."""
+    return None if failure is None else f"{type(failure).__name__}: {failure}"
+
+
+class Difference(NamedTuple):
+    """Two lists, by their numbers, and the items at the first place at which they differ."""
+
+    first: int
+    here: object
+    second: int
+    there: object
+
+
+def first_difference(numbered: Iterable[tuple[int, Sequence[object] | None]]) -> Difference | None:
+    """The first difference of a list from the first list, if there is one; a list that is None is left out.
+
+    >>> first_difference([(0, ["a", "b"]), (1, None), (2, ["a"])])
+    Difference(first=0, here='b', second=2, there='nothing more')
+    """
+    lists = [(number, items) for number, items in numbered if items is not None]
+    for number, items in lists:
+        for here, there in zip_longest(lists[0][1], items, fillvalue="nothing more"):
+            if here != there:
+                return Difference(lists[0][0], here, number, there)
+    return None
+
+
+def gather_or_raise(operation: str, value: T, failure: Exception | None, group: dist.ProcessGroup | None) -> list[T]:
+    """The ``value`` of each rank; every rank raises if one gives a ``failure``. It is also a barrier.
+
+    >>> gather_or_raise("example", 3, None, None)
+    [3]
+    """
+    found = gather_objects((value, failure_text(failure)), group)
+    check_failures(operation, failure, [text for _, text in found], group)
+    return [each for each, _ in found]
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The ``value`` of each rank, pickled; a group of one rank sends nothing."""
+    found: list[Any] = [value] * dist.get_world_size(group)
+    if len(found) > 1:
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def gather_fields(
+    fields: tuple[Field, ...], width: int, group: dist.ProcessGroup | None, device: torch.device
+) -> list[tuple[Any, ...]]:
+    """The ``fields`` of each rank, in one collective of ``width`` bytes a rank; long texts arrive shortened, see
+    :func:`fit`.
+
+    >>> gather_fields(("step", 8, None), 64, None, torch.device("cpu"))
+    [('step', 8, None)]
+    """
+    mine = _packed(fields, width).to(device)
+    rows, work = gather_rows(mine, group)
     work.wait()
-    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in everyones.tolist()]
-    for rank, other in enumerate(texts):
-        if other != texts[0]:
-            raise MismatchError(
-                f"rank {dist.get_rank(group)}: ranks disagree, no data was touched. Rank 0 has {texts[0]}; "
-                f"rank {rank} has {other}. {remedy}"
-            )
+    if torch.equal(rows, mine.expand_as(rows)):  # as a rule
+        return [fields] * len(rows)
+    return [tuple(json.loads(bytes(row))) for row in rows.tolist()]
 
 
 def gather_rows(mine: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
@@ -47,3 +143,23 @@ def gather_rows(mine: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[to
     """
     rows = mine.new_empty(dist.get_world_size(group), mine.numel())
     return rows, all_gather_single(rows.view(-1), mine, group, async_op=True)
+
+
+def fit(text: str, width: int) -> bytes:
+    """The text in at most ``width`` bytes; a longer one ends in a checksum, so that two long texts still differ.
+
+    >>> fit("all_reduce", 10), fit("reduce_scatter", 10)
+    (b'all_reduce', b'r~2bf3c55c')
+    """
+    data = text.encode()
+    return data if len(data) <= width else data[: max(width - 9, 0)] + b"~%08x" % zlib.crc32(data)
+
+
+@functools.lru_cache(256)
+def _packed(fields: tuple[Field, ...], width: int) -> torch.Tensor:
+    """The fields as JSON of ``width`` bytes."""
+    limit, fitting = width, fields
+    while len(data := json.dumps(fitting).encode()) > width:
+        limit = limit * 3 // 4
+        fitting = tuple(fit(each, limit).decode(errors="replace") if isinstance(each, str) else each for each in fields)
+    return torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8)

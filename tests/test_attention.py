@@ -272,7 +272,7 @@ def test_every_visible_pair_is_computed_once(
     layout = Layout(size, order, tuple(lengths), padded)
     for row, length in enumerate(lengths):
         where = [
-            [at for start, stop in held[row] for at in range(start, stop)] for held in map(layout.held, range(size))
+            [at for start, stop in own[row] for at in range(start, stop)] for own in map(layout.chunks_of, range(size))
         ]
         assert sorted(at for each in where for at in each) == list(range(length))
         assert max(map(len, where)) <= layout.width
@@ -321,7 +321,7 @@ def good(tokens: int = 4) -> list[Tensor]:
 MISTAKES: list[tuple[str, Callable[[], Any]]] = [
     ("3 tokens on this rank cannot be the two chunks", lambda: ring_attention(*good(3), order="zigzag")),
     ("order='spiral'; choose 'contiguous' or 'zigzag'", lambda: ring_attention(*good(), order="spiral")),
-    ("dropout_p=0.1 is not offered", lambda: ring_attention(*good(), dropout_p=0.1)),
+    ("dropout_p=0.1 is not supported", lambda: ring_attention(*good(), dropout_p=0.1)),
     ("must be of one floating type", lambda: ring_attention(good()[0].double(), *good()[1:])),
     ("must be of one floating type", lambda: ring_attention(*torch.ones(3, 1, 2, 4, 8, dtype=torch.int32))),
     ("have 3, 4, 4 dimensions", lambda: ring_attention(good()[0][0], *good()[1:])),
@@ -341,7 +341,7 @@ MISTAKES: list[tuple[str, Callable[[], Any]]] = [
     ("scale='x' must be a finite int or float", lambda: ring_attention(*good(), scale="x")),
     ("scale=tensor.* must be a finite", lambda: ring_attention(*good(), scale=torch.ones(1, requires_grad=True))),
     ("causal=None .* must be True or False", lambda: ring_attention(*good(), causal=None)),
-    ("1 heads of queries and 1 of keys cannot be dealt", lambda: ulysses_attention(*(x[:, :1] for x in good()))),
+    ("1 heads of queries and 1 of keys cannot be split evenly", lambda: ulysses_attention(*(x[:, :1] for x in good()))),
 ]
 
 
@@ -354,7 +354,7 @@ def test_mistakes_are_told_before_anything_is_sent() -> None:
                 with pytest.raises(ValueError, match=words):
                     mistake()
             else:  # one rank makes it, the others are told
-                with pytest.raises(MismatchError, match=f"Rank 0 has .*{words}"):
+                with pytest.raises(MismatchError, match=f"rank 0 failed: ValueError: .*{words}"):
                     ring_attention(*good())
         for x in ring_attention(*good()):  # and the group goes on
             near(x, torch.ones_like(x))

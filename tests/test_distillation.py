@@ -275,7 +275,7 @@ def test_what_fails_on_one_side_reaches_the_other(ahead: int, backend: str) -> N
     assert "logits of shape (2, 2), and its students have 3 classes" in one[2]
     assert one[2] == two[2]
     assert "answer is str; give a tensor" in two[3]
-    assert "200 tensors are more than one message tells" in one[4]
+    assert "200 tensors are too many for one message" in one[4]
     assert one[5] == two[5] == teacher[5] == "well"
 
 
@@ -291,7 +291,7 @@ def test_other_classes_and_wrong_calls_are_refused_on_every_rank() -> None:
         distillation = Distillation(10)
         with pytest.raises(ValueError, match=r"teach\(\) is for" if rank < 2 else r"lessons\(\) is for students"):
             _ = distillation.teach(nn.ReLU()) if rank < 2 else distillation.lessons([])
-        with pytest.raises(ValueError, match="each student brings its teacher"):
+        with pytest.raises(ValueError, match="each student has its own teacher"):
             Distillation(10, teachers=0).lessons([])
         dist_prims.barrier()
 

@@ -305,7 +305,7 @@ def test_what_cannot_be_an_ensemble() -> None:
             DistributedEnsemble(net)
         with pytest.raises(ValueError, match=r"count=2 with a list"):
             DistributedEnsemble([net(0), net(1)], 2)
-        with pytest.raises(MismatchError, match="rank 0 has an ensemble of 2 members, rank 1 of 3"):
+        with pytest.raises(MismatchError, match="Rank 0 has an ensemble of 2 members; rank 1 has an ensemble of 3"):
             DistributedEnsemble(net, 2 + rank)
 
         def fails(number: int) -> torch.nn.Module:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from averaging import BACKENDS, spawn
 from torch.utils.checkpoint import checkpoint
 
+from dist_prims.errors import MismatchError
 from dist_prims.launch import RankFailed
 from dist_prims.training.gradients import GradientAverager
 
@@ -24,7 +25,7 @@ def test_frozen_on_one_rank_only_is_told_on_every_rank() -> None:
         model(torch.ones(1, 2)).sum().backward()
         model[0].bias.requires_grad_(dist.get_rank() != 1)
         words = r"parameter '0\.bias' has requires_grad=True on rank 2 and False on rank 1"
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(MismatchError, match=words):
             model(torch.ones(1, 2)).sum().backward()
         dist.barrier()
 
@@ -34,15 +35,15 @@ def test_frozen_on_one_rank_only_is_told_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda rank: torch.nn.Linear(2, 1 + rank // 2), "rank 0 has parameter 'weight' (torch.float32, shape (1, 2)"),
+        (lambda rank: torch.nn.Linear(2, 1 + rank // 2), "Rank 0 has tensor 'weight' (torch.float32, shape (1, 2)"),
         (lambda rank: torch.nn.Linear(2, 1, bias=rank < 2), "rank 2 has nothing more"),
         (lambda rank: torch.nn.Linear(2, 1).requires_grad_(rank < 2), "requires_grad=False"),
-        (lambda rank: torch.nn.BatchNorm1d(2, track_running_stats=rank < 2), "rank 0 has buffer 'running_mean'"),
+        (lambda rank: torch.nn.BatchNorm1d(2, track_running_stats=rank < 2), "Rank 0 has tensor 'running_mean'"),
     ],
 )
 def test_models_that_differ(make: Callable[[int], torch.nn.Module], words: str) -> None:
     def body() -> str:
-        with pytest.raises(ValueError, match="the models differ") as caught:
+        with pytest.raises(MismatchError, match="ranks disagree, no data was touched") as caught:
             GradientAverager(make(dist.get_rank()))
         dist.barrier()
         return str(caught.value)
@@ -57,7 +58,7 @@ def test_what_is_wrong_at_the_start() -> None:
     def body() -> None:
         with pytest.raises(ValueError, match="bucket_mb=0 must be positive"):
             GradientAverager(torch.nn.Linear(1, 1), bucket_mb=0)
-        with pytest.raises(ValueError, match="bucket_mb=1, compress=NoneType, rank 1 has bucket_mb=2"):
+        with pytest.raises(MismatchError, match="bucket_mb=1, compress=NoneType; rank 1 has bucket_mb=2"):
             GradientAverager(torch.nn.Linear(1, 1), bucket_mb=1 + dist.get_rank())
 
     spawn(body, 2)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from averaging import BACKENDS, same_everywhere, spawn
 
+from dist_prims.errors import MismatchError
 from dist_prims.training.gradients import GradientAverager
 
 
@@ -69,11 +70,11 @@ def test_who_misses_nothing_may_read_later_what_the_others_said() -> None:
                 torch.testing.assert_close(model.branch[each].bias.grad, torch.full((3,), share))
         if rank == 1:
             model.branch[0].bias.requires_grad_(False)
-            with pytest.raises(ValueError, match="True on rank 2 and False on rank 1"):
+            with pytest.raises(MismatchError, match="True on rank 2 and False on rank 1"):
                 sum(layer(x).sum() for layer in model.branch).backward()
         else:
             sum(layer(x).sum() for layer in model.branch).backward()
-            with pytest.raises(ValueError, match="True on rank 2 and False on rank 1"):
+            with pytest.raises(MismatchError, match="True on rank 2 and False on rank 1"):
                 sum(layer(x).sum() for layer in model.branch).backward()
 
     spawn(body, 3)
@@ -112,7 +113,7 @@ def test_sparse_here_and_dense_there() -> None:
         model = torch.nn.Embedding(4, 2)
         GradientAverager(model)
         model.sparse = dist.get_rank() == 1
-        with pytest.raises(ValueError, match="'weight' has a dense gradient on rank 0 and a sparse one on rank 1"):
+        with pytest.raises(MismatchError, match="'weight' has a dense gradient on rank 0 and a sparse one on rank 1"):
             model(torch.tensor([1])).sum().backward()
         dist.barrier()
 

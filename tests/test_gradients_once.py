@@ -47,7 +47,7 @@ def test_what_is_complete_is_sent_and_gets_no_more() -> None:
             assert sending.sent == 1
         for layer in model:
             assert torch.equal(layer.weight.grad, torch.full((2, 2), 1.5))
-        words = r"parameter '1\.weight' has got a gradient after it was said to be complete"
+        words = r"parameter '1\.weight' has got a gradient after complete\(\) was called"
         with averager.once() as complete:
             for layer in model:
                 layer(x).sum().backward()

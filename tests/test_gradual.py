@@ -41,7 +41,7 @@ def averaged(model: torch.nn.Module, bucket_mb: float, *, gradually: bool, **opt
     incremental_reduce._LARGE = 0 if gradually else 1 << 40
     averager = GradientAverager(model, bucket_mb=bucket_mb, **options)
     buckets = averager._averaging.sending.layout.buckets
-    assert any(each.gradual for each in buckets) == gradually
+    assert any(each.incremental for each in buckets) == gradually
     return averager
 
 
@@ -86,7 +86,7 @@ def test_a_rank_far_behind_holds_nobody_up_and_little_is_held(slow: int) -> None
         other = Late()
         averager = averaged(model, bucket_mb, gradually=True)
         averaged(other, bucket_mb, gradually=False)
-        last, held = averager._averaging.sending.layout.buckets[-1].gradual, []
+        last, held = averager._averaging.sending.layout.buckets[-1].incremental, []
         for each in model.parameters():
             each.register_post_accumulate_grad_hook(lambda _: held.append(last._tensor.held()))
         for number in range(3):
@@ -111,7 +111,7 @@ def test_some_of_it_is_added_before_backward_has_ended() -> None:
 
         def note(parameter: torch.Tensor) -> None:
             dist.barrier()  # what has come here has come everywhere
-            held.append(bucket.gradual._tensor.held())
+            held.append(bucket.incremental._tensor.held())
 
         for each in model.parameters():
             each.register_post_accumulate_grad_hook(note)
@@ -178,7 +178,7 @@ def test_disagreement_leaves_nothing_that_would_be_added_twice() -> None:
         with pytest.raises(dist_prims.errors.MismatchError):
             disagreeing()
         if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match="other ranks had seen some of it"):
+            with pytest.raises(RuntimeError, match="other ranks had read some of it"):
                 step(model, 1)
 
     spawn(body, 2, backend="dist_prims", timeout=60)
@@ -256,7 +256,7 @@ def test_what_others_have_seen_of_a_backward_is_not_begun_anew() -> None:
         step(other, 1)
         assert all(map(torch.equal, gradients(model), gradients(other)))
         failing(2)
-        with pytest.raises(RuntimeError, match=r"other ranks had seen some of it \(0 of 1 buckets were sent"):
+        with pytest.raises(RuntimeError, match=r"other ranks had read some of it \(0 of 1 buckets were sent"):
             step(model, 3)
 
     spawn(body, 2, backend="dist_prims", timeout=60)
@@ -270,7 +270,7 @@ def test_a_schedule_that_is_pinned_and_groups_that_lend_nothing() -> None:
         for group in (ring, gloo):
             model, other = Late(), Late()
             averager = GradientAverager(model, group=group)
-            assert not any(each.gradual for each in averager._averaging.sending.layout.buckets)
+            assert not any(each.incremental for each in averager._averaging.sending.layout.buckets)
             averaged(other, 25, gradually=True)
             step(model, 0)
             step(other, 0)

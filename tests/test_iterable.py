@@ -108,7 +108,7 @@ def test_workers_that_live_on_are_refused() -> None:
     loader = DataLoader(data, batch_size=None, num_workers=1, persistent_workers=True)
     assert len(list(loader)) == 16
     data.set_epoch(1)
-    with pytest.raises(ValueError, match=r"epoch 0 once more.*do not hear of set_epoch"):
+    with pytest.raises(ValueError, match=r"epoch 0 once more.*are not reached by set_epoch"):
         list(loader)
     fresh = DataLoader(data, batch_size=None, num_workers=1, collate_fn=tuple)
     assert list(fresh) == list(data) == list(fresh)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import dist_prims
 from dist_prims import DataPartitioner
+from dist_prims.errors import MismatchError
 from dist_prims.training.data import Batches, partition_dataset
 from dist_prims.training.partition import deal
 
@@ -189,11 +190,11 @@ def test_mean_gradients_are_those_of_one_process(size: int, count: int, batch: i
 def test_ranks_that_differ_all_get_an_error() -> None:
     def body() -> None:
         rank = dist.get_rank()
-        with pytest.raises(ValueError, match=r"differ in batch: rank 0 has 4, rank 1 has 5"):
+        with pytest.raises(MismatchError, match=r"Rank 0 has batch=4; rank 1 has batch=5"):
             partition_dataset(range(10), 4 + rank)
-        with pytest.raises(ValueError, match=r"differ in len\(data\): rank 0 has 10, rank 1 has 11"):
+        with pytest.raises(MismatchError, match=r"Rank 0 has len\(data\)=10; rank 1 has len\(data\)=11"):
             partition_dataset(range(10 + rank), 4)
-        with pytest.raises(ValueError, match="differ in one of shuffle, sizes and stratify"):
+        with pytest.raises(MismatchError, match="Rank 0 has one of shuffle, sizes and stratify"):
             partition_dataset(range(10), 4, stratify=[0] * 9 + [rank])
         with pytest.raises(ValueError, match=r"rank [01]: batch=0 must be at least 1"):
             partition_dataset(range(10), 0)

@@ -98,7 +98,7 @@ def test_what_no_order_can_be() -> None:
         Permutation(-1, 0)
     with pytest.raises(ValueError, match="must not be negative"):
         Permutation(3, [1, -1])
-    with pytest.raises(IndexError, match="3 to 3 asked for; there are 3 items"):
+    with pytest.raises(IndexError, match="indices 3 to 3; there are 3 items"):
         Permutation(3, 0)([3])
 
 

@@ -292,7 +292,7 @@ def test_what_cannot_be_split(model: nn.Module, stages: int, how: dict[str, Any]
 
 
 def test_what_is_no_chain() -> None:
-    with pytest.raises(TypeError, match="a Linear does not say what it calls in which order"):
+    with pytest.raises(TypeError, match="a Linear does not define the order of its layers"):
         split(LINEAR, 1, by=[1])
     with pytest.raises(RuntimeError, match=r"Stash\('a'\) works in a Chain"):
         nn.Sequential(Stash("a"), Pop("a"))(SAMPLE)

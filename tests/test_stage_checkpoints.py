@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dist_prims
+from dist_prims.errors import MismatchError
 from dist_prims.launch import RankFailed
 from dist_prims.training.pipeline.checkpoint import load_stages, save_stages
 from dist_prims.training.pipeline.split import split
@@ -197,7 +198,8 @@ def test_a_rank_that_cannot_save_fails_all(tmp_path: Path) -> None:
         stages = split(a_net(), 3, by=CUTS[3])
         folder = tmp_path / "file/below" if rank == 1 else tmp_path / "folder"
         (tmp_path / "file").touch()
-        error, words = (OSError, "Not a directory") if rank == 1 else (RuntimeError, "rank 1 of the group could not")
+        error: type[Exception] = OSError if rank == 1 else MismatchError
+        words = "Not a directory" if rank == 1 else "save_stages: rank 1 failed: NotADirectoryError"
         with pytest.raises(error, match=words):
             save_stages(folder, stages[rank])
         with pytest.raises((ValueError, RuntimeError), match="stages 0 come more than once"):

@@ -29,7 +29,7 @@ LAYERS = {
     "errors": set(),
     "torch_compat": set(),
     "agreement": {"errors", "torch_compat"},
-    "collectives": {"errors", "schedules", "torch_compat"},
+    "collectives": {"agreement", "errors", "schedules", "torch_compat"},
     "launch": {"autoload"},
     "backend": {"autoload", "collectives", "errors", "launch", "schedules", "torch_compat"},
     "autoload": {"backend", "launch", "torch_compat"},
@@ -292,7 +292,10 @@ def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(name)
     if not doctest.DocTestFinder(exclude_empty=True).find(module):
         return
-    own_group = any(word in name for word in ("backend", "collectives", "torch_compat", "training"))
+    own_group = any(
+        word in name
+        for word in ("agreement", "backend", "collectives", "parallel", "patterns", "torch_compat", "training")
+    )
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

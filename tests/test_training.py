@@ -156,7 +156,7 @@ def test_sizes_that_lose_items_are_refused(sizes: list[Any], words: str) -> None
 
 
 def test_a_part_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="part 2 is asked for; there are 2"):
+    with pytest.raises(ValueError, match="there is no part 2; there are 2"):
         DataPartitioner(range(10), [0.5, 0.5]).use(2)
 
 

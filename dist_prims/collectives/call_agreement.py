@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import re
 import struct
-import zlib
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..agreement import fit
 from ..errors import MismatchError
 from .channel import Channel, Pending, Transfer
 
@@ -30,12 +30,6 @@ _LAYOUT = struct.Struct("<q16s16s16sqqq40s64s8s")
 _SLOT = struct.Struct(f"<q{_LAYOUT.size}s")
 NO_RANK = -1
 _RADIX = 4  # of the dissemination: on busy cores a round costs more than a message
-
-
-def _fit(text: str, width: int) -> bytes:
-    """What is too long for its field ends in a checksum, so that it differs where the whole does."""
-    data = text.encode()
-    return data if len(data) <= width else data[: width - 9] + b"~%08x" % zlib.crc32(data)
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class Header:
 
     def pack(self) -> bytes:
         widths = (int(width) for width in re.findall(r"(\d+)s", _LAYOUT.format))
-        return _LAYOUT.pack(*(_fit(v, next(widths)) if isinstance(v, str) else v for v in astuple(self)))
+        return _LAYOUT.pack(*(fit(v, next(widths)) if isinstance(v, str) else v for v in astuple(self)))
 
     @staticmethod
     def unpack(data: bytes) -> Header:

@@ -2,7 +2,8 @@
 
 Everything in a transformer but attention treats tokens one by one, so splitting the sequence changes two lines: which
 attention is called, and which positions a rank's tokens have. Parameters are the same on all ranks; their gradients are
-averaged as in data-parallel training. Only ``state_dict()`` is to be saved: a model holds its group, which no file can.
+averaged as in data-parallel training. Save ``state_dict()``, not the model: a model refers to its group, which cannot
+be saved.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _KINDS = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
 class _InGroup(nn.Module):
-    """A copy is in the same group: that cannot be copied."""
+    """Base of modules whose copies refer to the same group, which cannot be copied."""
 
     group: dist.ProcessGroup | None
 

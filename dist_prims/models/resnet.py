@@ -1,8 +1,8 @@
-"""Residual networks, written down once more because they are what pipelines are measured by.
+"""Residual networks (ResNet-18 to 152), which can be cut into the stages of a pipeline.
 
-Parameters and buffers are named, and their first values drawn, as torchvision does, so its checkpoints load here and
-ours there. What is added is :meth:`ResNet.layers`: the network as a sequence that can be cut anywhere between its
-blocks, each under the name that it has in the whole, so that a stage's ``state_dict`` is a part of the model's.
+Names and initial values of parameters and buffers are torchvision's, so checkpoints load in both directions. Added is
+:meth:`ResNet.layers`: the network as a sequence that can be cut anywhere between its blocks, each under the name that
+it has in the whole, so that a stage's ``state_dict`` is a part of the model's.
 
 >>> model = resnet18(num_classes=10, in_channels=1, small_images=True)
 >>> x = image = torch.ones(2, 1, 8, 8)
@@ -180,7 +180,7 @@ def _conv3x3(channels: int, width: int, stride: int = 1) -> nn.Conv2d:
 
 
 def _downsample(channels: int, width: int, stride: int) -> nn.Sequential | None:
-    """What brings the shortcut to the shape of the block's output, where it is another."""
+    """The projection of the shortcut to the shape of the block's output, if they differ."""
     if channels == width and stride == 1:
         return None
     return nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))

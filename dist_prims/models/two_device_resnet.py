@@ -1,11 +1,11 @@
-"""ResNet-50 on several devices of one process, twice as one would first write it: to compare pipelines with.
+"""Two simple forms of ResNet-50 on several devices of one process, as a baseline for pipelines.
 
-The first twin sends the whole batch through one device after the other, so that all but one always wait. The second
-cuts the batch, and lets each device work on another part: on CUDA, where a call returns before its kernel has run, that
-is all it takes. Autograd runs their backward, in the order it likes; what a pipeline plans is left to chance here.
+The first sends the whole batch through one device after the other, so all but one always wait. The second cuts the
+batch, and each device works on another part; on CUDA, where a call returns before its kernel has run, nothing more is
+needed. Autograd runs the backward in its own order, without a plan.
 
->>> twin = PipelineParallelResNet50(split_size=1, devices=["cpu", "cpu"], num_classes=10).eval()
->>> twin(torch.ones(3, 3, 32, 32)).shape
+>>> model = PipelineParallelResNet50(split_size=1, devices=["cpu", "cpu"], num_classes=10).eval()
+>>> model(torch.ones(3, 3, 32, 32)).shape
 torch.Size([3, 10])
 """
 
@@ -23,7 +23,7 @@ __all__ = ["ModelParallelResNet50", "PipelineParallelResNet50"]
 
 
 class ModelParallelResNet50(ResNet):
-    """ResNet-50 whose layers lie on ``devices``, in their order; ``sizes`` says how many on each, else as many on each.
+    """ResNet-50 whose layers lie on ``devices``, in their order; ``sizes``: how many on each; evenly by default.
 
     >>> ModelParallelResNet50(["cpu", "cpu"]).sizes  # the stem and two of the four layers; the other two and the head
     [11, 12]

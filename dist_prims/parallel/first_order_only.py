@@ -1,7 +1,7 @@
-"""A backward that is computed without autograd, and says so where a second derivative is asked for.
+"""A decorator for backwards without a second derivative, which raises where one is needed.
 
 torch's ``once_differentiable`` raises only where the *incoming* gradient needs a gradient itself. For a loss that is a
-plain sum it does not: then the second derivative would be left out without a word, and the result be wrong.
+plain sum it does not: then the second derivative would be silently omitted, and the result be wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["once"]
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for a ``torch.autograd.Function``, to stand between it and ``@staticmethod``.
+    """A backward of a ``torch.autograd.Function`` that raises in a second derivative; put it below ``@staticmethod``.
 
     >>> class Double(torch.autograd.Function):
     ...     @staticmethod
@@ -38,9 +38,9 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     plain: Callable[..., Any] = once_differentiable(backward)
 
     @functools.wraps(backward)
-    def told(ctx: Any, *grads: torch.Tensor) -> Any:
+    def checked(ctx: Any, *grads: torch.Tensor) -> Any:
         if torch.is_grad_enabled():  # in a backward: only with create_graph
             raise RuntimeError("a second derivative is not offered here (create_graph=True)")
         return plain(ctx, *grads)
 
-    return told
+    return checked

@@ -1,9 +1,8 @@
-"""Models of one shape, run and trained together: stacked and vectorised on each rank, shared out over the ranks.
+"""Models of one shape, run and trained together: stacked and vectorised on each rank, sharded over the ranks.
 
 A loop over models starts as many small kernels as there are layers and models. Stacked, the weights of one layer are
-one tensor and its kernel is one, by ``torch.func.vmap``. Ranks divide the members among them and never speak of
-weights: what travels are outputs, or, where a mean or a vote is wanted, only sums of the size of one member's output.
-Training needs no message at all.
+one tensor and its kernel is one, by ``torch.func.vmap``. Each rank has some of the members, and weights are
+never sent: only outputs, or, for a mean or a vote, sums of the size of one member's output. Training sends nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.func import functional_call, stack_module_state, vmap
 
-from ..training.gradients.initial_sync import spread
-from .ensemble_spec import Spec, agree_on_members, dice
+from ..training.gradients.initial_sync import broadcast_coalesced
+from .ensemble_spec import Spec, agree_on_members, own_random_numbers
 from .row_shards import Kind, agree, gather, share
 
 __all__ = ["DistributedEnsemble"]
@@ -42,12 +41,12 @@ class DistributedEnsemble:
     ['bias', 'weight']
 
     ``models`` are all members, the same on every rank, which keeps copies of its share; or, with ``count``, a function
-    that makes the member of a number, called on that member's rank alone. Members are alike in all but the values of
+    that makes the member of a number, called on that member's rank alone. Members are the same in all but the values of
     their parameters and buffers, and there may be fewer of them than ranks. ``inputs`` are a tensor or a tuple of
     tensors, the same batch for every member; with ``each=True`` there is a batch for every member, in order, or for
     every member of this rank, :attr:`mine`.
 
-    Calls that speak of all members are collective: every rank makes them, in one order. Calling the ensemble itself,
+    Calls that concern all members are collective: every rank makes them, in one order. Calling the ensemble itself,
     :meth:`backward` and what concerns parameters are not. Random numbers (dropout) are different for each member.
     """
 
@@ -62,7 +61,7 @@ class DistributedEnsemble:
                 spec = Spec.of(members, self.mine)
                 self._template: torch.nn.Module | None = _without_memory(members[0])
                 self._parameters, self._buffers = stack_module_state(members)
-        except Exception as error:  # the others are told before this rank raises it
+        except Exception as error:  # sent to the other ranks before it is raised
             failure = error
         self._spec = agree_on_members(self.count, spec, failure, self._group)
         if spec is None:
@@ -99,7 +98,7 @@ class DistributedEnsemble:
         return mean.to(kind.dtype), (squares / max(self.count - correction, 0)).to(kind.dtype.to_real())
 
     def variance(self, inputs: Any, *, each: bool = False, correction: int = 1) -> torch.Tensor:
-        """How far the members disagree: the variance of their outputs, on every rank."""
+        """The disagreement of the members: the variance of their outputs, on every rank."""
         return self.moments(inputs, each=each, correction=correction)[1]
 
     def votes(self, inputs: Any, *, each: bool = False, dim: int = -1) -> torch.Tensor:
@@ -118,15 +117,15 @@ class DistributedEnsemble:
         return counts
 
     def vote(self, inputs: Any, *, each: bool = False, dim: int = -1) -> torch.Tensor:
-        """What most members choose along ``dim``, on every rank; of equals the first."""
+        """The choice of most members along ``dim``, on every rank; of equals the first."""
         return self.votes(inputs, each=each, dim=dim).argmax(dim)
 
     def gather(self, rows: torch.Tensor, root: int | None = None) -> torch.Tensor | None:
-        """Something that each rank has of its members, such as losses, of all members in order."""
+        """The rows of all members in order, such as losses, from each rank's rows of its members."""
         failure = None
         is_tensor = isinstance(rows, torch.Tensor)
         if not is_tensor or rows.dim() == 0 or len(rows) != len(self.mine):
-            given = f"{len(rows)} rows" if is_tensor and rows.dim() > 0 else _told(rows)
+            given = f"{len(rows)} rows" if is_tensor and rows.dim() > 0 else _described(rows)
             failure = ValueError(
                 f"DistributedEnsemble.gather on rank {self._group.rank()}: {given} for {len(self.mine)} members; "
                 "give a tensor with a row for each"
@@ -148,9 +147,9 @@ class DistributedEnsemble:
         return losses.detach()
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """The stacked parameters of this rank's members, of length 0 where it has none, for an optimiser. One that
-        looks at each element alone, such as SGD or Adam, trains each member as if it were alone; one that takes the
-        norm of a parameter, such as Adafactor, would take that of many members'."""
+        """The stacked parameters of this rank's members, of length 0 where it has none, for an optimiser. An
+        element-wise one, such as SGD or Adam, trains each member as if it were alone; one that uses the norm of a
+        parameter, such as Adafactor, would use that of many members."""
         yield from self._parameters.values()
 
     def train(self, mode: bool = True) -> DistributedEnsemble:
@@ -177,12 +176,12 @@ class DistributedEnsemble:
             name: each.new_empty(each.shape[1:]) if place is None else each[place].detach().clone()
             for name, each in (*self._parameters.items(), *self._buffers.items())
         }
-        spread(mine.values(), owner, self._group)
+        broadcast_coalesced(mine.values(), owner, self._group)
         return {key: mine[name] for key, name in self._spec.keys.items()}
 
     @torch.no_grad()
     def load_member(self, number: int, state: dict[str, torch.Tensor]) -> None:
-        """Give a member the state of a plain model; only the rank that has it does something. No message is sent."""
+        """Give a member the state of a plain model; only the rank of the member does anything. No message is sent."""
         if (place := self._place("load_member", number)) is None:
             return
         stacks = {**self._parameters, **self._buffers}
@@ -202,7 +201,7 @@ class DistributedEnsemble:
         return number - self.mine.start if number in self.mine else None
 
     def _made(self, models: Models, count: int | None) -> tuple[int, range, list[torch.nn.Module]]:
-        """How many members there are, which are this rank's, and those."""
+        """The number of members, the numbers of this rank's, and these members."""
         rank, size = self._group.rank(), self._group.size()
         if (count is None) != isinstance(models, Sequence | torch.nn.ModuleList):
             raise ValueError(
@@ -216,7 +215,9 @@ class DistributedEnsemble:
         members = [models[number] if count is None else models(number) for number in mine]  # type: ignore
         for number, member in zip(mine, members, strict=True):
             if not isinstance(member, torch.nn.Module):
-                raise TypeError(f"DistributedEnsemble on rank {rank}: member {number} is {_told(member)}, no Module")
+                raise TypeError(
+                    f"DistributedEnsemble on rank {rank}: member {number} is {_described(member)}, no Module"
+                )
         return number_of, mine, members
 
     def _nothing(self) -> torch.Tensor:
@@ -239,7 +240,7 @@ class DistributedEnsemble:
 
     @torch.no_grad()
     def _agreed(self, what: str, inputs: Any, each: bool) -> tuple[torch.Tensor | None, Kind]:
-        """This rank's rows, and what a row is, after all ranks have agreed that they have such."""
+        """This rank's rows, and the kind of a row, on which all ranks agree."""
         rows, failure = None, None
         try:
             rows = self._rows(inputs, each)
@@ -251,7 +252,7 @@ class DistributedEnsemble:
         self, inputs: Any, each: bool, loss: Callable[..., torch.Tensor] | None = None, targets: Any = None
     ) -> torch.Tensor | None:
         """The outputs of this rank's members, or their losses; None where it has none."""
-        with dice(self._group.rank(), self._device):  # drawn on every rank: they stay in step
+        with own_random_numbers(self._group.rank(), self._device):  # on every rank, so that the generators stay equal
             return None if self._template is None else self._run(self._template, inputs, each, loss, targets)
 
     def _run(
@@ -265,7 +266,7 @@ class DistributedEnsemble:
         batch = inputs if isinstance(inputs, tuple) else (inputs,)
         given = [*batch] if loss is None else [*batch, targets]
         if each:
-            given = [self._dealt(tensor) for tensor in given]
+            given = [self._of_members(tensor) for tensor in given]
 
         def one(parameters: Any, buffers: Any, *given: Any) -> torch.Tensor:
             output = functional_call(template, (parameters, buffers), given[: len(batch)])
@@ -273,14 +274,14 @@ class DistributedEnsemble:
                 output = loss(output, given[-1])
             if not isinstance(output, torch.Tensor) or (loss is not None and output.dim() > 0):
                 what = "one number" if loss is not None else "a tensor"
-                raise ValueError(f"DistributedEnsemble: each member must give {what}; it gives {_told(output)}")
+                raise ValueError(f"DistributedEnsemble: each member must give {what}; it gives {_described(output)}")
             return output
 
         in_dims = (0, 0, *[0 if each else None for _ in given])
         rows: torch.Tensor = vmap(one, in_dims, randomness="different")(self._parameters, self._buffers, *given)
         return rows
 
-    def _dealt(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _of_members(self, tensor: torch.Tensor) -> torch.Tensor:
         """A batch for each of this rank's members."""
         if len(tensor) == self.count:
             return tensor[self.mine.start : self.mine.stop]
@@ -292,12 +293,12 @@ class DistributedEnsemble:
         )
 
 
-def _told(output: Any) -> str:
+def _described(output: Any) -> str:
     return f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
 
 
 def _without_memory(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose tensors have a shape only. ``.to("meta")`` would part weights that are tied."""
+    """A copy whose tensors have a shape only. ``.to("meta")`` would separate tied weights."""
     memo: dict[int, Any] = {id(each): each.detach().to("meta") for each in model.buffers()}
     for each in model.parameters():
         memo[id(each)] = torch.nn.Parameter(each.detach().to("meta"), each.requires_grad)

@@ -1,7 +1,7 @@
-"""What the members of an ensemble must have in common, and how ranks find out that they have.
+"""Specification of an ensemble's members, which must be equal on all ranks.
 
-Stacking asks for tensors of one shape. But vmap runs one member's code for all, so what is no tensor must be alike,
-too: a dropout rate or a mode that differs would be silently ignored, and so would an attribute of a layer.
+Stacking needs tensors of one shape. But vmap runs one member's code for all, so everything else must be equal, too: a
+dropout rate or a mode that differs would be silently ignored, and so would an attribute of a layer.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from ..agreement import check_lists, first_difference, gather_objects, gather_or_raise
 from ..errors import MismatchError
 
-__all__ = ["Spec", "agree_on_members", "dice"]
+__all__ = ["Spec", "agree_on_members", "own_random_numbers"]
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
 class Spec:
-    """One member: its number and what it is, line by line; (is a parameter, name, dtype, shape, requires_grad) of each
-    tensor; its state's keys and the tensors that they mean, two keys one tensor where weights are tied; the type of its
-    device."""
+    """One member: its number and its description, line by line; (is a parameter, name, dtype, shape, requires_grad) of
+    each tensor; its state's keys and the tensors that they mean, two keys one tensor where weights are tied; the type
+    of its device."""
 
     number: int
     lines: list[str]
@@ -38,7 +38,7 @@ class Spec:
 
     @staticmethod
     def of(members: Sequence[torch.nn.Module], numbers: range) -> Spec:
-        """What these members are, all alike; a ValueError where they are not."""
+        """The specification of these members; ValueError if two of them differ."""
         model = members[0]
         numbered = [(number, [*_described(member)]) for number, member in zip(numbers, members, strict=True)]
         if text := _difference(numbered):
@@ -58,7 +58,7 @@ class Spec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its outputs most likely are."""
+        """The most likely dtype of its outputs."""
         return next(
             (each[2] for each in self.tensors if each[2].is_floating_point or each[2].is_complex), torch.float32
         )
@@ -74,34 +74,25 @@ class Spec:
 
 
 def agree_on_members(count: int, spec: Spec | None, failure: Exception | None, group: dist.ProcessGroup) -> Spec:
-    """What a member is, on every rank; or an error on every rank, with the first difference. ``spec`` is None on a rank
-    that has no members, or has failed."""
+    """The specification of a member, on every rank; every rank raises if two differ. ``spec`` is None on a rank that
+    has no members, or has failed."""
     rank, size = group.rank(), group.size()
-    problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-    digest = None if spec is None else hashlib.sha256("\n".join(spec.lines).encode()).hexdigest()
-    told = spec if size > count and rank == size - 1 else None  # the last rank has one, whoever has none
-    everyones = _gathered((count, problem, digest, told), group)
-    if failure is not None:
-        raise failure
-    for other, (its, failed, _, _) in enumerate(everyones):
-        if failed is not None:
-            raise MismatchError(f"rank {rank}: DistributedEnsemble: rank {other} failed: {failed}")
-        if its != everyones[0][0]:
-            raise MismatchError(
-                f"rank {rank}: DistributedEnsemble: rank 0 has an ensemble of {everyones[0][0]} members, rank {other} "
-                f"of {its}; give the same on every rank"
-            )
-    if len({digest for _, _, digest, _ in everyones if digest}) > 1:
-        firsts = [each for each in _gathered(spec and (spec.number, spec.lines), group) if each]
-        raise ValueError(f"rank {rank}: {_difference(firsts)}")
-    found: Spec = spec or everyones[-1][3]
-    return found
+    digest = spec and hashlib.sha256("\n".join(spec.lines).encode()).hexdigest()
+    # A rank that has no member takes the spec of the last rank, which always has one.
+    for_others = spec if size > count and rank == size - 1 else None
+    found = gather_or_raise("DistributedEnsemble", (count, digest, for_others), failure, group)
+    remedy = "Give the same count of members on every rank"
+    check_lists("DistributedEnsemble", [[f"an ensemble of {its} members"] for its, _, _ in found], remedy, group)
+    if len({digest for _, digest, _ in found if digest}) > 1:
+        members = gather_objects(spec and (spec.number, spec.lines), group)
+        raise MismatchError(f"rank {rank}: {_difference([each for each in members if each])}")
+    return spec or cast(Spec, found[-1][2])
 
 
 @contextmanager
-def dice(rank: int, device: torch.device) -> Iterator[None]:
-    """Within it random numbers are this rank's own, though all ranks were seeded alike; which ones, the ordinary
-    generator decides, so that a seed or a saved state of it decides all."""
+def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
+    """Context in which random numbers differ from rank to rank, though all ranks have the same seed. They are seeded
+    from the ordinary generator, so its seed or saved state determines them."""
     seed = int(torch.randint(2**62, ())) + rank
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.random.default_generator.manual_seed(seed)
@@ -118,17 +109,17 @@ def _described(model: torch.nn.Module) -> Iterator[str]:
             grad = f", requires_grad={each.requires_grad}" if kind == "parameter" else ""
             yield f"{kind} {name!r} ({each.dtype}, shape {tuple(each.shape)}, on {each.device.type}{grad})"
     for name, module in model.named_modules():
-        own = type(module).__module__.startswith("torch.nn.")  # what others print may be a member's name
+        own = type(module).__module__.startswith("torch.nn.")  # others may print a member's name
         settings = f"{module.extra_repr()}, training={module.training}" if own else f"training={module.training}"
         yield f"layer {name!r} {type(module).__qualname__}({settings})"
         for key, value in sorted(vars(module).items()):
-            if not key.startswith("_") and key != "training" and (told := _setting(value)):
-                yield f"layer {name!r} {type(module).__qualname__} with {key}={told}"
+            if not key.startswith("_") and key != "training" and (text := _setting(value)):
+                yield f"layer {name!r} {type(module).__qualname__} with {key}={text}"
 
 
 def _setting(value: Any) -> str:
-    """What an attribute is, if it is one that may change what a layer computes: then it must be alike. A text may be a
-    member's name."""
+    """The text of an attribute that may change the result of a layer, and so must be equal; "" for others. A string is
+    left out, since it may be a member's name."""
     if value is None or isinstance(value, bool | int | float | complex | torch.dtype):
         return repr(value)
     if isinstance(value, tuple | list):
@@ -137,26 +128,18 @@ def _setting(value: Any) -> str:
         return value.__qualname__
     if not isinstance(value, torch.Tensor):
         return ""
-    told = f"{value.dtype} of shape {tuple(value.shape)}"
+    text = f"{value.dtype} of shape {tuple(value.shape)}"
     if value.layout != torch.strided or value.device.type == "meta":
-        return told
+        return text
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return f"{told}, values {hashlib.sha256(plain.numpy().tobytes()).hexdigest()[:16]} (a buffer's may differ)"
+    return f"{text}, values {hashlib.sha256(plain.numpy().tobytes()).hexdigest()[:16]} (a buffer's may differ)"
 
 
-def _difference(numbered: Sequence[tuple[int, list[str]]]) -> str:
-    """The first member that is unlike the first, and in what."""
-    for number, lines in numbered:
-        for here, there in zip_longest(numbered[0][1], lines, fillvalue="nothing more"):
-            if here != there:
-                return (
-                    f"DistributedEnsemble: member {numbered[0][0]} has {here}, member {number} has {there}; "
-                    "members must be alike in all but the values of their parameters and buffers"
-                )
-    return ""
-
-
-def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
+def _difference(numbered: Sequence[tuple[int, list[str]]]) -> str | None:
+    """The first member that differs from the first one, and in what."""
+    if found := first_difference(numbered):
+        return (
+            f"DistributedEnsemble: member {found.first} has {found.here}, member {found.second} has {found.there}; "
+            "members must be the same in all but the values of their parameters and buffers"
+        )
+    return None

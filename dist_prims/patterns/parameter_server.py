@@ -1,10 +1,11 @@
-"""A parameter server: one rank keeps the parameters, the others send it gradients when they have them.
+"""Parameter server: one rank keeps the parameters, the others send it gradients asynchronously.
 
 In synchronous training every step is as slow as the slowest rank. Here a worker sends its gradient, gets the newest
-parameters back and goes on; the server takes whoever comes next (a receive from any rank). The price is staleness: a
-gradient is of parameters that have been stepped since. It is counted, and can be bounded: a worker that is more than
-``staleness`` gradients ahead of the slowest is answered only when that one has come. With 0 all of a round come before
-any is applied, and their mean in the order of ranks is one step: synchronous SGD, the same bits each time.
+parameters back and goes on; the server takes the next gradient from any rank. The price is staleness: a gradient is of
+parameters that have been stepped since. It is counted, and can be bounded: a worker that is more than ``staleness``
+gradients ahead of the slowest is answered only when the slowest has sent its own. With 0 all gradients of a round
+arrive before any is applied, and their mean in the order of ranks is one step: synchronous SGD, the same bits each
+time.
 
 ::
 
@@ -22,16 +23,16 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ..agreement import gather_objects
 from ..collectives.call import group_of
 from ..collectives.flat import cut
 from ..errors import CommError, MismatchError
-from ..training.gradients.initial_sync import spread
-from ..training.sharding.same_model import check_alike
+from ..training.gradients.initial_sync import broadcast_coalesced, check_same_model
 
 __all__ = ["ParameterServer", "Report", "Worker"]
 
@@ -41,7 +42,7 @@ _NO_VERSION = -1  # the server's answer when it has failed
 
 @dataclass
 class Report:
-    """What a server did: its steps, gradients of each worker, how many had which staleness, who ended by an error."""
+    """What a server did: its steps, gradients of each worker, how many had which staleness, which workers failed."""
 
     steps: int = 0
     gradients: Counter[int] = field(default_factory=Counter)
@@ -57,7 +58,7 @@ class ParameterServer:
     >>> server.serve()  # no worker in a group of one
     Report(steps=0, gradients=Counter(), staleness=Counter(), failed=[])
 
-    ``staleness``: by how many gradients a worker may be ahead of the slowest; None is without bound. With n workers no
+    ``staleness``: by how many gradients a worker may be ahead of the slowest; None: no bound. With n workers no
     gradient is then applied more than (n - 1) (2 staleness + 1) steps after its parameters were read.
     """
 
@@ -72,8 +73,8 @@ class ParameterServer:
     ) -> None:
         self._group = group_of(group, "ParameterServer")
         self._optimizer, self._bound = optimizer, staleness
-        self._parameters = _meet(model, self._group, server, _Role(True, server, staleness))
-        self._incoming, self._outgoing = _Bulk(self._parameters), _Bulk(self._parameters)
+        self._parameters = _join(model, self._group, server, _Role(True, server, staleness))
+        self._incoming, self._outgoing = _Packet(self._parameters), _Packet(self._parameters)
         self._waiting: dict[int, list[torch.Tensor | None]] = {}  # workers that have no answer yet, and their gradients
         self._present = {rank for rank in range(self._group.size()) if rank != server}
 
@@ -87,7 +88,7 @@ class ParameterServer:
                 ready = self._take(worker, kind, seen, report)
                 values = self._outgoing.of_values() if ready else self._outgoing.flat
             except Exception:
-                with suppress(RuntimeError):  # what has happened here is told first
+                with suppress(RuntimeError):  # the error here is raised, not that of the report
                     self._dismiss()
                 raise
             for each in ready:
@@ -97,7 +98,7 @@ class ParameterServer:
         return report
 
     def _receive(self) -> tuple[int, int, int]:
-        """From whoever comes next: who, what, and of which version."""
+        """Receive from any worker: its rank, the kind of the message, and the version of its parameters."""
         head = torch.empty(2, dtype=torch.int64)
         worker = dist.get_group_rank(self._group, _any_source(head, self._group))
         kind, seen = head.tolist()
@@ -111,8 +112,8 @@ class ParameterServer:
         dist.send(message, group=self._group, group_dst=worker)
 
     def _take(self, worker: int, kind: int, seen: int, report: Report) -> list[int]:
-        """Take a message, and say who may go on by it: in rounds all together, otherwise who is not too far ahead of
-        the slowest."""
+        """Handle a message, and return the workers that may go on: in rounds all together, otherwise those that are not
+        too far ahead of the slowest."""
         if kind == _GRADIENT:
             report.gradients[worker] += 1
             report.staleness[report.steps - seen] += 1
@@ -129,7 +130,7 @@ class ParameterServer:
         return [each for each in sorted(self._waiting) if report.gradients[each] <= most]
 
     def _dismiss(self) -> None:
-        """This rank has failed: every worker's next answer is that."""
+        """Report this rank's failure as the next answer to every worker."""
         last = torch.tensor([_NO_VERSION])
         for worker in sorted(self._waiting):
             self._send(worker, last)
@@ -141,34 +142,34 @@ class ParameterServer:
                 self._send(worker, last)
                 self._present.remove(worker)
 
-    def _step(self, everyones: Sequence[Sequence[torch.Tensor | None]], report: Report) -> None:
-        """With the mean, added in the order of ranks; a gradient that a worker has not got counts as zero."""
-        for parameter, given in zip(self._parameters, zip(*everyones, strict=True), strict=True):
-            there = [each / len(everyones) for each in given if each is not None]
+    def _step(self, gradients: Sequence[Sequence[torch.Tensor | None]], report: Report) -> None:
+        """Step with the mean, added in the order of ranks; a gradient that a worker lacks counts as zero."""
+        for parameter, given in zip(self._parameters, zip(*gradients, strict=True), strict=True):
+            there = [each / len(gradients) for each in given if each is not None]
             parameter.grad = sum(there[1:], there[0]).to(parameter.device) if there else None
         self._optimizer.step()
         report.steps += 1
 
 
 class Worker:
-    """On every rank but the server's. Have the loop within; :meth:`step` stands where an optimiser's would.
+    """A context for the training loop on every rank but the server's; :meth:`step` replaces that of an optimiser.
 
         with Worker(model) as worker:
             for x, y in batches:
                 loss(model(x), y).backward()
                 worker.step()
 
-    Ranks may have uneven numbers of batches. Leaving tells the server, also by an error, and is for good. CommError if
-    the server's optimiser fails. Buffers stay a worker's own.
+    Ranks may have uneven numbers of batches. The end of the context, also by an error, is reported to the
+    server; a Worker is used once. CommError if the server's optimiser fails. Buffers stay a worker's own.
     """
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup | None = None, *, server: int = 0) -> None:
         self._group, self._server = group_of(group, "Worker"), server
-        self._parameters = _meet(model, self._group, server, _Role(False, server, None))
+        self._parameters = _join(model, self._group, server, _Role(False, server, None))
         self._looks = [(each.shape, each.dtype) for each in self._parameters]
-        self._bulk = _Bulk(self._parameters)
+        self._bulk = _Packet(self._parameters)
         self._sending = self._left = False  # the server waits for the rest; it expects no more
-        self.version = 0  # steps of the server that the parameters here have in them
+        self.version = 0  # the server's steps in the parameters here
 
     def __enter__(self) -> Worker:
         self._check_there()
@@ -181,7 +182,7 @@ class Worker:
         if kind is None:
             self._send(torch.tensor([_DONE, 0]))
         elif not (self._sending or issubclass(kind, CommError)):
-            with suppress(RuntimeError):  # what has happened here is told first
+            with suppress(RuntimeError):  # the error here is raised, not that of the report
                 self._send(torch.tensor([_FAILED, 0]))
 
     def step(self) -> None:
@@ -197,8 +198,8 @@ class Worker:
         if int(version) == _NO_VERSION:
             self._left = True
             raise CommError(
-                f"rank {self._group.rank()}: Worker: the server, rank {self._server}, has failed, by an error that it "
-                f"shows itself; parameters here are of its step {self.version}"
+                f"rank {self._group.rank()}: Worker: the server, rank {self._server}, has failed; see its "
+                f"error. The parameters here are of its step {self.version}"
             )
         dist.recv(self._bulk.flat, group=self._group, group_src=self._server)
         self._sending = False
@@ -232,8 +233,8 @@ class Worker:
         dist.send(message, group=self._group, group_dst=self._server)
 
 
-class _Bulk:
-    """Parameters or gradients of all dtypes as bytes, and before them which of them are there."""
+class _Packet:
+    """A message of parameters or gradients of all dtypes, after one byte each for whether it is present."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
@@ -267,7 +268,7 @@ def _any_source(head: torch.Tensor, group: dist.ProcessGroup) -> int:
 
 
 class _Role(NamedTuple):
-    """What a rank makes."""
+    """The role of a rank."""
 
     serves: bool
     server: int
@@ -277,10 +278,9 @@ class _Role(NamedTuple):
         return f"a {'ParameterServer' if self.serves else 'Worker'} with server={self.server}"
 
 
-def _meet(model: torch.nn.Module, group: dist.ProcessGroup, server: int, role: _Role) -> list[torch.nn.Parameter]:
-    """All ranks have the same model and the same server, and take its parameters."""
-    roles: list[Any] = [None] * group.size()
-    dist.all_gather_object(roles, role, group=group)
+def _join(model: torch.nn.Module, group: dist.ProcessGroup, server: int, role: _Role) -> list[torch.nn.Parameter]:
+    """Check that all ranks have the same model and server; copy the server's parameters to all."""
+    roles = gather_objects(role, group)
     for rank, each in enumerate(roles):
         begin = f"rank {group.rank()}: ParameterServer: rank {rank} makes {each}"
         if not 0 <= each.server < group.size():
@@ -292,7 +292,7 @@ def _meet(model: torch.nn.Module, group: dist.ProcessGroup, server: int, role: _
                 f"{begin}, rank 0 {roles[0]}; nothing was sent. The rank that is named makes the ParameterServer, "
                 "every other one a Worker"
             )
-    check_alike("ParameterServer", [], model.named_parameters(), group)
+    check_same_model("ParameterServer", [], model.named_parameters(), group)
     parameters = [*model.parameters()]
-    spread([each.detach() for each in parameters], server, group)
+    broadcast_coalesced([each.detach() for each in parameters], server, group)
     return parameters

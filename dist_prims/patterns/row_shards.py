@@ -1,31 +1,29 @@
-"""Rows that belong to one list and lie on many ranks: the outputs of an ensemble's members, the scores of a pool.
+"""Rows of one list, sharded over ranks: the outputs of an ensemble's members, the scores of a pool.
 
-Each rank has a share of neighbours, so that the list in order is the shares in order. A rank may have none, and then
-does not know what a row looks like; and one may have failed, while the others wait. So before rows travel, every rank
-tells in a line of fixed size what it has, and all learn the same: how to receive, or why nothing comes.
+Each rank has a range of consecutive rows, so the list in order is the shards in the order of the ranks. A rank may have
+no row, and then does not know dtype and shape of one; or it may have failed. So before rows are sent, every rank sends
+a description of fixed size: all ranks then know the receive buffer, or the error.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import zlib
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from ..agreement import gather_rows
-from ..errors import MismatchError
+from ..agreement import check_failures, check_lists, failure_text, gather_fields, gather_rows
 
 __all__ = ["Kind", "agree", "gather", "share"]
 
 _WIDTH = 256
+_REMEDY = "Every rank must make the same calls in the same order, with inputs of the same shape"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What one row is."""
+    """Dtype and shape of one row."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -48,54 +46,30 @@ def share(count: int, size: int, rank: int) -> range:
 
 
 def agree(
-    what: str, rows: torch.Tensor | None, failure: Exception | None, group: dist.ProcessGroup, device: torch.device
+    operation: str,
+    rows: torch.Tensor | None,
+    failure: Exception | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> Kind:
-    """What a row is, of all ranks. ``rows`` is None on a rank that has none; ``what`` says what is done, on each alike.
+    """The kind of the rows of all ranks; ``rows`` is None on a rank that has none. Every rank raises if two differ in
+    their rows or their ``operation``, or if one gives a ``failure``.
 
     >>> agree("mean", torch.ones(3, 2), None, dist.group.WORLD, torch.device("cpu"))
     Kind(dtype=torch.float32, shape=(2,))
-
-    The ``failure`` of a rank is raised there, and as a MismatchError on the others, which name that rank.
     """
     kind = None if rows is None else f"{str(rows.dtype)[6:]} {list(rows.shape[1:])}"
-    problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-    mine = _line(what, kind, problem).to(device)
-    told, work = gather_rows(mine, group)
-    work.wait()
-    if rows is not None and failure is None and torch.equal(told, mine.expand_as(told)):
-        return Kind.of(rows)  # as a rule: all have told the same
-    everyones = [json.loads(bytes(line).decode()) for line in told.tolist()]
-    if failure is not None:
-        raise failure
-    for rank, (_, _, failed) in enumerate(everyones):
-        if failed is not None:
-            raise MismatchError(f"rank {group.rank()}: {what}: nothing was sent, rank {rank} failed: {failed}")
-    first = next((line for line in everyones if line[1]), everyones[0])
-    for rank, (its, row, _) in enumerate(everyones):
-        if its != first[0] or (row or first[1]) != first[1]:
-            raise MismatchError(
-                f"rank {group.rank()}: ranks disagree, nothing was sent. Rank {everyones.index(first)} has "
-                f"{first[0]} of rows {first[1]}; rank {rank} has {its} of rows {row}. Every rank must make the same "
-                "calls in the same order, with inputs of the same shape"
-            )
-    if first[1] is None:
-        raise ValueError(f"rank {group.rank()}: {what}: no rank has a row; there must be one to know what it is")
-    name, _, shape = first[1].partition(" ")
+    found = gather_fields((failure_text(failure), operation, kind), _WIDTH, group, device)
+    check_failures(operation, failure, [text for text, _, _ in found], group)
+    check_lists("", [[operation] for _, operation, _ in found], _REMEDY, group)
+    kinds = [kind for _, _, kind in found]
+    check_lists(operation, [kind and [f"rows {kind}"] for kind in kinds], _REMEDY, group)
+    if rows is not None:
+        return Kind.of(rows)
+    if not any(kinds):
+        raise ValueError(f"rank {group.rank()}: {operation}: no rank has a row; one is needed for its dtype and shape")
+    name, _, shape = next(filter(None, kinds)).partition(" ")
     return Kind(getattr(torch, name), tuple(json.loads(shape)))
-
-
-@functools.lru_cache(256)
-def _line(*words: str | None) -> torch.Tensor:
-    """The words as JSON, of one size; what is too long is cut, and what identifies it ends in a checksum."""
-    room, fitting = _WIDTH, list(words)
-    while len(line := json.dumps(fitting).encode()) > _WIDTH:
-        room = room * 3 // 4
-        fitting = [word if word is None or len(word) <= room else _cut(word, room) for word in words]
-    return torch.frombuffer(bytearray(line.ljust(_WIDTH)), dtype=torch.uint8)
-
-
-def _cut(word: str, room: int) -> str:
-    return f"{word[: max(room - 9, 0)]}~{zlib.crc32(word.encode()):08x}"
 
 
 def gather(
@@ -111,7 +85,7 @@ def gather(
     >>> gather(torch.ones(2), Kind(torch.float32, ()), 2, dist.group.WORLD, torch.device("cpu"))
     tensor([1., 1.])
 
-    Shares differ by one row at most, so the shorter are filled up. They travel as bytes: every dtype does.
+    Shares differ by one row at most, so the shorter are padded. Rows are sent as bytes: any dtype will do.
     """
     size = group.size()
     if root is not None and not 0 <= root < size:
@@ -125,14 +99,14 @@ def gather(
         packet[len(part) :] = 0
     mine = packet.reshape(-1).view(torch.uint8)
     if root is None:
-        everyones, work = gather_rows(mine, group)
+        gathered, work = gather_rows(mine, group)
         work.wait()
     else:
-        everyones = mine.new_empty(size if group.rank() == root else 0, mine.numel())
-        dist.gather(mine, list(everyones) or None, group=group, group_dst=root)
+        gathered = mine.new_empty(size if group.rank() == root else 0, mine.numel())
+        dist.gather(mine, list(gathered) or None, group=group, group_dst=root)
         if group.rank() != root:
             return None
-    whole = everyones.view(-1).view(kind.dtype).view(size, longest, *kind.shape)
+    whole = gathered.view(-1).view(kind.dtype).view(size, longest, *kind.shape)
     if min(lengths) == longest:
         return whole.flatten(0, 1)
     return torch.cat([part[:length] for part, length in zip(whole, lengths, strict=True)])

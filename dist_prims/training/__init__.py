@@ -1,9 +1,8 @@
-"""What a custom trainer imports: gradients averaged over the ranks, data parted among them, models cut into pipelines.
+"""Parts of a custom trainer: averaging of gradients, partitioning of data over ranks, pipelines of model stages.
 
-Compressors of gradients are in :mod:`.compression`, tar archives in :mod:`.data`, ResNets in :mod:`.resnet`. What not
-every trainer needs is imported from its own module: :mod:`.attention`, :mod:`.checkpoint`, :mod:`.distillation`,
-:mod:`.elastic`, :mod:`.ensemble`, :mod:`.mixed_precision`, :mod:`.parameter_server`, :mod:`.per_sample`,
-:mod:`.vocabulary`, :mod:`.zero`.
+The rest is imported from its own module: :mod:`.compression`, :mod:`.checkpoint`, :mod:`.elastic`,
+:mod:`.mixed_precision`, :mod:`.sharding`; :mod:`dist_prims.parallel`, :mod:`dist_prims.patterns` and
+:mod:`dist_prims.models`.
 """
 
 from .average import average_gradients

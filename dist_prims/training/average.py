@@ -1,8 +1,8 @@
-"""Gradient averaging, the heart of synchronous data-parallel training: after it, every rank takes the same step.
+"""Blocking gradient averaging for synchronous data-parallel training: after it, every rank takes the same step.
 
 One all-reduce a parameter pays the latency hundreds of times a step, so gradients travel packed in flat buckets. A
 parameter may have no gradient on some ranks (a branch that their batch did not take): those count as zeros, since ranks
-that skip a parameter would pair the wrong messages from there on. First of all the ranks agree on who has what.
+that skip a parameter would pair the wrong messages from there on. First the ranks agree on which gradients exist.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A bucket, gradients that travel together, and what a compressor of buckets does.
+"""A bucket (gradients sent in one message) and the interface of a compressor of buckets.
 
 >>> flat = torch.arange(6.0)
 >>> Bucket(index=0, flat=flat, views=[flat[:4].view(2, 2), flat[4:]]).views[0]
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from .incremental_reduce import Gradual
+from .incremental_reduce import IncrementalSum
 
 __all__ = ["Bucket", "Compressor", "Exact"]
 
@@ -27,7 +27,7 @@ class Bucket:
     index: int  # stable over steps while the buckets are not rebuilt: error feedback is kept by it
     flat: torch.Tensor  # 1-D, all gradients of the bucket
     views: list[torch.Tensor]  # those gradients in the shapes of their parameters, views of flat
-    gradual: Gradual | None = None  # where it is summed as it fills
+    incremental: IncrementalSum | None = None  # if the bucket is summed while it fills
 
 
 class Compressor(Protocol):
@@ -48,10 +48,10 @@ class Compressor(Protocol):
 
 
 class Exact:
-    """No compression: the sum of what was divided when it was copied into the bucket.
+    """No compression: the sum of gradients that were divided when they were copied into the bucket.
 
     Dividing first costs nothing there, keeps float16 from overflow, and is what DistributedDataParallel does: so the
-    bits are the same as its own.
+    bits are the same.
 
     >>> bucket = Bucket(0, torch.ones(3), [])
     >>> Exact().start(bucket, None)()
@@ -70,7 +70,7 @@ class Exact:
 
 
 def _nothing() -> None:
-    """A single rank has nobody to wait for."""
+    """A single rank has nothing to wait for."""
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -1,14 +1,15 @@
-"""Training whose ranks may die, leave and join: it goes on from the last checkpoint, on however many ranks there are.
+"""Elastic training: ranks may die, leave and join; training resumes from the last checkpoint on any number of ranks.
 
-torchrun starts all ranks anew whenever one has failed, or a host has come or gone; what a program has to do is to go on
-where it was. Three things make that exact:
+torchrun restarts all ranks whenever one has failed, or a host has come or gone; the program has to resume where it was.
+Three things make that exact:
 
-- the *global* batch of every step is a function of seed and step (:class:`GlobalBatches`): neither which samples come
-  nor their order depends on the ranks, and a rank's loss has the weight that makes the averaged gradient that of the
-  whole batch. So the step is the same on 3 ranks as on 1, but for the order of additions;
-- who is told to stop (torchrun sends SIGTERM before it changes the membership, and so do clusters that want a host
-  back) does not stop in the middle: all ranks hear of it after the same step, save, and leave (:class:`StopRequest`);
-- a rank that dies costs the steps since the last checkpoint, no more (:func:`elastic_steps`).
+- the *global* batch of every step is a function of seed and step (:class:`GlobalBatches`): neither the samples nor
+  their order depend on the number of ranks, and a weight on a rank's loss makes the averaged gradient that of the whole
+  batch. So the step is the same on 3 ranks as on 1, but for the order of additions;
+- a rank that receives SIGTERM (torchrun sends it before it changes the membership, and so do clusters that reclaim a
+  host) does not stop in the middle of a step: all ranks learn of the signal after the same step, save, and exit
+  (:class:`StopRequest`);
+- a rank that dies costs at most the steps since the last checkpoint (:func:`elastic_steps`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from ..agreement import check_lists
 from ..collectives.call import group_of
 from ..collectives.flat import split_evenly
 from .checkpoint import Checkpoints
@@ -36,7 +38,7 @@ __all__ = ["GlobalBatches", "StopRequest", "elastic_steps"]
 
 
 class GlobalBatches:
-    """Without end, this rank's share of ``batch`` items a step, in an order that does not depend on the ranks.
+    """An endless iterator over this rank's share of ``batch`` items a step, in an order independent of the world size.
 
     >>> batches = GlobalBatches(range(5), batch=2, seed=1)
     >>> drawn = [next(batches) for _ in range(3)]
@@ -47,8 +49,8 @@ class GlobalBatches:
 
     A batch is ``(fields..., weight)`` where items are tuples or lists, else ``(batch, weight)``. ``(loss * weight)``,
     with a mean over the items as loss, has the whole batch's gradient as mean over the ranks. A rank that has no item
-    gets one on loan, with weight 0. Each epoch has an order of its own, and ends with a shorter batch where the items
-    do not divide. The state is the number of the step, so it fits any number of ranks.
+    gets one of another rank's, with weight 0. Each epoch has an order of its own, and ends with a shorter batch where
+    the items do not divide. The state is the number of the step, so it fits any number of ranks.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class GlobalBatches:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Where we are, as plain numbers."""
+        """The position, as plain numbers."""
         return {"step": self.step, **self._same()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -114,7 +116,7 @@ class GlobalBatches:
         for name, value in self._same().items():
             if state[name] != value:
                 raise ValueError(
-                    f"GlobalBatches: the state has {name}={state[name]}, and here it is {value}; make it alike"
+                    f"GlobalBatches: the state has {name}={state[name]}, and here it is {value}; make both the same"
                 )
         self.step = int(state["step"])
 
@@ -123,7 +125,7 @@ class GlobalBatches:
 
 
 class StopRequest:
-    """Notes a signal to stop, and lets all ranks hear of it after the same step; to be made in the main thread.
+    """Records a stop signal, and reports it to all ranks after the same step; made in the main thread.
 
     >>> with StopRequest() as stop:
     ...     signal.raise_signal(signal.SIGTERM)
@@ -132,23 +134,27 @@ class StopRequest:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, number: signal.Signals = signal.SIGTERM) -> None:
-        self._group, self._number, self._heard = group_of(group, "StopRequest"), number, False
+        self._group, self._number, self._received = group_of(group, "StopRequest"), number, False
         only_cuda = dist.get_backend(group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if only_cuda else torch.device("cpu")
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._process = os.getpid()
-        self._before = signal.signal(number, self._hear) or signal.SIG_DFL  # None: set by C, and cannot be set again
+        self._before = (
+            signal.signal(number, self._on_signal) or signal.SIG_DFL
+        )  # None: set by C, and cannot be set again
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a process forked since, which nobody asks: it ends as it would have
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if (
+            os.getpid() != self._process
+        ):  # a process forked since then, which never calls agreed(): it ends as without us
             signal.signal(number, self._before)
             signal.raise_signal(number)
         else:
-            self._heard = True
+            self._received = True
 
     def agreed(self) -> bool:
-        """Whether any rank has been told to stop; call it on all of them."""
-        self._flag.fill_(self._heard)
+        """Whether any rank has received the signal; call it on all ranks."""
+        self._flag.fill_(self._received)
         dist.all_reduce(self._flag, dist.ReduceOp.MAX, self._group)
         return bool(self._flag.item())
 
@@ -172,10 +178,10 @@ def elastic_steps(checkpoints: Checkpoints, last: int, *, every: int) -> Iterato
     >>> folder.cleanup()
 
     The body of the loop is the step. If any rank gets SIGTERM, all save after the step that they are in and leave by
-    SystemExit with code 143, on which torchrun starts whoever is still a member. With several things to iterate write
-    ``for step, batch in zip(elastic_steps(...), batches)``, this first: what comes behind it is then restored before
-    it is asked. Until it ends SIGTERM is answered so: where the loop may be left early and the iterator is in a
-    variable, ``close()`` it.
+    SystemExit with code 143, on which torchrun restarts the remaining members. With several things to iterate write
+    ``for step, batch in zip(elastic_steps(...), batches)``, with this first, so that later iterators are restored
+    before their first item. SIGTERM is handled so until the iterator ends: if the loop may be left early and the
+    iterator is in a variable, ``close()`` it.
     """
 
     def asked() -> tuple[int, int]:
@@ -183,12 +189,9 @@ def elastic_steps(checkpoints: Checkpoints, last: int, *, every: int) -> Iterato
             raise ValueError(f"every={every} must be at least 1")
         return whole_number(last, "last"), whole_number(every, "every")
 
-    for rank, each in enumerate(told := together("elastic_steps", asked, checkpoints.group)):
-        if each != told[0]:
-            raise ValueError(
-                f"elastic_steps: rank 0 has last={told[0][0]}, every={told[0][1]}, rank {rank} has last={each[0]}, "
-                f"every={each[1]}; give the same on every rank"
-            )
+    found = together("elastic_steps", asked, checkpoints.group)
+    texts = [[f"last={last}, every={every}"] for last, every in found]
+    check_lists("elastic_steps", texts, "Give the same on every rank", checkpoints.group)
     with StopRequest(checkpoints.group) as stop:
         step = checkpoints.restore()
         while step < last:

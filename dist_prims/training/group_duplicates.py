@@ -1,8 +1,7 @@
-"""A second group of the same ranks, so that the collectives of a library do not meet those of the program.
+"""Duplicates of groups, as ``MPI_Comm_dup`` makes them: the collectives of a library stay apart from the program's.
 
-A group pairs collectives by their order. What a hook launches comes at a moment that depends on the batch: behind
-another collective on one rank, before it on another. On a group of its own it is paired with nothing else. MPI tells
-libraries to call ``MPI_Comm_dup`` for this reason.
+A group pairs collectives by their order. A collective that a hook launches may come after another collective on one
+rank and before it on another, depending on the batch. On a group of its own it is paired with nothing else.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Where the network is slow, an exchange every ``every`` steps costs ``every`` times less than one a step. The ranks drift
 apart in between, most of all at the beginning, so the first ``warm_up`` steps may average gradients instead (post-local
-SGD, Lin et al. 2020). What the ranks moved together in a period is itself a gradient, of opposite sign: ``outer`` gives
-it to an optimiser of its own, as BMUF (Chen and Huo 2016) and DiLoCo (Douillard et al. 2023) do.
+SGD, Lin et al. 2020). The change of the mean parameters in a period is itself a gradient, of opposite sign: ``outer``
+gives it to an optimiser of its own, as BMUF (Chen and Huo 2016) and DiLoCo (Douillard et al. 2023) do.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..agreement import check_same
+from ..agreement import check_same, gather_objects
 from ..collectives.flat import cut
 from .average import average_gradients
-from .gradients.initial_sync import spread
+from .gradients.initial_sync import broadcast_coalesced
 from .gradients.layout import plan
 
 __all__ = ["LocalSGD"]
@@ -72,7 +72,7 @@ class LocalSGD:
         self._outer_at = warm_up  # the step after which it was last used
         self._agree("LocalSGD", [*model.parameters(), *model.buffers()])
         with torch.no_grad():
-            spread([*model.parameters(), *model.buffers()], 0, self._group)
+            broadcast_coalesced([*model.parameters(), *model.buffers()], 0, self._group)
         self._parameters = self._trained()
         if outer:
             self._anchor = [parameter.detach().clone() for parameter in self._parameters]
@@ -113,7 +113,7 @@ class LocalSGD:
         means = [tensor.detach() for tensor in tensors if _has_mean(tensor)]
         for numbers in plan(means, range(len(means)), _BUCKET_BYTES):
             _average([means[number] for number in numbers], self.group)
-        spread([tensor for tensor in tensors if not _has_mean(tensor)], 0, self._group)
+        broadcast_coalesced([tensor for tensor in tensors if not _has_mean(tensor)], 0, self._group)
         if self._outer:
             self._step_outer(self._outer)
 
@@ -157,13 +157,11 @@ class LocalSGD:
         if not self.optimizer:
             return []
         mine = _state_of(self.optimizer, parameters)
-        everyones: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everyones, [*mine], group=self.group)
-        return [mine[place] for place in sorted(set(mine).intersection(*everyones))]
+        return [mine[place] for place in sorted(set(mine).intersection(*gather_objects([*mine], self.group)))]
 
     def _step_outer(self, outer: torch.optim.Optimizer) -> None:
-        """The mean is where plain averaging would go: the way there, backwards, is the outer gradient. Where nobody has
-        stepped alone since the last time there is no way, and momentum must not make one."""
+        """The outer gradient is the anchor minus the mean. Where no rank has stepped alone since the last averaging,
+        the outer gradient is zero, and the momentum must not move the parameters."""
         pairs = list(zip(self._anchor, self._parameters, strict=True))
         if self.steps <= self._outer_at:
             for anchor, parameter in pairs:

@@ -1,9 +1,9 @@
-"""Mixed precision on several ranks: loss scaling whose verdict is one for all.
+"""Mixed precision on several ranks: loss scaling with one overflow verdict for all ranks.
 
 float16 ends at 65504 and has nothing below 6e-8, so the loss is scaled up, gradients scaled down, and a step in which
 one of them has overflowed is skipped. ``torch.amp.GradScaler`` decides that by the gradients of its own rank. Where
 they are averaged an infinity reaches all ranks anyway; but with sharded optimisers, pipelines, experts or split layers
-each rank holds other parameters, and a rank that skips while others step has another scale and model for ever.
+each rank holds other parameters, and a rank that skips while others step has another scale and model from then on.
 
 ::
 
@@ -38,11 +38,11 @@ class GradScaler(torch.amp.GradScaler):
     >>> weight.item(), scaler.get_scale()
     (1.0, 4.0)
 
-    ``options`` are torch's, the same on every rank, which is checked at the first step and after any rank has loaded
-    a state or set a scale; all but ``enabled``: a scaler that is off sends nothing, and where only some are on, these
-    wait until the group's timeout. Every rank makes the same calls of :meth:`unscale_`, :meth:`step` and
-    :meth:`update` in the same order, also one that has no gradients or no loss: its optimisers are asked with the
-    others'. ``state_dict()`` is the same on all ranks. A copy, or what comes out of a pickle, asks the default group.
+    ``options`` are torch's, the same on every rank, which is checked at the first step and after any rank has loaded a
+    state or set a scale; all but ``enabled``: a scaler that is off sends nothing, and where only some are on, these
+    wait until the group's timeout. Every rank makes the same calls of :meth:`unscale_`, :meth:`step` and :meth:`update`
+    in the same order, also one that has no gradients or no loss. ``state_dict()`` is the same on all ranks. A copied or
+    unpickled scaler uses the default group.
     """
 
     def __init__(self, device: str | None = None, *, group: dist.ProcessGroup | None = None, **options: Any) -> None:
@@ -66,37 +66,37 @@ class GradScaler(torch.amp.GradScaler):
         try:
             super().unscale_(optimizer)
             found = self._found_inf_per_device(optimizer)
-        except Exception as error:  # the others wait for this rank: they are told first
+        except Exception as error:  # sent to the other ranks before it is raised
             failure = error
-        found.setdefault(device, torch.zeros((), device=device))  # without gradients nothing was looked at
+        found.setdefault(device, torch.zeros((), device=device))  # without gradients torch has checked nothing
         mine = torch.stack([each.to(device) for each in found.values()]).amax(0)
         for each in found.values():
-            each.fill_(1.0)  # whoever steps although this raises, skips
+            each.fill_(1.0)  # a program that steps although this raises skips the step
         verdict = self._agree(mine, failure)
         for each in found.values():
             each.copy_(verdict)
 
     def _agree(self, mine: torch.Tensor, failure: Exception | None) -> torch.Tensor:
-        """The verdict of all ranks, if none has failed and, where one has news, all have the same state."""
-        news = _FAILED if failure else _COMPARE if not self._compared else _NONE
-        verdict = torch.stack([mine, torch.full_like(mine, news)])
+        """The verdict of all ranks, if none has failed; where the state of one may be new, compare the states."""
+        status = _FAILED if failure else _COMPARE if not self._compared else _NONE
+        verdict = torch.stack([mine, torch.full_like(mine, status)])
         dist.all_reduce(verdict, dist.ReduceOp.MAX, self._group)
         if failure:
             raise failure
-        news = verdict[1].item()
-        if news == _FAILED:
+        status = verdict[1].item()
+        if status == _FAILED:
             raise RuntimeError(
                 f"GradScaler on rank {dist.get_rank(self._group)}: another rank could not unscale its gradients, so no "
-                "rank may step; its error says why"
+                "rank may step; see its error"
             )
-        if news == _COMPARE:
+        if status == _COMPARE:
             self._compare(mine.device)
         return verdict[0]
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """``optimizer.step()`` on all ranks, or on none if a gradient of any rank is not finite."""
         if self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"] is _READY:
-            self.unscale_(optimizer)  # fused optimisers would look for themselves, and ask nobody
+            self.unscale_(optimizer)  # fused optimisers would check only their own gradients
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -115,10 +115,10 @@ class GradScaler(torch.amp.GradScaler):
     def _compare(self, device: torch.device) -> None:
         state = ", ".join(f"{name}={value!r}" for name, value in self.state_dict().items())
         remedy = "Every rank must make its GradScaler with the same options, or load the same state"
-        self._compared = False  # until it is known, here as on the rank that wished it
+        self._compared = False  # until the states are known to be equal
         check_same(f"GradScaler({state})", remedy, self._group, device)
         self._compared = True
 
 
 _READY = torch.amp.grad_scaler.OptState.READY
-_NONE, _COMPARE, _FAILED = 0.0, 1.0, 2.0  # what a rank says beside its verdict; the greatest is everybody's
+_NONE, _COMPARE, _FAILED = 0.0, 1.0, 2.0  # sent beside the verdict; the maximum over the ranks counts

@@ -1,7 +1,7 @@
-"""Part a data set among ranks: every item in exactly one part, whatever the sizes round to.
+"""Partition a data set over ranks: every item in exactly one part, however the sizes are rounded.
 
 The order is drawn from ``numpy.random.RandomState``, whose stream NumPy has promised not to change: the same seed gives
-the same parts on every rank, on every machine and in ten years. Items are fetched when they are asked for.
+the same parts on every rank, on every machine and in ten years. Items are read lazily.
 
 >>> parts = DataPartitioner(range(10), sizes=[0.7, 0.3], seed=1)
 >>> len(parts.use(0)), len(parts.use(1))
@@ -24,7 +24,7 @@ __all__ = ["DataPartitioner", "Items", "Partition", "deal"]
 
 
 class Items(Protocol):
-    """What can be parted: a data set of PyTorch's map style, a list, a tensor."""
+    """Data that can be partitioned: a data set of PyTorch's map style, a list, a tensor."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -93,18 +93,18 @@ class DataPartitioner:
     def use(self, part: int) -> Partition:
         """The part that belongs to rank ``part``."""
         if not 0 <= part < len(self):
-            raise ValueError(f"DataPartitioner: part {part} is asked for; there are {len(self)}, numbered from 0")
+            raise ValueError(f"DataPartitioner: there is no part {part}; there are {len(self)}, numbered from 0")
         return Partition(self.data, self._parts[part])
 
 
 def deal(counts: Sequence[int]) -> NDArray[np.int64]:
-    """Whose turn it is when items are dealt to parts that end with ``counts``: each part's turns evenly spread.
+    """The part that gets each of sum(counts) items, so that the items of a part are evenly spaced.
 
     >>> deal([4, 2]).tolist()
     [0, 1, 0, 0, 1, 0]
 
-    Part p's turn number j comes at the time (j + 1/2) / counts[p]; so at any time each part is within half an item of
-    its share, and among any turns in a row it has its share but for 1 + len(counts) * counts[p] / sum(counts) turns.
+    Item number j of part p comes at the time (j + 1/2) / counts[p]; so at any time each part is within half an item of
+    its share, and any run of items is shared but for 1 + len(counts) * counts[p] / sum(counts) items.
     """
     times = [(np.arange(count) + 0.5) / max(count, 1) for count in counts]
     owners = np.repeat(np.arange(len(counts)), counts)
@@ -139,18 +139,19 @@ def _weights(weights: ArrayLike, count: int) -> NDArray[np.float64]:
 
 
 def _by_label(labels: NDArray[Any], cuts: list[int]) -> NDArray[np.int64]:
-    """Deal the items label by label: any run of turns, so each label's, is shared fairly."""
+    """Assign the items label by label: any run of items, so that of each label, is shared evenly."""
     owners = np.empty(len(labels), dtype=np.int64)
     owners[np.argsort(labels, kind="stable")] = deal(np.diff([0, *cuts, len(labels)]).tolist())
     return owners
 
 
 def _by_weight(weights: NDArray[np.float64], sizes: Sequence[float]) -> NDArray[np.int64]:
-    """The heaviest item first, each to the part that lacks most.
+    """Assign the heaviest item first, each to the part that lacks most.
 
-    Why the bound holds, with w the heaviest weight and n parts: what the parts lack is what is left to deal, so an item
-    of v <= w goes to a part that lacks at least v/n, and then it is over by at most w (1 - 1/n). And who lacks d > 0 at
-    the end always lacked as much, so every other part lacks at least d - w; as they sum to 0, d <= w (1 - 1/n).
+    Why the bound holds, with w the heaviest weight and n parts: what the parts lack is what is left to assign, so an
+    item of v <= w goes to a part that lacks at least v/n, and then it is over by at most w (1 - 1/n). And a part that
+    lacks d > 0 at the end always lacked as much, so every other part lacks at least d - w; as they sum to 0, d <= w (1
+    - 1/n).
     """
     owners = np.empty(len(weights), dtype=np.int64)
     light = np.flatnonzero(weights == 0)

@@ -1,9 +1,9 @@
-"""What is given to attention over a split sequence, looked at before anything is sent, and agreed on by all ranks.
+"""Argument checks of attention over a split sequence, and agreement of all ranks on the call, before anything is sent.
 
-A rank that is called wrongly must not leave the others waiting for its keys. So each tells all what it is about to do,
-its mistake if it made one, and all go on or none. On a CPU that is 256 bytes a call; on CUDA reading the answer would
-stop the stream of kernels, so it is asked for each kind of call once. Whoever then makes a mistake is told alone: the
-others have no ear for it, and wait as long as the group lets them.
+A rank with wrong arguments must not leave the others waiting for its keys. So each rank sends a description of its
+call, or its error, to all, and all go on or all raise. On a CPU that is 256 bytes a call. On CUDA reading the answer
+would synchronise the stream, so ranks agree only once on each kind of call. A later error is then raised on its rank
+alone: the others do not communicate before they wait for its keys, until the group's timeout.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ...agreement import check_same
-from ...errors import MismatchError
 from .layout import ORDERS
 
 __all__ = ["Call", "Tensors", "agree", "lowered", "refuse", "uncompiled"]
 
-_REMEDY = "Every rank must call it alike, with parts of one sequence that are equally long: split_sequence() gives them"
+_REMEDY = "Every rank must make the same call, with parts of one sequence of equal length: split_sequence() gives them"
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _AGREED: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()  # the kinds of calls on CUDA
@@ -33,7 +32,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call, as they were given until the ranks agree. ``lengths``: of the whole sequences."""
+    """The arguments of one call, unchecked until the ranks agree. ``lengths``: of the whole sequences."""
 
     name: str
     group: dist.ProcessGroup
@@ -49,7 +48,7 @@ class Call:
         name: str, group: dist.ProcessGroup | None, lengths: Sequence[int] | torch.Tensor | None, options: Any
     ) -> Call:
         group = group or dist.distributed_c10d._get_default_group()
-        if not isinstance(group, dist.ProcessGroup):  # what new_group() gives those who are not in it
+        if not isinstance(group, dist.ProcessGroup):  # new_group() gives something else to ranks outside
             raise ValueError(f"rank {dist.get_rank()} is not in the group of this {name}; nothing was sent")
         return Call(name=name, group=group, lengths=lengths, **options)
 
@@ -69,32 +68,29 @@ def agree(call: Call, tensors: Tensors) -> Call:
         problem = _problem(call, *tensors)
     if problem:
         refuse(call.name, problem, call.group, device)
-    told = _words(call, tensors)
-    if told not in _AGREED.get(call.group, ()):
-        check_same(told, _REMEDY, call.group, device)
+    described = _words(call, tensors)
+    if described not in _AGREED.get(call.group, ()):
+        check_same(described, _REMEDY, call.group, device)
         if device.type != "cpu":
-            _AGREED.setdefault(call.group, set()).add(told)
+            _AGREED.setdefault(call.group, set()).add(described)
     return replace(call, scale=tensors[0].shape[-1] ** -0.5 if call.scale is None else call.scale)
 
 
 def refuse(name: str, problem: str, group: dist.ProcessGroup, device: torch.device) -> NoReturn:
-    """Raise, and tell the ranks that are about to agree.
+    """Raise, and send the error to the ranks that are about to agree.
 
     >>> refuse("ring_attention", "a mistake", torch.distributed.group.WORLD, torch.device("cpu"))
     Traceback (most recent call last):
     ValueError: rank 0: ring_attention: a mistake; nothing was sent
     """
     error = ValueError(f"rank {group.rank()}: {name}: {problem}; nothing was sent")
-    if device.type == "cpu" or not _AGREED.get(group):  # else others may ask nothing: to tell them would be to wait
-        try:
-            check_same(f"{name}: {problem}", _REMEDY, group, device)
-        except MismatchError as others:
-            raise error from others
+    if device.type == "cpu" or not _AGREED.get(group):  # else other ranks may not communicate here
+        check_same(name, _REMEDY, group, device, error)
     raise error
 
 
 def lowered(tensors: Tensors) -> Tensors:
-    """In the low type within autocast, as ``scaled_dot_product_attention`` takes them there.
+    """The tensors, cast within autocast as ``scaled_dot_product_attention`` does.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     lowered((torch.ones(1), torch.ones(1), torch.ones(1)))[0].dtype
@@ -109,12 +105,12 @@ def lowered(tensors: Tensors) -> Tensors:
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The same, run as it is where a model is compiled: the graph breaks here, and not in the midst of messages.
+    """The function, excluded from compilation: the graph breaks here, and not between messages.
 
     >>> uncompiled(len)([1, 2])
     2
     """
-    if not torch.compiler.is_compiling():  # as a decorator it would load the compiler with this module: seconds
+    if not torch.compiler.is_compiling():  # a decorator would import the compiler here, which takes seconds
         return function
     disabled: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
@@ -138,13 +134,13 @@ def _number(extent: Any) -> str:
 
 
 def _options(call: Call) -> str | None:
-    """What is wrong with the arguments of this rank, tensors aside: nothing here may raise on one rank only."""
+    """The error in the arguments other than tensors, if any; returned, not raised, since ranks must agree first."""
     if call.order not in list(ORDERS):
         return f"order={call.order!r}; choose {' or '.join(map(repr, ORDERS))}"
     if not all(isinstance(each, bool) for each in (call.causal, call.enable_gqa)):
         return f"causal={call.causal!r} and enable_gqa={call.enable_gqa!r} must be True or False"
     if not isinstance(call.dropout_p, int | float) or call.dropout_p:
-        return f"dropout_p={call.dropout_p!r} is not offered; put a torch.nn.Dropout behind the attention"
+        return f"dropout_p={call.dropout_p!r} is not supported; put a torch.nn.Dropout after the attention"
     scale = 1 if call.scale is None else call.scale
     if not isinstance(scale, int | float) or not abs(scale) <= sys.float_info.max:
         return f"scale={scale!r} must be a finite int or float; it has no gradient"
@@ -162,7 +158,7 @@ def _numbers(lengths: Any) -> tuple[int, ...] | None:
 
 
 def _problem(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """What is wrong with the tensors of this rank."""
+    """The error in the tensors of this rank, if any."""
     if len({each.dtype for each in (q, k, v)}) > 1 or not q.is_floating_point():
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one floating type"
     if len({each.device for each in (q, k, v)}) > 1:
@@ -182,7 +178,7 @@ def _shapes(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> st
     if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3]:
         return f"q {_size(q)}, k {_size(k)} and v {_size(v)} do not fit: batch, heads of k and v, features of q and k"
     if not q.is_nested and len({each.shape[2] for each in (q, k, v)}) > 1:
-        return f"q, k and v have {q.shape[2]}, {k.shape[2]} and {v.shape[2]} tokens here; they must be as many"
+        return f"q, k and v have {q.shape[2]}, {k.shape[2]} and {v.shape[2]} tokens here; the numbers must be equal"
     if min(q.shape[3], v.shape[3], k.shape[1]) < 1:
         return f"q {_size(q)}, k {_size(k)} and v {_size(v)} need a head and a feature"
     if q.shape[1] != k.shape[1] and not call.enable_gqa:
@@ -191,8 +187,8 @@ def _shapes(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> st
         return f"{q.shape[1]} heads of queries cannot share {k.shape[1]} heads of keys evenly"
     if call.name == "ulysses_attention" and (q.shape[1] % call.group.size() or k.shape[1] % call.group.size()):
         return (
-            f"{q.shape[1]} heads of queries and {k.shape[1]} of keys cannot be dealt evenly to {call.group.size()} "
-            "ranks; ring_attention needs no such thing"
+            f"{q.shape[1]} heads of queries and {k.shape[1]} of keys cannot be split evenly over {call.group.size()} "
+            "ranks; ring_attention takes any number"
         )
     return None
 
@@ -213,12 +209,12 @@ def _nested(call: Call, tensors: Tensors) -> str | None:
     if any(each._ragged_idx != 2 for each in tensors):  # type: ignore[attr-defined]
         return "the tokens of a nested tensor must be in dimension 2, as in (batch, heads, tokens, features)"
     if any(each._lengths is not None for each in tensors):  # type: ignore[attr-defined]
-        return "a nested tensor must have no holes; x.contiguous() before it is transposed makes it so"
+        return "a nested tensor must have no holes; call x.contiguous() before transposing it"
     if call.lengths is not None:
         return "lengths are given beside nested tensors, which have their own"
     offsets = [each.offsets() for each in tensors]  # type: ignore[attr-defined]
     if not all(torch.equal(each, offsets[0]) for each in offsets):
-        return "q, k and v have sequences of unlike lengths here"
+        return "q, k and v have sequences of different lengths on this rank"
     return None
 
 

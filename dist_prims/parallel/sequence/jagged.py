@@ -1,8 +1,8 @@
-"""Nested tensors at the door: sequences of unlike lengths, each split by itself, laid into a padded block and back.
+"""Conversion of nested tensors (sequences of different lengths, each split by itself) to padded blocks and back.
 
-Rank r of n has its share of every sequence, so the ranks have equal work however unlike the sequences are. Shares
-differ by a token where n does not divide a length, and what travels round a ring must be equally long everywhere; so
-all ranks learn all lengths, and pad to the longest share of any. Nothing is computed for padding.
+Rank r of n has its share of every sequence, so the ranks have equal work whatever the lengths. Shares
+differ by a token where n does not divide a length, and the blocks of a ring must have one length; so all
+ranks gather all lengths, and pad to the longest share of any. Nothing is computed for padding.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .argument_checks import Call
 from .layout import Layout
 from .ring_step import finish
 
-__all__ = ["dense", "laid_out", "like", "spots"]
+__all__ = ["dense", "laid_out", "like", "padded_positions"]
 
 
 def laid_out(call: Call, q: torch.Tensor) -> Layout:
-    """Who holds what; the ranks tell each other if that cannot be seen from one of them.
+    """The layout of the call; the ranks gather the lengths of nested tensors.
 
     >>> options = {"causal": True, "scale": None, "order": "zigzag", "enable_gqa": False, "dropout_p": 0.0}
     >>> call = Call.of("ring_attention", None, None, options)
@@ -34,7 +34,7 @@ def laid_out(call: Call, q: torch.Tensor) -> Layout:
     finish(work, call.group, mine.device)
     layout = Layout(size, call.order, tuple(rows.sum(0).tolist()))
     for rank, found in enumerate(rows.tolist()):
-        due = [sum(stop - start for start, stop in held) for held in layout.held(rank)]
+        due = [sum(stop - start for start, stop in held) for held in layout.chunks_of(rank)]
         if found != due:
             raise ValueError(
                 f"rank {call.group.rank()}: {call.name}: rank {rank} has {found} tokens of the sequences of lengths "
@@ -55,13 +55,17 @@ def dense(tensor: torch.Tensor, width: int) -> torch.Tensor:
         return tensor
     by_token = tensor.transpose(1, 2)
     values, batch = by_token.values(), tensor.shape[0]
-    room = values.new_zeros(batch * width, *values.shape[1:])
+    block = values.new_zeros(batch * width, *values.shape[1:])
     offsets = by_token.offsets()  # type: ignore[attr-defined]
-    return room.index_copy(0, spots(offsets, width), values).view(batch, width, *values.shape[1:]).transpose(1, 2)
+    return (
+        block.index_copy(0, padded_positions(offsets, width), values)
+        .view(batch, width, *values.shape[1:])
+        .transpose(1, 2)
+    )
 
 
 def like(output: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """What :func:`dense` did, undone, where ``tensor`` was nested.
+    """The inverse of :func:`dense`, where ``tensor`` was nested.
 
     >>> x = torch.nested.nested_tensor([torch.ones(2, 1, 3), torch.ones(1, 1, 3)], layout=torch.jagged)
     >>> like(dense(x.transpose(1, 2), 2), x.transpose(1, 2)).is_nested
@@ -71,14 +75,14 @@ def like(output: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         return output
     offsets = tensor.offsets()  # type: ignore[attr-defined]
     rows = output.transpose(1, 2).flatten(0, 1)
-    values = rows[spots(offsets, output.shape[2])]
+    values = rows[padded_positions(offsets, output.shape[2])]
     return torch.nested.nested_tensor_from_jagged(values, offsets=offsets).transpose(1, 2)
 
 
-def spots(offsets: torch.Tensor, width: int) -> torch.Tensor:
+def padded_positions(offsets: torch.Tensor, width: int) -> torch.Tensor:
     """Where each token of a jagged tensor lies in a padded one.
 
-    >>> spots(torch.tensor([0, 2, 3]), 4).tolist()
+    >>> padded_positions(torch.tensor([0, 2, 3]), 4).tolist()
     [0, 1, 4]
     """
     lengths = offsets.diff()

@@ -2,13 +2,13 @@
 
 With these logarithms blocks that were computed apart can be merged, and a block's gradient needs nothing of the other
 blocks but the merged output and logarithm: p = exp(score - logsumexp) is then the share in the whole softmax. So the
-kernels behind ``scaled_dot_product_attention`` do, called directly, and they are chosen as there: what
-``torch.nn.attention.sdpa_kernel`` allows, and what the tensors permit. Only cuDNN's, whose logarithms have another
-form, gives way to the next best. The plain formula stands in for the rest.
+kernels behind ``scaled_dot_product_attention`` can be called directly. They are chosen as there: by
+``torch.nn.attention.sdpa_kernel`` and by the tensors; only cuDNN's, whose logarithms have another form, is replaced by
+the next best. The plain formula is the fallback.
 
 Heads of queries that share a head of keys are put side by side in a dimension of their own, in which keys and values
-have stride 0: on a CPU nothing is repeated. Their gradients are for a moment as wide as that of the queries, until they
-are summed over it.
+have stride 0: on a CPU nothing is repeated. Their gradients are temporarily as wide as that of the queries, until they
+are summed over that dimension.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
     ...     choose(q, q, q, True).name
     'math'
     """
-    one_q, one_k, one_v = (each[:, :1, :1].detach().contiguous() for each in (q, k, v))  # no more counts
+    one_q, one_k, one_v = (each[:, :1, :1].detach().contiguous() for each in (q, k, v))  # enough for the choice
     if not (one_q.numel() and one_v.numel()):
         return _grouped(_MATH)
     allowed = SDPBackend(torch._fused_sdp_choice(one_q, one_k, one_v, is_causal=causal))
@@ -58,7 +58,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
 
 
 def merge(output: Tensor, logs: Tensor, block: Tensor, block_logs: Tensor) -> None:
-    """Take a block into what was merged so far, in place; a logarithm of -inf stands for nothing yet.
+    """Merge a block into the output so far, in place; a logarithm of -inf means that nothing was merged yet.
 
     >>> output, logs = torch.zeros(1, 2), torch.full((1,), -torch.inf)
     >>> merge(output, logs, torch.tensor([[1.0, 3.0]]), torch.zeros(1))
@@ -71,9 +71,9 @@ def merge(output: Tensor, logs: Tensor, block: Tensor, block_logs: Tensor) -> No
 
 
 def _grouped(kernel: Kernel) -> Kernel:
-    """The same for fewer heads of keys than of queries."""
+    """A kernel for fewer heads of keys than of queries."""
 
-    def spread(q: Tensor, k: Tensor, v: Tensor) -> Three:
+    def grouped(q: Tensor, k: Tensor, v: Tensor) -> Three:
         flat = [each.flatten(0, 1).unsqueeze(1).expand(-1, q.shape[1] // k.shape[1], -1, -1) for each in (k, v)]
         if q.device.type == "cuda":  # kernels there are not made for stride 0
             flat = [each.contiguous() for each in flat]
@@ -86,7 +86,7 @@ def _grouped(kernel: Kernel) -> Kernel:
         q, k, v = (_dense(each) for each in (q, k, v))
         if q.shape[1] == k.shape[1]:
             return kernel.forward(q, k, v, causal, scale)
-        output, logs = kernel.forward(*spread(q, k, v), causal, scale)
+        output, logs = kernel.forward(*grouped(q, k, v), causal, scale)
         return output.reshape(*q.shape[:-1], -1), logs.reshape(q.shape[:-1])
 
     def backward(
@@ -96,14 +96,14 @@ def _grouped(kernel: Kernel) -> Kernel:
         if q.shape[1] == k.shape[1]:
             return kernel.backward(grad, q, k, v, output, logs, causal, scale)
         grad, output, logs = (by_key(each, k) for each in (grad, output, logs))
-        of_q, of_k, of_v = kernel.backward(grad, *spread(q, k, v), output, logs, causal, scale)
+        of_q, of_k, of_v = kernel.backward(grad, *grouped(q, k, v), output, logs, causal, scale)
         return of_q.reshape(q.shape), of_k.sum(1).view(k.shape), of_v.sum(1).view(v.shape)
 
     return Kernel(kernel.name, forward, backward)
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The kernels read a token's features one behind the other, whatever the stride says."""
+    """A tensor with contiguous features: the kernels ignore their stride."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -131,7 +131,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, logs: Tensor, causal: bool, scale: float
 ) -> Three:
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that is not there
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of an unused dropout
     found: Three = _aten("_scaled_dot_product_flash_attention_backward")(
         *(grad, q, k, v, output, logs.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal),
         *(seed, seed.new_empty(0)),
@@ -165,7 +165,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
-    """Half floats are too coarse for a softmax in several steps."""
+    """Cast to float32 at least: half types are too coarse for a softmax in several steps."""
     return [each.float() if each.dtype in (torch.float16, torch.bfloat16) else each for each in tensors]
 
 

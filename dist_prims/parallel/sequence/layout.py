@@ -1,4 +1,4 @@
-"""Who holds which tokens of a sequence, and what of one rank's keys another rank's queries see: a plan, pure numbers.
+"""Layout of a sequence over ranks: the tokens of each rank, and which of its keys another rank's queries see.
 
 Under a causal mask token t sees t + 1 tokens, so with the sequence cut in as many parts as ranks the last rank has
 nearly all the work. "zigzag" cuts it in twice as many chunks and gives rank r the chunks r and 2n - 1 - r, an early and
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 __all__ = ["ORDERS", "Chunk", "Layout", "Piece", "chunks"]
 
-ORDERS = {"contiguous": 1, "zigzag": 2}  # and how many chunks a rank holds
+ORDERS = {"contiguous": 1, "zigzag": 2}  # and the number of chunks of a rank
 
 
 class Chunk(NamedTuple):
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 def chunks(length: int, size: int, order: str, rank: int) -> tuple[Chunk, ...]:
-    """What ``rank`` holds of a sequence, in the order in which it holds it.
+    """The chunks of a sequence on ``rank``, in their order there.
 
     >>> chunks(8, 2, "contiguous", 1), chunks(8, 2, "zigzag", 1)
     ((Chunk(start=4, stop=8),), (Chunk(start=2, stop=4), Chunk(start=4, stop=6)))
@@ -66,26 +66,26 @@ class Layout:
     lengths: tuple[int, ...]
     padded: int | None = None
 
-    def held(self, rank: int) -> list[tuple[Chunk, ...]]:
-        """The chunks that a rank holds of each sequence, one behind the other: what is padding comes last."""
-        return [self._held(length, rank) for length in self.lengths]
+    def chunks_of(self, rank: int) -> list[tuple[Chunk, ...]]:
+        """The chunks of each sequence on a rank, in order; padding comes last."""
+        return [self._chunks_of(length, rank) for length in self.lengths]
 
     @property
     def width(self) -> int:
-        """The tokens for which a rank has room in each sequence, the same on all ranks."""
+        """The padded number of tokens of a sequence on a rank, the same on all ranks."""
         lengths = [self.padded] if self.padded is not None else set(self.lengths)
-        held = [chunks(length, self.size, self.order, rank) for length in lengths for rank in range(self.size)]
-        return max((_tokens(each) for each in held), default=0)
+        on_rank = [chunks(length, self.size, self.order, rank) for length in lengths for rank in range(self.size)]
+        return max((_tokens(each) for each in on_rank), default=0)
 
     def pieces(self, queries: int, keys: int, causal: bool) -> list[Piece]:
-        """What the queries of one rank see of the keys of another.
+        """The calls of a kernel for the queries of one rank and the keys of another.
 
         >>> Layout(2, "zigzag", (8,)).pieces(queries=1, keys=0, causal=True)
         [Piece(rows=slice(0, 1, None), queries=slice(0, 4, None), keys=slice(0, 2, None), causal=False)]
         """
         return _pieces(self, queries, keys, causal)
 
-    def _held(self, length: int, rank: int) -> tuple[Chunk, ...]:
+    def _chunks_of(self, length: int, rank: int) -> tuple[Chunk, ...]:
         if self.padded is None:
             return chunks(length, self.size, self.order, rank)
         cut = chunks(self.padded, self.size, self.order, rank)
@@ -95,25 +95,26 @@ class Layout:
 @functools.lru_cache(maxsize=1024)
 def _pieces(layout: Layout, queries: int, keys: int, causal: bool) -> list[Piece]:
     found = []
-    tables = enumerate(zip(layout.held(queries), layout.held(keys), strict=True))
-    for (asks, answers), run in itertools.groupby(tables, key=lambda each: each[1]):  # sequences that are cut alike
+    tables = enumerate(zip(layout.chunks_of(queries), layout.chunks_of(keys), strict=True))
+    same_cut = itertools.groupby(tables, key=lambda each: each[1])
+    for (query_chunks, key_chunks), run in same_cut:
         first, *others = (row for row, _ in run)
         rows = slice(first, first + 1 + len(others))
-        found += [Piece(rows, *each) for each in _squares(asks, answers, causal, queries == keys)]
+        found += [Piece(rows, *each) for each in _squares(query_chunks, key_chunks, causal, queries == keys)]
     return found
 
 
 def _squares(
-    asks: tuple[Chunk, ...], answers: tuple[Chunk, ...], causal: bool, own: bool
+    query_chunks: tuple[Chunk, ...], key_chunks: tuple[Chunk, ...], causal: bool, own: bool
 ) -> list[tuple[slice, slice, bool]]:
     if not causal or own:  # a rank holds its chunks in the order of the sequence: its own mask is a plain causal one
-        whole = [(slice(0, _tokens(asks)), slice(0, _tokens(answers)), causal)]
-        return [each for each in whole if _tokens(asks) and _tokens(answers)]
+        whole = [(slice(0, _tokens(query_chunks)), slice(0, _tokens(key_chunks)), causal)]
+        return [each for each in whole if _tokens(query_chunks) and _tokens(key_chunks)]
     squares: list[tuple[slice, slice, bool]] = []
     begin = 0
-    for ask in asks:
-        end = begin + ask.stop - ask.start
-        seen = slice(0, _tokens(tuple(answer for answer in answers if answer.stop <= ask.start)))
+    for query in query_chunks:
+        end = begin + query.stop - query.start
+        seen = slice(0, _tokens(tuple(key for key in key_chunks if key.stop <= query.start)))
         if squares and squares[-1][:2] == (slice(squares[-1][0].start, begin), seen):
             squares[-1] = (slice(squares[-1][0].start, end), seen, False)
         elif seen.stop and end > begin:
@@ -122,5 +123,5 @@ def _squares(
     return squares
 
 
-def _tokens(held: tuple[Chunk, ...]) -> int:
-    return sum(chunk.stop - chunk.start for chunk in held)
+def _tokens(on_rank: tuple[Chunk, ...]) -> int:
+    return sum(chunk.stop - chunk.start for chunk in on_rank)

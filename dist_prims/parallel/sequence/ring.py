@@ -1,10 +1,10 @@
-"""Ring attention: every rank keeps its queries, and the keys and values of all ranks pass by.
+"""Ring attention: every rank keeps its queries; the keys and values of all ranks go round a ring.
 
-To gather all keys would take the memory that splitting the sequence was to save. Here each rank computes its queries
-against the block of keys and values that it has, while that block is already on its way to the next rank and another
-comes from the one before. Outputs of blocks are merged with the logarithms of their denominators, so the result is
-exact. The backward goes round once more; the gradients of keys and values travel behind the block that they belong to,
-gain each rank's share, and are at home after the last step.
+Gathering all keys would take the memory that splitting the sequence saves. Here each rank computes its queries against
+the block of keys and values that it has, while that block is sent to the next rank and another one is received from the
+rank before. Outputs of blocks are merged with the logarithms of their denominators, so the result is exact. The
+backward goes round once more; the gradients of keys and values travel behind the block that they belong to, accumulate
+each rank's share, and arrive at its owner in the last step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ring_attention(
     >>> torch.allclose(output, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
     True
 
-    Rank r gives what :func:`split_sequence` gives it in the same ``order``; with ``causal`` "zigzag" shares the work
+    Rank r passes its part from :func:`split_sequence` in the same ``order``; with ``causal`` "zigzag" shares the work
     evenly. ``enable_gqa``: several heads of queries share one of keys. ``lengths``: how long each sequence of a padded
     batch is, in tokens of the whole; the output for padding is 0. Jagged nested tensors of sequences that were split
     one by one are taken too.
@@ -68,7 +68,7 @@ def _ring(call: Call, tensors: Tensors) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank needs to know besides its tensors. Without a group nothing is sent: the layout is of one rank."""
+    """A rank's part of the computation. Without a group nothing is sent: the layout is of one rank."""
 
     layout: Layout
     rank: int
@@ -77,12 +77,12 @@ class Plan:
     group: dist.ProcessGroup | None
 
     def pieces(self, step: int) -> list[Piece]:
-        """What to compute with the block that is here at this step."""
+        """The calls of a kernel with the block that is here at this step."""
         return self.layout.pieces(self.rank, (self.rank - step) % self.layout.size, self.causal)
 
 
 def attend(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention of this rank's queries to everybody's keys.
+    """Attention of this rank's queries to the keys of all ranks.
 
     >>> x = torch.randn(1, 1, 4, 2)
     >>> attend(Plan(Layout(1, "contiguous", (4,)), 0, False, 1.0, None), x, x, x).shape
@@ -116,7 +116,7 @@ class _Attention(torch.autograd.Function):
         of_q = torch.zeros_like(q, dtype=_wide(q))
         of_block = k.new_zeros(k.numel() + v.numel(), dtype=_wide(q))
         spare: torch.Tensor | None = None
-        behind: Hop | None = None  # the gradients of the block that is here, on their way to us
+        behind: Hop | None = None  # the transfer of the gradients of the current block
         for step, keys, values in _passing(plan, k, v):
             shares = []
             for rows, queries, seen, causal in plan.pieces(step):
@@ -137,7 +137,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _passing(plan: Plan, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """The blocks of all ranks, our own first. While the caller computes with one, it goes on, and the next comes."""
+    """The blocks of all ranks, this rank's first. While the caller computes with one, it is sent on."""
     if plan.group is None:
         yield 0, k, v
         return
@@ -155,5 +155,5 @@ def _unpack(block: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """What sums of a type are kept in."""
+    """The dtype of sums."""
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype

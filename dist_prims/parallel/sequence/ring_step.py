@@ -1,4 +1,4 @@
-"""One hop of the ring: what this rank has goes to the next rank while what the one before has comes here."""
+"""One step of the ring: send a tensor to the next rank and receive one from the rank before."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["Hop", "finish"]
 
 
 class Hop:
-    """Begins with the object; the ranks of the group make their hops in one order. What comes is put ``into`` memory
-    that is free, if there is some.
+    """A transfer that the constructor begins; the ranks make their hops in the same order. ``into``: the receive
+    buffer.
 
     >>> Hop(torch.ones(2), torch.distributed.group.WORLD).arrived()
     tensor([1., 1.])
@@ -21,7 +21,7 @@ class Hop:
     def __init__(self, data: torch.Tensor, group: dist.ProcessGroup, into: torch.Tensor | None = None) -> None:
         self._group = group
         rank, size = group.rank(), group.size()
-        self._data = data  # lives until it has left
+        self._data = data  # keeps the memory until it is sent
         into = torch.empty_like(data) if into is None else into
         self._coming = into if size > 1 else data
         pair = [(dist.isend, data, (rank + 1) % size), (dist.irecv, self._coming, (rank - 1) % size)]
@@ -29,20 +29,20 @@ class Hop:
         self._works = dist.batch_isend_irecv(calls) if calls and data.numel() else []
 
     def arrived(self) -> torch.Tensor:
-        """What came from the rank before; ours has left."""
+        """Wait for both transfers; the tensor from the rank before."""
         for work in self._works:
             finish(work, self._group, self._data.device)
         return self._coming
 
 
 def finish(work: Any, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Wait for what a group does, no longer than its time limit. Gloo's is handed to it; "dist_prims" keeps its own.
+    """Wait for work of a group until its timeout, which gloo takes as an argument and "dist_prims" applies itself.
 
     >>> tensor = torch.ones(1)
     >>> finish(dist.all_reduce(tensor, async_op=True), dist.group.WORLD, tensor.device)
     """
     if device.type == "cuda":
-        work.wait()  # the stream waits, not this thread; NCCL's watchdog keeps the time
+        work.wait()  # the stream waits, not this thread; NCCL's watchdog has the timeout
         return
     limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
     if limit is None:

@@ -1,7 +1,7 @@
-"""A sequence to its parts and back: what each rank gets, which positions those are, and all of it on every rank.
+"""Splitting and joining of sequences: the part of each rank, its positions, and the whole on every rank.
 
-Gradients are those of the sum of all ranks' losses. So what came of a joined sequence on every rank is summed on its
-way back, and a split is a plain choice of tokens: its gradient is zero for the tokens that other ranks have.
+Gradients are those of the sum of all ranks' losses. So the gradients of a joined sequence are summed over the ranks,
+and a split is a selection of tokens: its gradient is zero for the tokens that other ranks have.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def sequence_positions(
     *,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Where this rank's tokens stand in a sequence of ``length``.
+    """The positions of this rank's tokens in a sequence of ``length``.
 
     With 2 ranks, 8 tokens and "zigzag" rank 0 has [0, 1, 6, 7] and rank 1 has [2, 3, 4, 5].
 
     >>> sequence_positions(4)
     tensor([0, 1, 2, 3])
     """
-    held = chunks(length, dist.get_world_size(group), _known(order, group), dist.get_rank(group))
-    return torch.cat([torch.arange(start, stop, device=device) for start, stop in held])
+    own = chunks(length, dist.get_world_size(group), _known(order, group), dist.get_rank(group))
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in own])
 
 
 def split_sequence(
@@ -69,7 +69,9 @@ def join_sequence(
     torch.Size([1, 8])
     """
     if x.is_nested:
-        raise ValueError("join_sequence: takes parts of equal length; join the sequences of a nested tensor one by one")
+        raise ValueError(
+            "join_sequence: parts must have equal length; join the sequences of a nested tensor one by one"
+        )
     if x.shape[dim] % ORDERS[_known(order, group)]:
         raise ValueError(
             f"rank {dist.get_rank(group)}: join_sequence: {x.shape[dim]} tokens are not two chunks of order {order!r}"
@@ -99,8 +101,8 @@ class _Join(torch.autograd.Function):
 
 def _place(size: int, width: int, order: str, device: torch.device) -> torch.Tensor:
     """The positions of the tokens of all ranks, rank by rank."""
-    held = [each for rank in range(size) for each in chunks(size * width, size, order, rank)]
-    return torch.cat([torch.arange(start, stop, device=device) for start, stop in held])
+    own = [each for rank in range(size) for each in chunks(size * width, size, order, rank)]
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in own])
 
 
 def _split_each(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, order: str) -> torch.Tensor:
@@ -110,7 +112,7 @@ def _split_each(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, orde
         )
     if x._lengths is not None:  # type: ignore[attr-defined]
         raise ValueError(
-            "split_sequence: a nested tensor must have no holes; x.contiguous() before it is transposed makes it so"
+            "split_sequence: a nested tensor must have no holes; call x.contiguous() before transposing it"
         )
     by_token = x.transpose(1, dim) if dim != 1 else x
     order = _known(order, group)
@@ -118,9 +120,9 @@ def _split_each(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, orde
     begins: list[int] = by_token.offsets().tolist()  # type: ignore[attr-defined]
     mine, offsets = [], [0]
     for begin, end in itertools.pairwise(begins):
-        held = chunks(end - begin, size, order, rank)
-        mine += [torch.arange(begin + start, begin + stop) for start, stop in held]
-        offsets.append(offsets[-1] + sum(stop - start for start, stop in held))
+        own = chunks(end - begin, size, order, rank)
+        mine += [torch.arange(begin + start, begin + stop) for start, stop in own]
+        offsets.append(offsets[-1] + sum(stop - start for start, stop in own))
     values = by_token.values()
     chosen = values[torch.cat(mine).to(values.device)]
     split = torch.nested.nested_tensor_from_jagged(chosen, offsets=torch.tensor(offsets, device=values.device))

@@ -1,7 +1,8 @@
 """Ulysses attention: tokens are exchanged for heads, so that each rank computes some heads over the whole sequence.
 
 One all-to-all takes (all heads, tokens of this rank) to (heads of this rank, all tokens), and one brings the output
-back; between them attention is an ordinary one. Fewer messages than a ring, but no more ranks than heads of keys.
+back; between them attention is an ordinary one. It needs fewer messages than a ring, but at most as many ranks as heads
+of keys.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def ulysses_attention(
     lengths: Sequence[int] | torch.Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
-    """The same as :func:`ring_attention`, by dealing the heads out; the ranks must divide both numbers of heads.
+    """The same as :func:`ring_attention`, by splitting heads; the ranks must divide both numbers of heads.
 
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4)
     >>> output = ulysses_attention(q, k, v, causal=True)
@@ -50,10 +51,10 @@ def _ulysses(call: Call, tensors: Tensors) -> torch.Tensor:
     tensors = lowered(tensors)
     call = agree(call, tensors)
     layout = laid_out(call, tensors[0])
-    whole = Layout(1, "contiguous", layout.lengths, layout.padded)  # what a rank has of its heads
+    whole = Layout(1, "contiguous", layout.lengths, layout.padded)  # all tokens of a rank's heads
     plan = Plan(whole, 0, call.causal, call.scale or 0.0, None)
     heads = _to_heads([dense(each, layout.width) for each in tensors], call.group)
-    if layout.padded is not None and layout.order == "contiguous":  # what comes is in order
+    if layout.padded is not None and layout.order == "contiguous":  # the tokens arrive in order
         output = attend(plan, *heads)
     else:
         there, back = _places(layout, whole.width, heads[0].device)
@@ -62,25 +63,25 @@ def _ulysses(call: Call, tensors: Tensors) -> torch.Tensor:
 
 
 def _to_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Some heads and all tokens, rank by rank, for all heads and some tokens; all tensors in one message."""
+    """Exchange all heads of some tokens for some heads of all tokens, rank by rank; all tensors in one message."""
     size = group.size()
-    dealt = [each.reshape(len(each), size, each.shape[1] // size, *each.shape[2:]).movedim(1, 0) for each in tensors]
-    sent = torch.cat([each.flatten(1) for each in dealt], 1)
-    parts = torch.split(_exchange(sent, group), [each[0].numel() for each in dealt], 1)
-    return [part.view(each.shape).movedim(0, 2).flatten(2, 3) for part, each in zip(parts, dealt, strict=True)]
+    by_rank = [each.reshape(len(each), size, each.shape[1] // size, *each.shape[2:]).movedim(1, 0) for each in tensors]
+    sent = torch.cat([each.flatten(1) for each in by_rank], 1)
+    parts = torch.split(_exchange(sent, group), [each[0].numel() for each in by_rank], 1)
+    return [part.view(each.shape).movedim(0, 2).flatten(2, 3) for part, each in zip(parts, by_rank, strict=True)]
 
 
 def _to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     batch, heads, tokens, features = output.shape
-    dealt = output.reshape(batch, heads, group.size(), tokens // group.size(), features).movedim(2, 0)
-    return _exchange(dealt, group).movedim(0, 1).flatten(1, 2)
+    by_rank = output.reshape(batch, heads, group.size(), tokens // group.size(), features).movedim(2, 0)
+    return _exchange(by_rank, group).movedim(0, 1).flatten(1, 2)
 
 
 def _places(layout: Layout, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each token of a sequence where it lies among those of all ranks; and the way back.
+    """The place of each token of a sequence among those of all ranks, and the inverse.
 
-    With sequences of one length one row of each stands for all. The numbers are those of ``layout.held``, computed for
-    all ranks at once.
+    With sequences of one length one row of each stands for all. The numbers are those of ``layout.chunks_of``, computed
+    for all ranks at once.
     """
     of_one = len(set(layout.lengths)) == 1
     lengths = torch.tensor(layout.lengths[:1] if of_one else layout.lengths, dtype=torch.int64, device=device)
@@ -88,14 +89,14 @@ def _places(layout: Layout, width: int, device: torch.device) -> tuple[torch.Ten
     cut = lengths.clamp(min=1) if layout.padded is None else max(layout.padded, 1)
     count = ORDERS[layout.order] * layout.size
     token = torch.arange(width, device=device)
-    chunk = ((token + 1) * count - 1) // cut  # the first that ends behind the token
+    chunk = ((token + 1) * count - 1) // cut  # the first chunk that ends behind the token
     rank = chunk.minimum(count - 1 - chunk) if layout.order == "zigzag" else chunk
     before = torch.where(chunk == rank, 0, (rank + 1) * cut // count - rank * cut // count)  # the rank's early chunk
     place = rank * layout.width + before + token - chunk * cut // count
-    room = layout.size * layout.width
-    back = lengths.clamp(max=max(width - 1, 0)).repeat(1, room + 1)  # what is padding is as that behind a sequence
-    back.scatter_(1, torch.where(token < lengths, place, room), token.expand(len(lengths), -1))
-    return torch.where(token < lengths, place, 0), back[:, :room]
+    total = layout.size * layout.width
+    back = lengths.clamp(max=max(width - 1, 0)).repeat(1, total + 1)  # padding is read from behind the sequence
+    back.scatter_(1, torch.where(token < lengths, place, total), token.expand(len(lengths), -1))
+    return torch.where(token < lengths, place, 0), back[:, :total]
 
 
 def _reordered(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -1,33 +1,30 @@
-"""Before rows are gathered: every rank learns where its columns begin, and that all ranks mean the same rows.
+"""Agreement before rows are gathered: where each rank's columns begin, and that all ranks mean the same rows.
 
-One small message of a fixed size says what a rank is about to do. It may also say that the rank cannot begin: then it
-raises, and so do the others, instead of waiting for rows that will not come.
+Each rank sends one small message of a fixed size, which describes its call or has the error that prevents the call. So
+every rank raises then, instead of waiting for rows that will not come.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ...agreement import gather_rows
-from ...errors import MismatchError
+from ...agreement import check_failures, check_lists, failure_text, gather_fields
 
-__all__ = ["Part", "Said", "Share", "Targets", "agree"]
+__all__ = ["Announcement", "Part", "Share", "Targets", "agree"]
 
-_HEAD = struct.Struct("<qqd")
-_WIDTH = 320  # bytes of a message, numbers and text
+_WIDTH = 320  # bytes of a rank's message
+_REMEDY = "Every rank gives the same rows, targets, dtype and options, and columns of its own"
 _Prepared = TypeVar("_Prepared")
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a gradient needs to know of all ranks. No group: a graph that keeps one alive ends it after Python."""
+    """Numbers of all ranks that a gradient needs. No group: a graph that keeps one alive ends it after Python."""
 
     words: int
     class_weights: tuple[float, ...]  # their sum on each rank; the number of columns where there are none
@@ -44,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Targets:
-    """What can be said of targets in three numbers: the lowest and the highest that count, and a checksum of all."""
+    """Targets as three numbers to compare: the lowest and the highest that count, and a checksum of all."""
 
     lowest: int = 0
     highest: int = -1
@@ -59,7 +56,7 @@ class Targets:
         if not targets.numel():
             return Targets()
         flat = targets.reshape(-1)
-        # Were it linear in the number or its place, much that differs would have one sum.
+        # Not linear in the number or its place, or many different targets would have the same sum.
         mixed = flat + torch.arange(len(flat), device=flat.device) * -7046029254386353131
         mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
         mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -69,15 +66,15 @@ class Targets:
         limits = torch.iinfo(torch.int64)
         lowest = torch.where(live, flat, limits.max).min()
         highest = torch.where(live, flat, limits.min).max()
-        found = torch.stack([lowest, highest, checksum]).tolist()  # at once: a device is waited for only here
+        found = torch.stack([lowest, highest, checksum]).tolist()  # one copy from the device
         return (
             Targets(found[0], found[1], found[2] % 2**32) if found[0] <= found[1] else Targets(0, -1, found[2] % 2**32)
         )
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a rank is about to do: ``text`` and ``targets`` must be the same on every rank."""
+class Announcement:
+    """The call that a rank is about to make: ``text`` and ``targets`` must be the same on every rank."""
 
     text: str
     columns: int
@@ -86,48 +83,29 @@ class Said:
 
 
 def agree(
-    call: str, group: dist.ProcessGroup, rows: object, prepare: Callable[[], tuple[Said, _Prepared]]
+    call: str, group: dist.ProcessGroup, rows: object, prepare: Callable[[], tuple[Announcement, _Prepared]]
 ) -> tuple[Part, _Prepared]:
-    """Where this rank's columns lie, and what ``prepare`` has made beside; an error on every rank where one cannot
-    begin, or two begin differently."""
-    rank = group.rank()
-    # Where the rows lie; and who has none, for whatever was given instead of them, still answers.
-    device = rows.device if isinstance(rows, torch.Tensor) else group._device_types[-1]
-    problem: Exception | None = None
-    said = Said("", 0)
+    """This rank's part of the columns, and the second result of ``prepare``; every rank raises if ``prepare`` fails on
+    one, or the announcements of two differ."""
+    # The device of the rows; a rank whose argument is no tensor sends its error from another one.
+    device = rows.device if isinstance(rows, torch.Tensor) else torch.device(group._device_types[-1])
+    failure: Exception | None = None
+    announced = Announcement("", 0)
     try:
-        said, prepared = prepare()
-        text = said.text
-    except Exception as error:  # whatever it is, the others are to hear of it
-        problem, text = error, f"{type(error).__name__}: {error}"
-    targets = said.targets
-    numbers = _HEAD.pack(problem is not None, said.columns, said.class_weight)
-    if problem is None:
-        text += f", targets from {targets.lowest} to {targets.highest}, {targets.checksum:08x}"
-    mine = numbers + _fit(text, _WIDTH - _HEAD.size)
-    everyones, work = gather_rows(torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device), group)
-    work.wait()
-    if problem:
-        raise ValueError(f"rank {rank}: {call}: {problem}") from problem
-    rows = [row.tobytes() for row in everyones.cpu().numpy()]
-    heads = [_HEAD.unpack(row[: _HEAD.size]) for row in rows]
-    _compare(call, rank, heads, [row[_HEAD.size :].rstrip(b"\0").decode(errors="replace") for row in rows])
-    words = sum(head[1] for head in heads)
-    _check_range(call, rank, targets, words)
-    share = Share(words, tuple(head[2] for head in heads))
-    return Part(group, sum(head[1] for head in heads[:rank]), share), prepared
-
-
-def _compare(call: str, rank: int, heads: list[tuple[Any, ...]], texts: list[str]) -> None:
-    for other, (failed, *_) in enumerate(heads):
-        if failed:
-            raise MismatchError(f"rank {rank}: {call}: rank {other} cannot begin, no data was touched. {texts[other]}")
-    for other, its in enumerate(texts):
-        if its != texts[0]:
-            raise MismatchError(
-                f"rank {rank}: {call}: ranks disagree, no data was touched. Rank 0 has {texts[0]}; rank {other} has "
-                f"{its}. Every rank gives the same rows, targets, dtype and options, and columns of its own"
-            )
+        announced, prepared = prepare()
+    except Exception as error:
+        failure = ValueError(f"rank {group.rank()}: {call}: {error}")
+        failure.__cause__ = error
+    targets = announced.targets
+    text = f"{announced.text}, targets from {targets.lowest} to {targets.highest}, {targets.checksum:08x}"
+    fields = (failure_text(failure), text, announced.columns, announced.class_weight)
+    found = gather_fields(fields, _WIDTH, group, device)
+    check_failures(call, failure, [each[0] for each in found], group)
+    check_lists(call, [[each[1]] for each in found], _REMEDY, group)
+    columns = [each[2] for each in found]
+    _check_range(call, group.rank(), targets, sum(columns))
+    share = Share(sum(columns), tuple(each[3] for each in found))
+    return Part(group, sum(columns[: group.rank()]), share), prepared
 
 
 def _check_range(call: str, rank: int, targets: Targets, words: int) -> None:
@@ -137,11 +115,3 @@ def _check_range(call: str, rank: int, targets: Targets, words: int) -> None:
                 f"rank {rank}: {call}: target {value} is out of range: the ranks together have {words} columns, so "
                 f"targets go from 0 to {words - 1}; rows without a target have ignore_index"
             )
-
-
-def _fit(text: str, width: int) -> bytes:
-    """What is too long ends in a checksum, so that it differs where the whole does."""
-    data = text.encode()
-    if len(data) > width:
-        data = data[: width - 9] + b"~%08x" % zlib.crc32(data)
-    return data.ljust(width, b"\0")

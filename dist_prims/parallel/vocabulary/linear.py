@@ -1,12 +1,12 @@
-"""The last layer and its loss in one, by chunks of rows, so that the logits never exist as a whole.
+"""Fused last layer and cross-entropy, by chunks of rows, so that the logits never exist as a whole.
 
-Logits are the largest tensor of a language model, and of no use but for the loss. A chunk's are made, turned into
-losses, then, where they lie, into their gradient, and that into gradients of the rows, the weight and the bias. All of
-it happens in the *forward*: the backward has nothing left to do but to multiply by the gradient of the loss. To compute
-logits again in the backward would let every row have a loss of its own, and cost four products of matrices instead of
-three; and the gradient of the weight, which is what the forward has to hold, would be needed a moment later anyway.
+Logits are the largest tensor of a language model, and only the loss needs them. The logits of a chunk are computed,
+turned into losses, then, in place, into their gradient, and that into gradients of the rows, the weight and the bias.
+All of it happens in the *forward*: the backward only multiplies by the gradient of the loss. Computing the logits again
+in the backward would allow a loss for every row, and cost four products of matrices instead of three; it would save no
+memory, since the backward needs the gradient of the weight in any case.
 
-A rank's part of a row's gradient comes from its own words; the sum over the ranks travels while the next chunk's logits
+A rank's part of a row's gradient comes from its own words; the sum over the ranks is sent while the next chunk's logits
 are computed.
 """
 
@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from ...collectives.call import group_of
 from ..first_order_only import once
-from .columns import Part, Said, agree
-from .losses import said_of
+from .columns import Announcement, Part, agree
+from .losses import announcement_of
 from .row_statistics import Rule, gradient, losses_of
 
 __all__ = ["linear_cross_entropy"]
@@ -56,17 +56,17 @@ def linear_cross_entropy(
     arguments but for its columns; the backward sends nothing, and can be done once.
     """
     home = group_of(group, "linear_cross_entropy")
-    learn = torch.is_grad_enabled()  # asked here: in a forward of autograd it never is
+    learn = torch.is_grad_enabled()  # read here: within a forward of autograd it is always off
 
-    def prepare() -> tuple[Said, tuple[Rule, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]:
+    def prepare() -> tuple[Announcement, tuple[Rule, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]:
         given = _lowered(hidden, weight, bias)
         _check(*given, chunk, reduction)
         rows, needed = given[0], "with" if learn and given[0].requires_grad else "without"
         further = f", features {rows.shape[-1]}, chunk={chunk}, hidden {needed} a gradient"
-        said, rule = said_of(
+        announced, rule = announcement_of(
             rows, len(weight), targets, class_weight, label_smoothing, ignore_index, reduction, further
         )
-        return said, (rule, given)
+        return announced, (rule, given)
 
     part, (rule, (rows, mine, its_bias)) = agree("linear_cross_entropy", home, hidden, prepare)
     work = _Work(part, rule, chunk, reduction, learn)
@@ -107,7 +107,7 @@ class _Fused(torch.autograd.Function):
             if sums.wanted:
                 by_logits = gradient(kept, torch.ones_like(of_rows), work.part.share, work.rule, out=kept.exponents)
                 sums.add(rows, by_logits.to(hidden.dtype))
-        ctx.held = sums.finish()
+        ctx.gradients = sums.finish()
         ctx.kinds = (hidden.dtype, weight.dtype, hidden.dtype)
         total, count = torch.cat(losses).sum(), torch.cat(counts).sum()
         if work.reduction == "sum":
@@ -119,18 +119,19 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx: Any, by_loss: torch.Tensor) -> Any:
-        if ctx.held is None:
-            raise RuntimeError("linear_cross_entropy: a second backward; its gradients were handed over in the first")
-        held, ctx.held = ctx.held, None
+        if ctx.gradients is None:
+            raise RuntimeError("linear_cross_entropy: a second backward; its gradients were freed after the first")
+        gradients, ctx.gradients = ctx.gradients, None
         factor = by_loss * ctx.factor
         found = [
-            None if each is None else each.mul_(factor).to(kind) for each, kind in zip(held, ctx.kinds, strict=True)
+            None if each is None else each.mul_(factor).to(kind)
+            for each, kind in zip(gradients, ctx.kinds, strict=True)
         ]
         return *found, None, None
 
 
 class _Sums:
-    """Gradients as they grow chunk by chunk; those of weight and bias in float32 at least."""
+    """Gradients, accumulated chunk by chunk; those of weight and bias in float32 at least."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class _Sums:
         self.kind = torch.promote_types(hidden.dtype, torch.float32)
         self.wanted = any(needs)
         self._hidden, self._weight, self._group = hidden, weight, group
-        # Rows after rows, whatever hidden is: parts of it are sent.
+        # Contiguous, since chunks of rows are sent.
         self._by_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
         self._by_weight = torch.zeros_like(weight, dtype=self.kind) if needs[1] else None
         self._by_bias = torch.zeros_like(bias, dtype=self.kind) if bias is not None and needs[2] else None
@@ -169,7 +170,7 @@ class _Sums:
 def _lowered(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As autocast would have them in ``F.linear``: not what is float64."""
+    """The arguments as autocast would cast them in ``F.linear``: all but float64."""
     for name, each in (("hidden", hidden), ("weight", weight)):
         if not isinstance(each, torch.Tensor):
             raise TypeError(f"{name} is {type(each).__name__}; give a tensor")

@@ -1,4 +1,4 @@
-"""Softmax and cross-entropy of logits that are split by column, with the exact gradient of the joined ones."""
+"""Softmax and cross-entropy of logits split by columns, with the exact gradient of the unsplit ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from ...collectives.call import group_of
 from ..first_order_only import once
-from .columns import Part, Said, Targets, agree
+from .columns import Announcement, Part, Targets, agree
 from .row_statistics import Rows, Rule, gradient, losses_of, softmax_of
 
-__all__ = ["REDUCTIONS", "said_of", "split_cross_entropy", "split_log_softmax"]
+__all__ = ["REDUCTIONS", "announcement_of", "split_cross_entropy", "split_log_softmax"]
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -46,9 +46,11 @@ def split_cross_entropy(
     """
     home = group_of(group, "split_cross_entropy")
 
-    def prepare() -> tuple[Said, Rule]:
+    def prepare() -> tuple[Announcement, Rule]:
         _check_logits(logits)
-        return said_of(logits, logits.shape[-1], targets, class_weight, label_smoothing, ignore_index, reduction)
+        return announcement_of(
+            logits, logits.shape[-1], targets, class_weight, label_smoothing, ignore_index, reduction
+        )
 
     part, rule = agree("split_cross_entropy", home, logits, prepare)
     losses: torch.Tensor
@@ -71,10 +73,12 @@ def split_log_softmax(logits: torch.Tensor, *, group: dist.ProcessGroup | None =
     """
     home = group_of(group, "split_log_softmax")
 
-    def prepare() -> tuple[Said, None]:
+    def prepare() -> tuple[Announcement, None]:
         _check_logits(logits)
         learn = torch.is_grad_enabled() and logits.requires_grad
-        return Said(f"{_described(logits)}, {'with' if learn else 'without'} a gradient", logits.shape[-1]), None
+        return Announcement(
+            f"{_described(logits)}, {'with' if learn else 'without'} a gradient", logits.shape[-1]
+        ), None
 
     part, _ = agree("split_log_softmax", home, logits, prepare)
     found: torch.Tensor = _LogSoftmax.apply(logits.flatten(0, -2), part)  # type: ignore[no-untyped-call]
@@ -127,7 +131,7 @@ def _check_logits(logits: torch.Tensor) -> None:
         )
 
 
-def said_of(
+def announcement_of(
     rows: torch.Tensor,
     columns: int,
     targets: torch.Tensor,
@@ -136,8 +140,8 @@ def said_of(
     ignore_index: int,
     reduction: str,
     further: str = "",
-) -> tuple[Said, Rule]:
-    """What a cross-entropy of ``rows`` (..., any) tells the other ranks, and its rule; ValueError if it cannot be."""
+) -> tuple[Announcement, Rule]:
+    """The announcement of a cross-entropy of ``rows`` (..., any), and its rule; ValueError for wrong arguments."""
     _check_targets(targets, rows)
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}; choose one of {', '.join(map(repr, REDUCTIONS))}")
@@ -153,7 +157,7 @@ def said_of(
     text = f"{_described(rows)}, label_smoothing={smoothing}, ignore_index={ignore_index}, reduction={reduction!r}, "
     text += f"{weighted} class_weight{further}"
     found = Targets.of(targets.long(), ignore_index)
-    return Said(text, columns, total, found), Rule(smoothing, ignore_index, class_weight)
+    return Announcement(text, columns, total, found), Rule(smoothing, ignore_index, class_weight)
 
 
 def _check_targets(targets: torch.Tensor, rows: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a softmax over a split vocabulary needs of each rank: a few numbers a row.
+"""Statistics of rows for a softmax over a split vocabulary: a few numbers a row from each rank.
 
 With m the largest logit among a rank's columns and s = sum exp(x - m), the largest of all is M = max m, and the sum
 over all columns is S = sum over ranks of s exp(m - M). The usual way there is two all-reduces, of maxima and then of
@@ -11,8 +11,8 @@ ranks, N rows and 12 bytes a row it moves 12 N (p - 1) bytes instead of 24 N (p 
 for 2 ranks always, for 8 ranks (alpha 50 us, beta 1 ns) up to 7,000 rows; and beyond that it still is little beside
 the logits, which every rank has to compute: 12 p bytes a row against 4 V / p.
 
-All is kept relative to a maximum. x - M - log S is right to the last bits for logits such as [1000, 0], where
-x - (M + log S) would lose what log S says.
+All values are relative to a maximum. x - M - log S is right to the last bits for logits such as [1000, 0], where
+x - (M + log S) would lose the digits of log S.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Rows", "Rule", "gradient", "losses_of", "softmax_of"]
 
 @dataclass(frozen=True)
 class Rule:
-    """How targets become losses; ``class_weight`` is of this rank's columns, in float32 at least."""
+    """The options of a loss; ``class_weight`` is of this rank's columns, in float32 at least."""
 
     smoothing: float = 0.0
     ignore_index: int = -100
@@ -38,10 +38,10 @@ class Rule:
 
 
 class Rows(NamedTuple):
-    """What the backward needs of some rows."""
+    """The tensors that the backward needs of some rows."""
 
     exponents: torch.Tensor  # exp(x - m) of this rank's columns, in float32 at least
-    scale: torch.Tensor  # exp(m - M) / S, which makes probabilities of them
+    scale: torch.Tensor  # exp(m - M) / S, the factor from exponents to probabilities
     live: torch.Tensor  # whether a row counts
     hits: torch.Tensor  # whether its target is among this rank's columns, and in which place
     places: torch.Tensor
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 
 class _Merged(NamedTuple):
-    everyones: tuple[torch.Tensor, ...]  # ranks x rows, for each line of numbers
+    by_rank: tuple[torch.Tensor, ...]  # ranks x rows, for each line of numbers
     largest: torch.Tensor  # M
     sum: torch.Tensor  # S
 
@@ -75,8 +75,8 @@ def losses_of(logits: torch.Tensor, targets: torch.Tensor, part: Part, rule: Rul
         if rule.class_weight is not None:
             numbers[-1] = torch.where(hits, rule.class_weight[places[:, 0]], 0)
     merged = _merge(numbers, part)
-    weights = merged.everyones[-1].sum(0) if weighted else live.to(numbers.dtype)
-    losses = weights * (merged.largest - merged.everyones[2].sum(0) + merged.sum.log())
+    weights = merged.by_rank[-1].sum(0) if weighted else live.to(numbers.dtype)
+    losses = weights * (merged.largest - merged.by_rank[2].sum(0) + merged.sum.log())
     if smooth:
         losses = (1 - rule.smoothing) * losses + rule.smoothing / part.share.words * _even(merged, part)
     scale = torch.exp(numbers[0] - merged.largest) / merged.sum
@@ -86,7 +86,8 @@ def losses_of(logits: torch.Tensor, targets: torch.Tensor, part: Part, rule: Rul
 def gradient(
     rows: Rows, by_row: torch.Tensor, share: Share, rule: Rule, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """By this rank's logits, of the losses, each times ``by_row``; without a message. ``out`` may be the exponents."""
+    """The gradient by this rank's logits of the losses, each times ``by_row``; without a message. ``out`` may be the
+    exponents."""
     by_row = torch.where(rows.live, by_row, 0)
     of_target = (1 - rule.smoothing) * rows.weights * by_row
     of_each = rule.smoothing / share.words * by_row
@@ -104,8 +105,8 @@ def _blank(logits: torch.Tensor, lines: int) -> torch.Tensor:
 
 
 def _exponents(logits: torch.Tensor, numbers: torch.Tensor, rule: Rule | None = None) -> torch.Tensor:
-    """exp(x - m), with m and s noted, and for smoothing how far the logits of all words together lie below m."""
-    floor = torch.finfo(numbers.dtype).min  # where all is masked by -inf: -inf - -inf would be no number
+    """exp(x - m); m and s, and for smoothing the sum of x - m, are written to ``numbers``."""
+    floor = torch.finfo(numbers.dtype).min  # for rows of -inf only: -inf - -inf would be NaN
     if not logits.shape[1]:
         numbers[0] = floor
         return logits.to(numbers.dtype)
@@ -118,16 +119,16 @@ def _exponents(logits: torch.Tensor, numbers: torch.Tensor, rule: Rule | None = 
 
 
 def _merge(numbers: torch.Tensor, part: Part) -> _Merged:
-    """What all ranks have said of the rows: the one exchange."""
+    """Gather and merge the numbers of all ranks: the only exchange."""
     gathered, work = gather_rows(numbers.view(-1), part.group)
     work.wait()
-    everyones = gathered.view(part.group.size(), *numbers.shape).unbind(1)
-    largest = everyones[0].amax(0)
-    return _Merged(everyones, largest, (everyones[1] * torch.exp(everyones[0] - largest)).sum(0))
+    by_rank = gathered.view(part.group.size(), *numbers.shape).unbind(1)
+    largest = by_rank[0].amax(0)
+    return _Merged(by_rank, largest, (by_rank[1] * torch.exp(by_rank[0] - largest)).sum(0))
 
 
 def _even(merged: _Merged, part: Part) -> torch.Tensor:
-    """The loss of each row if every word were its target alike."""
+    """The loss of each row for a uniform distribution over the words as target."""
     weights = merged.largest.new_tensor(part.share.class_weights)
-    below = merged.everyones[3] + weights[:, None] * (merged.largest - merged.everyones[0])
+    below = merged.by_rank[3] + weights[:, None] * (merged.largest - merged.by_rank[0])
     return below.sum(0) + weights.sum() * merged.sum.log()

@@ -1,7 +1,7 @@
-"""A small model, the student, learns from a large one, the teacher: what it says, and what it makes of its input.
+"""Knowledge distillation: a small model, the student, learns outputs and hidden states of a large one, the teacher.
 
-The losses are plain functions of what both give, so any data-parallel training takes them. Where the teacher is so
-large that it slows the student down, or does not fit beside it, it gets ranks of its own: :class:`Distillation`.
+The losses are functions of the outputs of both, so any data-parallel training can use them. A teacher that slows the
+student down, or does not fit beside it, gets ranks of its own: :class:`Distillation`.
 """
 
 from .losses import Regressor, cosine_loss, soft_target_loss

@@ -1,6 +1,6 @@
-"""How far a student is from its teacher: in what it says, in the direction of its hidden states, in its feature maps.
+"""Distillation losses: distances of logits, of the direction of hidden states, and of feature maps.
 
-No gradient goes to the teacher, whatever its outputs come with.
+No gradient goes to the teacher, even if its outputs require one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def soft_target_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: 
     >>> soft_target_loss(torch.tensor([[0.0, 0.0]]), torch.tensor([[1000.0, 0.0]]), temperature=1.0)
     tensor(0.6931)
 
-    A higher temperature lets the small probabilities speak, which say what the teacher finds alike. The gradient falls
-    with its square, so the loss is multiplied by that: the weight beside other losses then stays what it was.
+    A higher temperature raises the small probabilities, which show the classes that the teacher finds similar. The
+    gradient falls with its square, so the loss is multiplied by that: its weight beside other losses stays the same.
     """
-    if not temperature > 0:  # nor not a number
+    if not temperature > 0:  # also refuses NaN
         raise ValueError(f"soft_target_loss: temperature={temperature} must be positive")
     if student.shape != teacher.shape:
         raise ValueError(
@@ -32,7 +32,7 @@ def soft_target_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: 
     log_teacher = F.log_softmax(teacher.detach() / temperature, -1)
     log_student = F.log_softmax(student / temperature, -1)
     weights = log_teacher.exp()
-    terms = torch.where(weights > 0, weights * (log_teacher - log_student), 0)  # what never happens tells nothing
+    terms = torch.where(weights > 0, weights * (log_teacher - log_student), 0)  # the limit for a probability of 0
     return terms.sum(-1).mean() * temperature**2
 
 
@@ -42,7 +42,7 @@ def cosine_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     >>> cosine_loss(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 2.0, 0.0, 0.0]]))
     tensor(0.)
 
-    A teacher's state that is k times as wide is first averaged over k neighbours.
+    A teacher's state that is k times as wide is first averaged over groups of k.
     """
     mine, its = student.flatten(1), teacher.detach().flatten(1)
     if len(mine) != len(its) or not mine.shape[1] or its.shape[1] % mine.shape[1]:
@@ -59,7 +59,7 @@ class Regressor(nn.Module):
     Romero et al. 2015).
 
     ``student`` and ``teacher``: shapes of one sample's: (channels, height, width), for a convolution of 3 x 3, or
-    (features,), for a linear layer. Its parameters are trained with the student's, and left behind when it is done.
+    (features,), for a linear layer. Its parameters are trained with the student's, and discarded afterwards.
 
     >>> regressor = Regressor((4, 8, 8), (6, 8, 8))
     >>> regressor(torch.ones(2, 4, 8, 8)).shape
@@ -85,7 +85,7 @@ class Regressor(nn.Module):
         return found
 
     def loss(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        """The mean squared difference between what the student's map becomes and the teacher's."""
+        """The mean squared difference between the regressor's output and the teacher's map."""
         found = self(student)
         if found.shape != teacher.shape:
             raise ValueError(

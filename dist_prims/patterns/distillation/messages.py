@@ -1,8 +1,7 @@
-"""What a student and its teacher say to each other: a head, then, if it announces any, tensors.
+"""Messages between a student and its teacher: a head, then, if it announces any, tensors.
 
-Student to teacher: a request (tensors), or that it has ended, or what went wrong there. Teacher to student: an answer
-(tensors), or what went wrong there. A message is a head of fixed size that tells what follows, so what follows may
-differ each time: the last batch may be smaller.
+Student to teacher: a request (tensors), the end, or an error. Teacher to student: an answer (tensors) or an error. The
+head has a fixed size and describes the tensors, so these may differ each time: the last batch may be smaller.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from ...training.pipeline.packet import FAILED, HEAD, LAYOUT, WELL, Layout, head
 __all__ = ["LessonFailed", "Message", "Messages", "as_tuple"]
 
 _TAG = 20_554  # beside the tags that a program may use in the same group
-_ROOM = HEAD - 8  # for the text of a head
-_UNTOLD = timedelta(minutes=5)  # where a backend does not tell its timeout: what dist_prims.init() gives
+_TEXT_BYTES = HEAD - 8  # of a head
+_DEFAULT_TIMEOUT = timedelta(minutes=5)  # of a backend that does not expose its own; as in dist_prims.init()
 
 
 class LessonFailed(CommError):
@@ -43,13 +42,13 @@ class Messages:
         self._group, self._device = group, device
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
-        self.timeout = timeout if isinstance(timeout, timedelta) else _UNTOLD
+        self.timeout = timeout if isinstance(timeout, timedelta) else _DEFAULT_TIMEOUT
         self.broken = False  # the engine has failed: nothing more can be sent
 
     def send(self, peer: int, message: Message, limit: timedelta | None = None) -> None:
-        """Return when it is on its way; ValueError, and nothing is sent, if a head cannot tell of so many tensors.
+        """Send a message; ValueError, and nothing is sent, if a head cannot describe so many tensors.
 
-        ``limit``: how long to wait at most for what has no tensors.
+        ``limit``: the timeout of a message without tensors.
         """
         if message.tensors is None:
             head = head_of(WELL) if message.failure is None else head_of(FAILED, message.failure)
@@ -57,8 +56,8 @@ class Messages:
             return
         layout = Layout(spec_of(each.detach()) for each in message.tensors)
         text = json.dumps(layout.encode(), separators=(",", ":"))
-        if len(text) > _ROOM:
-            raise ValueError(f"{len(layout.specs)} tensors are more than one message tells; join some of them")
+        if len(text) > _TEXT_BYTES:
+            raise ValueError(f"{len(layout.specs)} tensors are too many for one message; join some of them")
         data = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
         pack(data, layout, message.tensors)
         self._move(dist.isend, head_of(LAYOUT, text), peer)
@@ -79,7 +78,7 @@ class Messages:
     def _move(self, kind: Any, data: torch.Tensor, peer: int, limit: timedelta | None = None) -> torch.Tensor:
         data = data.to(self._device)
         try:
-            if self._device.type == "cuda":  # NCCL: the stream waits, its watchdog keeps the time
+            if self._device.type == "cuda":  # NCCL: the stream waits, its watchdog has the timeout
                 dist.batch_isend_irecv([dist.P2POp(kind, data, group=self._group, group_peer=peer)])[0].wait()
                 return data
             start = self._group.send if kind is dist.isend else self._group.recv
@@ -90,12 +89,12 @@ class Messages:
             raise
 
 
-def as_tuple(outputs: Any, whose: str) -> tuple[torch.Tensor, ...]:
+def as_tuple(outputs: Any, what: str) -> tuple[torch.Tensor, ...]:
     """Tensors of a request or an answer; TypeError if they are none, ValueError if they are not dense."""
     found = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs) if isinstance(outputs, Sequence) else ()
     if not found or not all(isinstance(each, torch.Tensor) for each in found):
-        raise TypeError(f"{whose} is {type(outputs).__name__}; give a tensor, or a tuple of tensors")
+        raise TypeError(f"{what} is {type(outputs).__name__}; give a tensor, or a tuple of tensors")
     for each in found:
         if each.layout != torch.strided:
-            raise ValueError(f"{whose} has a tensor of layout {each.layout}; messages carry dense ones: .to_dense()")
+            raise ValueError(f"{what} has a tensor of layout {each.layout}; messages carry dense ones: .to_dense()")
     return found

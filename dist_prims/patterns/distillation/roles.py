@@ -1,13 +1,13 @@
-"""Who teaches whom, where teachers have ranks of their own, and how far a teacher works ahead.
+"""Distillation with teachers on ranks of their own: which teacher serves which student, and how far it works ahead.
 
 ::
 
-    student   asks 0, 1 | learns 0 | asks 2 | learns 1 | asks 3 | learns 2 |
-    teacher             | answer 1 |        | answer 2 |        | answer 3 |
+    student   request 0, 1 | learn 0  | request 2 | learn 1  | request 3 | learn 2 |
+    teacher                | answer 1 |           | answer 2 |           | answer 3 |
 
-A student asks for batch t + 1 before it learns from batch t: then the teacher's work hides behind the student's, and
-each step takes as long as the slower of the two. Both sides send and receive in one order, that of the picture, so
-nothing hangs even where a send waits for its receiver, as NCCL's does.
+A student sends the request for batch t + 1 before it learns from batch t: so the teacher's work overlaps with the
+student's, and each step takes as long as the slower of the two. Both sides send and receive in the order of the
+picture, so nothing deadlocks even where a send waits for its receiver, as with NCCL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Batch = TypeVar("_Batch")
 
 
 class Distillation:
-    """The last ``teachers`` ranks of ``group`` teach, the others learn: student s asks teacher number s % ``teachers``.
+    """The last ``teachers`` ranks of ``group`` teach, the others learn; student s has teacher s % ``teachers``.
 
     >>> distillation = Distillation(classes=3, teachers=0)  # each student has the teacher on its own rank
     >>> teacher, student = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
@@ -41,9 +41,9 @@ class Distillation:
 
     Every rank of the group makes it, with the number of ``classes`` of its own model: MismatchError on all of them
     where the teacher's is another. ``students`` is the students' group, for a GradientAverager, or None on a teacher: a
-    new one, unless ``teachers`` is 0, with the backend and timeout of ``group``; who makes many ends it after use with
-    ``torch.distributed.destroy_process_group``.
-    ``ahead``: how many batches a teacher may have been asked for beyond the one that is learnt. ``device``: where
+    new one, unless ``teachers`` is 0, with the backend and timeout of ``group``; a program that makes many ends it
+    after use with ``torch.distributed.destroy_process_group``.
+    ``ahead``: the number of requests beyond the batch that is learnt. ``device``: where
     messages lie; for NCCL, this rank's CUDA device.
     """
 
@@ -59,7 +59,9 @@ class Distillation:
         self._group = group_of(group, "Distillation")
         self.classes, self.teachers, self.ahead = classes, teachers, ahead
         found = _device(device)
-        self._device = found or self._group._device_types[-1]  # who has none still says so to the others
+        self._device = (
+            found or self._group._device_types[-1]
+        )  # a rank with a wrong device still takes part in the check
         size = self._group.size()
         text = f"classes={classes}, teachers={teachers}, ahead={ahead}, device={found.type if found else device}"
         remedy = "Give models of the same classes on all ranks, and the same arguments"
@@ -82,7 +84,7 @@ class Distillation:
             dist.get_process_group_ranks(self._group)[: -self.teachers],
             timeout=self._messages.timeout,
             backend=dist.get_backend(self._group),
-            # Ranks outside of a sub-group know nothing of this.
+            # Ranks outside of a sub-group do not call this.
             use_local_synchronization=self._group.size() < dist.get_world_size(),
         )
         return found
@@ -92,20 +94,20 @@ class Distillation:
         return self._group.rank() >= self._group.size() - self.teachers
 
     def teacher_of(self, student: int) -> int:
-        """The rank in the group that a student asks."""
+        """The rank of a student's teacher in the group."""
         return self._group.size() - self.teachers + student % self.teachers if self.teachers else student
 
     def students_of(self, teacher: int) -> list[int]:
-        """The ranks in the group that ask a teacher."""
+        """The ranks of a teacher's students in the group."""
         return [rank for rank in range(self._group.size() - self.teachers) if self.teacher_of(rank) == teacher]
 
     def teach(self, teacher: Callable[..., Any]) -> int:
-        """Answer this teacher's students, without a gradient, until all of them have ended; how many batches it were.
+        """Answer this teacher's students, without a gradient, until all of them have ended; the number of batches.
 
         The teacher is called with the tensors of a request and gives a tensor, the logits, or a tuple of tensors that
-        begins with them. A module is set to ``eval()``. What fails here is raised here and on the students; what fails
-        on a student is raised here as :class:`LessonFailed`, and on the other students, unless these wait for the one
-        that failed, in an all-reduce: after 5 seconds it raises unheard, and its end is what they see.
+        begins with them. A module is set to ``eval()``. An error here is raised here and on the students; an error on a
+        student is raised here and on the other students as :class:`LessonFailed`. If the others wait for the failed
+        student in an all-reduce, it raises after 5 seconds, and they see its end instead.
         """
         if not self.is_teacher:
             raise ValueError(
@@ -119,15 +121,17 @@ class Distillation:
         teacher: Callable[..., Any] | None = None,
         ask: Callable[[_Batch], Any] = lambda batch: batch[0],  # type: ignore[index]
     ) -> Lessons[_Batch]:
-        """A student's batches, each with what the teacher says of it; see :class:`Lessons`.
+        """A student's batches, each with the teacher's answer; see :class:`Lessons`.
 
-        ``ask``: what of a batch goes to the teacher: by default its first element, the inputs. Where the teacher has
-        the data, too, send numbers of samples instead. ``teacher`` is needed, and used, only with ``teachers=0``.
+        ``ask``: the function from a batch to the request; by default its first element, the inputs. Where the teacher
+        has the data, too, send numbers of samples instead. ``teacher`` is needed, and used, only with ``teachers=0``.
         """
         if self.is_teacher:
-            raise ValueError(f"rank {self._group.rank()}: lessons() is for students, and this teaches; call teach()")
+            raise ValueError(
+                f"rank {self._group.rank()}: lessons() is for students, and this rank is a teacher; call teach()"
+            )
         if self.teachers == 0 and teacher is None:
-            raise ValueError("lessons: with teachers=0 each student brings its teacher: lessons(batches, teacher)")
+            raise ValueError("lessons: with teachers=0 each student has its own teacher: lessons(batches, teacher)")
         return Lessons(batches, ask, self, None if self.teachers else teacher)
 
 

@@ -1,4 +1,4 @@
-"""The student's side."""
+"""The student's side of a distillation: an iterator of batches with the teacher's answers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 __all__ = ["Lessons"]
 
 _Batch = TypeVar("_Batch")
-# The teacher may be waiting for another student, and that one for us, who have failed, in an all-reduce: then nobody
-# hears us, and only the error, when it leaves here, ends them all.
-_TO_BE_HEARD = timedelta(seconds=5)
+# The timeout for reporting a failure. The teacher may wait for another student, which waits for this rank in an
+# all-reduce: then no rank receives the report, and only raising the error here ends them all.
+_REPORT_TIMEOUT = timedelta(seconds=5)
 
 
 class Lessons(Generic[_Batch]):
-    """Iterates (batch, what the teacher says of it): a tensor if it says one thing, otherwise a tuple.
+    """Iterates (batch, answer of the teacher): a tensor if the answer has one, otherwise a tuple.
 
-    Within ``with``: so the teacher hears of it when the student stops early, and why. Students may have uneven numbers
-    of batches.
+    To be used in a ``with`` statement, whose end reports to the teacher if the student stops early, and why. Students
+    may have uneven numbers of batches.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Lessons(Generic[_Batch]):
         self._messages: Messages = distillation._messages
         self._peer = distillation.teacher_of(distillation._group.rank())
         self._rank = distillation._group.rank()
-        self._waiting: deque[_Batch] = deque()  # batches that were asked for
+        self._waiting: deque[_Batch] = deque()  # batches whose requests were sent
         self._within = self._ended = False
 
     def __enter__(self) -> Lessons[_Batch]:
@@ -51,12 +51,14 @@ class Lessons(Generic[_Batch]):
 
     def __iter__(self) -> Iterator[tuple[_Batch, Any]]:
         if not self._within:
-            raise RuntimeError("lessons: iterate within `with ... as lessons:`, so that the teacher hears of your end")
+            raise RuntimeError(
+                "lessons: iterate within `with ... as lessons:`, so that the end is reported to the teacher"
+            )
         if self._teacher is not None:
             for batch in self._batches:
                 yield batch, _one(answer(self._teacher, as_tuple(self._ask(batch), "a request"), self._classes))
             return
-        while self._ask_ahead():
+        while self._request_ahead():
             message = self._messages.receive(self._peer)
             batch = self._waiting.popleft()
             if message.tensors is None:
@@ -69,20 +71,20 @@ class Lessons(Generic[_Batch]):
         self._within = False
         if self._teacher is not None or self._messages.broken:
             return
-        told, limit = None, None
+        failure, limit = None, None
         if error is not None and not isinstance(error, GeneratorExit):
-            told, limit = f"rank {self._rank}, a student, failed: {type(error).__name__}: {error}", _TO_BE_HEARD
-        # What failed first is what the program is to see.
+            failure, limit = f"rank {self._rank}, a student, failed: {type(error).__name__}: {error}", _REPORT_TIMEOUT
+        # The program is to see the first error.
         with contextlib.suppress(RuntimeError) if error else contextlib.nullcontext():
-            if told and not self._ended:
-                self._waiting.clear()  # who hears of a failure says no more
-            self._end(told, limit)
+            if failure and not self._ended:
+                self._waiting.clear()  # the teacher sends nothing after a failure
+            self._end(failure, limit)
             while self._waiting:
                 self._waiting.popleft()
                 self._messages.receive(self._peer, limit)
 
-    def _ask_ahead(self) -> bool:
-        """Ask for as much as may be asked for; whether there is anything to wait for."""
+    def _request_ahead(self) -> bool:
+        """Send requests, up to the limit; whether there is an answer to wait for."""
         while not self._ended and len(self._waiting) <= self._ahead:
             try:
                 batch = next(self._batches)

@@ -1,8 +1,8 @@
-"""The teacher's side.
+"""The teacher's side of a distillation: answers the requests of its students, round by round.
 
 A round answers one request of every student that has one. All answers are computed first, then, student by student, the
-next request is received and the answer sent: so a teacher computes while its students learn, and a student that is late
-does not hold up the work for the others.
+next request is received and the answer sent: so a teacher computes while its students learn, and a late student does
+not delay the work for the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Teaching", "answer"]
 
 
 def answer(teacher: Callable[..., Any], request: tuple[torch.Tensor, ...], classes: int) -> tuple[torch.Tensor, ...]:
-    """What the teacher says to a request; ValueError if these are not logits of so many classes.
+    """The teacher's answer to a request; ValueError if it is not logits of so many classes.
 
     >>> answer(torch.nn.Linear(2, 3), (torch.ones(4, 2),), 3)[0].shape
     torch.Size([4, 3])
@@ -39,35 +39,35 @@ def answer(teacher: Callable[..., Any], request: tuple[torch.Tensor, ...], class
 
 
 class Teaching:
-    """One teacher's work for its students, from their first request to the end of the last."""
+    """The loop of one teacher, from the first request of its students to the end of the last."""
 
     def __init__(self, teacher: Callable[..., Any], students: list[int], distillation: Distillation) -> None:
         self._teacher, self._classes = teacher, distillation.classes
         self._messages, self._ahead = distillation._messages, distillation.ahead
         self._rank = distillation._group.rank()
         self._asked: dict[int, deque[tuple[torch.Tensor, ...]]] = {student: deque() for student in students}
-        self._active = set(students)  # who may ask again
+        self._active = set(students)  # students that may send requests
         self._failure: Exception | None = None
         self._count = 0
 
     def run(self) -> int:
         for student in self._asked:
-            self._hear(student, 1)
+            self._receive(student, 1)
         while any(self._asked.values()):
             answers = {student: self._answer(student) for student, asked in self._asked.items() if asked}
             for student, found in answers.items():
-                self._hear(student, 1 + self._ahead)
+                self._receive(student, 1 + self._ahead)
                 if self._asked[student]:
                     self._asked[student].popleft()
                     self._send(student, found)
             for student in self._asked:
-                self._hear(student, 1)
+                self._receive(student, 1)
         if self._failure is not None:
             raise self._failure
         return self._count
 
-    def _hear(self, student: int, count: int) -> None:
-        """Receive until a student has ``count`` requests to be answered, or has ended; one that fails has none left."""
+    def _receive(self, student: int, count: int) -> None:
+        """Receive until a student has ``count`` open requests, or has ended; a failure discards its requests."""
         while student in self._active and len(self._asked[student]) < count:
             message = self._messages.receive(student)
             if message.tensors is not None:
@@ -82,9 +82,9 @@ class Teaching:
         if self._failure is None:
             try:
                 return Message(answer(self._teacher, self._asked[student][0], self._classes))
-            except Exception as error:  # whatever it is, the students are to hear of it
+            except Exception as error:  # sent to the students
                 self._failure = error
-        return Message(failure=self._told())
+        return Message(failure=self._failure_text())
 
     def _send(self, student: int, found: Message) -> None:
         if self._failure is None:
@@ -96,9 +96,9 @@ class Teaching:
                 if self._messages.broken:
                     raise
                 self._failure = error
-        self._messages.send(student, Message(failure=self._told()))
+        self._messages.send(student, Message(failure=self._failure_text()))
 
-    def _told(self) -> str:
+    def _failure_text(self) -> str:
         if isinstance(self._failure, LessonFailed):
             return str(self._failure)
         return f"rank {self._rank}, a teacher, failed: {type(self._failure).__name__}: {self._failure}"

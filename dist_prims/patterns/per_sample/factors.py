@@ -1,4 +1,4 @@
-"""What a layer leaves of a weight's gradient: enough for its norm, sample by sample, without the gradient itself.
+"""Factors of a weight's per-sample gradient, which give its norm without the gradient itself.
 
 The gradient of a matrix is a sum of outer products, one for each position t at which a sample meets the matrix:
 g = sum of left_t right_t^T, where left and right are the layer's input and the gradient of its output. With a single
@@ -22,7 +22,7 @@ import torch
 
 __all__ = ["Matrix", "Part", "Plain", "Rows", "joined"]
 
-_BLOCK = 2**24  # elements of gradients that are multiplied out at once
+_BLOCK = 2**24  # elements of gradients that are computed at once
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Matrix:
     kernel: int = 1
 
     def squares(self) -> torch.Tensor:
-        """For each sample the square of the gradient's norm. ``Gram`` squares what cancels, so it may end below 0."""
+        """For each sample the square of the gradient's norm. By Gram matrices it may be below 0, by rounding."""
         left, right = _wide(self.left), _wide(self.right)
         positions, rows, columns = left.shape[2], left.shape[3], right.shape[3]
         if positions == 1:
@@ -55,7 +55,7 @@ class Matrix:
 
 @dataclass
 class Rows:
-    """An embedding's: which rows (n, T) of a table of ``count`` get which gradients (n, T, C)."""
+    """Factors of an embedding: the rows (n, T) of a table of ``count``, and their gradients (n, T, C)."""
 
     rows: torch.Tensor
     values: torch.Tensor
@@ -82,7 +82,7 @@ class Rows:
 
 @dataclass
 class Plain:
-    """The gradient itself: of biases and scales, which are no larger than an activation."""
+    """The gradient itself, of biases and scales, which are no larger than an activation."""
 
     values: torch.Tensor
 
@@ -97,8 +97,8 @@ Part = Matrix | Rows | Plain
 
 
 def joined(parts: Sequence[Part]) -> Part | None:
-    """A layer used twice, as one: its positions are those of both uses. None where the uses are of different kinds, as
-    those of an embedding that is the output layer, too."""
+    """The factors of a layer used several times, with the positions of all uses. None where the uses are of different
+    kinds, as those of an embedding that is the output layer, too."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -116,5 +116,5 @@ def joined(parts: Sequence[Part]) -> Part | None:
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """Squares of half types leave their range."""
+    """Cast half types to float32: their squares overflow."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,8 +1,8 @@
-"""The gradient of each sample's own loss: how much would training on it change the model?
+"""Gradients of each sample's own loss, and their norms.
 
-A backward of a batch gives the sum. The obvious way, one sample at a time, wastes what a processor does best.
-vmap(grad) computes all at once, but each sample's gradient of a weight takes memory and time that its norm does not:
-for that the layer's input and the gradient of its output suffice (Goodfellow 2015), which an ordinary backward gives.
+A backward of a batch gives the sum. The obvious way, one sample at a time, is slow. vmap(grad) computes all at once,
+but each sample's gradient of a weight takes memory and time that its norm does not: for that the layer's input and the
+gradient of its output suffice (Goodfellow 2015), which an ordinary backward gives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, grad_and_value, vmap
 
 from .factors import Part, joined
-from .recorder import Use, Watch
+from .recorder import Recorder, Use
 
 __all__ = ["PerSampleGradients"]
 
@@ -31,7 +31,7 @@ class PerSampleGradients:
     >>> model = torch.nn.Linear(2, 1, bias=False)
     >>> samples = PerSampleGradients(model, torch.nn.functional.mse_loss)
     >>> _ = torch.nn.init.ones_(model.weight)
-    >>> x, y = torch.tensor([[3.0, 4.0], [0.0, 1.0]]), torch.tensor([[7.5], [1.5]])  # 0.5 more than the model says
+    >>> x, y = torch.tensor([[3.0, 4.0], [0.0, 1.0]]), torch.tensor([[7.5], [1.5]])  # 0.5 more than the output
     >>> samples.norms(x, y)  # the gradient is -2 * 0.5 * x
     tensor([5., 1.])
     >>> samples.gradients(x, y)["weight"]
@@ -46,9 +46,9 @@ class PerSampleGradients:
 
     The methods: "trick", for linear and convolution layers, embeddings and norms (and attention's projections through
     vmap, as every other use of a parameter); "vmap" for all; and "loop", one by one, to compare with, and where vmap
-    cannot follow the model. A model that the trick cannot follow raises what torch says: an LSTM, or one that calls
+    cannot follow the model. A model that the trick does not support raises torch's error: an LSTM, or one that calls
     ``torch.autograd.grad`` itself, as for a penalty on gradients, takes ``method="vmap"``; a GRU, or a layer that is
-    computed anew in the backward (checkpoint), takes ``"loop"``. Where a model draws random numbers and some parameter
+    recomputed in the backward (checkpoint), takes ``"loop"``. Where a model draws random numbers and some parameter
     needs vmap, all are computed by it, so that they are gradients of one loss. Batch norms must be in evaluation mode:
     in training they mix the samples.
     """
@@ -108,7 +108,7 @@ class PerSampleGradients:
         of_part: Callable[[Part], torch.Tensor],
         of_gradient: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, Tensors]:
-        """Losses, and for each parameter what is wanted: of its part, or else of its gradient."""
+        """Losses, and for each parameter the result of its part, or else of its gradient."""
         self._check_norms()
         if self.method == "loop":
             losses, found = self._by_loop(inputs, targets, of_gradient)
@@ -118,7 +118,7 @@ class PerSampleGradients:
             before = self._random_states()
             losses, found, rest = self._by_trick(inputs, targets, of_part)
             if rest and not all(map(torch.equal, before, self._random_states())):
-                found, rest = {}, self.names  # another run draws another dropout: it must be that of all gradients
+                found, rest = {}, self.names  # another run would draw another dropout mask
         if rest:
             gradients, losses = self._by_vmap(inputs, targets, rest)
             found |= {name: of_gradient(each) for name, each in gradients.items()}
@@ -127,13 +127,13 @@ class PerSampleGradients:
     def _by_trick(
         self, inputs: Any, targets: Any, wanted: Callable[[Part], torch.Tensor]
     ) -> tuple[torch.Tensor, Tensors, list[str]]:
-        """Losses, what is wanted of each parameter that only known layers use, and the names of the others."""
+        """Losses, the result for each parameter that only known layers use, and the names of the others."""
         parameters = self._detached(self.names)
         names = {id(parameter): name for name, parameter in parameters.items()}
         uses: list[Use] = []
 
         def one(zero: torch.Tensor, x: Any, y: Any) -> torch.Tensor:
-            with Watch(names, zero, uses):
+            with Recorder(names, zero, uses):
                 return self._loss(parameters, x, y)
 
         count, device = self._count(inputs, targets), next(iter(parameters.values())).device
@@ -170,13 +170,13 @@ class PerSampleGradients:
             losses.append(loss.detach())
             if loss.requires_grad:
                 found = torch.autograd.grad(loss, [*parameters.values()], materialize_grads=True)
-            else:  # nothing that it depends on is of interest
+            else:  # it depends on no parameter of interest
                 found = tuple(map(torch.zeros_like, parameters.values()))
             rows.append([wanted(each.detach().unsqueeze(0)) for each in found])
         return torch.stack(losses), dict(zip(self.names, map(torch.cat, zip(*rows, strict=True)), strict=True))
 
     def _loss(self, parameters: Tensors, x: Any, y: Any) -> torch.Tensor:
-        """Of one sample, as a batch of one."""
+        """The loss of one sample, as a batch of one."""
         batch, target = (torch.utils._pytree.tree_map(lambda each: each.unsqueeze(0), given) for given in (x, y))
         output = functional_call(self.model, parameters, batch if isinstance(batch, tuple) else (batch,))
         loss = self.loss(output, target)
@@ -202,7 +202,9 @@ class PerSampleGradients:
     def _count(self, inputs: Any, targets: Any) -> int:
         lengths = {len(each) for each in torch.utils._pytree.tree_leaves((inputs, targets))}
         if len(lengths) != 1:
-            raise ValueError(f"PerSampleGradients: inputs and targets have {sorted(lengths)} samples; give as many")
+            raise ValueError(
+                f"PerSampleGradients: inputs and targets have {sorted(lengths)} samples; give equal numbers"
+            )
         return lengths.pop()
 
     def _check_norms(self) -> None:
@@ -219,8 +221,8 @@ class PerSampleGradients:
 def _gathered(
     uses: list[Use], grads: list[torch.Tensor | None], rest: set[str], wanted: Callable[[Part], torch.Tensor]
 ) -> tuple[Tensors, set[str]]:
-    """What is wanted of each parameter, and the names of those of which it cannot be had. What is done with is let go,
-    the last layer's first."""
+    """The results for each parameter, and the names of the parameters without one. Tensors are freed as soon as
+    possible, the last layer's first."""
     counts = Counter(name for use in uses for name in (use.weight, use.bias))
     waiting: dict[str, list[Part]] = {}
     found: Tensors = {}
@@ -255,12 +257,12 @@ def _chosen(model: torch.nn.Module, of: Sequence[str] | None) -> list[str]:
         return found
     if not of:
         raise ValueError("PerSampleGradients: of=[] names nothing; None means all that require a gradient")
-    everyone = [*model.named_parameters(remove_duplicate=False)]  # a tied weight has several names
+    named = [*model.named_parameters(remove_duplicate=False)]  # a tied weight has several names
     chosen: set[int] = set()
     for each in of:
-        ids = {id(parameter) for name, parameter in everyone if name == each or name.startswith(f"{each}.")}
+        ids = {id(parameter) for name, parameter in named if name == each or name.startswith(f"{each}.")}
         if not ids:
-            known = [name for name, _ in everyone]
+            known = [name for name, _ in named]
             raise ValueError(f"PerSampleGradients: of={each!r} is neither layer nor parameter; there are {known}")
         chosen |= ids
     return [name for name, parameter in model.named_parameters() if id(parameter) in chosen]

@@ -1,7 +1,7 @@
-"""The layers whose gradients need not be formed: what each makes of its input and of the gradient of its output.
+"""Layers whose weight gradients have factors: from a layer's input and the gradient of its output to its factors.
 
-Tensors come with the samples first and then as the model saw them, which has one sample as a batch of one, or as
-many rows as the model made of it.
+The first dimension of tensors is that of the samples; the others are as in the model, which has one sample as a batch
+of one, or the rows that the model made of it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _conv(dims: int) -> Callable[..., Layer]:
 
 
 def _conv_transpose(dims: int) -> Callable[..., Layer]:
-    """Input and gradient of the output change places: the weight's windows go over the output."""
+    """As a convolution with input and gradient of the output exchanged."""
 
     def conv_transpose(
         input: torch.Tensor,
@@ -126,7 +126,7 @@ def _each(value: Any, dims: int) -> list[int]:
 
 
 def _batched(x: torch.Tensor, dims: int) -> torch.Tensor:
-    """(sample, row, channel, place...): a layer may have been given a sample that is no batch."""
+    """(sample, row, channel, place...): the input of a layer may have no batch dimension."""
     return x if x.dim() == dims + 3 else x.unsqueeze(1)
 
 
@@ -146,8 +146,8 @@ def _windows(
     groups: int,
     places: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """(sample, group, position, kernel * channel): what lies under the kernel at each position. Channels come last:
-    what is copied then are rows of the kernel, not single numbers."""
+    """(sample, group, position, kernel * channel): the inputs under the kernel at each position. Channels come last, so
+    rows of the kernel are copied, not single numbers."""
     samples, _, channels = x.shape[:3]
     x = x.movedim(2, -1)
     if any(edge for pair in edges for edge in pair):
@@ -215,7 +215,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Layer | None:
-    if training or running_mean is None:  # what it divides by is that of the sample, not of all
+    if training or running_mean is None:  # normalised by the sample's own statistics
         return None
     return _by_channel(input, weight, bias, lambda x: F.batch_norm(x, running_mean, running_var, eps=eps))
 
@@ -254,7 +254,7 @@ def _by_channel(
     return Layer(x, weight, bias, build)
 
 
-# None of a call whose gradients must be formed
+# None for a call without factors
 LAYERS: dict[Callable[..., Any], Callable[..., Layer | None]] = {
     F.linear: _linear,
     F.embedding: _embedding,

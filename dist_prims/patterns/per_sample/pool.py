@@ -1,8 +1,8 @@
-"""Scores for every item of a pool, computed on all ranks: norms of gradients, or whatever else a batch of items gives.
+"""Rows for every item of a pool, computed on all ranks: norms of gradients, or other functions of a batch of items.
 
-Each rank takes a share of neighbours, chunk by chunk, so memory is that of a chunk and of the results. Nothing is sent
-meanwhile. The results stay where they are until somebody asks: all of them, in the order of the pool, or only the
-largest, for which each rank sends no more than its own largest.
+Each rank takes a range of consecutive items, chunk by chunk, so memory is that of a chunk and of the results. Nothing
+is sent meanwhile. The results stay on their ranks until they are gathered: all of them, in the order of the pool, or
+only the largest, for which each rank sends only its own largest.
 
 >>> from torch.utils.data import TensorDataset
 >>> pool = TensorDataset(torch.arange(5.0))
@@ -24,19 +24,20 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import TensorDataset, default_collate
 
-from ...agreement import gather_rows
-from ...errors import MismatchError
+from ...agreement import check_lists, gather_or_raise, gather_rows
 from ..row_shards import Kind, agree, gather, share
 
 __all__ = ["PoolRows", "over_pool"]
 
+_REMEDY = "Every rank gives the same pool and function"
 Rows = torch.Tensor | dict[str, torch.Tensor]
 
 
 class PoolRows:
     """A row for each item of a pool, each on the rank that computed it: ``local``, for the items ``mine``.
 
-    The rows are a tensor, or a dictionary of tensors. Every rank calls :meth:`gather` and :meth:`top` alike.
+    The rows are a tensor, or a dictionary of tensors. Every rank makes the same calls of :meth:`gather` and
+    :meth:`top`.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class PoolRows:
         failure = None
         try:
             self._check_top(k)
-        except (TypeError, ValueError) as error:  # the others are told
+        except (TypeError, ValueError) as error:  # sent to the other ranks
             failure = error
         values = next(iter(self._columns.values()))
         k = k if failure else min(k, self.count)
@@ -97,9 +98,9 @@ class PoolRows:
             raise ValueError(f"PoolRows.top on rank {self._group.rank()}: k={k} must be 0 or more")
 
     def _all(self, rows: torch.Tensor) -> torch.Tensor:
-        everyones, work = gather_rows(rows.view(torch.uint8), self._group)
+        gathered, work = gather_rows(rows.view(torch.uint8), self._group)
         work.wait()
-        return everyones.view(-1).view(rows.dtype)
+        return gathered.view(-1).view(rows.dtype)
 
     @staticmethod
     def _plain(columns: Any) -> Any:
@@ -118,11 +119,10 @@ def over_pool(
     """Call ``function`` on the items of ``pool``, ``chunk`` at a time, this rank's share of them; every rank does.
 
     ``pool`` is a map-style data set whose items are tensors or tuples of them; they arrive as batches on ``device``,
-    and of a tuple each member is an argument, which may itself be a tuple. So
-    ``over_pool(PerSampleGradients(model, loss).norms, pool)`` takes items (input, target). The function gives a row for
-    each item: a tensor whose first dimension is the items', or a dictionary of such; of an empty pool, where nobody has
-    called it, there are 0 rows of one float32. ``progress(done, share)`` is called after each chunk, on every rank for
-    its own items.
+    and each member of a tuple is an argument, which may itself be a tuple. So ``over_pool(PerSampleGradients(model,
+    loss).norms, pool)`` takes items (input, target). The function gives a row for each item: a tensor whose first
+    dimension is the items', or a dictionary of such; of an empty pool, for which no rank has called it, there are 0
+    rows of one float32. ``progress(done, share)`` is called after each chunk, on every rank for its own items.
     """
     world = group or dist.distributed_c10d._get_default_group()
     here, count = torch.device("cpu"), -1
@@ -149,7 +149,7 @@ def over_pool(
 
 
 def _batch(pool: Any, numbers: range) -> tuple[Any, ...]:
-    if type(pool) is TensorDataset:  # a slice instead of items put together again; one of a user's own may change them
+    if type(pool) is TensorDataset:  # a slice instead of items put together again; a subclass may change items
         return tuple(each[numbers.start : numbers.stop] for each in pool.tensors)
     many = getattr(pool, "__getitems__", None)
     batch = default_collate(many([*numbers]) if many else [pool[number] for number in numbers])
@@ -158,7 +158,7 @@ def _batch(pool: Any, numbers: range) -> tuple[Any, ...]:
 
 
 def _tuples(batch: Any) -> Any:
-    """``default_collate`` makes lists of tuples, but a list is no several inputs of a model."""
+    """``default_collate`` makes lists of tuples, but several inputs of a model are a tuple."""
     return tuple(map(_tuples, batch)) if isinstance(batch, list) else batch
 
 
@@ -178,25 +178,9 @@ def _columns(rows: Rows, count: int) -> dict[str, torch.Tensor]:
 def _agree(
     columns: dict[str, torch.Tensor], failure: Exception | None, count: int, group: dist.ProcessGroup
 ) -> dict[str, Kind]:
-    """What the rows are. If a rank has failed, all raise: that rank what it has met, the others a MismatchError."""
+    """The kinds of the rows, the same on all ranks that have any; every rank raises if one gives a ``failure``."""
     mine = {name: Kind.of(rows) for name, rows in columns.items()} or None
-    problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-    everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, (count, mine, problem), group=group)
-    if failure is not None:
-        raise failure
-    for rank, (_, _, failed) in enumerate(everyones):
-        if failed is not None:
-            raise MismatchError(f"rank {group.rank()}: over_pool: rank {rank} failed: {failed}")
-    first = next((rank for rank, (_, kinds, _) in enumerate(everyones) if kinds is not None), 0)
-    here = everyones[first]
-    for rank, there in enumerate(everyones):
-        if there[0] != here[0] or (there[1] or here[1]) != here[1]:
-            raise MismatchError(
-                f"rank {group.rank()}: over_pool: ranks disagree. Rank {first} has {here[0]} items and rows {here[1]}; "
-                f"rank {rank} has {there[0]} items and rows {there[1]}. Every rank gives the same pool and function"
-            )
-    if here[1] is None:
-        return {"": Kind(torch.float32, ())}  # an empty pool
-    kinds: dict[str, Kind] = here[1]
-    return kinds
+    found = gather_or_raise("over_pool", (count, mine), failure, group)
+    check_lists("over_pool", [[f"{count} items"] for count, _ in found], _REMEDY, group)
+    check_lists("over_pool", [kinds and [f"rows {dict(sorted(kinds.items()))}"] for _, kinds in found], _REMEDY, group)
+    return next((kinds for _, kinds in found if kinds), {"": Kind(torch.float32, ())})  # the latter: an empty pool

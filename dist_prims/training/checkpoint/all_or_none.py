@@ -1,6 +1,6 @@
-"""Ranks that succeed or fail together: whoever cannot write or read tells the others, and all raise.
+"""File operations that succeed or fail on all ranks together.
 
-One rank with a full disk would otherwise raise alone, and the others would wait for it in the next collective.
+Without this a rank whose disk is full would raise alone, and the other ranks would wait for it in the next collective.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from ...agreement import gather_objects
 
 __all__ = ["READING", "CheckpointError", "Damaged", "together"]
 
@@ -29,9 +31,9 @@ _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "Damaged": Damag
 
 
 def together(operation: str, act: Callable[[], T], group: dist.ProcessGroup, remedy: str = WRITING) -> list[T]:
-    """What ``act()`` returns on each rank, once it has on all; if it raises on any, the same kind of error on all.
+    """The results of ``act()`` of all ranks; if it raises on any rank, every rank raises the same kind of error.
 
-    ``remedy`` is what the error advises where a file is the trouble.
+    ``remedy``: the advice in the error text after an OSError.
 
     >>> together("example", lambda: 3, dist.group.WORLD)
     [3]
@@ -40,29 +42,26 @@ def together(operation: str, act: Callable[[], T], group: dist.ProcessGroup, rem
     failure: Exception | None = None
     try:
         result = act()
-    except Exception as error:  # the others must hear of it
+    except Exception as error:  # to be sent to the other ranks
         failure = error
-    told = (result, None) if failure is None else (None, (type(failure).__name__, _words(failure, remedy)))
-    everyones: list[Any] = [told]
-    if group.size() > 1:
-        everyones = [None] * group.size()
-        dist.all_gather_object(everyones, told, group)
-    failed = [(rank, *words) for rank, (_, words) in enumerate(everyones) if words is not None]
+    mine = (result, None) if failure is None else (None, (type(failure).__name__, _text(failure, remedy)))
+    found: list[Any] = gather_objects(mine, group)
+    failed = [(rank, *error) for rank, (_, error) in enumerate(found) if error is not None]
     if failed:
-        # Damage first: with the checkpoint before this one there may be nothing wrong at all.
-        rank, kind, words = min(failed, key=lambda each: each[1] != "Damaged")
+        # Damage comes first: the caller then tries the checkpoint before this one.
+        rank, kind, text = min(failed, key=lambda each: each[1] != "Damaged")
         try:
             raise _KINDS.get(kind, CheckpointError)(
-                f"{operation}: rank {group.rank()}: rank {rank}: {words}"
+                f"{operation}: rank {group.rank()}: rank {rank}: {text}"
                 if rank != group.rank()
-                else f"{operation}: rank {rank}: {words}"
+                else f"{operation}: rank {rank}: {text}"
             ) from failure
         finally:
             failure = None  # its traceback has this frame, and would keep all that act has read
-    return [result for result, _ in everyones]
+    return [result for result, _ in found]
 
 
-def _words(failure: Exception, remedy: str) -> str:
+def _text(failure: Exception, remedy: str) -> str:
     if isinstance(failure, ValueError | CheckpointError):
         return str(failure)
     return f"{type(failure).__name__}: {failure}" + f"; {remedy}" * isinstance(failure, OSError)

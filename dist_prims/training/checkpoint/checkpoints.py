@@ -1,15 +1,15 @@
-"""Save the state of a job such that one checkpoint is always usable, and go on from it on any number of ranks.
+"""Crash-safe checkpoints of the state of a job: one is always usable, on any number of ranks.
 
 ``if rank == 0: torch.save(model.state_dict(), path)`` loses everything if the process dies while it writes, does not
-notice a file that has changed, and forgets what else decides the next step: the optimizer, the place in the data, the
-random numbers of each rank, and what only one rank has. Here
+notice a file that has changed, and omits the rest of the state that determines the next step: the optimizer, the
+position in the data, the random numbers of each rank, and state that only one rank has. Here
 
 1. all ranks compare what they are about to save; nothing has been written yet;
-2. each writes its files into a folder that no manifest names, syncs them, and tells bytes and checksums;
-3. rank 0 writes the manifest and renames it into its place: from now on the checkpoint is there;
-4. rank 0 removes what is old, and what saves that nobody finished have left.
+2. each rank writes its files into a folder that no manifest names, syncs them, and reports bytes and checksums;
+3. rank 0 writes the manifest and renames it to its final name: from now on the checkpoint exists;
+4. rank 0 removes old checkpoints, and what unfinished saves have left.
 
-A failure in any of them is raised on every rank, and what was there before is untouched until step 4.
+A failure in any of these steps is raised on every rank, and earlier checkpoints are untouched until step 4.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Checkpoints:
     - ``sharded``: of every tensor each rank has some rows; see :mod:`.shards` for the split, and :class:`Padded`.
     - ``own``: each rank's own, whatever it is; it comes back on as many ranks only.
 
-    The global random states of torch, NumPy, Python and CUDA are saved without being asked for.
+    The global random states of torch, NumPy, Python and CUDA are always saved.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class Checkpoints:
         It is the state after ``step`` steps. When this returns, it is on the disk.
         """
         operation = f"Checkpoints.save of step {step}"
-        told = together(operation, lambda: self._request(step), self.group)
-        _compare(operation, [asked for asked, _ in told])
-        step, token = told[0][0]["step"], told[0][1]
+        found = together(operation, lambda: self._request(step), self.group)
+        _compare(operation, [asked for asked, _ in found])
+        step, token = found[0][0]["step"], found[0][1]
         files: dict[str, Any] = {}
 
         def prepare() -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Checkpoints:
             every = {name: about for each in written for name, about in each.items()}
             manifest = Manifest(step, self.group.size(), folder.name, every, sharded)
             together(operation, lambda: self._commit(manifest) if self._rank == 0 else None, self.group)
-        except CheckpointError:  # all ranks have told that they write no more
+        except CheckpointError:  # after it no rank writes any more
             if self._rank == 0 and not self._is_named(folder, step):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -139,10 +139,10 @@ class Checkpoints:
         back, too; ranks that were not there begin with states derived from rank 0's.
         """
         operation = f"Checkpoints.restore from {self.directory}"
-        told = together(operation, lambda: (self._names(), self.steps()), self.group, READING)
-        _compare(operation, [names for names, _ in told])
+        found = together(operation, lambda: (self._names(), self.steps()), self.group, READING)
+        _compare(operation, [names for names, _ in found])
         refusals = []
-        for step in self._seen(operation, [steps for _, steps in told]):
+        for step in self._seen(operation, [steps for _, steps in found]):
             try:
                 return self._restore(step, f"{operation}, step {step}")
             except Damaged as error:
@@ -153,17 +153,17 @@ class Checkpoints:
                 )
         if refusals:
             raise Damaged(
-                f"{operation}: rank {self._rank}: every checkpoint is damaged; to begin anew choose another directory. "
+                f"{operation}: rank {self._rank}: every checkpoint is damaged; to start over use another directory. "
                 + " ".join(refusals)
             )
         return 0
 
     def _seen(self, operation: str, by_rank: list[list[int]]) -> list[int]:
-        """The steps as rank 0 sees them, if it sees the last that any rank does."""
+        """The steps that rank 0 sees, if these include the last step that any rank sees."""
         last = [max(steps, default=-1) for steps in by_rank]
         if max(last) == last[0]:
             return by_rank[0]
-        steps = together(operation, self.steps, self.group, READING)[0]  # somebody may have saved just now
+        steps = together(operation, self.steps, self.group, READING)[0]  # another job may have saved just now
         if max(steps, default=-1) < max(last):
             raise CheckpointError(
                 f"{operation}: rank {last.index(max(last))} sees step {max(last)}, rank 0 "
@@ -172,7 +172,7 @@ class Checkpoints:
         return steps
 
     def _warn(self, words: str) -> None:
-        """By rank 0; where warnings are errors it is to fail on all ranks."""
+        """Warn on rank 0; where warnings are errors, all ranks fail (the caller uses together())."""
         if self._rank == 0:
             warnings.warn(words, RuntimeWarning, stacklevel=4)  # the caller of restore()
 
@@ -209,9 +209,9 @@ class Checkpoints:
         return {"step": number, **self._names()}, secrets.token_hex(4)
 
     def _files(self) -> dict[str, Any]:
-        """What this rank writes, by file, as it lies in memory.
+        """The contents of this rank's files.
 
-        A state that only all ranks together can give is asked for on all of them first, in the order of names; rank 0
+        A state whose ``state_dict()`` is collective is computed on all ranks first, in the order of names; rank 0
         writes it.
         """
         gathered = {name: state_of(self._whole[name]) for name in self._names()["collective"]}
@@ -238,7 +238,7 @@ class Checkpoints:
         return {name: describe(name, files[f"shard-{self._rank}.pt"][name]) for name in self._sharded}
 
     def _refuse_to_go_back(self, step: int) -> None:
-        """Of two runs in one directory the later would hide or replace what the other saves."""
+        """ValueError if the directory has a later checkpoint: two runs in one directory would replace each other's."""
         if step < 0:
             raise ValueError("steps are counted from 0")
         there = [each for each in self.steps() if each not in self._refused]
@@ -262,7 +262,7 @@ class Checkpoints:
             self._clean()
 
     def _clean(self) -> None:
-        """Remove everything of ours that the last checkpoints do not need."""
+        """Remove all files of this class that the last checkpoints do not need."""
         needed: set[str] = set()
         unknown: set[int] = set()  # whose manifest may be another program's, or of another version
         old: list[Path] = []
@@ -285,7 +285,7 @@ class Checkpoints:
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
 
     def _is_named(self, folder: Path, step: int) -> bool:
-        """Whether a manifest needs the folder of a save that failed; it may have, once it had been renamed."""
+        """Whether a manifest names the folder of a failed save: the save may have failed after the rename."""
         try:
             return folder.name in (self.directory / name_of(step)).read_text()
         except FileNotFoundError:

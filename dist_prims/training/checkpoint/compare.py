@@ -1,4 +1,4 @@
-"""What was saved against what is here, as far as that can be told without loading it."""
+"""Comparison of a saved state with its target, as far as possible without loading it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _refuse_keys(name: str, module: nn.Module, state: dict[str, Any]) -> None:
     if type(module).load_state_dict is not nn.Module.load_state_dict or any(
         each._load_state_dict_pre_hooks for each in module.modules()
     ):
-        return  # it may know how to load others
+        return  # it may be able to load other keys
     here = module.state_dict()
     for verb, these, those in (("has", state, here), ("lacks", here, state)):
         if more := sorted(set(these) - set(those)):

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: written, put on the disk, then named; and their checksums.
+"""Atomic files: written, synced, then renamed to their final name; and their checksums.
 
 A rename alone is not enough: the disk may keep the new name and lose the bytes. So the bytes are synced before they get
 their name, and the folder after it.
@@ -18,7 +18,7 @@ __all__ = ["digest", "make_folder", "put_text", "read_tensors", "sync_folder", "
 
 
 class _Hashing:
-    """Hashes what it writes, so that a file need not be read again for its checksum; and keeps what went wrong."""
+    """A file that computes the checksum of what is written, and keeps the first error."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.sha256, self.count = file, hashlib.sha256(), 0
@@ -38,7 +38,7 @@ class _Hashing:
 
 
 def write_tensors(path: Path, content: Any) -> dict[str, Any]:
-    """Write and sync ``content``; its bytes and checksum.
+    """Write and sync ``content``; return its bytes and checksum.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def write_tensors(path: Path, content: Any) -> dict[str, Any]:
         hashing = _Hashing(file)
         try:
             torch.save(content, cast(BinaryIO, hashing))
-        except RuntimeError as error:  # torch tells positions in its archive, not that the disk is full
+        except RuntimeError as error:  # torch reports positions in its archive, not that the disk is full
             raise hashing.failure or error from None
         file.flush()
         os.fsync(file.fileno())
@@ -58,7 +58,7 @@ def write_tensors(path: Path, content: Any) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, lazily: bool = False) -> Any:
-    """Tensors and plain values, nothing that runs; ``lazily``: tensors are read where they are looked at."""
+    """Tensors and plain values, without running code of the file; ``lazily``: tensors are read on first use."""
     return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily or None)
 
 
@@ -77,7 +77,7 @@ def put_text(path: Path, text: str) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make it and what it lies in, where they are not there yet, and wait until their names are on the disk."""
+    """Make a folder and its parents, and wait until their names are on the disk."""
     made = list(itertools.takewhile(lambda each: not each.exists(), [folder, *folder.parents]))
     folder.mkdir(parents=True, exist_ok=True)
     for each in reversed(made):
@@ -85,7 +85,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in it are on the disk."""
+    """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,11 +1,11 @@
-"""What a checkpoint consists of: a small JSON file, the last to appear, that names all others with their checksums.
+"""The manifest of a checkpoint: a small JSON file, written last, that names all others with their checksums.
 
 ::
 
     directory/
-      step-120.json           the manifest: while it is not there, the checkpoint is not
+      step-120.json           the manifest: without it there is no checkpoint
       step-120.4fd1a6c2/      state.pt, rank-0.pt, rank-1.pt, shard-0.pt, shard-1.pt, streams-0.pt, streams-1.pt
-      step-140.90b7e35d/      a save that nobody finished: the next one removes it
+      step-140.90b7e35d/      an unfinished save: the next one removes it
 
 The folder's name is another in each save. So a step that is saved again replaces its manifest in one rename, and at no
 moment is there neither the old one nor the new one.
@@ -95,7 +95,7 @@ def read_text(path: Path) -> str:
 
 @contextlib.contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Only what is lost is damage; a file that this rank may not read, or not now, is as good as it was."""
+    """Context that turns errors of a lost file into Damaged; a file that cannot be read now is not damaged."""
     try:
         yield
     except OSError as error:
@@ -127,7 +127,7 @@ def steps_in(names: Iterable[str]) -> list[int]:
 
 
 def step_of(name: str) -> int | None:
-    """The step of whose save this is the folder, or the manifest not yet named; None: it is no name of ours.
+    """The step of the save to which a folder, or a temporary manifest, belongs; None for other names.
 
     >>> step_of("step-120.4fd1a6c2"), step_of("step-120.json"), step_of("notes.txt")
     (120, None, None)

@@ -1,7 +1,7 @@
-"""States as what a file may hold: tensors on the CPU and plain values, which load without running anything.
+"""Conversion of states to tensors on the CPU and plain values, which load without running code.
 
-``torch.save`` takes any object, and it is the load with ``weights_only=True`` that fails, a day later. So a state is
-looked through when it is saved, and what would not load is refused by name.
+``torch.save`` takes any object, and the load with ``weights_only=True`` fails much later. So a state is checked when it
+is saved, and a value that would not load is refused by name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Target = Stateful | torch.Tensor | torch.Generator
 
 
 def is_stream(target: Target) -> bool:
-    """Whether it takes the states of all ranks, and goes on with them on any number."""
+    """Whether the target loads the states of all ranks, on any number of ranks."""
     return isinstance(target, ShardedSampler | ShardedIterable)
 
 
@@ -54,14 +54,14 @@ def is_collective(target: Target) -> bool:
 
 
 def state_of(target: Target) -> Any:
-    """Its state as it is now, not copied."""
+    """The current state, not copied."""
     if isinstance(target, torch.Generator):
         return target.get_state()
     return target.detach() if isinstance(target, torch.Tensor) else target.state_dict()
 
 
 def load(name: str, target: Target, state: Any) -> None:
-    """Give a state back; a tensor is filled in its place, wherever that is."""
+    """Load a state; a tensor is filled in place, on its device."""
     if isinstance(target, torch.Generator):
         target.set_state(state)
     elif not isinstance(target, torch.Tensor):
@@ -140,7 +140,7 @@ def _too_long(value: Any) -> bool:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, and without the rest of a storage of which it is a view: torch.save would write that, too."""
+    """A copy on the CPU without the rest of the storage of a view: torch.save would write that, too."""
     tensor = tensor.detach().cpu()
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 

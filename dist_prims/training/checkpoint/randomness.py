@@ -13,7 +13,7 @@ __all__ = ["capture", "derive", "restore"]
 
 
 def capture() -> dict[str, Any]:
-    """As tensors and plain values.
+    """The random states as tensors and plain values.
 
     >>> before = capture()
     >>> drawn = torch.rand(3), np.random.rand(3), random.random()
@@ -25,7 +25,7 @@ def capture() -> dict[str, Any]:
     numpy: dict[str, Any] = dict(np.random.get_state(legacy=False))
     words = {**numpy["state"], "key": torch.from_numpy(numpy["state"]["key"].astype(np.int64))}
     version, numbers, next_gauss = random.getstate()
-    # A process that has not used CUDA is not made to by a save.
+    # A save does not initialise CUDA.
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def derive(state: dict[str, Any], rank: int) -> None:
-    """For a rank that was not there: numbers of its own, the same whenever this state and this rank meet."""
+    """Seed a rank that was not in the save: a function of this state and the rank."""
     words = zlib.crc32(state["torch"].numpy().tobytes())
     seed = int(np.random.SeedSequence([words, rank]).generate_state(1)[0])
     torch.manual_seed(seed)

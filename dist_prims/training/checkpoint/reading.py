@@ -1,7 +1,7 @@
-"""One checkpoint, read for one rank: everything is read and compared first, and only then anything is changed.
+"""Reader of one checkpoint for one rank: everything is read and compared before any object is changed.
 
-Compared are the shapes and dtypes of tensors, the names in modules, the parameters of optimizers. What else the load of
-an object refuses by itself is found when those before it have been loaded.
+It compares the shapes and dtypes of tensors, the names in modules, the parameters of optimizers. Other errors of an
+object's own load are found only after the objects before it have been loaded.
 """
 
 from __future__ import annotations
@@ -93,5 +93,5 @@ def _has(part: str, there: Collection[str], wanted: Iterable[str]) -> None:
     if missing:
         raise ValueError(
             f"{', '.join(map(repr, missing))} not in the {part} of this checkpoint, which has "
-            f"{', '.join(map(repr, sorted(there))) or 'nothing'}; ask for what was saved"
+            f"{', '.join(map(repr, sorted(there))) or 'nothing'}; load only what was saved"
         )

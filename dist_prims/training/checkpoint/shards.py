@@ -1,10 +1,10 @@
-"""Tensors of which each rank has some rows: written as they lie, read in the split of however many ranks there are.
+"""Tensors sharded by rows: written as they are split, read in the split of any number of ranks.
 
 The whole of a tensor is the ranks' rows (its first dimension) one after the other, and the split is a rule, not a
 table: rank r of n has the rows from r * count // n up to (r + 1) * count // n, or, padded, from r * block up to
 (r + 1) * block with block = count / n rounded up, and zeros where there are no more. So a reader knows which rows it
 wants, the manifest says where they are, and only those are read. Tensors without rows, such as an optimizer's number of
-steps, and plain values have to be the same on all ranks, which nobody compares: those of any are read.
+steps, and plain values have to be the same on all ranks. This is not checked: those of one rank are read.
 
 ::
 
@@ -71,7 +71,7 @@ def describe(name: str, state: Any) -> list[dict[str, Any]]:
 
 
 def agreed(what: str, parts: Sequence[list[dict[str, Any]]], padded: int | None) -> dict[str, Any]:
-    """Of all ranks' descriptions one, with the rows by rank; ValueError where they are not parts of one whole."""
+    """One description of all ranks' parts, with the rows by rank; ValueError if they are not parts of one tensor."""
     size = len(parts)
     tensors = []
     for rank, part in enumerate(parts):
@@ -94,7 +94,7 @@ def agreed(what: str, parts: Sequence[list[dict[str, Any]]], padded: int | None)
 
 
 def join(name: str, about: dict[str, Any], rank: int, size: int, piece: Piece) -> Any:
-    """What ``rank`` of ``size`` has, from the pieces of the ranks that saved; only those needed are asked for."""
+    """What ``rank`` of ``size`` has, from the pieces of the ranks that saved; only those needed are read."""
     padded = about["padded"]
     saved_by = len(about["tensors"][0]["rows"]) if about["tensors"] else 1
     own = piece(rank % saved_by)

@@ -1,13 +1,13 @@
-"""Gradients that travel in fewer bytes: what a bucket of gradients becomes on its way to the mean over the ranks.
+"""Gradient compression: compressors of buckets, which average the gradients over the ranks in fewer bytes.
 
-Each compressor here is given to ``GradientAverager(compress=...)``, as an object or by its name. All keep to this:
+A compressor is given to ``GradientAverager(compress=...)``, as an object or by its name. Properties of all of them:
 
 - every rank ends with the same bits: what differs between ranks is decoded from the same bytes by each of them;
 - what a step loses is added to the gradient of the next one (error feedback, :mod:`.feedback`), so that nothing is lost
-  for ever, except once when buckets are rebuilt: after the first step, which tells the order of gradients, and after
+  for good, except when buckets are rebuilt: after the first step, which shows the order of gradients, and after
   parameters are frozen or unfrozen; ``feedback=False`` leaves it out, and its memory, which is that of the gradients
   once more;
-- it keeps that for one averager: each has its own;
+- a compressor has the state of one averager: each averager has its own;
 - a gradient that is not finite on one rank is not finite on any rank afterwards, so that a ``GradScaler`` sees it.
   What was lost is kept in the scale of the gradients: a scaler that halves its scale doubles it for one step;
 - on a group of one rank nothing is sent and nothing changes.

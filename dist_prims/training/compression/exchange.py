@@ -29,7 +29,7 @@ __all__ = ["Exchange"]
 
 
 class Exchange(Staged):
-    """A compressor that says how rows of values become rows of bytes, and back."""
+    """A compressor whose subclasses encode rows of values as rows of bytes, and decode them."""
 
     @abstractmethod
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ class Exchange(Staged):
 
     @abstractmethod
     def decode(self, packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of ``width`` values, what is left of them after :meth:`encode`."""
+        """Rows of ``width`` values from the bytes of :meth:`encode`."""
 
     def width(self, count: int) -> int:
         """The length of a piece of at least ``count`` elements."""
@@ -52,7 +52,7 @@ class Exchange(Staged):
         arriving = torch.empty_like(leaving)
         work = dist.all_to_all_single(arriving, leaving, group=group, async_op=True)
         self.sent_bytes += (size - 1) * leaving.shape[1]
-        if self.feedback.enabled:  # while it travels
+        if self.feedback.enabled:  # during the transfer
             lost = self.decode(leaving, width, wanted.dtype).view(-1)[:count]
             self.feedback.keep((bucket.index, "gradient"), wanted, lost)
         yield work
@@ -62,10 +62,10 @@ class Exchange(Staged):
             mean += self.decode(arriving[rank : rank + 1], width, wanted.dtype)
         mean = self.feedback.add((bucket.index, "mean"), mean.div_(size))
         mine = self.encode(mean)
-        everyones, work = gather_rows(mine.view(-1), group)
+        gathered, work = gather_rows(mine.view(-1), group)
         self.sent_bytes += (size - 1) * mine.numel()
         if self.feedback.enabled:
             self.feedback.keep((bucket.index, "mean"), mean, self.decode(mine, width, wanted.dtype))
         yield work
 
-        bucket.flat.copy_(self.decode(everyones, width, wanted.dtype).view(-1)[:count])
+        bucket.flat.copy_(self.decode(gathered, width, wanted.dtype).view(-1)[:count])

@@ -23,21 +23,21 @@ __all__ = ["Feedback"]
 
 
 class Feedback:
-    """What was lost, by the key of where; ``enabled=False`` keeps nothing."""
+    """The errors of compression, by key; ``enabled=False`` keeps nothing."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
         self._lost: dict[Hashable, torch.Tensor] = {}
 
     def add(self, key: Hashable, value: torch.Tensor) -> torch.Tensor:
-        """``value`` with what was lost before, in place."""
+        """Add the earlier error to ``value``, in place."""
         lost = self._lost.get(key)
         if lost is None:
             return value
         if lost.shape != value.shape:
             raise ValueError(
                 f"error feedback: what was lost at {key} has {lost.numel()} elements and the gradient there has now "
-                f"{value.numel()}; call reset() when buckets are built anew, and give each averager its own compressor"
+                f"{value.numel()}; call reset() when buckets are rebuilt, and give each averager its own compressor"
             )
         return value.add_(lost)
 

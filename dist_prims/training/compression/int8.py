@@ -19,8 +19,8 @@ _SMALLEST = {torch.float32: 1e-37, torch.float64: 1e-300}  # a scale below it ha
 class Int8(Exchange):
     """A quarter of the bytes of float32. ``block``: elements, at most, that share a scale.
 
-    ``stochastic=True`` rounds up or down by chance, each to the value's measure, drawn from ``seed`` and the rank, so
-    that a run can be repeated. A value that is not finite makes its block so.
+    ``stochastic=True`` rounds up or down at random, with the value's fraction as probability, drawn from ``seed`` and
+    the rank, so that a run can be repeated. A value that is not finite makes its block so.
 
     >>> Int8(block=256).bytes_of(1000)
     1016
@@ -43,12 +43,12 @@ class Int8(Exchange):
         self._chance.clear()
 
     def width(self, count: int) -> int:
-        """Blocks of one length, that leave next to nothing over."""
+        """The elements of equal blocks, with little padding."""
         blocks = self._blocks(count)
         return blocks * -(-count // blocks)
 
     def bytes_of(self, count: int, dtype: torch.dtype = torch.float32) -> int:
-        """What ``count`` elements take on the way."""
+        """The bytes of ``count`` elements in a message."""
         return self.width(count) + self._blocks(count) * dtype.itemsize
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Int8(Exchange):
             numbers.floor_().clamp_(-_LARGEST, _LARGEST)
         else:
             numbers.round_()
-        numbers.nan_to_num_(nan=0.0)  # what has no int8 is not converted: the scale says it
+        numbers.nan_to_num_(nan=0.0)  # a value without an int8 is marked by the scale
         parts = scale.view(len(rows), -1).view(torch.uint8), numbers.view_as(rows).to(torch.int8).view(torch.uint8)
         return torch.cat(parts, dim=1)
 
@@ -78,6 +78,6 @@ class Int8(Exchange):
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._chance:
-            seed = self.seed + 1_000_003 * torch.distributed.get_rank()  # ranks must not err together
+            seed = self.seed + 1_000_003 * torch.distributed.get_rank()  # the errors of ranks must be independent
             self._chance[device] = torch.Generator(device).manual_seed(seed)
         return self._chance[device]

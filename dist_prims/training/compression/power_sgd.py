@@ -97,7 +97,7 @@ class PowerSGD(Staged):
         bucket.flat.copy_(sent)
 
     def _parts(self, bucket: Bucket, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The matrices to be compressed, and what is between them, as views of ``flat``, which is laid out alike.
+        """The matrices to be compressed, and what is between them, as views of ``flat``, which has the same layout.
 
         A matrix has as many rows as the outermost dimension in memory is long, so that none is copied.
         """
@@ -113,7 +113,7 @@ class PowerSGD(Staged):
         return matrices, [*rest, flat[end:]]
 
     def _start(self, index: int, number: int, matrix: torch.Tensor) -> torch.Tensor:
-        """Where the iteration of a matrix begins: at its last end, or at a draw that is the same on all ranks."""
+        """The start of the iteration of a matrix: its last result, or random numbers that are the same on all ranks."""
         if (index, number) not in self._starts:
             chance = torch.Generator().manual_seed(self.seed + 1_000_003 * index + number)
             self._starts[index, number] = torch.randn(matrix.shape[1], self.rank, generator=chance).to(matrix)

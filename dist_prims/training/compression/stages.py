@@ -1,16 +1,16 @@
-"""What all compressors share: their work in stages, launched in one order on all ranks, and the bytes they send.
+"""Base of all compressors: collectives in stages, launched in one order on all ranks, and counters of bytes.
 
-Compression takes more than one collective, and the second needs what the first has brought. A thread, or a callback on
-the end of the first, would launch the second when it happens to be there, behind different collectives on different
-ranks: the wrong messages would be paired. Waiting for it in ``start`` would hold up backward, and for ever where the
-rank that is waited for waits for this one in a collective of a layer. So a compressor is a generator that yields each
-collective it has launched, and the order of all launches is fixed by that of the buckets::
+Compression takes more than one collective, and the second needs the result of the first. A thread, or a callback at the
+end of the first, would launch the second at a different place among the other collectives on each rank: the wrong
+messages would be paired. Waiting for the first in ``start`` would delay backward, and deadlock where the other rank
+waits for this one in a collective of a layer. So a compressor is a generator that yields each collective it has
+launched, and the order of all launches is fixed by that of the buckets::
 
     bucket     0  1  0  2  1  3  2  ...        the first collective of a bucket, then the second of the one before it
     stage      1  1  2  1  2  1  2
 
-``start`` of a bucket launches what is next in this order as far as it need not wait, where no other collectives are
-launched in the group, and else all of it up to this bucket. The end of a bucket waits.
+``start`` of a bucket makes the next launches in this order: those for which it need not wait, if the group is used for
+nothing else, or else all of them up to this bucket. The end of a bucket waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Staged", "wide"]
 
 
 class Staged(ABC):
-    """A compressor whose subclasses say what happens to a bucket, in :meth:`stages`.
+    """A compressor whose subclasses implement :meth:`stages`.
 
     ``sent_bytes`` counts what a rank has sent, ``dense_bytes`` what a ring would have sent of the same gradients
     uncompressed; :meth:`ratio` compares the two.
@@ -46,8 +46,8 @@ class Staged(ABC):
         self.sent_bytes = 0
         self.dense_bytes = 0
         self._last: _Job | None = None
-        self._next: deque[_Job] = deque()  # whose turn it is to go one stage on
-        self._waits = True  # for other ranks, in start()
+        self._next: deque[_Job] = deque()  # the jobs to advance, in their order
+        self._waits = True  # whether start() may wait for other ranks
         self._agreed: set[str] = set()
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Staged(ABC):
 
     @abstractmethod
     def __repr__(self) -> str:
-        """The class and its arguments, all that ranks must have alike."""
+        """The class and its arguments, which must be the same on all ranks."""
 
     def start(self, bucket: Bucket, group: dist.ProcessGroup | None) -> Callable[[], None]:
         """Begin to turn ``bucket.flat`` into the mean over the ranks; the callable returned waits and writes it.
@@ -83,7 +83,7 @@ class Staged(ABC):
         self._waits = False
 
     def reset(self) -> None:
-        """Forget what was lost: the buckets were built anew, or the parameters are others."""
+        """Forget the errors of compression: the buckets were rebuilt, or the parameters are others."""
         self.feedback.reset()
         self._agreed.clear()
         self._last = None
@@ -112,7 +112,7 @@ class Staged(ABC):
 
 
 class _Job:
-    """One bucket on its way."""
+    """The collectives of one bucket."""
 
     def __init__(self, stages: Iterator[Any]) -> None:
         self._stages = stages
@@ -135,7 +135,7 @@ class _Job:
                 self._work.wait()
             self._work = next(self._stages, None)
         except BaseException as error:
-            self._failed = error  # who asks for the end of this bucket must not find it done
+            self._failed = error  # finish() of this bucket must raise, too
             raise
         self.is_done = self._work is None
 

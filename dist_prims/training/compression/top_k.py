@@ -1,6 +1,6 @@
-"""Only the largest values of a gradient are sent, with their places; the rest waits till it has grown (error feedback).
+"""Top-k compression: the largest values of a gradient are sent, with their indices; the rest is error feedback.
 
-Each rank chooses for itself, so an all_reduce does not fit: all ranks' places and values are gathered, and every rank
+Each rank chooses its own indices, so an all_reduce does not fit: all indices and values are gathered, and every rank
 adds them in the order of the ranks. What a rank sends grows with their number, so this is for few ranks and slow links.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TopK", "largest"]
 
-_SAMPLE = 1 << 16  # elements of which a first guess at the threshold is made
+_SAMPLE = 1 << 16  # elements from which the threshold is estimated
 _INT32 = 2**31
 
 
@@ -54,7 +54,7 @@ class TopK(Staged):
         index = torch.int32 if wanted.numel() < _INT32 else torch.int64
         values = wanted[places].to(bucket.flat.dtype)
         mine = torch.cat([values.view(torch.uint8), places.to(index).view(torch.uint8)])
-        everyones, work = gather_rows(mine, group)
+        gathered, work = gather_rows(mine, group)
         self.sent_bytes += (size - 1) * mine.numel()
         if self.feedback.enabled:
             sent = torch.zeros_like(wanted).index_copy_(0, places, values.to(wanted.dtype))
@@ -62,7 +62,7 @@ class TopK(Staged):
         yield work
 
         mean = wanted.zero_()
-        for row in everyones:  # in the order of the ranks; none has a place twice
+        for row in gathered:  # in the order of the ranks; none has a place twice
             of_rank, at = row[: values.nbytes].clone(), row[values.nbytes :].clone()  # aligned for what they hold
             mean.index_add_(0, at.view(index).long(), of_rank.view(values.dtype).to(mean.dtype))
         bucket.flat.copy_(mean.div_(size))
@@ -71,8 +71,8 @@ class TopK(Staged):
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     """Where the ``count`` largest magnitudes are, in no order; NaN is the largest of all.
 
-    On a CPU ``topk`` of millions takes long, so it is given only what lies above a threshold, which is guessed from a
-    sample: if that is enough elements, then the largest are among them.
+    On a CPU ``topk`` of millions takes long, so it is given only the elements above a threshold, which is estimated
+    from a sample: if those are at least ``count`` elements, the largest are among them.
 
     >>> sorted(largest(torch.tensor([1.0, -3.0, 2.0]), 2).tolist())
     [1, 2]

@@ -1,4 +1,4 @@
-"""Data parted among ranks and workers: batches, samplers and streams that neither lose an item nor give one twice."""
+"""Data partitioned over ranks and workers: batches, samplers and streams that neither lose nor repeat an item."""
 
 from .batches import Batches, partition_dataset
 from .iterable import ShardedIterable

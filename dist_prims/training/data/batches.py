@@ -1,11 +1,11 @@
-"""A data set in batches over the ranks, such that the ranks together do what one process would do.
+"""Batches of a data set over the ranks, equivalent to the batches of one process.
 
-The obvious way, batch / ranks each, makes another total batch where it does not divide, ends with ranks that take
+The obvious way, batch / ranks each, gives another total batch where it does not divide, ends with ranks that take
 different numbers of steps (a hang), and averages gradients of uneven batches as if they were even. Here the total of
-every batch is what was asked for, the last one's what is left, and all ranks take the same steps. Each rank's loss
+every batch is the given one, the last one's the remainder, and all ranks take the same steps. Each rank's loss
 counts with a weight, own items * ranks / items of all: then the mean of the ranks' gradients is the gradient of the
-whole batch's mean loss. A rank that has no item in a batch gets one on loan, with weight 0: it runs forward and
-backward like the others, whatever the model does with no items, and adds nothing.
+whole batch's mean loss. A rank that has no item in a batch gets a substitute with weight 0: it runs forward
+and backward like the others, and adds nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch.utils.data import default_collate
 
+from ...agreement import check_lists
 from ...collectives import all_gather
 from ...collectives.algorithm_choice import CHEAPEST
 from ..partition import DataPartitioner, Items, deal
@@ -48,8 +49,8 @@ def partition_dataset(
 
     Train with ``(loss * weight).backward()``, where ``loss`` is a mean over the items, then ``average_gradients``.
     ``sizes``: each rank's share, as fractions or counts; even unless given. ``stratify``: see
-    :class:`~dist_prims.DataPartitioner`. All ranks call this together, with alike arguments: where they differ, all of
-    them get a ValueError.
+    :class:`~dist_prims.DataPartitioner`. All ranks call this together, with the same arguments: where they differ, all
+    raise MismatchError.
     """
     rank, size = place_of("partition_dataset", group, None, None)
     shares = [1 / size] * size if sizes is None else list(sizes)
@@ -67,10 +68,10 @@ def partition_dataset(
 
 
 class Batches:
-    """The batches of one rank: iterate, and each iteration is an epoch with an order of its own.
+    """The batches of one rank: each iteration is an epoch with an order of its own.
 
     >>> batches = Batches(DataPartitioner(range(5), [0.8, 0.2]), batch=2, rank=1)
-    >>> [weight for numbers, weight in batches]  # of the second two items one is ours, of the others none
+    >>> [weight for numbers, weight in batches]  # of the second two items one is this rank's
     [0.0, 1.0, 0.0]
     >>> len(batches), batches.epoch
     (3, 1)
@@ -109,30 +110,26 @@ class Batches:
             order = np.random.RandomState([self._seed, epoch, self._rank]).permutation(order)
         for step, total in enumerate(np.diff(self._ends).tolist()):
             chosen = order[self._mine[step] : self._mine[step + 1]].tolist()
-            items = [self.part[index] for index in chosen] or [self._loan()]
+            items = [self.part[index] for index in chosen] or [self._substitute()]
             batch = self._collate(items)
             several = isinstance(items[0], tuple | list) and isinstance(batch, tuple | list)
             fields = batch if several else (batch,)
             yield (*fields, len(chosen) * self._size / total)
 
-    def _loan(self) -> Any:
+    def _substitute(self) -> Any:
         return self.part[0] if len(self.part) else self.part.data[0]
 
 
 def _agree(rank: int, group: dist.ProcessGroup | None, count: int, batch: int, seed: int, *rest: object) -> None:
-    """ValueError on every rank where any differs: parts would overlap, or ranks would wait for steps never taken."""
+    """MismatchError on every rank if arguments differ: parts would overlap, or ranks would take unequal steps."""
     names = ("len(data)", "batch", "seed", "one of shuffle, sizes and stratify (by checksum)")
     only_cuda = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if only_cuda else torch.device("cpu")
     own = torch.tensor([count, batch, seed, zlib.crc32(repr(rest).encode())], device=device)
     size = dist.get_world_size(group)
-    all_of_them = torch.empty(size * len(own), dtype=own.dtype, device=device)
-    all_gather(all_of_them, own, group, algorithm=CHEAPEST)  # which compares the calls
-    rows = all_of_them.view(size, -1).tolist()
-    for other, row in enumerate(rows):
-        for name, first, value in zip(names, rows[0], row, strict=True):
-            if first != value:
-                raise ValueError(
-                    f"partition_dataset: rank {rank}: ranks differ in {name}: rank 0 has {first}, rank {other} has "
-                    f"{value}; call it with the same arguments on every rank"
-                )
+    gathered = torch.empty(size * len(own), dtype=own.dtype, device=device)
+    all_gather(gathered, own, group, algorithm=CHEAPEST)  # which compares the calls
+    texts = [
+        [f"{name}={value}" for name, value in zip(names, row, strict=True)] for row in gathered.view(size, -1).tolist()
+    ]
+    check_lists("partition_dataset", texts, "Call it with the same arguments on every rank", group)

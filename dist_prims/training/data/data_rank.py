@@ -1,4 +1,4 @@
-"""Which rank of how many reads the data: as told, or as the group says."""
+"""Rank and size of a reader of data: as given, or those of the group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["place_of"]
 
 
 def place_of(what: str, group: dist.ProcessGroup | None, rank: int | None, size: int | None) -> tuple[int, int]:
-    """Rank and size; ValueError where half is told, or what is told cannot be."""
+    """Rank and size; ValueError if only one of them is given, or they do not fit."""
     if rank is None and size is None:
         members = group_of(group, what)
         return members.rank(), members.size()

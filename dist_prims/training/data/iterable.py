@@ -1,13 +1,14 @@
-"""Streams and archives, each sample once an epoch over ranks and workers, and the rest of an epoch after a crash.
+"""Sharded streams: each sample once an epoch over ranks and workers, resumable after a crash.
 
-A stream has no length and cannot be read from its middle. So whole shards are dealt to the *consumers* (a consumer is
-one DataLoader worker of one rank) as far as they go round; the shards that are left over, fewer than consumers, are
-each read by several consumers, which take its samples in turns (*stripes*). That works for one shard, too.
+A stream has no length and cannot be read from its middle. So whole shards are assigned to the *consumers* (a consumer
+is one DataLoader worker of one rank) as far as they divide evenly; the shards that are left over, fewer than consumers,
+are each read by several consumers, which take its samples round-robin (*stripes*). That works for one shard, too.
 
 What a consumer gives in an epoch is a function of the shards, the seed and its number. So it is enough to keep how many
-samples it has given: whoever goes on reads again from the beginning and skips those, and the shuffle buffer is as it
-was. And the rest of a consumer's stream is a stream: if the number of consumers changes, the old ones' rests are dealt
-to the new ones as if they were shards. The price of a resume is reading again what was read in the epoch.
+samples it has given: a resumed consumer reads again from the beginning and skips those, which restores the shuffle
+buffer as well. The rest of a consumer's stream is a stream: if the number of consumers changes, the old consumers'
+rests are assigned to the new ones as if they were shards. The price of a resume is reading again what was read in the
+epoch.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class ShardedIterable(IterableDataset[Any]):
     ``open(source)`` may be :func:`~.tar.tar_samples`, for paths of archives. Each epoch has an order of shards of its
     own unless ``shuffle`` is False. ``shuffle_buffer``: so many samples are kept in memory, and a random one of them is
     given. Reading a source again must give the same samples. A DataLoader of your own must not have
-    ``persistent_workers``: they keep copies of this that do not hear of the next epoch. torchdata's StatefulDataLoader
-    saves and restores the place of this rank by itself, on as many ranks and workers. Ranks may have unlike numbers of
+    ``persistent_workers``: they keep copies that set_epoch() does not reach. torchdata's StatefulDataLoader saves and
+    restores the place of this rank by itself, on as many ranks and workers. Ranks may have different numbers of
     samples; where every step communicates, train within :meth:`GradientAverager.join`.
     """
 
@@ -103,7 +104,7 @@ class ShardedIterable(IterableDataset[Any]):
         if again and (self.shuffle or self.shuffle_buffer > 1 or self._given or self._before):
             raise ValueError(
                 f"ShardedIterable: rank {self.rank}: a worker is to give epoch {self.epoch} once more: those of a "
-                "DataLoader with persistent_workers=True do not hear of set_epoch(); use batches(), or leave it False"
+                "DataLoader with persistent_workers=True are not reached by set_epoch(); use batches(), or set False"
             )
 
     def _check_workers(self, workers: int) -> None:
@@ -171,7 +172,7 @@ class ShardedIterable(IterableDataset[Any]):
             if state[name] != getattr(self, name):
                 raise ValueError(
                     f"ShardedIterable: rank {self.rank} loads a state with {name}={state[name]}, and has "
-                    f"{getattr(self, name)}; make it alike"
+                    f"{getattr(self, name)}; make both the same"
                 )
 
     def _stream(self, stage: int, consumer: int, consumers: int) -> Iterator[Any]:
@@ -179,18 +180,17 @@ class ShardedIterable(IterableDataset[Any]):
         if stage:
             before = self._before[stage - 1]
             old = [_Rest(self, stage - 1, each, before) for each in range(len(before))]
-            yield from _dealt(old, iter, consumer, consumers)
+            yield from _assigned(old, iter, consumer, consumers)
             return
         order = Permutation(self.shards, [self.seed, self.epoch])(range(self.shards)).tolist()
         sources = [self.sources[shard] for shard in order] if self.shuffle else self.sources
-        samples = _dealt(sources, self.open, consumer, consumers)
+        samples = _assigned(sources, self.open, consumer, consumers)
         key = [self.seed, self.epoch, consumer, consumers]
         yield from _shuffled(samples, self.shuffle_buffer, key) if self.shuffle_buffer > 1 else samples
 
 
 class _Samples(Iterator[Any]):
-    """An iteration of one consumer that can be saved and gone on with: torchdata's StatefulDataLoader does, in each of
-    its workers."""
+    """An iterator of one consumer whose state can be saved and loaded, for torchdata's StatefulDataLoader."""
 
     def __init__(self, read: Callable[[int], Iterator[Any]], given: int) -> None:
         self._read = read
@@ -212,7 +212,7 @@ class _Samples(Iterator[Any]):
 
 
 class _Rest:
-    """What a consumer of an earlier stage has not given."""
+    """The rest of the stream of a consumer of an earlier stage."""
 
     def __init__(self, data: ShardedIterable, stage: int, consumer: int, given: list[int]) -> None:
         self._data, self._stage, self._consumer, self._given = data, stage, consumer, given
@@ -223,7 +223,7 @@ class _Rest:
 
 
 class _Origin:
-    """Collates in the worker, and says which worker and how many samples."""
+    """Collates in the worker, and adds the worker's number and the number of samples."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -233,10 +233,10 @@ class _Origin:
         return worker.id if worker else 0, len(samples), self._collate(samples)
 
 
-def _dealt(
+def _assigned(
     sources: Sequence[Any], open: Callable[[Any], Iterable[Any]], consumer: int, consumers: int
 ) -> Iterator[Any]:
-    """Whole sources as far as they go round; then a stripe of one of those left over."""
+    """The consumer's whole sources, then a stripe of one that is left over."""
     whole = len(sources) // consumers * consumers
     for number in range(consumer, whole, consumers):
         yield from open(sources[number])

@@ -1,14 +1,14 @@
-"""The order of 10^12 items, computed where it is asked for.
+"""A random permutation of up to 2^62 items, computed element by element.
 
 A shuffled list of that many numbers takes 8 TB. A keyed permutation takes none: item k of the order is a function of k.
-Ours is a Feistel network on pairs: a number below ``rows * columns`` is a pair (row, column); each round adds to one of
-the two a hash of the other, which the same round with a subtraction undoes, whatever the hash. With ``rows`` and
+Here it is a Feistel network on pairs: a number below ``rows * columns`` is a pair (row, column); each round adds to one
+of the two a hash of the other, which the same round with a subtraction undoes, whatever the hash. With ``rows`` and
 ``columns`` near the root of the count, hardly a pair lies beyond it; those that do are permuted again until they do not
-(they come back below it, for they are on a cycle that began there). A network of a few dozen pairs is far from
-uniform, so a small order is a sorted table of hashes.
+(they come back below it, for they are on a cycle that began there). A network of a few dozen pairs is far from uniform,
+so a small order is a sorted table of hashes.
 
-What a key gives is the same on every machine and for ever: integer arithmetic, and the seeding that NumPy has promised
-to keep. A test holds it to known values.
+The permutation of a key is the same on every machine and in every version: integer arithmetic, and the seeding that
+NumPy has promised to keep. A test compares known values.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Permutation:
     def _checked(self, numbers: ArrayLike) -> NDArray[np.int64]:
         found = np.asarray(numbers, dtype=np.int64)
         if found.size and not 0 <= found.min() <= found.max() < self.count:
-            raise IndexError(f"Permutation: {found.min()} to {found.max()} asked for; there are {self.count} items")
+            raise IndexError(f"Permutation: indices {found.min()} to {found.max()}; there are {self.count} items")
         return found
 
     def _walk(self, numbers: NDArray[np.int64], once: Callable[[Words], Words]) -> NDArray[np.int64]:

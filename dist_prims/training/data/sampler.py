@@ -1,13 +1,13 @@
-"""Every item once an epoch, over all ranks, through crashes and changes of the number of ranks.
+"""A sampler that gives every item once an epoch over all ranks, also after a crash on another number of ranks.
 
 torch's DistributedSampler stores the whole order, gives some items twice so that the ranks have equally many, and
 cannot begin in the middle. Here the order is computed (:mod:`.permutation`), rank r takes the positions r, r + size,
-r + 2 size, ..., and so what ranks in step have seen is a prefix of the order: one number. What is left after it is a
+r + 2 size, ..., so the items that ranks in step have seen are a prefix of the order: one number. The rest is a
 suffix, however many ranks share it from now on. Ranks that were not in step leave some positions open before it; those
 are kept by number.
 
-**What was consumed is not what was drawn.** A DataLoader draws ahead of the training, so the sampler cannot know how
-far the training is: it is told, by ``follow(loader)`` or by ``advance(items)``.
+**Items drawn are not items consumed.** A DataLoader draws ahead of the training, so the sampler cannot know how far
+the training is. ``follow(loader)`` or ``advance(items)`` reports it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ShardedSampler(Sampler[int]):
     >>> sorted([*alone]) == sorted([*sampler, *list(other)[2:]]), len(alone)
     (True, 6)
 
-    ``uneven`` says what happens where the items do not go evenly among the ranks: "repeat", the default, gives some
+    ``uneven``: what happens where the ranks do not divide the items evenly: "repeat", the default, gives some
     ranks one item that another rank has too, so that all make as many steps; "drop" leaves out what is left over;
     "keep" gives every item once and leaves some ranks one fewer, which a collective at every step then waits for: use
     it for evaluation, or with :meth:`GradientAverager.join`. An iteration gives what this rank has left of the epoch,
@@ -92,7 +92,7 @@ class ShardedSampler(Sampler[int]):
         return len(self._gaps) + self.count - self._start
 
     def _share(self, rank: int, size: int) -> int:
-        """How many of those fall to a rank."""
+        """A rank's share of those."""
         whole, rest = divmod(self._left, size)
         return whole + ((self.uneven == "repeat" and rest > 0) or (self.uneven == "keep" and rank < rest))
 
@@ -184,7 +184,9 @@ class ShardedSampler(Sampler[int]):
         for state in given:
             for name in _SAME:
                 if state[name] != getattr(self, name):
-                    raise ValueError(f"{where} with {name}={state[name]}, and has {getattr(self, name)}; make it alike")
+                    raise ValueError(
+                        f"{where} with {name}={state[name]}, and has {getattr(self, name)}; make both the same"
+                    )
             for name in ("epoch", "size", "start", "gaps"):
                 if state[name] != given[0][name]:
                     raise ValueError(f"{where} whose ranks differ in {name}: {given[0][name]} and {state[name]}")
@@ -203,9 +205,9 @@ class ShardedSampler(Sampler[int]):
 
 
 class _Indices(Iterator[int]):
-    """An iteration that can be saved and gone on with: torchdata's StatefulDataLoader asks for its state.
+    """An iterator whose state can be saved and loaded, for torchdata's StatefulDataLoader.
 
-    Loaders draw ahead, so what they save of the sampler itself does not say how far they are.
+    Loaders draw ahead, so the state of the sampler itself does not show their position.
     """
 
     def __init__(self, sampler: ShardedSampler) -> None:

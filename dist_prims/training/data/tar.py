@@ -1,11 +1,11 @@
-"""Samples out of a tar archive, read once from its beginning to its end.
+"""Sequential reader of samples in a tar archive.
 
-A million small files are slow to open; an archive of them is read at the speed of the disk, if the reader does not
-stand in the way. ``tarfile`` does: it takes longer to read a member's header than to read the member. An archive of
-samples holds what is simple, so this reader knows that and no more: plain files and directories, with the long names
+A million small files are slow to open; an archive of them can be read at the speed of the disk. ``tarfile`` is slower:
+it takes longer to read a member's header than to read the member. This reader supports only what archives of samples
+need: plain files and directories, with the long names
 of GNU and of POSIX (pax). Everything else (links, devices, sparse files, names that lead out of the archive) is
-refused by name, as is an archive that is damaged, ends early or is larger than the limits: a sample that is missing in
-silence is worse than a run that stops.
+refused by name, as is an archive that is damaged, ends early or is larger than the limits: a silently missing
+sample is worse than a run that stops.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def tar_samples(
     max_total_bytes: int | None = None,
     max_members: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The samples of a .tar or .tar.gz: neighbours whose names are alike up to the first dot of the file's name.
+    """The samples of a .tar or .tar.gz: consecutive files with the same name up to the first dot.
 
     >>> import io, tarfile, tempfile
     >>> with tempfile.NamedTemporaryFile(suffix=".tar") as file:
@@ -66,8 +66,8 @@ def tar_samples(
     {'__key__': 'a/1', 'txt': 'one', 'cls': 7}
     {'__key__': 'a/2', 'txt': 'two'}
 
-    ``decoders`` go by what follows the first dot, or else by what follows the last; without one a field is bytes. The
-    limits are of what the members hold, unpacked.
+    ``decoders`` are chosen by the extension after the first dot, or else after the last; without one a field is bytes.
+    The limits are for the unpacked contents.
     """
     limits = {"max_member_bytes": max_member_bytes, "max_total_bytes": max_total_bytes, "max_members": max_members}
     sample: dict[str, Any] = {}
@@ -183,9 +183,9 @@ class _Reader:
     def _verify(self, header: bytes) -> None:
         # The checksum counts as blanks; the lower half of Adler-32 is 1 + the sum, mod 65521.
         if zlib.adler32(header) & 0xFFFF != _lower_half(header[148:156]):
-            told = self._number(header[148:156])
+            given = self._number(header[148:156])
             raise TarError(
-                f"{self.place()}: the next header's checksum is wrong, not {told}: no tar archive, or a damaged one"
+                f"{self.place()}: the next header's checksum is wrong, not {given}: no tar archive, or a damaged one"
             )
 
     def _number(self, field: bytes) -> int:
@@ -283,9 +283,9 @@ def _number(field: bytes) -> int:
 
 
 @functools.lru_cache(1 << 12)
-def _lower_half(told: bytes) -> int:
+def _lower_half(given: bytes) -> int:
     """Of the Adler-32 of a header with this checksum; -1 if that is no number. The headers of an archive share few."""
     try:
-        return (_number(told) + sum(told) - 8 * 32 + 1) % 65521
+        return (_number(given) + sum(given) - 8 * 32 + 1) % 65521
     except ValueError:
         return -1

@@ -1,9 +1,9 @@
-"""At the end of every backward: what each parameter has got, on this rank and on any other.
+"""Per-step agreement: which parameters have a gradient, on this rank and on any other, at the end of a backward.
 
-A rank whose batch does not take a branch has no gradient for it, while another has one. And a parameter that is frozen
-on one rank only, or sparse on one only, would part the ranks for ever. One small all-reduce tells all of it: four
-numbers for each parameter, one of them this rank's number (from 1), the others 0; the largest remain, so that an error
-can name a rank for each side.
+A rank whose batch does not take a branch has no gradient for it, while another rank has one. A parameter that is frozen
+on one rank only, or sparse on one only, would make the ranks differ from then on. One small all-reduce (MAX) shows all
+of it: four numbers for each parameter, one of them this rank's number (from 1), the others 0. An error can so name a
+rank for each side.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from ...errors import MismatchError
 
 __all__ = ["DENSE", "FROZEN", "NONE", "SPARSE", "Agreement", "Verdict", "kind_of"]
 
@@ -30,12 +32,12 @@ def kind_of(parameter: torch.Tensor) -> int:
 
 @dataclass
 class Verdict:
-    """For each kind and parameter: the highest rank, from 1, that says so; 0 if none does."""
+    """For each kind and parameter: the highest rank, from 1, whose parameter is of that kind; 0 if none is."""
 
     rows: list[list[int]]
 
-    def who(self, kind: int) -> set[int]:
-        """The parameters of which any rank says so."""
+    def of_kind(self, kind: int) -> set[int]:
+        """The parameters that are of this kind on any rank."""
         return {number for number, rank in enumerate(self.rows[kind]) if rank}
 
     def trainable(self) -> set[int]:
@@ -44,19 +46,19 @@ class Verdict:
     def check(self, names: Sequence[str], rank: int) -> None:
         for name, frozen, none, dense, sparse in zip(names, *self.rows, strict=True):
             if frozen and (free := max(none, dense, sparse)):
-                raise ValueError(
+                raise MismatchError(
                     f"rank {rank}: GradientAverager: parameter {name!r} has requires_grad=True on rank {free - 1} and "
                     f"False on rank {frozen - 1}; freeze and unfreeze it on every rank before the same step"
                 )
             if dense and sparse:
-                raise ValueError(
+                raise MismatchError(
                     f"rank {rank}: GradientAverager: parameter {name!r} has a dense gradient on rank {dense - 1} and a "
                     f"sparse one on rank {sparse - 1}; make its layer with sparse=False"
                 )
 
 
 class Agreement:
-    """One exchange: over when made, but on a GPU begun; what it says is read later there, without a wait for it now."""
+    """One exchange. On a CPU the constructor waits for it; on a GPU it is asynchronous, and read() waits."""
 
     def __init__(self, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._table = mine.clone()
@@ -65,7 +67,7 @@ class Agreement:
         self._copied: torch.cuda.Event | None = None
 
     def arrive(self) -> None:
-        """Wait for the exchange as one waits for a bucket; on a GPU only its stream does."""
+        """Wait for the exchange; on a GPU only the stream waits."""
         if self._work is not None:
             self._work.wait()
         if self._table.is_cuda:
@@ -80,6 +82,6 @@ class Agreement:
 
     @staticmethod
     def table(kinds: Sequence[int | None], rank: int, device: torch.device) -> torch.Tensor:
-        """This rank's part; ``None``: it has no say in a parameter."""
+        """This rank's contribution; ``None``: it has no information on a parameter."""
         rows = [[(rank + 1) * (kind == row) for kind in kinds] for row in range(_KINDS)]
         return torch.tensor(rows, dtype=torch.int32, device=device)

@@ -1,9 +1,9 @@
-"""Gradients averaged while the backward pass still runs.
+"""Gradient averaging that overlaps with the backward pass.
 
 :func:`dist_prims.average_gradients` begins when backward has ended, and packs. Here a gradient is copied, as soon as it
-is there and still in the cache, to its place in a flat bucket; a bucket that is full is sent; and ``.grad`` is that
-place from then on, so that nothing is unpacked. Where ranks share memory a large bucket is summed while it fills, see
-:mod:`.gradual`.
+is computed and still in the cache, to its place in a flat bucket; a full bucket is sent; and ``.grad`` is that place
+from then on, so nothing is unpacked. Where ranks share memory a large bucket is summed while it fills, see
+:mod:`..incremental_reduce`.
 
 ::
 
@@ -19,8 +19,8 @@ There is no ``finish()`` to call: a callback at the end of ``backward()`` sends 
 so that gradients are right wherever the next line of a program looks at them.
 
 Where ranks use different parameters, they send a bucket at different moments of a backward. So an averager has a group
-of its own, see :mod:`..groups`: its buckets meet neither those of another averager nor the collectives of a layer. And
-no rank waits for another before the end of its backward, for the other may have to meet it in such a collective first.
+of its own, see :mod:`..group_duplicates`: its buckets meet neither those of another averager nor the collectives of a
+layer. And no rank waits for another before the end of its backward: the other rank may be waiting in such a collective.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ..bucket import Compressor, Exact
 from ..group_duplicates import duplicate, end_group, is_known, ranks_of
 from .averaging import Averaging
 from .backward_end import Ending
-from .initial_sync import compare, spread
+from .initial_sync import broadcast_coalesced, check_same_model
 from .loss_scaling import unscale
 from .nested_backward import within_a_backward
 from .ownership import assign, predecessors, release
@@ -55,7 +55,7 @@ _OWNERS: weakref.WeakValueDictionary[int, GradientAverager] = weakref.WeakValueD
 
 
 class GradientAverager:
-    """Every ``backward()`` of ``model`` ends with the mean of the gradients over the ranks.
+    """Averages the gradients of ``model`` over the ranks in every ``backward()``.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> averager = GradientAverager(model)
@@ -65,18 +65,18 @@ class GradientAverager:
     ...     optimizer.step()
     ...     optimizer.zero_grad()
 
-    At the start all ranks take rank 0's parameters and buffers. ``bucket_mb``: how much travels together. ``overlap``:
-    send during backward, not only at its end. ``compress``: what travels in place of the gradients, by name ("fp16",
+    At the start all ranks take rank 0's parameters and buffers. ``bucket_mb``: the size of a message. ``overlap``:
+    send during backward, not only at its end. ``compress``: a compressor of gradients, by name ("fp16",
     "bf16", "int8", "topk", "powersgd") or a :class:`Compressor`. ``group``: the ranks; the averager makes a group of
     its own of them, which it ends in :meth:`remove` or, where the parameters are on the CPU, when these are freed.
 
-    A ``.grad`` is averaged as a whole. So two losses whose backwards follow each other are averaged right, and sent
-    twice; all but the last of them in :meth:`no_sync`, or all of them in :meth:`once`, are sent once. A parameter
-    without gradient on some ranks counts as zero there; without one on any, it keeps none. Each backward that reaches a
+    Each ``backward()`` communicates. With several backward passes a step, wrap all but the last in :meth:`no_sync`, or
+    all of them in :meth:`once`; without that the means are right as well, but sent several times. A parameter without
+    gradient on some ranks counts as zero there; without one on any, it keeps none. Each backward that reaches a
     parameter of the model on one rank reaches one on every rank. A ``.grad`` is whole when ``backward()`` returns, and
     not for a hook within it; one that a program keeps is overwritten by the next backward: clone it. Parameters may be
-    frozen and unfrozen between steps, on all ranks alike; parameters that the model is given later are not seen: make a
-    new averager then, after :meth:`remove`.
+    frozen and unfrozen between steps, on all ranks together; parameters that the model is given later are not seen:
+    make a new averager then, after :meth:`remove`.
 
     Several averagers may take part in one backward. But a parameter has one averager: a new one of the same parameters
     over the same ranks takes the place of the old one, whose methods then raise; any other that has a parameter of the
@@ -98,7 +98,7 @@ class GradientAverager:
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self._prepare(model, bucket_mb, compress)
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        if self._device.type == "cpu":  # to end a communicator of NCCL is a collective: not whenever memory is freed
+        if self._device.type == "cpu":  # not with NCCL: ending its communicator is a collective
             weakref.finalize(self, self._end_group()).atexit = False
         self._model, self._overlap = model, overlap
         self.synchronize()
@@ -107,7 +107,7 @@ class GradientAverager:
         limit = int(bucket_mb * 2**20)
         self._averaging = Averaging(self._names, self._parameters, self._group, self._compressor, limit, sparse)
         self._task = _NO_BACKWARD
-        self._outer: weakref.ref[Ending] | None = None  # what autograd holds until backward ends or raises
+        self._outer: weakref.ref[Ending] | None = None  # autograd keeps it alive until backward ends or raises
         self._local = False
         self._joining: Joining | None = None
         self._lock = threading.RLock()  # each device has a thread of autograd
@@ -117,7 +117,7 @@ class GradientAverager:
         assign(self._parameters, self)
 
     def _prepare(self, model: torch.nn.Module, bucket_mb: float, compress: str | Compressor | None) -> None:
-        """What may fail on one rank, so that every rank then raises; replace former averagers, and make the group."""
+        """Check the arguments (an error on one rank raises on all), replace former averagers, and make the group."""
         self._gone = ""  # why this averager is not in use, if it is not
         problem: ValueError | None = None
         former: list[GradientAverager] = []
@@ -131,7 +131,8 @@ class GradientAverager:
         except ValueError as error:
             problem = error
         settings = f"bucket_mb={bucket_mb}, compress={_described(compress, self._compressor)}"
-        self.name = compare(model, settings, self._given, problem)
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self.name = check_same_model("GradientAverager", [settings], named, self._given, problem)
         for each in former:
             each.remove()
             each._gone = "a later one of the same parameters has replaced it"
@@ -141,14 +142,14 @@ class GradientAverager:
 
     @torch.no_grad()
     def synchronize(self, source: int = 0) -> None:
-        """Give every rank the parameters and buffers of one, by its number in the group. So it is done at the start;
-        running statistics (batch norm) are each rank's own until it is done again."""
+        """Copy the parameters and buffers of rank ``source`` of the group to every rank, as at the start. Running
+        statistics (batch norm) are each rank's own until the next call."""
         self._check_in_use()
-        spread([*self._model.parameters(), *self._model.buffers()], source, self._group)
+        broadcast_coalesced([*self._model.parameters(), *self._model.buffers()], source, self._group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within, ``backward()`` only adds to this rank's gradients; the next one outside averages all of it."""
+        """Context in which ``backward()`` only adds to this rank's gradients; the next one outside averages the sum."""
         self._check_in_use()
         before, self._local = self._local, True
         try:
@@ -158,10 +159,10 @@ class GradientAverager:
 
     @contextmanager
     def once(self) -> Iterator[Callable[[Iterable[torch.Tensor]], None]]:
-        """Within, ``backward()`` only adds to this rank's gradients, any number of times; at the end all of it is
-        averaged. What this gives, ``complete(parameters)``, says that no more is added to the gradients of some
-        parameters: so they are sent while others are still computed. An error within leaves gradients as they are.
-        Within :meth:`no_sync`, or another one of these, it does nothing.
+        """Context in which any number of ``backward()`` only add to this rank's gradients; its end averages the sums.
+        The context gives a function ``complete(parameters)``: the gradients of these parameters are complete, and are
+        sent while others are still computed. An error within leaves gradients as they are. Within :meth:`no_sync`, or
+        another ``once()``, it does nothing.
 
         >>> model = torch.nn.Linear(2, 1)
         >>> with GradientAverager(model).once():
@@ -187,9 +188,9 @@ class GradientAverager:
 
     @contextmanager
     def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
-        """For ranks with uneven numbers of batches: have the loop within. A rank that is done takes part in the others'
-        exchanges with zeros until all are done; then all take the parameters and buffers of one that has made the last
-        step (what optimisers remember remains each rank's own).
+        """Context of a training loop whose ranks have uneven numbers of batches. A rank that is done takes part in the
+        others' exchanges with zeros until all are done; then all take the parameters and buffers of a rank that has
+        made the last step (the state of optimisers remains each rank's own).
 
         Sums are divided by the number of ranks, as DistributedDataParallel does it, or by that of the ranks which are
         not done. Gradients are zeroed after every step. A step has one averaged backward, those before it being in
@@ -227,8 +228,8 @@ class GradientAverager:
         unscale(scaler, optimizer, self._group)
 
     def remove(self) -> None:
-        """Leave the model alone from now on, and the compressor to another averager; end the averager's group. Every
-        rank calls this, after the same step."""
+        """Detach from the model and the compressor, and end the averager's group. Every rank calls this, after the same
+        step."""
         self._gone = self._gone or "remove() was called"
         if _OWNERS.get(id(self._compressor)) is self:
             del _OWNERS[id(self._compressor)]
@@ -248,7 +249,7 @@ class GradientAverager:
         return self._ranks is not None and not is_known(self._given)
 
     def end(self) -> None:
-        """What is called at the end of a backward, and of :meth:`once`; nothing else needs to call it."""
+        """Finish the averaging; called at the end of a backward and of :meth:`once`, not by programs."""
         try:
             factor = 1.0
             if self._joining:
@@ -259,7 +260,7 @@ class GradientAverager:
             self._task, self._outer = _NO_BACKWARD, None
 
     def _zero(self) -> None:
-        """After a step in which this rank was a shadow; where it has made the step itself, the program does this."""
+        """Zero the gradients after a step in which this rank had no batch; otherwise the program does."""
         for parameter in self._parameters:
             if parameter.requires_grad:
                 parameter.grad = None
@@ -267,16 +268,16 @@ class GradientAverager:
     def _check_in_use(self) -> None:
         if self._gone:
             raise RuntimeError(
-                f"rank {self._rank}: GradientAverager: this averager is no longer in use, for {self._gone}; use the "
+                f"rank {self._rank}: GradientAverager: this averager is no longer in use: {self._gone}; use the "
                 "one that was made last, or make a new one"
             )
 
     def _end_group(self) -> Callable[[], None]:
-        """What ends the averager's group, and does not keep the averager alive."""
+        """A function that ends the averager's group and does not keep the averager alive."""
         return _nothing if self._group is self._given else functools.partial(end_group, self._group, os.getpid())
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
-        """Autograd has added to ``parameter.grad``. The cache is full of other things, so what is done here is slow."""
+        """The hook after autograd has added to ``parameter.grad``. Its code runs with a cold cache: keep it short."""
         if parameter.grad is not None and parameter.grad.requires_grad:
             raise RuntimeError(
                 f"rank {self._rank}: GradientAverager: backward(create_graph=True) asks for derivatives of a mean over "
@@ -297,16 +298,16 @@ class GradientAverager:
             self._averaging.count(number, self._overlap)
 
     def _keep(self, number: int) -> None:
-        """A gradient that is not averaged yet."""
+        """Keep a gradient that is not averaged yet."""
         if self._task == _ONCE and number in self._averaging.seen:
             raise RuntimeError(
-                f"rank {self._rank}: GradientAverager: parameter {self._names[number]!r} has got a gradient after it "
-                "was said to be complete in once(); say so after the last backward that reaches it"
+                f"rank {self._rank}: GradientAverager: parameter {self._names[number]!r} has got a gradient after "
+                "complete() was called for it in once(); call complete() after the last backward that reaches it"
             )
         self._averaging.keep(number)
 
     def _complete(self, parameters: Iterable[torch.Tensor]) -> None:
-        """In :meth:`once`: all of the gradients of these parameters is there. Others than the model's are ignored."""
+        """In :meth:`once`: the gradients of these parameters are complete; parameters of other models are ignored."""
         with self._lock, torch.no_grad():
             for parameter in parameters:
                 number = self._numbers.get(id(parameter))
@@ -314,7 +315,7 @@ class GradientAverager:
                     self._averaging.count(number, self._overlap)
 
     def _begin_in_backward(self) -> None:
-        """The first gradient of a backward has come."""
+        """Begin a step: the first gradient of a backward has arrived."""
         nested = within_a_backward()
         if nested and self._outer is not None and self._outer() is not None:
             return  # a backward within ours
@@ -322,7 +323,7 @@ class GradientAverager:
         if nested:
             raise RuntimeError(
                 f"rank {self._rank}: GradientAverager: the first gradients come from a backward within backward(), "
-                "that of a torch.autograd.Function, which does not tell where the outer one ends; use checkpoint(..., "
+                "that of a torch.autograd.Function, whose outer backward's end cannot be known; use checkpoint(..., "
                 "use_reentrant=False), or torch.autograd.grad in a Function of your own"
             )
         self._begin(torch._C._current_graph_task_id())
@@ -341,9 +342,9 @@ class GradientAverager:
         sending = self._averaging.sending
         if sending.is_shown:
             raise RuntimeError(
-                f"rank {self._rank}: GradientAverager: the last backward() has raised when other ranks had seen some "
+                f"rank {self._rank}: GradientAverager: the last backward() has raised when other ranks had read some "
                 f"of it ({sending.sent} of {len(sending.layout.buckets)} buckets were sent), and they wait for the "
-                "rest; end this process, so that they do not wait in vain"
+                "rest; end this process, so that they do not wait until the timeout"
             )
 
 
@@ -358,7 +359,7 @@ def _nothing(*_: object) -> None:
 
 
 def _hook(parameter: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
-    """On a frozen parameter too: if it is unfrozen later, the hook is there."""
+    """A hook on a parameter, also on a frozen one: it may be unfrozen later."""
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return None
     frozen = not parameter.requires_grad
@@ -380,7 +381,8 @@ def _compressor_of(compress: str | Compressor | None) -> Compressor:
 
 
 def _refuse_shared(compress: str | Compressor | None, rank: int, former: Collection[GradientAverager]) -> None:
-    """What it has lost of one model's gradients would be added to another's, in silence where buckets are as large."""
+    """ValueError if another averager uses the compressor: its error feedback would add one model's gradients to
+    those of the other, silently where buckets have the same size."""
     owner = _OWNERS.get(id(compress))
     if owner is not None and owner not in former:
         raise ValueError(
@@ -390,7 +392,7 @@ def _refuse_shared(compress: str | Compressor | None, rank: int, former: Collect
 
 
 def _described(compress: str | Compressor | None, compressor: Compressor) -> str:
-    """With its arguments, if all ranks must have the same and a compressor does not compare them later."""
+    """The compressor as ranks compare it; with its arguments, unless it compares them itself later."""
     if isinstance(compress, str):
         return compress
     return repr(compressor) if hasattr(compressor, "agreed") else type(compress).__name__

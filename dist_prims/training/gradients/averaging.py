@@ -1,8 +1,8 @@
-"""One averaging of a model's gradients: they come in one after the other, and at the end the ranks agree on the rest.
+"""Averaging of a model's gradients: they arrive one after the other, and at the end the ranks agree on the rest.
 
-What a rank has not got counts as zero, unless no rank has it; a sparse gradient is gathered. From the second time on
-the buckets follow the order in which rank 0 has got its gradients, but for those that some rank did not get: a bucket
-that is full only at the end holds up all behind it, so these come last.
+A gradient that a rank lacks counts as zero, unless no rank has it; a sparse gradient is gathered. From the second step
+on the buckets follow the order in which gradients arrived on rank 0. Gradients that some rank lacked come last: their
+buckets are full only at the end, and would delay all buckets behind them.
 """
 
 from __future__ import annotations
@@ -61,37 +61,37 @@ class Averaging:
 
     @property
     def seen(self) -> Collection[int]:
-        """The gradients that have come, in their order."""
+        """The gradients that have arrived, in their order."""
         return self._seen.keys()
 
     def begin(self) -> None:
-        """Buckets are rebuilt here, not when that was found out: gradients have mostly been set to None since, so that
-        nothing is copied and old memory goes before the new comes."""
+        """Begin a step. Buckets are rebuilt here and not at the end of the step before: gradients have mostly been set
+        to None since, so nothing is copied, and old memory is freed before new memory is allocated."""
         self._read()
         if self._rebuild:
             self._follow()
         self.reset()
 
     def reset(self) -> None:
-        """Nothing has come."""
+        """Discard the gradients that have arrived."""
         self._seen: dict[int, None] = {}
         self.sending.forget()
 
     def keep(self, number: int) -> None:
-        """A gradient to which more is added lies in its place already: so that is added there."""
+        """Move a gradient that is not complete to its place in a bucket: autograd adds the rest there."""
         gradient = self._parameters[number].grad
         if self.sending.has_place(number) and gradient is not None and not gradient.is_sparse:
             self.sending.store(number, 1.0)
 
     def count(self, number: int, send: bool = True) -> None:
-        """All of a gradient is there; ``send`` what is full by that."""
+        """Count a complete gradient; ``send``: send the buckets that are full now."""
         self._seen[number] = None
         if self.sending.has_place(number) and self.sending.arrive(number, self._share) and send:
             self.sending.send_full()
 
     @torch.no_grad()
     def end(self, factor: float = 1.0, shadow: bool = False) -> None:
-        """Send what is left, wait for all, and do what the ranks agree on. ``factor``: the means are multiplied by it;
+        """Send the rest, wait for all, and apply what the ranks agree on. ``factor``: the means are multiplied by it;
         ``shadow``: this rank has only zeros."""
         try:
             self.sending.send_rest(self._seen, self._share, shadow)
@@ -111,8 +111,8 @@ class Averaging:
         return Agreement(self._table, self._group)
 
     def _settle(self, share: float, shadow: bool) -> None:
-        """A rank whose parameters have all got what is expected has nothing to ask the others. On a GPU it reads only
-        in its next step what they said, to find out about errors, and does not wait for the GPU now."""
+        """Apply the agreement. On a GPU a rank whose parameters all have the expected gradients reads the agreement
+        only in its next step, to find errors, and does not wait for the GPU now."""
         expected = [DENSE if n in self._dense else FROZEN for n in range(len(self._names))]
         if self._kinds != expected or not self.reads_late:
             self._take(self._read(), share, shadow)
@@ -120,13 +120,13 @@ class Averaging:
             self._learn()
 
     def _read(self) -> Verdict | None:
-        """What the ranks have said last, if that is not known yet."""
+        """The last agreement, if it has not been read yet."""
         agreement, self._unread = self._unread, None
         if agreement is None:
             return None
         verdict = agreement.read()
         verdict.check(self._names, self._rank)
-        late = (verdict.who(NONE) & self._dense) - self._late
+        late = (verdict.of_kind(NONE) & self._dense) - self._late
         self._late |= late
         self._rebuild |= bool(late)
         return verdict
@@ -134,7 +134,7 @@ class Averaging:
     def _take(self, verdict: Verdict | None, share: float, shadow: bool) -> None:
         if verdict is None:
             return
-        dense, sparse = verdict.who(DENSE), verdict.who(SPARSE)
+        dense, sparse = verdict.of_kind(DENSE), verdict.of_kind(SPARSE)
         for number in sorted(dense):
             if number in self._dense:
                 self._parameters[number].grad = self.sending.place(number)
@@ -156,7 +156,7 @@ class Averaging:
         dist.all_reduce(parameter.grad, group=self._group)
 
     def _learn(self) -> None:
-        """From now on buckets follow the order in which rank 0 has got its gradients."""
+        """Order the buckets from now on as gradients arrived on rank 0."""
         seen = [*self._seen]
         order = torch.tensor(seen + [n for n in self._order if n not in self._seen], device=self._device)
         dist.broadcast(order, group=self._group, group_src=0)

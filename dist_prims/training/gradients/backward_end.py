@@ -1,4 +1,4 @@
-"""The end of a backward pass, for all averagers that the pass has brought gradients.
+"""The end of a backward pass, for all averagers whose parameters got gradients in the pass.
 
 At its end an averager waits for other ranks, on a group of its own. Which of two averagers gets its first gradient
 first may differ by rank. If ranks waited in that order, one rank would wait in the first averager while another waits
@@ -20,7 +20,7 @@ _lock = threading.Lock()  # each device has a thread of autograd
 
 
 class Averager(Protocol):
-    """What waits at the end."""
+    """An object whose end() is called at the end of a backward."""
 
     name: str
 
@@ -46,7 +46,7 @@ class Ending:
 
     @classmethod
     def of_this_backward(cls) -> Ending:
-        """The one that autograd calls at the end of the backward that runs, and keeps until then."""
+        """The instance of the backward that runs; autograd keeps it alive and calls it at the end."""
         task = torch._C._current_graph_task_id()
         with _lock:
             found = _endings.get(task)
@@ -59,7 +59,7 @@ class Ending:
         self._averagers.append(averager)
 
     def __call__(self) -> None:
-        """End all of them, also where one raises: the other ranks end theirs. Then raise the first error."""
+        """End all averagers, even if one raises, since the other ranks end theirs; then raise the first error."""
         errors = []
         for averager in sorted(self._averagers, key=lambda each: each.name):
             try:

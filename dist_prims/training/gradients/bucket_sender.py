@@ -1,4 +1,4 @@
-"""The buckets of a model: gradients come in, means come out.
+"""Sender of the buckets of a model: collects gradients, and sends each full bucket.
 
 A bucket is sent when every gradient of it is there *and* every bucket before it has been sent: the order of collectives
 must be the same on all ranks, while gradients may come in another order on each.
@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 from ..bucket import Compressor, Exact
-from ..incremental_reduce import Gradual
+from ..incremental_reduce import IncrementalSum
 from .layout import Layout, lay_out, our_backend, plan
 
 __all__ = ["Sending"]
 
 
 class Sending:
-    """The buckets, and how far they are in the backward that runs.
+    """The buckets, and their progress in the backward that runs.
 
     >>> weight = torch.ones(2, requires_grad=True)
-    >>> from .bucket import Exact
+    >>> from ..bucket import Exact
     >>> sending = Sending([weight], Exact(), 2**20, dist.group.WORLD)
     >>> sending.follow([0])
     >>> weight.grad = torch.ones(2)
@@ -42,33 +42,33 @@ class Sending:
         self.forget()
 
     def follow(self, order: Sequence[int], last: Sequence[int] = ()) -> None:
-        """Have places for these parameters, in buckets that fill in this order; ``last``: in buckets behind those."""
+        """Make buckets for these parameters, in the order in which they fill; those of ``last`` come behind."""
         members = plan(self._parameters, order, self._limit) + plan(self._parameters, last, self._limit)
         if members != self.layout.members:
             for number in {*self.layout.place} - {*order, *last}:  # its gradient must not keep the memory of a bucket
                 gradient = self._parameters[number].grad
                 self._parameters[number].grad = None if gradient is None else gradient.clone()
-            self.layout = Layout([], [], {})  # its memory goes with the gradients that leave it
+            self.layout = Layout([], [], {})  # frees its memory once no gradient lies in it
             self.layout = lay_out(self._parameters, members, self._group)
             self._compressor.reset()
             if type(self._compressor) is Exact:
-                self._sum_gradually()
+                self._sum_incrementally()
         self.forget()
 
-    def _sum_gradually(self) -> None:
+    def _sum_incrementally(self) -> None:
         backend, before = our_backend(self._group), None
         for bucket in self.layout.buckets:
             if backend and bucket.flat.device.type == "cpu":
-                before = bucket.gradual = Gradual.of(bucket.flat, bucket.views, before, self._limit, backend)
+                before = bucket.incremental = IncrementalSum.of(bucket.flat, bucket.views, before, self._limit, backend)
 
     def forget(self) -> None:
-        """No gradient is there yet."""
+        """Discard the gradients that have arrived."""
         self._missing = [len(numbers) for numbers in self.layout.members]
         self._streams: list[set[torch.cuda.Stream]] = [set() for _ in self._missing]
         self._endings: list[Callable[[], object]] = []
         for bucket in self.layout.buckets:
-            if bucket.gradual:
-                bucket.gradual.forget()
+            if bucket.incremental:
+                bucket.incremental.forget()
 
     @property
     def sent(self) -> int:
@@ -76,8 +76,8 @@ class Sending:
 
     @property
     def is_shown(self) -> bool:
-        """Whether other ranks may have taken some of what has arrived."""
-        return self.sent > 0 or any(each.gradual and each.gradual.is_shown() for each in self.layout.buckets)
+        """Whether other ranks may have read some of the gradients."""
+        return self.sent > 0 or any(each.incremental and each.incremental.is_shown() for each in self.layout.buckets)
 
     def has_place(self, number: int) -> bool:
         return number in self.layout.place
@@ -86,10 +86,10 @@ class Sending:
         return self.layout.place[number][1]
 
     def arrive(self, number: int, share: float) -> bool:
-        """All of a gradient is there. Whether its bucket is full now."""
+        """Take a complete gradient; return whether its bucket is full now."""
         index, view = self.layout.place[number]
-        parameter, gradual = self._parameters[number], self.layout.buckets[index].gradual
-        if gradual and gradual.put(view, parameter.grad, share):
+        parameter, incremental = self._parameters[number], self.layout.buckets[index].incremental
+        if incremental and incremental.put(view, parameter.grad, share):
             parameter.grad = view
         else:
             self.store(number, share)
@@ -110,13 +110,15 @@ class Sending:
             self._streams[index].add(torch.cuda.current_stream(view.device))
 
     def send_full(self) -> None:
-        """What is summed gradually is sent one bucket later. By then there is little left of it to add."""
+        """Send the full buckets; one that is summed incrementally, one bucket later: little of it is left to add
+        then."""
         full = next((index for index, missing in enumerate(self._missing) if missing), len(self._missing))
-        while self.sent < full and (self.sent < full - 1 or not self.layout.buckets[self.sent].gradual):
+        while self.sent < full and (self.sent < full - 1 or not self.layout.buckets[self.sent].incremental):
             self._send()
 
     def send_rest(self, seen: Collection[int], share: float, shadow: bool) -> None:
-        """What backward has not brought is what was there before it, or zeros; a shadow has only zeros."""
+        """Send the remaining buckets; a gradient that backward did not make is the ``.grad`` from before it, or zeros.
+        With ``shadow`` all are zeros."""
         while self.sent < len(self._missing):
             for number in self.layout.members[self.sent]:
                 if shadow:
@@ -137,7 +139,7 @@ class Sending:
         for stream in self._streams[self.sent]:  # a layer may compute on a stream of its own
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         bucket = self.layout.buckets[self.sent]
-        if bucket.gradual:
-            self._endings.append(bucket.gradual.send(ahead).wait)
+        if bucket.incremental:
+            self._endings.append(bucket.incremental.send(ahead).wait)
         else:
             self._endings.append(self._compressor.start(bucket, self._group))

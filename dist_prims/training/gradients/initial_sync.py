@@ -1,70 +1,67 @@
-"""Before the first step: every rank has the same model, in structure and in values.
+"""Initial synchronisation: all ranks have the same model in structure, then take the values of one rank.
 
-Ranks whose models differ would pair the gradient of one layer with that of another, and gloo would add them without a
-word. So structures are compared first, by checksum; only if these differ does anybody send more.
+Ranks whose models differ would pair the gradient of one layer with that of another, and gloo would add them without an
+error. Structures are compared by checksum; only if two checksums differ do the ranks send the descriptions themselves.
 """
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from ...agreement import check_lists, gather_objects, gather_or_raise
 from ...collectives.flat import cut
 
-__all__ = ["compare", "spread"]
+__all__ = ["broadcast_coalesced", "check_same_model"]
 
+_REMEDY = "Build the same model, with the same settings, on every rank"
 _PIECE = 25 * 2**20  # bytes of one broadcast
 
 
-def compare(model: torch.nn.Module, settings: str, group: dist.ProcessGroup, problem: ValueError | None = None) -> str:
-    """A new name, the same on all ranks. ValueError on every rank if one of them has a ``problem``, or, with the first
-    difference, unless all have the same model and settings.
+def check_same_model(
+    operation: str,
+    settings: Sequence[str],
+    named: Iterable[tuple[str, torch.Tensor]],
+    group: dist.ProcessGroup,
+    failure: Exception | None = None,
+) -> str:
+    """Return a new name, the same on all ranks, when all have tensors of the same names, shapes and dtypes and the same
+    settings; otherwise raise on every rank. ValueError if the model is sharded already.
 
-    >>> len(compare(torch.nn.Linear(2, 1), "bucket_mb=25", dist.group.WORLD))
+    >>> named = torch.nn.Linear(2, 1).named_parameters()
+    >>> len(check_same_model("GradientAverager", ["bucket_mb=25"], named, dist.group.WORLD))
     33
     """
-    mine = [settings, *_described("parameter", model.named_parameters()), *_described("buffer", model.named_buffers())]
+    tensors = list(named)
+    mine = [*settings, *(_described(name, tensor) for name, tensor in tensors)]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    everyones = _gathered((digest, secrets.token_hex(8), str(problem or "")), group)
-    if problem is not None:
-        raise problem
-    for rank, (_, _, failed) in enumerate(everyones):
-        if failed:
-            raise ValueError(f"rank {group.rank()}: GradientAverager: rank {rank} cannot make one: {failed}")
-    if len({each[0] for each in everyones}) == 1:
-        return f"GradientAverager-{everyones[0][1]}"
-    for one, theirs in enumerate(lists := _gathered(mine, group)):
-        for here, there in zip_longest(lists[0], theirs, fillvalue="nothing more"):
-            if here != there:
-                raise ValueError(
-                    f"rank {group.rank()}: GradientAverager: the models differ: rank 0 has {here}, rank {one} has "
-                    f"{there}; build the same model, with the same settings, on every rank"
-                )
-    raise AssertionError("two lists that have the same items have the same digest")
+    found = gather_or_raise(operation, (digest, secrets.token_hex(8)), failure, group)
+    if len({digest for digest, _ in found}) > 1:
+        check_lists(operation, gather_objects(mine, group), _REMEDY, group)
+    if sharded := next((name for name, tensor in tensors if _is_sharded(tensor)), None):
+        raise ValueError(
+            f"rank {group.rank()}: {operation}: {sharded!r} is sharded already, by ShardedParameters; remove() first"
+        )
+    return f"{operation}-{found[0][1]}"
 
 
-def _described(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
-    for name, each in named:
-        grad = f", requires_grad={each.requires_grad}" if kind == "parameter" else ""
-        yield f"{kind} {name!r} ({each.dtype}, shape {tuple(each.shape)}, strides {each.stride()}{grad})"
+def _described(name: str, each: torch.Tensor) -> str:
+    layout = "sharded already" if _is_sharded(each) else f"strides {each.stride()}"
+    return f"tensor {name!r} ({each.dtype}, shape {tuple(each.shape)}, {layout}, requires_grad={each.requires_grad})"
 
 
-def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether all elements of a parameter share one place in memory, as those that ShardedParameters has released."""
+    return isinstance(tensor, torch.nn.Parameter) and tensor.numel() > 1 and not any(tensor.stride())
 
 
 @torch.no_grad()
-def spread(tensors: Iterable[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
-    """Give every rank the values of one of them. They travel as bytes, many tensors in one piece, so that every dtype
-    does."""
+def broadcast_coalesced(tensors: Iterable[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
+    """Copy the values of rank ``source`` to every rank, many tensors in one message, as bytes: any dtype will do."""
     pieces: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         waiting = pieces.setdefault(tensor.device, [])

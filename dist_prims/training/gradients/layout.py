@@ -1,4 +1,4 @@
-"""Which gradient lies in which bucket, and the memory of the buckets.
+"""Layout of buckets: the place of each gradient, and the memory.
 
 Buckets are sent in their order, the same on every rank, each as soon as it is full. So the order should be the one in
 which backward fills them: at first that of the parameters, reversed, later the one that rank 0 has seen.
@@ -29,7 +29,7 @@ class Layout:
 
 
 def plan(parameters: Sequence[torch.Tensor], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Parameters of one dtype and device, in the order given, up to ``limit`` bytes together but at least one.
+    """Parameters by bucket: of one dtype and device, in the order given, up to ``limit`` bytes but at least one.
 
     Buckets are in the order in which they are full.
 
@@ -76,14 +76,14 @@ def lay_out(parameters: Sequence[torch.Tensor], members: list[list[int]], group:
 
 
 def _memory(count: int, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Where ranks of our own backend reduce without a copy, such memory."""
+    """Memory of a bucket: shared memory, where the backend reduces it without a copy."""
     if like.device.type == "cpu" and our_backend(group):
         return empty(count, like.dtype)
     return torch.empty(count, dtype=like.dtype, device=like.device)
 
 
 def our_backend(group: dist.ProcessGroup) -> Any:
-    """That of a group for the CPU; None if it is another one."""
+    """The group's backend for the CPU if it is dist_prims, else None."""
     try:
         backend: Any = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # it has none for the CPU
@@ -92,6 +92,6 @@ def our_backend(group: dist.ProcessGroup) -> Any:
 
 
 def _shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """With the strides of the parameter where they are dense, so that channels_last stays so."""
+    """A view with the strides of the parameter if these are dense, so that channels_last is kept."""
     dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
     return piece.as_strided(parameter.shape, parameter.stride()) if dense else piece.view(parameter.shape)

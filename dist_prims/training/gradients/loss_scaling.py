@@ -1,7 +1,7 @@
-"""Loss scaling: all ranks skip a step, or none.
+"""Loss scaling with one verdict: all ranks skip a step, or none.
 
-A sum spreads one rank's inf to all. But a compressor may lose it, a clamp may hide it, and an optimiser may hold
-parameters that no rank averages; a rank that then steps while others skip has another model for ever. So the ranks
+A sum carries one rank's inf to all. But a compressor may lose it, a clamp may hide it, and an optimiser may hold
+parameters that no rank averages; a rank that then steps while others skip has another model from then on. So the ranks
 agree on what ``GradScaler`` has found, by one all-reduce of one number.
 """
 
@@ -14,7 +14,7 @@ __all__ = ["unscale"]
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
-    """``scaler.unscale_(optimizer)``, and then what was found on any rank is found on all.
+    """``scaler.unscale_(optimizer)``; an inf on one rank is then found on all.
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("cpu")
@@ -32,6 +32,6 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, grou
     for each in found.values():
         verdict = torch.maximum(verdict, each.to(device))
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group)
-    found.setdefault(device, torch.zeros((), device=device))  # a rank without gradients has looked at none
+    found.setdefault(device, torch.zeros((), device=device))  # a rank without gradients has checked none
     for each in found.values():
         each.copy_(verdict)

@@ -1,4 +1,4 @@
-"""Whether a backward runs within another: a hook sees only the innermost, whose end is not the end."""
+"""Detection of a backward within a backward: a hook sees only the inner one, whose end is not that of the outer one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which averager a parameter has: one at most, since a second one would divide the gradient again.
+"""The averager of a parameter: at most one, since a second one would divide the gradient again.
 
-A parameter keeps its averager alive, by an attribute: so an averager lives as long as one of its parameters, also where
-the program has no name for it. The hooks hold it weakly, for torch does not free what is in a cycle with a hook.
+A parameter keeps its averager alive, by an attribute: so an averager lives as long as one of its parameters, even if
+the program keeps no reference. The hooks hold it weakly, for torch does not free what is in a cycle with a hook.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ATTRIBUTE = "_dist_prims_averager"
 
 
 class _Keeper:
-    """Holds the averager. A copy of the parameter, or a file of it, has an empty dict in its place."""
+    """A reference to the averager; in a copy or a file of the parameter it becomes an empty dict."""
 
     def __init__(self, averager: GradientAverager) -> None:
         self.averager = averager
@@ -42,7 +42,7 @@ def averager_of(parameter: torch.Tensor) -> GradientAverager | None:
 
 
 def assign(parameters: Iterable[torch.Tensor], averager: GradientAverager) -> None:
-    """Make it the averager of these parameters."""
+    """Make ``averager`` the averager of these parameters."""
     keeper = _Keeper(averager)
     for parameter in parameters:
         vars(parameter)[_ATTRIBUTE] = keeper

@@ -1,4 +1,4 @@
-"""The mean of sparse gradients: what the ranks have is gathered, not added up to something dense."""
+"""The mean of sparse gradients: their rows are gathered, not added to a dense tensor."""
 
 from __future__ import annotations
 

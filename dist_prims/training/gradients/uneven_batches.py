@@ -1,7 +1,7 @@
-"""Ranks with uneven numbers of batches: who is done goes on taking part, with zeros, until all are done.
+"""Ranks with uneven numbers of batches: a rank that is done takes part with zeros until all are done.
 
-Before each averaged backward the ranks that still have one say so, and those that are done listen: so these know
-whether there is another step to take part in, and who has made the last one.
+Before each averaged backward one small all-reduce shows whether any rank still has a batch. So the ranks that are done
+know whether there is another step to take part in, and which rank has made the last one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["Joining"]
 
 
 class Joining:
-    """One stretch of training within which ranks may end at different steps.
+    """A part of training in which ranks may end at different steps.
 
     >>> joining = Joining(dist.group.WORLD, torch.device("cpu"), by_size=False)
     >>> joining.ask(present=True).goes_on(), joining.factor
@@ -30,15 +30,15 @@ class Joining:
         self.last: int | None = None  # a rank that has made the last step
 
     def ask(self, present: bool) -> Joining:
-        """Begin to ask whether any rank goes on; all ranks call it. Backward does not wait: another rank may have to
-        meet this one in a collective of a layer first."""
+        """Begin the exchange whether any rank goes on; all ranks call it. Backward does not wait for it: another rank
+        may be waiting for this one in a collective of a layer."""
         self._table = torch.zeros(self._group.size(), dtype=torch.int32, device=self._device)
         self._table[self._group.rank()] = int(present)
         self._work = dist.all_reduce(self._table, group=self._group, async_op=True)
         return self
 
     def goes_on(self) -> bool:
-        """The answer."""
+        """Wait for the exchange: whether any rank goes on."""
         if self._work is not None:
             self._work.wait()
         there = [rank for rank, going_on in enumerate(self._table.tolist()) if going_on]

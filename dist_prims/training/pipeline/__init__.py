@@ -1,4 +1,4 @@
-"""Pipelines: a model cut into stages, and a plan that says which rank computes which of them for which micro-batch.
+"""Pipeline parallelism: a model cut into stages, and a plan of which rank computes which stage of which micro-batch.
 
     import dist_prims, torch
     from dist_prims.training.pipeline import Pipeline, split
@@ -8,17 +8,17 @@
     pipeline = Pipeline(stages, "1f1b", loss=torch.nn.functional.cross_entropy, num_microbatches=8)
     loss = pipeline.step(inputs, targets)           # gradients are in .grad; the loss is the same on every rank
 
-The plans are data (:mod:`dist_prims.schedules.pipelines`): proved before they are run, priced and drawn. What runs one:
+The plans are data (:mod:`dist_prims.schedules.pipelines`): proved before they are run, priced and drawn. The executor:
 
-    work.py         the work of each action, its micro-batch's share in the loss, what was done when
-      objective.py  loss and metrics: what part of the batch a micro-batch is
-      leaves.py     gradients of the inputs and targets
-      worker.py     one stage: forward, backward, and what it keeps between them
-      backward.py   the gradients of the weights apart from those of the input
-      running_statistics.py  batch norm: moved once a batch
-      averaging.py  data parallel on top: the gradients of a stage averaged once a step
-    processes.py    stages in processes: Pipeline           transfer.py, packet.py    their messages
-    devices.py      stages on devices of one process: DevicePipeline
+    action_executor.py      the work of each action, the share of its micro-batch in the loss, times
+      loss_weights.py       loss and metrics: the weight of a micro-batch in the batch
+      outside_gradients.py  gradients of the inputs and targets
+      stage.py              one stage: forward, backward, and the tensors it keeps between them
+      backward.py           the gradients of the weights apart from those of the input
+      running_statistics.py batch norm: updated once a batch
+      averaging.py          data parallel on top: the gradients of a stage averaged once a step
+    processes.py            stages in processes: Pipeline           transfer.py, packet.py    their messages
+    devices.py              stages on devices of one process: DevicePipeline
 """
 
 from .batch_norm import DeferredBatchNorm, commit_batch_norm, defer_batch_norm

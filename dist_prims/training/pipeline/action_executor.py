@@ -1,7 +1,7 @@
-"""The work of a plan's actions, whoever brings what they need and takes what they give.
+"""Executor of a plan's actions, independent of how tensors move between stages.
 
-Ranks as processes and devices of one process differ in how a tensor comes from one stage to the next, and in nothing
-else. What is here is the same for both: micro-batches, their share in the loss, metrics, what has been done when.
+Ranks as processes and devices of one process differ only in how a tensor moves from one stage to the next. The rest is
+the same for both and is here: micro-batches, their share in the loss, metrics, times of actions.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _Owner = TypeVar("_Owner", bound="Owner")
 
 
 def make_plan(plan: str | PipelinePlan, ranks: int, num_microbatches: int | None, stages: int | None) -> PipelinePlan:
-    """The plan of a name, or the plan itself if it fits; proved before anybody follows it."""
+    """The plan of a name, or the plan itself if it fits; proved before it is used."""
     if isinstance(plan, str):
         if stages is not None and stages % ranks:
             raise ValueError(
-                f"pipeline: {stages} stages cannot be shared evenly among {ranks} ranks; cut the model anew"
+                f"pipeline: {stages} stages cannot be shared evenly among {ranks} ranks; choose another number"
             )
         plan = pipeline_plan(
             plan, ranks, 2 * ranks if num_microbatches is None else num_microbatches, stages and stages // ranks
@@ -56,7 +56,7 @@ def in_order(plan: PipelinePlan) -> list[Action]:
 
 
 def message_to(plan: PipelinePlan, action: Action) -> tuple[str, int, int] | None:
-    """For whom the result of an action is: "F" or "B", and stage and micro-batch that need it."""
+    """The destination of an action's result: "F" or "B", and the stage and micro-batch that need it."""
     kind, stage, micro = action
     if kind == "F":
         return ("F", stage + 1, micro) if stage + 1 < plan.stages else None
@@ -83,10 +83,10 @@ def parts(batch: Tensors, num_microbatches: int, what: str) -> list[Tensors]:
 
 
 class Batch:
-    """What one step works on: the micro-batches as far as this rank needs them, and what comes of them.
+    """The data of one step: the micro-batches as far as this rank needs them, and the results.
 
     A batch of fewer items than the plan has micro-batches has one of each item. Every rank leaves out the actions of
-    the other micro-batches. What remains needs nothing of them, so the plan's proof holds for it.
+    the other micro-batches. The remaining actions do not depend on them, so the plan's proof holds.
     """
 
     def __init__(self, learn: bool, count: int, num_microbatches: int) -> None:
@@ -110,7 +110,7 @@ class Batch:
 
 
 class Job:
-    """What a rank does for its stages; a :class:`Batch` at a time."""
+    """Executes the actions of a rank's stages, one :class:`Batch` at a time."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Job:
 
     @staticmethod
     def _to_compute_again(plan: PipelinePlan) -> set[Action]:
-        """Forwards whose backward does not follow at once; there nothing would be saved."""
+        """Forwards to recompute: not those whose backward follows at once, where recomputing would save no memory."""
         again = set()
         for actions in plan.actions:
             for action, following in zip(actions, [*actions[1:], None], strict=True):
@@ -146,16 +146,16 @@ class Job:
         return again
 
     def begin(self, batch: Batch) -> None:
-        """A step with a batch, of which the number of micro-batches is known from now on."""
+        """Begin a step with a batch, whose number of micro-batches is known."""
         self.average.expect(action for action in _actions(self.plan, self.workers) if batch.has(action))
 
     def do(self, action: Action, incoming: Tensors, batch: Batch) -> Tensors:
-        """Do an action with what has come for it; what it gives on."""
+        """Do an action with the tensors it needs, and return its result."""
         begin = self._now() if self.record else 0.0
         worker = self.workers[action.stage]
         if action.kind == "F":
             if batch.inputs is not None and action.stage == 0:
-                incoming = incoming or batch.inputs.num_microbatches[action.micro]
+                incoming = incoming or batch.inputs.micro_batches[action.micro]
             outgoing = self._forward(worker, action, incoming, batch)
         elif action.kind == "W":
             worker.weights(action.micro)
@@ -171,13 +171,13 @@ class Job:
         return outgoing
 
     def set_targets(self, batch: Batch, targets: Any, device: torch.device | None = None) -> None:
-        """Give a batch its targets, on a device, and find what part each of its micro-batches has in the loss."""
+        """Set the targets of a batch, on a device, and compute the share of each micro-batch in the loss."""
         self.objective.check()
         batch.targets = _targets_of(targets, batch, device)
-        batch.parts = self.objective.parts(batch.lengths, batch.targets.num_microbatches)
+        batch.parts = self.objective.parts(batch.lengths, batch.targets.micro_batches)
 
     def give_back(self, batch: Batch) -> None:
-        """Hand over the gradients of inputs and targets that the program wants."""
+        """Pass the gradients of inputs and targets to the program."""
         give_back(*(each for each in (batch.inputs, batch.targets) if each is not None and batch.learn))
 
     def check_gradients(self) -> None:
@@ -196,7 +196,7 @@ class Job:
             self.objective.end_step()
 
     def forget(self) -> None:
-        """Let go of what a step has left that failed."""
+        """Discard the state of a step that failed."""
         for worker in self.workers.values():
             worker.forget()
 
@@ -207,30 +207,30 @@ class Job:
             with torch.no_grad(), worker.statistics.collected():
                 outputs = worker.infer(inputs)
                 if last and batch.targets is not None:
-                    self._judge(outputs, micro, batch)
+                    self._evaluate(outputs, micro, batch)
         else:
-            loss = self._judged(micro, batch) if last else None
+            loss = self._loss_of(micro, batch) if last else None
             split = Action("W", stage, micro) in self.plan.places
             outputs = worker.forward(micro, inputs, split=split, again=action in self._again, loss=loss)
         if last and not batch.learn and batch.targets is None:
             batch.outputs[micro] = outputs
         return () if last else outputs
 
-    def _judged(self, micro: int, batch: Batch) -> Callable[[Tensors], torch.Tensor]:
+    def _loss_of(self, micro: int, batch: Batch) -> Callable[[Tensors], torch.Tensor]:
         counted = False
 
         def loss(outputs: Tensors) -> torch.Tensor:
             nonlocal counted
-            root = self._judge(outputs, micro, batch, count=not counted)
+            root = self._evaluate(outputs, micro, batch, count=not counted)
             counted = True  # a forward that is computed again is not counted again
             return root
 
         return loss
 
-    def _judge(self, outputs: Tensors, micro: int, batch: Batch, count: bool = True) -> torch.Tensor:
-        """Where the backward of a micro-batch begins; its part of loss and metrics is added up."""
+    def _evaluate(self, outputs: Tensors, micro: int, batch: Batch, count: bool = True) -> torch.Tensor:
+        """The root of the backward of a micro-batch; its part of loss and metrics is added up."""
         assert batch.targets is not None
-        root, found = self.objective(outputs, batch.targets.num_microbatches[micro], batch.parts[micro], self.module)
+        root, found = self.objective(outputs, batch.targets.micro_batches[micro], batch.parts[micro], self.module)
         if count:
             with torch.no_grad():
                 numbers = [torch.as_tensor(each, device=root.device).detach().double() for each in found]
@@ -240,37 +240,37 @@ class Job:
 
     def _now(self) -> float:
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # who records wants to know when it was done, not when it was asked for
+            torch.cuda.synchronize()  # the recorded time is that of the kernel's end, not of its launch
         return time.perf_counter()
 
 
 class Owner:
-    """Has stages, all or those of its rank, and a job to do with them."""
+    """Base of Pipeline and DevicePipeline: access to the modules of the stages here."""
 
     stages: Mapping[int, torch.nn.Module]
     _job: Job
 
     @property
     def module(self) -> torch.nn.ModuleList:
-        """What is trained here: the stages, and behind the last one the loss, if it is a module."""
+        """The trained modules here: the stages, and behind the last one the loss, if it is a module."""
         return self._job.module
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Of what is trained here, each once."""
+        """The parameters of the trained modules here, each once."""
         return self.module.parameters()
 
     def train(self: _Owner, mode: bool = True) -> _Owner:
-        """Set what is trained here to training, or to evaluation."""
+        """Set the trained modules here to training, or to evaluation."""
         self.module.train(mode)
         return self
 
     def eval(self: _Owner) -> _Owner:
-        """Set what is trained here to evaluation."""
+        """Set the trained modules here to evaluation."""
         return self.train(False)
 
     @property
     def record(self) -> bool:
-        """Whether it is noted when each action was done; on CUDA that makes ranks and devices wait for each other."""
+        """Whether the time of each action is recorded; on CUDA recording synchronises devices."""
         return self._job.record
 
     @record.setter
@@ -279,7 +279,7 @@ class Owner:
 
 
 def _actions(plan: PipelinePlan, stages: Container[int]) -> list[Action]:
-    """Those of some stages."""
+    """The actions of some stages."""
     return [action for actions in plan.actions for action in actions if action.stage in stages]
 
 

@@ -1,8 +1,9 @@
 """Data parallel on top of a pipeline: the gradients of a stage are averaged once a step, when they are complete.
 
-Every micro-batch adds to the gradients of a stage, in one backward or, where the weights' gradients are put off, in one
-for each weight. An averager would send all of them each time. So within a step the averagers of the stages' parameters
-only collect, and a stage's gradients are sent after the last action that adds to them, while other stages still work.
+Every micro-batch adds to the gradients of a stage, in one backward or, where the weights' gradients are deferred, in
+one for each weight. An averager would send all of them each time. So within a step the averagers of the stages'
+parameters only accumulate, and a stage's gradients are sent after the last action that adds to them, while other stages
+still work.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Complete = Callable[[Iterable[torch.Tensor]], None]
 
 
 class AverageOnce:
-    """Tells the averagers of a rank's stages which gradients are complete, by the actions that are done.
+    """Reports to the averagers of a rank's stages which gradients are complete, by the actions that are done.
 
     >>> stages = {0: torch.nn.Linear(2, 1), 1: torch.nn.Linear(1, 1)}
     >>> once = AverageOnce(stages)
@@ -56,7 +57,7 @@ class AverageOnce:
         self._left = Counter(action.stage for action in actions if action.kind != "F")
 
     def done(self, action: Action) -> None:
-        """An action is done: what is complete by that is sent."""
+        """Count an action; send the gradients that are complete now."""
         if action.kind == "F" or not self._averagers:
             return
         self._left[action.stage] -= 1

@@ -1,19 +1,18 @@
-"""A backward in two halves: the gradient of a stage's input now, those of its weights when there is time for them.
+"""Split backward: the gradient of a stage's input first, those of its weights later.
 
-The rank in front waits for the gradient of the input, nobody for those of the weights: so a plan that keeps them apart
-fills with the one what would be idle while it waits for the other. Autograd knows one backward only; to ask it twice,
-first for the input and then for the weights, runs the chain of input gradients twice. Instead, while a stage's forward
+The previous stage waits for the gradient of the input, no rank for those of the weights: so a plan that separates them
+computes the latter while it would be idle. Autograd has one backward only; to call it twice, first for the input and
+then for the weights, runs the chain of input gradients twice. Instead, while a stage's forward
 runs, each ``linear``, ``conv`` and ``embedding`` that a module calls, and whose weight is a leaf, is replaced by a
-function with the same result, whose backward passes on the input's gradient and notes (input, gradient of the output)
+function with the same result, whose backward returns the input's gradient and stores (input, gradient of the output)
 for later. All other parameters get their gradients with the input's: those of norms, which are cheap, and what a
 function computes as a whole, such as the projections of ``nn.MultiheadAttention``; also those of layers within
 ``torch.utils.checkpoint``, ``torch.compile`` or ``torch.func``. Checkpointing computes a forward again in the backward
-and takes what this saves for what the first one saved, one by one; so both must be autograd's alone. A forward that
-differentiates itself, with ``torch.autograd.grad``, is refused: it asks for some gradients only, and the function here
-cannot know which.
+and matches its saved tensors with those of the first, one by one; so both must be autograd's alone. A forward that
+calls ``torch.autograd.grad`` is refused: it needs some gradients only, and the function here cannot know which.
 
-Where the gradient of a weight is a product of matrices and nobody watches it, it is added while it is computed: a
-tensor less to make, to write and to read.
+Where the gradient of a weight is a product of matrices and no hook needs it, it is added to ``.grad`` while it is
+computed, without a temporary tensor.
 
 >>> layer, later = torch.nn.Linear(2, 1), Later()
 >>> x = torch.ones(1, 2, requires_grad=True)
@@ -44,13 +43,14 @@ Grads = tuple[torch.Tensor, torch.Tensor | None]  # of weight and bias
 
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Not a view, which autograd would not let be changed in place behind a function of our own."""
+    """A tensor of the same memory that is not a view: autograd forbids changes in place of views of custom
+    functions."""
     place = (tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)
 
 
 class Later:
-    """What the backward of a micro-batch has left to do, for one stage."""
+    """The deferred weight gradients of a micro-batch in one stage."""
 
     def __init__(self) -> None:
         self._left: list[tuple[_Layer, torch.Tensor, torch.Tensor]] = []
@@ -68,11 +68,11 @@ class Later:
             )
 
     def drain(self) -> None:
-        """Accumulate the weights' gradients as autograd does, hooks included, and let go of what they took."""
+        """Accumulate the weights' gradients as autograd does, hooks included, and free their inputs."""
         left, self._left = self._left, []
         left.reverse()
         parts = _Parts(layer for layer, _, _ in left)
-        while left:  # each is let go as soon as it is done
+        while left:  # each is freed as soon as it is done
             layer, x, grad = left.pop()
             with torch.no_grad():
                 if parts.is_only(layer.weight) and layer.add_product(x, grad):
@@ -105,7 +105,7 @@ class _Parts:
 
 
 class split_backward(TorchFunctionMode):
-    """Within it, on this thread, weights' gradients are left to ``later``."""
+    """Context in which, on this thread, weights' gradients are deferred to ``later``."""
 
     def __init__(self, later: Later) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class split_backward(TorchFunctionMode):
         layer, x = make(*args, **kwargs)
         if not layer.can_wait(x):
             return func(*args, **kwargs)
-        # Detached, or autograd would hand the weights a gradient of None, and their hooks with it.
+        # Detached, or autograd would give the weights and their hooks a gradient of None.
         weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
         device = x.device.type
         if layer.is_cast and torch.is_autocast_enabled(device):
@@ -149,14 +149,14 @@ def _must_not_defer() -> bool:
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As autocast does, which leaves doubles and numbers as they are."""
+    """Cast as autocast does: float64 and integers stay."""
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
 
 
 def _anchor(x: torch.Tensor) -> torch.Tensor:
-    """Makes the output require a gradient though the input does not, as that of a model's first layer."""
+    """A tensor that makes the output require a gradient where the input does not, as in a model's first layer."""
     return torch.empty(0, device=x.device, requires_grad=not x.requires_grad)
 
 
@@ -188,7 +188,7 @@ class _Deferred(torch.autograd.Function):
 
 
 def layer_of(node: Any) -> _Layer | None:
-    """The layer whose weights' gradients a node of autograd's graph leaves for later.
+    """The layer whose weight gradients a node of autograd's graph defers.
 
     >>> layer_of((torch.ones(1, requires_grad=True) * 2).grad_fn) is None
     True
@@ -206,7 +206,7 @@ class _Layer:
         self.weight, self.bias = weight, bias
 
     def can_wait(self, x: torch.Tensor) -> bool:
-        """Weights that are computed from others, complex, or of a subclass of Tensor, are autograd's."""
+        """Whether the weight gradients can be deferred: not of weights that are computed, complex or of a subclass."""
         weights = [each for each in (self.weight, self.bias) if each is not None]
         plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in weights)
         return plain and all(each.is_leaf and each.requires_grad and not each.is_complex() for each in weights)
@@ -225,7 +225,7 @@ class _Layer:
         return None
 
     def add_product(self, x: torch.Tensor, grad: torch.Tensor) -> bool:
-        """Add the weight's gradient to what is there, if it is a product, and no hook is to see it by itself."""
+        """Add the weight's gradient to ``.grad``, if it is a product, and no hook needs it by itself."""
         there = self.weight.grad
         hooks = self.weight._backward_hooks or self.weight._post_accumulate_grad_hooks
         if self.bias is not None or there is None or hooks or not there.is_contiguous() or there.dtype != grad.dtype:
@@ -264,7 +264,7 @@ class _Conv(_Layer):
         self.groups: int = settings[3]
 
     def can_wait(self, x: torch.Tensor) -> bool:
-        return super().can_wait(x) and x.dim() == self.weight.dim()  # one image without its batch is autograd's
+        return super().can_wait(x) and x.dim() == self.weight.dim()  # an image without batch dimension is not split
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         nothing = [0] * len(self.stride)
@@ -306,8 +306,8 @@ class _Embedding(_Layer):
         return found, None
 
 
-class _Autograds(_Layer):
-    """What is left to autograd as a whole."""
+class _NotSplit(_Layer):
+    """A layer whose gradients autograd computes as a whole."""
 
     def can_wait(self, x: torch.Tensor) -> bool:
         return False
@@ -331,7 +331,7 @@ def _conv(
         apart = [dilation] * len(reach) if isinstance(dilation, int) else list(dilation)
         both = [far * step for far, step in zip(reach, apart, strict=True)]
         if padding != "valid" and any(each % 2 for each in both):
-            return _Autograds(weight, bias), input  # one more on one side than on the other
+            return _NotSplit(weight, bias), input  # one more on one side than on the other
         padding = 0 if padding == "valid" else [each // 2 for each in both]
     return _Conv(weight, bias, stride, padding, dilation, groups), input
 
@@ -346,7 +346,7 @@ def _embedding(
     sparse: bool = False,
 ) -> tuple[_Layer, torch.Tensor]:
     if max_norm is not None or sparse:
-        return _Autograds(weight, None), input
+        return _NotSplit(weight, None), input
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
     return _Embedding(weight, padding, scale_grad_by_freq), input
 

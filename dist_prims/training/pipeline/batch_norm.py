@@ -1,13 +1,13 @@
-"""Batch norm under micro-batches: running statistics of the whole batch, and never of a forward that is repeated.
+"""Batch norm under micro-batches: running statistics of the whole batch, without recomputed forwards.
 
-``Pipeline`` and ``DevicePipeline`` see to it by themselves, for stock norms: :mod:`.running_statistics`. What is here
-does it where a program passes micro-batches through a model itself, as when it adds up gradients.
+``Pipeline`` and ``DevicePipeline`` do this by themselves for stock norms: :mod:`.running_statistics`. This module is
+for programs that pass micro-batches through a model themselves, as in gradient accumulation.
 
-Each micro-batch is normalised by its own statistics; nothing can be done about it, for the others have not come yet.
-But the stock module also moves its running statistics at every micro-batch: with momentum 0.1 and 8 of them they forget
-57 % of their past a step, not 10 %, and the variance between micro-batches is lost on them. Here they are merged (mean
-and squared distance from it, by Chan, Golub and LeVeque's rule, which unlike sums of squares does not cancel) and moved
-once, by what the whole batch would have moved them.
+Each micro-batch is normalised by its own statistics, since those of the others are not known yet. But the stock module
+also moves its running statistics at every micro-batch: with momentum 0.1 and 8 of them they forget 57 % of their past a
+step, not 10 %, and the variance between micro-batches is lost on them. Here they are merged (mean and squared distance
+from it, by Chan, Golub and LeVeque's rule, which unlike sums of squares does not cancel) and moved once, by what the
+whole batch would have moved them.
 
 A forward that activation checkpointing repeats must not be counted again: :func:`recomputing`.
 """
@@ -102,7 +102,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """End the batch: move the running statistics by what has been seen of it."""
+        """End the batch: move the running statistics by the statistics collected."""
         if self._elements and self.running_mean is not None and self.running_var is not None:
             self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
             factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ class DeferredBatchNorm(_BatchNorm):
         self.forget()
 
     def forget(self) -> None:
-        """Leave out what has been seen of this batch."""
+        """Discard the statistics of this batch."""
         self._elements = self._seen = 0
         if self.running_mean is not None:
             self._mean.zero_()
@@ -126,8 +126,8 @@ def defer_batch_norm(model: nn.Module, micro_batches: int) -> nn.Module:
     (4, '1.num_batches_tracked')
 
     The model is changed and returned; only where it is itself a batch norm, another is. On a model that is deferred
-    already it sets ``micro_batches`` and begins a new batch. What was seen of a batch with fewer micro-batches is
-    counted by :func:`commit_batch_norm`. SyncBatchNorm stays as it is.
+    already it sets ``micro_batches`` and begins a new batch. The statistics of a batch with fewer micro-batches are
+    applied by :func:`commit_batch_norm`. SyncBatchNorm stays as it is.
     """
     if micro_batches < 1:
         raise ValueError(f"defer_batch_norm: micro_batches={micro_batches} must be 1 or more")
@@ -146,7 +146,7 @@ def defer_batch_norm(model: nn.Module, micro_batches: int) -> nn.Module:
 
 
 def commit_batch_norm(model: nn.Module) -> None:
-    """End the batch in every deferred batch norm, though not all micro-batches have come.
+    """End the batch in every deferred batch norm, before all micro-batches have run.
 
     >>> model = defer_batch_norm(nn.Sequential(nn.BatchNorm1d(1)), micro_batches=4)
     >>> _ = model(torch.tensor([[0.0], [2.0]]))
@@ -161,7 +161,7 @@ def commit_batch_norm(model: nn.Module) -> None:
 
 @contextmanager
 def recomputing(*models: nn.Module) -> Iterator[None]:
-    """Within it, on this thread, no deferred batch norm counts what it sees; nor does a stock norm within ``models``.
+    """Within it, on this thread, no deferred batch norm counts its inputs; nor does a stock norm within ``models``.
 
     >>> model = nn.BatchNorm1d(1)
     >>> with recomputing(model):
@@ -175,7 +175,7 @@ def recomputing(*models: nn.Module) -> Iterator[None]:
     ]
     before = getattr(_here, "recomputing", False)
     _here.recomputing = True
-    counter = torch.zeros((), dtype=torch.int64)  # counts for all of them, and is thrown away
+    counter = torch.zeros((), dtype=torch.int64)  # counts for all of them, and is discarded
     for norm, _, tracked in stock:  # not track_running_stats: checkpointing counts the tensors that autograd keeps
         norm.momentum, norm.num_batches_tracked = 0.0, None if tracked is None else counter
     try:

@@ -1,7 +1,7 @@
-"""A model as a chain of named layers, with values that skip layers: what can be cut into stages.
+"""A model as a chain of named layers, with values that skip layers, which can be cut into stages.
 
-A skip connection crosses a cut. An ``nn.Sequential`` cannot say so, and a forward written in Python cannot be cut. Here
-the sequence says it: ``Stash("a")`` keeps what passes, ``Pop("a")`` joins it to what passes later, and a stage takes
+A skip connection crosses a cut. An ``nn.Sequential`` cannot express it, and a forward written in Python cannot be cut.
+Here ``Stash("a")`` keeps the value that passes, ``Pop("a")`` joins it to a later value, and a stage takes
 and returns, beside the value between the layers, exactly what a later stage still pops.
 
 >>> net = Chain(nn.Linear(2, 2), Stash("in"), nn.Linear(2, 2), nn.ReLU(), Pop("in", torch.add), nn.Linear(2, 1))
@@ -26,7 +26,7 @@ Layers = Sequence[tuple[str, nn.Module]]
 
 
 class Stash(nn.Module):
-    """Keep what passes under ``name``, until the last :class:`Pop` of it.
+    """Keep the input under ``name``, until the last :class:`Pop` of it.
 
     >>> Chain(Stash("x"), nn.Tanh(), Pop("x"))(torch.zeros(2))
     tensor([0., 0.])
@@ -109,7 +109,9 @@ class Stage(nn.Module):
             values = values[0]
         inputs = len(values) - len(self.takes)
         if inputs < 1:
-            raise TypeError(f"{self._who()} takes a value and the kept {list(self.takes)}; it got {len(values)} values")
+            raise TypeError(
+                f"{self._described()} takes a value and the kept {list(self.takes)}; it got {len(values)} values"
+            )
         x = values[0] if inputs == 1 else values[:inputs]
         if self._in_place and isinstance(x, torch.Tensor):
             x = x.clone()
@@ -123,18 +125,18 @@ class Stage(nn.Module):
         for output in outputs:
             if not isinstance(output, torch.Tensor):
                 raise TypeError(
-                    f"{self._who()} ends with a {type(output).__name__}; between stages pass a tensor or a tuple of "
-                    "several: cut elsewhere, or let the layer return tensors"
+                    f"{self._described()} ends with a {type(output).__name__}; between stages pass a tensor or a tuple "
+                    "of several: cut elsewhere, or let the layer return tensors"
                 )
         outputs = (*outputs, *(kept[name] for name in self.gives))
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _who(self) -> str:
+    def _described(self) -> str:
         names = f"{self.names[0]} to {self.names[-1]}" if self.names else "no layers"
         return f"stage {self.number} of {self.count} ({names})"
 
     def _place(self, path: Sequence[str], layer: nn.Module) -> None:
-        """Past ``add_module``: names are the model's, and none of ours can be in their way."""
+        """Register a layer without ``add_module``, which refuses names of this class's attributes."""
         branch: nn.Module = self
         for part in path[:-1]:
             found = branch._modules.setdefault(part, _Branch())
@@ -146,7 +148,7 @@ class Stage(nn.Module):
         branch._modules[path[-1]] = layer
 
     def _layer(self, name: str) -> nn.Module:
-        """Looked up anew, so that who replaces a module (quantisation, a wrapper) is heard."""
+        """Look up a layer in each forward: a program may have replaced it (quantisation, a wrapper)."""
         found: Any = self
         for part in name.split("."):
             found = found._modules[part]
@@ -154,7 +156,7 @@ class Stage(nn.Module):
 
 
 class _Branch(nn.Module):
-    """A name on the way to a layer."""
+    """An inner node of the names of layers."""
 
 
 _PASSING = (Stash, nn.Identity, nn.Flatten, nn.Unflatten)  # their output is their input, or a view of it
@@ -189,7 +191,7 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found = _parts(model)
     if found is None:
         raise TypeError(
-            f"layers: a {type(model).__name__} does not say what it calls in which order; make it an nn.Sequential or "
+            f"layers: a {type(model).__name__} does not define the order of its layers; make it an nn.Sequential or "
             "a Chain, or give it a method layers() that returns (name, module) pairs"
         )
     checked = [pair for name, part in found for pair in _fine(name, part)]

@@ -1,4 +1,4 @@
-"""Checkpoints of models that no process has whole: a folder of parts and a manifest.
+"""Checkpoints of models split into stages: a folder of parts and a manifest.
 
 Parts hold the names of the unsplit model, so the same checkpoint loads into the model, into the same stages, or into
 another number of them. The manifest is written last, and a part is never written over: its name is its content's hash.
@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...agreement import gather_or_raise
 from ...collectives.call import group_of
 from ..checkpoint.files import digest, sync_folder
 from ..checkpoint.plain_state import plain
@@ -66,16 +67,16 @@ def save_stages(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         entries = [_write_part(folder, number, stage) for number, stage in _numbered(stages).items()]
-    except Exception as error:  # the others must hear of it
+    except Exception as error:  # sent to the other ranks
         failure = error
-    everyones = _tell(entries, failure, group)
+    gathered = _gather(entries, failure, group)
     if _rank(group) == 0:
         failure = None
         try:
-            _write_manifest(folder, sorted((entry for each in everyones for entry in each), key=lambda e: e["stage"]))
+            _write_manifest(folder, sorted((entry for each in gathered for entry in each), key=lambda e: e["stage"]))
         except Exception as error:
             failure = error
-    _tell([], failure, group)
+    _gather([], failure, group)
 
 
 def load_stages(path: str | os.PathLike[str], modules: nn.Module | Sequence[Stage] | Mapping[int, nn.Module]) -> None:
@@ -94,13 +95,13 @@ def load_stages(path: str | os.PathLike[str], modules: nn.Module | Sequence[Stag
     folder = Path(path)
     whole = isinstance(modules, nn.Module) and not isinstance(modules, Stage)
     targets = list(_modules(modules))
-    home = _read_manifest(folder)
+    part_of = _read_manifest(folder)
     states = [module.state_dict() for module in targets]
     wanted = {key for state in states for key in state}
-    _refuse("load_stages", "are in no part of the checkpoint", wanted - home.keys())
+    _refuse("load_stages", "are in no part of the checkpoint", wanted - part_of.keys())
     if whole:
-        _refuse("load_stages", "of the checkpoint are not in the module", home.keys() - wanted)
-    parts = {entry["file"]: entry for key, entry in home.items() if key in wanted}
+        _refuse("load_stages", "of the checkpoint are not in the module", part_of.keys() - wanted)
+    parts = {entry["file"]: entry for key, entry in part_of.items() if key in wanted}
     found: dict[str, Any] = {}
     for entry in parts.values():
         found.update(_read_part(folder, entry))
@@ -128,7 +129,7 @@ def _numbered(stages: Stage | Sequence[Stage] | Mapping[int, nn.Module]) -> Mapp
     for stage in every:
         if not isinstance(stage, Stage):
             raise ValueError(
-                f"save_stages: a {type(stage).__name__} is no stage of split(); say its number: {{number: module}}"
+                f"save_stages: a {type(stage).__name__} is no stage of split(); give its number: {{number: module}}"
             )
     _refuse_twice("stages", (stage.number for stage in every))
     return {stage.number: stage for stage in every}
@@ -150,7 +151,7 @@ def _write_part(folder: Path, number: int, stage: nn.Module) -> dict[str, Any]:
 
 
 def _write_manifest(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
-    """And remove what no manifest names any more."""
+    """Write the manifest, and remove files that no manifest names any more."""
     _refuse_twice("stages", (entry["stage"] for entry in entries))
     _refuse_twice("keys", (key for entry in entries for key in entry["keys"]))
     count = max([len(entries), *(entry["of"] or entry["stage"] + 1 for entry in entries)])
@@ -180,7 +181,7 @@ def _write_manifest(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
 
 
 def _put(temporary: Path, final: Path) -> None:
-    """Rename what is on the disk, and wait until the name is there, too."""
+    """Sync a file, rename it, and sync the folder."""
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.replace(final)
@@ -239,17 +240,10 @@ def _rank(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def _tell(entries: list[dict[str, Any]], failure: Exception | None, group: dist.ProcessGroup | None) -> list[Any]:
-    """What every rank has written, once all have; an error where one has failed. Also a barrier."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        if failure is not None:
-            raise failure
-        return [entries]
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, (entries, None if failure is None else repr(failure)), group)
+def _gather(entries: list[dict[str, Any]], failure: Exception | None, group: dist.ProcessGroup | None) -> list[Any]:
+    """The ``entries`` of every rank; every rank raises if one gives a ``failure``. It is also a barrier."""
+    if dist.is_initialized():
+        return gather_or_raise("save_stages", entries, failure, group)
     if failure is not None:
         raise failure
-    for rank, (_, words) in enumerate(everyones):
-        if words is not None:
-            raise RuntimeError(f"save_stages: rank {rank} of the group could not write its part: {words}")
-    return [written for written, _ in everyones]
+    return [entries]

@@ -1,7 +1,7 @@
 """A pipeline whose stages are on several devices of one process: the same plan, the same work, no messages.
 
 Calls to CUDA return before they are done, so one thread that goes through the plan in the order of time keeps all
-devices busy. What passes from device to device is copied on streams of their own, beside what is computed.
+devices busy. Tensors are copied between devices on streams of their own, concurrently with computation.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class DevicePipeline(Owner):
         """Forward and backward of a batch: gradients are added to ``.grad``, and the loss is returned."""
         self._job.check_gradients()
         with self._job.average.step():
-            return self._judged(self._run(True, inputs, targets))
+            return self._loss_of(self._run(True, inputs, targets))
 
     def evaluate(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """The loss of a batch, and its metrics in ``measured``, without a gradient."""
-        return self._judged(self._run(False, inputs, targets))
+        return self._loss_of(self._run(False, inputs, targets))
 
     def forward(self, inputs: Any) -> Any:
         """The outputs for a batch, on the device of the last stage, without a gradient."""
-        outputs = joined(self._run(False, inputs, None, judge=False).outputs)
+        outputs = joined(self._run(False, inputs, None, with_loss=False).outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def rows(self) -> list[Row]:
@@ -78,23 +78,23 @@ class DevicePipeline(Owner):
         start = rows[0].begin if rows else 0.0
         return [row._replace(begin=row.begin - start, end=row.end - start) for row in rows]
 
-    def _judged(self, batch: Batch) -> torch.Tensor:
+    def _loss_of(self, batch: Batch) -> torch.Tensor:
         assert batch.sums is not None
         values = batch.sums.to(torch.get_default_dtype()).unbind()
         self.measured = dict(zip(("loss", *self._job.objective.metrics), values, strict=True))
         return self.measured["loss"]
 
-    def _run(self, learn: bool, inputs: Any, targets: Any, judge: bool = True) -> Batch:
+    def _run(self, learn: bool, inputs: Any, targets: Any, with_loss: bool = True) -> Batch:
         whole = as_tuple(inputs, "the batch of inputs")
         cut = parts(whole, self.plan.num_microbatches, "inputs")
         batch = Batch(learn, len(whole[0]), self.plan.num_microbatches)
         batch.inputs = Leaves(whole, cut, learn, apart=True)
         self._job.begin(batch)
-        if judge:
+        if with_loss:
             self._job.set_targets(batch, targets, self._device_of[-1])
         on_their_way = {
             ("F", 0, micro): self._copies.start(leaves, self._device_of[0])
-            for micro, leaves in enumerate(batch.inputs.num_microbatches)
+            for micro, leaves in enumerate(batch.inputs.micro_batches)
         }
         try:
             for action in self._order:
@@ -122,13 +122,14 @@ class _Copy(NamedTuple):
 
 
 class _Copies:
-    """From device to device, on a stream for each."""
+    """Copies between devices, on a stream for each device."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._streams = {each: torch.cuda.Stream(each) for each in devices if each.type == "cuda"}  # type: ignore[no-untyped-call]
 
     def start(self, tensors: Tensors, device: torch.device, apart: bool = False) -> _Copy:
-        """``apart``: in memory of their own, or a stage that begins in place would change what the one before keeps."""
+        """``apart``: in memory of their own, since a stage that begins in place would change a tensor of the one
+        before."""
         moved = []
         streams: dict[torch.device, torch.cuda.Stream] = {}
         for each in tensors:

@@ -41,14 +41,14 @@ _IGNORED = -100  # unless a loss says another
 
 
 class Part(NamedTuple):
-    """What part of a batch a micro-batch is: its weight as a share of the whole, and what share a weight of 1 is."""
+    """The part of a micro-batch in the batch: its weight as a share of the whole, and the share of a weight of 1."""
 
     share: float
     one: float = 1.0
 
 
 class _Weighed(NamedTuple):
-    """What a loss divides by, from the targets; and the same loss without dividing, if that is known."""
+    """The divisor of a loss, from the targets; and the same loss without the division, if known."""
 
     weight: Callable[..., Any]
     summed: Function | None = None
@@ -89,12 +89,12 @@ class Objective:
         return self.loss
 
     def start_scaler(self, device: torch.device) -> None:
-        """Let a rank's scaler know its device: one that has scaled nothing refuses to unscale."""
+        """Initialise a rank's scaler: one that has scaled nothing refuses to unscale."""
         if self.scaler is not None:
             self.scaler.scale(torch.zeros((), device=device))
 
     def parts(self, lengths: Sequence[int], targets: Sequence[Tensors]) -> list[tuple[Part, ...]]:
-        """Of every micro-batch, its part of the batch's loss and of each metric."""
+        """The part of every micro-batch in the batch's loss and in each metric."""
         found = [_parts(each, lengths, targets, each is self._given) for each in self._weighed]
         if self.reduction == "sum":
             found[0] = [Part(1.0)] * len(lengths)
@@ -103,7 +103,7 @@ class Objective:
     def __call__(
         self, outputs: Tensors, target: Tensors, parts: Sequence[Part], trained: nn.Module
     ) -> tuple[torch.Tensor, list[Any]]:
-        """Where the backward of a micro-batch begins; and what it adds to the batch's loss and to each metric."""
+        """The root of the backward of a micro-batch, and its contributions to the loss and to each metric."""
         output = outputs[0] if len(outputs) == 1 else outputs
         value = self._value(outputs, output, target, parts[0])
         if value.requires_grad and not self._is_checked:
@@ -134,7 +134,7 @@ class Objective:
 
 def _parts(weighed: _Weighed | None, lengths: Sequence[int], targets: Sequence[Tensors], given: bool) -> list[Part]:
     weights: Sequence[float] = lengths
-    if weighed is not None and (given or targets[0]):  # without a target the loss says itself what it lacks
+    if weighed is not None and (given or targets[0]):  # without a target the loss itself raises
         with torch.no_grad():
             numbers = [torch.as_tensor(weighed.weight(*target)) for target in targets]
         if any(number.dim() for number in numbers):
@@ -149,7 +149,7 @@ def _parts(weighed: _Weighed | None, lengths: Sequence[int], targets: Sequence[T
 
 
 def _weighed(loss: Function) -> _Weighed | None:
-    """What a loss that is known divides by; None: by the items."""
+    """The divisor of a known loss; None: the number of items."""
     settings: dict[str, Any] = {}
     whole = loss
     while isinstance(loss, partial) and not loss.args:
@@ -158,7 +158,9 @@ def _weighed(loss: Function) -> _Weighed | None:
     if isinstance(found, nn.Module) and type(found).forward in _FORWARDS:
         return _Weighed(partial(_of_module, found), partial(_summed, found, whole))
     if found is split_cross_entropy and settings.get("class_weight") is not None:
-        raise ValueError("pipeline: each rank has some columns of class_weight; say by loss_weight= what targets weigh")
+        raise ValueError(
+            "pipeline: each rank has some columns of class_weight; give the weight of targets by loss_weight="
+        )
     if found not in (F.cross_entropy, F.nll_loss, split_cross_entropy) or not _is_mean(settings):
         return None
     weight = partial(_counting, settings.get("weight"), settings.get("ignore_index", _IGNORED))
@@ -188,13 +190,13 @@ def _summed(module: Any, loss: Function, output: torch.Tensor, *target: torch.Te
 
 
 def _counting(weight: torch.Tensor | None, ignored: int, target: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    """What the mean of a cross entropy divides by, for indices of classes; by the items, for probabilities."""
+    """The divisor of the mean of a cross entropy: the weight of class indices, or the items for probabilities."""
     if target.is_floating_point():
         return torch.tensor(len(target))
     counts = target != ignored
     if weight is None:
         return counts.sum()
-    classes = target.clamp(0, len(weight) - 1)  # of one that is out of range, the loss complains
+    classes = target.clamp(0, len(weight) - 1)  # the loss raises for an index out of range
     return torch.where(counts, weight.detach().to(target.device).double()[classes], 0.0).sum()
 
 
@@ -236,15 +238,15 @@ class _Means(TorchFunctionMode):
                 warnings.warn(
                     f"pipeline: the loss takes the mean of {func.__name__} over targets that count differently, and "
                     "micro-batches are weighted by their items, so loss and gradients are not those of the whole "
-                    f"batch; give {func.__name__} itself (functools.partial sets options), or say by loss_weight= "
-                    "what the targets of a micro-batch weigh",
+                    f"batch; give {func.__name__} itself (functools.partial sets options), or give by "
+                    "loss_weight= the weight of the targets of a micro-batch",
                     stacklevel=2,
                 )
         return func(*args, **kwargs)
 
 
 def _refuse_unlisted_parameters(loss: torch.Tensor, outputs: Tensors, known: Iterable[torch.Tensor]) -> None:
-    """ValueError if the loss learns what neither the pipeline's parameters() have nor the targets are."""
+    """ValueError if the loss learns a tensor that is neither in the pipeline's parameters() nor a target."""
     seen = {each.grad_fn for each in outputs if each.grad_fn is not None}
     ours = {id(each) for each in (*known, *outputs)}
     nodes = [loss.grad_fn]

@@ -6,7 +6,7 @@ of its own, and after the last micro-batch one backward passes the collected gra
 
 >>> x = torch.ones(3, requires_grad=True)
 >>> batch = Leaves((2 * x,), [(part,) for part in torch.ones(3).split([1, 2])])
->>> for micro, (leaf,) in enumerate(batch.num_microbatches):
+>>> for micro, (leaf,) in enumerate(batch.micro_batches):
 ...     batch.set_gradients(micro, (torch.full_like(leaf, micro),))
 >>> give_back(batch)
 >>> x.grad
@@ -26,26 +26,26 @@ __all__ = ["Leaves", "give_back"]
 
 
 class Leaves:
-    """The tensors of a batch, and of each of its micro-batches. ``learn``: whether gradients are wanted at all.
-    ``apart``: those that want one are copied, for a stage may begin in place."""
+    """The tensors of a batch, and of each of its micro-batches. ``learn``: whether gradients are computed at all.
+    ``apart``: tensors that require one are copied, for a stage may begin in place."""
 
     def __init__(self, batch: Tensors, cut: Sequence[Tensors], learn: bool = True, apart: bool = False) -> None:
         self._batch = batch
         wanting = [learn and each.requires_grad for each in batch]
-        self.num_microbatches: list[Tensors] = [
+        self.micro_batches: list[Tensors] = [
             tuple(_leaf(part, wants, apart) for part, wants in zip(micro, wanting, strict=True)) for micro in cut
         ]
 
     def set_gradients(self, micro: int, grads: Sequence[torch.Tensor]) -> None:
-        """The gradients of those tensors of a micro-batch that want one."""
-        wanting = (each for each in self.num_microbatches[micro] if each.requires_grad)
+        """Set the gradients of the tensors of a micro-batch that require one."""
+        wanting = (each for each in self.micro_batches[micro] if each.requires_grad)
         for leaf, grad in zip(wanting, grads, strict=True):
             leaf.grad = grad.to(leaf.device)
 
     def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tensors of the batch, and the gradients that have come for them."""
+        """Tensors of the batch with their gradients."""
         found = []
-        for whole, parts in zip(self._batch, zip(*self.num_microbatches, strict=True), strict=True):
+        for whole, parts in zip(self._batch, zip(*self.micro_batches, strict=True), strict=True):
             if any(part.grad is not None for part in parts):
                 grads = [torch.zeros_like(part) if part.grad is None else part.grad for part in parts]
                 found.append((whole, torch.cat(grads).to(whole.device)))
@@ -53,7 +53,7 @@ class Leaves:
 
 
 def give_back(*batches: Leaves) -> None:
-    """Take the gradients of the micro-batches on, in one backward.
+    """Pass the gradients of the micro-batches to the batch, in one backward.
 
     >>> give_back(Leaves((torch.ones(1),), [(torch.ones(1),)]))
     """

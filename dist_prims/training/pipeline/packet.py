@@ -1,8 +1,8 @@
-"""Several tensors as one message: a head of fixed size, then their bytes, each where its alignment is.
+"""Wire format of a message of tensors: a head of fixed size, then their bytes, aligned.
 
-One message a micro-batch, whatever its stage gives, and what is received needs no copy: the tensors of the receiver are
-views of it. The head says that all is well, or what has gone wrong; so a failure takes the way of the data, and no
-rank waits for what will not come. How the bytes are to be read, the layout, is known on both sides beforehand.
+A stage sends one message a micro-batch, for any number of tensors, and the receiver copies nothing: its tensors are
+views of the message. The head says whether the message has data or an error text. So a failure travels like the data,
+and no rank waits for data that will not come. Both sides know the layout of the bytes beforehand.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 HEAD = 512
-WELL, FAILED, LAYOUT, WORD = range(4)  # in the head: data; what has gone wrong; a layout's length; what comes
+WELL, FAILED, LAYOUT, WORD = range(4)  # status in the head: data; an error text; the length of a layout; a call
 _ALIGNED = 64
 _WORD = 8  # bytes of the status, before the text
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
@@ -79,7 +79,7 @@ class Layout:
 
     @cached_property
     def gradients(self) -> Layout:
-        """Of the message that comes back."""
+        """The layout of the gradients that come back."""
         return Layout(spec._replace(needs_grad=False) for spec in self.specs if spec.needs_grad)
 
     @cached_property
@@ -105,7 +105,7 @@ class Layout:
         ]
 
     def encode(self) -> list[int]:
-        """As numbers, for who does not know it yet."""
+        """The layout as numbers, for a receiver that does not know it yet."""
         numbers = [len(self.specs)]
         for spec in self.specs:
             numbers += [_DTYPES.index(spec.dtype), spec.needs_grad, len(spec.shape), *spec.shape, *spec.stride]
@@ -113,7 +113,7 @@ class Layout:
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> Layout:
-        """What :meth:`encode` has written.
+        """The layout of numbers from :meth:`encode`.
 
         >>> layout = Layout([spec_of(torch.ones(2, 3).t())])
         >>> Layout.decode(layout.encode()) == layout
@@ -129,7 +129,7 @@ class Layout:
 
 
 def pack(data: torch.Tensor, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-    """Write tensors into a message, with the head that says that all is well."""
+    """Write tensors into a message, with the head of a message with data."""
     with torch.no_grad():
         data[:_WORD].zero_()
         for view, tensor in zip(layout.views(data), tensors, strict=True):
@@ -147,17 +147,17 @@ def head_of(status: int, text: str = "") -> torch.Tensor:
 
 
 def read_head(data: torch.Tensor) -> tuple[int, str]:
-    """Status and text; the text of a message that is well is whatever stood there before."""
+    """Status and text; a message with data has no meaningful text."""
     head = bytes(data[:HEAD].cpu().numpy())
     status = int.from_bytes(head[:_WORD], "little")
     return status, head[_WORD:].rstrip(b"\0").decode(errors="replace") if status else ""
 
 
 class Pool:
-    """Messages' memory, used again as soon as nothing refers to it: no tensor in it, no graph, no transfer.
+    """A pool of message buffers, reused when nothing refers to them: no tensor, no graph, no transfer.
 
-    What lies in a message may live long, in a graph or with a user, and so who took memory cannot say when it is free.
-    How many refer to it is what its storage counts anyway.
+    A tensor in a message may live long, in a graph or with a user, so no caller can report when a buffer is free. The
+    pool reads the reference count of the storage instead.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -165,7 +165,7 @@ class Pool:
         self._kept: dict[int, list[tuple[torch.Tensor, Any, int]]] = {}
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Bytes that nobody uses, of any content."""
+        """An unused buffer, with any content."""
         kept = self._kept.setdefault(nbytes, [])
         for data, storage, idle in kept:
             if _users(storage) == idle:

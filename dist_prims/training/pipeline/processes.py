@@ -1,4 +1,4 @@
-"""A pipeline whose stages are in processes: each rank follows its part of a plan.
+"""A pipeline over processes: each rank executes its part of a plan.
 
     ranks = dist.get_world_size()
     stages = split(model, ranks)                                    # or a list of your own
@@ -10,8 +10,8 @@
         optimizer.step()
 
 Every rank makes the same calls. The rank of the first stage reads the inputs and that of the last stage the targets;
-what other ranks give is ignored, so all may give the whole batch. A rank that fails in its stage tells the others
-instead of sending its results: all of them raise, and the group can go on with the next step.
+what other ranks give is ignored, so all may give the whole batch. A rank that fails in its stage sends the
+error instead of its results: all ranks raise, and the group can go on with the next step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...agreement import check_lists, gather_objects, gather_or_raise
 from ...errors import CommError, MismatchError
 from ...schedules.pipelines import Action, PipelinePlan, Row
 from .action_executor import Batch, Job, Owner, joined, make_plan, message_to, parts
@@ -37,6 +38,9 @@ from .transfer import Message, StageFailed, Transfers
 __all__ = ["Pipeline"]
 
 _KINDS = 16  # of batches, whose layouts are remembered
+_REMEDY = (
+    "Give the same plan, num_microbatches, reduction, metrics, cut and type of device, and a scaler or none, on all"
+)
 
 
 class Pipeline(Owner):
@@ -96,17 +100,18 @@ class Pipeline(Owner):
         self._group = group or dist.distributed_c10d._get_default_group()
         self._rank = self._group.rank()
         problem: Exception | None = None
-        told = ""
+        description = ""
         try:
             self.plan = make_plan(plan, self._group.size(), num_microbatches, _count(stages, self._group.size()))
             own = _own(stages, self.plan, self._rank)
             objective = Objective(loss, metrics, reduction, loss_weight, scaler)
             self._job = Job(self.plan, own, objective, checkpoint)
             self._device = torch.device(device) if device is not None else _device(own)
-            told = _description(self.plan, objective, stages, self._device)
-        except Exception as error:  # whatever it is, the others are to hear of it
+            description = _description(self.plan, objective, stages, self._device)
+        except Exception as error:
             problem = error
-        self._agree(problem, told)
+        descriptions = gather_or_raise("Pipeline", description, problem, self._group)
+        check_lists("Pipeline", [[each] for each in descriptions], _REMEDY, self._group)
         self.stages = own
         self.measured: dict[str, torch.Tensor] = {}
         if self._device.type == "cuda":
@@ -135,33 +140,15 @@ class Pipeline(Owner):
         return outputs[0] if outputs is not None and len(outputs) == 1 else outputs
 
     def renegotiate(self) -> None:
-        """Forget what stages gave for each kind of batch: after a change of the model, such as of its dtype."""
+        """Forget the layouts of stages' outputs; to be called after a change of the model, such as of its dtype."""
         self._slots.clear()
 
     def rows(self) -> list[Row]:
-        """What was recorded on all ranks since the last call, on rank 0; every rank calls it. Clocks are the hosts'."""
+        """The rows recorded on all ranks since the last call, on rank 0; every rank calls it. Clocks are the hosts'."""
         mine, self._job.rows = self._job.rows, []
-        everyones: list[list[Row]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(everyones, mine, group=self._group)
-        rows = sorted((row for rows in everyones for row in rows), key=lambda row: row.begin)
+        rows = sorted((row for rows in gather_objects(mine, self._group) for row in rows), key=lambda row: row.begin)
         start = rows[0].begin if rows else 0.0
         return [row._replace(begin=row.begin - start, end=row.end - start) for row in rows] if self._rank == 0 else []
-
-    def _agree(self, problem: Exception | None, told: str) -> None:
-        """Raise on every rank if one of them cannot begin, or wants something else."""
-        everyones: list[tuple[str, str]] = [("", "")] * self._group.size()
-        dist.all_gather_object(everyones, (str(problem) if problem else "", told), group=self._group)
-        if problem is not None:
-            raise problem
-        for rank, (failed, its) in enumerate(everyones):
-            if failed:
-                raise MismatchError(f"rank {self._rank}: rank {rank} could not make its part of the pipeline: {failed}")
-            if its != told:
-                raise MismatchError(
-                    f"rank {self._rank}: ranks disagree on the pipeline. Rank {rank} has {its}; rank {self._rank} has "
-                    f"{told}. Every rank must give the same plan, num_microbatches, reduction, metrics, cut and type "
-                    "of device, and a scaler or none"
-                )
 
     def _run(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
         batch, slot, fresh, failure = self._open(call, inputs)
@@ -193,10 +180,10 @@ class Pipeline(Owner):
         return result
 
     def _open(self, call: str, inputs: Any) -> tuple[Batch, int, bool, Exception | None]:
-        """The first rank says what comes."""
+        """Begin a call: the first rank sends what kind of batch comes."""
         first = self.plan.rank_of[0]
         if self._rank != first:
-            status, text = read_head(self._transfers.hear(first, HEAD))
+            status, text = read_head(self._transfers.receive(first, HEAD))
             if status == FAILED:
                 raise StageFailed(text)
             word = json.loads(text)
@@ -218,17 +205,17 @@ class Pipeline(Owner):
             batch.inputs = Leaves(whole, cut, batch.learn, apart=True)
         except Exception as error:
             failed = self._failed(error, call)
-            self._say(head_of(FAILED, str(failed)))
+            self._send_to_others(head_of(FAILED, str(failed)))
             self._transfers.finish()
             raise failed from error
         slot, fresh = self._slot(batch.learn, whole)
         word = {"call": call, "learn": batch.learn, "count": batch.count, "slot": slot, "fresh": fresh}
-        self._say(head_of(WORD, json.dumps(word)))
+        self._send_to_others(head_of(WORD, json.dumps(word)))
         return batch, slot, fresh, None
 
-    def _say(self, head: torch.Tensor) -> None:
+    def _send_to_others(self, head: torch.Tensor) -> None:
         for rank in self._others:
-            self._transfers.tell(rank, head)
+            self._transfers.send(rank, head)
 
     def _slot(self, learn: bool, whole: Tensors) -> tuple[int, bool]:
         """The number of this kind of batch, and whether it is new."""
@@ -244,7 +231,7 @@ class Pipeline(Owner):
         return self._slots[key], True
 
     def _do(self, action: Action, batch: Batch, failure: Exception | None) -> Exception | None:
-        """One action, or, after a failure, what others need to hear instead of its result."""
+        """Do one action, or, after a failure, send the error instead of its result."""
         incoming: Tensors = ()
         try:
             incoming = self._take(action)
@@ -266,63 +253,63 @@ class Pipeline(Owner):
             return failure
         if failure is None:
             try:
-                self._transfers.give(message, outgoing)
+                self._transfers.send_message(message, outgoing)
             except CommError:
                 raise
             except Exception as error:
                 failure = self._failed(error, str(action))
         if failure is not None:
-            self._transfers.fail(message, str(failure))
+            self._transfers.send_failure(message, str(failure))
         return failure
 
     def _take(self, action: Action) -> Tensors:
-        """What an action needs of another stage."""
+        """The tensors that an action needs of another stage."""
         kind, stage, micro = action
         maker = stage - 1 if kind == "F" else stage + 1
         if kind == "W" or not 0 <= maker < self.plan.stages:
             return ()
         source = self.plan.rank_of[maker]
         if source != self._rank:
-            return self._transfers.take(Message(kind[0], stage, micro, source, self._rank))
+            return self._transfers.receive_message(Message(kind[0], stage, micro, source, self._rank))
         passed = self._local.pop((kind[0], stage, micro))
         if kind != "F":
             return passed
-        # Memory of its own, or a stage that begins in place would change what the stage before has kept.
+        # A copy, since a stage that begins in place would change a tensor that the stage before keeps.
         return tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in passed)
 
     def _close(self, call: str, batch: Batch, failure: Exception | None) -> tuple[Tensors | None, Exception | None]:
-        """The last rank hears whether all is well, and tells what has come of it."""
+        """End a call: the last rank collects failures, and sends the results."""
         last, outputs = self.plan.rank_of[-1], None
-        told: Tensors = ()
+        results: Tensors = ()
         failure = self._verdict(last, failure or self._transfers.unread())
         try:
             if self._rank != last:
-                told = self._transfers.hear_all(last)
+                results = self._transfers.receive_tensors(last)
             elif failure is None:
                 outputs = None if batch.learn or call == "evaluate" else joined(batch.outputs)
                 if batch.sums is not None:
-                    told = (batch.sums,)
+                    results = (batch.sums,)
                 elif outputs is not None and call == "forward everywhere":
-                    told = outputs
+                    results = outputs
         except StageFailed as error:
             failure = failure or error
         except Exception as error:
             failure = failure or self._failed(error, call)
         if self._rank == last:
-            self._transfers.tell_all(self._others, told, str(failure) if failure else None)
+            self._transfers.send_tensors(self._others, results, str(failure) if failure else None)
         self._transfers.finish()
         if failure is None and call in ("step", "evaluate"):
-            values = told[0].to(torch.get_default_dtype()).unbind()
+            values = results[0].to(torch.get_default_dtype()).unbind()
             self.measured = dict(zip(("loss", *self._job.objective.metrics), values, strict=True))
-        return outputs if self._rank == last or call != "forward everywhere" else told, failure
+        return outputs if self._rank == last or call != "forward everywhere" else results, failure
 
     def _verdict(self, last: int, failure: Exception | None) -> Exception | None:
-        """On the last rank: what failed anywhere. Failures in a backward reach only earlier stages by themselves."""
+        """Collect failures on the last rank: by itself a failure in a backward reaches only earlier stages."""
         if self._rank != last:
-            self._transfers.tell(last, head_of(FAILED, str(failure)) if failure else head_of(WELL))
+            self._transfers.send(last, head_of(FAILED, str(failure)) if failure else head_of(WELL))
             return failure
         for rank in self._others:
-            status, text = read_head(self._transfers.hear(rank, HEAD))
+            status, text = read_head(self._transfers.receive(rank, HEAD))
             if status == FAILED:
                 failure = failure or StageFailed(text)
         return failure
@@ -384,7 +371,7 @@ def _description(
 
 
 def _cut(stages: Sequence[torch.nn.Module]) -> int:
-    """A number that tells in which layers a model was cut."""
+    """A checksum of where a model was cut."""
     shapes = [[(name, tuple(each.shape)) for name, each in stage.named_parameters()] for stage in stages]
     return zlib.crc32(
         repr([(getattr(each, "names", None), of) for each, of in zip(stages, shapes, strict=True)]).encode()

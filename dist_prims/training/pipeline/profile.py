@@ -1,14 +1,14 @@
-"""What each layer costs: the measures by which a model is cut, and that a pipeline's plan is priced with.
+"""Profile of a model's layers: the costs by which a model is cut into stages and a pipeline's plan is priced.
 
-A layer is run by itself on what really reaches it, so that forward and backward can be timed apart. Backward is two
-figures, since a plan may move them apart: what the stage before waits for (the gradient of the input) and what nobody
-waits for (that of the weights), measured as what the whole backward takes longer than the input's alone. Nothing stays
-behind: no gradient, no statistics, no draw of random numbers.
+A layer is run by itself on its real input, so that forward and backward can be timed apart. Backward is two
+figures, since a plan may move them apart: the gradient of the input, for which the stage before waits, and
+that of the weights, for which no stage waits, measured as the time of the whole backward minus that of the input's
+alone. Profiling leaves gradients, statistics and random states as they were.
 
 >>> costs = profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(4, 8))
 >>> [(cost.name, cost.parameter_bytes, cost.activation_bytes) for cost in costs]
 [('0', 288, 128), ('1', 0, 128), ('2', 72, 0)]
->>> costs[0].input_grad  # nobody asked for the gradient of the sample
+>>> costs[0].input_grad  # the sample requires no gradient
 0.0
 """
 

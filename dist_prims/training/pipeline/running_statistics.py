@@ -2,8 +2,8 @@
 
 Stock norms move their running mean and variance in every forward. In a pipeline that is once a micro-batch: with
 momentum 0.1 and 8 micro-batches a step forgets 57 % of the past instead of 10 %, and the variance between micro-batches
-is lost. To replace the norms, as :func:`.defer_batch_norm` does, would take them out of the model that a program still
-calls ``eval()``, ``to()`` and ``state_dict()`` of. So the modules stay. While a micro-batch passes through a stage,
+is lost. Replacing the norms, as :func:`.defer_batch_norm` does, would remove them from the model of which a program
+still calls ``eval()``, ``to()`` and ``state_dict()``. So the modules stay. While a micro-batch passes through a stage,
 each ``batch_norm`` and ``instance_norm`` that would move a buffer of the stage gets scratch memory in place of it, with
 momentum 1, so that the kernel leaves its own statistics there. They are merged over the micro-batches, and the buffers
 are moved when the step has succeeded.
@@ -58,7 +58,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """End the batch: move the running statistics by what has been seen of it."""
+        """End the batch: move the running statistics by the statistics collected."""
         for call in self._calls.values():
             call.commit()
         for tracked, more in self._counts or ():
@@ -66,7 +66,7 @@ class RunningStatistics:
         self.forget()
 
     def forget(self) -> None:
-        """Leave out what has been seen of this batch."""
+        """Discard the statistics of this batch."""
         self._calls.clear()
         self._counts = None
 

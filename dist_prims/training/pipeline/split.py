@@ -1,8 +1,7 @@
-"""Cut a model into stages, none of which is slower, or larger, than it must be.
+"""Cut a model into stages whose slowest, or largest, is as small as possible.
 
-A pipeline goes at the pace of its slowest stage, so the cut is a small problem of optimisation: of all ways to cut a
-row of costs into consecutive parts, the one whose largest part is smallest. Rules of thumb miss it, and nobody needs
-them: dynamic programming finds it, for any number of layers that a model has, in milliseconds.
+A pipeline is as fast as its slowest stage, so the cut is an optimisation problem: of all ways to cut a list of costs
+into consecutive parts, find the one whose largest part is smallest. Dynamic programming finds it in milliseconds.
 
 >>> balance([5, 1, 1, 1, 5], stages=3)
 [1, 3, 1]
@@ -46,15 +45,15 @@ def split(
     >>> second.names, list(second.state_dict()), second._modules["2"] is model[2]
     (('1', '2'), ['2.weight', '2.bias'], True)
 
-    ``by`` says what to balance for micro-batches like ``sample``: ``"time"`` of forward and backward, or ``"memory"``
-    of parameters, gradients and activations; or how many layers each stage gets. What a model may be, says
+    ``by``: what to balance for micro-batches like ``sample``: ``"time"`` of forward and backward, or ``"memory"``
+    of parameters, gradients and activations; or how many layers each stage gets. For the models that can be cut see
     :func:`~dist_prims.training.pipeline.chain.layers`.
 
     Stages may share buffers and frozen parameters, such as a table of positions. A parameter that is trained, or a
     running statistic, must lie in one stage.
 
-    No two ranks measure the same. Where torch.distributed is in use, ``by="time"`` is a collective: rank 0 of ``group``
-    measures, while the others are quiet, and all of them cut as it says.
+    Times differ from rank to rank. Where torch.distributed is in use, ``by="time"`` is a collective: rank 0 of
+    ``group`` measures, while the others wait, and all ranks cut by its times.
     """
     chain = layers(model)
     _check_arguments(model, chain, stages, by, sample)
@@ -106,10 +105,10 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _check_arguments(model: nn.Module, chain: Layers, stages: int, by: str | Sequence[int], sample: Any) -> None:
-    """All that can be wrong is found here, on every rank, before anything is measured or sent."""
+    """Check the arguments on every rank, before anything is measured or sent."""
     if not 1 <= stages <= len(chain):
         raise ValueError(
-            f"split: stages={stages} of {len(chain)} layers; each stage takes one layer or more: ask for fewer stages, "
+            f"split: stages={stages} of {len(chain)} layers; each stage takes one layer or more: choose fewer stages, "
             "or let the model's layers() name smaller parts"
         )
     if isinstance(by, str):
@@ -133,7 +132,7 @@ def _check_arguments(model: nn.Module, chain: Layers, stages: int, by: str | Seq
 
 
 def _check_shared(parts: Sequence[Layers]) -> None:
-    """Stages on different ranks have copies of what they share. Those stay alike unless training changes them."""
+    """Stages on different ranks have copies of what they share. Those stay equal unless training changes them."""
     home: dict[int, tuple[int, str]] = {}
     for stage, part in enumerate(parts):
         for key, tensor, change in _trained(part):
@@ -146,15 +145,15 @@ def _check_shared(parts: Sequence[Layers]) -> None:
 
 
 def _trained(part: Layers) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Name and tensor of all that training changes in some layers, and what would go wrong if two stages had it."""
+    """Name and tensor of all that training changes in some layers, and the error if two stages had it."""
     for name, layer in part:
         for key, parameter in layer.named_parameters(name):
             if parameter.requires_grad:
-                yield key, parameter, "which would get but half of its gradient in each"
+                yield key, parameter, "which would get only a part of its gradient in each"
         for path, module in layer.named_modules(prefix=name):
             if isinstance(module, _NormBase) and module.training:
                 for key, buffer in module.named_buffers(path, recurse=False):
-                    yield key, buffer, "a running statistic, which each would move by what it sees"
+                    yield key, buffer, "a running statistic, which each would update with its own inputs"
 
 
 def _carried(chain: Layers, cut: int) -> tuple[str, ...]:
@@ -173,13 +172,13 @@ def _sizes_by_time(model: nn.Module, stages: int, sample: Any, group: dist.Proce
         try:
             sizes.copy_(torch.tensor(_measured(model, stages, sample)))
         except Exception as error:
-            failure = error  # the others wait for an answer
+            failure = error  # the other ranks wait for the sizes
     broadcast(sizes, 0, group, algorithm=CHEAPEST)  # which compares the calls
     if failure is not None:
         raise failure
     found = [int(size) for size in sizes.tolist()]
     if not found[0]:
-        raise RuntimeError("split: rank 0 could not measure the model with its sample; its own error says why")
+        raise RuntimeError("split: rank 0 could not measure the model with its sample; see its error")
     return found
 
 

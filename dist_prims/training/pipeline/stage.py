@@ -1,7 +1,7 @@
-"""One stage at work: forward, backward and gradients of the weights of its micro-batches, and what it keeps between.
+"""Execution of one stage: forward, backward and weight gradients of its micro-batches.
 
-A micro-batch enters a stage by a function of its own, so that autograd stops there and says what it found; and since
-what enters is then no leaf, a stage may begin with an operation in place, such as ``ReLU(inplace=True)``.
+A micro-batch enters a stage through a custom function, so that autograd stops there and returns the gradients; and
+since the inputs are then no leaves, a stage may begin with an operation in place, such as ``ReLU(inplace=True)``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def as_tuple(found: Any, what: str) -> Tensors:
 
 
 @dataclass
-class _Held:
-    """What a stage keeps of a micro-batch until its backward."""
+class _Saved:
+    """The tensors of a micro-batch that a stage keeps until its backward."""
 
     inputs: Tensors
     loss: Loss | None
     later: Later | None
-    again: _Random | None = None  # to be computed again, beginning with these random numbers
-    roots: Tensors = ()  # where the backward begins
+    again: _Random | None = None  # the random states for a recomputation
+    roots: Tensors = ()  # of the backward
     wanted: tuple[bool, ...] = ()  # of each, whether a gradient is to come for it
     found: list[torch.Tensor | None] = field(default_factory=list)  # the gradients of the inputs
 
@@ -63,7 +63,7 @@ class _Enter(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, found: list[torch.Tensor | None], needs: list[bool], *inputs: torch.Tensor
     ) -> Tensors:
-        ctx.found = found  # and not what holds it, and the graph: memory in a circle is not let go
+        ctx.found = found  # not its owner, which refers to the graph: a cycle would keep memory alive
         ctx.set_materialize_grads(False)
         entered = tuple(same_memory(each) for each in inputs)
         ctx.mark_non_differentiable(*(each for each, need in zip(entered, needs, strict=True) if not need))
@@ -76,7 +76,7 @@ class _Enter(torch.autograd.Function):
 
 
 class Worker:
-    """A stage of a model, number ``stage``. ``loss``: what judges its output, where that is a module, too."""
+    """A stage of a model, number ``stage``. ``loss``: the loss of its output, if it is a module."""
 
     def __init__(self, module: torch.nn.Module, stage: int, loss: torch.nn.Module | None = None) -> None:
         self.module = module
@@ -84,11 +84,11 @@ class Worker:
         self.stage = stage
         self.statistics = RunningStatistics(self.trained)
         self._refuse_other_averaging()
-        self._held: dict[int, _Held] = {}
+        self._saved: dict[int, _Saved] = {}
         self._later: dict[int, Later] = {}
 
     def infer(self, inputs: Tensors) -> Tensors:
-        """The outputs, and nothing is kept."""
+        """The outputs; nothing is kept."""
         return as_tuple(self.module(*inputs), f"the output of stage {self.stage}")
 
     def forward(
@@ -96,47 +96,47 @@ class Worker:
     ) -> Tensors:
         """The outputs, which go on to ``loss`` if there is one. ``split``: there will be :meth:`weights`; ``again``:
         keep the inputs only, and compute the rest again when the gradient comes."""
-        held = self._held[micro] = _Held(inputs, loss, Later() if split else None)
+        saved = self._saved[micro] = _Saved(inputs, loss, Later() if split else None)
         if not again:
             with self.statistics.collected():
-                outputs = self._run(held)
-            held.wanted = tuple(each.requires_grad or loss is not None for each in held.roots)
+                outputs = self._run(saved)
+            saved.wanted = tuple(each.requires_grad or loss is not None for each in saved.roots)
             return outputs
-        held.again = _Random.now(inputs)
+        saved.again = _Random.now(inputs)
         versions = [each._version for each in inputs]
         with torch.no_grad(), self.statistics.collected():
-            outputs = self._run(held)
+            outputs = self._run(saved)
         if versions != [each._version for each in inputs]:
             raise RuntimeError(
                 f"stage {self.stage} changes its input in place, and so cannot be computed again from it; "
                 "let its first layer have inplace=False, or the pipeline checkpoint=False"
             )
-        # A loss may learn what is nowhere here, such as the targets.
+        # A loss may learn other tensors, such as the targets.
         learns = loss is not None or any(each.requires_grad for each in (*inputs, *self.module.parameters()))
-        held.wanted = tuple(learns and _is_differentiable(each) for each in held.roots)
-        held.roots = ()
+        saved.wanted = tuple(learns and _is_differentiable(each) for each in saved.roots)
+        saved.roots = ()
         return tuple(each.detach().requires_grad_(learns and _is_differentiable(each)) for each in outputs)
 
     def backward(self, micro: int, grads: Sequence[torch.Tensor | None]) -> Tensors:
         """The gradients of the inputs that require one, from those of such outputs; for the loss it is (None,)."""
         with self.statistics.frozen():
-            return self._backward(micro, self._held.pop(micro), grads)
+            return self._backward(micro, self._saved.pop(micro), grads)
 
-    def _backward(self, micro: int, held: _Held, grads: Sequence[torch.Tensor | None]) -> Tensors:
-        if held.again is not None:
-            with held.again.repeated(), torch.enable_grad():
-                self._run(held)
-        wanted = [root for root, want in zip(held.roots, held.wanted, strict=True) if want]
+    def _backward(self, micro: int, saved: _Saved, grads: Sequence[torch.Tensor | None]) -> Tensors:
+        if saved.again is not None:
+            with saved.again.repeated(), torch.enable_grad():
+                self._run(saved)
+        wanted = [root for root, want in zip(saved.roots, saved.wanted, strict=True) if want]
         pairs = [(root, grad) for root, grad in zip(wanted, grads, strict=True) if root.requires_grad]
         if pairs:
-            with torch.autocast(pairs[0][0].device.type, enabled=False):  # the forward has said which types
+            with torch.autocast(pairs[0][0].device.type, enabled=False):  # the forward has chosen the types
                 torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
-        if held.later is not None:
-            self._later[micro] = held.later
-        found = held.found or [None] * len(held.inputs)
+        if saved.later is not None:
+            self._later[micro] = saved.later
+        found = saved.found or [None] * len(saved.inputs)
         return tuple(
             torch.zeros_like(each) if grad is None else grad
-            for each, grad in zip(held.inputs, found, strict=True)
+            for each, grad in zip(saved.inputs, found, strict=True)
             if each.requires_grad
         )
 
@@ -151,9 +151,9 @@ class Worker:
             commit_batch_norm(self.trained)
 
     def forget(self) -> None:
-        """Let go of all micro-batches of a step that failed."""
+        """Free all micro-batches of a step that failed."""
         self.statistics.forget()
-        self._held.clear()
+        self._saved.clear()
         self._later.clear()
         for each in self.trained.modules():
             if isinstance(each, DeferredBatchNorm):
@@ -164,15 +164,15 @@ class Worker:
             if isinstance(each, DistributedDataParallel):
                 raise ValueError(
                     f"pipeline: {f'{name} in ' if name else ''}stage {self.stage} is a DistributedDataParallel, which "
-                    "counts on one backward after each forward, and gives wrong means of those of several "
+                    "expects one backward after each forward, and gives wrong means of those of several "
                     "micro-batches. Give the stage without it (.module), and average once a step: "
                     "dist_prims.GradientAverager(pipeline.module, group=...)"
                 )
 
-    def _run(self, held: _Held) -> Tensors:
-        with split_backward(held.later) if held.later is not None else nullcontext():
-            outputs = self.infer(held.enter())
-            held.roots = outputs if held.loss is None else (held.loss(outputs),)
+    def _run(self, saved: _Saved) -> Tensors:
+        with split_backward(saved.later) if saved.later is not None else nullcontext():
+            outputs = self.infer(saved.enter())
+            saved.roots = outputs if saved.loss is None else (saved.loss(outputs),)
         return outputs
 
 
@@ -182,7 +182,7 @@ def _is_differentiable(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Random:
-    """Where the random numbers stand, of the processor and of the device of a stage."""
+    """The random states of the CPU and of the device of a stage."""
 
     processor: torch.Tensor
     device: torch.device | None
@@ -197,7 +197,7 @@ class _Random:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Within it the random numbers are those again that came then."""
+        """Context in which the same random numbers are drawn again."""
         with torch.random.fork_rng([] if self.device is None else [self.device]):
             torch.set_rng_state(self.processor)
             if self.device is not None and self.of_device is not None:

@@ -1,19 +1,18 @@
-"""What goes from stage to stage between processes: one message a micro-batch, over any ``torch.distributed`` group.
+"""Messages between the stages of a pipeline over processes: one a micro-batch, over any ``torch.distributed`` group.
 
-Who sends what when is in the plan, so all ranks know it of all. Three things follow from that.
+The plan fixes which rank sends which message when, so every rank knows all messages beforehand. Three consequences:
 
-*Order.* Messages need no names. All of them stand in one order, that of the plan if every action takes one time unit,
-and each rank asks for what it receives in that order: so those of a pair match, whatever the engine is. With NCCL,
-where a send waits for its receiver and all transfers of a rank stand in a queue, a rank also asks for all that comes
-before a send before it sends. Then nothing hangs: of the messages that are not done, the first in that order has no
-other in front of it, on either rank.
+*Order.* Messages need no tags. All of them have one order, that of the plan if every action takes one time unit, and
+each rank posts its receives in that order: so the messages of a pair match, whatever the engine is. With NCCL, where a
+send waits for its receiver and all transfers of a rank are in one queue, a rank also posts the receives that come
+before a send before it sends. So nothing deadlocks: the first unfinished message in that order has no other in front of
+it, on either rank.
 
-*Receipts.* What a rank sends back tells which of its actions are done, and so which of our messages have arrived: their
-memory is free without asking, waiting or counting.
+*Receipts.* A message that comes back implies which of the sender's actions are done, and so which messages have arrived
+there: their buffers are free without an acknowledgement.
 
-*Layouts.* What lies in a message is told once for each kind of batch, and again when the first rank says that its batch
-is of a new kind; otherwise a message is its data and nothing else goes before it. A few receives are asked for ahead,
-so that they come while something is computed.
+*Layouts.* The layout of a message is sent once for each kind of batch, and again when the first rank announces a new
+kind; otherwise a message is its data alone. A few receives are posted ahead, to overlap with computation.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .stage import Tensors
 __all__ = ["Message", "StageFailed", "Transfers", "messages"]
 
 _TAG = 20_553  # beside the tags that a program may use in the same group
-_AHEAD = 2  # receives that are asked for before they are needed
+_AHEAD = 2  # receives that are posted before they are needed
 
 
 class StageFailed(CommError):
@@ -42,7 +41,7 @@ class StageFailed(CommError):
 
 
 class Message(NamedTuple):
-    """What a stage needs of another rank: "F", its input, or "B", the gradient of its output."""
+    """A message that a stage needs of another rank: "F", its input, or "B", the gradient of its output."""
 
     kind: str
     stage: int
@@ -69,7 +68,7 @@ def messages(plan: PipelinePlan, learn: bool, num_microbatches: int | None = Non
 
 
 class _Script:
-    """What one rank sends and receives in a step."""
+    """The messages that one rank sends and receives in a step."""
 
     def __init__(self, plan: PipelinePlan, rank: int, learn: bool, num_microbatches: int) -> None:
         mine = [each for each in messages(plan, learn, num_microbatches) if rank in (each.source, each.target)]
@@ -82,13 +81,13 @@ class _Script:
         self.made_at = {each: place[each.kind, each.stage + step[each.kind], each.micro] for each in mine}
 
 
-class _Letter(NamedTuple):
-    """A transfer under way, with its memory."""
+class _Transfer(NamedTuple):
+    """A pending transfer, with its buffer."""
 
     work: Any
     data: torch.Tensor
     layout: Layout
-    failure: str | None = None  # of one that was told to fail before its data came
+    failure: str | None = None  # the error, where a layout was expected
 
 
 class Transfers:
@@ -105,26 +104,26 @@ class Transfers:
         self._scripts: dict[tuple[bool, int], _Script] = {}  # by whether gradients are passed, and micro-batches
         self._layouts: dict[int, dict[tuple[int, int], Layout]] = {}  # by kind of batch; by stage and micro-batch
         self._pool = Pool(device)
-        self._leaving: list[tuple[Message | None, Any, torch.Tensor]] = []
+        self._sending: list[tuple[Message | None, Any, torch.Tensor]] = []
         self._unread: list[torch.Tensor] = []
         self.begin(True, plan.num_microbatches, 0, True)
 
     def begin(self, learn: bool, num_microbatches: int, slot: int, fresh: bool) -> None:
-        """A step with so many micro-batches of a kind of batch; ``fresh``: its layouts are still to be told."""
+        """A step with so many micro-batches of a kind of batch; ``fresh``: its layouts are not known yet."""
         if (learn, num_microbatches) not in self._scripts:
             self._scripts[learn, num_microbatches] = _Script(self._plan, self._group.rank(), learn, num_microbatches)
         self._script = self._scripts[learn, num_microbatches]
-        self._due = deque(self._script.receives)
-        self._unsent = deque(self._script.sends)
-        self._coming: dict[Message, _Letter] = {}
+        self._to_receive = deque(self._script.receives)
+        self._to_send = deque(self._script.sends)
+        self._pending: dict[Message, _Transfer] = {}
         self._fresh = fresh
         if fresh:
             self._layouts[slot] = {}
             self._pool.clear()
         self._known = self._layouts[slot]
 
-    def give(self, message: Message, tensors: Tensors) -> None:
-        """Send tensors; ValueError, and nothing is sent, if they are not what this kind of batch gave before."""
+    def send_message(self, message: Message, tensors: Tensors) -> None:
+        """Send tensors; ValueError, and nothing is sent, if their layout differs from that of earlier such batches."""
         layout = Layout(map(spec_of, tensors))
         if message.kind == "F" and not self._fresh:
             known = self._known[message[1:3]]
@@ -140,130 +139,130 @@ class Transfers:
         self._before(message)
         if message.kind == "F" and self._fresh:
             self._known[message[1:3]] = layout
-            self._tell_layout(message.target, layout)
-        self.tell(message.target, data, message)
+            self._send_layout(message.target, layout)
+        self.send(message.target, data, message)
 
-    def fail(self, message: Message, text: str) -> None:
-        """Send instead of the tensors what has gone wrong."""
+    def send_failure(self, message: Message, text: str) -> None:
+        """Send an error instead of the tensors."""
         self._before(message)
         if self._fresh and message.kind == "F":
-            self.tell(message.target, head_of(FAILED, text))
+            self.send(message.target, head_of(FAILED, text))
         else:
             data = self._pool.take(self._layout(message).nbytes)
             data.zero_()  # a device that has not read the head computes with it
             data[:HEAD] = head_of(FAILED, text)
-            self.tell(message.target, data, message)
+            self.send(message.target, data, message)
 
-    def take(self, message: Message) -> Tensors:
-        """The tensors of a message, when it has come; StageFailed if they will not."""
-        while message not in self._coming:
-            self._ask()
-        self._ask_ahead()
-        letter = self._coming.pop(message)
-        self._wait(letter.work)
+    def receive_message(self, message: Message) -> Tensors:
+        """Wait for a message and return its tensors; StageFailed if it has an error instead."""
+        while message not in self._pending:
+            self._post()
+        self._post_ahead()
+        transfer = self._pending.pop(message)
+        self._wait(transfer.work)
         self._free(message)
-        if letter.failure is None and self._queued:
-            self._unread.append(letter.data[:HEAD])
-        elif failure := letter.failure or _failure(letter.data):
+        if transfer.failure is None and self._queued:
+            self._unread.append(transfer.data[:HEAD])
+        elif failure := transfer.failure or _failure(transfer.data):
             raise StageFailed(failure)
-        views = letter.layout.views(letter.data)
-        return tuple(v.requires_grad_(spec.needs_grad) for v, spec in zip(views, letter.layout.specs, strict=True))
+        views = transfer.layout.views(transfer.data)
+        return tuple(v.requires_grad_(spec.needs_grad) for v, spec in zip(views, transfer.layout.specs, strict=True))
 
-    def tell(self, rank: int, data: torch.Tensor, message: Message | None = None) -> None:
-        """Send bytes; they are on their way until :meth:`finish`."""
+    def send(self, rank: int, data: torch.Tensor, message: Message | None = None) -> None:
+        """Begin to send bytes; :meth:`finish` waits."""
         data = data.to(self._device)
-        self._leaving.append((message, self._start(dist.isend, data, rank), data))
+        self._sending.append((message, self._start(dist.isend, data, rank), data))
 
-    def hear(self, rank: int, nbytes: int) -> torch.Tensor:
+    def receive(self, rank: int, nbytes: int) -> torch.Tensor:
         """Receive bytes."""
         data = self._pool.take(nbytes)
         self._wait(self._start(dist.irecv, data, rank))
         return data
 
-    def tell_all(self, ranks: list[int], tensors: Tensors, failure: str | None) -> None:
-        """Send tensors, of any layout, or what has gone wrong, to several ranks; they :meth:`hear_all`."""
+    def send_tensors(self, ranks: list[int], tensors: Tensors, failure: str | None) -> None:
+        """Send tensors, of any layout, or an error, to several ranks; they call :meth:`receive_tensors`."""
         layout = Layout(spec_of(each.detach()) for each in tensors)
         data = self._pool.take(layout.nbytes)
         pack(data, layout, tensors)
         for rank in ranks:
             if failure is None:
-                self._tell_layout(rank, layout)
-                self.tell(rank, data)
+                self._send_layout(rank, layout)
+                self.send(rank, data)
             else:
-                self.tell(rank, head_of(FAILED, failure))
+                self.send(rank, head_of(FAILED, failure))
 
-    def hear_all(self, rank: int) -> Tensors:
-        """What one rank :meth:`tell_all`."""
-        layout = self._hear_layout(rank)
+    def receive_tensors(self, rank: int) -> Tensors:
+        """The tensors that rank ``rank`` sends by :meth:`send_tensors`."""
+        layout = self._receive_layout(rank)
         if isinstance(layout, str):
             raise StageFailed(layout)
-        return tuple(layout.views(self.hear(rank, layout.nbytes)))
+        return tuple(layout.views(self.receive(rank, layout.nbytes)))
 
     def unread(self) -> StageFailed | None:
-        """What the messages that were not read when they came, as on CUDA, say of a failure."""
+        """The failure in a head that was not read when its message came, as on CUDA."""
         unread, self._unread = self._unread, []
         failures = (_failure(head) for head in (torch.stack(unread).cpu() if unread else []))
         return next((StageFailed(failure) for failure in failures if failure), None)
 
     def finish(self) -> None:
-        """Return when nothing of the step is under way."""
-        leaving, self._leaving = self._leaving, []
+        """Wait for all sends of the step."""
+        leaving, self._sending = self._sending, []
         for _, work, _ in leaving:
             self._wait(work)
 
     def _layout(self, message: Message) -> Layout:
-        """Of a message; what failed before it was told has nothing in it, and so has its answer."""
+        """The layout of a message; it is empty where a failure came instead of a layout."""
         if message.kind == "F":
             return self._known[message[1:3]]
         return self._known.get((message.stage + 1, message.micro), Layout(())).gradients
 
     def _before(self, message: Message) -> None:
-        """Ask for all that comes before a send."""
-        self._unsent.remove(message)
-        while self._queued and self._due and self._script.turn[self._due[0]] < self._script.turn[message]:
-            self._ask()
+        """Post the receives that come before a send."""
+        self._to_send.remove(message)
+        while self._queued and self._to_receive and self._script.turn[self._to_receive[0]] < self._script.turn[message]:
+            self._post()
 
-    def _ask(self) -> None:
-        """Ask for the next message; its layout comes first if nobody here knows it."""
-        message = self._due.popleft()
+    def _post(self) -> None:
+        """Post the next receive; the layout comes first if it is not known."""
+        message = self._to_receive.popleft()
         if self._fresh and message.kind == "F":
-            layout = self._hear_layout(message.source)
+            layout = self._receive_layout(message.source)
             if isinstance(layout, str):
-                self._coming[message] = _Letter(None, torch.empty(0), Layout(()), layout)
+                self._pending[message] = _Transfer(None, torch.empty(0), Layout(()), layout)
                 return
             self._known[message[1:3]] = layout
         layout = self._layout(message)
         data = self._pool.take(layout.nbytes)
-        self._coming[message] = _Letter(self._start(dist.irecv, data, message.source), data, layout)
+        self._pending[message] = _Transfer(self._start(dist.irecv, data, message.source), data, layout)
 
-    def _ask_ahead(self) -> None:
+    def _post_ahead(self) -> None:
         turn = self._script.turn
-        while self._due and len(self._coming) <= _AHEAD and not self._fresh:
-            if self._queued and self._unsent and turn[self._unsent[0]] < turn[self._due[0]]:
+        while self._to_receive and len(self._pending) <= _AHEAD and not self._fresh:
+            if self._queued and self._to_send and turn[self._to_send[0]] < turn[self._to_receive[0]]:
                 return
-            self._ask()
+            self._post()
 
     def _free(self, message: Message) -> None:
-        """What a rank had before it made this message has arrived there."""
-        script, leaving = self._script, self._leaving
-        self._leaving = []
+        """Free the buffers of messages that must have arrived, since their receiver has made ``message`` after them."""
+        script, leaving = self._script, self._sending
+        self._sending = []
         for each, work, data in leaving:
             if each and each.target == message.source and script.needed_at[each] <= script.made_at[message]:
                 self._wait(work)
             else:
-                self._leaving.append((each, work, data))
+                self._sending.append((each, work, data))
 
-    def _tell_layout(self, rank: int, layout: Layout) -> None:
+    def _send_layout(self, rank: int, layout: Layout) -> None:
         numbers = torch.tensor(layout.encode())
-        self.tell(rank, head_of(LAYOUT, str(len(numbers))))
-        self.tell(rank, numbers.view(torch.uint8))
+        self.send(rank, head_of(LAYOUT, str(len(numbers))))
+        self.send(rank, numbers.view(torch.uint8))
 
-    def _hear_layout(self, rank: int) -> Layout | str:
-        """The layout that a rank tells, or what has gone wrong there."""
-        status, text = read_head(self.hear(rank, HEAD))
+    def _receive_layout(self, rank: int) -> Layout | str:
+        """The layout that a rank sends, or its error text."""
+        status, text = read_head(self.receive(rank, HEAD))
         if status == FAILED:
             return text
-        return Layout.decode(self.hear(rank, 8 * int(text)).cpu().view(torch.int64).tolist())
+        return Layout.decode(self.receive(rank, 8 * int(text)).cpu().view(torch.int64).tolist())
 
     def _start(self, kind: Any, data: torch.Tensor, peer: int) -> Any:
         if self._queued:
@@ -275,7 +274,7 @@ class Transfers:
         if work is None:
             return
         if self._queued:
-            work.wait()  # the stream waits, not this thread; NCCL's watchdog keeps the time
+            work.wait()  # the stream waits, not this thread; NCCL's watchdog has the timeout
         else:
             work.wait(self._timeout)
 

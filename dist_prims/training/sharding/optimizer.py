@@ -1,10 +1,10 @@
-"""ZeRO-1: each rank keeps the optimiser's state of its share of the parameters, and steps only those.
+"""ZeRO-1: each rank keeps the optimiser state of its share of the parameters, and steps only those.
 
 In plain data parallelism every rank holds the same state (with Adam twice the parameters) and takes the same step. Here
 each parameter has one owner. Its gradient is averaged to the owner only, the owner steps, and sends the new value to
 all: a reduce and a broadcast, the two halves of the all_reduce that was there before, so nothing more is sent.
 
-Whole parameters are dealt out, the largest first, each to the rank that has least. Ranges of one flat tensor would be
+Whole parameters are assigned, the largest first, each to the rank that has least. Ranges of one flat tensor would be
 even to the element, but only fit optimisers that treat each element by itself; and state by parameter is what a plain
 optimiser saves, so that checkpoints go from one to the other and to any number of ranks.
 """
@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from ...collectives.call import group_of
 from ...collectives.flat import cut
-from ..gradients.initial_sync import spread
+from ..gradients.initial_sync import broadcast_coalesced, check_same_model
 from ..gradients.layout import plan
-from .same_model import check_alike
 
 __all__ = ["ZeroOptimizer", "balanced"]
 
@@ -44,7 +43,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     >>> [sorted(state) for state in optimizer.state.values()]
     [['exp_avg', 'exp_avg_sq', 'step'], ['exp_avg', 'exp_avg_sq', 'step']]
 
-    ``step()`` averages the gradients, each to its owner, and lets go of the others; with ``average=False`` it takes
+    ``step()`` averages the gradients, each to its owner, and frees the others; with ``average=False`` it takes
     them as averaged already, by a GradientAverager or DistributedDataParallel, and then more is sent, but behind the
     backward. At the start all ranks take rank 0's parameters. Learning rates are read from ``param_groups`` at every
     step, so schedulers work; ``state`` holds what this rank owns. Every rank makes as many steps. A parameter without a
@@ -67,7 +66,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         if optimizer_class is torch.optim.LBFGS:
-            raise ValueError("ZeroOptimizer: LBFGS steps along all parameters together, which nobody has; use another")
+            raise ValueError("ZeroOptimizer: LBFGS steps along all parameters together, which no rank has; use another")
         self._group = group_of(group, "ZeroOptimizer")
         self._rank, self._size, self._average = self._group.rank(), self._group.size(), average
         super().__init__(params, {})
@@ -77,10 +76,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._looks = [_look(each) for each in self._parameters]
         settings = [f"average={average}, {getattr(optimizer_class, '__name__', '')}"]
         settings += [_described({**defaults, **each}) for each in self.param_groups]
-        check_alike("ZeroOptimizer", settings, zip(self._names, self._parameters, strict=True), self._group)
-        spread([each.detach() for each in self._parameters], 0, self._group)
+        check_same_model("ZeroOptimizer", settings, zip(self._names, self._parameters, strict=True), self._group)
+        broadcast_coalesced([each.detach() for each in self._parameters], 0, self._group)
         self._owner = balanced([each.numel() * each.requires_grad for each in self._parameters], self._size)
-        self._owned = {id(each) for each, who in zip(self._parameters, self._owner, strict=True) if who == self._rank}
+        self._owned = {
+            id(each) for each, owner in zip(self._parameters, self._owner, strict=True) if owner == self._rank
+        }
         shares = [{**_settings(group), "params": self._of(group["params"])} for group in self.param_groups]
         self._inner = optimizer_class(shares, **defaults)
         self.defaults, self.state = self._inner.defaults, self._inner.state
@@ -89,7 +90,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_inner"):
-            raise ValueError("ZeroOptimizer: parameters are dealt out once; give all groups when making it")
+            raise ValueError("ZeroOptimizer: parameters are assigned to ranks once; give all groups when making it")
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -100,16 +101,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        moving = self._agree()
+        with_gradient = self._agree()
         if self._average and self._size > 1:
-            for owner, parameters in self._pieces(moving):
+            for owner, parameters in self._messages(with_gradient):
                 self._average_to(owner, parameters)
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_settings(mine))
         if self._owned:
             self._inner.step()
         for owner in range(self._size):
-            spread([self._parameters[n].detach() for n in moving if self._owner[n] == owner], owner, self._group)
+            broadcast_coalesced(
+                [self._parameters[n].detach() for n in with_gradient if self._owner[n] == owner], owner, self._group
+            )
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,10 +158,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return _NONE
         return _DENSE if parameter.grad.layout == torch.strided else _SPARSE
 
-    def _pieces(self, moving: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """What travels together: parameters of one owner and dtype."""
+    def _messages(self, with_gradient: Sequence[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """The messages: parameters of one owner and dtype."""
         for owner in range(self._size):
-            own = [self._parameters[number] for number in moving if self._owner[number] == owner]
+            own = [self._parameters[number] for number in with_gradient if self._owner[number] == owner]
             for piece in plan(own, range(len(own)), _BUCKET_BYTES):
                 yield owner, [own[number] for number in piece]
 
@@ -173,32 +176,32 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _state_from(self, owner: int, own: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """The state that a rank owns: first its structure, then its tensors, as bytes."""
         here = self._rank == owner
-        box: list[Any] = [{n: {key: _Blank.of(v) for key, v in each.items()} for n, each in own.items()}]
-        dist.broadcast_object_list(box, group=self._group, group_src=owner)
+        structure: list[Any] = [{n: {key: _Placeholder.of(v) for key, v in each.items()} for n, each in own.items()}]
+        dist.broadcast_object_list(structure, group=self._group, group_src=owner)
         found: dict[int, dict[str, Any]] = {}
         tensors = []
-        for number, each in box[0].items():
+        for number, each in structure[0].items():
             found[number] = {}
             device = self._parameters[number].device
             for key, value in each.items():
-                if isinstance(value, _Blank):
+                if isinstance(value, _Placeholder):
                     there = own[number][key].detach().to(device, copy=True) if here else value.tensor.to(device)
                     tensors.append(there)
                     value = there
                 found[number][key] = value
-        spread(tensors, owner, self._group)
+        broadcast_coalesced(tensors, owner, self._group)
         return found
 
 
-class _Blank(NamedTuple):
-    """A tensor that travels apart from the structure it is in."""
+class _Placeholder(NamedTuple):
+    """The place of a tensor that is sent apart from the structure it is in."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
     def of(value: Any) -> Any:
-        return _Blank(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+        return _Placeholder(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -206,7 +209,7 @@ class _Blank(NamedTuple):
 
 
 def balanced(counts: Sequence[int], parts: int) -> list[int]:
-    """To which of ``parts`` each item goes: the largest first, each to the part that has least so far.
+    """The part of each item: the largest item first, each to the part that has least so far.
 
     >>> balanced([10, 40, 20, 30], 2)
     [0, 0, 1, 1]
@@ -227,7 +230,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _described(group: dict[str, Any]) -> str:
-    """What of a group of parameters can be compared between ranks."""
+    """The options of a group of parameters that ranks can compare."""
     found = {}
     for key, value in sorted(_settings(group).items()):
         plain = value.tolist() if isinstance(value, torch.Tensor) else value

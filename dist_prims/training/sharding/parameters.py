@@ -2,17 +2,17 @@
 
 ::
 
-    forward   gather 1 | compute 1 | let go 1, gather 2 | compute 2 | let go 2
-    backward  gather 2 | gradients 2 | let go 2, reduce_scatter 2, gather 1 | gradients 1 | let go 1, reduce_scatter 1
+    forward   gather 1 | compute 1 | free 1, gather 2 | compute 2 | free 2
+    backward  gather 2 | gradients 2 | free 2, reduce_scatter 2, gather 1 | gradients 1 | free 1, reduce_scatter 1
 
 Autograd saves what the backward needs, parameters too, and would keep every layer whole until then. So while a unit
-computes, what is saved of its parameters is not the tensor but its place (``saved_tensors_hooks``); when backward asks
-for it, the unit is gathered anew, and the one before it is let go. Whichever way a backward takes, a unit is there when
+computes, autograd saves not the tensor of a parameter but its place (``saved_tensors_hooks``); when backward unpacks
+it, the unit is gathered again, and the one before it is freed. Whatever the order of a backward, a unit is whole when
 it is read, and at most one beside those whose forward is running.
 
 Ranks must gather and reduce in one order, which follows from the graph alone: gradients are reduced when the next unit
-is gathered, not when all have come, for a rank whose batch skips a layer would wait. Those that come later, the ranks
-agree on at the end of the backward.
+is gathered, not when all have come, for a rank whose batch skips a layer would wait. The ranks agree on later ones at
+the end of the backward.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from ...collectives.call import group_of
-from ..gradients.initial_sync import spread
+from ..gradients.initial_sync import broadcast_coalesced, check_same_model
 from .released_parameters import NO_COPY, make_present
-from .same_model import check_alike
 from .unit import Unit
-from .unit_assignment import by_kind, children, homes
+from .unit_assignment import by_kind, children, units_of
 
 __all__ = ["ShardedParameters"]
 
@@ -54,12 +53,12 @@ class ShardedParameters:
     >>> {name: tuple(each.shape) for name, each in sharded.state_dict().items()}
     {'0.weight': (3, 2), '0.bias': (3,), '2.weight': (1, 3), '2.bias': (1,)}
 
-    Units are the model's children unless given. What is in none of them or in several (tied weights) is whole during
-    the model's forward. The optimiser gets :meth:`parameters`: a flat tensor for each unit and dtype, so it must treat
-    each element by itself, as SGD and Adam do. All ranks take rank 0's parameters at the start, run the same units in
-    the same order, and have losses that reach the same units; what runs within a unit may differ. Gradients are means
-    over the ranks, added up until ``zero_grad()`` of the optimiser or of the model. A parameter without a gradient
-    counts as zero where its unit has one. Freeze and copy before. With float16 take training.mixed_precision's
+    Units are the model's children unless given. A parameter in none of them or in several (tied weights) is whole
+    during the model's forward. The optimiser gets :meth:`parameters`: a flat tensor for each unit and dtype, so it must
+    treat each element by itself, as SGD and Adam do. All ranks take rank 0's parameters at the start, run the same
+    units in the same order, and have losses that reach the same units; what runs within a unit may differ. Gradients
+    are means over the ranks, added up until ``zero_grad()`` of the optimiser or of the model. A parameter without a
+    gradient counts as zero where its unit has one. Freeze and copy before. With float16 take training.mixed_precision's
     GradScaler: torch's looks at this rank's shards alone.
     """
 
@@ -74,12 +73,12 @@ class ShardedParameters:
         self._group = group_of(group, "ShardedParameters")
         self._model = model
         self.peak_bytes = 0  # of parameters that were whole at one time
-        found = homes(model, list(children(model) if units is None else units))
+        found = units_of(model, list(children(model) if units is None else units))
         names = {module: name for name, module in model.named_modules()} | {model: "the model"}
         settings = [f"unit {names[module]!r} of {len(parameters)} parameters" for module, parameters in found]
         tensors = (*model.named_parameters(), *model.named_buffers())
-        check_alike("ShardedParameters", settings, tensors, self._group)
-        spread([each.detach() for each in (*model.parameters(), *model.buffers())], 0, self._group)
+        check_same_model("ShardedParameters", settings, tensors, self._group)
+        broadcast_coalesced([each.detach() for each in (*model.parameters(), *model.buffers())], 0, self._group)
         self._whole: dict[int, Unit] = {}  # by the storage of what is gathered
         self._units: list[Unit] = []
         self._task = _NO_BACKWARD
@@ -97,13 +96,13 @@ class ShardedParameters:
         self._undo.callback(register_optimizer_step_pre_hook(refuse).remove)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """What this rank keeps and its optimiser steps, of those that are trained."""
+        """The trained shards of this rank, for its optimiser."""
         return [unit.shard for unit in self._there() if unit.trained]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within, all parameters are whole, to be read, or to be changed in place, alike on all ranks; forwards gather
-        nothing."""
+        """Context in which all parameters are whole, to be read, or to be changed in place in the same way on all
+        ranks; forwards gather nothing."""
         units = self._there()
         with self._in_use(units):
             yield
@@ -156,10 +155,10 @@ class ShardedParameters:
                 buffer.copy_(state[name])
 
     def remove(self) -> None:
-        """Make the model plain again, whole on every rank. That is the end of this object."""
+        """Make the model plain again, whole on every rank; this object is then unusable."""
         for unit in self._units:
             whole = [each.clone() for each in unit.pieces(unit.gather())]
-            unit.let_go()
+            unit.free()
             for parameter, value in zip(unit.parameters, whole, strict=True):
                 make_present(parameter)
                 parameter.data = value
@@ -184,7 +183,7 @@ class ShardedParameters:
         return self._units
 
     def _zero_grad(self, plain: Callable[..., None], set_to_none: bool = True) -> None:
-        """Of the model: gradients are with the shards."""
+        """``zero_grad()`` of the model: gradients are with the shards."""
         for shard in self.parameters():
             if set_to_none:
                 shard.grad = None
@@ -208,7 +207,7 @@ class ShardedParameters:
         self._undo.callback(functools.partial(_restore, module, name, before))
 
     def _gather_before_backward(self, result: Any, units: list[Unit]) -> None:
-        """Even if it reads no parameter on this rank: on others it may, and all have to gather."""
+        """Gather before the backward of ``result``, even if it reads no parameter on this rank: on others it may."""
         if outputs := [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.grad_fn]:
 
             def gather(_: torch.Tensor) -> None:
@@ -236,11 +235,12 @@ class ShardedParameters:
             for unit in units:
                 unit.uses -= 1
                 if not in_backward and not unit.uses:
-                    self._let_go(unit)
+                    self._free(unit)
 
     @contextmanager
     def _places_saved(self) -> Iterator[None]:
-        """Save places in place of parameters; what else is saved goes to hooks further out, such as a checkpoint's."""
+        """Context in which autograd saves places instead of parameters; other tensors go to outer hooks, such as a
+        checkpoint's."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -258,7 +258,7 @@ class ShardedParameters:
             yield
 
     def _at(self, place: _Place) -> torch.Tensor:
-        """What backward asks for."""
+        """The tensor that backward unpacks."""
         if place.version != place.unit.shard._version:
             raise RuntimeError(
                 f"rank {self._group.rank()}: ShardedParameters: the parameters of {place.unit.name} were changed "
@@ -268,24 +268,24 @@ class ShardedParameters:
         return self._gather(place.unit).as_strided(place.shape, place.stride, place.offset)
 
     def _gather(self, unit: Unit) -> torch.Tensor:
-        """Make a unit whole, and let go of those that nobody uses."""
+        """Make a unit whole, and free those that are not in use."""
         if unit.full is None:
             for other in [*self._whole.values()]:
                 if not other.uses:
-                    self._let_go(other)
+                    self._free(other)
                     if other.trained and self._task != _NO_BACKWARD:
                         other.reduce()
             self._whole[unit.gather().untyped_storage()._cdata] = unit
             self.peak_bytes = max(self.peak_bytes, sum(each.gather().nbytes for each in self._whole.values()))
         return unit.gather()
 
-    def _let_go(self, unit: Unit) -> None:
+    def _free(self, unit: Unit) -> None:
         if unit.full is not None:
             del self._whole[unit.full.untyped_storage()._cdata]
-            unit.let_go()
+            unit.free()
 
     def _watch(self) -> None:
-        """Be called when this backward ends."""
+        """Have ``_end`` called when this backward ends."""
         if self._task != (task := _current_task()):
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -299,35 +299,35 @@ class ShardedParameters:
             )
 
     def _end(self) -> None:
-        """Of a backward: reduce what has come since, on any rank."""
+        """End a backward: reduce the gradients that have arrived since, on any rank."""
         self._task = _NO_BACKWARD
         for unit in [*self._whole.values()]:
             if not unit.uses:
-                self._let_go(unit)
+                self._free(unit)
         if not (trained := [unit for unit in self._units if unit.trained]):
             return
         rank, size = self._group.rank(), self._group.size()
         table = torch.tensor([_kind(unit) * size + rank for unit in trained], device=trained[0].shard.device)
         dist.all_reduce(table, dist.ReduceOp.MAX, self._group)
         kinds = [divmod(code, size) for code in table.tolist()]
-        for unit, (kind, who) in zip(trained, kinds, strict=True):
+        for unit, (kind, other) in zip(trained, kinds, strict=True):
             if kind == _FROZEN:
                 raise ValueError(
-                    f"rank {rank}: ShardedParameters: a parameter of {unit.name} was frozen on rank {who} after it was "
-                    "sharded; remove(), freeze it, and shard again"
+                    f"rank {rank}: ShardedParameters: a parameter of {unit.name} was frozen on rank {other} after it "
+                    "was sharded; remove(), freeze it, and shard again"
                 )
         for unit, (kind, _) in zip(trained, kinds, strict=True):
             if kind == _DENSE:
                 unit.reduce()
 
     def _forget(self) -> None:
-        """What a backward left that has raised."""
+        """Discard what a backward that raised has left."""
         self._task = _NO_BACKWARD
         for unit in self._units:
             for parameter in unit.parameters:
                 parameter.grad = None
             if not unit.uses:
-                self._let_go(unit)
+                self._free(unit)
 
     def _check_unchanged(self, units: list[Unit]) -> None:
         for unit in units:
@@ -341,7 +341,7 @@ class ShardedParameters:
 
 
 class _Place(NamedTuple):
-    """Where in a unit a tensor lay that autograd has saved, and when."""
+    """The place of a saved tensor in a unit, and the version of the unit."""
 
     unit: Unit
     version: int
@@ -351,7 +351,7 @@ class _Place(NamedTuple):
 
 
 class _Bound:
-    """In the place of a module's method. Not to be copied: a copy of the module would run this one's parameters."""
+    """A replacement of a module's method. It refuses copies: a copy of the module would use this one's parameters."""
 
     def __init__(self, plain: Callable[..., Any], method: Callable[..., Any]) -> None:
         functools.update_wrapper(self, plain)

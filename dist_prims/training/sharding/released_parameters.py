@@ -1,8 +1,8 @@
 """Parameters whose values are sharded away: reading one raises an error that names its unit and the remedy.
 
 Between its uses a sharded parameter keeps shape, dtype and gradient, but its elements are all one NaN. A forward that
-reads it out of turn, such as a head that multiplies by the weight of an embedding in another unit, once got NaN without
-a word. A parameter that is absent has a class of its own, whose ``__torch_function__`` torch asks before every
+reads it outside its unit, such as a head that multiplies by the weight of an embedding in another unit, once got NaN
+without an error. An absent parameter has a class of its own, whose ``__torch_function__`` torch calls before every
 operation from Python; while it is gathered it is a plain ``Parameter`` again, so a forward costs nothing more.
 """
 
@@ -62,7 +62,7 @@ def _reads_values(func: Callable[..., Any]) -> bool:
 
 
 def make_absent(parameter: torch.nn.Parameter, where: str) -> None:
-    """Let operations on the parameter raise. One of a class of its own is left as it is, and reads as NaN."""
+    """Make operations on the parameter raise. A subclass of Parameter is left as it is, and reads as NaN."""
     if type(parameter) is torch.nn.Parameter:
         parameter.__class__ = AbsentParameter
         parameter.absent_from = where  # type: ignore[attr-defined]

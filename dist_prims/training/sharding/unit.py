@@ -1,7 +1,8 @@
-"""Parameters that are gathered together: this rank's part of them always, the whole only while it is needed.
+"""A unit: parameters that are gathered together. A rank always keeps its shard, the whole only while it is needed.
 
 In between each parameter keeps its shape and has no memory: all of its elements are one NaN, and an operation that
-reads them raises (:mod:`.absent`). What autograd saved does not hold the whole either, see :mod:`.parameters`.
+reads them raises (:mod:`.released_parameters`). Tensors that autograd saves do not keep the whole alive either, see
+:mod:`.parameters`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Unit:
         self._part = -(-sum(self._counts) // group.size())
         own = self._flat([each.detach() for each in parameters]).view(group.size(), -1)[group.rank()].clone()
         self.shard = torch.nn.Parameter(own, requires_grad=self._trained)
-        self.let_go()
+        self.free()
 
     @property
     def trained(self) -> bool:
@@ -62,8 +63,8 @@ class Unit:
                     parameter.data = piece
         return self.full
 
-    def let_go(self) -> None:
-        """Forget the whole; what autograd unpacked a moment ago lives as long as it is used."""
+    def free(self) -> None:
+        """Free the whole; tensors that autograd has just unpacked live as long as they are used."""
         self.full = None
         with torch.inference_mode(False):
             self._nothing = self.shard.new_full((), float("nan") if self.shard.dtype.is_floating_point else 0)
@@ -72,7 +73,7 @@ class Unit:
                 make_absent(parameter, f"rank {self._group.rank()}: ShardedParameters: {self.name}")
 
     def replaced(self) -> torch.nn.Parameter | None:
-        """A parameter that another has taken the place of, or whose data was replaced, or changed while let go."""
+        """A parameter that was replaced by another, or whose data was replaced, or changed while freed."""
         for holder, key, parameter in self._slots:
             if holder.get(key) is not parameter:
                 return parameter
@@ -85,7 +86,7 @@ class Unit:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Take this rank's part of what was changed in the whole; nothing is sent, as all ranks change the same."""
+        """Copy changes of the whole to this rank's shard; nothing is sent, as all ranks make the same changes."""
         if self.full is None:
             return
         versions = [each._version for each in self.parameters]
@@ -106,7 +107,7 @@ class Unit:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add the mean of the ranks' gradients to that of the shard, and let go of them."""
+        """Add the mean of the ranks' gradients to that of the shard, and free them."""
         flat = self._flat([parameter.grad for parameter in self.parameters]).div_(self._group.size())
         for parameter in self.parameters:
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""Which module gathers which parameters."""
+"""Assignment of parameters to the modules that gather them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["by_kind", "children", "homes"]
+__all__ = ["by_kind", "children", "units_of"]
 
 
 def children(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The modules of a model that are called: lists of modules are not, and their members are.
+    """The modules of a model that are called: not lists of modules, but their members.
 
     >>> [*children(torch.nn.ModuleDict({"some": torch.nn.ModuleList([torch.nn.Tanh()]), "one": torch.nn.ReLU()}))]
     [Tanh(), ReLU()]
@@ -23,13 +23,13 @@ def children(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield child
 
 
-def homes(
+def units_of(
     model: torch.nn.Module, modules: list[torch.nn.Module]
 ) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
-    """The modules that gather something, and what: the model itself what is in none of them, or in several.
+    """The modules that gather parameters, with these: the model gathers those in none of the modules or in several.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1, bias=False))
-    >>> [(type(module).__name__, len(parameters)) for module, parameters in homes(model, [model[0]])]
+    >>> [(type(module).__name__, len(parameters)) for module, parameters in units_of(model, [model[0]])]
     [('Sequential', 1), ('Linear', 2)]
     """
     modules = list(dict.fromkeys(each for each in modules if each is not model))
@@ -53,10 +53,10 @@ def homes(
 
 
 def by_kind(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """What can lie in one flat tensor.
+    """Parameters grouped by what can be in one flat tensor.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1).half())
-    >>> [[tuple(each.shape) for each in alike] for alike in by_kind([*model.parameters()])]
+    >>> [[tuple(each.shape) for each in kind] for kind in by_kind([*model.parameters()])]
     [[(1, 2), (1,)], [(1, 1), (1,)]]
     """
     kinds: dict[Any, list[torch.nn.Parameter]] = {}
