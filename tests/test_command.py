@@ -188,7 +188,7 @@ def test_recommend_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -
         (["show", "all_reduce", "ring", "--size", "0"], "size"),
         (
             ["show", "all_reduce", "hierarchical", "--size", "4", "hosts=3,3"],
-            "hosts=(3, 3) must be the ranks of each host",
+            "hosts=(3, 3) must be the number of ranks of each host",
         ),
         (["show", "all_reduce", "ring", "--svg", "no/such/folder/x.svg"], "No such file"),
         (["prove", "no_such_file.py"], "No such file"),
@@ -254,9 +254,12 @@ def test_a_file_that_cannot_be_run_is_one_line(tmp_path: Path, text: str) -> Non
     [
         (
             ["dist_prims", "show", "all_reduce", "hierarchical", "hosts=x"],
-            "hosts=('x',) must be the ranks of each host",
+            "hosts=('x',) must be the number of ranks of each host",
         ),
-        (["dist_prims", "show", "all_reduce", "hierarchical", "hosts=3,x"], "hosts=(3, 'x') must be the ranks"),
+        (
+            ["dist_prims", "show", "all_reduce", "hierarchical", "hosts=3,x"],
+            "hosts=(3, 'x') must be the number of ranks",
+        ),
         (["dist_prims", "show", "all_reduce", "ring", "--svg", "x.png"], "as SVG only; name the file x.svg"),
         (["dist_prims", "pipeline", "1f1b", "--svg", "x.png"], "as SVG only; name the file x.svg"),
         (["dist_prims", "recommend", "--hosts", "x"], "invalid int value: 'x'"),

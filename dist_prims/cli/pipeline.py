@@ -27,7 +27,6 @@ def run(given: argparse.Namespace) -> int:
         return 0
     print(show_pipeline(given.name, given.ranks, given.microbatches, given.stages_a_rank))
     if given.svg:
-        print(
-            f"picture  {pipeline_plan(given.name, given.ranks, given.microbatches, given.stages_a_rank).draw(given.svg)}"
-        )
+        plan = pipeline_plan(given.name, given.ranks, given.microbatches, given.stages_a_rank)
+        print(f"picture  {plan.draw(given.svg)}")
     return 0
