@@ -1,4 +1,4 @@
-"""A line chart as SVG in a page of code: for the demo and the benchmark, without a plotting library."""
+"""Line charts as SVG for the demo and the benchmark, without a plotting library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def line_chart(
     log_x: bool = False,
     log_y: bool = False,
 ) -> Path:
-    """Write a line for each series, named at its end, and return the path."""
+    """Write a chart with one line for each series, labelled at its end, and return the path."""
     if not any(series.values()):
         raise ValueError(f"line_chart: {title!r} has no points to draw")
     x = _Axis.over([point[0] for points in series.values() for point in points], log_x, _LEFT, _WIDTH - _RIGHT)
@@ -85,7 +85,7 @@ class _Axis:
 
 
 def _number(value: float) -> str:
-    """Short enough for an axis.
+    """Format a number for an axis.
 
     >>> _number(1500), _number(2000000), _number(0.25)
     ('1.5k', '2M', '0.25')
@@ -112,15 +112,15 @@ def _lines(x: _Axis, y: _Axis, series: Mapping[str, Points]) -> Iterator[str]:
     places = _spread([y.at(points[-1][1]) for _, points in named])
     for number, ((name, points), place) in enumerate(zip(named, places, strict=True)):
         colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number // len(_COLOURS) % len(_DASHES)]
-        way = " ".join(f"{x.at(a)},{y.at(b)}" for a, b in points)
+        path = " ".join(f"{x.at(a)},{y.at(b)}" for a, b in points)
         end_x, end_y = x.at(points[-1][0]), y.at(points[-1][1])
-        yield f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
+        yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
         yield f'<line x1="{end_x + 2}" y1="{end_y}" x2="{x.stop + 12}" y2="{place}" stroke="{colour}" opacity="0.4"/>'
         yield f'<text x="{x.stop + 16}" y="{place + 4}" fill="{colour}">{escape(name)}</text>'
 
 
 def _spread(wanted: Sequence[float], gap: float = 15.0) -> list[float]:
-    """Places near those wanted, at least ``gap`` apart."""
+    """Positions close to the wanted ones, at least ``gap`` apart."""
     places = list(wanted)
     order = sorted(range(len(places)), key=lambda index: places[index])
     for above, below in itertools.pairwise(order):

@@ -1,4 +1,4 @@
-"""Output that stays readable when many ranks run: rank 0 speaks for all, and all decide what it says of a check."""
+"""Console output of programs with many ranks: rank 0 prints, and a check holds only if it holds on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Console"]
 
 
 class Console:
-    """Says things once, and keeps the score."""
+    """Output of rank 0, and the counts of checks that held and failed."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -28,7 +28,7 @@ class Console:
             print(text, flush=True)
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Columns as wide as they need be: what comes first to the left, the rest, figures as a rule, to the right."""
+        """Print a table; the first column is aligned left, the others, usually numbers, right."""
         lines = [[str(cell) for cell in row] for row in (headings, *rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
@@ -39,14 +39,14 @@ class Console:
             self.say(("  " + "   ".join([first, *others])).rstrip())
 
     def progress(self, text: str, last: bool) -> None:
-        """On a terminal a line that replaces itself, elsewhere a line each time."""
+        """Print progress: on a terminal the line overwrites itself, otherwise each call prints a line."""
         if self.rank == 0 and sys.stdout.isatty():
             print(f"\r\033[K{text}", end="\n" if last else "", flush=True)
         else:
             self.say(text)
 
     def check(self, holds: bool, claim: str) -> None:
-        """Every rank must find that the claim holds."""
+        """Count and print a check, which holds only if it holds on every rank. Every rank must call it."""
         bad = torch.zeros(dist.get_world_size(), dtype=torch.int32)
         bad[self.rank] = not holds
         all_reduce(bad)

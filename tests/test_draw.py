@@ -12,7 +12,7 @@ import pytest
 from dist_prims._chart import line_chart
 from dist_prims.schedules import COLLECTIVES, Step, algorithms, build
 from dist_prims.schedules.catalogue import markdown_table, text_table
-from dist_prims.schedules.draw import promise, terminal
+from dist_prims.schedules.draw import describe_contract, terminal
 from dist_prims.schedules.schedule import Steps
 
 PICTURES = Path(__file__).parent.parent / "docs/pictures"
@@ -125,12 +125,17 @@ def test_a_terminal_is_80_columns_wide() -> None:
 
 
 def test_a_promise_in_words() -> None:
-    assert promise(build("reduce_scatter", "ring", 2)) == [
+    assert describe_contract(build("reduce_scatter", "ring", 2)) == [
         ("starts", "every rank: chunks 0-1, its own data"),
         ("ends", "rank 0: chunk 0, the sum over ranks 0..1; rank 1: chunk 1, the sum over ranks 0..1"),
     ]
-    assert promise(build("all_gather", "ring", 3))[1] == ("ends", "every rank: chunks 0-2, data of ranks 0..2")
-    assert promise(build("exclusive_scan", "recursive_doubling", 2))[1][1].startswith("rank 0: nothing; rank 1: ")
+    assert describe_contract(build("all_gather", "ring", 3))[1] == (
+        "ends",
+        "every rank: chunks 0-2, data of ranks 0..2",
+    )
+    assert describe_contract(build("exclusive_scan", "recursive_doubling", 2))[1][1].startswith(
+        "rank 0: nothing; rank 1: "
+    )
 
 
 def test_the_pictures_of_the_documentation_are_fresh(tmp_path: Path) -> None:
@@ -144,12 +149,12 @@ def test_the_pictures_of_the_documentation_are_fresh(tmp_path: Path) -> None:
 
 
 def test_what_no_one_could_read_is_refused(tmp_path: Path) -> None:
-    room = "a picture has room for 32 ranks and 64 steps; build it for fewer ranks"
-    with pytest.raises(ValueError, match=f"33 ranks and 6 steps, and {room}"):
+    room = "a picture shows at most 32 ranks and 64 steps; build it for fewer ranks"
+    with pytest.raises(ValueError, match=f"33 ranks and 6 steps; {room}"):
         build("broadcast", "binomial", 33).draw(tmp_path / "x.svg")
     long = dataclasses.replace(build("all_reduce", "ring", 2), steps=Steps(lambda: iter([Step(0, 1, 0)] * 65)))
     for picture in (long.draw, lambda _: terminal(long)):
-        with pytest.raises(ValueError, match=f"2 ranks and 65 steps, and {room}"):
+        with pytest.raises(ValueError, match=f"2 ranks and 65 steps; {room}"):
             picture(tmp_path / "x.svg")
     assert not (tmp_path / "x.svg").exists()
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dist_prims
-from dist_prims.recipes.__main__ import cook
-from dist_prims.recipes.ddp_twin import DDPTwin
+from dist_prims.recipes.__main__ import run_recipes
+from dist_prims.recipes.ddp_twin import MinimalDDP
 from dist_prims.recipes.two_devices import TwoDevices
 
 FORMS = ["ddp_twin", "parameter_server", "rpc", "two_devices", "uneven", "zero"]
@@ -24,7 +24,7 @@ FORMS = ["ddp_twin", "parameter_server", "rpc", "two_devices", "uneven", "zero"]
 )  # 2 of "dist_prims", 1 and 3 are in test_recipes.py
 def test_every_form_holds(size: int, backend: str, capfd: pytest.CaptureFixture[str]) -> None:
     def body() -> int:
-        failed = cook(FORMS)
+        failed = run_recipes(FORMS)
         assert "TP_SOCKET_IFNAME" not in os.environ  # RPC's, while it is used
         return failed
 
@@ -49,12 +49,12 @@ class Net(torch.nn.Module):
 
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
 @pytest.mark.parametrize("bucket_bytes", [1, 2000, 10**6])
-def test_the_twin_has_the_bits_of_ddp(bucket_bytes: int, backend: str) -> None:
+def test_minimal_ddp_has_the_bits_of_ddp(bucket_bytes: int, backend: str) -> None:
     def body() -> None:
         model = Net()
         theirs = DistributedDataParallel(copy.deepcopy(model))
-        twin = DDPTwin(model, bucket_bytes)
-        assert len(twin.buckets) == {1: 8, 2000: 2, 10**6: 1}[bucket_bytes]
+        minimal = MinimalDDP(model, bucket_bytes)
+        assert len(minimal.buckets) == {1: 8, 2000: 2, 10**6: 1}[bucket_bytes]
         for step in range(3):
             x = torch.randn(5, 20, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
             for each in (model, theirs):
@@ -67,11 +67,11 @@ def test_the_twin_has_the_bits_of_ddp(bucket_bytes: int, backend: str) -> None:
     dist_prims.spawn(body, 2, backend=backend, timeout=60)
 
 
-def test_the_twin_says_what_it_does_not_do() -> None:
+def test_minimal_ddp_says_what_it_does_not_do() -> None:
     def body() -> None:
         model = Net()
         model.unused = torch.nn.Linear(1, 1)
-        DDPTwin(model)
+        MinimalDDP(model)
         with pytest.raises(RuntimeError, match="2 parameters have got no gradient"):
             model(torch.ones(1, 20)).sum().backward()
         model.zero_grad()
@@ -82,10 +82,10 @@ def test_the_twin_says_what_it_does_not_do() -> None:
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 
 
-def test_the_twin_takes_several_dtypes() -> None:
+def test_minimal_ddp_takes_several_dtypes() -> None:
     def body() -> None:
         model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).double()])
-        assert len(DDPTwin(model).buckets) == 2
+        assert len(MinimalDDP(model).buckets) == 2
         scale = 1.0 + dist.get_rank()
         (scale * model[1](model[0](torch.ones(1, 1)).double())).sum().backward()
         assert (model[1].bias.grad.item(), model[1].bias.grad.dtype) == (1.5, torch.float64)

@@ -207,7 +207,7 @@ def test_a_plan_that_was_tampered_with_is_refused_or_still_right(
     if len(done) == len(plan.places):
         changed.verify()
     else:
-        with pytest.raises(ScheduleError, match="would wait for ever"):
+        with pytest.raises(ScheduleError, match="would deadlock"):
             changed.verify()
 
 
@@ -225,7 +225,7 @@ def test_a_circle_is_told() -> None:
     with pytest.raises(ScheduleError) as error:
         wrong.verify()
     assert str(error.value) == (
-        "plan 1f1b would wait for ever: rank 0, position 1: BW(stage 0, micro-batch 0) waits for BW(stage 1, "
+        "plan 1f1b would deadlock: rank 0, position 1: BW(stage 0, micro-batch 0) waits for BW(stage 1, "
         "micro-batch 0), which rank 1 does at position 2; rank 1, position 1: F(stage 1, micro-batch 1) waits for "
         "F(stage 0, micro-batch 1), which rank 0 does at position 2"
     )
@@ -235,7 +235,7 @@ def test_a_rank_that_waits_for_itself_is_told() -> None:
     plan = pipeline_plan("zb_h1", 1, 1)
     wrong = with_order(plan, 0, [Action("W", 0, 0), Action("F", 0, 0), Action("B", 0, 0)])
     with pytest.raises(
-        ScheduleError, match=r"rank 0, position 0: W\(.*\) waits for B\(.*\), which itself does at position 2"
+        ScheduleError, match=r"rank 0, position 0: W\(.*\) waits for B\(.*\), which the same rank does at position 2"
     ):
         wrong.verify()
 
@@ -258,17 +258,23 @@ SPLIT, WHOLE = pipeline_plan("zb_h1", 2, 2), pipeline_plan("1f1b", 2, 2)
         (changed(SPLIT, 1, 3), "rank 1: stage 1, micro-batch 1 lacks B"),
         (changed(SPLIT, 1, 5), "rank 1: stage 1, micro-batch 1 lacks W"),
         (changed(WHOLE, 0, 0), "rank 0: stage 0, micro-batch 0 lacks F"),
-        (changed(WHOLE, 1, 3, BW(1, 0)), "rank 1, position 3: BW(stage 1, micro-batch 0) is done twice"),
+        (changed(WHOLE, 1, 3, BW(1, 0)), "rank 1, position 3: BW(stage 1, micro-batch 0) occurs twice"),
         (changed(WHOLE, 1, 3, BW(0, 1)), "rank 1, position 3: BW(stage 0, micro-batch 1) is on the wrong rank"),
-        (changed(WHOLE, 1, 3, BW(1, 2)), "rank 1, position 3: BW(stage 1, micro-batch 2) does not exist"),
-        (changed(WHOLE, 1, 3, BW(-1, 1)), "BW(stage -1, micro-batch 1) does not exist; there are stages 0..1 and"),
-        (changed(WHOLE, 1, 3, Action("X", 1, 1)), "X(stage 1, micro-batch 1) is of no kind; there are F, B, W and BW"),
+        (changed(WHOLE, 1, 3, BW(1, 2)), "rank 1, position 3: BW(stage 1, micro-batch 2) is out of range"),
+        (
+            changed(WHOLE, 1, 3, BW(-1, 1)),
+            "BW(stage -1, micro-batch 1) is out of range; stages are 0..1, micro-batches",
+        ),
+        (
+            changed(WHOLE, 1, 3, Action("X", 1, 1)),
+            "X(stage 1, micro-batch 1) has an unknown kind; kinds are F, B, W and BW",
+        ),
         (changed(WHOLE, 1, 3, BW(1, 1), W(1, 1)), "has BW and W: a gradient would be counted twice"),
         (changed(SPLIT, 1, 3, B(1, 1), BW(1, 1)), "has BW and B: a gradient would be counted twice"),
-        (replace(WHOLE, actions=WHOLE.actions[:1]), "it has the actions of 1 ranks, and ranks=2"),
-        (replace(WHOLE, rank_of=(0,)), "rank_of names 1 stages, and stages=2"),
-        (replace(WHOLE, rank_of=(0, 2)), "stage 1 is with rank 2; there are ranks 0..1"),
-        (replace(WHOLE, num_microbatches=0), "ranks=2, num_microbatches=0; 1 is the least"),
+        (replace(WHOLE, actions=WHOLE.actions[:1]), "actions has 1 ranks, but ranks=2"),
+        (replace(WHOLE, rank_of=(0,)), "rank_of has 1 stages, but stages=2"),
+        (replace(WHOLE, rank_of=(0, 2)), "stage 1 is on rank 2; ranks are 0..1"),
+        (replace(WHOLE, num_microbatches=0), "ranks=2, num_microbatches=0; both must be at least 1"),
     ],
 )
 def test_wrong_plans_are_refused(plan: PipelinePlan, sentence: str) -> None:
@@ -298,21 +304,27 @@ def test_price_of_an_incomplete_plan_says_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: pipeline_plan("1f2b", 2, 2), "no pipeline schedule is called '1f2b'; did you mean '1f1b'"),
-        (lambda: pipeline_plan("1f1b", 0, 2), "pipeline 1f1b: ranks=0; 1 is the least"),
-        (lambda: pipeline_plan("1f1b", 2, 0), "pipeline 1f1b: num_microbatches=0; 1 is the least"),
-        (lambda: pipeline_plan("interleaved_1f1b", 2, 2, 0), "stages_a_rank=0; 1 is the least"),
+        (lambda: pipeline_plan("1f2b", 2, 2), "unknown pipeline schedule '1f2b'; did you mean '1f1b'"),
+        (lambda: pipeline_plan("1f1b", 0, 2), "pipeline 1f1b: ranks=0; it must be at least 1"),
+        (lambda: pipeline_plan("1f1b", 2, 0), "pipeline 1f1b: num_microbatches=0; it must be at least 1"),
+        (lambda: pipeline_plan("interleaved_1f1b", 2, 2, 0), "stages_a_rank=0; it must be at least 1"),
         (
             lambda: pipeline_plan("zbv", 4, 2, 1),
-            "cut the model into 8 stages, or take a schedule for any number: inter",
+            "cut the model into 8 stages, or use a schedule for any number: inter",
         ),
-        (lambda: WHOLE.cost(forward=[1, 2, 3]), "forward has shape (3,) for 2 stages; give one number, or one a stage"),
-        (lambda: WHOLE.cost(input_grad=-1), "input_grad=-1 must be seconds from 0"),
-        (lambda: WHOLE.cost(weight_grad=[1, float("nan")]), "weight_grad=[1, nan] must be seconds from 0"),
-        (lambda: WHOLE.cost(transfer=-1), "transfer=-1 must be seconds from 0"),
+        (
+            lambda: WHOLE.cost(forward=[1, 2, 3]),
+            "forward has shape (3,) for 2 stages; pass one number, or one for each stage",
+        ),
+        (lambda: WHOLE.cost(input_grad=-1), "input_grad=-1 must be a finite number of seconds >= 0"),
+        (
+            lambda: WHOLE.cost(weight_grad=[1, float("nan")]),
+            "weight_grad=[1, nan] must be a finite number of seconds >= 0",
+        ),
+        (lambda: WHOLE.cost(transfer=-1), "transfer=-1 must be a finite number of seconds >= 0"),
         (lambda: text_gantt([], "nothing"), "gantt nothing: there are no rows to draw"),
         (lambda: text_gantt([("F", 0, 0, 2.0, 1.0, 0)]), "cannot be drawn"),
-        (lambda: pipeline_plan("1f1b", 65, 1).draw("/nowhere.svg"), "a picture has room for 64 ranks"),
+        (lambda: pipeline_plan("1f1b", 65, 1).draw("/nowhere.svg"), "a picture shows at most 64 ranks"),
     ],
 )
 def test_mistakes_are_told(call: object, sentence: str) -> None:

@@ -187,10 +187,10 @@ def test_a_counterexample_names_step_rank_chunk_and_what_is_wrong() -> None:
     assert refusal("all_reduce", 1, 3, gather).startswith("at the end rank 1, chunk 0: r0+r2 is missing")
     doubled = refusal("all_reduce", 1, 3, gather, Step(src=1, dst=0, chunk=0, reduce=True))
     assert "step 1, rank 1 -> rank 0" in doubled
-    assert "adds r1 to chunk 0 of rank 0, where it is counted already" in doubled
-    assert "src=7 is no rank; there are ranks 0..2" in refusal("all_reduce", 1, 3, Step(src=7, dst=0, chunk=0))
+    assert "adds r1 to chunk 0 of rank 0, which already contains it" in doubled
+    assert "src=7 is out of range; ranks are 0..2" in refusal("all_reduce", 1, 3, Step(src=7, dst=0, chunk=0))
     assert "holds nothing yet" in refusal("all_gather", 3, 3, Step(src=0, dst=1, chunk=2))
-    assert "has a writer before" in refusal("all_gather", 3, 3, Step(src=[0, 0], dst=[1, 1], chunk=[0, 0]))
+    assert "which an earlier row also writes" in refusal("all_gather", 3, 3, Step(src=[0, 0], dst=[1, 1], chunk=[0, 0]))
     mixed = refusal("all_reduce", 2, 2, Step(src=0, dst=1, chunk=0, into=1, reduce=True))
     assert "holds another piece of the data" in mixed
 
@@ -241,7 +241,7 @@ def test_the_step_that_made_a_result_impossible_is_named() -> None:
         Step(src=1, dst=2, chunk=0),
     )
     assert told == (
-        "at the end rank 0, chunk 0: r1 is missing. Since step 1 it cannot become right: there the transfer from "
+        "at the end rank 0, chunk 0: r1 is missing. It cannot be repaired after step 1: there the transfer from "
         "rank 0 to rank 1 replaces the last copy of r1, in chunk 0 of rank 1"
     )
 
@@ -250,7 +250,7 @@ def test_a_sum_that_took_in_too_much_is_named() -> None:
     """A scan: rank 1 was promised r0+r1, and a second step adds r2 to the only chunk that holds r1."""
     told = refusal("scan", 1, 3, Step(src=0, dst=1, chunk=0, reduce=True), Step(src=2, dst=1, chunk=0, reduce=True))
     assert "at the end rank 1, chunk 0: r2 does not belong there" in told
-    assert "Since step 1 it cannot become right" in told
+    assert "It cannot be repaired after step 1" in told
     assert "from rank 2 to rank 1 adds to the last copy of r0+r1, in chunk 0 of rank 1" in told
 
 
@@ -263,7 +263,7 @@ def test_sums_that_overlap_cannot_make_a_result() -> None:
         Step(src=[0, 1], dst=[1, 2], chunk=0, reduce=True),
         Step(src=1, dst=0, chunk=0),
     )
-    assert "Since step 1 it cannot become right" in told
+    assert "It cannot be repaired after step 1" in told
     assert "from rank 1 to rank 0 replaces the last copy of r0, in chunk 0 of rank 0" in told
 
 

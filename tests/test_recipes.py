@@ -12,7 +12,7 @@ import pytest
 
 import dist_prims
 from dist_prims.recipes import names, summary
-from dist_prims.recipes.__main__ import cook
+from dist_prims.recipes.__main__ import run_recipes
 
 ROOT = Path(__file__).parent.parent
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "patterns").glob("*.md"))}
@@ -30,7 +30,7 @@ def command(*arguments: str, timeout: float = 100) -> subprocess.CompletedProces
 
 @pytest.mark.parametrize("name", names())
 def test_a_recipe_holds_on_two_ranks(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    results = dist_prims.spawn(cook, 2, ([name],), backend="dist_prims", timeout=120)
+    results = dist_prims.spawn(run_recipes, 2, ([name],), backend="dist_prims", timeout=120)
     assert results == [0, 0], capfd.readouterr().out
 
 
@@ -63,13 +63,13 @@ def test_the_command_lists_them() -> None:
 def test_a_name_that_is_none() -> None:
     done = command("ring_atention")
     assert done.returncode == 2
-    assert "no recipe 'ring_atention'; there are" in done.stderr
+    assert "unknown recipe 'ring_atention'; known: " in done.stderr
     assert "ring_attention" in done.stderr
 
 
 def test_a_check_that_fails_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dist_prims.recipes.__main__.recipe", lambda _: lambda console: console.check(False, "never"))
-    assert dist_prims.spawn(cook, 2, ([names()[0]],), timeout=60) == [1, 1]
+    assert dist_prims.spawn(run_recipes, 2, ([names()[0]],), timeout=60) == [1, 1]
 
 
 @pytest.mark.parametrize("name", names())

@@ -73,7 +73,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
 def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         steps.main(["--what", "dpp"])
-    assert "'dpp' is not of ddp,decode" in capsys.readouterr().err
+    assert "'dpp' is not a list of ddp or decode" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         steps.main(["--steps", "0"])
-    assert "'0' is not a whole number" in capsys.readouterr().err
+    assert "'0' is not a positive integer" in capsys.readouterr().err

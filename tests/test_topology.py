@@ -251,7 +251,7 @@ def test_what_is_too_large_to_follow_still_has_its_price(monkeypatch: pytest.Mon
         assert not replay.replay(schedule, topology).followed
         assert float(seconds(schedule, 1e6, topology)) == pytest.approx(plain(schedule, 1e6, topology))
         assert best_segments(schedule, 1e6, topology) == 1
-        with pytest.raises(ValueError, match="segments=2; so large a schedule is not followed rank by rank"):
+        with pytest.raises(ValueError, match="segments=2; the schedule is too large for segments"):
             seconds(schedule, 1e6, topology, 2)
 
 
@@ -271,14 +271,17 @@ def test_a_long_ring_is_not_stored() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Topology((), FREE, FREE), "one host or more"),
-        (lambda: Topology((2, 0), FREE, FREE), "one rank or more"),
-        (lambda: Topology((2,), Level(-1, 0), FREE), "0 or more"),
+        (lambda: Topology((), FREE, FREE), "at least one host"),
+        (lambda: Topology((2, 0), FREE, FREE), "at least one rank"),
+        (lambda: Topology((2,), Level(-1, 0), FREE), "at least 0 seconds"),
         (lambda: Topology((2,), FREE, FREE, gamma=float("nan")), "gamma"),
         (lambda: Topology((2,), FREE, FREE, cores=0), "cores=0"),
         (lambda: Topology.measured((2,), {"inner": {"alpha": 1, "beta": 1}}), "KeyError\\('outer'\\)"),
-        (lambda: seconds(build("all_reduce", "ring", 3), 1, Topology((2,), FREE, FREE)), "3 ranks, the topology of 2"),
-        (lambda: seconds(build("all_reduce", "ring", 2), 1, Topology((2,), FREE, FREE), 0), "segments=0; 1 or more"),
+        (lambda: seconds(build("all_reduce", "ring", 3), 1, Topology((2,), FREE, FREE)), "3 ranks, the topology has 2"),
+        (
+            lambda: seconds(build("all_reduce", "ring", 2), 1, Topology((2,), FREE, FREE), 0),
+            "segments=0; it must be at least 1",
+        ),
         (lambda: recommend("all_redduce", 1, Topology((2,), FREE, FREE)), "did you mean 'all_reduce'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``python -m dist_prims.bench``: under mpirun or torchrun on their ranks, alone on ranks of its own."""
+"""``python -m dist_prims.bench``: measure collectives, on the ranks of a launcher or on ranks that it starts itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SECONDS = 3600.0
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["calibrate"]:
-        from .calibrate import main as calibrate  # it needs the backend, which may not be built
+        from .calibrate import main as calibrate  # imports the backend, which may not be built
 
         return calibrate(words[1:])
     if words[:1] == ["pipeline"]:
@@ -46,27 +46,29 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check(given: argparse.Namespace) -> None:
-    """ValueError for what no rank could do; before any is started."""
+    """Raise ValueError for arguments that no rank could handle, before any rank starts."""
     _names(given.collective, given.algorithms)
     for name in filter(None, given.backends.split(",")):
         if name not in dist.Backend.backend_list:
             raise ValueError(f"--backends {name}: {nearest('backend', name, dist.Backend.backend_list)}")
     if given.limits and given.collective != "all_reduce":
-        raise ValueError(f"--limits measures all_reduce only, and this is --collective {given.collective}")
+        raise ValueError(f"--limits measures all_reduce only, not --collective {given.collective}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench", description=__doc__)
     parser.add_argument("--collective", choices=CASES, default="all_reduce")
     parser.add_argument("--sizes", type=sizes, default="8:64M/8", help="8,64K,16M or 8:64M or 8:64M/8")
-    parser.add_argument("--algorithms", default="", help="names, 'all' or 'none'; else those with the same bits on all")
-    parser.add_argument("--backends", default="dist_prims", help="more backends to measure beside gloo (dist_prims)")
+    parser.add_argument(
+        "--algorithms", default="", help="names, 'all' or 'none'; default: all with equal bits on all ranks"
+    )
+    parser.add_argument("--backends", default="dist_prims", help="backends to measure besides gloo (dist_prims)")
     parser.add_argument("--segment-bytes", type=size, default=0, help="cut messages into segments")
-    parser.add_argument("--ranks", type=positive, default=4, help="to start where no launcher has (4)")
+    parser.add_argument("--ranks", type=positive, default=4, help="number of ranks to start without a launcher (4)")
     parser.add_argument("--dtype", type=dtype, default="float32")
-    parser.add_argument("--iterations", type=positive, help="unless given, fewer for larger data")
+    parser.add_argument("--iterations", type=positive, help="default: fewer for larger data")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--limits", action="store_true", help="all_reduce also by nothing, memcpy, direct, zero_copy")
+    parser.add_argument("--limits", action="store_true", help="also measure nothing, memcpy, direct and zero_copy")
     parser.add_argument("--memory", action="store_true", help="measure the extra memory of each algorithm instead")
     parser.add_argument("--json", type=Path, help="write all times")
     parser.add_argument("--plot", type=Path, help="write a plot (SVG)")
@@ -74,15 +76,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def bench(given: argparse.Namespace) -> int:
-    """On every rank; 1 if any element was wrong."""
+    """Run the benchmark on every rank; returns 1 if any element was wrong."""
     torch.set_num_threads(1)
-    speaks, facts = dist.get_rank() == 0, environment()
+    is_rank_0, facts = dist.get_rank() == 0, environment()
     names = _names(given.collective, given.algorithms)
     if given.memory:
         return _memory(given, names)
     groups = {name: dist.new_group(backend=name) for name in given.backends.split(",") if name}
     more = _limits(groups) if given.limits else None
-    if speaks:
+    if is_rank_0:
         print(heading(given.collective, facts), flush=True)
     lines: list[Line] = []
     for nbytes in given.sizes:
@@ -98,10 +100,10 @@ def bench(given: argparse.Namespace) -> int:
             more,
         )
         lines += found
-        if speaks:
+        if is_rank_0:
             print("\n".join(map(row, found)), flush=True)
     wrong = sum(line.wrong for line in lines)
-    if speaks:
+    if is_rank_0:
         print(f"# wrong elements: {wrong}")
         if given.json:
             write_json(given.json, facts, lines)
@@ -111,9 +113,9 @@ def bench(given: argparse.Namespace) -> int:
 
 
 def _limits(groups: Mapping[str, dist.ProcessGroup | None]) -> Callable[[Buffers], Mapping[str, Contender]]:
-    from .limits import doing_nothing, limits  # they need the backend, which may not be built
+    from .limits import fake_group, limits  # imports the backend, which may not be built
 
-    return functools.partial(limits, nothing=doing_nothing(), ours=groups.get("dist_prims"))
+    return functools.partial(limits, nothing=fake_group(), ours=groups.get("dist_prims"))
 
 
 def _names(collective: str, text: str) -> list[str]:
@@ -124,7 +126,7 @@ def _names(collective: str, text: str) -> list[str]:
     else:
         names = [name for name in algorithms(collective) if text or lookup(collective, name).replicas == "same"]
     for name in names:
-        lookup(collective, name)  # a name that is none is told before anything runs
+        lookup(collective, name)  # raises for an unknown name before any rank starts
     return names
 
 
@@ -134,7 +136,7 @@ def _memory(given: argparse.Namespace, names: list[str]) -> int:
             extra = extra_bytes(given.collective, name, nbytes, given.dtype)
             chunks = extra / chunk_bytes(given.collective, name, nbytes)
             if dist.get_rank() == 0:
-                print(f"{nbytes:12} B  {name:22} {extra:12} B beside the tensors, {chunks:.2f} chunks", flush=True)
+                print(f"{nbytes:12} B  {name:22} {extra:12} B besides the tensors, {chunks:.2f} chunks", flush=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the commands of the bench take: sizes, types, whole numbers."""
+"""Argument types of the benchmark commands: sizes, dtypes, positive integers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def sizes(text: str) -> list[int]:
-    """Bytes: a list, or a range that doubles, quadruples with ``/4``.
+    """Parse sizes in bytes: a list, or a range that doubles, or grows by the factor after ``/``.
 
     >>> sizes("8,64K,1M"), sizes("1K:8K"), sizes("1K:16K/4")
     ([8, 65536, 1048576], [1024, 2048, 4096, 8192], [1024, 4096, 16384])
@@ -23,7 +23,7 @@ def sizes(text: str) -> list[int]:
     high, _, by = rest.partition("/")
     found, last, factor = [size(low)], size(high), size(by or "2")
     if not 0 < found[0] <= last or factor < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} does not grow; write low:high or low:high/factor, as in 8:64M/8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an increasing range; write low:high or low:high/factor")
     while found[-1] * factor <= last:
         found.append(found[-1] * factor)
     return found
@@ -39,11 +39,11 @@ def size(text: str) -> int:
 def dtype(text: str) -> torch.dtype:
     found = getattr(torch, text, None)
     if not isinstance(found, torch.dtype):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a type of torch; write float32, bfloat16 or int64")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a torch dtype; write float32, bfloat16 or int64")
     return found
 
 
 def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)

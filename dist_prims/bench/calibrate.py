@@ -1,13 +1,14 @@
-"""``python -m dist_prims.bench calibrate``: what a message and a byte cost within a host and between hosts, and how
-well that foretells the time of every all_reduce algorithm.
+"""``python -m dist_prims.bench calibrate``: measure the costs of messages and bytes within a host and between hosts.
 
-The probes are plans like those that collectives follow, and run by the same executor: a few steps in which ranks
-exchange a chunk and do nothing else. The time of a step is that of a call with many of them less that of one with none.
+Then the predicted time of every all_reduce algorithm is compared with the measured time.
 
-    probe                           by itself               all ranks at once
-    exchange of 4 KB                alpha                   how many ranks really work at once (cores)
-    exchange of much                beta (inside)         beta (of the links between hosts); to all other hosts: meeting
-    the same, and add it            gamma
+A probe is a schedule of a few steps in which ranks only exchange a chunk; the executor of the collectives runs it. The
+time of a step is the time of a call with many steps minus that of a call without steps.
+
+    probe                       one pair alone          all ranks at once
+    exchange of 4 KB            alpha                   number of ranks that run at the same time (cores)
+    exchange of 4 MB            beta (within a host)    beta (of links between hosts); to all other hosts: meeting
+    the same, with reduction    gamma
 """
 
 from __future__ import annotations
@@ -50,19 +51,19 @@ _ROUNDS = 9
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench calibrate", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--sizes", type=sizes, default="64K:64M/4", help="of the check (64K:64M/4)")
-    parser.add_argument("--rounds", type=int, default=5, help="of the check; 0: only calibrate")
-    parser.add_argument("--output", type=Path, default=CALIBRATION.file(), help="the file that groups read")
+    parser.add_argument("--sizes", type=sizes, default="64K:64M/4", help="sizes of the comparison (64K:64M/4)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of the comparison; 0: calibrate only (5)")
+    parser.add_argument("--output", type=Path, default=CALIBRATION.file(), help="the file that new groups read")
     given = parser.parse_args(arguments)
-    place = init("dist_prims", timeout=600)
+    placement = init("dist_prims", timeout=600)
     if dist.get_world_size() < 2:
         parser.error("one rank sends nothing: start it with 2 or more, torchrun ... -m dist_prims.bench calibrate")
-    if problem := _agreed(_not_writable(given.output)):
+    if problem := _from_rank_0(_not_writable(given.output)):
         parser.error(problem)
     torch.set_num_threads(1)
-    bench = _Bench(place.hosts)
+    bench = _Bench(placement.hosts)
     found = _calibrate(bench)
-    if bench.speaks:
+    if bench.rank == 0:
         print(f"# {', '.join(f'{key} {value}' for key, value in found.items())}")
         print(f"# written to {CALIBRATION.write(found, given.output)}", flush=True)
     if given.rounds:
@@ -79,21 +80,20 @@ def _not_writable(path: Path | None) -> str:
 
 
 class _Bench:
-    """Runs an all_reduce of the default group by any plan, and times it."""
+    """The default group's all_reduce, run by any schedule and timed."""
 
     def __init__(self, hosts: tuple[tuple[int, ...], ...]) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.speaks = self.rank == 0
         names = [next(str(number) for number, ranks in enumerate(hosts) if rank in ranks) for rank in range(self.size)]
         self.seats = Seats.of(names)
         self.backend: Any = dist.distributed_c10d._get_default_group()._get_backend(_CPU)
 
-    def plan(self, schedule: Schedule, segments: int = 1) -> None:
-        """From now on every all_reduce follows it."""
+    def pin(self, schedule: Schedule, segments: int = 1) -> None:
+        """Make every following all_reduce use the schedule."""
         self.backend.pin([to_native(schedule, self.rank, 0, 1 << 62, "probe", segments, self.seats.rank_at)])
 
     def time(self, tensor: torch.Tensor) -> float:
-        """Seconds of one call, of the slowest rank."""
+        """The seconds of one call on the slowest rank."""
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(tensor)
@@ -106,15 +106,15 @@ class _Bench:
         tensor = torch.zeros(nbytes // 4)
         found = []
         for _ in range(_ROUNDS):
-            self.plan(schedule)
+            self.pin(schedule)
             found.append(self.time(tensor))
         return statistics.median(found[1:])
 
 
 def _exchange(size: int, src: Ints | list[int], dst: Ints | list[int], steps: int, reduce: bool = False) -> Schedule:
-    """Each of ``src`` sends its chunk to the one of ``dst`` beside it, so often; only its time counts."""
+    """A schedule in which src[i] sends its chunk to dst[i] in each of ``steps`` steps; its result has no meaning."""
 
-    nth = [list(dst[:number]).count(to) for number, to in enumerate(dst)]  # who gets several keeps them apart
+    nth = [list(dst[:number]).count(to) for number, to in enumerate(dst)]  # a rank with several senders: a chunk each
     into = np.zeros(len(dst), np.int64) if reduce else 1 + np.array(nth, np.int64)
     scratch = 1 + max(nth, default=0)
 
@@ -128,7 +128,7 @@ def _exchange(size: int, src: Ints | list[int], dst: Ints | list[int], steps: in
 def _calibrate(bench: _Bench) -> dict[str, Any]:
     probes = _Probes(bench)
     hosts = bench.seats.hosts
-    found: dict[str, Any] = {"call": probes.nothing, **ASSUMED}  # what cannot be measured here stays assumed
+    found: dict[str, Any] = {"call": probes.nothing, **ASSUMED}  # quantities that cannot be measured stay assumed
     if max(hosts) > 1:
         found |= probes.inside()
     if len(hosts) > 1:
@@ -137,32 +137,32 @@ def _calibrate(bench: _Bench) -> dict[str, Any]:
     dist.all_gather_object(boots, Path("/proc/sys/kernel/random/boot_id").read_text())
     found["one_machine"] = len(set(boots)) == 1 and len(hosts) > 1
     sharing = bench.size if found["one_machine"] else max(hosts)
-    crowd = probes.crowd() / max(found["outer" if len(hosts) > 1 else "inner"]["alpha"], 1e-9)
-    found["cores"] = min(os.cpu_count() or 1, max(1, round(sharing / max(crowd, 1.0))))
-    return _agreed(found)
+    slowdown = probes.small_from_all() / max(found["outer" if len(hosts) > 1 else "inner"]["alpha"], 1e-9)
+    found["cores"] = min(os.cpu_count() or 1, max(1, round(sharing / max(slowdown, 1.0))))
+    return _from_rank_0(found)
 
 
 class _Probes:
-    """Exchanges between seats."""
+    """The probes: exchanges between ranks, which are numbered host by host."""
 
     def __init__(self, bench: _Bench) -> None:
         self.bench, self.hosts = bench, np.array(bench.seats.hosts)
-        self.seats = np.arange(bench.size)
+        self.ranks = np.arange(bench.size)
         self.first = np.cumsum((0, *self.hosts[:-1]))
         self.host = np.repeat(np.arange(len(self.hosts)), self.hosts)
         self.nothing = bench.median(_exchange(bench.size, [], [], 0), _SMALL)
 
     def step(self, src: Ints, dst: Ints, nbytes: int, reduce: bool = False) -> float:
-        """Seconds of one step in which ``src`` send so much to ``dst``."""
+        """The seconds of one step in which each rank of ``src`` sends ``nbytes`` to the rank in ``dst``."""
         steps = _STEPS[nbytes]
         spent = self.bench.median(_exchange(self.bench.size, src, dst, steps, reduce), nbytes)
         return max(spent - self.nothing, 0.0) / steps
 
-    def following(self, away: int) -> Ints:
-        """For each seat the one beside it: on its own host (0), or so many hosts further."""
-        to = (self.host + away) % len(self.hosts)
-        seats: Ints = self.first[to] + (self.seats - self.first[self.host] + (away == 0)) % self.hosts[to]
-        return seats
+    def neighbours(self, distance: int) -> Ints:
+        """For each rank a peer ``distance`` hosts further; 0: the next rank on its own host."""
+        to = (self.host + distance) % len(self.hosts)
+        peers: Ints = self.first[to] + (self.ranks - self.first[self.host] + (distance == 0)) % self.hosts[to]
+        return peers
 
     def inside(self) -> dict[str, Any]:
         pair = self.first[int(self.hosts.argmax())] + np.arange(2)
@@ -174,22 +174,22 @@ class _Probes:
     def between(self) -> dict[str, Any]:
         pair = self.first[:2]
         alpha = self.step(pair, pair[::-1], _SMALL)
-        others = [self.following(away) for away in range(1, len(self.hosts))]
-        # links are never so busy with one message as with those of all ranks
-        beta = max(self.step(self.seats, others[0], _LARGE) - alpha, 0.0) / (_LARGE * int(self.hosts.max()))
+        others = [self.neighbours(distance) for distance in range(1, len(self.hosts))]
+        # only the messages of all ranks together saturate the links
+        beta = max(self.step(self.ranks, others[0], _LARGE) - alpha, 0.0) / (_LARGE * int(self.hosts.max()))
         meeting = 0.0
         if len(others) > 1:
-            everyone = self.step(np.tile(self.seats, len(others)), np.concatenate(others), _LARGE)
-            meeting = max((everyone - alpha) / (_LARGE * int(self.hosts.max()) * len(others)) - beta, 0.0)
+            all_to_all = self.step(np.tile(self.ranks, len(others)), np.concatenate(others), _LARGE)
+            meeting = max((all_to_all - alpha) / (_LARGE * int(self.hosts.max()) * len(others)) - beta, 0.0)
         return {"outer": {"alpha": alpha, "beta": beta}, "meeting": meeting}
 
-    def crowd(self) -> float:
-        """Seconds of a small message where all ranks send one at a time."""
-        return self.step(self.seats, self.following(int(len(self.hosts) > 1)), _SMALL)
+    def small_from_all(self) -> float:
+        """The seconds of a step in which all ranks send a small message at the same time."""
+        return self.step(self.ranks, self.neighbours(int(len(self.hosts) > 1)), _SMALL)
 
 
-def _agreed(found: T) -> T:
-    """What rank 0 found: the ranks must choose alike."""
+def _from_rank_0(found: T) -> T:
+    """Rank 0's value on every rank, because all ranks must make the same choices."""
     box = [found]
     dist.broadcast_object_list(box)
     return box[0]
@@ -217,9 +217,9 @@ def _check(bench: _Bench, topology: Topology, call: float, every: Sequence[int],
     for _ in range(rounds):
         for trial in trials:
             tensors[trial.nbytes].fill_(1.0)
-            bench.plan(trial.candidate.schedule, trial.candidate.segments)
+            bench.pin(trial.candidate.schedule, trial.candidate.segments)
             trial.times.append(bench.time(tensors[trial.nbytes]))
-    if bench.speaks:
+    if bench.rank == 0:
         _print(trials, every)
 
 

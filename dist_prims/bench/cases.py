@@ -1,7 +1,7 @@
-"""What is measured: for each collective its buffers, the call, and the result that is known beforehand.
+"""The benchmark cases: for each collective its buffers, the call, and the known result.
 
-Values are small whole numbers that every type here adds exactly, and differ from iteration to iteration: a contender
-that works on a buffer that nobody has touched since the last time shows the speed of a cache.
+The values are small integers, which every dtype adds exactly. They differ from iteration to iteration: a contender that
+works on a buffer that has not been written since the last iteration would show the speed of a cache.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .. import collectives as ours
 __all__ = ["CASES", "Buffers", "Case", "contenders"]
 
 _ROOT = 0
-_PERIOD = 13  # of the pattern; a prime, so that a block in the wrong place shows
+_PERIOD = 13  # of the values; a prime, so that a block in the wrong place is detected
 
 Call = Callable[..., Any]
 
 
 @dataclass
 class Buffers:
-    """One rank's data. ``round`` changes what is in it."""
+    """The buffers of one rank. Their values depend on ``round``."""
 
     rank: int
     size: int
@@ -34,7 +34,7 @@ class Buffers:
     output: torch.Tensor
 
     def value(self, rank: int, round: int, count: int, start: int = 0) -> torch.Tensor:
-        """What a rank holds at places ``start`` to ``start + count``."""
+        """The values of a rank at places ``start`` to ``start + count``."""
         places = torch.arange(start, start + count, dtype=torch.int32)
         return ((places + round) % _PERIOD + rank).to(self.input.dtype)
 
@@ -49,9 +49,9 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Case:
-    """A collective: how large its buffers are for a size, how to call it with us and with the group, what it gives.
+    """One collective: the sizes of its buffers, the call of dist_prims and of the group, and the check of the result.
 
-    ``bus``: the factor between the data per second and what a link must carry, as nccl-tests count it.
+    ``bus``: the factor from data per second to bytes per second on a link, as in nccl-tests.
     """
 
     shape: Callable[[int, int], tuple[int, int]]  # (elements, ranks) to elements of input and output
@@ -65,7 +65,7 @@ class Case:
 def contenders(
     collective: str, names: list[str], groups: Mapping[str, dist.ProcessGroup | None], **options: Any
 ) -> dict[str, Callable[[Buffers], Any]]:
-    """The collective of each group's own backend, then ours by algorithm over the default group."""
+    """The collective of each group's backend, then dist_prims by algorithm over the default group."""
     case = CASES[collective]
     chosen: dict[str, Callable[[Buffers], Any]] = {
         name: functools.partial(case.own, group=group) for name, group in groups.items()

@@ -1,9 +1,8 @@
-"""What bounds the contenders, and shorter ways to the same result.
+"""Lower limits of an all_reduce, and faster entry points of the backend, as further contenders.
 
-``nothing``: a backend of torch's that does nothing, so what a call costs before any backend has done anything.
-``memcpy``: every rank copies as many bytes at once, which is what moving them at all costs.
-``direct`` and ``zero_copy``: the backend "dist_prims" without torch.distributed in the way, and with tensors that the
-ranks lend each other.
+``nothing``: torch's fake backend, which shows the cost of a call before any backend does work.
+``memcpy``: every rank copies as many bytes at the same time, the cost of moving them at all.
+``direct`` and ``zero_copy``: the backend "dist_prims" called without torch.distributed, and with shared tensors.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from ..backend import all_reduce_, empty
 from .cases import Buffers
 from .measure import Contender
 
-__all__ = ["limits"]
+__all__ = ["fake_group", "limits"]
 
 
 def limits(buffers: Buffers, nothing: dist.ProcessGroup, ours: dist.ProcessGroup | None) -> Mapping[str, Contender]:
-    """Contenders of an all_reduce beside those that every collective has. ``ours``: a group of "dist_prims"."""
+    """The further contenders of an all_reduce. ``ours``: a group of the backend "dist_prims"."""
     spare = torch.empty_like(buffers.input)
     found = {
         "nothing": Contender(lambda b: dist.all_reduce(b.input, group=nothing), buffers, checked=False),
@@ -29,16 +28,16 @@ def limits(buffers: Buffers, nothing: dist.ProcessGroup, ours: dist.ProcessGroup
     }
     if ours is None:
         return found
-    lent = Buffers(buffers.rank, buffers.size, empty(len(buffers.input), buffers.input.dtype), buffers.output)
+    shared = Buffers(buffers.rank, buffers.size, empty(len(buffers.input), buffers.input.dtype), buffers.output)
     return found | {
         "direct": Contender(lambda b: all_reduce_(b.input, group=ours), buffers),
-        "zero_copy": Contender(lambda b: all_reduce_(b.input, group=ours), lent),
+        "zero_copy": Contender(lambda b: all_reduce_(b.input, group=ours), shared),
     }
 
 
-def doing_nothing() -> dist.ProcessGroup:
-    """A group of torch's backend for tests that never sends anything."""
-    from torch.testing._internal.distributed import fake_pg  # registers it
+def fake_group() -> dist.ProcessGroup:
+    """A group of torch's fake backend, which sends nothing."""
+    from torch.testing._internal.distributed import fake_pg  # the import registers the backend
 
     assert fake_pg
     group: dist.ProcessGroup = dist.new_group(backend="fake")

@@ -1,9 +1,10 @@
-"""Time contenders side by side, so that what disturbs the machine disturbs them alike.
+"""Timing of contenders side by side, so that disturbances of the machine affect all of them equally.
 
-Each iteration runs every contender once, in an order that turns by one; before each run the buffer gets new values and
-the ranks meet. Small ones are called many times in a row, as the time of one is lost in the meeting. The time of a run
-is that of its slowest rank; of all iterations the median counts. Two contenders are compared by the median of their
-ratios, iteration by iteration: absolute times of two programs on a shared machine say little.
+Each iteration runs every contender once, in an order that rotates by one. Before each run the buffer gets new values
+and the ranks pass a barrier. Small data is called many times in a row, since the barrier would hide the time of one
+call. The time of a run is that of its slowest rank; the result is the median over the iterations. Two contenders are
+compared by the median of their ratios, iteration by iteration, because absolute times of two programs on a shared
+machine say little.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SMALL, _CALLS_IN_A_ROW = 64 * 1024, 50
 
 @dataclass
 class Line:
-    """One contender at one size."""
+    """The result of one contender at one size."""
 
     collective: str
     contender: str
@@ -36,14 +37,14 @@ class Line:
     op: str
     seconds: list[float] = field(default_factory=list)
     wrong: int = 0
-    ratio: float = 1.0  # its time by that of the group's own collective
+    ratio: float = 1.0  # its time divided by that of the group's own collective
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
 
     def bandwidth(self, factor: float = 1.0) -> float:
-        """GB/s."""
+        """The bandwidth in GB/s, times ``factor``."""
         return factor * self.nbytes / self.median / 1e9
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Contender:
-    """A call, the buffers that it works on, and whether they hold the collective's result after it."""
+    """A call, its buffers, and whether the result in them is checked."""
 
     call: Callable[[Buffers], Any]
     buffers: Buffers
@@ -60,7 +61,7 @@ class Contender:
 
 
 def iterations_for(nbytes: int) -> int:
-    """Many for what is quick, enough for a median of what is not, and of rows that are means already."""
+    """The default number of iterations: more for faster runs; 11 for small data, whose runs are averages already."""
     return 11 if nbytes <= _SMALL else max(7, min(101, 2**26 // nbytes))
 
 
@@ -75,8 +76,8 @@ def measure(
     groups: Mapping[str, dist.ProcessGroup | None] | None = None,
     more: Callable[[Buffers], Mapping[str, Contender]] | None = None,
 ) -> list[Line]:
-    """A line for the own collective of the default group and of ``groups``, for each algorithm named and each that
-    ``more`` makes of the buffers; the same on every rank."""
+    """Measure the collective of the default group and of ``groups``, the algorithms ``names``, and the contenders that
+    ``more`` makes from the buffers; the lines are the same on every rank."""
     case, size = CASES[collective], dist.get_world_size()
     count = nbytes // dtype.itemsize
     shape = case.shape(count, size)
@@ -89,9 +90,9 @@ def measure(
     moved = max(shape) * dtype.itemsize
     lines = [Line(collective, name, moved, max(shape), str(dtype).removeprefix("torch."), case.op) for name in runs]
     for round in range(-warmup, iterations or iterations_for(nbytes)):
-        turn = [*range(len(lines))]
-        turn = turn[round % len(turn) :] + turn[: round % len(turn)]
-        for number in turn:
+        order = [*range(len(lines))]
+        order = order[round % len(order) :] + order[: round % len(order)]
+        for number in order:
             seconds, wrong = run(runs[lines[number].contender], round + number)
             if round >= 0:
                 lines[number].seconds.append(seconds)
@@ -102,14 +103,14 @@ def measure(
 
 @dataclass
 class _Run:
-    """Times one call after another; the ranks meet before each by the quickest barrier that they have."""
+    """Timing of single runs; the ranks pass a barrier of ``barrier_group`` before each."""
 
     case: Case
     calls: int
-    meeting: dist.ProcessGroup | None
+    barrier_group: dist.ProcessGroup | None
 
     def __call__(self, contender: Contender, round: int) -> tuple[float, int]:
-        """Seconds a call, and wrong elements. Of a row of calls only the first is checked."""
+        """The seconds of a call, and the number of wrong elements. Of calls in a row only the first is checked."""
         buffers = contender.buffers
         buffers.input.copy_(buffers.value(buffers.rank, round, len(buffers.input)))
         buffers.output.zero_()
@@ -118,17 +119,17 @@ class _Run:
         return (self._timed(contender, self.calls) if self.calls > 1 else seconds), wrong
 
     def _timed(self, contender: Contender, calls: int) -> float:
-        dist.barrier(group=self.meeting)
+        dist.barrier(group=self.barrier_group)
         began = time.perf_counter()
         for _ in range(calls):
             contender.call(contender.buffers)
         seconds = (time.perf_counter() - began) / calls
-        dist.barrier(group=self.meeting)  # or who is done first takes the core for the next round from who is not
+        dist.barrier(group=self.barrier_group)  # a rank that is done must not take a core from one that is not
         return seconds
 
 
 def _share(lines: list[Line]) -> None:
-    """The slowest rank's times, and the wrong elements of all ranks."""
+    """Combine the lines of all ranks: the slowest rank's times, and the sum of the wrong elements."""
     times = torch.tensor([line.seconds for line in lines], dtype=torch.float64)
     wrong = torch.tensor([line.wrong for line in lines])
     dist.all_reduce(times, dist.ReduceOp.MAX)

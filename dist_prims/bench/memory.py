@@ -1,7 +1,7 @@
-"""How much memory a call takes beside its tensors: the peak of what torch has allocated, by torch's own profiler.
+"""The memory that a call needs besides its tensors: the peak of torch's allocations, from torch's profiler.
 
-The resident size of the process would say less: what a call has freed stays with the process, so only the first call
-would seem to take any. What the engine allocates without torch is not in it.
+The resident size of the process would be misleading: memory that a call frees stays with the process, so only the first
+call would seem to need any. Allocations of the engine outside torch are not counted.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ __all__ = ["chunk_bytes", "extra_bytes"]
 
 
 def chunk_bytes(collective: str, name: str, nbytes: int) -> float:
-    """What one chunk of an algorithm is of ``nbytes``; 1 where there is no data."""
+    """The size of one chunk of an algorithm for data of ``nbytes``; 1 chunk of 1 byte without data."""
     return max(nbytes, 1) / build(collective, name, dist.get_world_size()).chunks
 
 
 def extra_bytes(collective: str, name: str, nbytes: int, dtype: torch.dtype = torch.float32) -> int:
-    """The most memory of any rank during one call."""
+    """The largest additional memory of any rank during one call."""
     case, size = CASES[collective], dist.get_world_size()
     shape = case.shape(nbytes // dtype.itemsize, size)
     buffers = Buffers(dist.get_rank(), size, *(torch.zeros(length, dtype=dtype) for length in shape))
-    case.call(buffers, algorithm=name)  # plans are made and kept once
+    case.call(buffers, algorithm=name)  # the first call builds and caches the schedule
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
         case.call(buffers, algorithm=name)
     held = peak = 0
     for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
-            held += event.nbytes()  # less than zero when it is freed
+            held += event.nbytes()  # negative for a free
             peak = max(peak, held)
     most = torch.tensor(peak)
     dist.all_reduce(most, dist.ReduceOp.MAX)

@@ -1,14 +1,16 @@
-"""``python -m dist_prims.bench pipeline``: a ResNet cut over ranks, by every schedule, beside what could be reached.
+"""``python -m dist_prims.bench pipeline``: train a ResNet that is cut over the ranks, by every pipeline schedule.
 
-    contender         what it is
-    alone             each rank trains the whole model on a batch of its own: what the ranks could do without waiting
-    model_parallel    one micro-batch at a time, through all stages and back: the naive twin
+    contender         description
+    alone             each rank trains the whole model on a batch of its own: the upper limit, without any waiting
+    model_parallel    one micro-batch at a time through all stages and back: the baseline
     1f1b, zb_h1, ...  the registered schedules
     torch ...         torch.distributed.pipelining over the same group, with the same cut
 
-All have the same micro-batches, share one model, and take turns; the slowest rank's time and the median of turns count.
-*alone* is the rate of a schedule over that of the ranks alone; *plan* is what the plan foretells, from the seconds that
-its own actions took, over what the step took; *held* are the activations that rank 0 held at most.
+All contenders use the same micro-batches and share one model. They run in rotation; the result is the median of the
+slowest rank's times. Columns: *alone* is the rate of a schedule divided by the rate of the ranks alone; *speedup* is
+the rate divided by that of model_parallel; *plan* is the time predicted from the plan and the durations of its own
+actions, divided by the measured time; *ceiling* is the share of time in which the plan lets the ranks compute; *held*
+is the peak of the activations that rank 0 holds.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from torch.nn import functional
 from .._chart import line_chart
 from ..launch import detect, init, spawn
 from ..models import resnet
-from ..schedules.pipelines import PipelinePlan, Row, draw_gantt, foretold, pipeline_plan, pipeline_plans
+from ..schedules.pipelines import PipelinePlan, Row, draw_gantt, pipeline_plan, pipeline_plans, predict
 from ..training.pipeline import Pipeline
 from ..training.pipeline.action_executor import parts
 from ..training.pipeline.profile import profile
@@ -44,7 +46,7 @@ from .steps import Table, measure
 __all__ = ["main"]
 
 _SECONDS = 3600.0
-_ALONE, _TWIN = "alone", "model_parallel"
+_ALONE, _BASELINE = "alone", "model_parallel"
 _THEIRS = {"torch gpipe": ScheduleGPipe, "torch 1f1b": Schedule1F1B}
 
 
@@ -60,18 +62,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench pipeline", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
     parser.add_argument("--batch", type=positive, default=32)
-    parser.add_argument("--image", type=positive, default=128, help="its width and height (128)")
+    parser.add_argument("--image", type=positive, default=128, help="width and height of the images (128)")
     parser.add_argument("--microbatches", type=positive, default=8, help="micro-batches (8)")
-    parser.add_argument("--schedules", default="", help="names; unless given, all")
-    parser.add_argument("--ranks", type=positive, default=2, help="to start where no launcher has (2)")
+    parser.add_argument("--schedules", default="", help="names of schedules (all)")
+    parser.add_argument("--ranks", type=positive, default=2, help="number of ranks to start without a launcher (2)")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument(
         "--sweep",
         type=_numbers,
         default=(),
-        help="instead: 1f1b and zb_h1 with these numbers of micro-batches, as 1,2,4,8,16",
+        help="run 1f1b and zb_h1 with these numbers of micro-batches instead, e.g. 1,2,4,8,16",
     )
-    parser.add_argument("--pictures", type=Path, help="folder for the plot of the sweep, or for charts of plan and run")
+    parser.add_argument("--pictures", type=Path, help="folder for the plot of the sweep or the charts of plan and run")
     return parser
 
 
@@ -80,7 +82,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def bench(given: argparse.Namespace) -> int:
-    """On every rank; 1 if a loss or a gradient was wrong."""
+    """Run the benchmark on every rank; returns 1 if a loss or a gradient was wrong."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = getattr(resnet, given.model)(num_classes=1000)
@@ -92,7 +94,7 @@ def bench(given: argparse.Namespace) -> int:
 
 
 class _Cuts:
-    """The stages of a model for any number of them; its layers are measured once, by rank 0."""
+    """The stages of a model for any number of stages; rank 0 measures the layers once."""
 
     def __init__(self, model: torch.nn.Module, sample: torch.Tensor) -> None:
         self.model = model
@@ -109,7 +111,7 @@ class _Work:
     """Steps of one model by all contenders, for :func:`.steps.measure`."""
 
     what, unit, units = "pipeline", "step", 1
-    meeting: dist.ProcessGroup | None = None
+    barrier_group: dist.ProcessGroup | None = None
 
     def __init__(self, given: argparse.Namespace, model: torch.nn.Module, plans: dict[str, PipelinePlan], cuts: _Cuts):
         self.model, self.num_microbatches, self.plans = model, given.microbatches, plans
@@ -144,7 +146,7 @@ class _Work:
         elif contender in self.pipelines:
             loss = float(self.pipelines[contender].step(self.inputs, self.targets))
         else:
-            loss = self._torchs(self.theirs[contender])
+            loss = self._torch_schedule(self.theirs[contender])
         self.losses[contender] = loss
         if self.first:
             named = self.model.named_parameters()
@@ -158,34 +160,35 @@ class _Work:
             total += loss.item()
         return total
 
-    def _torchs(self, schedule: Any) -> float:
+    def _torch_schedule(self, schedule: Any) -> float:
         inputs = [self.inputs] if dist.get_rank() == 0 else []
         if dist.get_rank() < dist.get_world_size() - 1:
             schedule.step(*inputs)
-            return math.nan  # it is told to the last rank only
+            return math.nan  # only the last rank has the loss
         losses: list[torch.Tensor] = []
         schedule.step(*inputs, target=self.targets, losses=losses)
         return statistics.fmean(each.item() for each in losses)
 
     def agree(self) -> bool:
-        """Losses, and in the first round gradients, are the unsplit model's, to 1e-5 of the largest."""
+        """Whether losses, and in the first round gradients, equal those of the unsplit model, within 1e-5."""
         wanted = self.gradients.pop(_ALONE, {})
         close = all(abs(loss / self.losses[_ALONE] - 1) < 1e-5 for loss in self.losses.values() if not math.isnan(loss))
         for found in self.gradients.values():
-            close &= all(_apart(grad, wanted[name]) < 1e-5 for name, grad in found.items())
+            close &= all(_relative_error(grad, wanted[name]) < 1e-5 for name, grad in found.items())
         self.gradients.clear()
         self.first = False
         return close
 
 
-def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
 def _plans(text: str, num_microbatches: int) -> dict[str, PipelinePlan]:
     names = text.split(",") if text else pipeline_plans()
     return {
-        name: pipeline_plan(name, dist.get_world_size(), num_microbatches) for name in dict.fromkeys([_TWIN, *names])
+        name: pipeline_plan(name, dist.get_world_size(), num_microbatches)
+        for name in dict.fromkeys([_BASELINE, *names])
     }
 
 
@@ -193,7 +196,7 @@ def _compare(given: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> 
     plans = _plans(given.schedules, given.microbatches)
     work = _Work(given, model, plans, cuts)
     table = measure(work, given.rounds, warmup=1)
-    found = {name: _foretold(work, name, given.rounds) for name in plans}
+    found = {name: _recorded(work, name, given.rounds) for name in plans}
     held = {name: _held(work, name) for name in plans}
     if dist.get_rank() == 0:
         _print(given, table, work, found, held)
@@ -203,8 +206,8 @@ def _compare(given: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> 
     return int(not table.agree)
 
 
-def _foretold(work: _Work, name: str, rounds: int) -> tuple[list[Row], float]:
-    """A recorded step, and the median over steps of (what the plan foretells from its actions) / (what it took)."""
+def _recorded(work: _Work, name: str, rounds: int) -> tuple[list[Row], float]:
+    """A recorded step, and the median over steps of (time predicted from its actions) / (measured time)."""
     pipeline, ratios, rows = work.pipelines[name], [], []
     for _ in range(rounds):
         work.model.zero_grad()
@@ -217,18 +220,18 @@ def _foretold(work: _Work, name: str, rounds: int) -> tuple[list[Row], float]:
         dist.all_reduce(took, dist.ReduceOp.MAX)
         rows = pipeline.rows()
         if rows:
-            ratios.append(foretold(work.plans[name], rows).makespan / float(took))
+            ratios.append(predict(work.plans[name], rows).makespan / float(took))
     return rows, statistics.median(ratios) if ratios else 0.0
 
 
 def _draw(path: Path, plan: PipelinePlan, rows: Sequence[Row]) -> None:
-    panels = {"planned, from what each action took": foretold(plan, rows).rows, "as it ran": rows}
+    panels = {"planned, with the measured durations": predict(plan, rows).rows, "as it ran": rows}
     draw_gantt(path, panels, f"{plan.name}, {plan.ranks} ranks, {plan.num_microbatches} micro-batches")
 
 
 @contextmanager
 def _counting() -> Iterator[Callable[[], int]]:
-    """Counts the bytes that autograd keeps for the backward; the function tells the most at any moment."""
+    """Count the bytes that autograd keeps for the backward; the yielded function returns the peak."""
     storages: Counter[int] = Counter()
     now = most = 0
 
@@ -258,7 +261,7 @@ def _counting() -> Iterator[Callable[[], int]]:
 
 
 def _held(work: _Work, name: str) -> int:
-    """Bytes of activations that this rank holds at most in a step."""
+    """The peak of the bytes of activations that this rank holds in a step."""
     work.model.zero_grad()
     with _counting() as most:
         work.pipelines[name].step(work.inputs, work.targets)
@@ -270,23 +273,23 @@ def _print(given: Any, table: Table, work: _Work, found: dict[str, Any], held: d
     print(
         f"# {given.model}, batch {given.batch} of {given.image}x{given.image}, {given.microbatches} micro-batches, "
         f"{ranks} ranks of one thread, torch {torch.__version__}\n"
-        f"# {'':17}{'step':>9}{'rate':>10}{'alone':>8}{'twin':>7}{'plan':>7}{'ceiling':>9}{'held':>9}"
+        f"# {'':17}{'step':>9}{'rate':>10}{'alone':>8}{'speedup':>9}{'plan':>7}{'ceiling':>9}{'held':>9}"
     )
-    alone, twin = table.median(_ALONE), table.median(_TWIN)
+    alone, baseline = table.median(_ALONE), table.median(_BASELINE)
     for name in table.seconds:
         seconds = table.median(name)
         images = given.batch * (ranks if name == _ALONE else 1) / seconds
         line = f"{name:18} {seconds * 1e3:6.0f} ms {images:6.2f}/s {images * alone / (ranks * given.batch):8.3f}"
-        line += f" {twin / seconds:6.2f}" if name != _ALONE else ""
+        line += f" {baseline / seconds:8.2f}" if name != _ALONE else ""
         if name in found:
             rows, ratio = found[name]
-            line += f" {ratio:6.3f} {foretold(work.plans[name], rows).used:8.3f} {held[name] / 2**20:5.0f} MB"
+            line += f" {ratio:6.3f} {predict(work.plans[name], rows).used:8.3f} {held[name] / 2**20:5.0f} MB"
         print(line, flush=True)
     print(f"# losses and gradients {'are' if table.agree else 'ARE NOT'} those of the unsplit model")
 
 
 def _sweep(given: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> int:
-    """The tutorial's experiment: alone, model parallel, and a pipeline, over the number of micro-batches."""
+    """Sweep over the number of micro-batches, as in PyTorch's tutorial: alone, model parallel, and pipelines."""
     lines: dict[str, list[tuple[float, float]]] = {}
     agree = True
     for num_microbatches in given.sweep:

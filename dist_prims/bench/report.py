@@ -1,4 +1,4 @@
-"""Results as a table in the layout of nccl-tests, as JSON, and as a plot."""
+"""Report of the results: a table in the layout of nccl-tests, JSON, and a plot."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _COLUMNS = (
     ("algbw", "(GB/s)", 8),
     ("busbw", "(GB/s)", 8),
     ("#wrong", "", 7),
-    ("", "", 9),  # by whose time it is: known at run time
+    ("", "", 9),  # the ratio; its heading names the backend and is known at run time
 )
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on. Every rank must call it."""
+    """The environment that the figures depend on. Every rank must call it."""
     return {
         "dist_prims": __version__,
         "torch": torch.__version__,
@@ -48,12 +48,12 @@ def environment() -> dict[str, Any]:
 
 
 def heading(collective: str, facts: Mapping[str, Any]) -> str:
-    said = ", ".join(f"{name} {value}" for name, value in facts.items())
+    values = ", ".join(f"{name} {value}" for name, value in facts.items())
     own = f"vs {facts['backend']}"
     names = "".join((name or own).rjust(width) for name, _, width in _COLUMNS)
     units = "".join(unit.rjust(width) for _, unit, width in _COLUMNS)
-    ratio = f"# {own}: time by that of {facts['backend']}'s own, the median of the ratios of each iteration"
-    return f"# {collective}: {said}\n{ratio}\n#{names[1:]}\n#{units[1:]}"
+    ratio = f"# {own}: time divided by that of {facts['backend']}; the median of the ratios of each iteration"
+    return f"# {collective}: {values}\n{ratio}\n#{names[1:]}\n#{units[1:]}"
 
 
 def row(line: Line) -> str:
@@ -75,7 +75,7 @@ def row(line: Line) -> str:
 
 
 def write_json(path: Path, facts: Mapping[str, Any], lines: Iterable[Line]) -> None:
-    """Every time that was taken, so that a plot can be made again."""
+    """Write every measured time, so that plots can be made later."""
     path.write_text(json.dumps({"environment": facts, "lines": [line.as_dict() for line in lines]}, indent=1))
 
 

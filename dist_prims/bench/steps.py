@@ -1,13 +1,12 @@
-"""``python -m dist_prims.bench.steps``: what communication costs in real use, beside the computing that it waits for.
+"""``python -m dist_prims.bench.steps``: measure the cost of communication in real use, beside the computation.
 
 Two kinds of work: training steps of DistributedDataParallel, which hides part of its communication behind the backward
-pass, and tokens of a tensor-parallel decoder, which can hide none. Each is done over a group of gloo, over one of
-dist_prims, and without communication; what a group takes longer than none is exposed. The contenders take turns, in an
-order that turns by one; the time of a turn is that of its slowest rank, and the median of the turns counts.
+pass, and tokens of a tensor-parallel decoder, which can hide none. Each runs over a group of gloo, over a group of
+dist_prims, and without communication; the additional time of a group is its exposed communication. The contenders run
+in rotation; the time of a run is that of its slowest rank, and the result is the median of the runs.
 
 Training without communication is the model without DDP. The contender "noop" is DDP with a hook that sends nothing: it
-tells how much of what is exposed is DDP's own work and not communication. "averager" is GradientAverager over the group
-of dist_prims.
+shows which part of the exposed time is DDP's own work. "averager" is GradientAverager over the group of dist_prims.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from .report import environment
 
 __all__ = ["Decoding", "Table", "Training", "Work", "measure", "report"]
 
-_SECONDS, _WAIT_SECONDS = 3600.0, 300.0  # of all, and of one wait for another rank
+_SECONDS, _WAIT_SECONDS = 3600.0, 300.0  # limits of the whole run, and of one wait for another rank
 _NONE, _NOOP, _AVERAGER, _GROUPS = "none", "noop", "averager", ("gloo", "dist_prims")
 _WORKS = ("ddp", "decode")
 _HEAD = 64
@@ -45,20 +44,20 @@ _VOCABULARY = 256
 
 
 class Work(Protocol):
-    """What is timed: in each round every contender runs once, on the same data."""
+    """The work that is timed: in each round every contender runs once, on the same data."""
 
     what: str
     unit: str
     units: int  # in one run
     contenders: list[str]
-    meeting: dist.ProcessGroup | None
+    barrier_group: dist.ProcessGroup | None
 
     def prepare(self, round: int) -> None: ...
 
     def run(self, contender: str) -> None: ...
 
     def agree(self) -> bool:
-        """Whether the results of the round are right on this rank; every rank must call it."""
+        """Whether the results of the round are right on this rank. Every rank must call it."""
         ...
 
 
@@ -73,15 +72,15 @@ class Table:
     agree: bool
 
     def median(self, contender: str) -> float:
-        """Seconds a unit."""
+        """The median seconds of a unit."""
         return statistics.median(self.seconds[contender]) / self.units
 
     def exposed(self, contender: str) -> float:
-        """Seconds a unit that communication adds."""
+        """The seconds that communication adds to a unit."""
         return self.median(contender) - self.median(_NONE)
 
     def ratio(self, contender: str, other: str = _GROUPS[0]) -> float:
-        """What is exposed by what the other exposes; not a number where the other exposes nothing."""
+        """The exposed seconds divided by those of ``other``; NaN if ``other`` exposes none."""
         return self.exposed(contender) / self.exposed(other) if self.exposed(other) > 0 else float("nan")
 
     def as_dict(self) -> dict[str, Any]:
@@ -94,9 +93,9 @@ def measure(work: Work, rounds: int, warmup: int = 2) -> Table:
     right = True
     for round in range(-warmup, rounds):
         work.prepare(round)
-        turn = round % len(seconds)
-        for name in work.contenders[turn:] + work.contenders[:turn]:
-            dist.barrier(group=work.meeting)
+        first = round % len(seconds)
+        for name in work.contenders[first:] + work.contenders[:first]:
+            dist.barrier(group=work.barrier_group)
             began = time.perf_counter()
             work.run(name)
             if round >= 0:
@@ -111,23 +110,23 @@ def measure(work: Work, rounds: int, warmup: int = 2) -> Table:
 
 
 class Training:
-    """Steps of SGD on linear layers. The gradients of the groups must agree with each other in every step; in the
-    first, where all ranks still have the same model, also with the mean of those of the ranks without communication."""
+    """Steps of SGD on linear layers. The gradients of the groups must agree with each other in every step. In the
+    first step, when all ranks still have the same model, they must equal the mean of the gradients of single ranks."""
 
     what, unit, units = "ddp", "step", 1
 
     def __init__(
         self, groups: Mapping[str, dist.ProcessGroup | None], layers: int = 24, width: int = 1024, batch: int = 64
     ) -> None:
-        self.names, self.meeting = [*groups], [*groups.values()][-1]
+        self.names, self.barrier_group = [*groups], [*groups.values()][-1]
         self.contenders = [_NONE, _NOOP, *groups, _AVERAGER]
         self.models: dict[str, torch.nn.Module] = {_NONE: _layers(layers, width)}
-        self.models[_NOOP] = silent = DistributedDataParallel(_layers(layers, width))
-        silent.register_comm_hook(None, noop_hook)
+        self.models[_NOOP] = without_sends = DistributedDataParallel(_layers(layers, width))
+        without_sends.register_comm_hook(None, noop_hook)
         for name, group in groups.items():
             self.models[name] = DistributedDataParallel(_layers(layers, width), process_group=group)
         self.models[_AVERAGER] = _layers(layers, width)
-        self.averager = GradientAverager(self.models[_AVERAGER], group=self.meeting)
+        self.averager = GradientAverager(self.models[_AVERAGER], group=self.barrier_group)
         self.optimizers = {name: torch.optim.SGD(each.parameters(), lr=0.01) for name, each in self.models.items()}
         self.random = torch.Generator().manual_seed(dist.get_rank())
         self.shape, self.first = (2, batch, width), True
@@ -153,7 +152,7 @@ class Training:
 
 
 def _layers(layers: int, width: int) -> torch.nn.Sequential:
-    """The same on every rank, and so that neither values nor gradients fade from layer to layer."""
+    """The same layers on every rank, initialized so that neither values nor gradients vanish."""
     random = torch.Generator().manual_seed(0)
     found = [torch.nn.Linear(width, width) for _ in range(layers)]
     for layer in found:
@@ -167,15 +166,15 @@ def _gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """By the scale of the whole tensor: the order of a sum may differ, and a rounding then grows step by step."""
+    """Compare relative to the largest element: orders of addition differ, and rounding errors grow with the steps."""
     return bool((found - wanted).abs().max() <= 1e-3 * wanted.abs().max())
 
 
 class Decoding:
-    """Greedy tokens of a transformer, batch 1, whose heads and inner columns are parted among the ranks: two
-    all-reduces a layer, of ``4 * hidden`` bytes. Each run goes on from a filled cache for ``tokens``. The states of all
-    ranks must have the same bits. Those of the groups must agree, but only the first of a run: rounding may turn the
-    choice of a token."""
+    """Greedy decoding of a transformer, batch 1, whose heads and inner columns are split over the ranks: two
+    all-reduces a layer, of ``4 * hidden`` bytes. Each run decodes ``tokens`` tokens from a filled cache. The states of
+    all ranks must have the same bits. Between the groups only the first state of a run is compared, because rounding
+    may change the choice of a token."""
 
     what, unit = "decode", "token"
 
@@ -189,7 +188,7 @@ class Decoding:
         context: int = 128,
         tokens: int = 16,
     ) -> None:
-        self.names, self.meeting, self.groups = [*groups], [*groups.values()][-1], groups
+        self.names, self.barrier_group, self.groups = [*groups], [*groups.values()][-1], groups
         self.contenders, self.units, self.context = [_NONE, *groups], tokens, context
         self.embedding = torch.randn(_VOCABULARY, hidden, generator=torch.Generator().manual_seed(0))
         random = torch.Generator().manual_seed(1 + dist.get_rank())
@@ -228,7 +227,7 @@ class Decoding:
 
 
 class _Layer:
-    """What one rank holds of a layer: columns of what comes in, rows of what goes out, and the cache of its heads."""
+    """One rank's part of a layer: columns of the input matrices, rows of the output matrices, and its heads' cache."""
 
     def __init__(self, hidden: int, heads: int, inner: int, positions: int, random: torch.Generator) -> None:
         def matrix(rows: int, columns: int, parts: int = 1) -> torch.Tensor:
@@ -242,7 +241,7 @@ class _Layer:
         self.keys, self.values = torch.randn(2, heads, positions, _HEAD, generator=random)
 
     def attention(self, state: torch.Tensor, position: int) -> torch.Tensor:
-        """This rank's part of the sum."""
+        """This rank's addend of the output."""
         projected = functional.linear(_norm(state), self.query_key_value).view(3, self.heads, 1, _HEAD)
         self.keys[:, position], self.values[:, position] = projected[1, :, 0], projected[2, :, 0]
         keys, values = self.keys[:, : position + 1], self.values[:, : position + 1]
@@ -250,7 +249,7 @@ class _Layer:
         return functional.linear(found.flatten(), self.out)
 
     def perceptron(self, state: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum."""
+        """This rank's addend of the output."""
         return functional.linear(functional.silu(functional.linear(_norm(state), self.up)), self.down)
 
 
@@ -271,12 +270,12 @@ _COLUMNS = (
 
 
 def report(facts: Mapping[str, Any], tables: Iterable[Table]) -> str:
-    """A row for each contender.
+    """Format the tables with one row for each contender.
 
     >>> table = Table("ddp", "step", 1, {"none": [0.25], "gloo": [0.5], "dist_prims": [0.375]}, True)
     >>> print(report({"ranks": 2, "cores": 2}, [table]))
     # steps: ranks 2, cores 2
-    # ms: the median; exposed: it less that of none; vs gloo: exposed by what gloo exposes
+    # ms: median; exposed: median minus that of none; vs gloo: exposed divided by that of gloo
     #   what   contender   unit        ms  least ms   per s  exposed ms  vs gloo
          ddp        none   step   250.000   250.000     4.0           -        -
          ddp        gloo   step   500.000   500.000     2.0     250.000     1.00
@@ -284,7 +283,7 @@ def report(facts: Mapping[str, Any], tables: Iterable[Table]) -> str:
     # ddp: results agree
     """
     lines = ["# steps: " + ", ".join(f"{name} {value}" for name, value in facts.items())]
-    lines.append("# ms: the median; exposed: it less that of none; vs gloo: exposed by what gloo exposes")
+    lines.append("# ms: median; exposed: median minus that of none; vs gloo: exposed divided by that of gloo")
     lines.append("#" + "".join(name.rjust(width) for name, width in _COLUMNS)[1:])
     tables = list(tables)
     for table in tables:
@@ -309,7 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _bench(given: argparse.Namespace) -> int:
-    """On every rank; 1 if any result is wrong."""
+    """Run the benchmark on every rank; returns 1 if any result is wrong."""
     torch.set_num_threads(1)
     facts = environment()
     groups = {name: dist.new_group(backend=name, timeout=timedelta(seconds=_WAIT_SECONDS)) for name in _GROUPS}
@@ -317,7 +316,7 @@ def _bench(given: argparse.Namespace) -> int:
     for what in given.what:
         work: Work = Training(groups) if what == "ddp" else Decoding(groups)
         tables.append(measure(work, given.steps))
-        del work  # a model for each contender
+        del work  # frees a model for each contender
     if dist.get_rank() == 0:
         print(report(facts, tables), flush=True)
         if given.json:
@@ -329,14 +328,16 @@ def _bench(given: argparse.Namespace) -> int:
 def _works(text: str) -> list[str]:
     names = text.split(",")
     if not set(names) <= set(_WORKS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of {','.join(_WORKS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {' or '.join(_WORKS)}")
     return names
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench.steps", description=__doc__)
-    parser.add_argument("--ranks", type=positive, default=2, help="to start where no launcher has (2)")
-    parser.add_argument("--steps", type=positive, default=20, help="runs of each contender: a step, 16 tokens (20)")
+    parser.add_argument("--ranks", type=positive, default=2, help="number of ranks to start without a launcher (2)")
+    parser.add_argument(
+        "--steps", type=positive, default=20, help="runs of each contender: 1 step or 16 tokens each (20)"
+    )
     parser.add_argument("--what", type=_works, default=list(_WORKS), help="ddp, decode or both (ddp,decode)")
     parser.add_argument("--json", type=Path, help="write all times")
     return parser

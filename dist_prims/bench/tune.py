@@ -1,4 +1,4 @@
-"""``python -m dist_prims tune``: where one shot stops being the quicker all_reduce on this machine."""
+"""``python -m dist_prims tune``: measure the size up to which one shot is the faster all_reduce on this machine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .measure import measure
 __all__ = ["main"]
 
 _SIZES = [1 << exponent for exponent in range(11, 20)]  # 2 KB to 512 KB
-_WAYS = {"one shot": _SIZES[-1], "two shots": 0}
+_ALGORITHMS = {"one shot": _SIZES[-1], "two shots": 0}
 _ROUNDS = 9
 
 
 def main(ranks: Sequence[int]) -> int:
-    """Measure for each number of ranks, print, and write the file that groups read from now on."""
+    """Measure for each number of ranks, print, and write the file that new groups read."""
     try:
         TUNING.check_writable()
     except OSError as error:
@@ -36,11 +36,11 @@ def main(ranks: Sequence[int]) -> int:
 
 
 def _limit() -> int:
-    """The largest size up to which one shot was never slower."""
+    """The largest size up to which one shot was not slower than two shots."""
     torch.set_num_threads(1)
     groups = {
-        way: dist.new_group(pg_options=Options(one_shot_bytes=limit), backend="dist_prims")
-        for way, limit in _WAYS.items()
+        name: dist.new_group(pg_options=Options(one_shot_bytes=limit), backend="dist_prims")
+        for name, limit in _ALGORITHMS.items()
     }
     limit = 0
     for nbytes in _SIZES:

@@ -1,6 +1,6 @@
-"""The command ``python -m dist_prims``, one module a subcommand.
+"""The command ``python -m dist_prims``: one module for each subcommand.
 
-Only ``doctor`` and ``tune`` import torch; the others answer at once.
+Only ``doctor`` and ``tune`` import torch; the other subcommands start without that delay.
 """
 
 from .main import main

@@ -1,18 +1,18 @@
-"""The parser of the command, and the subcommands that need no module of their own."""
+"""The argument parser of the command, and the subcommands without a module of their own."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from ..schedules.catalogue import LETTERS, markdown_table, text_table
+from ..schedules.catalogue import SYMBOLS, markdown_table, text_table
 from . import pipeline, prove, recommend, show
 
 __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a subcommand and return its exit status: 2, with one line of text, for bad input."""
+    """Run a subcommand and return its exit status; bad input gives status 2 and one line on stderr."""
     given = _parse(arguments)
     try:
         return int(given.run(given))
@@ -23,14 +23,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["plan"]:  # its name in version 0.1
+    if words[:1] == ["plan"]:  # the name of the subcommand in version 0.1
         print("dist_prims: 'plan' is now called 'recommend'", file=sys.stderr)
         words[0] = "recommend"
     parser = _parser()
     given, more = parser.parse_known_args(words)
     if more and (given.run is not show.run or any(word.startswith("-") for word in more)):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if given.run is show.run:  # argparse leaves the name=value that come after an option
+    if given.run is show.run:  # argparse does not assign name=value arguments that follow an option
         given.parameters += more
     return given
 
@@ -46,19 +46,19 @@ def _parser() -> argparse.ArgumentParser:
     table.set_defaults(run=_list)
     recommend.add(commands)
     pipeline.add(commands)
-    tune = commands.add_parser("tune", help="measure the crossover sizes of this machine, once, for the backend")
+    tune = commands.add_parser("tune", help="measure the crossover sizes of this machine for the backend, once")
     tune.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     tune.set_defaults(run=_tune)
     doctor = commands.add_parser("doctor", help="launcher, ranks, hosts, engines, cores, memory")
     doctor.add_argument(
-        "--dump", metavar="FOLDER", help="instead: which rank is behind, from the flight records in the folder"
+        "--dump", metavar="FOLDER", help="analyse the flight records in FOLDER instead: which rank is behind"
     )
     doctor.set_defaults(run=_doctor)
     return parser
 
 
 def _list(given: argparse.Namespace) -> int:
-    print(markdown_table(given.collective) if given.markdown else f"{text_table(given.collective)}\n\n{LETTERS}")
+    print(markdown_table(given.collective) if given.markdown else f"{text_table(given.collective)}\n\n{SYMBOLS}")
     return 0
 
 
@@ -74,7 +74,7 @@ def _doctor(given: argparse.Namespace) -> int:
 
         print(read(given.dump))
         return 0
-    from ..launch.doctor import report  # it alone needs torch
+    from ..launch.doctor import report  # imports torch
 
     print(report())
     return 0

@@ -1,4 +1,4 @@
-"""``pipeline``: the schedule of a pipeline as a chart, with its bubble and memory."""
+"""``pipeline``: the plan of a pipeline as a chart, with its bubble and memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ __all__ = ["add", "run"]
 
 
 def add(commands: Any) -> None:
-    pipeline = commands.add_parser("pipeline", help="a pipeline's schedule: its chart, bubble and memory")
-    pipeline.add_argument("name", nargs="?", metavar="NAME", help="unless given, a table of all")
+    pipeline = commands.add_parser("pipeline", help="the plan of a pipeline: chart, bubble and memory")
+    pipeline.add_argument("name", nargs="?", metavar="NAME", help="a schedule; default: print a table of all schedules")
     pipeline.add_argument("--ranks", type=int, default=4, metavar="N", help="(4)")
     pipeline.add_argument("--microbatches", type=int, default=8, metavar="N", help="micro-batches (8)")
-    pipeline.add_argument("--stages-a-rank", type=int, metavar="N", help="unless given, the plan's default")
+    pipeline.add_argument(
+        "--stages-a-rank", type=int, metavar="N", help="default: the number that the schedule is made for"
+    )
     pipeline.add_argument("--svg", metavar="FILE", help="also write the chart")
     pipeline.set_defaults(run=run)
 

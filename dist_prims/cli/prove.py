@@ -1,4 +1,4 @@
-"""``prove``: verify the registered algorithms and pipelines, or those that a file registers."""
+"""``prove``: verify the registered algorithms and pipelines, or the algorithms that a file registers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIPELINES = (*range(1, 13),)
 
 
 def add(commands: Any) -> None:
-    prove = commands.add_parser("prove", help="verify every algorithm, or those that a file registers")
+    prove = commands.add_parser("prove", help="verify every algorithm, or the algorithms that a file registers")
     prove.add_argument("file", nargs="?", metavar="FILE.py")
     prove.add_argument("--sizes", metavar="LIST", help="e.g. 1-8 or 2,4,8 (1-33, and 64 for all algorithms)")
     prove.set_defaults(run=run)
@@ -35,12 +35,12 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """``1-4,8`` as (1, 2, 3, 4, 8)."""
+    """Parse ``1-4,8`` to (1, 2, 3, 4, 8)."""
     sizes: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first) or int(first) < 1:
-            raise ValueError(f"--sizes {text}: {part!r} is no number of ranks; write for example 1-8 or 2,4,8")
+            raise ValueError(f"--sizes {text}: {part!r} is not a number of ranks; write for example 1-8 or 2,4,8")
         sizes += range(int(first), int(last or first) + 1)
     return tuple(sizes)
 
@@ -56,7 +56,7 @@ def _prove_one(collective: str, name: str, sizes: tuple[int, ...]) -> int:
                 where = "".join(f", {key} {value}" for key, value in root.items())
                 print(f"✗ {collective} {name}, size {size}{where}: {type(error).__name__}: {error}", flush=True)
                 if not isinstance(error, ValueError):
-                    raise  # a fault in the generator itself: the traceback shows where
+                    raise  # an error in the generator itself; the traceback shows the line
                 return 1
         proved += len(roots)
     print(f"✓ {collective} {name}: {proved} schedules, sizes {numbers(sizes)}", flush=True)

@@ -1,4 +1,4 @@
-"""``recommend``: the algorithm to use on hosts joined by links, and the reasons."""
+"""``recommend``: the fastest algorithm for hosts joined by links, and the reasons."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ def add(commands: Any) -> None:
     parser.add_argument("--hosts", type=int, default=1, metavar="N", help="number of hosts (1)")
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="ranks of each host (8)")
     parser.add_argument("--bytes", default="100M", metavar="SIZE", help="of the data: 512, 16K, 100M, 2G (100M)")
-    parser.add_argument("--collective", default="all_reduce", metavar="NAME", help="(all_reduce)")
+    parser.add_argument("--collective", default="all_reduce", metavar="NAME", help="a collective (all_reduce)")
     parser.add_argument("--link", metavar="SPEED", help="of a host, in bits a second (25G)")
     parser.add_argument("--latency", metavar="TIME", help="of a message between hosts (10us)")
     parser.add_argument("--inner-link", metavar="SPEED", help="of a rank within its host, in bits a second (80G)")
     parser.add_argument("--inner-latency", metavar="TIME", help="of a message within a host (1us)")
     parser.add_argument(
-        "--calibration", metavar="FILE", help="what `bench calibrate` has measured, instead of all these"
+        "--calibration", metavar="FILE", help="a file written by `bench calibrate`, instead of these four"
     )
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
     if given.hosts < 1 or given.ranks < 1:
-        raise ValueError(f"--hosts {given.hosts} --ranks {given.ranks}: one host or more, of one rank or more")
-    count = advice.nbytes(given.bytes)
+        raise ValueError(f"--hosts {given.hosts} --ranks {given.ranks}: both must be at least 1")
+    count = advice.parse_bytes(given.bytes)
     topology, source = _topology(given)
     found = recommend(given.collective, count, topology)
-    print(f"{advice.describe(given.collective, count, topology, source)}\n\n{advice.tell(found)}")
+    print(f"{advice.describe(given.collective, count, topology, source)}\n\n{advice.report(found)}")
     print(_how_to_run(given.collective, given.hosts, found.candidates[0].schedule.algorithm))
     return 0
 
 
 def _how_to_run(collective: str, hosts: int, algorithm: str) -> str:
-    """Whether the backend takes this advice by itself."""
+    """A sentence that says whether the backend uses the recommendation automatically."""
     if hosts > 1 and collective in FOLLOWED:
-        return "The backend dist_prims chooses by the same prices, of what `bench calibrate` has measured."
-    own = "works in shared memory on one host" if hosts == 1 else "sends every block straight to its rank"
-    by_hand = f"dist_prims.{collective}(..., algorithm={algorithm!r}) follows it on any backend"
+        return "The backend dist_prims chooses by the same prices, from the file that `bench calibrate` writes."
+    own = "works in shared memory on one host" if hosts == 1 else "sends every block directly to its rank"
+    by_hand = f"dist_prims.{collective}(..., algorithm={algorithm!r}) uses this algorithm on any backend"
     if collective in ("barrier", "scan", "exclusive_scan"):
-        return f"The backend dist_prims follows no schedule for it; {by_hand.replace('exclusive_', '')}."
-    return f"The backend dist_prims follows no schedule here, it {own}; {by_hand}."
+        return f"The backend dist_prims uses no schedule for {collective}; {by_hand.replace('exclusive_', '')}."
+    return f"The backend dist_prims uses no schedule here: it {own}; {by_hand}."
 
 
 def _topology(given: argparse.Namespace) -> tuple[Topology, str]:
-    """The hosts, with links as asked, measured or supposed, and a word on which of these."""
+    """The topology with links as given, measured or assumed, and a text that says which."""
     hosts = (given.ranks,) * given.hosts
     asked = {name: value for name in _LINKS if (value := getattr(given, name)) is not None}
     if given.calibration:
@@ -68,7 +68,7 @@ def _topology(given: argparse.Namespace) -> tuple[Topology, str]:
         except ValueError as error:
             raise ValueError(f"{given.calibration}: {error}") from None
     links = {**_LINKS, **asked}
-    inner = Level(advice.moment(links["inner_latency"]), advice.bits(links["inner_link"]))
-    outer = Level(advice.moment(links["latency"]), advice.bits(links["link"]))
-    supposed = ", ".join(name.replace("_", " ") for name in _LINKS if name not in asked)
-    return Topology(hosts, inner, outer, _GAMMA), f"supposed: {', '.join(filter(None, [supposed, 'reducing']))}"
+    inner = Level(advice.parse_duration(links["inner_latency"]), advice.parse_link_speed(links["inner_link"]))
+    outer = Level(advice.parse_duration(links["latency"]), advice.parse_link_speed(links["link"]))
+    assumed = ", ".join(name.replace("_", " ") for name in _LINKS if name not in asked)
+    return Topology(hosts, inner, outer, _GAMMA), f"assumed: {', '.join(filter(None, [assumed, 'reducing']))}"

@@ -1,4 +1,4 @@
-"""The algorithms that are registered, and those that a file registers."""
+"""Lists of algorithms: all that are registered, and those that a file registers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def registered_by(file: str) -> list[tuple[str, str]]:
         raise
     except Exception as error:
         lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == file]
-        where = f"{file}, line {lines[-1]}" if lines else file  # a syntax error names its line itself
+        where = f"{file}, line {lines[-1]}" if lines else file  # the text of a syntax error contains its line
         raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
     found = [each for each in registered() if lookup(*each) is not before.get(each)]
     if not found:

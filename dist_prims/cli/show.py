@@ -1,4 +1,4 @@
-"""``show``: the steps of an algorithm, its guarantees and its cost."""
+"""``show``: the steps of an algorithm, its contract and its cost."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 import numpy as np
 
 from ..schedules import Schedule, build, lookup
-from ..schedules.catalogue import LETTERS, text_table
-from ..schedules.draw import caption, numbers, promise, terminal
+from ..schedules.catalogue import SYMBOLS, text_table
+from ..schedules.draw import caption, describe_contract, numbers, terminal
 from .registered import registered_by
 
 __all__ = ["add", "run"]
 
-_READABLE = 64  # ranks whose sum is still worth writing out
+_READABLE = 64  # the most ranks whose sum is printed
 _ADDING = ("all_reduce", "reduce_scatter", "reduce", "scan", "exclusive_scan")
 
 
 def add(commands: Any) -> None:
-    show = commands.add_parser("show", help="the steps of an algorithm, its guarantees and its cost")
+    show = commands.add_parser("show", help="the steps of an algorithm, its contract and its cost")
     show.add_argument(
         "collective", metavar="COLLECTIVE|FILE.py", help="a collective, or a file that registers algorithms"
     )
-    show.add_argument("algorithm", metavar="ALGORITHM", nargs="?", help="unless given, a table of all")
+    show.add_argument("algorithm", metavar="ALGORITHM", nargs="?", help="default: print a table of all algorithms")
     show.add_argument("parameters", nargs="*", metavar="name=value", help="of the algorithm, e.g. hosts=2,2")
     show.add_argument("--size", type=int, default=4, metavar="N", help="number of ranks (4)")
-    show.add_argument("--root", type=int, metavar="R", help="of a collective that has one (0)")
+    show.add_argument("--root", type=int, metavar="R", help="the root of a rooted collective (0)")
     show.add_argument("--svg", metavar="FILE", help="also write the picture")
     show.set_defaults(run=run)
 
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     collective, algorithm, parameters = _named(given)
     if algorithm is None:
-        print(f"{text_table(collective)}\n\n{LETTERS}")
+        print(f"{text_table(collective)}\n\n{SYMBOLS}")
         return 0
     root = {} if given.root is None else {"root": given.root}
     schedule = build(collective, algorithm, given.size, **root, **parameters)
@@ -48,7 +48,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _named(given: argparse.Namespace) -> tuple[str, str | None, dict[str, Any]]:
-    """Collective, algorithm and parameters: of the registry, or of what a file registers."""
+    """Collective, algorithm and parameters, from the registry or from a file that registers algorithms."""
     words = [given.algorithm, *given.parameters] if given.algorithm else []
     algorithm = words.pop(0) if words and "=" not in words[0] else None
     parameters = dict(map(_parameter, words))
@@ -63,10 +63,10 @@ def _named(given: argparse.Namespace) -> tuple[str, str | None, dict[str, Any]]:
 
 
 def _parameter(text: str) -> tuple[str, Any]:
-    """``hosts=2,2`` and the like, as numbers where they are."""
+    """Parse ``name=value``, for example ``hosts=2,2``; integers become numbers, lists become tuples."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"{text!r} is no parameter; write name=value")
+        raise ValueError(f"{text!r} is not a parameter; write name=value")
     values = [int(each) if each.lstrip("-").isdigit() else each for each in value.split(",")]
     return name, values[0] if len(values) == 1 else tuple(values)
 
@@ -74,13 +74,13 @@ def _parameter(text: str) -> tuple[str, Any]:
 def _steps(schedule: Schedule) -> str:
     try:
         return terminal(schedule)
-    except ValueError as too_big:  # what it promises and costs can be told all the same
-        return f"{caption(schedule)}\n{too_big}"
+    except ValueError as too_large:  # contract and cost are printed anyway
+        return f"{caption(schedule)}\n{too_large}"
 
 
 def _facts(schedule: Schedule) -> Iterator[tuple[str, str]]:
     card = lookup(schedule.collective, schedule.algorithm).card
-    yield from promise(schedule)
+    yield from describe_contract(schedule)
     yield "steps", f"{len(schedule.steps)}{f' = {card.steps}' if card and not schedule.parameters else ''}"
     yield "sent", f"{_sent(schedule)}{f'; at most {card.sent}' if card and not schedule.parameters else ''}"
     if card:
@@ -93,14 +93,15 @@ def _facts(schedule: Schedule) -> Iterator[tuple[str, str]]:
 
 
 def _sent(schedule: Schedule) -> str:
-    """How much of the data each rank sends, ranks that send the same together."""
+    """The fraction of the data that each rank sends; ranks that send the same are grouped."""
     rows = np.zeros(schedule.size, np.int64)
     for step in schedule.steps:
         rows += np.bincount(step.src[step.src != step.dst], minlength=schedule.size)
-    alike = {count: np.flatnonzero(rows == count).tolist() for count in dict.fromkeys(rows.tolist())}
-    if len(alike) == 1:
+    by_count = {count: np.flatnonzero(rows == count).tolist() for count in dict.fromkeys(rows.tolist())}
+    if len(by_count) == 1:
         return f"{int(rows[0]) * schedule.share} of the data by every rank"
-    told = [
-        f"{count * schedule.share} by rank{'s' * (len(ranks) > 1)} {numbers(ranks)}" for count, ranks in alike.items()
+    groups = [
+        f"{count * schedule.share} by rank{'s' * (len(ranks) > 1)} {numbers(ranks)}"
+        for count, ranks in by_count.items()
     ]
-    return f"of the data: {'; '.join(told)}"
+    return f"of the data: {'; '.join(groups)}"

@@ -1,4 +1,4 @@
-"""Small real data that travels with the package, so that an example trains without a download."""
+"""Small real data sets that are part of the package, so that examples train without a download."""
 
 from .digits import digits
 

@@ -1,4 +1,4 @@
-"""The UCI optical digits: real handwriting, small enough to learn in seconds. ``digits.txt`` has source and licence."""
+"""The UCI optical digits: real handwriting, learned in seconds. ``digits.txt`` has source and licence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["digits"]
 
 
 def digits() -> torch.utils.data.TensorDataset:
-    """1,797 images of 1 x 8 x 8 with values from 0 to 1, each with the digit that it shows.
+    """1,797 images of 1 x 8 x 8 with values from 0 to 1, and their digits as labels.
 
     >>> images, labels = digits().tensors
     >>> images.shape, images.max().item(), labels[:10].tolist()

@@ -1,1 +1,1 @@
-"""The main job: see a ring all-reduce, check every algorithm, train a net on all ranks, and check that, too."""
+"""The demo: shows a ring all-reduce, checks every algorithm, trains a network on all ranks, and checks the result."""

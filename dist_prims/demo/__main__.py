@@ -1,4 +1,4 @@
-"""``python -m dist_prims.demo``: under mpirun, torchrun or srun on their ranks, alone on 4 ranks of its own."""
+"""``python -m dist_prims.demo``: run the demo on the ranks of mpirun, torchrun or srun, or on 4 ranks of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .ring import show_ring
 from .train import train_digits
 
 _RANKS_ALONE = 4
-_SECONDS = 300.0  # for everything; a rank that takes longer hangs
+_SECONDS = 300.0  # time limit of the whole demo
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def demo(out: Path) -> int:
-    """Run it on every rank of the group; 0 if every check held."""
+    """Run the demo on every rank of the group; returns 0 if every check held."""
     began = time.monotonic()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
     console = Console()

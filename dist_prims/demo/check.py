@@ -1,4 +1,4 @@
-"""Every registered algorithm, run on the ranks, against what the group's own collectives give."""
+"""Check of every registered algorithm on the ranks, against the results of the group's own collectives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _root() -> int:
 
 
 def _blocks() -> list[torch.Tensor] | None:
-    """Room for a block of each rank, on the root."""
+    """A receive buffer for each rank on the root, None on the other ranks."""
     size = dist.get_world_size()
     return list(torch.zeros(size, _COUNT * size, dtype=torch.int64)) if dist.get_rank() == _root() else None
 
@@ -69,7 +69,7 @@ def _in_place(function: Callable[..., Any], tensor: torch.Tensor, *arguments: An
 def _to_root(function: Callable[..., Any], tensor: torch.Tensor, **how: Any) -> torch.Tensor:
     kept = tensor.clone()
     function(tensor, _root(), **how)
-    return tensor if dist.get_rank() == _root() else kept  # an engine may spoil the tensors of the others
+    return tensor if dist.get_rank() == _root() else kept  # the tensors of the other ranks are undefined
 
 
 def _from(function: Callable[..., Any], output: torch.Tensor, tensor: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _from(function: Callable[..., Any], output: torch.Tensor, tensor: torch.Tens
     return output
 
 
-def _everyones(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _of_all_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
     rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, tensor)
     return rows
@@ -89,8 +89,8 @@ def _barrier(function: Callable[..., Any], tensor: torch.Tensor, **how: Any) -> 
 
 
 def _prefix(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The sum over the first ``ranks`` ranks; where there is none, an exclusive scan leaves a tensor as it is."""
-    rows = _everyones(tensor)[:ranks]
+    """The sum over the first ``ranks`` ranks; for 0 ranks the tensor itself, as an exclusive scan leaves it."""
+    rows = _of_all_ranks(tensor)[:ranks]
     return torch.stack(rows).sum(0) if rows else tensor
 
 
@@ -99,7 +99,7 @@ def _own_share(tensor: torch.Tensor) -> torch.Tensor:
     return cut(tensor, [_COUNT] * dist.get_world_size())[dist.get_rank()]
 
 
-# How to run each collective of ours, and how the group does the same.
+# For each collective, the call of dist_prims and the reference call of the group.
 _CASES: dict[str, tuple[Run, Run]] = {
     "all_reduce": (
         lambda tensor, **how: _in_place(ours.all_reduce, tensor, **how),
@@ -111,7 +111,7 @@ _CASES: dict[str, tuple[Run, Run]] = {
     ),
     "all_gather": (
         lambda tensor, **how: _all_gather(ours.all_gather, tensor, **how),
-        lambda tensor: torch.cat(_everyones(tensor)),
+        lambda tensor: torch.cat(_of_all_ranks(tensor)),
     ),
     "broadcast": (
         lambda tensor, **how: _in_place(ours.broadcast, tensor, _root(), **how),

@@ -1,7 +1,7 @@
-"""A ResNet that no rank holds as a whole: cut into stages, one a rank, it learns the digits by a pipeline's plan.
+"""A ResNet cut into stages, one a rank, that learns the digits by a pipeline plan.
 
-What a stage cannot know is whether the whole is right. So rank 0 also has the unsplit model, gives it the same first
-batches in the same micro-batches, and compares the losses; and the picture shows the plan beside what really ran.
+No stage can check the whole result. Therefore rank 0 also trains the unsplit model on the same first batches in the
+same micro-batches, and compares the losses. The picture shows the plan next to the recorded run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from .._console import Console
 from ..datasets import digits
 from ..models.resnet import BasicBlock, ResNet
-from ..schedules.pipelines import draw_gantt, foretold
+from ..schedules.pipelines import draw_gantt, predict
 from ..training import Pipeline, split
 from ..training.pipeline.action_executor import parts
 
@@ -28,7 +28,7 @@ _GOAL, _TOLERANCE = 0.9, 1e-4
 
 
 def train_pipeline(console: Console, out: Path) -> list[Path]:
-    """Train, check, and return the picture, on rank 0."""
+    """Train, check, and return the path of the picture on rank 0."""
     size = dist.get_world_size()
     model = _resnet()
     if size > len(model.layers()):
@@ -47,7 +47,7 @@ def train_pipeline(console: Console, out: Path) -> list[Path]:
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=_RATE, momentum=0.9)
     losses = []
     for step, batch in enumerate(batches):
-        pipeline.record = step == len(batches) - 2  # the last may be a smaller one
+        pipeline.record = step == len(batches) - 2  # the last batch may be smaller
         optimizer.zero_grad()
         losses.append(float(pipeline.step(images[batch], labels[batch])))
         optimizer.step()
@@ -56,15 +56,13 @@ def train_pipeline(console: Console, out: Path) -> list[Path]:
     rows = pipeline.rows()
     pipeline.eval().evaluate(images[held_out], labels[held_out])
     right = float(pipeline.measured["right"])
-    console.check(right >= _GOAL, f"{right:.1%} of {len(held_out)} held-out images are read right, all ranks know it")
+    console.check(right >= _GOAL, f"{right:.1%} of {len(held_out)} held-out images are classified right, on all ranks")
     chosen = [(images[batch], labels[batch]) for batch in batches[:_COMPARED]]
     apart = max(abs(a - b) for a, b in zip(losses, _alone(chosen) if console.rank == 0 else losses, strict=False))
-    console.check(
-        apart <= _TOLERANCE, f"the losses of the first {_COMPARED} steps are the unsplit model's, within {_TOLERANCE:g}"
-    )
+    console.check(apart <= _TOLERANCE, f"the first {_COMPARED} losses equal the unsplit model's within {_TOLERANCE:g}")
     if console.rank != 0:
         return []
-    panels = {"planned, from what each action took": foretold(pipeline.plan, rows).rows, "as it ran": rows}
+    panels = {"planned, with the measured durations": predict(pipeline.plan, rows).rows, "as it ran": rows}
     return [draw_gantt(out / "pipeline.svg", panels, f"{_PLAN}, {size} ranks, {_MICROS} micro-batches: a step")]
 
 
@@ -75,7 +73,7 @@ def _resnet() -> ResNet:
 
 
 def _alone(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """The losses of the whole model, in the same micro-batches."""
+    """The losses of the unsplit model, in the same micro-batches."""
     model: nn.Module = _resnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE, momentum=0.9)
     losses = []

@@ -1,4 +1,4 @@
-"""A ring all-reduce of a tiny vector: its plan step by step on rank 0's screen, then the real thing on all ranks."""
+"""A ring all-reduce of a small vector: its schedule step by step, printed by rank 0, then a real run on all ranks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def show_ring(console: Console) -> None:
     vectors = [[10**other * (chunk + 1) for chunk in range(size)] for other in range(size)]
     if size <= _FEW:
         _show(console, ring, vectors)
-        console.say(f"  chunk 0 is {ring.order(0)} on every rank: rounded alike, so alike to the last bit\n")
+        console.say(f"  chunk 0 is {ring.order(0)} on every rank: the same order, so the same bits\n")
     tensor = torch.tensor(vectors[rank])
     all_reduce(tensor, algorithm="ring")
     sums = [sum(vector[chunk] for vector in vectors) for chunk in range(size)]
-    console.check(tensor.tolist() == sums, f"run for real, every rank holds {' '.join(map(str, sums[:_FEW]))}")
+    console.check(tensor.tolist() == sums, f"after a real run every rank holds {' '.join(map(str, sums[:_FEW]))}")
 
 
 def _show(console: Console, ring: Schedule, vectors: list[list[int]]) -> None:
-    """What each rank holds after each step; ``+`` marks a chunk that has just been added to, ``=`` a copy."""
+    """Print the chunks of each rank after each step; ``+`` marks an addition in that step, ``=`` a copy."""
     size = ring.size
     width = max(len(str(sum(column))) for column in zip(*vectors, strict=True)) + 2
     console.say(" " * 9 + "".join(f"rank {rank}".center(size * width) + "  " for rank in range(size)))

@@ -1,8 +1,8 @@
-"""Synchronous data-parallel SGD on the digits, and the checks that it is what it claims to be.
+"""Synchronous data-parallel SGD on the digits, and the checks of its result.
 
-Each rank computes gradients on its part of the batch, the gradients are averaged, and every rank takes the same step.
-So the ranks must hold the same weights to the last bit, and the losses must be those of one process that sees the whole
-batch, but for the order of additions.
+Each rank computes gradients on its part of the batch, the gradients are averaged, and every rank makes the same step.
+Therefore the ranks must hold the same weights to the last bit. The losses must equal those of one process that trains
+on the whole batch, except for the order of additions.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def train_digits(console: Console) -> dict[str, list[tuple[float, float]]]:
-    """Train, check, and return the two loss curves: of the ranks, and of one process."""
+    """Train, check, and return two loss curves: of the ranks, and of one process."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    console.title(f"A convolutional net learns handwritten digits: synchronous SGD on {_count(size, 'rank')}")
+    console.title(f"A convolutional network learns handwritten digits: synchronous SGD on {_count(size, 'rank')}")
     images = DataPartitioner(digits(), [0.8, 0.2], _SEED)
     learned, held_out = images.use(0), _batch(images.use(1), range(len(images.use(1))))
     parts = DataPartitioner(learned, [1 / size] * size, _SEED)
@@ -39,7 +39,7 @@ def train_digits(console: Console) -> dict[str, list[tuple[float, float]]]:
     def mine(epoch: int) -> Iterator[Batch]:
         return _batches(parts.use(rank), rank, epoch, steps, _BATCH // size)
 
-    def everyones(epoch: int) -> Iterator[Batch]:
+    def global_batches(epoch: int) -> Iterator[Batch]:
         of_ranks = (_batches(parts.use(each), each, epoch, steps, _BATCH // size) for each in range(size))
         for batches in zip(*of_ranks, strict=True):
             yield torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches])
@@ -49,16 +49,14 @@ def train_digits(console: Console) -> dict[str, list[tuple[float, float]]]:
         broadcast(parameter.data)
     losses = _train(model, mine, average_gradients, _report(console, model, held_out, size))
     accuracy = _accuracy(model, held_out)
-    console.check(accuracy >= _GOAL, f"{accuracy:.1%} of {len(held_out[1])} held-out images are read right")
+    console.check(accuracy >= _GOAL, f"{accuracy:.1%} of {len(held_out[1])} held-out images are classified right")
     console.check(_same_everywhere(model), "all ranks hold the same weights, to the last bit")
 
-    alone = _train(_net(), everyones, lambda model: None, lambda epoch, loss: None) if rank == 0 else losses
-    # Training multiplies differences of rounding, by how much depends on the processor's kernels: early steps tell.
+    alone = _train(_net(), global_batches, lambda model: None, lambda epoch, loss: None) if rank == 0 else losses
+    # Training amplifies rounding differences, by an amount that depends on the processor: compare early steps only.
     early = len(losses) // 2
     apart = max(abs(ours - one) for ours, one in zip(losses[:early], alone[:early], strict=True))
-    console.check(
-        apart <= _TOLERANCE, f"the losses of the first {early} steps are a single process's, within {_TOLERANCE:g}"
-    )
+    console.check(apart <= _TOLERANCE, f"the first {early} losses equal a single process's within {_TOLERANCE:g}")
     return {f"{size} ranks": _curve(losses), "one process": _curve(alone)}
 
 
@@ -77,7 +75,7 @@ def _net() -> nn.Module:
 
 
 def _batches(part: Partition, rank: int, epoch: int, steps: int, count: int) -> Iterator[Batch]:
-    """The batches of a rank in one epoch, the same whoever asks for them."""
+    """The batches of a rank in one epoch; every rank computes the same batches for a given rank."""
     generator = torch.Generator().manual_seed(_SEED + 1000 * epoch + rank)
     order = torch.randperm(len(part), generator=generator).tolist()
     for step in range(steps):
@@ -95,7 +93,7 @@ def _train(
     average: Callable[[nn.Module], None],
     report: Callable[[int, float], None],
 ) -> list[float]:
-    """The loss of every step, averaged over the ranks where gradients are."""
+    """Train and return the loss of every step, averaged over the ranks if the gradients are."""
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE, momentum=0.9)
     losses = []
     for epoch in range(_EPOCHS):
@@ -116,7 +114,7 @@ def _train(
 def _report(console: Console, model: nn.Module, held_out: Batch, size: int) -> Callable[[int, float], None]:
     def report(epoch: int, loss: float) -> None:
         if console.rank == 0:
-            right = f"held-out images right {_accuracy(model, held_out):.1%}"
+            right = f"held-out accuracy {_accuracy(model, held_out):.1%}"
             console.progress(f"  epoch {epoch + 1:2} of {_EPOCHS}   loss {loss:.4f}   {right}", epoch + 1 == _EPOCHS)
 
     return report
@@ -130,9 +128,9 @@ def _accuracy(model: nn.Module, batch: Batch) -> float:
 
 def _same_everywhere(model: nn.Module) -> bool:
     mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    everyones = mine.new_empty(dist.get_world_size() * len(mine))
-    all_gather(everyones, mine)
-    return all(torch.equal(mine.view(torch.int32), row.view(torch.int32)) for row in everyones.view(-1, len(mine)))
+    rows = mine.new_empty(dist.get_world_size() * len(mine))
+    all_gather(rows, mine)
+    return all(torch.equal(mine.view(torch.int32), row.view(torch.int32)) for row in rows.view(-1, len(mine)))
 
 
 def _curve(losses: list[float]) -> list[tuple[float, float]]:

@@ -1,7 +1,7 @@
-"""Training patterns as short programs: each shows one, and checks itself against the same done by a single process.
+"""Training patterns as short programs. Each shows one pattern and compares its result with that of a single process.
 
-A recipe is a module with ``run(console)``, which every rank of the default group calls, whatever its size and backend.
-``python -m dist_prims.recipes`` lists them; docs/patterns has a page on each.
+A recipe is a module with ``run(console)``, which every rank of the default group calls, for any size and backend.
+``python -m dist_prims.recipes`` lists the recipes; docs/patterns has a page on each.
 """
 
 __all__ = ["names", "recipe", "summary"]
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def names() -> list[str]:
-    """The recipes there are.
+    """The names of all recipes.
 
     >>> "ring_attention" in names()
     True
@@ -22,7 +22,7 @@ def names() -> list[str]:
 
 
 def recipe(name: str) -> Callable[[Any], None]:
-    """What every rank calls, with a console.
+    """The function of a recipe, which every rank calls with a console.
 
     >>> recipe("ring_attention").__name__
     'run'
@@ -32,7 +32,7 @@ def recipe(name: str) -> Callable[[Any], None]:
 
 
 def summary(name: str) -> str:
-    """What it shows: the first line of its docstring.
+    """The summary of a recipe: the first line of its docstring.
 
     >>> summary("ring_attention")[:14]
     'Ring attention'

@@ -1,4 +1,4 @@
-"""``python -m dist_prims.recipes``: list the recipes, run one, or ``all``; under a launcher or on ranks of its own."""
+"""``python -m dist_prims.recipes``: list the recipes, or run one or all, with or without a launcher."""
 
 from __future__ import annotations
 
@@ -16,37 +16,41 @@ from ..launch import detect, init, spawn
 from ..schedules.registry import nearest
 from . import names, recipe, summary
 
-_SECONDS = 300.0  # for each; a rank that takes longer hangs
+_SECONDS = 300.0  # time limit of each recipe
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.recipes", description=__doc__.split("\n")[0])
     parser.add_argument("name", nargs="?", help="a recipe, or 'all'")
-    parser.add_argument("--ranks", type=int, default=2, help="how many to start where no launcher has (default 2)")
-    parser.add_argument("--backend", default="dist_prims", help="of the group (default dist_prims)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks to start without a launcher (2)")
+    parser.add_argument("--backend", default="dist_prims", help="backend of the group (dist_prims)")
     given = parser.parse_args()
     if given.name is None:
         width = max(map(len, names()))
         print("\n".join(f"{name:{width}}   {summary(name)}" for name in names()))
         return 0
     if given.name not in ("all", *names()):
-        parser.error(f"no recipe {given.name!r}; there are {', '.join(names())}, and 'all'")
+        parser.error(f"unknown recipe {given.name!r}; known: {', '.join(names())}, and 'all'")
     if given.backend not in dist.Backend.backend_list:
         parser.error(f"--backend: {nearest('backend', given.backend, dist.Backend.backend_list)}")
     if given.ranks < 1:
         parser.error(f"--ranks {given.ranks}: at least 1")
     chosen = names() if given.name == "all" else [given.name]
-    importlib.import_module("torch._dynamo")  # an optimizer would, on every rank; here once, before they are forked
+    importlib.import_module("torch._dynamo")  # once, before the fork; an optimizer would import it on every rank
     if detect().size != 1:
         init(given.backend, timeout=_SECONDS)
-        return cook(chosen)
+        return run_recipes(chosen)
     return int(
-        max(spawn(cook, given.ranks, (chosen,), backend=given.backend, timeout=_SECONDS * len(chosen), prefix=False))
+        max(
+            spawn(
+                run_recipes, given.ranks, (chosen,), backend=given.backend, timeout=_SECONDS * len(chosen), prefix=False
+            )
+        )
     )
 
 
-def cook(chosen: list[str]) -> int:
-    """Run them one after another on every rank of the group; 0 if every check of all held."""
+def run_recipes(chosen: list[str]) -> int:
+    """Run the recipes one after another on every rank of the group; returns 0 if all checks held."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
     console = Console()

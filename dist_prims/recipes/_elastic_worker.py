@@ -1,7 +1,7 @@
-"""What torchrun starts in the recipe ``elastic`` and in its tests: a small net, trained from checkpoints.
+"""The program that torchrun starts in the recipe ``elastic`` and in its tests: training from checkpoints.
 
-Data-parallel, and the moments of Adam sharded by rows: rank r updates its rows of the parameters, and all gather them.
-``--die rank@step`` has that rank kill itself in that step, if these are the job's first ranks.
+Training is data-parallel, and the moments of Adam are sharded by rows: rank r updates its rows of the parameters, and
+all ranks gather them. ``--die rank@step`` makes that rank kill itself in that step of the job's first attempt.
 """
 
 from __future__ import annotations
@@ -39,19 +39,22 @@ def train(
     dropout: float = 0.2,
     before: Callable[[int], None] = lambda step: None,
 ) -> torch.Tensor:
-    """Train to step ``last`` from whatever checkpoint there is; ``before`` is called in each step. The parameters."""
-    torch.set_num_threads(1)  # so that every attempt adds in the same order
+    """Train to step ``last``, from the newest checkpoint if there is one, and return the parameters.
+
+    ``before`` is called in each step.
+    """
+    torch.set_num_threads(1)  # every attempt must add in the same order
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 10))
     flat = parameters_to_vector(model.parameters()).detach()
-    vector_to_parameters(flat, model.parameters())  # which are views of it from now on
+    vector_to_parameters(flat, model.parameters())  # the parameters become views of flat
     rank, lengths = dist.get_rank(), split_evenly(len(flat), dist.get_world_size())
     parts = cut(flat, lengths)
     mine = nn.Parameter(parts[rank])
     adam = torch.optim.Adam([mine], lr=0.01)
     batches = GlobalBatches(digits(), 50, seed=3)
     checkpoints = Checkpoints(folder, {"model": model, "batches": batches}, sharded={"adam": adam})
-    torch.manual_seed(1 + rank)  # each rank drops out others
+    torch.manual_seed(1 + rank)  # a different dropout mask on each rank
     for step, (images, labels, weight) in zip(elastic_steps(checkpoints, last, every=every), batches, strict=False):
         before(step)
         model.zero_grad()
@@ -70,13 +73,13 @@ def main() -> None:
     parser.add_argument("--last", type=int, default=20)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--dropout", type=float, default=0.2)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step until a file hurry is there")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step until a file 'hurry' exists")
     parser.add_argument("--die", help="rank@step")
     parser.add_argument("--backend", default="dist_prims")
     given = parser.parse_args()
     init(given.backend, timeout=60)
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    died = tuple(map(int, given.die.split("@"))) if given.die and first else None
+    death = tuple(map(int, given.die.split("@"))) if given.die and first else None
 
     hurry = given.folder.parent / "hurry"
 
@@ -88,7 +91,7 @@ def main() -> None:
                     json.dumps({"step": step, "ranks": dist.get_world_size(), "pid": os.getpid(), "at": time.time()}),
                     file=log,
                 )
-        if died == (dist.get_rank(), step):
+        if death == (dist.get_rank(), step):
             os.kill(os.getpid(), signal.SIGKILL)
 
     flat = train(given.folder, given.last, given.every, dropout=given.dropout, before=before)

@@ -1,4 +1,4 @@
-"""What the recipe of RPC stands on: agents that meet and leave, the twin of one process, a model and its data."""
+"""Helpers of the recipe ``rpc``: start and stop of the agents, the single-process reference, a model and data."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["RATE", "STEPS", "agents", "alone", "batch", "net"]
 
 STEPS, RATE = 8, 0.5
 _SECONDS, _WORDS = 60.0, 12
-_INTERFACE = "TP_SOCKET_IFNAME"  # which TensorPipe reads
+_INTERFACE = "TP_SOCKET_IFNAME"  # read by TensorPipe
 
 
 @contextlib.contextmanager
 def agents(rank: int) -> Iterator[None]:
-    """RPC from here to there: agents meet in a file, leave together, and leave nothing behind."""
+    """RPC agents of all ranks: they find each other through a file, shut down together, and remove the file."""
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
         if _INTERFACE not in os.environ:
             os.environ[_INTERFACE] = loopback_interface() or "lo"
             stack.callback(os.environ.pop, _INTERFACE)
-        warnings.simplefilter("ignore")  # of torch about its own groups
+        warnings.simplefilter("ignore")  # torch's warnings about its own groups
         box = [stack.enter_context(tempfile.TemporaryDirectory()) if rank == 0 else ""]
         dist.broadcast_object_list(box, src=0)
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{box[0]}/meeting", rpc_timeout=_SECONDS)
@@ -41,10 +41,11 @@ def agents(rank: int) -> Iterator[None]:
             graceful = True
         finally:
             rpc.shutdown(graceful, timeout=_SECONDS)
-        dist.barrier()  # nobody reads the file any more
+        dist.barrier()  # no rank reads the file after this
 
 
 def alone() -> list[torch.Tensor]:
+    """The weights after training in one process on the batches of all ranks."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -62,7 +63,7 @@ def net() -> torch.nn.Sequential:
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words, and the one that follows each."""
+    """Words, and the successor of each."""
     draw = torch.Generator().manual_seed(1000 * step + rank)
     words = torch.randint(_WORDS, (16,), generator=draw)
     return words, (words + 1) % _WORDS

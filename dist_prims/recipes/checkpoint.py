@@ -1,6 +1,6 @@
-"""Checkpoints: a run goes on bit for bit, past a damaged file, and on another number of ranks.
+"""Checkpoints: a run continues bit for bit, past a damaged file, and on another number of ranks.
 
-Six steps of a net with dropout, Adam in rows over the ranks and a sampler; then again from its two checkpoints.
+Six steps of a network with dropout, Adam sharded by rows and a sampler; then again from its two checkpoints.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = ["run"]
 
 
 class Training:
-    """What a checkpoint has to bring back, all of it."""
+    """The whole state that a checkpoint must restore."""
 
     def __init__(self, folder: str, group: dist.ProcessGroup | None = None) -> None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         model = self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 10))
         self.flat = parameters_to_vector(model.parameters()).detach()
-        vector_to_parameters(self.flat, model.parameters())  # which are views of it from now on
+        vector_to_parameters(self.flat, model.parameters())  # the parameters become views of flat
         self.lengths = split_evenly(len(self.flat), size)
         self.rows = nn.Parameter(cut(self.flat, self.lengths)[rank])
         self.adam = torch.optim.Adam([self.rows], lr=0.01)
@@ -65,9 +65,9 @@ class Training:
 def run(console: Console) -> None:
     made = tempfile.TemporaryDirectory() if console.rank == 0 else contextlib.nullcontext("")
     with made as name:
-        told = [name]
-        dist.broadcast_object_list(told, 0)
-        _show(console, told[0])
+        box = [name]
+        dist.broadcast_object_list(box, 0)
+        _show(console, box[0])
         dist.barrier()
 
 
@@ -82,7 +82,7 @@ def _show(console: Console, folder: str) -> None:
     torch.manual_seed(99)
     again = Training(folder)
     found, same = again.checkpoints.restore(), torch.equal(again.train(4, 6), wanted)
-    console.check(found == 4 and same, "restored after step 4, the bits of step 6 are alike")
+    console.check(found == 4 and same, "restored from step 4, step 6 has the same bits")
 
     alone, whole = dist.new_group([0]), torch.zeros_like(first.flat)
     if console.rank == 0:
@@ -91,16 +91,16 @@ def _show(console: Console, folder: str) -> None:
         whole = one.adam.state[one.rows]["exp_avg"]
     dist.broadcast(whole, 0)
     theirs = cut(whole, first.lengths)[console.rank]
-    console.check(torch.equal(theirs, moments), f"a rank alone restores the moments of all {len(first.lengths)}")
+    console.check(torch.equal(theirs, moments), f"one rank alone restores the moments of all {len(first.lengths)}")
     if console.rank == 0:
         os.truncate(next(path.parent.glob("step-4.*/state.pt")), 1000)
     dist.barrier()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as issued:
         warnings.simplefilter("always")
         found = again.checkpoints.restore()
-    named = console.rank > 0 or "state.pt has 1000 bytes" in str(said[0].message)
-    console.check(found == 2 and named, "a file is cut off: rank 0 names it, all take the checkpoint before it")
-    console.check(torch.equal(again.train(2, 6), wanted), "from there, too, the bits of step 6 are alike")
+    named = console.rank > 0 or "state.pt has 1000 bytes" in str(issued[0].message)
+    console.check(found == 2 and named, "truncated file: rank 0 names it, all ranks use the previous checkpoint")
+    console.check(torch.equal(again.train(2, 6), wanted), "restored from step 2, step 6 has the same bits")
     console.table(("16 MB of state, median", "ms"), [(what, f"{1000 * took:.0f}") for what, took in _times(folder)])
 
 
@@ -108,12 +108,12 @@ def _times(folder: str) -> list[tuple[str, float]]:
     state = torch.zeros(16 << 18)
     checkpoints = Checkpoints(f"{folder}/times", {"state": state})
     plain = functools.partial(torch.save, state, f"{folder}/plain-{dist.get_rank()}.pt")
-    ways: list[Callable[[], object]] = [plain, functools.partial(checkpoints.save, 1), checkpoints.restore]
-    taken: list[list[float]] = [[] for _ in ways]
-    for turn in range(5 * len(ways)):  # in turns
+    calls: list[Callable[[], object]] = [plain, functools.partial(checkpoints.save, 1), checkpoints.restore]
+    taken: list[list[float]] = [[] for _ in calls]
+    for number in range(5 * len(calls)):  # in rotation
         dist.barrier()
         began = time.perf_counter()
-        ways[turn % len(ways)]()
-        taken[turn % len(ways)].append(time.perf_counter() - began)
+        calls[number % len(calls)]()
+        taken[number % len(calls)].append(time.perf_counter() - began)
     names = ("torch.save by each rank, unsynced", "Checkpoints.save", "Checkpoints.restore")
     return [(name, statistics.median(times)) for name, times in zip(names, taken, strict=True)]

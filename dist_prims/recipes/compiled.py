@@ -1,8 +1,8 @@
 """Compiled graph: a model with collectives in its forward is one graph, loss and backward included.
 
-A network has five habits that tear a compiled graph, or used to: it asserts something of its values, keeps an
-``.item()``, loops over a NumPy range, prints, and calls ``torch.distributed.all_reduce``. They are taken
-out in turn, or said in another way. What is left is trained, its loss in the graph, beside a process that has all data.
+The model has five constructs that break a compiled graph, or used to: an assertion on values, an ``.item()``, a loop
+over a NumPy range, a print, and a call of ``torch.distributed.all_reduce``. They are removed or replaced one by one.
+The final model is trained with its loss in the graph, and compared with a process that has all data.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..training import average_gradients
 __all__ = ["run"]
 
 Step = Callable[[torch.Tensor], torch.Tensor]
-HABITS = ("print", ".item()", "assert", "numpy.arange", "dist.all_reduce")
+CONSTRUCTS = ("print", ".item()", "assert", "numpy.arange", "dist.all_reduce")
 
 
-class Habits(torch.nn.Module):
-    """``breaking``: which of its habits it has; the others are said so that a graph can hold them."""
+class Model(torch.nn.Module):
+    """A model with the graph-breaking constructs ``breaking``; the others are replaced by traceable code."""
 
     def __init__(self, breaking: tuple[str, ...] = (), reduce: Step = ops.all_reduce) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Habits(torch.nn.Module):
         if "print" in self.breaking:
             print(x.shape, file=self.journal)
         if "dist.all_reduce" in self.breaking:
-            total = x.sum(0).detach()  # it has no derivative of its own
+            total = x.sum(0).detach()  # dist.all_reduce has no derivative
             dist.all_reduce(total)
         else:
             total = self.reduce(x.sum(0))
@@ -58,17 +58,17 @@ class Habits(torch.nn.Module):
 def run(console: Console) -> None:
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
     rows, same = [], True
-    for removed in range(len(HABITS) + 1):
-        left = HABITS[removed:]
-        graphs, equal = count_graphs(Habits(left), images)
-        rows.append((HABITS[removed - 1] if removed else "nothing yet", len(left), graphs, graphs - 1))
+    for removed in range(len(CONSTRUCTS) + 1):
+        left = CONSTRUCTS[removed:]
+        graphs, equal = count_graphs(Model(left), images)
+        rows.append((CONSTRUCTS[removed - 1] if removed else "none", len(left), graphs, graphs - 1))
         same &= equal
-    console.table(("what was taken out", "habits left", "graphs", "breaks"), rows)
-    console.check(same, "compiled, every one of them gives the bits of the uncompiled model")
-    console.check(rows[0][2] > rows[-1][2] == 1, "one graph is left, without a break")
+    console.table(("construct removed", "constructs left", "graphs", "breaks"), rows)
+    console.check(same, "compiled, every variant has the bits of the uncompiled model")
+    console.check(rows[0][2] > rows[-1][2] == 1, "the last variant is one graph without a break")
     compiled, plain, alone = train(images, one_graph), train(images, lambda step: step), train(images, None)
-    console.check(near(compiled, plain), "trained with the loss in the graph, it ends as it does uncompiled")
-    console.check(near(compiled, alone), "and as one process does that has everybody's images")
+    console.check(near(compiled, plain), "trained with the loss in the graph, the weights are those of eager training")
+    console.check(near(compiled, alone), "and those of one process with the images of all ranks")
 
 
 def near(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -76,7 +76,7 @@ def near(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def count_graphs(model: torch.nn.Module, images: torch.Tensor) -> tuple[int, bool]:
-    """Into how many graphs it is torn, and whether compiled and uncompiled give the same bits."""
+    """The number of graphs, and whether the compiled and the uncompiled model give the same bits."""
     graphs, log = [], logging.getLogger("torch._dynamo")
 
     def count(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -85,22 +85,22 @@ def count_graphs(model: torch.nn.Module, images: torch.Tensor) -> tuple[int, boo
 
     torch.compiler.reset()
     level = log.level
-    log.setLevel(logging.ERROR)  # it would tell of each break, on each rank
+    log.setLevel(logging.ERROR)  # no warning for each break on each rank
     found = torch.compile(model, backend=count)(images)
     log.setLevel(level)
     return len(graphs), torch.equal(found, model(images))
 
 
 def one_graph(step: Step) -> Step:
-    """``fullgraph=True`` raises at a break; "aot_eager" compiles the backward, too, but no kernels."""
+    """Compile; ``fullgraph=True`` raises at a break, "aot_eager" compiles the backward as well, but no kernels."""
     torch.compiler.reset()
     return torch.compile(step, backend="aot_eager", fullgraph=True)
 
 
 def train(images: torch.Tensor, how: Callable[[Step], Step] | None) -> list[torch.Tensor]:
-    """The parameters after three steps on all ranks, the step compiled or not; ``None``: of one process alone."""
+    """The parameters after three steps on all ranks, with the step wrapped by ``how``; None: in one process."""
     torch.manual_seed(0)
-    model = Habits() if how else Habits(reduce=lambda x: x)
+    model = Model() if how else Model(reduce=lambda x: x)
     images = images if how else ops.all_gather(images)
     labels = torch.arange(len(images)) % 4  # each rank has four images
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -1,7 +1,7 @@
-"""DDP twin: DistributedDataParallel in 60 lines of our primitives, the same bits on 2 ranks.
+"""Minimal DDP: DistributedDataParallel in 60 lines, with the same bits on 2 ranks.
 
-Hooks tell when a gradient is there; a full bucket is summed while the backward goes on; the end of backward waits.
-GradientAverager is this with what real models need: gradients that do not come, sparse ones, compression.
+A hook reports each gradient; a full bucket is reduced during the backward; the end of backward waits for all buckets.
+GradientAverager adds the needs of real models: unused parameters, sparse gradients, compression.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from .._console import Console
 from ..collectives.flat import cut
 from ..training import GradientAverager, average_gradients
 
-__all__ = ["DDPTwin", "run"]
+__all__ = ["MinimalDDP", "run"]
 _WIDTH, _DEPTH, _BATCH, _STEPS = 192, 6, 32, 12
 
 
-class DDPTwin:
-    """Every backward of ``model`` ends with the mean of the gradients over the ranks; all parameters must get one."""
+class MinimalDDP:
+    """Averages the gradients of ``model`` over the ranks in every backward; every parameter must get a gradient."""
 
     def __init__(self, model: torch.nn.Module, bucket_bytes: int = 2**18) -> None:
         for each in model.parameters():
             dist.broadcast(each.detach(), 0)
         self.buckets: list[_Bucket] = []
-        for parameter in reversed([each for each in model.parameters() if each.requires_grad]):  # as gradients come
+        for parameter in reversed([each for each in model.parameters() if each.requires_grad]):  # order of gradients
             last = self.buckets[-1] if self.buckets else None
             if last is None or last.nbytes >= bucket_bytes or last.parameters[0].dtype != parameter.dtype:
                 self.buckets.append(_Bucket())
@@ -51,10 +51,10 @@ class DDPTwin:
         for bucket in self.buckets:
             bucket.finish(whole=not absent)
         if absent:
-            raise RuntimeError(f"DDPTwin: {absent} parameters have got no gradient")
+            raise RuntimeError(f"MinimalDDP: {absent} parameters have no gradient")
 
 
-class _Bucket:  # gradients that travel together
+class _Bucket:  # gradients that are reduced together
     def __init__(self) -> None:
         self.parameters: list[torch.Tensor] = []
         self.nbytes = self.missing = 0
@@ -81,23 +81,23 @@ class _Bucket:  # gradients that travel together
 def run(console: Console) -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_DEPTH)))
-    home = "cuda:0" if torch.cuda.is_available() else "cpu"  # DataParallel moves to the first GPU
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"  # DataParallel requires the first GPU
     models: dict[str, torch.nn.Module] = {
         "DistributedDataParallel": DistributedDataParallel(copy.deepcopy(net)),
-        "the twin": copy.deepcopy(net),
+        "MinimalDDP": copy.deepcopy(net),
         "GradientAverager": copy.deepcopy(net),
         "average_gradients, after backward": copy.deepcopy(net),
-        "DataParallel, everyone's batch": torch.nn.DataParallel(copy.deepcopy(net).to(home)),
+        "DataParallel, batches of all ranks": torch.nn.DataParallel(copy.deepcopy(net).to(device)),
     }
-    DDPTwin(models["the twin"])
+    MinimalDDP(models["MinimalDDP"])
     GradientAverager(models["GradientAverager"])
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for name, model in models.items()}
     times: dict[str, list[float]] = {name: [] for name in models}
     draws = [torch.Generator().manual_seed(rank) for rank in range(dist.get_world_size())]
     for _ in range(_STEPS):
-        everyones = [torch.randn(_BATCH, _WIDTH, generator=draw) for draw in draws]
+        batches = [torch.randn(_BATCH, _WIDTH, generator=draw) for draw in draws]
         for name, model in models.items():
-            x = torch.cat(everyones) if name.startswith("DataParallel") else everyones[console.rank]
+            x = torch.cat(batches) if name.startswith("DataParallel") else batches[console.rank]
             dist.barrier()
             began = time.perf_counter()
             optimizers[name].zero_grad()
@@ -109,10 +109,10 @@ def run(console: Console) -> None:
     weights = {name: torch.nn.utils.parameters_to_vector(model.parameters()).cpu() for name, model in models.items()}
     ddp, *others = weights
     for name in others:
-        bound = 0 if len(draws) <= 2 and name in others[:-1] else 1e-6 if home == "cpu" else 1e-5
-        apart = (weights[name] - weights[ddp]).abs().max().item()
-        console.check(apart <= bound, f"{name}: DDP's weights after {_STEPS} steps, but for {bound:g}")
+        bound = 0 if len(draws) <= 2 and name in others[:-1] else 1e-6 if device == "cpu" else 1e-5
+        error = (weights[name] - weights[ddp]).abs().max().item()
+        console.check(error <= bound, f"{name}: DDP's weights after {_STEPS} steps, within {bound:g}")
     medians = {name: sorted(each)[_STEPS // 2] for name, each in times.items()}
     rows = [(name, f"{1000 * each:.2f} ms", f"{each / medians[ddp]:.2f}") for name, each in medians.items()]
-    console.table(("form", "a step", "against DDP"), rows)
-    console.say(f"  DataParallel sees {torch.cuda.device_count()} GPUs; below 2 it only runs the module.")
+    console.table(("method", "time a step", "relative to DDP"), rows)
+    console.say(f"  DataParallel finds {torch.cuda.device_count()} GPUs; with fewer than 2 it only runs the module.")

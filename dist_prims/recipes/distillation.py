@@ -1,7 +1,7 @@
-"""Distillation: a small net learns handwritten digits from a large one that has a rank of its own.
+"""Distillation: a small network learns handwritten digits from a large one on a separate rank.
 
-The last rank holds the teacher and answers while the students, on the other ranks, learn from the batch before; with
-one rank the teacher sits beside the student. Most images have no label for the students: there the teacher tells.
+The last rank holds the teacher and computes answers while the students, on the other ranks, learn from the previous
+batch. With one rank the teacher is in the student's process. Most images have no label: there only the teacher counts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..training import DataPartitioner, GradientAverager
 __all__ = ["run"]
 
 _BATCH, _EPOCHS, _TOLERANCE, _LARGE, _SMALL, _LABELLED = 60, 15, 1e-5, 128, 16, 60
-_WAYS = ("labels alone", "soft targets", "cosine of hidden states", "regressor of hidden states")
+_METHODS = ("labels alone", "soft targets", "cosine of hidden states", "regressor of hidden states")
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # images and labels; or logits and hidden states
 
 
 def run(console: Console) -> None:
     rank, size, threads = dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
-    torch.set_num_threads(1)  # nets as small as these only wait for a second one
+    torch.set_num_threads(1)  # for networks as small as these a second thread only costs time
     distillation = Distillation(classes=10, teachers=int(size > 1))
     students = size - distillation.teachers
     images, labels = digits().tensors
@@ -44,8 +44,8 @@ def run(console: Console) -> None:
     few = torch.cat([learned[1][:_LABELLED], torch.full_like(learned[1][_LABELLED:], -100)])
     batches = _batches((learned[0], few), _BATCH // students * students)
     right = {f"the teacher ({_LARGE} hidden), all {len(few)} labels": [_right(teacher, held_out)]}
-    for way, seed in product(_WAYS, range(3)):
-        student = Net(_SMALL, way, seed)
+    for method, seed in product(_METHODS, range(3)):
+        student = Net(_SMALL, method, seed)
         losses = torch.zeros(len(batches), dtype=torch.float64)
         if distillation.is_teacher:
             distillation.teach(teacher)
@@ -56,49 +56,49 @@ def run(console: Console) -> None:
                 losses = _learn(student, lessons)
             averager.remove()
         all_reduce(losses)
-        twin = _learn(Net(_SMALL, way, seed), _answered(batches, teacher)) if rank == 0 else losses / students
-        apart = float((losses / students - twin).abs().max())
-        near = _TOLERANCE if students > 1 else 0.0  # several add in another order
-        console.check(apart <= near, f"{way}, net {seed}: {len(losses)} losses are one process's, within {near:g}")
-        right.setdefault(f"a student ({_SMALL} hidden), {way}", []).append(_right(student, held_out))
+        alone = _learn(Net(_SMALL, method, seed), _answered(batches, teacher)) if rank == 0 else losses / students
+        error = float((losses / students - alone).abs().max())
+        bound = _TOLERANCE if students > 1 else 0.0  # several students add in another order
+        console.check(error <= bound, f"{method}, seed {seed}: {len(losses)} losses of one process, within {bound:g}")
+        right.setdefault(f"a student ({_SMALL} hidden), {method}", []).append(_right(student, held_out))
     medians = torch.tensor([statistics.median(each) for each in right.values()])
     broadcast(medians)
-    rows = [(who, f"{each:.1%}") for who, each in zip(right, medians.tolist(), strict=True)]
-    console.table((f"who learnt from what; students: {_LABELLED} labels", f"of {len(held_out[1])} images right"), rows)
-    console.check(bool(medians[2] > medians[1] + 0.1), "with soft targets 10 % more are right than with few labels")
+    rows = [(name, f"{each:.1%}") for name, each in zip(right, medians.tolist(), strict=True)]
+    console.table((f"network and method; students: {_LABELLED} labels", f"right of {len(held_out[1])}"), rows)
+    console.check(bool(medians[2] > medians[1] + 0.1), "soft targets: accuracy at least 10 % above few labels")
     torch.set_num_threads(threads)
 
 
 class Net(nn.Module):
-    """Gives logits and its hidden state; a student's loss goes by its way of learning."""
+    """A network that returns logits and its hidden state; ``method`` selects the loss of a student."""
 
-    def __init__(self, hidden: int, way: str = "", seed: int = 0) -> None:
+    def __init__(self, hidden: int, method: str = "", seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.first, self.last, self.way = nn.Linear(64, hidden), nn.Linear(hidden, 10), way
-        self.regressor = Regressor((hidden,), (_LARGE,)) if way.startswith("regressor") else None
-        self.double()  # so that only what is wrong differs from the single process
+        self.first, self.last, self.method = nn.Linear(64, hidden), nn.Linear(hidden, 10), method
+        self.regressor = Regressor((hidden,), (_LARGE,)) if method.startswith("regressor") else None
+        self.double()  # float64, so that rounding does not hide an error
 
     def forward(self, x: torch.Tensor) -> Pair:
         hidden = F.relu(self.first(x))
         return self.last(hidden), hidden
 
-    def loss(self, batch: Pair, said: Pair) -> torch.Tensor:
+    def loss(self, batch: Pair, answer: Pair) -> torch.Tensor:
         logits, hidden = self(batch[0])
         loss = F.cross_entropy(logits, batch[1], reduction="sum") / len(logits)
         if self.regressor is not None:
-            return loss + 0.25 * self.regressor.loss(hidden, said[1])
-        if self.way == "soft targets":
-            return 0.25 * loss + 0.75 * soft_target_loss(logits, said[0], temperature=2)
-        return loss + 0.25 * cosine_loss(hidden, said[1]) if self.way.startswith("cosine") else loss
+            return loss + 0.25 * self.regressor.loss(hidden, answer[1])
+        if self.method == "soft targets":
+            return 0.25 * loss + 0.75 * soft_target_loss(logits, answer[0], temperature=2)
+        return loss + 0.25 * cosine_loss(hidden, answer[1]) if self.method.startswith("cosine") else loss
 
 
 def _learn(net: Net, lessons: Iterable[tuple[Pair, Pair]]) -> torch.Tensor:
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     losses = []
-    for batch, said in lessons:
+    for batch, answer in lessons:
         optimizer.zero_grad()
-        losses.append(net.loss(batch, said))
+        losses.append(net.loss(batch, answer))
         losses[-1].backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return torch.stack(losses).detach()

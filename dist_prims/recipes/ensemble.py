@@ -1,4 +1,4 @@
-"""Ensemble: ten nets stacked by vmap and shared out over the ranks answer, vote and learn together."""
+"""Ensemble: ten networks, stacked by vmap and distributed over the ranks, predict, vote and learn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMBERS, BATCH = 10, 64
 
 
 def net(number: int) -> torch.nn.Module:
-    """The tutorial's: three layers for images of 28 by 28."""
+    """The network of PyTorch's tutorial: three layers for images of 28 by 28."""
     generator = torch.Generator().manual_seed(number)
     layers = [torch.nn.Linear(*sizes) for sizes in ((784, 128), (128, 128), (128, 10))]
     for layer in layers:
@@ -46,23 +46,23 @@ def _answers(
     with torch.no_grad():
         same = torch.stack([member(images[0]) for member in alone])
         each = torch.stack([member(mine) for member, mine in zip(alone, images, strict=True)])
-    console.check(_near(ensemble.outputs(images[0]), same), "one batch for all: every member's output, in order")
-    console.check(_near(ensemble.outputs(images, each=True), each), "a batch for each: the same")
+    console.check(_near(ensemble.outputs(images[0]), same), "one batch for all members: the outputs, in order")
+    console.check(_near(ensemble.outputs(images, each=True), each), "one batch for each member: the same")
     mean, variance = ensemble.moments(images[0])
-    console.check(_near(mean, same.mean(0)) and _near(variance, same.var(0)), "mean and variance are the loop's")
+    console.check(_near(mean, same.mean(0)) and _near(variance, same.var(0)), "mean and variance equal those of a loop")
     votes = torch.nn.functional.one_hot(same.argmax(-1), 10).sum(0)
-    console.check(torch.equal(ensemble.vote(images[0]), votes.argmax(-1)), "and so is what most members vote for")
+    console.check(torch.equal(ensemble.vote(images[0]), votes.argmax(-1)), "the majority vote equals that of a loop")
 
 
 def _learning(
     console: Console, ensemble: DistributedEnsemble, alone: list[torch.nn.Module], images: torch.Tensor
 ) -> None:
     labels, loss = torch.arange(BATCH) % 10, torch.nn.functional.cross_entropy
-    together = torch.optim.Adam(ensemble.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(ensemble.parameters(), lr=1e-3)
     for _ in range(3):
-        together.zero_grad()
+        optimizer.zero_grad()
         ensemble.backward(loss, images[0], labels)
-        together.step()
+        optimizer.step()
     right = True
     for number, member in enumerate(alone):
         optimizer = torch.optim.Adam(member.parameters(), lr=1e-3)
@@ -72,26 +72,26 @@ def _learning(
             optimizer.step()
         state = ensemble.member(number)
         right = right and all(_near(state[name], value) for name, value in member.state_dict().items())
-    console.check(right, "after three steps of Adam each member is what it would be if trained alone")
+    console.check(right, "after three steps of Adam each member equals the member trained alone")
 
 
 def _times(console: Console, alone: list[torch.nn.Module], images: torch.Tensor) -> None:
-    """One after another in turn, so that whatever else the machine does meets all of them."""
+    """Print the time of each method; the methods run in rotation, so that disturbances affect all equally."""
     shared = DistributedEnsemble(alone)
     stacks = stack_module_state(alone)
     stacked = vmap(lambda parameters, buffers: functional_call(alone[0], (parameters, buffers), (images,)))
-    ways: dict[str, Callable[[], Any]] = {
+    methods: dict[str, Callable[[], Any]] = {
         "loop over the members": lambda: [member(images) for member in alone],
-        "vmap, each rank all members": lambda: stacked(*stacks),
-        "vmap, members shared out": lambda: shared.outputs(images),
+        "vmap, all members on each rank": lambda: stacked(*stacks),
+        "vmap, members distributed": lambda: shared.outputs(images),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in methods}
     with torch.no_grad():
         for _ in range(10):
-            for name, way in ways.items():
+            for name, method in methods.items():
                 dist.barrier()
                 began = time.perf_counter()
-                way()
+                method()
                 times[name].append(time.perf_counter() - began)
     medians = {name: statistics.median(each) for name, each in times.items()}
     first = next(iter(medians.values()))

@@ -1,8 +1,8 @@
-"""Mixed precision: a chessboard learnt in float16, one verdict on overflow for all ranks.
+"""Mixed precision: a chessboard learnt in float16, with one overflow decision for all ranks.
 
-A small network learns the colour of each point of a board from its coordinates; each rank has its share of the
-points. Computed and sent in 16 bits it learns as it does in float32. Then each rank trains an expert that no other rank
-has, and rank 0's overflows: with torch's scaler rank 0 goes its own way, with ours all skip that step.
+A small network learns the colour of each point of a board from its coordinates; each rank has a part of the points.
+Computed and sent in 16 bits it learns as in float32. Then each rank trains an expert that no other rank has, and rank
+0 overflows: with torch's scaler only rank 0 skips the step, with the scaler of dist_prims all ranks skip it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ SIDE, SQUARES, STEPS = 16, 4, 120
 
 def run(console: Console) -> None:
     threads, size = torch.get_num_threads(), dist.get_world_size()
-    torch.set_num_threads(1)  # so small a network is slower on several
+    torch.set_num_threads(1)  # so small a network is slower with several threads
     alone = fit(torch.float32, alone=True)
-    rows, fits = [("float32, one process", "", *told(alone))], []
+    rows, fits = [("float32, one process", "", *cells(alone))], []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         fits.append(fit(dtype))
-        rows.append((f"{str(dtype)[6:]}, ranks: {size}", f"{dtype.itemsize * 8}", *told(fits[-1])))
+        rows.append((f"{str(dtype)[6:]}, ranks: {size}", f"{dtype.itemsize * 8}", *cells(fits[-1])))
     torch.set_num_threads(threads)
     console.table(("computed in", "bits sent", "loss first", "loss last", "points right", "scale"), rows)
     near = torch.allclose(fits[0][0][:10], alone[0][:10], rtol=1e-3)
-    console.check(near, "in float32 the ranks learn as one process does, for as long as rounding does not tell")
-    console.check(min(right for _, right, _ in fits) > 0.95, "in 16 bits as in 32 over 95 % of the points are right")
+    console.check(near, "in float32 the first 10 losses equal one process's, within 0.1 %")
+    console.check(min(right for _, right, _ in fits) > 0.95, "with 16 and with 32 bits more than 95 % are right")
     console.check(rounded_twice_only(), "gradients in bfloat16 are added in float32: the mean is rounded once")
     theirs, ours = experts(torch.amp.GradScaler("cpu", init_scale=8.0)), experts(GradScaler("cpu", init_scale=8.0))
-    console.table(("scaler, rank by rank", "steps made of 3", "scale after"), [("torch's", *theirs), ("ours", *ours)])
-    console.check(set(ours[0].split()) == {"2"}, "ours: the step in which one rank overflows is skipped by all")
+    console.table(("scaler", "steps of 3, by rank", "scale, by rank"), [("torch", *theirs), ("dist_prims", *ours)])
+    console.check(set(ours[0].split()) == {"2"}, "dist_prims: all ranks skip the step in which one overflows")
 
 
-def told(found: tuple[torch.Tensor, float, float]) -> tuple[str, ...]:
+def cells(found: tuple[torch.Tensor, float, float]) -> tuple[str, ...]:
     losses, right, scale = found
     return f"{losses[0]:.4f}", f"{losses[-1]:.4f}", f"{right:.0%}", f"{scale:g}"
 
@@ -63,7 +63,7 @@ def block(into: int) -> tuple[torch.nn.Module, ...]:
 
 
 def fit(dtype: torch.dtype, alone: bool = False) -> tuple[torch.Tensor, float, float]:
-    """The loss over all points, step by step; the share of points coloured right; and the scale."""
+    """The loss over all points in each step, the fraction of points coloured right, and the scale."""
     x, y = board()
     rank, size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     mine, weight = slice(rank, None, size), size * len(y[rank::size]) / len(y)
@@ -90,19 +90,19 @@ def fit(dtype: torch.dtype, alone: bool = False) -> tuple[torch.Tensor, float, f
 
 
 def rounded_twice_only() -> bool:
-    """Each rank's gradient is rounded on its way to the sum, the mean on its way back, and nothing in between."""
+    """Whether each gradient is rounded when it is sent, the mean when it returns, and nothing in between."""
     size = dist.get_world_size()
-    everyones = torch.randn(size, 1000, generator=torch.Generator().manual_seed(1))
+    gradients = torch.randn(size, 1000, generator=torch.Generator().manual_seed(1))
     weight = torch.nn.ParameterList([torch.zeros(1000)])
     GradientAverager(weight, compress=Half(torch.bfloat16, feedback=False))
-    (weight[0] * everyones[dist.get_rank()]).sum().backward()
-    arrived = everyones.bfloat16().float() if size > 1 else everyones
+    (weight[0] * gradients[dist.get_rank()]).sum().backward()
+    arrived = gradients.bfloat16().float() if size > 1 else gradients
     mean = sum(arrived[1:], arrived[0].clone()).div_(size)  # in the order of the ranks
     return torch.equal(weight[0].grad, mean.bfloat16().float() if size > 1 else mean)
 
 
 def experts(scaler: torch.amp.GradScaler) -> tuple[str, str]:
-    """Three steps of a part of the model that only this rank has; steps made, and the scale, of every rank."""
+    """Train a part of the model that only this rank has for three steps; steps made and scale of every rank."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     for step in range(3):

@@ -1,6 +1,6 @@
-"""Parameter server: asynchronous workers, how stale their gradients are, and a bound for it.
+"""Parameter server: asynchronous workers, the staleness of their gradients, and a bound for it.
 
-Rank 0 serves, the others read digits. One of them is slow, as in life; without a bound it does not hold up the rest.
+Rank 0 is the server, the other ranks train on digits. One worker is slow; without a bound it does not delay the rest.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from ..patterns.parameter_server import ParameterServer, Report, Worker
 __all__ = ["run"]
 
 _STEPS, _BATCH, _RATE = 40, 32, 0.2
-_SLOW = 0.02  # seconds a step of the last worker takes longer, while there are others
+_SLOW = 0.02  # additional seconds of a step of the last worker, if there are several workers
 
 
 def run(console: Console) -> None:
     images, labels = digits().tensors
     rows: list[tuple[object, ...]] = []
-    torch.optim.SGD(_net().parameters())  # the first optimiser of a process imports a lot: not in the times below
+    torch.optim.SGD(_net().parameters())  # the first optimizer of a process imports a lot: exclude it from the times
     for bound in (0, 3, None):
         model = _net()
         began = time.monotonic()
-        report = _train(model, bound, slow=bound != 0)
+        own_report = _train(model, bound, slow=bound != 0)
         seconds = time.monotonic() - began
-        box: list[Any] = [(report, [each.detach() for each in model.parameters()])]
+        box: list[Any] = [(own_report, [each.detach() for each in model.parameters()])]
         dist.broadcast_object_list(box, src=0)
-        told, served = box[0]
+        report, served = box[0]
         workers = dist.get_world_size() - 1
         name = "no bound" if bound is None else f"staleness {bound}"
-        console.check(sum(told.gradients.values()) == workers * _STEPS, f"{name}: every gradient arrived once")
+        console.check(sum(report.gradients.values()) == workers * _STEPS, f"{name}: every gradient arrived once")
         if bound == 0:
-            console.check(_same(served, _alone(workers)), "staleness 0: the weights of one process, to the bit")
+            console.check(_same(served, _alone(workers)), "staleness 0: the weights have the bits of one process")
         elif bound is not None:
             most = (2 * bound + 1) * max(workers - 1, 0)
-            console.check(max(told.staleness, default=0) <= most, f"{name}: no gradient is more than {most} steps old")
+            oldest = max(report.staleness, default=0)
+            console.check(oldest <= most, f"{name}: no gradient is more than {most} steps old")
         _load(model, served)
         right = float((model(images.flatten(1)).argmax(1) == labels).float().mean())
-        stale = sum(age * count for age, count in told.staleness.items()) / max(sum(told.staleness.values()), 1)
-        oldest = max(told.staleness, default=0)
-        rows.append((name, told.steps, f"{stale:.1f}", oldest, f"{right:.1%}", f"{1000 * seconds:.0f} ms"))
-    console.table(("bound", "steps", "mean staleness", "largest", "digits read", "time"), rows)
+        stale = sum(age * count for age, count in report.staleness.items()) / max(sum(report.staleness.values()), 1)
+        oldest = max(report.staleness, default=0)
+        rows.append((name, report.steps, f"{stale:.1f}", oldest, f"{right:.1%}", f"{1000 * seconds:.0f} ms"))
+    console.table(("bound", "steps", "mean staleness", "largest", "accuracy", "time"), rows)
     if dist.get_world_size() == 1:
-        console.say("  A group of one has a server and no worker: nothing was learned.")
+        console.say("  A group of one rank has a server and no worker: nothing was learned.")
 
 
 def _train(model: torch.nn.Module, bound: int | None, slow: bool) -> Report | None:
@@ -68,14 +69,14 @@ def _train(model: torch.nn.Module, bound: int | None, slow: bool) -> Report | No
 
 
 def _alone(workers: int) -> list[torch.Tensor]:
-    """Synchronous SGD in one process."""
+    """The weights after synchronous SGD in one process."""
     model = _net()
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     for batches in zip(*(_batches(rank) for rank in range(1, workers + 1)), strict=True):
-        everyones = []
+        gradients = []
         for x, y in batches:
-            everyones.append(torch.autograd.grad(F.cross_entropy(model(x), y), [*model.parameters()]))
-        for parameter, given in zip(model.parameters(), zip(*everyones, strict=True), strict=True):
+            gradients.append(torch.autograd.grad(F.cross_entropy(model(x), y), [*model.parameters()]))
+        for parameter, given in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
             shares = [each / workers for each in given]
             parameter.grad = sum(shares[1:], shares[0])
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Per-sample gradients: which items of a pool would change the model most, without their gradients."""
+"""Per-sample gradients: the items that would change a model most, without their gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POOL, BATCH = 300, 50
 
 
 class Net(torch.nn.Module):
-    """The article's: two convolutions of images of 10 by 10, and a linear layer."""
+    """The model of the article: two convolutions of images of 10 by 10, and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(torch.nn.Module):
 
 
 def one_by_one(model: Net, xs: torch.Tensor, ys: torch.Tensor) -> torch.Tensor:
-    """The norms of the gradient of conv2, as the article's question computes them."""
+    """The norms of the gradient of conv2, one sample at a time, as in the article."""
     norms = []
     for number in range(len(xs)):
         model.zero_grad()
@@ -54,21 +54,20 @@ def run(console: Console) -> None:
 
     layer = PerSampleGradients(model, loss, "conv2")
     rows = over_pool(layer.norms, pool, chunk=BATCH)
-    console.check(
-        torch.allclose(rows.gather(), alone, rtol=1e-5, atol=1e-5), "norms of a layer are the loop's, in order"
-    )
+    near_loop = torch.allclose(rows.gather(), alone, rtol=1e-5, atol=1e-5)
+    console.check(near_loop, "the norms of a layer equal those of a loop, in order")
     values, items = rows.top(3)
-    console.check(torch.equal(items, rows.gather().topk(3).indices), "the largest of all ranks are found")
+    console.check(torch.equal(items, rows.gather().topk(3).indices), "the largest norms of all ranks are found")
     console.say(f"    items {items.tolist()} would change conv2 most: {[round(value, 4) for value in values.tolist()]}")
 
     xs, ys = (each[:BATCH] for each in pool.tensors)
     whole, vectorised, loop = (PerSampleGradients(model, loss, method=method) for method in ("trick", "vmap", "loop"))
     wanted = loop.norms(xs, ys)
-    near = [torch.allclose(way.norms(xs, ys), wanted, rtol=1e-5, atol=1e-5) for way in (whole, vectorised)]
-    console.check(all(near), "norms over all layers, too, by the trick and by vmap(grad)")
+    near = [torch.allclose(each.norms(xs, ys), wanted, rtol=1e-5, atol=1e-5) for each in (whole, vectorised)]
+    console.check(all(near), "so do the norms over all layers, by the norm trick and by vmap(grad)")
     grads, theirs = whole.gradients(xs, ys), loop.gradients(xs, ys)
     same = [torch.allclose(grads[name], theirs[name], rtol=1e-5, atol=1e-5) for name in theirs]
-    console.check(all(same), "and the gradients themselves, where they are wanted")
+    console.check(all(same), "so do the gradients themselves")
     grad_layer = PerSampleGradients(model, loss, "conv2", method="vmap")
     _times(console, pool, {
         "one by one": lambda x, y: one_by_one(model, x, y),
@@ -77,15 +76,15 @@ def run(console: Console) -> None:
     })  # fmt: skip
 
 
-def _times(console: Console, pool: TensorDataset, ways: dict[str, Callable[..., Any]]) -> None:
-    """One after another in turn, so that whatever else the machine does meets all of them."""
+def _times(console: Console, pool: TensorDataset, methods: dict[str, Callable[..., Any]]) -> None:
+    """Print the time of each method; the methods run in rotation, so that disturbances affect all equally."""
     xs, ys = (each[:BATCH] for each in pool.tensors)
     small = TensorDataset(xs, ys)
-    alone: dict[str, list[float]] = {name: [] for name in ways}
-    shared: dict[str, list[float]] = {name: [] for name in ways}
+    alone: dict[str, list[float]] = {name: [] for name in methods}
+    shared: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(5):
-        for name, way in ways.items():
-            for times, call in ((alone, lambda way=way: way(xs, ys)), (shared, lambda way=way: over_pool(way, small))):
+        for name, norms in methods.items():
+            for times, call in ((alone, lambda f=norms: f(xs, ys)), (shared, lambda f=norms: over_pool(f, small))):
                 dist.barrier()
                 began = time.perf_counter()
                 call()
@@ -99,8 +98,8 @@ def _times(console: Console, pool: TensorDataset, ways: dict[str, Callable[..., 
     console.say("")
     headings = (
         f"norms of conv2, {BATCH} samples",
-        "each rank all",
+        "all on each rank",
         "speed",
-        f"shared by {dist.get_world_size()} ranks",
+        f"distributed over {dist.get_world_size()} ranks",
     )
     console.table(headings, rows)

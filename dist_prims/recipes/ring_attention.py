@@ -1,7 +1,7 @@
-"""Ring attention: a sequence split over the ranks, each result that of the whole one.
+"""Ring attention: a sequence split over the ranks, with the results of the unsplit sequence.
 
-Rank 0 and the others compute the unsplit attention too, to compare with; a real program never would. The table tells
-what each rank computes under a causal mask (pairs of query and key, as a share of all), and what it sends.
+All ranks also compute the unsplit attention for comparison, which a real program never would. The table shows the work
+of each rank under a causal mask (pairs of query and key, as a percentage of all), and the number of its blocks.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _BATCH, _KV_HEADS, _FEATURES = 2, 1, 16
 
 
 def run(console: Console) -> None:
-    """Every way to split, forward and backward, against the unsplit; then a call that must fail."""
+    """Compare every kind of split, forward and backward, with the unsplit attention; then a call that must fail."""
     ranks = dist.get_world_size()
     tokens, heads = 128 * ranks, 2 * ranks
-    console.say(f"{tokens} tokens in all, {tokens // ranks} on each of {ranks} ranks, {heads} heads")
+    console.say(f"{tokens} tokens, {tokens // ranks} on each of {ranks} ranks, {heads} heads")
     whole = _tensors(tokens, heads, heads)
     grouped = _tensors(tokens, heads, ranks * _KV_HEADS)
-    ways = {"ring": ring_attention, "ulysses": ulysses_attention}
-    for name, attention in ways.items():
+    methods = {"ring": ring_attention, "ulysses": ulysses_attention}
+    for name, attention in methods.items():
         for order in ("contiguous", "zigzag"):
             for tensors, what in (
-                (whole, "every head its own keys"),
-                (grouped, "2 heads of queries share one of keys"),
+                (whole, "keys for every head"),
+                (grouped, "2 query heads a key head"),
             ):
                 worst = _difference(attention, tensors, order)
                 console.check(worst < 1e-5, f"{name}, {order}, {what}: output and gradients equal the unsplit")
-    console.check(_padded_agrees(tokens), "a batch of sequences of unlike lengths: each is as if it were alone")
-    console.check(_is_refused(tokens), "ranks whose parts differ in length are told, and nothing is sent")
+    console.check(_padded_agrees(tokens), "a batch of sequences of different lengths: each as if it were alone")
+    console.check(_is_refused(tokens), "parts of different lengths raise MismatchError, and nothing is sent")
     rows = [
         (order, rank, *_work(order, rank, ranks, tokens)) for order in ("contiguous", "zigzag") for rank in range(ranks)
     ]
-    console.table(("order", "rank", "causal work, % of all", "blocks it computes"), rows)
+    console.table(("order", "rank", "causal work, % of all", "blocks computed"), rows)
     shares = [_work("zigzag", rank, ranks, tokens)[0] for rank in range(ranks)]
     console.check(len(set(shares)) == 1, "zigzag: every rank has the same work")
 
@@ -99,6 +99,6 @@ def _work(order: str, rank: int, ranks: int, tokens: int) -> tuple[str, int]:
 
 
 def _area(piece: Piece) -> float:
-    asks: int = piece.queries.stop - piece.queries.start
-    answers: int = piece.keys.stop
-    return asks * (asks + 1) / 2 if piece.causal else asks * answers
+    queries: int = piece.queries.stop - piece.queries.start
+    keys: int = piece.keys.stop
+    return queries * (queries + 1) / 2 if piece.causal else queries * keys

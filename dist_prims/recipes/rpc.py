@@ -1,7 +1,7 @@
-"""RPC beside the backend: RRefs, distributed autograd, batched calls, and DDP over our group.
+"""RPC next to the backend: RRefs, distributed autograd, batched calls, and DDP.
 
-torch.distributed.rpc, used as it is, beside a group of ours. Rank 0 keeps a layer that all ranks call, and a parameter
-server that answers when all workers have come. The ranks are on one host and keep to loopback.
+torch.distributed.rpc, unchanged, next to a group of dist_prims. Rank 0 holds a layer that all ranks call, and a
+parameter server that answers when all workers have called it. The ranks are on one host and use loopback.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from ._rpc import RATE, STEPS, agents, alone, batch, net
 
 __all__ = ["BatchServer", "run"]
 
-_kept: dict[str, Any] = {}  # on rank 0: what the others call
+_objects: dict[str, Any] = {}  # on rank 0: the objects that the other ranks call
 
 
 def run(console: Console) -> None:
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
     if not rpc.is_available() or len(set(names)) > 1:
-        return console.say("  skipped: it takes a torch with RPC, and ranks on one host")
+        return console.say("  skipped: requires torch with RPC, and all ranks on one host")
     rows = []
     with agents(console.rank):
         for name, train in (("remote layer, DDP head", _hybrid), ("batched calls of a server", _batched)):
-            apart = (parameters_to_vector(train(console.rank)) - parameters_to_vector(alone())).abs().max().item()
-            console.check(apart <= 1e-5, f"{name}: after {STEPS} steps the weights of one process, within 1e-5")
-            rows.append((name, STEPS, f"{apart:.0e}"))
-        _kept.clear()
-    return console.table(("over RPC", "steps", "apart from one process"), rows)
+            error = (parameters_to_vector(train(console.rank)) - parameters_to_vector(alone())).abs().max().item()
+            console.check(error <= 1e-5, f"{name}: after {STEPS} steps the weights of one process, within 1e-5")
+            rows.append((name, STEPS, f"{error:.0e}"))
+        _objects.clear()
+    return console.table(("over RPC", "steps", "error against one process"), rows)
 
 
 def _hybrid(rank: int) -> list[torch.Tensor]:
-    """A layer on rank 0, by distributed autograd and optimiser, and a head on every rank, by DDP."""
+    """Train a layer on rank 0 by distributed autograd and optimizer, and a head on every rank by DDP."""
     from torch.distributed import autograd
     from torch.distributed.optim import DistributedOptimizer
 
-    logging.getLogger(DistributedOptimizer.__module__).setLevel(logging.ERROR)  # it warns of optimisers like _SGD
+    logging.getLogger(DistributedOptimizer.__module__).setLevel(logging.ERROR)  # it warns about optimizers like _SGD
     embedding, head = net()
-    _kept["layer"] = embedding
+    _objects["layer"] = embedding
     dist.barrier()
-    layer = rpc.remote("rank0", _keeper, ("layer",))
+    layer = rpc.remote("rank0", _object, ("layer",))
     shared = DistributedDataParallel(head)
     remote = rpc.rpc_sync("rank0", _parameters, (layer,))
     share = RATE / dist.get_world_size()  # every rank steps the layer with its own gradient, one after the other
@@ -61,7 +61,7 @@ def _hybrid(rank: int) -> list[torch.Tensor]:
         with autograd.context() as context:
             words, labels = batch(step, rank)
             autograd.backward(context, [F.cross_entropy(shared(layer.rpc_sync().forward(words)), labels)])
-            dist.barrier()  # all have read the layer
+            dist.barrier()  # all ranks have read the layer
             of_layer.step(context)
             of_head.step(context)
             dist.barrier()
@@ -69,11 +69,12 @@ def _hybrid(rank: int) -> list[torch.Tensor]:
 
 
 class _SGD(torch.optim.SGD):
-    """Torch's own it would compile as TorchScript, which takes seconds."""
+    """SGD as a subclass: torch would compile its own SGD as TorchScript, which takes seconds."""
 
 
 class BatchServer:
-    """Takes one gradient from each worker, steps once, and then answers all of them: a call waits without a thread."""
+    """A server that collects one gradient from each worker, steps once, and then answers all calls, which need no
+    threads while they wait."""
 
     def __init__(self, workers: int) -> None:
         self.model, self.workers = net(), workers
@@ -87,8 +88,8 @@ class BatchServer:
         with self.lock:
             self.given[rank], future = gradients, self.future
             if len(self.given) == self.workers:
-                everyones = [self.given[each] for each in sorted(self.given)]
-                for parameter, *each in zip(self.model.parameters(), *everyones, strict=True):
+                in_order = [self.given[each] for each in sorted(self.given)]
+                for parameter, *each in zip(self.model.parameters(), *in_order, strict=True):
                     parameter.grad = torch.stack(each).mean(0)
                 self.optimizer.step()
                 self.given, self.future = {}, torch.futures.Future()
@@ -97,9 +98,9 @@ class BatchServer:
 
 
 def _batched(rank: int) -> list[torch.Tensor]:
-    _kept["server"] = BatchServer(dist.get_world_size())
+    _objects["server"] = BatchServer(dist.get_world_size())
     dist.barrier()
-    server, model = rpc.remote("rank0", _keeper, ("server",)), net()
+    server, model = rpc.remote("rank0", _object, ("server",)), net()
     for step in range(STEPS):
         words, labels = batch(step, rank)
         gradients = torch.autograd.grad(F.cross_entropy(model(words), labels), [*model.parameters()])
@@ -108,8 +109,8 @@ def _batched(rank: int) -> list[torch.Tensor]:
     return [*model.parameters()]
 
 
-def _keeper(name: str) -> Any:
-    return _kept[name]
+def _object(name: str) -> Any:
+    return _objects[name]
 
 
 def _parameters(layer: Any) -> list[Any]:

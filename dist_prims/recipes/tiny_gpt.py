@@ -1,7 +1,7 @@
-"""Tiny GPT: trained on sequences that are split over the ranks, step by step as the whole one.
+"""Tiny GPT: training on sequences that are split over the ranks, with the losses of the unsplit model.
 
-The text is a sum written out, 3+8=11;, token by token: what follows the = depends on what stands before it, on another
-rank as well. Every rank trains the unsplit model beside its part, to compare with.
+The text is sums, 3+8=11;, with one token for each character: the digits after = depend on earlier tokens, which may be
+on another rank. For comparison every rank also trains the unsplit model.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..parallel.sequence import split_sequence
 
 __all__ = ["run"]
 
-_LETTERS = "0123456789+=;"
+_CHARACTERS = "0123456789+=;"
 _STEPS, _SUMS, _BATCH = 40, 8, 8
-_TOKENS = 6 * _SUMS  # a sum with two digits for its result has six; divided by 2, 4, 6 and 8
+_TOKENS = 6 * _SUMS  # a sum with a two-digit result has six; divisible by 2, 4, 6 and 8
 
 
 def run(console: Console) -> None:
-    """Train whole and split, and compare what comes out."""
+    """Train the unsplit and the split model, and compare gradients and losses."""
     ranks = dist.get_world_size()
     tokens = _TOKENS // (2 * ranks) * 2 * ranks
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def run(console: Console) -> None:
 
 
 def _model(tokens: int, attention: str) -> GPT:
-    return GPT(len(_LETTERS), tokens, width=32, heads=4, layers=2, kv_heads=2, attention=attention, order="zigzag")
+    return GPT(len(_CHARACTERS), tokens, width=32, heads=4, layers=2, kv_heads=2, attention=attention, order="zigzag")
 
 
 def _learn(model: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -63,11 +63,11 @@ def _learn(model: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Ten
 
 
 def _batch(step: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums, the same on every rank, and what follows each letter."""
+    """Sums as characters, the same on every rank, and the character that follows each."""
     numbers = torch.randint(10, (_BATCH, tokens, 2), generator=torch.Generator().manual_seed(step)).tolist()
     texts = ["".join(f"{one}+{two}={one + two};" for one, two in row)[: tokens + 1] for row in numbers]
-    letters = torch.tensor([[_LETTERS.index(letter) for letter in text] for text in texts])
-    return letters[:, :-1], letters[:, 1:]
+    tokens_of = torch.tensor([[_CHARACTERS.index(character) for character in text] for text in texts])
+    return tokens_of[:, :-1], tokens_of[:, 1:]
 
 
 def _worst(split: GPT, whole: GPT) -> float:

@@ -1,7 +1,7 @@
-"""Two devices: a model cut over two devices of each rank, and ranks that share its data.
+"""Two devices: a model cut over two devices of each rank, with data parallelism over the ranks.
 
-The first layer is on one device, the second on another: two GPUs for each rank where there are as many, otherwise the
-CPU twice, which shows the form and not the gain. DistributedDataParallel takes such a model with ``device_ids=None``.
+The first layer is on one device, the second on another: two GPUs for each rank if there are enough, otherwise the CPU
+twice, which shows the code but no speedup. DistributedDataParallel accepts such a model with ``device_ids=None``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TwoDevices(torch.nn.Module):
-    """Two linear layers, each on a device of its own; what passes between them is moved."""
+    """Two linear layers, each on its own device; ``forward`` moves the activations between them."""
 
     def __init__(self, first: torch.device, second: torch.device) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def run(console: Console) -> None:
     parallel = copy.deepcopy(cut)
     averager = GradientAverager(piped)
     shared = DistributedDataParallel(parallel, device_ids=None)
-    forms: dict[str, tuple[torch.nn.Module, Step, bool]] = {  # and whether it sees its own part only
+    forms: dict[str, tuple[torch.nn.Module, Step, bool]] = {  # and whether it gets only this rank's data
         "one device, one process": (plain, lambda x, y: _backward(plain, x, y), False),
         "two devices": (alone, lambda x, y: _backward(alone, x, y), False),
         "two devices and DDP": (parallel, lambda x, y: _backward(shared, x, y), True),
@@ -83,7 +83,7 @@ def run(console: Console) -> None:
 
 
 def _devices(rank: int) -> tuple[torch.device, torch.device]:
-    """Two GPUs for each rank, where there are enough for all."""
+    """Two GPUs for each rank if there are enough for all ranks, otherwise the CPU twice."""
     if torch.cuda.device_count() < 2 * dist.get_world_size():
         return torch.device("cpu"), torch.device("cpu")
     return torch.device("cuda", 2 * rank), torch.device("cuda", 2 * rank + 1)

@@ -1,6 +1,6 @@
-"""Uneven inputs: ranks with unlike numbers of batches train together, by torch's join and by ours.
+"""Uneven inputs: ranks with different numbers of batches train together, with torch's join and ours.
 
-Rank r has 3 + 2r batches. Who is done stands in with zeros until all are: otherwise the rest would wait for ever.
+Rank r has 3 + 2r batches. A rank without batches contributes zeros until all are done; otherwise the rest would hang.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ def run(console: Console) -> None:
     expected = _alone(net, size)
     rows: list[tuple[object, ...]] = []
     for name, (model, _) in forms.items():
-        apart = (parameters_to_vector(model.parameters()) - expected).abs().max().item()
-        console.check(apart <= 1e-6, f"{name}: on every rank the weights of one process that takes all batches")
+        error = (parameters_to_vector(model.parameters()) - expected).abs().max().item()
+        console.check(error <= 1e-6, f"{name}: on every rank the weights of one process with all batches")
         counts = torch.zeros(size, dtype=torch.int64)
         counts[console.rank] = steps[name]
         dist.all_reduce(counts)
-        rows.append((name, "  ".join(str(count) for count in counts.tolist()), f"{apart:.1e}"))
-    console.table(("form", "steps of its own on each rank", "apart from one process"), rows)
+        rows.append((name, "  ".join(str(count) for count in counts.tolist()), f"{error:.1e}"))
+    console.table(("method", "steps of each rank", "error against one process"), rows)
 
 
 def _alone(net: torch.nn.Module, size: int) -> torch.Tensor:
-    """One process: at each step the sum over the batches that are left, divided by the number of ranks."""
+    """The weights of one process; each step sums the gradients of the remaining batches and divides by ``size``."""
     model = copy.deepcopy(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
-    for together in zip(*(_padded(rank, size) for rank in range(size)), strict=True):
+    for batches in zip(*(_padded(rank, size) for rank in range(size)), strict=True):
         optimizer.zero_grad()
-        losses = [_loss(model, x) / size for x in together if x is not None]
+        losses = [_loss(model, x) / size for x in batches if x is not None]
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return parameters_to_vector(model.parameters())

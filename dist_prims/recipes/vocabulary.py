@@ -1,6 +1,6 @@
-"""Losses over a split vocabulary: a last layer split by words, and logits that are never whole.
+"""Losses over a split vocabulary: a last layer split by words, and logits that are never stored whole.
 
-Loss and gradients are those of one process, whether the logits are split or are made and used up by chunks of rows.
+Loss and gradients equal those of one process, whether the logits are split, or computed and used in chunks of rows.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ def run(console: Console) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     ends = [_WORDS * each // size for each in range(size + 1)]
     mine = slice(ends[rank], ends[rank + 1])
-    _steep(console)
+    _extreme_logits(console)
     console.say(f"\n  {_WORDS} words over {size} ranks, {_ROWS} rows of {_FEATURES} features, chunks of {_CHUNK}")
     torch.manual_seed(0)
     hidden, targets = torch.randn(_ROWS, _FEATURES), torch.randint(_WORDS, (_ROWS,))
     last = _last_layer(slice(None))
-    joined = _measure(hidden, last, lambda h: F.cross_entropy(last(h), targets))
-    rows = [("one process, joined", f"{joined.loss:.6f}", "", f"{joined.largest:,}")]
+    whole = _measure(hidden, last, lambda h: F.cross_entropy(last(h), targets))
+    rows = [("one process, whole logits", f"{whole.loss:.6f}", "", f"{whole.largest:,}")]
     part = _last_layer(mine)
-    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    methods: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "split by words": lambda h: split_cross_entropy(part(h), targets),
         "split, by chunks": lambda h: linear_cross_entropy(h, part.weight, targets, part.bias, chunk=_CHUNK),
     }
-    for way, loss in ways.items():
+    for name, loss in methods.items():
         found = _measure(hidden, part, loss)
-        if way == "split by words":  # of these alone so far; the loss by chunks sums it itself
+        if name == "split by words":  # a partial gradient; the loss by chunks reduces it itself
             all_reduce(found.gradients[0])
-        expected = (joined.gradients[0], *(each[mine] for each in joined.gradients[1:]))
-        apart = max(float((a - b).abs().max()) for a, b in zip(found.gradients, expected, strict=True))
-        console.check(abs(found.loss - joined.loss) <= 1e-5, f"{way}: the loss is the joined one's, within 1e-5")
-        console.check(apart <= 1e-6, f"{way}: so are the gradients, within 1e-6")
-        rows.append((way, f"{found.loss:.6f}", f"{apart:.0e}", f"{found.largest:,}"))
+        expected = (whole.gradients[0], *(each[mine] for each in whole.gradients[1:]))
+        error = max(float((a - b).abs().max()) for a, b in zip(found.gradients, expected, strict=True))
+        console.check(abs(found.loss - whole.loss) <= 1e-5, f"{name}: the loss equals one process's within 1e-5")
+        console.check(error <= 1e-6, f"{name}: the gradients equal one process's within 1e-6")
+        rows.append((name, f"{found.loss:.6f}", f"{error:.0e}", f"{found.largest:,}"))
     limit = max(max(_CHUNK, _FEATURES) * len(part.bias), _ROWS * _FEATURES)
-    console.check(found.largest == limit, f"by chunks the largest tensor has {limit:,} numbers, not {joined.largest:,}")
-    console.table(("logits", "loss", "gradients apart", "largest tensor"), rows)
+    console.check(found.largest == limit, f"by chunks the largest tensor has {limit:,} elements, not {whole.largest:,}")
+    console.table(("logits", "loss", "error of gradients", "largest tensor"), rows)
     _train(console, mine)
 
 
 def _last_layer(part: slice) -> nn.Linear:
-    """Some words of the layer that one process would have."""
+    """The words ``part`` of the layer that one process would have."""
     torch.manual_seed(2)
     whole, layer = nn.Linear(_FEATURES, _WORDS), nn.Linear(_FEATURES, len(range(_WORDS)[part]))
     layer.weight.data, layer.bias.data = whole.weight.data[part].clone(), whole.bias.data[part].clone()
@@ -72,15 +72,15 @@ def _measure(hidden: torch.Tensor, layer: nn.Linear, loss_of: Callable[[torch.Te
     return _Found(loss.item(), tuple(gradients), sizes.largest)
 
 
-def _steep(console: Console) -> None:
-    """Two words, all on the first rank."""
+def _extreme_logits(console: Console) -> None:
+    """Check extreme logits of two words, both on rank 0."""
     logits = torch.tensor([[1000.0, 0.0]])[:, : 2 * (console.rank == 0)]
     loss, far = (split_cross_entropy(logits, torch.tensor([each])).item() for each in (0, 1))
     console.check((loss, far) == (0.0, 1000.0), f"logits [1000, 0]: losses are {loss:g} and {far:g}, not nan")
 
 
 def _train(console: Console, mine: slice) -> None:
-    """The model learns which word follows which; the one process has it whole."""
+    """Train a model on the successor of each word, with the whole layer and with this rank's part."""
     curves: list[list[float]] = []
     for part in (slice(None), mine):
         torch.manual_seed(1)
@@ -98,9 +98,9 @@ def _train(console: Console, mine: slice) -> None:
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             curves[-1].append(loss.item())
-    apart = max(abs(a - b) for a, b in zip(*curves, strict=True))
-    fall = f"{_STEPS} steps of training, from {curves[1][0]:.2f} to {curves[1][-1]:.2f}"
-    console.check(apart <= 1e-4, f"{fall}: losses are one process's within 1e-4")
+    error = max(abs(a - b) for a, b in zip(*curves, strict=True))
+    curve = f"{_STEPS} steps of training, loss {curves[1][0]:.2f} to {curves[1][-1]:.2f}"
+    console.check(error <= 1e-4, f"{curve}: the losses equal one process's within 1e-4")
 
 
 class _Found(NamedTuple):

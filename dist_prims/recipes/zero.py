@@ -1,6 +1,6 @@
-"""ZeRO: optimiser states, then parameters, sharded over the ranks: memory falls, results stay.
+"""ZeRO: optimizer states, then parameters, sharded over the ranks: less memory, the same results.
 
-The same small net is trained plainly, with ZeRO-1 and with ZeRO-3, on groups of 1, 2, 4, ... ranks.
+The same small network is trained without sharding, with ZeRO-1 and with ZeRO-3, on groups of 1, 2, 4, ... ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def run(console: Console) -> None:
     for size in sorted({1, 2, 4, world}):
         if size <= world:
             rows += _compare(console, size)
-    console.table(("KB on each rank", "ranks", "parameters", "gradients", "states", "whole at once", "in all"), rows)
-    console.say("  Between steps, but for 'whole at once': what ZeRO-3 gathers while a layer computes.")
+    console.table(("KB on each rank", "ranks", "parameters", "gradients", "states", "gathered peak", "sum"), rows)
+    console.say("  Sizes between steps; 'gathered peak': the parameters that ZeRO-3 gathers while a layer computes.")
 
 
 def _compare(console: Console, size: int) -> list[tuple[object, ...]]:
@@ -41,14 +41,14 @@ def _compare(console: Console, size: int) -> list[tuple[object, ...]]:
         exact = torch.tensor([_close(weights[0], other) for other in weights[1:]])
         rows = [(form, size, *(f"{n / 1024:.0f}" for n in each)) for form, each in zip(_FORMS, bytes_of, strict=True)]
     for form, holds in zip(_FORMS[1:], exact.tolist(), strict=True):
-        console.check(holds, f"{form} on {_count(size)}: after {_STEPS} steps of Adam the weights of the plain run")
+        console.check(holds, f"{form} on {_count(size)}: after {_STEPS} steps of Adam the plain run's weights")
     if console.rank < size:
         dist.destroy_process_group(group)
     return rows
 
 
 def _train(form: str, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[int]]:
-    """The weights at the end, and the bytes of parameters, gradients, states, what was whole, and all of them."""
+    """The final weights, and the bytes of parameters, gradients, states, the gathered peak, and their sum."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(_layer() for _ in range(_DEPTH)))
     sharded = ShardedParameters(model, group=group) if form == "ZeRO-3" else None
@@ -81,7 +81,7 @@ def _close(ours: Iterable[torch.Tensor], plain: Iterable[torch.Tensor]) -> bool:
 
 
 def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Of the memory that they keep, each piece once."""
+    """The bytes of the tensors' storages, each storage counted once."""
     pieces = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors if each is not None}
     return sum(piece.nbytes() for piece in pieces.values())
 

@@ -1,6 +1,6 @@
-"""Plans of collective communication: pure data, NumPy only, no torch and no I/O."""
+"""Schedules of collective communication as pure data: NumPy only, no torch and no I/O."""
 
-from . import algorithms as _package  # noqa: F401 - first, so that the function of that name is what stays
+from . import algorithms as _package  # noqa: F401 - first, because the function `algorithm` must not be shadowed
 from .contract import COLLECTIVES
 from .cost_card import Card, ceil_log2, floor_pow2
 from .proof import ScheduleError

@@ -1,8 +1,8 @@
-"""What a collective promises: what each rank holds before it and must hold after it.
+"""The contract of each collective: what each rank holds before it, and what each rank must hold after it.
 
-A proof needs more than steps. It needs to know which *piece* of the data lies under which chunk number of which rank
-at the start, and which piece, summed over which ranks, must lie where at the end. With that declared, in place or
-not, rooted or not, with scratch or without, one proof and one executor serve every collective.
+A proof needs more than the steps of a schedule. It needs to know which *piece* of the data each chunk number of each
+rank holds at the start, and which piece, summed over which ranks, each chunk must hold at the end. With this
+declaration one proof and one executor serve every collective: in place or not, rooted or not, with scratch or without.
 
     collective       start                          end                               pieces
     all_reduce       chunk c holds piece c          chunk c: piece c of all ranks     one a chunk
@@ -12,8 +12,8 @@ not, rooted or not, with scratch or without, one proof and one executor serve ev
     reduce           chunk c holds piece c          root: piece c of all ranks        one a chunk
     gather           rank r's own chunks            root: chunk c of its owner        a block of chunks a rank
     scatter          root: chunk c holds piece c    rank r's own chunks, of root      a block of chunks a rank
-    all_to_all       block d: what is for rank d    block size+s: what came from s    a block of chunks a pair of ranks
-    barrier          chunk 0: I have arrived        chunk 0: all have arrived         one
+    all_to_all       block d: data for rank d       block size+s: data from rank s    a block of chunks a pair of ranks
+    barrier          chunk 0: own arrival           chunk 0: arrival of all ranks     one
     scan             chunk c holds piece c          chunk c: piece c of ranks 0..r    one a chunk
     exclusive_scan   chunk c holds piece c          chunk c: piece c of ranks 0..r-1  one a chunk
                                                     (rank 0: nothing)
@@ -36,7 +36,7 @@ ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 @dataclass(frozen=True, eq=False)
 class Holding:
-    """Chunks of one rank with the pieces that they hold, and the ranks (from, up to) whose data is summed in them."""
+    """Chunks of one rank, the pieces that they hold, and the ranks first..last-1 whose data is summed in them."""
 
     chunk: Ints
     piece: Ints
@@ -50,7 +50,7 @@ class Holding:
 
 
 def _column(values: range | int | Ints) -> Ints:
-    """As an array; of a range much quicker than by ``np.asarray``."""
+    """Convert to an array; for a range this is much faster than ``np.asarray``."""
     if isinstance(values, range):
         return np.arange(values.start, values.stop, values.step)
     return np.asarray(values, np.int64)
@@ -58,10 +58,11 @@ def _column(values: range | int | Ints) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Contract:
-    """``start(rank)`` and ``end(rank)`` of a collective; ``total`` chunk numbers a rank, scratch included.
+    """The contract of one collective for one size: ``start(rank)`` and ``end(rank)``.
 
-    ``counts_once``: each rank's contribution must be there exactly once (a barrier may count an arrival twice).
-    ``same_bits``: ranks that end with the same piece must have added it up in the same way.
+    ``total``: the number of chunk numbers of a rank, scratch included. ``counts_once``: each rank's contribution must
+    be counted exactly once (a barrier may count an arrival twice). ``same_bits``: ranks that end with the same piece
+    must have added it up in the same order.
     """
 
     total: int
@@ -80,7 +81,7 @@ def _local(size: int, chunks: int) -> Callable[[int], Holding]:
 
 
 def _own(size: int, chunks: int, first: int | None, last: int | None) -> Callable[[int], Holding]:
-    """The block of chunks that belongs to a rank; None stands for the rank itself."""
+    """The block of chunks that belongs to a rank, of the ranks first..last-1; None means the rank itself."""
 
     def holding(rank: int) -> Holding:
         block = range(rank * chunks // size, (rank + 1) * chunks // size)
@@ -104,7 +105,7 @@ def _at(root: int, holding: Callable[[int], Holding]) -> Callable[[int], Holding
 
 
 def _of_ranks_below(chunks: int, own: int) -> Callable[[int], Holding]:
-    """All pieces, each summed over the ranks below this one and, with ``own=1``, over this one too."""
+    """All pieces, each summed over the ranks below this rank and, with ``own=1``, over this rank as well."""
 
     def holding(rank: int) -> Holding:
         held = range(chunks if rank + own else 0)
@@ -114,7 +115,7 @@ def _of_ranks_below(chunks: int, own: int) -> Callable[[int], Holding]:
 
 
 def _sent_blocks(chunks: int) -> Callable[[int], Holding]:
-    """Before an all_to_all. With k chunks a block, piece ``(src * size + dst) * k + j`` is part j of a block."""
+    """The start of an all_to_all. With k chunks a block, piece ``(src * size + dst) * k + j`` is part j of a block."""
     return lambda rank: Holding.of(range(chunks), rank * chunks + np.arange(chunks), rank, rank + 1)
 
 
@@ -127,7 +128,7 @@ def _received_blocks(size: int, chunks: int) -> Callable[[int], Holding]:
     return holding
 
 
-def _promise(collective: str, size: int, chunks: int, root: int) -> tuple[Callable[[int], Holding], ...]:
+def _start_and_end(collective: str, size: int, chunks: int, root: int) -> tuple[Callable[[int], Holding], ...]:
     everything, mine = _all(size, chunks), _local(size, chunks)
     of_root = lambda rank: Holding.of(range(chunks), range(chunks), root, root + 1)  # noqa: E731
     own = _own(size, chunks, None, None)
@@ -164,7 +165,7 @@ COLLECTIVES = (
 def contract(
     collective: str, size: int, chunks: int, root: int | None = None, scratch: int = 0, *, same_bits: bool = True
 ) -> Contract:
-    """The promise of a collective over ``size`` ranks whose data is split into ``chunks`` pieces.
+    """The contract of a collective over ``size`` ranks whose data is split into ``chunks`` pieces.
 
     >>> contract("all_gather", size=3, chunks=3).start(2).chunk.tolist()
     [2]
@@ -173,6 +174,6 @@ def contract(
         raise ValueError(f"{collective}: the data cannot be split into {chunks} chunks; use 1 or more")
     if collective in ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all") and chunks % size:
         raise ValueError(f"{collective}: {chunks} chunks cannot be shared by {size} ranks; use a multiple of {size}")
-    start, end = _promise(collective, size, chunks, 0 if root is None else root)
+    start, end = _start_and_end(collective, size, chunks, 0 if root is None else root)
     data = 2 * chunks if collective == "all_to_all" else chunks
     return Contract(data + scratch, start, end, collective != "barrier", same_bits)

@@ -1,18 +1,18 @@
-"""The price of a schedule: for equal ranks as three numbers, on a topology as seconds, with or without segments.
+"""The cost model: the price of a schedule for equal ranks, and its seconds on a topology, with or without segments.
 
-Equal ranks (``price``): one port a rank, sending and receiving at once. A step lasts as long as its busiest rank:
-``alpha`` for each message (transfers between one pair of ranks are one), ``beta`` for each byte sent or received,
-``gamma`` for each byte reduced. The price is one pass over the steps and holds one step at a time, so a ring of 12,500
-hosts has its price in seconds without being stored.
+Equal ranks (``price``): each rank has one port and sends and receives at the same time. A step takes as long as its
+busiest rank: ``alpha`` for each message (all transfers between one pair of ranks are one message), ``beta`` for each
+byte sent or received, ``gamma`` for each byte reduced. One pass over the steps computes the price and holds one step at
+a time, so a ring of 12,500 hosts is priced in seconds without being stored.
 
-On a topology (``seconds``): a step lasts as long as its busiest rank, link or machine. Data may be cut into *segments*
-that follow each other through the steps, so that one is on the link while the next one is being reduced:
+On a topology (``seconds``): a step takes as long as its busiest rank, link or machine. The data may be cut into
+*segments* that follow each other through the steps, so that one is on the link while the next one is being reduced:
 
     3 steps, 2 segments      tick 0    tick 1    tick 2    tick 3
     segment 0                step 0    step 1    step 2
     segment 1                          step 0    step 1    step 2
 
-A tick lasts as long as its busiest resource, which does what both segments ask of it, each with half of the bytes.
+A tick takes as long as its busiest resource, which does the work of both segments, each with half of the bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_SEGMENTS = 64
 
 @dataclass(frozen=True)
 class Cost:
-    """Messages, and fractions of the data moved and reduced, on the critical path."""
+    """The critical path of a schedule: messages, and the fractions of the data that are moved and reduced."""
 
     messages: int
     moved: Fraction
@@ -47,7 +47,7 @@ class Cost:
 
 
 def price(schedule: Schedule) -> Cost:
-    """What the busiest rank of each step counts, added over the steps."""
+    """The counts of the busiest rank of each step, added over the steps."""
     counted: dict[int, tuple[int, int, int]] = {}
     messages = moved = reduced = 0
     for number, step in patterns(iter(schedule.steps)):
@@ -58,10 +58,10 @@ def price(schedule: Schedule) -> Cost:
 
 
 def parts(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments: int = 1) -> Floats:
-    """Seconds for each of ``nbytes`` as (…, 10) parts, what the busiest resource of each tick did: see ``topology``."""
+    """Seconds for each of ``nbytes``, split by the columns of ``topology``: shape (…, 10), busiest resource a tick."""
     loads = replay(schedule, topology)
     if segments < 1 or (segments > 1 and not loads.followed):
-        why = "1 or more" if segments < 1 else "so large a schedule is not followed rank by rank; segments=1 is"
+        why = "it must be at least 1" if segments < 1 else "the schedule is too large for segments; use segments=1"
         raise ValueError(f"{schedule.collective} {schedule.algorithm}: segments={segments}; {why}")
     sizes = np.asarray(nbytes, np.float64)
     share = float(schedule.share) / segments
@@ -77,9 +77,9 @@ def _busiest(counts: NDArray[np.int64], times: NDArray[np.int64], weights: Float
 
 
 def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments: int = 1) -> Floats:
-    """Seconds for data of ``nbytes`` (a number or an array of them, and then as many results).
+    """Seconds for data of ``nbytes``, a number or an array; the result has the same shape.
 
-    Two hosts of two ranks and links of 1 GB/s: 64 MB go over a link in a hierarchical all-reduce, 96 MB in a ring.
+    Two hosts of two ranks and links of 1 GB/s: a link carries 64 MB in a hierarchical all-reduce, 96 MB in a ring.
 
     >>> from dist_prims.schedules import build
     >>> from dist_prims.schedules.topology import Level
@@ -92,19 +92,19 @@ def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments:
 
 
 def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> NDArray[np.int64]:
-    """For each of ``nbytes`` the number of segments, a power of two up to 64, that takes the least time.
+    """The fastest number of segments for each of ``nbytes``: a power of two up to 64.
 
-    A schedule that is too large to follow rank by rank is not cut: 1.
+    The result is 1 for a schedule that is too large to follow rank by rank.
     """
     loads: Loads = replay(schedule, topology)
     choices = [1 << power for power in range(MOST_SEGMENTS.bit_length() if loads.followed else 1)]
     times = np.stack([seconds(schedule, nbytes, topology, segments) for segments in choices])
-    clear = times < times.min(axis=0) * (1 + 1e-9)  # the fewest, where rounding alone makes a difference
-    return np.asarray(np.asarray(choices)[clear.argmax(axis=0)])
+    fastest = times < times.min(axis=0) * (1 + 1e-9)  # of times equal but for rounding, the fewest segments
+    return np.asarray(np.asarray(choices)[fastest.argmax(axis=0)])
 
 
 def busiest_sender(schedule: Schedule) -> Fraction:
-    """Bytes that the rank which sends most sends, as a fraction of the data."""
+    """The bytes sent by the rank that sends most, as a fraction of the data."""
     rows = np.zeros(schedule.size, np.int64)
     for step in schedule.steps:
         rows += np.bincount(step.src[step.src != step.dst], minlength=schedule.size)
@@ -112,7 +112,7 @@ def busiest_sender(schedule: Schedule) -> Fraction:
 
 
 def _busiest_ranks(step: Step, size: int) -> tuple[int, int, int]:
-    """(messages, chunks moved, chunks reduced) of the rank with most of each."""
+    """(messages, chunks moved, chunks reduced): of each the largest number on any rank."""
     rows, span = step.narrow
     chunks = np.ones(len(rows), np.int64) if span is None else span
     far = rows.src != rows.dst
@@ -128,12 +128,12 @@ def _most(ranks: NDArray[np.int64], chunks: NDArray[np.int64]) -> int:
 
 
 def lower_bound(collective: str, size: int) -> Cost:
-    """Below this no algorithm can come: information must reach every rank, and every byte must pass its port.
+    """The lower bound of the cost of any algorithm: information must reach every rank, and every byte pass its port.
 
-    Messages: the number of ranks that know can at most double a step. Bytes: Chan et al. 2007 for the
-    collectives of one buffer; for gather, scatter and all_to_all what must cross one port. A scan makes ``size - 1``
-    different sums of the whole data (an exclusive one ``size - 2``), each with an addition of its own, and the ranks
-    can share these additions; the last rank must receive as much as the data.
+    Messages: the number of ranks that have the information at most doubles in a step. Bytes: Chan et al. 2007 for the
+    collectives of one buffer; for gather, scatter and all_to_all the bytes that must cross one port. A scan makes
+    ``size - 1`` different sums of the whole data (an exclusive scan ``size - 2``), each with an addition of its own,
+    and the ranks can share these additions; the last rank must receive as many bytes as the data has.
     """
     rest = Fraction(size - 1, size)
     one = Fraction(min(size - 1, 1))

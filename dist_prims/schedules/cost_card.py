@@ -1,7 +1,7 @@
-"""The cost card of an algorithm: what it takes, when it wins, where it comes from.
+"""The cost card of an algorithm: number of steps, bytes sent, when it wins, and its source.
 
-The formulas are what the documentation prints and what a test evaluates against the schedule, so a card cannot lie.
-In them ``n`` is the size, ``L`` the rounded-up log2 of n, ``p`` the largest power of two up to n, ``l`` its log2.
+The documentation prints the formulas, and a test evaluates them against the schedules, so they agree. In a formula
+``n`` is the size, ``L`` the rounded-up log2 of n, ``p`` the largest power of two up to n, ``l`` its log2.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ __all__ = ["Card", "ceil_log2", "floor_pow2"]
 
 
 def ceil_log2(n: int) -> int:
-    """Steps of doubling from 1 until n is reached or passed: 0 for 1, 2 for 3 and 4."""
+    """The logarithm of n to base 2, rounded up: 0 for 1, 2 for 3 and 4."""
     return (n - 1).bit_length()
 
 
 def floor_pow2(n: int) -> int:
-    """The largest power of two that is not above n."""
+    """The largest power of two up to n."""
     return 1 << (n.bit_length() - 1)
 
 
 @dataclass(frozen=True)
 class Card:
-    """``steps``: their number; ``sent``: bytes that the busiest rank sends, as a fraction of the data.
+    """A cost card. ``steps``: number of steps; ``sent``: bytes sent by the busiest rank, as a fraction of the data.
 
     >>> ring = Card(steps="2*(n-1)", sent="2*(n-1)/n", wins="large data", source="Patarasu and Yuan 2009")
     >>> ring.evaluate("steps", 4), ring.evaluate("sent", 4)
@@ -40,7 +40,7 @@ class Card:
     where: Mapping[str, Callable[[int], int]] = field(default_factory=dict)
 
     def evaluate(self, formula: str, size: int) -> Fraction:
-        """The value of one of the two formulas for a size, exact."""
+        """The exact value of ``formula``, "steps" or "sent", for a size."""
         p = floor_pow2(size)
         names: dict[str, Any] = {"n": size, "L": ceil_log2(size), "p": p, "l": ceil_log2(p)}
         names.update({name: function(size) for name, function in self.where.items()})

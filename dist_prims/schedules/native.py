@@ -1,4 +1,4 @@
-"""A schedule in numbers, as the executor in C++ takes it.
+"""Conversion of a schedule to the lists of numbers that the C++ executor takes.
 
 >>> from dist_prims.schedules import build
 >>> ring = build("all_reduce", "ring", 3)
@@ -20,7 +20,7 @@ from .schedule import Schedule
 
 __all__ = ["FOLLOWED", "NativeForm", "to_native"]
 
-FOLLOWED = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter")  # the collectives it executes
+FOLLOWED = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter")  # by the C++ executor
 # low, high, name, segments, chunks, scratch, steps, ranks
 NativeForm = tuple[int, int, str, int, int, int, list[Any], int]
 
@@ -34,14 +34,17 @@ def to_native(
     segments: int = 1,
     rank_at: Sequence[int] | None = None,
 ) -> NativeForm:
-    """A schedule in numbers, as the executor in C++ takes it; ``rank_at``: the rank of each seat."""
-    seats = range(schedule.size) if rank_at is None else rank_at
-    program = compile_program(schedule, seats.index(rank))
+    """The program of ``rank`` in the form of the C++ executor, for data of ``low`` to ``high`` bytes.
+
+    ``rank_at``: the group's rank for each rank of the schedule; by default they are the same.
+    """
+    ranks = range(schedule.size) if rank_at is None else rank_at
+    program = compile_program(schedule, ranks.index(rank))
     steps: list[Any] = [([], [], [])] * len(schedule.steps)
-    place = _places(schedule, seats)
+    place = _places(schedule, ranks)
 
     def messages(given: Sequence[Message]) -> list[Any]:
-        return [(seats[each.peer], place[list(each.chunks)], place[list(each.pieces)]) for each in given]
+        return [(ranks[each.peer], place[list(each.chunks)], place[list(each.pieces)]) for each in given]
 
     for action in program.actions:
         writes = [
@@ -49,7 +52,7 @@ def to_native(
                 place[w.into],
                 place[w.piece],
                 w.copy,
-                [(-1, place[s.index]) if s.peer is None else (seats[s.peer], s.index) for s in w.sources],
+                [(-1, place[s.index]) if s.peer is None else (ranks[s.peer], s.index) for s in w.sources],
                 w.terms,
             )
             for w in action.writes
@@ -60,11 +63,11 @@ def to_native(
     return low, high, name, segments, schedule.chunks, scratch, steps, schedule.size
 
 
-def _places(schedule: Schedule, seats: Sequence[int]) -> NDArray[np.int64]:
-    """The chunk numbers of the executor: blocks lie in the order of ranks, and are those of seats in the schedule."""
+def _places(schedule: Schedule, ranks: Sequence[int]) -> NDArray[np.int64]:
+    """The executor's number for each chunk: its blocks are ordered by the ranks of the group, not of the schedule."""
     place = np.arange(schedule.contract.total)
     if schedule.collective in ("all_gather", "reduce_scatter"):
         block = schedule.chunks // schedule.size
         data = place[: schedule.chunks]
-        place[: schedule.chunks] = np.asarray(seats)[data // block] * block + data % block
+        place[: schedule.chunks] = np.asarray(ranks)[data // block] * block + data % block
     return place

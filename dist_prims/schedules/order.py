@@ -1,8 +1,8 @@
-"""The exact expression of additions behind a result, so that a distributed sum can be reproduced to the bit.
+"""The order of additions behind a result, so that a distributed sum can be reproduced to the bit.
 
-Float addition is commutative but not associative: ``(a+b)+c`` and ``a+(b+c)`` differ in the last bits. A schedule
-fixes the grouping, and here it is read off. Each pair of parentheses is one step's sum, added left to right and
-rounded once to the type of the data; that matters for half types, whose sums are made in float32.
+Float addition is commutative but not associative: ``(a+b)+c`` and ``a+(b+c)`` differ in the last bits. A schedule fixes
+the grouping, and this module derives it from the schedule. Each pair of parentheses is one step's sum, which is added
+left to right and rounded once to the type of the data. The rounding matters for half types, whose sums are in float32.
 
 >>> from dist_prims.schedules import build
 >>> str(build("all_reduce", "ring", size=4).order(chunk=2))
@@ -10,9 +10,9 @@ rounded once to the type of the data; that matters for half types, whose sums ar
 >>> str(build("all_reduce", "direct", size=4).order(chunk=0))
 'r0+r1+r2+r3'
 
-A mean (AVG) is the same expression, divided within the last pair of parentheses, before it is rounded. Of half types
-the sums of several ranks in between are carried divided by a power of two, so that they do not overflow: bits are lost
-by it only below the normal range.
+A mean (AVG) is the same expression, divided within the last pair of parentheses, before the rounding. For half types,
+partial sums of several ranks are stored divided by a power of two, so that they do not overflow; the division loses
+bits only below the normal range.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = ["Order", "order", "scales"]
 
 
 def scales(terms: Sequence[int], ranks: int) -> tuple[list[float], float]:
-    """How half types are added for a mean: the factor of each operand, and what divides their sum.
+    """The scaling of one addition for a mean of half types: the factor of each operand, and the divisor of their sum.
 
-    ``terms``: the number of ranks whose data is in each operand. A sum of n is carried divided by the least power of
-    two that is at least n; the sum of all ``ranks`` is divided by what is left.
+    ``terms``: the number of ranks whose data is in each operand. A sum of n ranks is stored divided by the smallest
+    power of two that is at least n; the sum of all ``ranks`` is divided by the rest.
 
     >>> scales([2, 1], ranks=6), scales([3, 3], ranks=6)
     (([0.5, 0.25], 1.0), ([0.5, 0.5], 0.75))
     """
     whole = sum(terms)
-    carried = 2.0 ** -(whole - 1).bit_length()
-    return [carried * 2 ** (each - 1).bit_length() for each in terms], ranks * carried if whole == ranks else 1.0
+    scale = 2.0 ** -(whole - 1).bit_length()
+    return [scale * 2 ** (each - 1).bit_length() for each in terms], ranks * scale if whole == ranks else 1.0
 
 
 def _numpy_sum(addends: Sequence[Any]) -> Any:
@@ -62,7 +62,7 @@ def _numpy_mean(addends: Sequence[Any], terms: Sequence[int], ranks: int) -> Any
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """A sum of ranks' data. ``str()`` writes it, ``evaluate`` computes it."""
+    """The expression of one sum of ranks' data. ``str()`` formats it, ``evaluate`` computes it."""
 
     sums: Sums
     number: int
@@ -88,7 +88,7 @@ class Order:
         return text[1:-1] if text.startswith("(") else text
 
     def _fold(self, leaf: Callable[[int], Any], join: Callable[[Sequence[Any]], Any]) -> Any:
-        """Bottom up without recursion: a ring over 1,000 ranks nests 1,000 deep."""
+        """Evaluate bottom-up without recursion: a ring over 1,000 ranks is nested 1,000 levels deep."""
         done: dict[int, Any] = {}
         stack = [self.number]
         while stack:
@@ -103,7 +103,7 @@ class Order:
 
 
 def order(schedule: Schedule, chunk: int, rank: int | None = None) -> Order:
-    """The sum that a chunk of the output ends as; on the first rank that is promised it unless a rank is given."""
+    """The sum in a chunk of the output on ``rank``; by default on the first rank whose output has the chunk."""
     from .symbolic import execute
 
     state = execute(schedule)

@@ -1,12 +1,15 @@
-"""A rank's program: what one rank does in each step of a schedule, ready to be executed.
+"""The program of one rank: its part of each step of a schedule, ready for an executor.
 
-A schedule speaks of all ranks; a process executes only its own part. Three facts are worked out here once, so that an
-executor needs no search: which transfers make up each message, in which order the writes of a step fold into a chunk,
-and when a chunk that only passes through is read for the last time, so that its memory can go.
+A schedule describes all ranks; a process executes only its own part. Three facts are computed here once, so that an
+executor needs no search:
 
-Each transfer also names the piece of the data that it carries, found by following the pieces of all ranks through
-the steps: pieces may differ in length, and the receiver must know what comes before it comes. In the same way each
-operand of a sum is known to hold the data of so many ranks, by which a mean is carried (``order.scales``).
+- which transfers form each message,
+- in which order the writes of a step are added into a chunk,
+- when a chunk that only passes through is read for the last time, so that its memory can be freed.
+
+Each transfer also names the piece of the data that it carries. Pieces may differ in length, and the receiver must know
+the length before the message arrives; so the pieces of all ranks are followed through the steps. In the same way the
+number of ranks whose data is in each operand of a sum is computed, which scales a mean (``order.scales``).
 """
 
 from __future__ import annotations
@@ -41,9 +44,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Write:
-    """All that a step does to one chunk: the operands, folded in order, after what the chunk holds unless ``copy``.
+    """The effect of a step on one chunk: the operands are added in order to its content, which ``copy`` drops first.
 
-    ``terms``: the number of ranks whose data is in each operand, beginning with what the chunk holds unless ``copy``.
+    ``terms``: the number of ranks whose data is in each operand, beginning with the chunk's content unless ``copy``.
     """
 
     into: int
@@ -53,12 +56,12 @@ class Write:
     terms: tuple[int, ...]
 
 
-_Row = tuple[Source, bool, int, int]  # whether it reduces, its piece, its terms
+_Row = tuple[Source, bool, int, int]  # the source, whether the row reduces, its piece, its terms
 
 
 @dataclass(frozen=True)
 class Action:
-    """What one rank does in step number ``step``; the chunks in ``dead`` are never read after it."""
+    """The part of one rank in step number ``step``; the chunks in ``dead`` are never read after the step."""
 
     step: int
     sends: tuple[Message, ...]
@@ -74,7 +77,7 @@ class Program:
 
 
 def compile_program(schedule: Schedule, rank: int) -> Program:
-    """The program of one rank. Steps in which it takes no part are left out.
+    """The program of one rank. Steps in which the rank takes no part are omitted.
 
     >>> from dist_prims.schedules import build
     >>> first = compile_program(build("all_reduce", "ring", size=3), rank=0).actions[0]
@@ -102,7 +105,7 @@ def compile_program(schedule: Schedule, rank: int) -> Program:
 
 
 def _count(terms: NDArray[np.int32], step: Step, counts: NDArray[np.int32]) -> None:
-    """After a step: a copy replaces what a chunk holds, and reductions add to it."""
+    """Update the terms after a step: a copy replaces the content of a chunk, and a reduction adds to it."""
     copies, sums = np.flatnonzero(~step.reduce), np.flatnonzero(step.reduce)
     terms[step.dst[copies], step.into[copies]] = counts[copies]
     np.add.at(terms, (step.dst[sums], step.into[sums]), counts[sums])
@@ -111,7 +114,7 @@ def _count(terms: NDArray[np.int32], step: Step, counts: NDArray[np.int32]) -> N
 def _action(
     number: int, step: Step, carried: list[tuple[int, int]], held_terms: NDArray[np.int32], rank: int
 ) -> Action:
-    """``carried``: of each row the piece, and the number of ranks whose data is in it."""
+    """The action of one rank. ``carried``: the piece of each row, and the number of ranks whose data is in it."""
     sends: dict[int, list[tuple[int, int]]] = defaultdict(list)
     receives: dict[int, list[tuple[int, int]]] = defaultdict(list)
     writes: dict[int, list[_Row]] = defaultdict(list)
@@ -134,13 +137,13 @@ def _messages(by_peer: dict[int, list[tuple[int, int]]]) -> tuple[Message, ...]:
 def _write(into: int, rows: list[_Row], held_terms: int) -> Write:
     first, first_reduces, piece, _ = rows[0]
     sources, terms = tuple(row[0] for row in rows), tuple(row[3] for row in rows)
-    if not first_reduces and first == Source(None, into):  # a copy of the chunk to itself: it is what the chunk holds
+    if not first_reduces and first == Source(None, into):  # a copy of the chunk to itself keeps its content
         return Write(into, piece, False, sources[1:], terms)
     return Write(into, piece, not first_reduces, sources, (held_terms, *terms) if first_reduces else terms)
 
 
 def _with_last_reads(actions: list[Action], keep: set[int]) -> list[Action]:
-    """From the last action back to the first: the first read met is the last one made."""
+    """Set ``dead`` from the last action back to the first: the first read in this direction is the last one in time."""
     done, seen = [], set(keep)
     for action in reversed(actions):
         reads = {chunk for message in action.sends for chunk in message.chunks}

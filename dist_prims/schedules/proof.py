@@ -1,10 +1,11 @@
-"""Proof by symbolic execution: does every rank end with just what the collective promises?
+"""Proof by symbolic execution that every rank ends with exactly the result that the contract demands.
 
-One pass over the steps (:mod:`.symbolic`) finds every way to be wrong, and the error is a counterexample: step, rank,
-chunk, which ranks' contributions are missing or doubled, and the step at which that became final (:mod:`.repair`).
+One pass over the steps (:mod:`.symbolic`) finds every error. The exception is a counterexample: step, rank, chunk, the
+ranks whose contributions are missing or counted twice, and the step after which no repair was possible
+(:mod:`.repair`).
 
-A test on random data cannot do that: it finds neither a race that the test's timing hides nor two ranks whose results
-differ only in the last bit, because they added the same numbers in another order.
+A test on random data is weaker. It misses a race that does not occur in the test, and two ranks whose results differ
+only in the last bit because they added the same numbers in different orders.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["ScheduleError", "verify"]
 
 
 def verify(schedule: Schedule) -> None:
-    """Raise ScheduleError unless every rank ends with just what the collective promises.
+    """Raise ScheduleError unless every rank ends with exactly the result that the contract demands.
 
     >>> from dist_prims.schedules import build
     >>> verify(build("all_reduce", "ring", size=5))
@@ -36,7 +37,7 @@ def verify(schedule: Schedule) -> None:
 
 
 def _shortfalls(schedule: Schedule, state: State, rank: int) -> Iterator[Shortfall]:
-    """The chunks promised to a rank that do not hold the right piece of exactly the right ranks."""
+    """The output chunks of a rank that do not hold the right piece of exactly the right ranks."""
     end = schedule.contract.end(rank)
     number, piece = state.sum[rank, end.chunk], state.piece[rank, end.chunk]
     for at in np.flatnonzero((number == NOTHING) | (piece != end.piece)).tolist():
@@ -57,25 +58,25 @@ def _shortfalls(schedule: Schedule, state: State, rank: int) -> Iterator[Shortfa
 
 
 def _bits(first: int, last: int) -> int:
-    """The ranks from first up to last, as bits."""
+    """The set of ranks first..last-1, as bits."""
     return (1 << int(last)) - (1 << int(first))
 
 
 def _check_same_bits(schedule: Schedule, state: State) -> None:
-    """Ranks that end with one sum must have added it up in one way, or replicas drift apart in the last bits."""
+    """Check that ranks which end with the same sum added it in the same order; otherwise replicas drift apart."""
     from .order import Order
 
     ends = [schedule.contract.end(rank) for rank in range(schedule.size)]
-    promise = np.concatenate([np.stack([end.piece, end.first, end.last]) for end in ends], axis=1)
+    demanded = np.concatenate([np.stack([end.piece, end.first, end.last]) for end in ends], axis=1)
     number = np.concatenate([state.sum[rank, end.chunk] for rank, end in enumerate(ends)])
     rank = np.repeat(np.arange(schedule.size), [len(end.chunk) for end in ends])
-    order = np.lexsort(promise)
-    promise, number, rank = promise[:, order], number[order], rank[order]
-    differs = np.flatnonzero((promise[:, 1:] == promise[:, :-1]).all(0) & (number[1:] != number[:-1]))
+    order = np.lexsort(demanded)
+    demanded, number, rank = demanded[:, order], number[order], rank[order]
+    differs = np.flatnonzero((demanded[:, 1:] == demanded[:, :-1]).all(0) & (number[1:] != number[:-1]))
     if differs.size:
         one, two = int(differs[0]), int(differs[0]) + 1
         raise ScheduleError(
-            f"piece {promise[0, one]} is {Order(state.sums, int(number[one]))} on rank {rank[one]} but "
+            f"piece {demanded[0, one]} is {Order(state.sums, int(number[one]))} on rank {rank[one]} but "
             f"{Order(state.sums, int(number[two]))} on rank {rank[two]}: the same sum in another order, so the last "
             'bits may differ. Add in one order everywhere, or register the algorithm with replicas="may differ"'
         )

@@ -1,11 +1,11 @@
-"""Which algorithm to take on a topology: every candidate priced, what bounds it, how near the best is to the bound.
+"""Recommendation of an algorithm for a topology: the price and the bottleneck of every candidate, and the lower bound.
 
-Candidates are the registered algorithms as they are and, for an all-reduce over several hosts, ``hierarchical`` with
-each algorithm between the hosts. (Within the hosts a ring is taken first; then the other inner algorithms are tried
-with the best outer one only: the phases follow each other, so that one choice hardly touches the other.)
+Candidates are the registered algorithms with default parameters. For an all-reduce over several hosts ``hierarchical``
+is added, with each algorithm between the hosts. Within the hosts it uses a ring first; the other inner algorithms are
+tried with the best outer one only, because the phases run one after the other and the choices hardly interact.
 
-Thousands of ranks that all talk to all are too many transfers to count. How many there will be is guessed from small
-sizes, and a candidate with too many is left out, and named.
+An algorithm in which thousands of ranks all send to each other has too many transfers to count. The number of transfers
+is extrapolated from small sizes, and a candidate with too many is not priced but reported.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from .trust import may_be_chosen
 
 __all__ = ["Advice", "Candidate", "bound", "recommend"]
 
-MOST_TRANSFERS = 150_000_000  # of a schedule: some seconds
-_ALIKE = 0.02  # prices that differ by less do not tell which is quicker
-_MOST_TO_LOOK_AT = 256
+MOST_TRANSFERS = 150_000_000  # of a schedule: pricing takes some seconds
 MOST_AT_ONCE = 3_000_000  # of a step: some hundred MB
+_TOLERANCE = 0.02  # a smaller relative difference of two prices is not significant
+_MOST_RANKS_FOR_FAN_IN = 256
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule in segments: what the busiest resources spend their seconds on, and the bytes over the busiest link.
+    """A schedule in segments, its seconds by kind of resource, and the bytes over the busiest link.
 
-    ``uncut``: seconds in one segment.
+    ``uncut``: seconds with one segment.
     """
 
     name: str
@@ -62,8 +62,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """Candidates, the quickest first (of those that are alike the one whose hosts meet least on a link); what was left
-    out, and its transfers; ``bound``: nothing takes fewer seconds."""
+    """The candidates, fastest first, those not priced with their numbers of transfers, and the lower bound in seconds.
+
+    Among candidates of nearly equal price the one with the smallest fan-in of hosts comes first.
+    """
 
     candidates: tuple[Candidate, ...]
     left_out: tuple[tuple[str, str], ...]
@@ -86,18 +88,20 @@ def recommend(collective: str, nbytes: float, topology: Topology) -> Advice:
     if collective == "all_reduce" and len(topology.hosts) > 1 and max(topology.hosts) > 1:
         search.hierarchies()
     if not search.found:
-        raise ValueError(f"{collective} over {topology.size} ranks: every algorithm has too many transfers to count")
+        raise ValueError(f"{collective} over {topology.size} ranks: every algorithm has too many transfers to price")
     ranked = sorted(search.found, key=lambda candidate: candidate.seconds)
-    near = [candidate for candidate in ranked if candidate.seconds <= ranked[0].seconds * (1 + _ALIKE)]
-    near.sort(key=lambda candidate: _crowd(candidate.schedule, topology))
+    near = [candidate for candidate in ranked if candidate.seconds <= ranked[0].seconds * (1 + _TOLERANCE)]
+    near.sort(key=lambda candidate: _fan_in(candidate.schedule, topology))
     ranked[: len(near)] = near
     return Advice(tuple(ranked), tuple(search.left_out), bound(collective, nbytes, topology))
 
 
-def _crowd(schedule: Schedule, topology: Topology) -> int:
-    """How many hosts at most send to one at once: streams that meet on a link get in each other's way, which the price
-    does not know. Not counted for very many ranks."""
-    if topology.size > _MOST_TO_LOOK_AT:
+def _fan_in(schedule: Schedule, topology: Topology) -> int:
+    """The largest number of hosts that send to one host in one step; 0, uncounted, above 256 ranks.
+
+    Concurrent streams slow each other down on a link, and the price does not include it.
+    """
+    if topology.size > _MOST_RANKS_FOR_FAN_IN:
         return 0
     most, hosts = 0, len(topology.hosts)
     for step in schedule.steps:
@@ -109,7 +113,7 @@ def _crowd(schedule: Schedule, topology: Topology) -> int:
 
 @dataclass
 class _Search:
-    """The candidates of one collective, tried one by one."""
+    """The search through the candidates of one collective."""
 
     collective: str
     nbytes: float
@@ -140,7 +144,7 @@ class _Search:
         self._try("hierarchical", (total, at_once), {"inner": inner, "outer": outer, "hosts": hosts})
 
     def _try(self, name: str, transfers: tuple[float, float], parameters: dict[str, Any]) -> None:
-        """Price a candidate, or leave it out because of the transfers that it has in all or in its largest step."""
+        """Price a candidate, unless it has too many transfers in all or in its largest step."""
         schedule = build(self.collective, name, self.topology.size, **parameters)
         total, at_once = transfers
         if total > MOST_TRANSFERS or at_once > MOST_AT_ONCE:
@@ -157,21 +161,21 @@ class _Search:
 
 
 def _name(schedule: Schedule) -> str:
-    """The algorithm with its parameters; hosts are known from the topology."""
+    """The algorithm with its parameters, without ``hosts``, which the topology determines."""
     return " ".join([schedule.algorithm, *(f"{key}={value}" for key, value in schedule.parameters if key != "hosts")])
 
 
 def _equal_ranks(collective: str, size: int) -> Iterator[Algorithm]:
-    """Algorithms that know nothing of hosts and may be chosen."""
+    """The algorithms without a parameter ``hosts`` that may be chosen automatically."""
     every = (lookup(collective, name) for name in algorithms(collective))
     return (each for each in every if may_be_chosen(each, size) and "hosts" not in each.parameters)
 
 
 @functools.cache
 def _growth(registered: Algorithm, size: int) -> tuple[float, float]:
-    """About how many transfers there are in all and in the largest step.
+    """The approximate number of transfers in all and in the largest step.
 
-    Counted where that is quick; beyond, from a quarter to a half of the ranks it grew as from a half to all of them.
+    Up to 64 ranks the transfers are counted. Above, the growth from a quarter to a half of the ranks is extrapolated.
     """
     if size <= 64:
         rows = [len(step) for step in build(registered.collective, registered.name, size).steps]
@@ -181,19 +185,19 @@ def _growth(registered: Algorithm, size: int) -> tuple[float, float]:
 
 
 def bound(collective: str, nbytes: float, topology: Topology) -> float:
-    """Seconds below which no algorithm can come.
+    """A lower bound in seconds for any algorithm.
 
-    Between hosts: each rank of a host that knows can tell one more host with each message, and the busiest link carries
-    what must cross it. On one host: what :func:`lower_bound` says.
+    Between hosts: with each message every rank of a host that has the data can reach one more host, and the busiest
+    link carries the bytes that must cross it. On one host: :func:`lower_bound`.
     """
     inner, hosts = topology.inner, len(topology.hosts)
     every = lower_bound(collective, topology.size)
     if hosts == 1:
         return every.seconds(nbytes, inner.alpha, inner.beta, topology.gamma)
     ranks = max(topology.hosts)
-    known, messages = 1, 0
-    while known < hosts:
-        known, messages = known * (1 + ranks), messages + 1
+    reached, messages = 1, 0
+    while reached < hosts:
+        reached, messages = reached * (1 + ranks), messages + 1
     latency = max(messages * topology.outer.alpha, ceil_log2(ranks) * min(inner.alpha, topology.outer.alpha))
     return max(
         latency,
@@ -203,9 +207,9 @@ def bound(collective: str, nbytes: float, topology: Topology) -> float:
 
 
 def _crossing(collective: str, topology: Topology) -> float:
-    """What the busiest link carries at least, as a fraction of the data: as much as if each host were one rank.
+    """The least that the busiest link must carry, as a fraction of the data: as if each host were one rank.
 
-    But where every rank has blocks of its own, hosts count by their ranks.
+    In collectives with a block for each rank, a host counts with the number of its ranks.
     """
     shares = [ranks / topology.size for ranks in topology.hosts]
     if collective == "all_to_all":

@@ -1,6 +1,6 @@
-"""The registry: one decorated generator function is all that a new algorithm takes.
+"""The registry of algorithms. One decorated generator function adds an algorithm.
 
-Proof, price, picture, tests, benchmark and documentation iterate what is registered here.
+Proof, price, picture, tests, benchmark and documentation iterate over the registered algorithms.
 
 >>> from dist_prims.schedules import Step, algorithm, build
 >>> @algorithm("broadcast", name="one by one", chunks=1)
@@ -34,10 +34,10 @@ Count = int | Callable[..., int] | None
 
 @dataclass(frozen=True, eq=False)
 class Algorithm:
-    """What is known of a registered algorithm. ``parameters``: names and defaults, beside size and root.
+    """A registered algorithm. ``parameters``: names and defaults, apart from size and root.
 
-    ``trusted``: it runs without a proof; see :mod:`.trust`. An algorithm registered again is another object, so what is
-    cached of the former does not serve it.
+    ``trusted``: the algorithm runs without a proof; see :mod:`.trust`. An algorithm that is registered again is a new
+    object, so that caches of the previous one do not apply to it.
     """
 
     collective: str
@@ -56,10 +56,10 @@ class Algorithm:
         chunks = _count(self.chunks, size, given, default=1 if self.collective in _WHOLE else size)
         scratch = _count(self.scratch, size, given, default=0)
         same_bits = self.replicas == "same" and self.collective != "barrier"
-        promise = contract(self.collective, size, chunks, root, scratch, same_bits=same_bits)
+        own_contract = contract(self.collective, size, chunks, root, scratch, same_bits=same_bits)
         steps = Steps(functools.partial(self.make, size, **rooted, **given))
         return Schedule(
-            self.collective, self.name, size, chunks, promise, steps, root, tuple(sorted(parameters.items()))
+            self.collective, self.name, size, chunks, own_contract, steps, root, tuple(sorted(parameters.items()))
         )
 
 
@@ -83,24 +83,25 @@ def algorithm(
 ) -> Callable[[Callable[..., Iterator[Step]]], Callable[..., Iterator[Step]]]:
     """Register a generator function ``make(size, root=..., **parameters)`` that yields the steps.
 
-    ``chunks`` pieces the data is split into: by default ``size``, and 1 for barrier and scans; ``scratch`` chunks
-    more for passing on what is not the rank's own. Each is a number, or a function of size and the parameters.
-    ``replicas="may differ"`` admits that ranks may add in different orders, so that their results may differ in the
-    last bits; otherwise ``verify()`` refuses that. ``trust=True`` lets the algorithm run unproved: without it, it is
-    proved before its first run for a number of ranks, and refused above 512 ranks.
+    ``chunks``: the number of pieces of the data; by default ``size``, and 1 for barrier and scans. ``scratch``: further
+    chunks for data in transit. Each is a number, or a function of size and the parameters.
+
+    ``replicas="may differ"``: ranks may add in different orders, so that their results may differ in the last bits;
+    by default ``verify()`` refuses such an algorithm. ``trust=True``: the algorithm runs without a proof. By default it
+    is proved before its first run for a number of ranks, and refused above 512 ranks.
     """
     if collective not in COLLECTIVES:
         raise ValueError(f"algorithm({collective!r}): {nearest('collective', collective, COLLECTIVES)}")
     if replicas not in ("same", "may differ"):
-        raise ValueError(f"algorithm(replicas={replicas!r}): 'same' or 'may differ'")
+        raise ValueError(f"algorithm(replicas={replicas!r}): use 'same' or 'may differ'")
 
     def register(make: Callable[..., Iterator[Step]]) -> Callable[..., Iterator[Step]]:
-        called = name or make.__name__
+        registered_name = name or make.__name__
         signature = inspect.signature(make).parameters
         parameters = {key: par.default for key, par in signature.items() if key not in ("size", "root")}
         trusted = trust or make.__module__.startswith(f"{__package__}.algorithms.")
-        _registry[collective, called] = Algorithm(
-            collective, called, make, chunks, scratch, replicas, card, parameters, trusted
+        _registry[collective, registered_name] = Algorithm(
+            collective, registered_name, make, chunks, scratch, replicas, card, parameters, trusted
         )
         return make
 
@@ -108,7 +109,7 @@ def algorithm(
 
 
 def unregister(collective: str, name: str) -> None:
-    """Forget an algorithm, so that a notebook or a test can leave the registry as it found it."""
+    """Remove an algorithm from the registry, for notebooks and tests that register one temporarily."""
     del _registry[collective, name]
 
 
@@ -120,10 +121,10 @@ def _load() -> None:
 
 
 def nearest(kind: str, name: str, known: tuple[str, ...] | list[str]) -> str:
-    """A sentence for an unknown name: the nearest ones first, then all."""
+    """An error message for an unknown name: the most similar known names first, then all of them."""
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-    return f"no {kind} is called {name!r}; {hint}there are: {', '.join(known)}"
+    return f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}"
 
 
 def algorithms(collective: str) -> list[str]:
@@ -139,7 +140,7 @@ def algorithms(collective: str) -> list[str]:
 
 
 def lookup(collective: str, name: str) -> Algorithm:
-    """What is registered under a name; ValueError with the nearest names if nothing is."""
+    """The algorithm registered under a name; ValueError with the most similar names if there is none."""
     known = algorithms(collective)
     if name not in known:
         raise ValueError(nearest(f"{collective} algorithm", name, known))
@@ -147,7 +148,7 @@ def lookup(collective: str, name: str) -> Algorithm:
 
 
 def build(collective: str, algorithm: str, size: int, **parameters: Any) -> Schedule:
-    """The schedule of an algorithm for a size; ``root=`` where the collective has one, 0 by default.
+    """The schedule of an algorithm for a number of ranks; rooted collectives take ``root=``, by default 0.
 
     >>> ring = build("all_reduce", "ring", size=4)
     >>> len(ring.steps), ring.bytes_sent(rank=0)
@@ -156,7 +157,7 @@ def build(collective: str, algorithm: str, size: int, **parameters: Any) -> Sche
     found = lookup(collective, algorithm)
     ranks = operator.index(size)
     if ranks < 1:
-        raise ValueError(f"{collective} {algorithm}: size {size} is not a number of ranks; 1 is the least")
+        raise ValueError(f"{collective} {algorithm}: size={size}; it must be at least 1 rank")
     unknown = set(parameters) - set(found.parameters) - ({"root"} if collective in ROOTED else set())
     if unknown:
         takes = ", ".join([*found.parameters, *(["root"] if collective in ROOTED else [])]) or "none"
@@ -165,5 +166,5 @@ def build(collective: str, algorithm: str, size: int, **parameters: Any) -> Sche
         return found(ranks, **parameters)
     root = operator.index(parameters.pop("root", 0))
     if not 0 <= root < ranks:
-        raise ValueError(f"{collective} {algorithm}: root {root} is not among the {ranks} ranks 0..{ranks - 1}")
+        raise ValueError(f"{collective} {algorithm}: root {root} is out of range; ranks are 0..{ranks - 1}")
     return found(ranks, root, **parameters)

@@ -1,11 +1,11 @@
-"""The first step of a wrong schedule after which no further step could make its result right.
+"""Diagnosis of a wrong schedule: the first step after which no further step could make its result right.
 
-A wrong result shows at the end, but its cause lies earlier: some step replaced the last copy of a contribution, or
-added to it what does not belong there. Sums cannot be taken apart again, so a promised sum can still be made exactly
-when disjoint sums that some ranks hold add up to it:
+A wrong result shows at the end, but its cause is earlier: some step replaced the last copy of a contribution, or added
+to it a contribution that does not belong there. A sum cannot be taken apart again. So a demanded sum can still be made
+exactly when disjoint sums that some ranks hold add up to it:
 
-    promised: r0+r1+r2     held somewhere: r0+r1, r2          one more addition makes it
-    promised: r0+r1+r2     held somewhere: r0+r1, r1+r2       nothing makes it: r1 would count twice
+    demanded: r0+r1+r2     held somewhere: r0+r1, r2          one more addition makes it
+    demanded: r0+r1+r2     held somewhere: r0+r1, r1+r2       nothing makes it: r1 would count twice
 
 A sum that has become impossible stays impossible, so the first such step is well defined.
 """
@@ -24,12 +24,12 @@ from .symbolic import NOTHING, State, symbolic_states
 
 __all__ = ["Shortfall", "explain"]
 
-_MOST_CHOICES = 10_000  # of the search for disjoint sums; real schedules take a few
+_MOST_CHOICES = 10_000  # in the search for disjoint sums; real schedules need a few
 
 
 @dataclass(frozen=True)
 class Shortfall:
-    """An output chunk that does not hold what was promised: ``wanted`` are the ranks of the sum, as bits."""
+    """An output chunk that does not hold the demanded sum: ``wanted`` are the ranks of that sum, as bits."""
 
     rank: int
     chunk: int
@@ -39,7 +39,7 @@ class Shortfall:
 
 
 def explain(schedule: Schedule, shortfalls: Sequence[Shortfall]) -> str:
-    """The shortfall that became final first, and the step that made it so."""
+    """The shortfall that became irreparable first, and the step that caused it."""
     targets = {(each.piece, each.wanted): each for each in reversed(shortfalls)}
     before: State | None = None
     for number, step, state in symbolic_states(schedule):
@@ -47,17 +47,17 @@ def explain(schedule: Schedule, shortfalls: Sequence[Shortfall]) -> str:
             touched = set(before.piece[step.dst, step.into].tolist())
             for (piece, wanted), each in targets.items():
                 if piece in touched and not _can_be_made(state, piece, wanted, schedule.contract.counts_once):
-                    return f"{each.what}. Since {_cause(before, state, step, number, piece, wanted)}"
+                    return f"{each.what}. {_cause(before, state, step, number, piece, wanted)}"
         before = State(state.piece.copy(), state.sum.copy(), state.sums)
     first = shortfalls[0]
     return (
-        f"{first.what}. The ranks still hold all that it takes after the last step: a transfer to rank {first.rank} "
+        f"{first.what}. The ranks still hold all parts of it after the last step: a transfer to rank {first.rank} "
         "is missing"
     )
 
 
 def _sums_of(state: State, piece: int) -> NDArray[np.int64]:
-    """Numbers of the different sums of a piece that are held anywhere."""
+    """The numbers of the distinct sums of a piece on all ranks."""
     return np.unique(state.sum[(state.piece == piece) & (state.sum != NOTHING)])
 
 
@@ -70,14 +70,14 @@ def _can_be_made(state: State, piece: int, wanted: int, counts_once: bool) -> bo
 
 
 def _union(sets: Iterable[int]) -> int:
-    together = 0
+    union = 0
     for each in sets:
-        together |= each
-    return together
+        union |= each
+    return union
 
 
 def _is_disjoint_union(sets: Sequence[int], wanted: int) -> bool:
-    """Whether some of the sets are disjoint and make up ``wanted``; yes if the search takes too long to tell."""
+    """Whether ``wanted`` is the union of some disjoint sets; True if the search exceeds ``_MOST_CHOICES``."""
     if _union(sets) != wanted:
         return False
     unfinished, seen = [wanted], {wanted}
@@ -95,7 +95,7 @@ def _is_disjoint_union(sets: Sequence[int], wanted: int) -> bool:
 
 
 def _cause(before: State, after: State, step: Step, number: int, piece: int, wanted: int) -> str:
-    """The step, and the transfer in it that wrote over the last copy of a sum that was needed."""
+    """The step, and the transfer in it that overwrote the last copy of a sum that was needed."""
     left = {after.sums.ranks[each] for each in _sums_of(after, piece).tolist()}
     for src, dst, _, into, reduce in step.rows():
         value = int(before.sum[dst, into])
@@ -103,7 +103,7 @@ def _cause(before: State, after: State, step: Step, number: int, piece: int, wan
         if ranks and ranks & ~wanted == 0 and ranks not in left:
             verb = "adds to" if reduce else "replaces"
             return (
-                f"step {number} it cannot become right: there the transfer from rank {src} to rank {dst} {verb} the "
-                f"last copy of {names_of(ranks)}, in chunk {into} of rank {dst}"
+                f"It cannot be repaired after step {number}: there the transfer from rank {src} to rank {dst} {verb} "
+                f"the last copy of {names_of(ranks)}, in chunk {into} of rank {dst}"
             )
-    return f"step {number} it cannot become right"
+    return f"It cannot be repaired after step {number}"

@@ -1,21 +1,22 @@
-"""Replay a schedule on a topology: one pass over the steps, from which the seconds of any number of bytes follow.
+"""Replay of a schedule on a topology: one pass over the steps, from which the seconds for any number of bytes follow.
 
-A ring of 12,500 hosts with 8 ranks each has 25,000 steps of 100,000 transfers: 62 GB if it were stored. Two facts make
-it small, and neither has to be declared or believed:
+A ring of 12,500 hosts with 8 ranks each has 25,000 steps of 100,000 transfers: 62 GB if it were stored. Two properties
+make it small, and both are detected, not declared:
 
-*Steps that look alike.* What a step asks of ports and links depends on who sends to whom and on what is reduced, not on
-which chunk it is. A ring's steps differ in chunk numbers only, so they are one *pattern*, counted once. A step is
-compared with the last two patterns, column by column: that finds rings and what goes to and fro.
+*Equal steps.* The load of a step on ports and links depends on its senders, receivers and reductions, not on its chunk
+numbers. The steps of a ring differ in chunk numbers only, so they are one *pattern*, counted once. Each step is
+compared with the last two patterns, column by column, which finds rings and alternating steps.
 
-*Resources that do alike.* Ranks (and links) with the same counts in every step are busy for the same time, so one of
-them stands for its *class*. A pattern can only split classes:
+*Equal resources.* Ranks (and links) with the same counts in every step are busy for the same time, so one of them
+represents its *class*. A pattern can only split classes:
 
     pattern 0    rank   0 1 2 3          all send one message              classes {0 1 2 3}
     pattern 1           0 1 2 3          0 and 2 send between hosts        classes {0 2} {1 3}
 
-Whoever stands for a class later stood for its mother class before, so counts are kept one row a class and pattern, and
-going back from the last pattern to the first each final class finds its row in every pattern. A class is more than
-a step's maximum: with segments, a rank works on several steps in one tick, and it must be the same rank.
+Every class comes from one parent class of the previous pattern. So the counts are stored in one row for each class and
+pattern, and a walk from the last pattern to the first finds the row of each final class in every pattern. Classes are
+needed in place of a step's maximum because of segments: a rank then works on several steps in one tick, and the sum
+must be taken over the same rank.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MOST_COUNTS = 4_000_000  # numbers kept to follow classes from step to step: 32 
 
 
 def patterns(steps: Iterator[Step]) -> Iterator[tuple[int, Step]]:
-    """Each step with the number of its pattern; a number that has not been seen is one more than the greatest.
+    """Each step with the number of its pattern; a new pattern gets the next number.
 
     >>> from dist_prims.schedules import build
     >>> [number for number, _ in patterns(iter(build("all_reduce", "ring", size=4).steps))]
@@ -62,9 +63,9 @@ def _equal(some: list[NDArray[np.generic]], others: list[NDArray[np.generic]]) -
 
 @dataclass(frozen=True, eq=False)
 class Loads:
-    """What a schedule asks of a topology. ``pattern``: of each step; ``counts[pattern, class]``: see ``topology``.
+    """The load of a schedule on a topology. ``pattern``: of each step; ``counts[pattern, class]``: see ``topology``.
 
-    ``followed``: whether a class is the same resources in every pattern; if not, segments cannot be told.
+    ``followed``: whether a class has the same resources in every pattern; segments can be priced only then.
     ``sent``, ``received``: chunks over each host's link in the whole schedule.
     """
 
@@ -75,10 +76,9 @@ class Loads:
     received: Ints
 
     def ticks(self, segments: int) -> tuple[Ints, Ints]:
-        """(counts of every class in a tick, how often there is such a tick) of a pipeline of segments.
+        """(counts of every class in a tick, number of such ticks) of a pipeline of segments.
 
-        In tick t segment s is at its step t - s, so a tick does the work of up to ``segments`` steps one after the
-        other in the schedule.
+        In tick t segment s is at its step t - s, so a tick does the work of up to ``segments`` consecutive steps.
         """
         if segments == 1:
             return self.counts, np.bincount(self.pattern, minlength=len(self.counts))
@@ -90,10 +90,10 @@ class Loads:
 
 @functools.lru_cache(maxsize=256)
 def replay(schedule: Schedule, topology: Topology) -> Loads:
-    """The loads of all steps of a schedule, in one pass that holds one step at a time."""
+    """The loads of all steps of a schedule, computed in one pass that holds one step at a time."""
     if schedule.size != topology.size:
         raise ValueError(
-            f"{schedule.collective} {schedule.algorithm} is of {schedule.size} ranks, the topology of {topology.size}"
+            f"{schedule.collective} {schedule.algorithm} has {schedule.size} ranks, the topology has {topology.size}"
         )
     classes = _Classes()
     numbers: list[int] = []
@@ -114,30 +114,30 @@ def replay(schedule: Schedule, topology: Topology) -> Loads:
 
 
 class _Classes:
-    """Resources that have done the same so far."""
+    """The classes of resources with equal counts in all patterns so far."""
 
     def __init__(self) -> None:
         self.followed = True
-        self._rows: list[Ints] = []  # of each pattern: the counts of its classes,
-        self._mothers: list[Ints] = []  # and which class of the pattern before each one comes from
-        self._class: Ints | None = None  # of each resource
+        self._rows: list[Ints] = []  # for each pattern: the counts of its classes,
+        self._parents: list[Ints] = []  # and the parent of each class in the previous pattern
+        self._class: Ints | None = None  # the class of each resource
         self._kept = 0
 
     def add(self, rows: Ints) -> None:
         if not self.followed:
-            rows = rows[rows @ np.ones(COLUMNS, np.int64) > 0]  # who does nothing is not the busiest
+            rows = rows[rows @ np.ones(COLUMNS, np.int64) > 0]  # idle resources cannot be the busiest
         before = np.zeros(len(rows), np.int64) if self._class is None or not self.followed else self._class
-        first, after = _alike([before, *rows.T])
+        first, after = _classify([before, *rows.T])
         self._rows.append(rows[first])
-        self._mothers.append(before[first])
+        self._parents.append(before[first])
         self._class = after
         self._kept += 1
         if self.followed and self._kept * len(first) * COLUMNS > MOST_COUNTS:
-            self.followed = False  # too many to follow: from now on only what each pattern has
-            self._rows = [rows[_alike([*rows.T])[0]] for rows in self._rows]
+            self.followed = False  # too many classes: from now on each pattern has classes of its own
+            self._rows = [rows[_classify([*rows.T])[0]] for rows in self._rows]
 
     def counts(self) -> tuple[Ints, bool]:
-        """counts[pattern, class], and whether a class is the same in all patterns."""
+        """counts[pattern, class], and whether a class has the same resources in all patterns."""
         if not self.followed:
             table = np.zeros((len(self._rows), max(1, *map(len, self._rows)), COLUMNS), np.int64)
             for place, rows in zip(table, self._rows, strict=True):
@@ -147,14 +147,14 @@ class _Classes:
             return np.zeros((0, 1, COLUMNS), np.int64), True
         now = np.arange(len(self._rows[-1]))
         found = []
-        for rows, mothers in zip(reversed(self._rows), reversed(self._mothers), strict=True):
+        for rows, parents in zip(reversed(self._rows), reversed(self._parents), strict=True):
             found.append(rows[now])
-            now = mothers[now]
+            now = parents[now]
         return np.stack(found[::-1]), True
 
 
-def _alike(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """(the first of each class, the class of each row), rows with equal columns being a class."""
+def _classify(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """(the first row of each class, the class of each row); rows with equal columns form a class."""
     one = columns[0]
     for column in columns[1:]:
         if column.any():

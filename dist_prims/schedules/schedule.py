@@ -1,18 +1,21 @@
 """Step and Schedule: a collective algorithm as data.
 
-An algorithm that is written as code that sends can only be run. Written as data, who sends which chunk to whom at
-which step, the same few lines can be proved, priced, drawn, simulated, run over any engine and compiled.
+An algorithm that is written as code that sends can only be run. Written as data (which rank sends which chunk to which
+rank in which step), it can be proved, priced, drawn, simulated, run by any engine and compiled.
 
-A step is a table with one row a transfer, its columns NumPy arrays:
+A step is a table with one row for each transfer; its columns are NumPy arrays:
 
     step of a ring of 3          src  dst  chunk  into  reduce
     rank 0 sends chunk 0 to 1      0    1      0     0    True     rank 1: chunk 0 += rank 0's chunk 0
     rank 1 sends chunk 1 to 2      1    2      1     1    True     rank 2: chunk 1 += rank 1's chunk 1
     rank 2 sends chunk 2 to 0      2    0      2     2    True     rank 0: chunk 2 += rank 2's chunk 2
 
-Every transfer of a step reads the state before the step. ``src == dst`` is a local move. Rows with the same src and
-dst are one message. Rows that write one chunk of one rank happen in row order: at most one copy, which must be the
-first, then reductions; together they are one sum that is rounded once.
+Rules:
+
+- Every transfer of a step reads the state before the step.
+- ``src == dst`` is a local move. Rows with the same src and dst form one message.
+- Rows that write the same chunk of the same rank apply in row order: at most one copy, which must come first, then
+  reductions. Together they are one sum that is rounded once.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False, init=False)
 class Step:
-    """Transfers that happen at once. Scalars and columns are broadcast to one length.
+    """One step: transfers that happen at the same time. Scalars and columns are broadcast to one length.
 
     >>> Step(src=[0, 1, 2], dst=[1, 2, 0], chunk=[0, 1, 2], reduce=True).rows()[0]
     (0, 1, 0, 0, True)
@@ -61,7 +64,7 @@ class Step:
         columns = np.broadcast_arrays(*np.atleast_1d(src, dst, chunk, chunk if into is None else into, reduce))
         for name, column in zip(("src", "dst", "chunk", "into"), columns[:4], strict=True):
             if column.size and column.dtype.kind not in "iu":
-                raise ValueError(f"Step({name}=...): whole numbers are needed, not {column.dtype}")
+                raise ValueError(f"Step({name}=...): integers are required, not {column.dtype}")
             object.__setattr__(self, name, column.ravel().astype(np.int64, copy=False))
         object.__setattr__(self, "reduce", columns[4].ravel().astype(np.bool_, copy=False))
 
@@ -70,7 +73,7 @@ class Step:
 
     @property
     def narrow(self) -> tuple[Step, Ints | None]:
-        """The rows as they were written, and how many chunks in a row each stands for (None: one)."""
+        """The rows in compact form, and the number of consecutive chunks that each row stands for (None: one)."""
         return self, None
 
     def rows(self) -> list[tuple[int, int, int, int, bool]]:
@@ -79,13 +82,13 @@ class Step:
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def take(self, which: ArrayLike) -> Step:
-        """The rows that an index array, a slice or a mask selects, in its order."""
+        """The rows that an index array, a slice or a mask selects, in the order of the selection."""
         at: Any = which
         return Step(self.src[at], self.dst[at], self.chunk[at], self.reduce[at], self.into[at])
 
     @staticmethod
     def concat(steps: Sequence[Step]) -> Step:
-        """One step that does what all of these do, at once."""
+        """One step with the transfers of all ``steps``."""
         if not steps:
             return Step([], [], np.empty(0, np.int64))
         names = ("src", "dst", "chunk", "reduce", "into")
@@ -93,10 +96,10 @@ class Step:
 
 
 class WideStep(Step):
-    """A step whose rows move several chunks each: row i moves chunk[i], chunk[i] + 1, ..., span[i] of them.
+    """A step whose rows move several consecutive chunks each: row i moves the ``span[i]`` chunks from chunk[i] on.
 
-    A rank of a large group may pass on thousands of chunks at once. Who wants them one by one asks for a column, and
-    then they are written out; who only counts them (a price) need not.
+    A rank of a large group may forward thousands of chunks at once. The columns with one row a chunk are computed on
+    first access; the cost model only counts chunks and uses ``narrow``.
 
     >>> wide = WideStep(Step(src=[0, 1], dst=[1, 0], chunk=[0, 4]), span=[2, 1])
     >>> wide.rows()
@@ -115,7 +118,7 @@ class WideStep(Step):
         return self._rows, self._span
 
     def __getattr__(self, name: str) -> Any:
-        """A column, when it is first asked for."""
+        """Compute a column on first access."""
         if name not in ("src", "dst", "chunk", "into", "reduce"):
             raise AttributeError(name)
         column = np.repeat(getattr(self._rows, name), self._span)
@@ -126,7 +129,7 @@ class WideStep(Step):
 
 
 class Steps(Sequence[Step]):
-    """The steps of a schedule, made anew each time they are iterated, so that they need never be stored.
+    """The steps of a schedule, generated again on each iteration, so that they need not be stored.
 
     >>> steps = Steps(lambda: (Step(src=i, dst=i + 1, chunk=0) for i in range(3)))
     >>> len(steps), steps[1].rows()
@@ -156,15 +159,15 @@ class Steps(Sequence[Step]):
         for step in itertools.islice(iter(self), max(index, 0), None):
             if index >= 0:
                 return step
-        raise IndexError(f"step {at} of a schedule of {len(self)} steps")
+        raise IndexError(f"step {at} is out of range; the schedule has {len(self)} steps")
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The steps of one collective for one size, with what every rank holds before and must hold after.
+    """The steps of one collective for one number of ranks, and the contract that they must fulfil.
 
-    ``chunks`` is the number of pieces that the data is split into; ``contract`` says under which chunk numbers each
-    rank finds its input and leaves its output. Other chunk numbers are scratch.
+    ``chunks``: the number of pieces that the data is split into. ``contract``: the chunk numbers under which each rank
+    finds its input and leaves its output. Other chunk numbers are scratch.
     """
 
     collective: str
@@ -178,16 +181,16 @@ class Schedule:
 
     @property
     def share(self) -> Fraction:
-        """What one chunk is of the data that the collective speaks of (0 for a barrier)."""
+        """The size of one chunk as a fraction of the data of the collective (0 for a barrier)."""
         return Fraction(0) if self.collective == "barrier" else Fraction(1, self.chunks)
 
     def bytes_sent(self, rank: int, nbytes: int | Fraction = 1) -> Fraction:
-        """Bytes that a rank sends to others, of data of ``nbytes``; by default as a fraction of the data."""
+        """Bytes that a rank sends to other ranks for data of ``nbytes``; by default as a fraction of the data."""
         rows = sum(int(np.count_nonzero((step.src == rank) & (step.dst != rank))) for step in self.steps)
         return rows * self.share * nbytes
 
     def verify(self) -> None:
-        """Prove the schedule right by symbolic execution, or raise ScheduleError with a counterexample."""
+        """Prove the schedule by symbolic execution, or raise ScheduleError with a counterexample."""
         from .proof import verify
 
         verify(self)
@@ -205,39 +208,39 @@ class Schedule:
         *,
         topology: Topology | None = None,
     ) -> float:
-        """Seconds for data of ``nbytes``: alpha a message, beta a byte sent or received, gamma a byte reduced.
+        """Seconds for data of ``nbytes`` on equal ranks, or on the hosts and links of a topology.
 
-        With a topology instead: on its hosts and links.
+        ``alpha``: seconds a message; ``beta``: a byte sent or received; ``gamma``: a byte reduced.
         """
         if topology is not None:
             from .cost import seconds
 
             return float(seconds(self, nbytes, topology))
         if alpha is None or beta is None:
-            raise TypeError("cost() takes alpha and beta, or topology=")
+            raise TypeError("cost() requires alpha and beta, or topology=")
         return self.price.seconds(nbytes, alpha, beta, gamma)
 
     @cached_property
     def price(self) -> Cost:
-        """What the critical path counts: messages, data moved, data reduced."""
+        """The counts of the critical path: messages, data moved, data reduced."""
         from .cost import price
 
         return price(self)
 
     def lower_bound(self, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-        """Seconds below which no algorithm for this collective can come in the model of :meth:`cost`."""
+        """A lower bound in seconds for any algorithm of this collective, in the model of :meth:`cost`."""
         from .cost import lower_bound
 
         return lower_bound(self.collective, self.size).seconds(nbytes, alpha, beta, gamma)
 
     def order(self, chunk: int, rank: int | None = None) -> Order:
-        """The exact expression of additions that ends in an output chunk, e.g. ``((r2+r3)+r0)+r1``."""
+        """The exact expression of additions behind an output chunk, e.g. ``((r2+r3)+r0)+r1``."""
         from .order import order
 
         return order(self, chunk, rank)
 
     def simulate(self, inputs: Sequence[Any], op: Callable[[Any, Any], Any] = np.add) -> list[Any]:
-        """Run on NumPy arrays in one process, one input a rank; returns what each rank would have."""
+        """Run the schedule on NumPy arrays in one process, one input a rank; returns the output of each rank."""
         from .simulate import simulate
 
         return simulate(self, inputs, op)

@@ -1,6 +1,6 @@
-"""Run a schedule on NumPy arrays in one process: what every rank would have, without any rank.
+"""Simulation of a schedule on NumPy arrays in one process: the output of every rank, without any rank.
 
-It is the plainest executor there is, and the oracle for the others: read the whole step, then write it row by row.
+It is the simplest executor and the reference for the others: read the whole step, then write it row by row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Held = list[dict[int, Any]]  # of each rank: its chunks by number
 
 
 def simulate(schedule: Schedule, inputs: Sequence[Any], op: Operation = np.add) -> list[Any]:
-    """``inputs[rank]``: the rank's chunks of input, in order, as rows of an array; returns the outputs, likewise.
+    """Run a schedule. ``inputs[rank]``: the rank's input chunks, in order, as rows; the outputs have the same form.
 
     >>> from dist_prims.schedules import build
     >>> ring = build("all_reduce", "ring", size=2)
@@ -28,16 +28,16 @@ def simulate(schedule: Schedule, inputs: Sequence[Any], op: Operation = np.add) 
     """
     held = _start(schedule, inputs)
     for step in schedule.steps:
-        _take(step, held, op)
+        _apply(step, held, op)
     ends = (schedule.contract.end(rank).chunk.tolist() for rank in range(schedule.size))
     return [np.array([held[rank][chunk] for chunk in chunks]) for rank, chunks in enumerate(ends)]
 
 
 def states(schedule: Schedule, inputs: Sequence[Any], op: Operation = np.add) -> Iterator[tuple[Step, Held]]:
-    """Each step, and what every rank holds after it, chunk by chunk; the same dictionaries each time."""
+    """Each step, and the chunks that every rank holds after it; the dictionaries are reused and updated in place."""
     held = _start(schedule, inputs)
     for step in schedule.steps:
-        _take(step, held, op)
+        _apply(step, held, op)
         yield step, held
 
 
@@ -46,12 +46,12 @@ def _start(schedule: Schedule, inputs: Sequence[Any]) -> Held:
     for rank in range(schedule.size):
         chunks = schedule.contract.start(rank).chunk.tolist()
         if len(inputs[rank]) != len(chunks):
-            raise ValueError(f"simulate: rank {rank} has {len(inputs[rank])} chunks of input; {len(chunks)} are needed")
+            raise ValueError(f"simulate: rank {rank} has {len(inputs[rank])} input chunks; it needs {len(chunks)}")
         held.append({chunk: np.asarray(data) for chunk, data in zip(chunks, inputs[rank], strict=True)})
     return held
 
 
-def _take(step: Step, held: Held, op: Operation) -> None:
+def _apply(step: Step, held: Held, op: Operation) -> None:
     rows = step.rows()
     moved = [held[src][chunk] for src, _, chunk, _, _ in rows]
     for (_, dst, _, into, reduce), data in zip(rows, moved, strict=True):

@@ -1,9 +1,9 @@
-"""Sums by number: every distinct sum that a run makes gets a number, so that steps stay NumPy columns.
+"""Numbering of sums: every distinct sum of a symbolic run gets a number, so that steps stay NumPy columns.
 
-Numbers 0..size-1 are the ranks' own data; each further number is ``left + right`` of two earlier ones. Two runs of
-additions get one number exactly when floats give them one result: sides may swap, groups may not. A sum that a step
-*continues* (a third addend, a fourth) is not rounded between its addends, so it gets another number than the sum of
-a rounded sum and an addend.
+Numbers 0..size-1 are the ranks' own data; each further number is ``left + right`` of two earlier ones. Two expressions
+get the same number exactly when floats give the same result for both: operands may be swapped, groups may not. A sum
+that a step *continues* (with a third addend, a fourth) is not rounded between its addends. It therefore gets another
+number than the sum of a rounded sum and an addend.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sums:
         return number
 
     def addends(self, number: int) -> tuple[int, ...]:
-        """The numbers that are added, left to right and rounded once, to make a sum; () for a rank's own data."""
+        """The numbers that are added, left to right and rounded once, to form a sum; () for a rank's own data."""
         if number < self.size:
             return ()
         left, right, continues = self._sides[number - self.size]
@@ -53,5 +53,5 @@ class Sums:
 
 
 def names_of(ranks: int) -> str:
-    """The ranks in a set of bits, as r0+r2."""
+    """Format the ranks in a set of bits as r0+r2."""
     return "+".join(f"r{rank}" for rank in range(ranks.bit_length()) if ranks >> rank & 1)

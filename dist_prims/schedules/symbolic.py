@@ -1,7 +1,8 @@
-"""Symbolic execution: run the steps of a schedule on names of sums instead of numbers.
+"""Symbolic execution of a schedule: its steps run on numbers of sums instead of data.
 
-Each chunk of each rank holds (piece, sum): which piece of the data it is and which ranks' contributions were added,
-in which order. A step that cannot be right, whatever comes after it, is refused here with its step, ranks and chunk.
+Each chunk of each rank holds (piece, sum): the piece of the data, and the number of the sum, which stands for the ranks
+whose contributions were added and their order. A step that is wrong whatever follows it raises ScheduleError here, with
+its step, ranks and chunk.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ NOTHING = -1
 
 
 class ScheduleError(ValueError):
-    """A schedule is wrong: the message is a counterexample."""
+    """Error in a schedule; the message is a counterexample."""
 
 
 @dataclass
 class State:
-    """What every chunk of every rank holds: arrays of shape (size, chunk numbers)."""
+    """The content of every chunk of every rank: arrays of shape (size, chunk numbers)."""
 
     piece: Ints
     sum: Ints
@@ -36,13 +37,13 @@ class State:
 
 
 def execute(schedule: Schedule) -> State:
-    """Run the steps and return the last state; ScheduleError where a step cannot be right."""
+    """Run the steps and return the last state; ScheduleError for a step that cannot be right."""
     ((_, _, last),) = deque(symbolic_states(schedule), maxlen=1)
     return last
 
 
 def symbolic_states(schedule: Schedule) -> Iterator[tuple[int, Step, State]]:
-    """(number, step, state after it): first -1 and a step without transfers; the same state object each time."""
+    """(number, step, state after it), from -1 with an empty step on; the state is updated in place."""
     shape = (schedule.size, schedule.contract.total)
     state = State(np.full(shape, NOTHING), np.full(shape, NOTHING), Sums(schedule.size))
     for rank in range(schedule.size):
@@ -65,34 +66,33 @@ def _check_range(schedule: Schedule, step: Step, number: int) -> None:
             at = int(wrong[0])
             kind = "rank" if name in ("src", "dst") else "chunk"
             raise ScheduleError(
-                f"step {number}, row {at}: {name}={column[at]} is no {kind}; there are {kind}s 0..{limit - 1}"
+                f"step {number}, row {at}: {name}={column[at]} is out of range; {kind}s are 0..{limit - 1}"
             )
 
 
 def _run(state: State, step: Step, number: int, counts_once: bool) -> None:
-    """One step: read everything, then write chunk by chunk, each chunk's rows in row order."""
+    """Run one step: read all sources, then write chunk by chunk, each chunk's rows in row order."""
     piece, value = state.piece[step.src, step.chunk], state.sum[step.src, step.chunk]
     _refuse(value == NOTHING, step, number, "reads chunk {chunk} of rank {src}, which holds nothing yet")
     target = step.dst * state.sum.shape[1] + step.into
     by_target = np.argsort(target, kind="stable")
-    turn = np.empty(len(step), np.int64)  # 0 for the first row that writes a chunk, 1 for the second, ...
-    turn[by_target] = place_in_run(target[by_target])
-    _refuse(
-        ~step.reduce & (turn > 0), step, number, "copies into chunk {into} of rank {dst}, which has a writer before"
-    )
+    position = np.empty(len(step), np.int64)  # 0 for the first row that writes a chunk, 1 for the second, ...
+    position[by_target] = place_in_run(target[by_target])
+    late_copies = ~step.reduce & (position > 0)
+    _refuse(late_copies, step, number, "copies into chunk {into} of rank {dst}, which an earlier row also writes")
     copies = np.flatnonzero(~step.reduce)
     state.piece.flat[target[copies]] = piece[copies]
     state.sum.flat[target[copies]] = value[copies]
-    copied = np.isin(target, target[copies])  # there the first addition adds to the copy, elsewhere to what was held
-    for now in range(int(turn.max(initial=-1)) + 1):
-        adds = np.flatnonzero(step.reduce & (turn == now))
+    copied = np.isin(target, target[copies])  # the first addition adds to the copy there, else to the old content
+    for now in range(int(position.max(initial=-1)) + 1):
+        adds = np.flatnonzero(step.reduce & (position == now))
         held, added = state.sum.flat[target[adds]], value[adds]
         _check_addition(state, step.take(adds), number, target[adds], piece[adds], added, counts_once)
         state.sum.flat[target[adds]] = state.sums.add(held, added, now > copied[adds])
 
 
 def place_in_run(keys: Ints) -> Ints:
-    """For sorted keys, how many equal ones stand before each: [4, 4, 7] gives [0, 1, 0]."""
+    """For sorted keys, the number of equal keys before each: [4, 4, 7] gives [0, 1, 0]."""
     index = np.arange(len(keys))
     is_start = np.ones(len(keys), np.bool_)
     is_start[1:] = keys[1:] != keys[:-1]
@@ -100,7 +100,7 @@ def place_in_run(keys: Ints) -> Ints:
 
 
 def _refuse(wrong: NDArray[np.bool_], step: Step, number: int, what: str) -> None:
-    """Tell the first wrong row of a step."""
+    """Raise ScheduleError for the first wrong row of a step, if there is one."""
     if wrong.any():
         at = int(np.argmax(wrong))
         names = {name: int(getattr(step, name)[at]) for name in ("src", "dst", "chunk", "into")}
@@ -119,5 +119,5 @@ def _check_addition(
         ranks = state.sums.ranks
         doubled = [ranks[a] & ranks[b] for a, b in zip(held.tolist(), added.tolist(), strict=True)]
         which = next((both for both in doubled if both), 0)
-        what = f"adds {names_of(which)} to chunk {{into}} of rank {{dst}}, where it is counted already"
+        what = f"adds {names_of(which)} to chunk {{into}} of rank {{dst}}, which already contains it"
         _refuse(np.array([both != 0 for both in doubled], np.bool_), step, number, what)

@@ -1,24 +1,25 @@
-"""A topology: hosts joined by links, several ranks a host, and what a step of a schedule asks of each part of it.
+"""Topology: hosts joined by links, several ranks a host, and the load that a step of a schedule puts on each of them.
 
-A price for equal ranks says that a ring of 2 hosts x 2 ranks and a hierarchical all-reduce cost the same. They do not:
-the ranks of a host share its link, and a byte within a host is cheap. So a step is counted against *resources*:
+The price for equal ranks is the same for a ring of 2 hosts x 2 ranks and for a hierarchical all-reduce. In reality they
+differ: the ranks of a host share its link, and a byte within a host is cheap. So the load of a step is counted for each
+*resource*:
 
-    resource                     is kept busy by                                                      which is
+    resource                     is kept busy by                                                      kind
     rank, sending                messages it sends: inner.alpha or outer.alpha each                   latency
                                  bytes it sends within its host, inner.beta each; bytes it reduces    processor
     rank, receiving              the same for what it receives, and the same reductions               both
-    link of a host, out and in   bytes that all ranks of the host send to (get from) others; those
-                                 into which several hosts send at once: `meeting` more for each byte  link
-    cores of a machine           what its ranks count, added up and divided by the cores, each way    both
+    link of a host, out and in   bytes that all ranks of the host send to (get from) others; where
+                                 several hosts send to one at once: `meeting` more for each byte      link
+    cores of a machine           the counts of its ranks, summed, divided by the cores, each way      both
 
-A step lasts as long as its busiest resource, and the next one begins when it is over. The bytes of one message may be
-on the link while the processor begins the next: that is what segments live on, and it makes a single step of one
-message between hosts cost ``max(alpha, bytes * beta)``, not their sum.
+A step takes as long as its busiest resource, and the next step begins when it is over. The bytes of one message may be
+on the link while the processor begins the next one. Segments exploit that, and a single step of one message between
+hosts costs ``max(alpha, bytes * beta)``, not the sum.
 
-What a resource does in a step is a row of counts, so that seconds are a product with :meth:`Topology.weights`:
+The load of a resource in a step is a row of counts, so that seconds are a product with :meth:`Topology.weights`:
 
     column    0               1               2              3               4            5 6 7 8          9
-    counts    inner messages  outer messages  inner chunks   chunks reduced  link chunks  0-3 of the cores  that meet
+    counts    inner messages  outer messages  inner chunks   chunks reduced  link chunks  0-3 of the cores  meeting
 """
 
 from __future__ import annotations
@@ -40,29 +41,29 @@ Ints = NDArray[np.int64]
 
 COLUMNS = 10
 _LEVELS = ("inner", "outer")
-LATENCY, PROCESSOR, LINK = [0, 1, 5, 6], [2, 3, 7, 8], [4, 9]  # what the columns are time for
+LATENCY, PROCESSOR, LINK = [0, 1, 5, 6], [2, 3, 7, 8], [4, 9]  # the columns of each kind of time
 
 
 @dataclass(frozen=True)
 class Level:
-    """Seconds a message (``alpha``) and a byte (``beta``) take, within a host or between hosts."""
+    """The cost of communication within a host or between hosts: seconds a message (``alpha``), a byte (``beta``)."""
 
     alpha: float
     beta: float
 
     def __post_init__(self) -> None:
         if not (0 <= self.alpha < math.inf and 0 <= self.beta < math.inf):
-            raise ValueError(f"{self}: seconds a message and a byte are 0 or more")
+            raise ValueError(f"{self}: alpha and beta must be finite and at least 0 seconds")
 
 
 @dataclass(frozen=True)
 class Topology:
-    """``hosts``: the number of ranks of each host; ranks are numbered host by host. ``gamma``: seconds a byte reduced.
+    """Hosts with their ranks, links and, optionally, cores. Ranks are numbered host by host.
 
-    ``meeting``: seconds more for each byte on a link into which several hosts send in one step: streams that meet there
-    disturb each other.
-    ``cores``: of each host; with them, ranks that outnumber the cores share their time. ``one_machine``: all hosts live
-    in one machine (containers, network namespaces) and share its cores.
+    ``hosts``: the number of ranks of each host. ``gamma``: seconds a byte reduced. ``meeting``: additional seconds a
+    byte on a link into which several hosts send in one step, since concurrent streams slow each other down. ``cores``:
+    cores of each host; if set, ranks that outnumber them share their time. ``one_machine``: all hosts are on one
+    machine (containers, network namespaces) and share its cores.
 
     >>> cluster = Topology(hosts=(2, 2), inner=Level(1e-6, 1e-10), outer=Level(10e-6, 1e-9))
     >>> cluster.size, cluster.host_of.tolist()
@@ -79,25 +80,25 @@ class Topology:
 
     def __post_init__(self) -> None:
         if not self.hosts or min(self.hosts) < 1:
-            raise ValueError(f"Topology(hosts={self.hosts}): one host or more, each with one rank or more")
+            raise ValueError(f"Topology(hosts={self.hosts}): use at least one host, each with at least one rank")
         for name, value in (("gamma", self.gamma), ("meeting", self.meeting)):
             if not 0 <= value < math.inf:
-                raise ValueError(f"Topology({name}={value}): seconds a byte are 0 or more")
+                raise ValueError(f"Topology({name}={value}): seconds a byte must be finite and at least 0")
         if self.cores is not None and self.cores < 1:
-            raise ValueError(f"Topology(cores={self.cores}): one core or more, or None where they do not matter")
+            raise ValueError(f"Topology(cores={self.cores}): use at least one core, or None for no limit")
 
     @staticmethod
     def flat(size: int, alpha: float, beta: float, gamma: float = 0.0) -> Topology:
-        """Equal ranks, every pair joined by a wire of its own: the model of ``Schedule.cost(nbytes, alpha, beta)``.
+        """Equal ranks with a link between every pair: the model of ``Schedule.cost(nbytes, alpha, beta)``.
 
-        The price is the same but where one rank sends most and another one reduces most (in trees, with a gamma): there
-        the older model adds up the two, and this one tells the busier rank.
+        The price differs only where one rank sends most and another one reduces most (in trees, with a gamma): the
+        model of ``cost`` adds the two, this one takes the busier rank.
         """
         return Topology((size,), Level(alpha, beta), Level(0.0, 0.0), gamma)
 
     @staticmethod
     def measured(hosts: tuple[int, ...], found: Mapping[str, Any]) -> Topology:
-        """From what ``bench calibrate`` has written: inner, outer, gamma, cores, one_machine, meeting."""
+        """A topology from the file of ``bench calibrate``: inner, outer, gamma, cores, one_machine, meeting."""
         try:
             inner, outer = (Level(float(found[level]["alpha"]), float(found[level]["beta"])) for level in _LEVELS)
             cores = None if found.get("cores") is None else int(found["cores"])
@@ -106,7 +107,7 @@ class Topology:
             return Topology(hosts, inner, outer, gamma, cores, one_machine, meeting)
         except (KeyError, TypeError, AttributeError) as error:
             wanted = '{"inner": {"alpha": s, "beta": s}, "outer": {...}, "gamma": s, "cores": n, "one_machine": bool}'
-            raise ValueError(f"a calibration is {wanted}, seconds a message and a byte; here: {error!r}") from None
+            raise ValueError(f"a calibration must be {wanted}, in seconds a message and a byte: {error!r}") from None
 
     @cached_property
     def size(self) -> int:
@@ -118,9 +119,9 @@ class Topology:
         return np.repeat(np.arange(len(self.hosts)), self.hosts)
 
     def loads(self, step: Step) -> Ints:
-        """The counts of a step: a row for each rank sending, each receiving, each link out, each in, and the cores.
+        """The counts of a step: one row for each sending rank, receiving rank, link out, link in, and the cores.
 
-        Two hosts of one rank each, one sends a chunk to the other, which reduces it; all but the columns of cores:
+        Example: two hosts of one rank each; one sends a chunk to the other, which reduces it (without core columns):
 
         >>> pair = Topology((1, 1), Level(0, 0), Level(0, 0))
         >>> pair.loads(Step(src=0, dst=1, chunk=0, reduce=True))[:, :5].tolist()[:4]
@@ -149,15 +150,15 @@ class Topology:
             for messages, chunks in ((sends, src), (receives, dst))
         ]
         links = [_count(self.host_of[chunks], len(self.hosts), spans, leaves) for chunks in (src, dst)]
-        return self._rows(ranks, links, self._meet(src[leaves], dst[leaves]))
+        return self._rows(ranks, links, self._has_fan_in(src[leaves], dst[leaves]))
 
-    def _meet(self, src: Ints, dst: Ints) -> NDArray[np.bool_]:
-        """The hosts to which more than one other host sends."""
+    def _has_fan_in(self, src: Ints, dst: Ints) -> NDArray[np.bool_]:
+        """For each host, whether more than one other host sends to it."""
         count = len(self.hosts)
         pairs = _distinct(self.host_of[src] * count + self.host_of[dst])
         return np.bincount(pairs % count, minlength=count) > 1
 
-    def _rows(self, ranks: list[Ints], links: list[Ints], meet: NDArray[np.bool_]) -> Ints:
+    def _rows(self, ranks: list[Ints], links: list[Ints], has_fan_in: NDArray[np.bool_]) -> Ints:
         cores = [] if self.cores is None else [np.add.reduceat(each, self._machines, axis=0) for each in ranks]
         blocks = [(0, np.concatenate(ranks)), (4, np.concatenate(links)[:, None])]
         blocks += [(5, np.concatenate(cores))] if cores else []
@@ -167,7 +168,7 @@ class Topology:
             rows[at : at + len(block), column : column + block.shape[1]] = block
             at += len(block)
         links_in = rows[2 * self.size + len(self.hosts) :][: len(self.hosts)]
-        links_in[meet, 9] = links_in[meet, 4]
+        links_in[has_fan_in, 9] = links_in[has_fan_in, 4]
         return rows
 
     @cached_property
@@ -176,18 +177,18 @@ class Topology:
         return np.zeros(1, np.int64) if self.one_machine else np.cumsum((0, *self.hosts[:-1]))
 
     def weights(self, nbytes: float) -> NDArray[np.float64]:
-        """Seconds that each column of the counts stands for, where a chunk has ``nbytes``."""
+        """The seconds for one unit of each column of the counts, for chunks of ``nbytes``."""
         rank = [self.inner.alpha, self.outer.alpha, nbytes * self.inner.beta, nbytes * self.gamma]
         cores = [each / (self.cores or 1) for each in rank]
         return np.array([*rank, nbytes * self.outer.beta, *cores, nbytes * self.meeting])
 
 
 def _count(places: Ints, size: int, span: Ints | None, which: NDArray[np.bool_]) -> Ints:
-    """How often each place is among those that ``which`` marks, each counted ``span`` times."""
+    """The number of occurrences of each place among those that ``which`` marks, each counted ``span`` times."""
     weights = None if span is None else span[which]
     return np.bincount(places[which], weights, minlength=size).astype(np.int64)
 
 
 def _distinct(pairs: Ints) -> Ints:
-    """The pairs without repetition; they often come in order, and then need no sorting."""
+    """The pairs without duplicates; pairs that are already in order are not sorted."""
     return pairs if bool((pairs[1:] > pairs[:-1]).all()) else np.unique(pairs)

@@ -1,3 +1,3 @@
-"""One algorithm, one file, one cost card. Each module registers what it defines when it is imported."""
+"""The algorithms: one file and one cost card each. Importing a module registers the algorithms that it defines."""
 
 __all__: list[str] = []

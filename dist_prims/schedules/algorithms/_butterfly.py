@@ -1,15 +1,17 @@
-"""Butterflies: in every step the ranks pair up, and what a pair has exchanged the next pairs build on.
+"""Butterfly exchanges, shared by halving-doubling and Swing: in every step each rank exchanges with one peer.
 
-Who pairs with whom is all that halving-doubling and Swing differ in. Let ``peers[s][r]`` be rank r's peer in step s.
-Reducing and scattering, rank r must end with its own block, so before the last step it and its last peer together
-answer for both blocks, before that four ranks for four:
+The two algorithms differ only in their peers. Let ``peers[s][r]`` be the peer of rank r in step s. A reduce-scatter
+must leave each rank with its own block only. Let ``blocks[s][r]`` be the blocks that rank r still works on before step
+s. Counting from the end, a pair works on the blocks of both of its members before its exchange:
 
-    duty[last + 1][r] = {block of r}          duty[s][r] = duty[s + 1][r]  with  duty[s + 1][peers[s][r]]
+    blocks[last + 1][r] = {block of r}          blocks[s][r] = blocks[s + 1][r]  |  blocks[s + 1][peers[s][r]]
 
-and in step s rank r sends its peer what is the peer's duty from then on. Gathering is the same, backwards.
+Step s of a reduce-scatter: rank r sends its peer the blocks ``blocks[s + 1][peer]`` and adds what it receives to its
+own ``blocks[s + 1][r]``. After s steps its sums cover the 2^s ranks that it exchanged with, directly or indirectly;
+after the last step they cover all ranks. An all-gather runs the same steps backwards and copies instead of adding.
 
-A butterfly wants a power of two. For another size the surplus ranks first add theirs to a partner, and get the result
-from it at the end.
+The number of ranks must be a power of two, p. For any other size the surplus ranks p.. first add their data to a
+partner below p (``fold``), and receive the result from it at the end (``unfold``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,14 +29,14 @@ Bools = NDArray[np.bool_]
 
 
 def fold(size: int, chunks: Ints) -> Iterator[Step]:
-    """Ranks p.. add the chunks of all their data to ranks 0.. (p: the largest power of two)."""
+    """Add the data of the surplus ranks p.. to ranks 0..; p is the largest power of two up to ``size``."""
     p = floor_pow2(size)
     if p < size:
         yield _each(np.arange(p, size), np.arange(size - p), chunks, reduce=True)
 
 
 def unfold(size: int, chunks: Ints) -> Iterator[Step]:
-    """Ranks p.. get the chunks of the result from ranks 0.."""
+    """Copy the result from ranks 0.. to the surplus ranks p.."""
     p = floor_pow2(size)
     if p < size:
         yield _each(np.arange(size - p), np.arange(p, size), chunks, reduce=False)
@@ -44,27 +46,27 @@ def _each(src: Ints, dst: Ints, chunks: Ints, reduce: bool) -> Step:
     return Step(np.repeat(src, len(chunks)), np.repeat(dst, len(chunks)), np.tile(chunks, len(src)), reduce)
 
 
-def _duties(peers: Sequence[Ints], blocks: Bools) -> list[Bools]:
-    """duty[s][r, chunk]: whether rank r still answers for the chunk before step s."""
-    duties = [blocks]
+def _active_blocks(peers: Sequence[Ints], blocks: Bools) -> list[Bools]:
+    """active[s][r, chunk]: whether rank r still works on the chunk before step s."""
+    active = [blocks]
     for peer in reversed(peers):
-        duties.append(duties[-1] | duties[-1][peer])
-    return duties[::-1]
+        active.append(active[-1] | active[-1][peer])
+    return active[::-1]
 
 
-def _exchange(peer: Ints, duty: Bools, reduce: bool) -> Step:
-    """Every rank sends its peer the chunks of the peer's duty (reducing) or of its own (gathering)."""
-    src, chunk = np.nonzero(duty[peer] if reduce else duty)
+def _exchange(peer: Ints, after: Bools, reduce: bool) -> Step:
+    """Send the chunks that the peer (when reducing) or the sender (when gathering) works on after the step."""
+    src, chunk = np.nonzero(after[peer] if reduce else after)
     return Step(src, peer[src], chunk, reduce)
 
 
 def reduce_scatter(peers: Sequence[Ints], blocks: Bools) -> Iterator[Step]:
-    """Rank r ends with the chunks that blocks[r] marks, reduced over all ranks of the butterfly."""
-    for peer, after in zip(peers, _duties(peers, blocks)[1:], strict=True):
+    """Reduce-scatter: rank r ends with the chunks that blocks[r] marks, reduced over all ranks of the butterfly."""
+    for peer, after in zip(peers, _active_blocks(peers, blocks)[1:], strict=True):
         yield _exchange(peer, after, reduce=True)
 
 
 def gather(peers: Sequence[Ints], blocks: Bools) -> Iterator[Step]:
-    """Rank r begins with the chunks that blocks[r] marks, and every rank of the butterfly ends with all."""
-    for peer, after in reversed(list(zip(peers, _duties(peers, blocks)[1:], strict=True))):
+    """All-gather: rank r begins with the chunks that blocks[r] marks; every rank of the butterfly ends with all."""
+    for peer, after in reversed(list(zip(peers, _active_blocks(peers, blocks)[1:], strict=True))):
         yield _exchange(peer, after, reduce=False)

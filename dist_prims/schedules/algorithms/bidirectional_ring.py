@@ -1,8 +1,13 @@
-"""Two rings at once, one each way round: both directions of every link carry half of the data.
+"""Bidirectional ring all-reduce: two rings in opposite directions, each carrying half of the data.
 
-The ring uses a link in one direction only. Where links are full duplex, half of the chunks can run the other way
-meanwhile, and a step takes half the time. In the model of ``cost``, where a rank has one port, it costs the bytes of
-the ring and twice its messages; on a ring of real links it wins.
+A ring uses each link in one direction only. On full-duplex links a second ring can run in the other direction at the
+same time. The data is cut into 2n chunks: chunks 0..n-1 travel clockwise as in :mod:`.ring`, chunks n..2n-1 travel
+counter-clockwise. In step k of the reduce-scatter rank r sends chunk r-k to rank r+1 and chunk n + (r+k) to rank r-1
+(both modulo n), and adds what it receives; the n-1 steps of the all-gather follow.
+
+Each direction is correct because each one is a ring. Cost: 2(n-1) steps of 1/(2n) of the data in each direction. A
+full-duplex ring takes half the time of a single ring. The cost model gives each rank one port, so there it costs the
+same bytes as the ring and twice the messages.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,15 @@
-"""Binomial trees: everyone who knows tells somebody who does not, so that those who know double in every step.
+"""Binomial trees: broadcast, reduce, gather and scatter in log2 n steps.
 
     broadcast from 0 of 8    step 0: 0->1    step 1: 0->2 1->3    step 2: 0->4 1->5 2->6 3->7
 
-Reducing runs it backwards. Gathering and scattering send the chunks of a whole subtree in one message, nearest first
-and furthest first: log2 n messages at the root instead of n - 1, for which blocks travel more than once.
+Broadcast: in step k every rank that has the data, 0..2^k-1, sends it to the rank 2^k further on. The number of ranks
+with the data doubles in every step, and no algorithm needs fewer steps. Reduce runs the tree backwards: in step k each
+rank whose lowest set bit is 2^k sends its sum to the rank 2^k before it, so every contribution is added once.
 
-Ranks are numbered from the root on (``place``), so that any rank can be the root.
+Gather and scatter send the chunks of a whole subtree in one message; gather sends the nearest first, scatter the
+furthest first. The root has log2 n messages instead of n-1, but a chunk may travel up to log2 n times.
+
+Positions are counted from the root (``place``), so any rank can be the root.
 """
 
 from collections.abc import Iterator
@@ -38,11 +42,11 @@ def reduce(size: int, root: int = 0) -> Iterator[Step]:
 
 
 def _subtrees(size: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(place of a subtree's head, place of one of its members) for the subtrees of 2^step places."""
+    """(place of a subtree's head, place of one of its members) for the subtrees of 2^step places that are sent."""
     member = np.arange(size)
     head = member >> step << step
-    hangs = (head >> step & 1) == 1
-    return head[hangs], member[hangs]
+    is_child = (head >> step & 1) == 1
+    return head[is_child], member[is_child]
 
 
 @algorithm("gather", name="binomial", card=Card("L", "max(n-q, q//2)/n", "small data", SOURCE, HALF))

@@ -1,13 +1,16 @@
-"""Bruck: all-gather and all-to-all in log2 n steps for any size, powers of two or not.
+"""Bruck's algorithms: all-gather and all-to-all in ceil(log2 n) steps for any number of ranks.
 
-All-gather: rank r always holds a run of chunks r, r+1, ... and gets from the rank 1, 2, 4, ... further on the run that
-continues its own; the last step brings only what is still missing. All-to-all: a block for the rank i places on goes
-there by the powers of two in i, all blocks with one power in one message:
+All-gather: before step k rank r holds the 2^k chunks r, r+1, ... (modulo n). In step k it receives from rank r + 2^k
+the chunks that continue them. The last step brings only the chunks that are still missing, so each rank receives n-1
+chunks, as few as possible.
 
-    size 6, a block for the rank 5 places on (5 = 1 + 4)    step 0: +1, rests there    step 2: +4, has arrived
+All-to-all: a block for the rank i places further travels by the powers of two in i. In step k rank r sends to rank
+r + 2^k, in one message, every block that it holds whose i has bit k set:
 
-The first hop is read from the input and the last one written to the output; between them a block rests in scratch.
-Fewer messages, for which a block travels up to log2 n times: for small blocks.
+    size 6, a block for the rank 5 places further (5 = 1 + 4)    step 0: +1, into scratch    step 2: +4, arrives
+
+The first hop reads the input, the last one writes the output, and the hops between go through scratch. A block travels
+up to log2 n times, so the algorithm pays for small blocks only.
 """
 
 from collections.abc import Iterator
@@ -45,9 +48,9 @@ def all_to_all(size: int) -> Iterator[Step]:
     if size == 1:
         yield keep
     for step in range(ceil_log2(size)):
-        way = np.arange(1, size)
-        way = way[(way >> step & 1) == 1]
-        src, i = np.repeat(rank, len(way)), np.tile(way, size)
+        distance = np.arange(1, size)
+        distance = distance[(distance >> step & 1) == 1]
+        src, i = np.repeat(rank, len(distance)), np.tile(distance, size)
         dst = (src + (1 << step)) % size
         chunk = np.where(i & ((1 << step) - 1), scratch + i, (src + i) % size)
         into = np.where(i >> step > 1, scratch + i, output + (dst - i) % size)

@@ -1,9 +1,13 @@
-"""Direct: every rank sends to every other rank at once. As few steps as there can be, as many messages.
+"""Direct exchange: every rank sends to every other rank at once. The fewest steps, and the most messages.
 
-all_reduce has two forms. In one shot each rank sends its whole buffer to all and adds what it gets: one step, n-1
-buffers. In two shots each rank is the adder of one chunk and sends the sum to all: two steps, the bytes of a ring.
-Sums go in rank order on every rank (a copy of rank 0's, then one after the other), since ranks that each began with
-their own number would end with different last bits.
+All-reduce has two forms:
+
+- One shot (``direct``): each rank sends its whole buffer to all ranks and adds what it receives. 1 step, n-1 buffers.
+- Two shots (``two_shot``): rank r receives chunk r of all ranks and adds it up, then sends the sum to all ranks. 2
+  steps, as many bytes as a ring.
+
+Every rank adds in rank order: a copy of rank 0's data, then the others one after the other. If each rank began with
+its own data, the results would differ in the last bits.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
-"""Dissemination: a barrier in log2 n steps for any size.
+"""Dissemination barrier: ceil(log2 n) steps for any number of ranks.
 
-In step k rank r tells the rank 2^k places on of everybody it has heard of. After ceil(log2 n) steps everyone has heard
-of everyone; of some twice, which an arrival, unlike a number in a sum, can stand.
+In step k rank r sends to rank r + 2^k (modulo n) the set of ranks of whose arrival it knows. Before step k rank r knows
+of the 2^k ranks r, r-1, ..., so after ceil(log2 n) steps every rank knows of all ranks. If n is not a power of two a
+rank learns of some arrivals twice, which is harmless for a barrier, though it would be wrong for a sum.
 """
 
 from collections.abc import Iterator

@@ -1,15 +1,17 @@
-"""Recursive halving and doubling: the bytes of a ring in a logarithm of its steps.
+"""Recursive halving and doubling: as few bytes as a ring, in 2 log2 n steps instead of 2(n-1).
 
-Halving: exchange half of the data with the rank half the group away, then a quarter with the rank a quarter away, ...
-until each rank holds one reduced chunk. Doubling runs the same exchanges backwards and gathers the chunks.
+Halving (reduce-scatter): in step k each rank exchanges with the rank at distance p/2^(k+1). It sends the half of its
+current chunks that the peer keeps, and adds what it receives to the half that it keeps. The distances halve, and so
+does the data; after log2 p steps each rank holds one chunk, reduced over all ranks. Doubling (all-gather) runs the
+same exchanges backwards. :mod:`._butterfly` has the argument for correctness.
 
     size 4, step 0    0 <-> 2    1 <-> 3    2 chunks each way: 0 and 1 keep chunks 0-1, 2 and 3 keep chunks 2-3
             step 1    0 <-> 1    2 <-> 3    1 chunk each way: rank r now has chunk r of all ranks
             step 2    0 <-> 1    2 <-> 3    1 chunk back
             step 3    0 <-> 2    1 <-> 3    2 chunks back
 
-For a size that is no power of two, the ranks beyond the largest one hand their data to a partner first and get the
-result from it last: two steps with the whole buffer, which a ring does not need.
+If the size is not a power of two, the ranks above the largest power of two p first add their data to a partner, and
+receive the result from it at the end: two further steps with the whole buffer, which a ring does not have.
 """
 
 from collections.abc import Iterator
@@ -28,7 +30,7 @@ SOURCE = "Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005"
 
 
 def distances(p: int) -> list[NDArray[np.int64]]:
-    """Peers at distance p/2, p/4, ..., 1."""
+    """The peers of every rank at distance p/2, p/4, ..., 1."""
     return [np.arange(p) ^ distance for distance in (p >> np.arange(1, p.bit_length())).tolist()]
 
 
@@ -36,7 +38,7 @@ def distances(p: int) -> list[NDArray[np.int64]]:
     "all_reduce",
     name="halving_doubling",
     chunks=floor_pow2,
-    card=Card("2*l + 2*min(n-p, 1)", "2*(p-1)/p + min(n-p, 1)", "middling and large data, powers of two", SOURCE),
+    card=Card("2*l + 2*min(n-p, 1)", "2*(p-1)/p + min(n-p, 1)", "medium and large data, powers of two", SOURCE),
 )
 def all_reduce(size: int) -> Iterator[Step]:
     p = floor_pow2(size)
@@ -48,7 +50,7 @@ def all_reduce(size: int) -> Iterator[Step]:
 
 
 def _with_surplus(size: int) -> NDArray[np.bool_]:
-    """Chunks of each rank of the butterfly: its own, and those of the rank whose partner it is."""
+    """The chunks of each rank of the butterfly: its own chunk, and that of the surplus rank whose partner it is."""
     p = floor_pow2(size)
     own: NDArray[np.bool_] = np.arange(size) % p == np.arange(p)[:, None]
     return own
@@ -57,7 +59,7 @@ def _with_surplus(size: int) -> NDArray[np.bool_]:
 @algorithm(
     "reduce_scatter",
     name="halving",
-    card=Card("l + 2*min(n-p, 1)", "(n - 1 + min(n-p, 1))/n", "middling data", SOURCE),
+    card=Card("l + 2*min(n-p, 1)", "(n - 1 + min(n-p, 1))/n", "medium data", SOURCE),
 )
 def reduce_scatter(size: int) -> Iterator[Step]:
     p = floor_pow2(size)
@@ -69,7 +71,7 @@ def reduce_scatter(size: int) -> Iterator[Step]:
 
 
 def _chunks_of_rank_0(n: int) -> int:
-    """What it passes on in each step: its side's chunks, those of the surplus among them; all, if it has a partner."""
+    """Chunks that rank 0 sends: in each step those of its side, surplus included; all to its partner, if it has one."""
     surplus = n - floor_pow2(n)
     sides = (1 << step for step in range(n.bit_length() - 1))
     return sum(side + min(side, surplus) for side in sides) + (n if surplus else 0)

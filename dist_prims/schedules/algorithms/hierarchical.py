@@ -1,15 +1,20 @@
-"""Hierarchical: inside each host first, where links are fast, then between hosts, each rank with its share.
+"""Hierarchical all-reduce: reduce-scatter within each host, all-reduce between hosts, all-gather within each host.
 
-A flat ring sends most of the data over the slow links between hosts once for each rank on the way. Here the ranks of a
-host reduce-scatter among themselves, so that each holds a share of the host's sum; the ranks that hold the same share
-on their hosts all-reduce it, all shares at once over all links; and inside each host the shares are gathered.
+A flat ring sends most of the data over the slow links between hosts once for each rank. Here the work has three phases:
+
+1. The ranks of each host reduce-scatter, so that each holds one share of the host's sum.
+2. The ranks that hold the same share on their hosts all-reduce it; all shares run at once and use all links.
+3. The ranks of each host all-gather the shares.
 
     2 hosts of 2 ranks    reduce_scatter in hosts    0-1        2-3       0 and 2 hold chunks 0-1, 1 and 3 chunks 2-3
                           all_reduce between         0-2  1-3             of their hosts, then of all
                           all_gather in hosts        0-1        2-3
 
-Hosts may have different numbers of ranks. The data is then cut so finely that every piece has one owner on each host,
-and a rank of a small host owns more pieces: hosts of 2 and 3 ranks share 6 units, 3 or 2 to a rank.
+Correctness: after phase 1 each share has exactly one owner on each host, which holds the sum over that host; phase 2
+adds these sums, each once.
+
+Hosts may have different numbers of ranks. The data is then cut into so many units that every host can share them
+evenly, and a rank of a small host owns more units: hosts of 2 and 3 ranks share 6 units, 3 or 2 for each rank.
 """
 
 import itertools
@@ -30,7 +35,7 @@ Ints = NDArray[np.int64]
 
 
 def _fair_share(size: int) -> int:
-    """Ranks a host where nothing is said: the largest divisor of size up to its root."""
+    """The default number of ranks a host: the largest divisor of ``size`` up to its square root."""
     return max(m for m in range(1, math.isqrt(size) + 1) if size % m == 0)
 
 
@@ -40,7 +45,7 @@ def _hosts(size: int, hosts: Sequence[int] | None) -> tuple[int, ...]:
         return (each,) * (size // each)
     given = tuple(hosts) if isinstance(hosts, Sequence) else (hosts,)
     if not all(isinstance(ranks, int) and ranks > 0 for ranks in given) or sum(given) != size:
-        raise ValueError(f"hierarchical: hosts={given} must be the ranks of each host, 1 or more, {size} in all")
+        raise ValueError(f"hierarchical: hosts={given} must be the number of ranks of each host (>= 1), {size} in all")
     return given
 
 
@@ -51,7 +56,7 @@ def _outer(outer: str, hosts: tuple[int, ...]) -> Schedule:
 
 
 def _units(hosts: tuple[int, ...]) -> int:
-    """The least number of units that every host's ranks can share evenly."""
+    """The smallest number of units that the ranks of every host can share evenly."""
     return math.lcm(*hosts)
 
 
@@ -62,21 +67,22 @@ def _chunks(size: int, inner: str, outer: str, hosts: Sequence[int] | None) -> i
 
 
 class _Groups:
-    """Runs the steps of a small schedule in many groups of ranks at once.
+    """Many groups of ranks that run the steps of one small schedule at the same time.
 
-    ``ranks[g]``: the ranks of group g; ``first[g]``: where its chunks begin; each of its chunks is ``width`` of ours.
+    ``ranks[g]``: the ranks of group g; ``first[g]``: its first chunk; ``width``: the number of chunks of the whole
+    schedule that make up one chunk of the small schedule.
     """
 
     def __init__(self, ranks: Ints, first: Ints, width: int) -> None:
         self.ranks, self.first, self.width = ranks, first, width
-        self._small: list[NDArray[Any]] = []  # who sends to whom in the step that was spread last,
-        self._wide: list[NDArray[Any]] = []  # and among all groups
+        self._small: list[NDArray[Any]] = []  # src, dst and reduce of the last step that was spread,
+        self._wide: list[NDArray[Any]] = []  # and the same columns for all groups
 
     def spread(self, step: Step) -> Step:
         """The rows of all groups, each standing for ``width`` chunks.
 
-        A ring's next step differs in its chunks only, and what stays is not written out again: of 100,000 ranks that
-        would be most of the work.
+        Consecutive steps of a ring differ in their chunks only. The other columns are then reused: for 100,000 ranks
+        their computation would be most of the work.
         """
         small = [step.src, step.dst, step.reduce]
         if not self._small or not all(map(np.array_equal, small, self._small)):
@@ -91,13 +97,13 @@ class _Groups:
 
 
 def _inside(kind: str, inner: str, hosts: tuple[int, ...], chunks: int) -> Iterator[Step]:
-    """One collective in every host, all hosts at once; hosts of one size are groups of one schedule."""
+    """One collective within every host, all hosts at once; hosts of equal size are groups of one schedule."""
     begins, sizes = np.cumsum((0, *hosts[:-1])), np.array(hosts)
     schedules = [build(kind, inner, m) for m in sorted(set(hosts))]
     groups = []
     for schedule in schedules:
-        alike = begins[sizes == schedule.size]
-        ranks, first = alike[:, None] + np.arange(schedule.size), np.zeros_like(alike)
+        first_ranks = begins[sizes == schedule.size]
+        ranks, first = first_ranks[:, None] + np.arange(schedule.size), np.zeros_like(first_ranks)
         groups.append(_Groups(ranks, first, chunks // schedule.chunks))
     for steps in itertools.zip_longest(*(schedule.steps for schedule in schedules)):
         wide = [
@@ -121,7 +127,7 @@ def all_reduce(
     between = _outer(outer, shape)
     unit = np.arange(units)
     begins = np.cumsum((0, *shape[:-1]))
-    owners = begins[None, :] + unit[:, None] * np.array(shape)[None, :] // units  # of each unit on each host
+    owners = begins[None, :] + unit[:, None] * np.array(shape)[None, :] // units  # owners[unit, host]: a rank
     yield from _inside("reduce_scatter", inner, shape, chunks)
     groups = _Groups(owners, unit * (chunks // units), chunks // units // between.chunks)
     for step in between.steps:

@@ -1,9 +1,13 @@
-"""Broadcast and reduce of large data: nobody should send it twice, and no link should wait.
+"""Broadcast and reduce of large data: every rank sends less than two buffers, and the links stay busy.
 
-A binomial tree's root sends the whole buffer log2 n times. Two ways out. *Chain*: a row of ranks, each passing chunk c
-on while chunk c+1 comes in; with enough chunks the time is that of one buffer over one link. *Scatter + all-gather*
-(van de Geijn): the root hands out a chunk to each rank, and a ring collects them: less than two buffers, whatever the
-size. Reducing is the same backwards: a ring reduce-scatter, then a gather to the root. (Rabenseifner's algorithm of
+The root of a binomial tree sends the whole buffer log2 n times. Two alternatives for a broadcast:
+
+- *Chain*: the ranks form a line from the root. In step t the rank at place i forwards chunk t-i to place i+1. With k
+  chunks the last one arrives after n-2+k steps of 1/k of the data: for large k, the time of one buffer over one link.
+- *Scatter + all-gather* (van de Geijn): the root scatters one chunk to each rank, and a ring all-gathers them. The
+  ranks send less than two buffers, whatever the size.
+
+Reduce runs the second one backwards: a ring reduce-scatter, then a gather to the root. (Rabenseifner's algorithm of
 2004 has the same two phases with recursive halving in the first: fewer messages, but only for powers of two.)
 """
 
@@ -53,7 +57,7 @@ def scatter_all_gather(size: int, root: int = 0) -> Iterator[Step]:
         "n - 1 + L",
         "(n-1 + max(n-q, q//2))/n",
         "large data, few ranks",
-        "ring and binomial tree: see there",
+        "ring, then binomial tree",
         binomial.HALF,
     ),
 )

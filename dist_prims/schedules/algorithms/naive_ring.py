@@ -1,15 +1,18 @@
-"""The unchunked ring that tutorials begin with, kept beside the real one: the naive twin.
+"""Naive ring all-reduce without chunks, as in beginners' tutorials: the counterexample to :mod:`.ring`.
 
-Every rank sends its whole buffer to the next, which adds it to its sum and passes *the buffer* on:
+In every step each rank sends a whole buffer to the next rank. It adds each buffer that it receives to its sum, and
+forwards *the buffer*, not the sum:
 
     size 3       rank 0            rank 1            rank 2
     step 0       gets b2           gets b0           gets b1
     step 1       sum a0+b2         sum a1+b0         sum a2+b1         and the buffers move one rank further
     step 2       (a0+b2)+b1        (a1+b0)+b2        (a2+b1)+b0        three ranks, three orders of addition
 
-Two faults to learn from. It sends n-1 buffers a rank where the chunked ring sends less than 2. And each rank adds in an
-order of its own, so that the results may differ in the last bits and replicas of a model drift apart: the proof says
-so, and the algorithm has to be registered with ``replicas="may differ"``.
+Every rank receives every buffer once, so the sums are complete. The algorithm has two faults:
+
+- Each rank sends n-1 buffers; with chunks a ring sends less than 2.
+- Each rank adds in an order of its own, so the results may differ in the last bits and the replicas of a model drift
+  apart. The proof reports it, and the algorithm must be registered with ``replicas="may differ"``.
 """
 
 from collections.abc import Iterator
@@ -22,7 +25,7 @@ from ..schedule import Step
 
 __all__ = ["all_reduce"]
 
-SUM, PASSING = 0, 1
+SUM, BUFFER = 0, 1  # chunk numbers: the result, and the buffer that is forwarded
 
 
 @algorithm(
@@ -36,9 +39,9 @@ SUM, PASSING = 0, 1
 def all_reduce(size: int) -> Iterator[Step]:
     rank = np.arange(size)
     right = (rank + 1) % size
-    add = Step(src=rank, dst=rank, chunk=PASSING, into=SUM, reduce=True)  # what came in the step before
+    add = Step(src=rank, dst=rank, chunk=BUFFER, into=SUM, reduce=True)  # the buffer received in the previous step
     if size > 1:
-        yield Step(src=rank, dst=right, chunk=SUM, into=PASSING)
+        yield Step(src=rank, dst=right, chunk=SUM, into=BUFFER)
         for _ in range(size - 2):
-            yield Step.concat([Step(src=rank, dst=right, chunk=PASSING), add])
+            yield Step.concat([Step(src=rank, dst=right, chunk=BUFFER), add])
         yield add

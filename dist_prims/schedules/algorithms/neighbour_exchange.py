@@ -1,13 +1,16 @@
-"""Neighbour exchange: half the steps of a ring, still between neighbours only.
+"""Neighbour exchange all-gather: n/2 steps, half as many as a ring, between neighbours only.
 
-A ring passes one chunk a step in one direction. Here neighbours *exchange*: even ranks turn to the right, then to the
-left, and so on, and after the first step each passes on the two chunks that it got last.
+A ring moves one chunk a step in one direction. Here neighbours *exchange*. In step 0 each rank exchanges its own chunk
+with one neighbour, so each pair holds a pair of chunks. In every further step each rank exchanges with its other
+neighbour, alternating, and sends the pair of chunks that it received last (in step 1: its own pair). Each step brings a
+new pair, so after n/2 steps every rank has all n chunks.
 
     size 6, step 0    0-1 2-3 4-5    each its own chunk: pairs 01, 23, 45 are known to their members
             step 1    1-2 3-4 5-0    each its pair
             step 2    0-1 2-3 4-5    each the pair it got in step 1
 
-An odd rank out joins by way of its neighbour, which takes its chunk along and hands it what comes in.
+If n is odd, the last rank is a guest of its neighbour: the neighbour sends the guest's chunk with its own, and forwards
+to the guest what it receives.
 """
 
 from collections.abc import Iterator
@@ -33,34 +36,36 @@ def _exchange(even: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64
     card=Card(
         "(n - n%2)/2 + 2*(n%2)*min(n-1, 1)",
         "(n - 1 + (n%2)*max(0, n - max(0, 4-n)))/n",
-        "middling data, even sizes, neighbours near by",
+        "medium data, even sizes, ranks next to each other",
         "Chen, Zhang, Zhang et al. 2005 (Open MPI)",
     ),
 )
 def all_gather(size: int) -> Iterator[Step]:
     even, last = size - size % 2, size - size % 2 - 1
-    odd_one_out = size % 2 == 1 and size > 1
-    if odd_one_out:
+    has_guest = size % 2 == 1 and size > 1
+    if has_guest:
         yield Step(src=even, dst=last, chunk=even)
-    newest = np.arange(even) // 2  # the pair of chunks that a rank got last; at first its own
+    newest = np.arange(even) // 2  # the pair of chunks that each rank received last; at first its own pair
     for step in range(even // 2):
         rank, peer = _exchange(even, step)
-        exchange = _pairs(rank, peer, newest, even, odd_one_out) if step else _own(rank, peer, even, odd_one_out)
-        told = [[last], [last - 1]][step] if step < 2 else [2 * newest[last], 2 * newest[last] + 1]
-        yield Step.concat([exchange, Step(src=last, dst=even, chunk=told)] if odd_one_out else [exchange])
+        exchange = _pairs(rank, peer, newest, even, has_guest) if step else _own(rank, peer, even, has_guest)
+        forwarded = [[last], [last - 1]][step] if step < 2 else [2 * newest[last], 2 * newest[last] + 1]
+        yield Step.concat([exchange, Step(src=last, dst=even, chunk=forwarded)] if has_guest else [exchange])
         newest = newest[peer] if step else newest
-    if odd_one_out:
-        told = [last - 1] if even == 2 else [2 * newest[last], 2 * newest[last] + 1]
-        yield Step(src=last, dst=even, chunk=told)
+    if has_guest:
+        forwarded = [last - 1] if even == 2 else [2 * newest[last], 2 * newest[last] + 1]
+        yield Step(src=last, dst=even, chunk=forwarded)
 
 
-def _own(rank: NDArray[np.int64], peer: NDArray[np.int64], even: int, odd_one_out: bool) -> Step:
-    guest = [Step(src=even - 1, dst=peer[even - 1], chunk=even)] if odd_one_out else []
+def _own(rank: NDArray[np.int64], peer: NDArray[np.int64], even: int, has_guest: bool) -> Step:
+    """Step 0: each rank sends its own chunk, and the host of the guest sends the guest's chunk too."""
+    guest = [Step(src=even - 1, dst=peer[even - 1], chunk=even)] if has_guest else []
     return Step.concat([Step(rank, peer, rank), *guest])
 
 
 def _pairs(
-    rank: NDArray[np.int64], peer: NDArray[np.int64], newest: NDArray[np.int64], even: int, odd_one_out: bool
+    rank: NDArray[np.int64], peer: NDArray[np.int64], newest: NDArray[np.int64], even: int, has_guest: bool
 ) -> Step:
-    guest = rank[newest == even // 2 - 1] if odd_one_out else rank[:0]
+    """A later step: each rank sends its newest pair; the guest's chunk travels with the last pair."""
+    guest = rank[newest == even // 2 - 1] if has_guest else rank[:0]
     return Step.concat([Step(rank, peer, 2 * newest), Step(rank, peer, 2 * newest + 1), Step(guest, peer[guest], even)])

@@ -1,7 +1,8 @@
-"""Pairwise exchange: all-to-all in n - 1 rounds, each rank sending one block and receiving one.
+"""Pairwise exchange: all-to-all in n-1 steps, in each of which every rank sends one block and receives one.
 
-Everything at once makes n - 1 messages pile up at a rank's port. In round i rank r sends to the rank i places on and
-receives from the rank i places before: every port is busy in every round, with one block each way.
+If all messages start at once, n-1 messages compete for the port of each rank. Here, in step i, rank r sends its block
+to rank r + i and receives one from rank r - i (modulo n). Every port is busy in every step with one block each way,
+and i runs over all distances, so every pair is served once.
 """
 
 from collections.abc import Iterator

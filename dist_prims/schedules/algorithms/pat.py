@@ -1,11 +1,17 @@
-"""PAT, parallel aggregated trees: a binomial tree for every rank at once, the furthest hops first.
+"""PAT (parallel aggregated trees): all-gather and reduce-scatter by one binomial tree for every rank at once.
 
-Like Bruck it gathers in log2 n steps for any size, but in the other order: a chunk goes half the group away while it is
-alone, and only the last hops, between neighbours, carry many chunks. On networks whose far links are the scarce ones,
-that is the right way round. ``aggregate`` limits the chunks of a message, as buffers of a fixed size do: steps with
-more are done in turns. Reduce-scatter is the same backwards.
+In each step a rank sends the chunks that it holds to the rank ``distance`` further on (except those that would come
+back to their owner or beyond), and the distance halves from step to step:
 
     size 8, chunk 0    step 0: 0->4    step 1: 0->2 4->6    step 2: 0->1 2->3 4->5 6->7    (Bruck: nearest first)
+
+Before the step with distance d a chunk of rank r is on the ranks r, r + 2d, r + 4d, ...; after it, on r, r + d, r + 2d,
+...; so after distance 1 it is on all ranks. Like Bruck's algorithm PAT takes log2 n steps for any size. Bruck's sends
+the nearest first; in PAT a chunk travels far while it is alone, and only the last hops, between neighbours, carry many
+chunks. Networks with scarce long-distance links profit.
+
+``aggregate`` limits the number of chunks in a message, as buffers of fixed size do: a step with more chunks becomes
+several steps. Reduce-scatter runs the same steps backwards and adds.
 """
 
 from collections.abc import Iterator
@@ -18,18 +24,18 @@ from ..schedule import Step
 
 __all__ = ["all_gather", "reduce_scatter"]
 
-CARD = Card("L", "(n-1)/n", "small and middling data on tapered networks", "Jeaugey, PAT, 2025 (NCCL 2.23)")
+CARD = Card("L", "(n-1)/n", "small and medium data on tapered networks", "Jeaugey, PAT, 2025 (NCCL 2.23)")
 
 
 def _hops(size: int, aggregate: int | None) -> list[Step]:
-    """The hops of all chunks: the chunk of the rank ``offset`` places before a rank goes ``distance`` further."""
+    """The steps: each rank sends the chunk of the rank ``offset`` places before it to the rank ``distance`` further."""
     if aggregate is not None and aggregate < 1:
-        raise ValueError(f"pat: aggregate={aggregate}; a message holds 1 chunk or more")
+        raise ValueError(f"pat: aggregate={aggregate}; it must be at least 1 chunk a message")
     steps = []
     for distance in (1 << step for step in reversed(range(ceil_log2(size)))):
         offsets = np.arange(0, size - distance, 2 * distance)
-        turn = aggregate or len(offsets)
-        for some in (offsets[at : at + turn] for at in range(0, len(offsets), turn)):
+        most = aggregate or len(offsets)
+        for some in (offsets[at : at + most] for at in range(0, len(offsets), most)):
             rank, offset = np.repeat(np.arange(size), len(some)), np.tile(some, size)
             steps.append(Step(src=rank, dst=(rank + distance) % size, chunk=(rank - offset) % size))
     return steps

@@ -1,11 +1,16 @@
-"""Recursive doubling: exchange everything with a rank 1 away, then 2 away, then 4: after log2 n steps all know all.
+"""Recursive doubling: all-reduce and scans in log2 n steps, for data so small that only the number of steps counts.
+
+All-reduce: in step k each rank exchanges its whole sum with the rank at distance 2^k and adds what it receives. After
+step k each group of 2^(k+1) ranks holds its common sum, and after log2 n steps all ranks hold the sum of all:
 
     size 4, step 0    0 <-> 1    2 <-> 3    0 and 1 hold r0+r1, 2 and 3 hold r2+r3
             step 1    0 <-> 2    1 <-> 3    all hold (r0+r1)+(r2+r3)
 
-No algorithm has fewer steps, and each moves the whole buffer: for data so small that only steps count. Both sides of a
-pair add the same two sums, so all ranks end with the same bits. A scan needs no pairs: rank r adds what it gets from
-rank r - 1, then r - 2, then r - 4, and never counts anybody twice, because what it gets ends where its own begins.
+No algorithm has fewer steps; each step moves the whole buffer. Both ranks of a pair add the same two sums, so all ranks
+end with the same bits.
+
+Scan: in step k rank r adds what it receives from rank r - 2^k. Before the step its sum covers the 2^k ranks up to r,
+and the received one covers the 2^k ranks before them, so no contribution is counted twice.
 """
 
 from collections.abc import Iterator
@@ -36,7 +41,7 @@ def all_reduce(size: int) -> Iterator[Step]:
 
 
 def _scan(first: int, size: int) -> Iterator[Step]:
-    """Ranks first.. of a group; rank r adds what ranks first..r-1 hold."""
+    """Inclusive scan over the ranks ``first`` and above: rank r adds what ranks first..r-1 hold."""
     for step in range(ceil_log2(max(size - first, 1))):
         rank = np.arange(first, size - (1 << step))
         yield Step(src=rank, dst=rank + (1 << step), chunk=0, reduce=True)
@@ -58,5 +63,5 @@ def scan(size: int) -> Iterator[Step]:
 def exclusive_scan(size: int) -> Iterator[Step]:
     rank = np.arange(size - 1)
     if size > 1:
-        yield Step(src=rank, dst=rank + 1, chunk=0)  # every rank takes its neighbour's data, then an ordinary scan
+        yield Step(src=rank, dst=rank + 1, chunk=0)  # every rank copies its predecessor's data; a plain scan follows
     yield from _scan(1, size)

@@ -1,7 +1,9 @@
-"""Ring: every rank sends to the next rank only, and every link is busy in every step.
+"""Ring: all-reduce, reduce-scatter and all-gather in which every rank sends to the next rank only.
 
-Sending the whole buffer round would move ``n-1`` buffers a rank. The idea: cut it into n chunks and let chunk c start
-its journey at rank c. In n-1 steps it passes every rank, each adding its own, and is complete at rank c-1:
+Sending whole buffers round the ring would move n-1 buffers a rank. Instead the data is cut into n chunks, and chunk c
+starts at rank c. Reduce-scatter: in step k rank r sends chunk r-k to rank r+1 and adds what it receives (all modulo
+n). In n-1 steps a chunk visits every rank, each of which adds its own data once, so it is complete at rank c-1.
+All-gather: the complete chunks travel round once more and replace the partial ones.
 
     size 3       rank 0              rank 1              rank 2
     start        a0    b0    c0      a1    b1    c1      a2    b2    c2
@@ -11,8 +13,8 @@ its journey at rank c. In n-1 steps it passes every rank, each adding its own, a
     step 2      [a012] b120  c20     a01  [b120] c201    a012  b12  [c201]
     step 3       a012  b120 [c201]  [a012] b120  c201    a012 [b120] c201
 
-Each step moves 1/n of the data, so a rank sends 2(n-1)/n of it in all: no algorithm sends less. The price is 2(n-1)
-steps, each waiting for a neighbour: a long time to say little.
+Every link is busy in every step with 1/n of the data, so a rank sends 2(n-1)/n of the data: no algorithm sends less.
+The price is 2(n-1) steps, each of which waits for a neighbour: a ring is slow for small data.
 """
 
 from collections.abc import Iterator
@@ -40,7 +42,7 @@ def all_reduce(size: int) -> Iterator[Step]:
 @algorithm("reduce_scatter", name="ring", card=Card("n-1", "(n-1)/n", "large data", SOURCE))
 def reduce_scatter(size: int) -> Iterator[Step]:
     rank = np.arange(size)
-    for step in range(size - 1):  # one rank earlier than in all_reduce, so that rank r completes chunk r
+    for step in range(size - 1):  # shifted by one rank against all_reduce, so that rank r completes chunk r
         yield Step(src=rank, dst=(rank + 1) % size, chunk=(rank - 1 - step) % size, reduce=True)
 
 

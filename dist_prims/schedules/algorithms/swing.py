@@ -1,15 +1,17 @@
-"""Swing: the butterfly for a ring or torus of wires, with peers that are near by.
+"""Swing all-reduce: a butterfly whose peers are close to each other on a ring or torus network.
 
-Halving-doubling pairs ranks up to half the group apart, and on a torus such messages share the wires between. Swing
-pairs each rank with one to the left, then to the right, ... at distances 1, -1, 3, -5, 11, -21: each step's peers are
-at most about half as far away, and no two ranks meet twice.
-
-The topologies of this library have hosts and links but no torus, so the cost model prices Swing like halving-doubling:
-what a torus would gain shows on a torus only.
+Halving-doubling pairs ranks up to half the group apart, and on a torus such messages share the links between them.
+Swing pairs each rank with one to the left, then to the right, ... at distances 1, -1, 3, -5, 11, -21:
 
     distance(s) = 1 - 2 + 4 - ... ± 2^s          peer of an even rank r: r + distance(s), of an odd one: r - distance(s)
 
     size 8, step 0    0-1  2-3  4-5  6-7         step 1    0-7  2-1  4-3  6-5         step 2    0-3  2-5  4-7  6-1
+
+In each step the peers are at most about half as far apart as in halving-doubling. No two ranks meet twice, directly or
+through others, so each exchange adds new contributions; :mod:`._butterfly` does the rest.
+
+The topologies of this library have hosts and links but no torus. The cost model therefore prices Swing like
+halving-doubling, and the gain shows on a real torus only.
 """
 
 from collections.abc import Iterator

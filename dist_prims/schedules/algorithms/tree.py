@@ -1,20 +1,24 @@
-"""Trees: reduce from the leaves to a root, broadcast back, chunk after chunk, so that all levels work at once.
+"""Tree all-reduce: reduce from the leaves to a root, then broadcast back, pipelined chunk by chunk.
 
-A tree is as shallow as a logarithm, but whole buffers would climb it one level at a time. Cut into k chunks, chunk c
-leaves a node one step after chunk c-1, and the tree is a pipeline: 2 log2 n + k - 1 steps of 1/k of the data.
+A tree has only log2 n levels, but whole buffers would pass them one level at a time. Cut into k chunks, chunk c leaves
+a node one step after chunk c-1, so all levels work at once: 2 log2 n + k - 1 steps of 1/k of the data.
 
     size 8, one tree (ranks in order, left to right)          height 3 (the root's) down to 0
 
-            0                     rank r hangs from r with its lowest set bit cleared and the next one set:
-            └───────4             1 -> 2, 2 -> 4, 3 -> 2, 5 -> 6, 6 -> 4, 7 -> 6; 4, which has none above it, -> 0
+            0                     the parent of rank r: clear the lowest set bit of r and set the next one:
+            └───────4             1 -> 2, 2 -> 4, 3 -> 2, 5 -> 6, 6 -> 4, 7 -> 6; 4 has no such parent, so 4 -> 0
                 2       6
               1   3   5   7
 
-Its weak point: inner ranks send three times what a leaf does, and half of all ranks are leaves. The *double tree* gives
-half of the data to a second tree in which no inner rank of the first is inner again, so a rank sends at most twice the
-data, in a logarithm of steps. Where the size is even the second tree is the mirror image of the first. Where it is odd
-both trees leave out place 0 of the tree of one rank more, whose only child becomes the root; the inner ranks are then
-the odd ones, and the second tree is moved on by one rank, so that its inner ranks are the even ones from 2 on.
+In step t a node of height h sends chunk t-h to its parent, which adds it; a node receives chunk c only after its parent
+has the complete sum. Each node adds its own data once and every rank receives a copy of the root's sum, so all ranks
+end with the same bits.
+
+The weakness of one tree: inner ranks send three times as much as leaves, and half of all ranks are leaves. The *double
+tree* gives half of the data to a second tree, in which no inner rank of the first tree is an inner rank again. A rank
+then sends at most twice the data, in a logarithmic number of steps. If the size is even, the second tree is the mirror
+image of the first. If it is odd, both trees are the tree of one rank more without place 0, whose only child becomes the
+root. Its inner ranks are odd; the second tree is shifted by one rank, so that its inner ranks are even, from 2 on.
 
     size 5, two trees         3             4            inner ranks 1 and 3, and 2 and 4
                             1   4         2   0
@@ -38,12 +42,12 @@ CHUNKS = 4
 
 def at_least_one(size: int, chunks: int) -> int:
     if chunks < 1:
-        raise ValueError(f"chunks={chunks}: data is split into 1 chunk or more")
+        raise ValueError(f"chunks={chunks}; the data needs at least 1 chunk")
     return chunks
 
 
 def parents(size: int) -> Ints:
-    """The parent of each rank 1..; that of the root, rank 0, is -1."""
+    """The parent of each rank; -1 for the root, rank 0."""
     rank = np.arange(size)
     low = rank & -rank
     above = (rank ^ low) | (low << 1)
@@ -51,7 +55,7 @@ def parents(size: int) -> Ints:
 
 
 def _levels(parent: Ints) -> tuple[Ints, Ints]:
-    """(height, depth) of each rank: steps to its furthest leaf, and to the root."""
+    """(height, depth) of each rank: the distances to its furthest leaf and to the root."""
     depth, height = np.zeros_like(parent), np.zeros_like(parent)
     below, above = np.arange(len(parent)), parent.copy()
     for level in range(1, len(parent).bit_length() + 1):
@@ -64,17 +68,17 @@ def _levels(parent: Ints) -> tuple[Ints, Ints]:
 
 
 def _pipeline(parent: Ints, first: int, chunks: int) -> Iterator[Step]:
-    """All chunks first.. up a tree and down again."""
+    """The steps of one tree, whose chunks are numbered from ``first``: up to the root and down again."""
     height, depth = _levels(parent)
     child = np.flatnonzero(parent >= 0)
     top = int(height.max(initial=0))
     for now in range(2 * top + chunks - 1 if top else 0):
         up, down = now - height[child], now - top - depth[parent[child]]
-        climbs, falls = child[(up >= 0) & (up < chunks)], child[(down >= 0) & (down < chunks)]
+        senders, receivers = child[(up >= 0) & (up < chunks)], child[(down >= 0) & (down < chunks)]
         yield Step.concat(
             [
-                Step(climbs, parent[climbs], first + now - height[climbs], reduce=True),
-                Step(parent[falls], falls, first + now - top - depth[parent[falls]]),
+                Step(senders, parent[senders], first + now - height[senders], reduce=True),
+                Step(parent[receivers], receivers, first + now - top - depth[parent[receivers]]),
             ]
         )
 
@@ -94,7 +98,7 @@ def tree(size: int, chunks: int = CHUNKS) -> Iterator[Step]:
 
 
 def _two_trees(size: int) -> tuple[Ints, Ints]:
-    """Parents in two trees that have no inner rank in common."""
+    """The parents in two trees that have no inner rank in common."""
     if size % 2:
         one = parents(size + 1)[1:] - 1
         return one, _renumbered(one, (np.arange(size) + 1) % size)
@@ -116,7 +120,7 @@ def _renumbered(parent: Ints, rank_at: Ints) -> Ints:
     card=Card(
         "(2*h + k - 1)*min(n-1, 1)",
         "min(n, 4)/2*min(n-1, 1)",
-        "many ranks, middling data",
+        "many ranks, medium data",
         SOURCE,
         {**FOUR, "h": lambda n: ceil_log2(n + 1) - 1 if n % 2 else ceil_log2(n)},
     ),

@@ -1,4 +1,4 @@
-"""What a picture is made of, whether of lines or of letters: messages, a caption, numbers written short."""
+"""Parts that pictures and text share: messages, a caption, and abbreviated lists of numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_RANKS, MOST_STEPS = 32, 64
 
 @dataclass(frozen=True)
 class Message:
-    """What travels from one rank to another in one step: chunks, and whether they are added where they arrive."""
+    """A message from one rank to another in one step: its chunks, and whether they are added at the destination."""
 
     src: int
     dst: int
@@ -27,7 +27,7 @@ class Message:
 
 
 def messages(step: Step) -> list[Message]:
-    """The rows of a step, packed by source, destination and kind.
+    """The messages of a step: its rows grouped by source, destination and kind.
 
     >>> [message.chunks for message in messages(Step(src=[0, 0, 1], dst=[1, 1, 0], chunk=[2, 5, 3]))]
     [(2, 5), (3,)]
@@ -42,7 +42,7 @@ def messages(step: Step) -> list[Message]:
 
 
 def caption(schedule: Schedule) -> str:
-    """The schedule in a line.
+    """One line that names and sizes the schedule.
 
     >>> from dist_prims.schedules import build
     >>> caption(build("broadcast", "binomial", size=7, root=2))
@@ -52,7 +52,7 @@ def caption(schedule: Schedule) -> str:
 
 
 def facts(schedule: Schedule) -> str:
-    """The caption without the names."""
+    """The caption without collective and algorithm."""
     counts = [(schedule.size, "rank"), (schedule.chunks, "chunk"), (len(schedule.steps), "step")]
     words = [f"{number} {noun}{'s' * (number != 1)}" for number, noun in counts]
     words += [f"root {schedule.root}"] * (schedule.root is not None)
@@ -61,7 +61,7 @@ def facts(schedule: Schedule) -> str:
 
 
 def numbers(values: Iterable[int], dash: str = "-") -> str:
-    """Numbers with runs abbreviated.
+    """Format numbers, with consecutive runs abbreviated.
 
     >>> numbers((0, 1, 2, 5, 7, 8)), numbers((0, 1, 2, 4), dash="..")
     ('0-2,5,7-8', '0..2,4')
@@ -73,7 +73,7 @@ def numbers(values: Iterable[int], dash: str = "-") -> str:
 
 
 def svg_file(path: str | Path) -> Path:
-    """The path of a picture to write; ValueError if its name says that it is of another format."""
+    """The path of a picture to write; ValueError if its suffix is not .svg."""
     found = Path(path)
     if found.suffix.lower() != ".svg":
         raise ValueError(f"{found}: pictures are written as SVG only; name the file {found.stem or 'picture'}.svg")
@@ -81,9 +81,9 @@ def svg_file(path: str | Path) -> Path:
 
 
 def refuse_unreadable(schedule: Schedule) -> None:
-    """ValueError for a schedule too big for a picture that can be read."""
+    """Raise ValueError for a schedule too large for a readable picture."""
     if schedule.size > MOST_RANKS or len(schedule.steps) > MOST_STEPS:
         raise ValueError(
             f"draw: {schedule.collective} {schedule.algorithm} has {schedule.size} ranks and {len(schedule.steps)} "
-            f"steps, and a picture has room for {MOST_RANKS} ranks and {MOST_STEPS} steps; build it for fewer ranks"
+            f"steps; a picture shows at most {MOST_RANKS} ranks and {MOST_STEPS} steps; build it for fewer ranks"
         )

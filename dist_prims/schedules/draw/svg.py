@@ -1,7 +1,7 @@
 """A schedule as an SVG picture: ranks side by side, time downwards, an arrow for each message, a colour for each chunk.
 
-What is added on arrival ends in a plus, what replaces ends in an arrowhead: so a reduce-scatter and the all-gather
-after it tell themselves apart at a glance.
+An arrow ends in a plus if the data is added on arrival, and in an arrowhead if it replaces the chunk. So a
+reduce-scatter and the all-gather after it look different.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["write_svg"]
 
 _COLUMN, _LEFT, _TOP, _NARROWEST = 96, 84, 96, 440
 
-# Told apart with every kind of colour vision (after Okabe and Ito); further chunks are darker, then lighter.
+# Distinguishable with every kind of colour vision (after Okabe and Ito); further chunks are darker, then lighter.
 _HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#a6761d", "#56a0d3", "#7f3c8d", "#4d4d4d")
 _SHADES = ((0, 0.0), (0, 0.45), (255, 0.4))
 
@@ -31,7 +31,7 @@ _LABEL_PLACES = np.array([0.3, 0.24, 0.36, 0.18, 0.42, 0.5, 0.58, 0.66, 0.12, 0.
 
 
 def write_svg(schedule: Schedule, path: str | Path) -> Path:
-    """Write the picture and return its path."""
+    """Write the picture to ``path`` and return the path."""
     refuse_unreadable(schedule)
     path = svg_file(path)
     path.write_text("\n".join(_svg(schedule)) + "\n", encoding="utf-8")
@@ -53,7 +53,7 @@ def _svg(schedule: Schedule) -> Iterator[str]:
     yield f'<rect width="{width}" height="{foot}" rx="10" fill="#fff"/>'
     yield f'<text x="24" y="34" font-size="17" font-weight="600">{escape(name)}</text>'
     yield f'<text x="24" y="54" fill="#666">{escape(words)}</text>'
-    yield from _lanes(schedule.size, len(steps), row)
+    yield from _rank_lines(schedule.size, len(steps), row)
     for number, step in enumerate(steps):
         arrows = _arrows(step, _TOP + number * row, row)
         yield f'<text x="24" y="{_TOP + number * row + row // 2 + 4}" fill="#666">step {number}</text>'
@@ -65,27 +65,27 @@ def _svg(schedule: Schedule) -> Iterator[str]:
 
 
 def _row_height(steps: Sequence[Sequence[Message]]) -> int:
-    """Taller where many messages meet at one rank."""
-    meeting = max((max(Counter(message.dst for message in step).values()) for step in steps if step), default=1)
-    return min(88 + 10 * (meeting - 1), 180)
+    """The height of a step, which grows with the largest number of messages that one rank receives in it."""
+    fan_in = max((max(Counter(message.dst for message in step).values()) for step in steps if step), default=1)
+    return min(88 + 10 * (fan_in - 1), 180)
 
 
-def _lanes(size: int, steps: int, row: int) -> Iterator[str]:
-    """A line downwards for each rank, with a dot where a step begins."""
+def _rank_lines(size: int, steps: int, row: int) -> Iterator[str]:
+    """A vertical line for each rank, with a dot at the beginning of each step."""
     yield f'<text x="24" y="{_TOP - 14}" fill="#666">rank</text>'
     for rank in range(size):
-        x = _lane(rank)
+        x = _rank_x(rank)
         yield f'<text x="{x}" y="{_TOP - 14}" text-anchor="middle" font-weight="600">{rank}</text>'
         yield f'<path d="M{x},{_TOP} v{steps * row}" stroke="#ddd" stroke-width="2"/>'
         yield from (f'<circle cx="{x}" cy="{_TOP + number * row}" r="4" fill="#999"/>' for number in range(steps + 1))
 
 
-def _lane(rank: int) -> int:
+def _rank_x(rank: int) -> int:
     return _LEFT + rank * _COLUMN + _COLUMN // 2
 
 
 def _colour(chunk: int) -> str:
-    """A hue for each chunk, and the same hues in another lightness when they are used up.
+    """The colour of a chunk: eight hues, then the same hues in other shades.
 
     >>> _colour(0), _colour(8), _colour(16)
     ('#0072b2', '#003f62', '#66aad1')
@@ -98,7 +98,7 @@ def _colour(chunk: int) -> str:
 
 @dataclass(frozen=True)
 class _Arrow:
-    """Where a message leaves, at the top of its step's row, and where it arrives, at the bottom."""
+    """The arrow of a message, from the top of its step's row to the bottom."""
 
     message: Message
     x1: float
@@ -108,39 +108,39 @@ class _Arrow:
 
     @property
     def bend(self) -> float:
-        """How far to the side a message goes that stays on its rank."""
+        """The sideways bend of a message from a rank to itself."""
         return 0.0 if self.message.src != self.message.dst else 44.0 if self.x2 >= self.x1 else -44.0
 
     def drawn(self) -> str:
         colour, kind = _colour(self.message.chunks[0]), "add" if self.message.reduce else "copy"
-        way = f"Q{self.x1 + self.bend:g},{(self.y1 + self.y2) / 2:g} " if self.bend else "L"
+        line = f"Q{self.x1 + self.bend:g},{(self.y1 + self.y2) / 2:g} " if self.bend else "L"
         dashes = ' stroke-dasharray="4 3"' if self.bend else ""
         return (
-            f'<path class="message" d="M{self.x1:g},{self.y1:g} {way}{self.x2:g},{self.y2:g}" fill="none" '
+            f'<path class="message" d="M{self.x1:g},{self.y1:g} {line}{self.x2:g},{self.y2:g}" fill="none" '
             f'stroke="{colour}" stroke-width="2"{dashes} marker-end="url(#{kind}-{colour[1:]})"/>'
         )
 
 
 def _arrows(step: Sequence[Message], top: int, row: int) -> list[_Arrow]:
-    """Messages that meet at a rank land side by side, in the order of the ranks that they come from."""
-    landing: defaultdict[int, list[Message]] = defaultdict(list)
+    """The arrows of a step; messages to the same rank end side by side, in the order of their source ranks."""
+    by_target: defaultdict[int, list[Message]] = defaultdict(list)
     for message in sorted(step, key=lambda message: (message.src, message.reduce)):
-        landing[message.dst].append(message)
+        by_target[message.dst].append(message)
     arrows = []
     for message in step:
-        met = landing[message.dst]
-        gap = min(18.0, 72 / max(len(met) - 1, 1))
-        x2 = _lane(message.dst) + gap * (met.index(message) - (len(met) - 1) / 2)
-        arrows.append(_Arrow(message, _lane(message.src), top + 4, round(x2, 1), top + row - 15))
+        arriving = by_target[message.dst]
+        gap = min(18.0, 72 / max(len(arriving) - 1, 1))
+        x2 = _rank_x(message.dst) + gap * (arriving.index(message) - (len(arriving) - 1) / 2)
+        arrows.append(_Arrow(message, _rank_x(message.src), top + 4, round(x2, 1), top + row - 15))
     return arrows
 
 
 def _labels(arrows: Sequence[_Arrow]) -> Iterator[str]:
-    """The chunks of each message, on its arrow where the fewest others pass; none where there is no room."""
+    """The chunk numbers of each message, where the fewest other arrows cross its arrow; none if no place is free."""
     start, end = (np.array([getattr(arrow, name) for arrow in arrows]) for name in ("x1", "x2"))
     at = _LABEL_PLACES[:, None]
     bent = np.array([arrow.bend for arrow in arrows]) * 2 * at * (1 - at)
-    x = start + at * (end - start) + bent  # by place and arrow: at one place, all arrows are at one height
+    x = start + at * (end - start) + bent  # x[place, arrow]; at one place all arrows have the same height
     taken: list[tuple[float, float, float]] = []
     for number in sorted(range(len(arrows)), key=lambda number: abs(end[number] - start[number])):
         arrow, text = arrows[number], numbers(arrows[number].message.chunks)
@@ -165,7 +165,7 @@ def _label(x: float, y: float, half: float, text: str, colour: str) -> str:
 
 
 def _markers(steps: Sequence[Sequence[Message]]) -> str:
-    """The ends of arrows, one for each kind and colour that occurs, and a grey one of each kind for the legend."""
+    """The arrow ends, one for each kind and colour in use, and a grey one of each kind for the legend."""
     occurring = {(each.reduce, _colour(each.chunks[0])) for step in steps for each in step}
     shapes = []
     for reduce, colour in sorted(occurring | {(reduce, _GREY) for reduce, _ in occurring}):
@@ -180,7 +180,7 @@ def _markers(steps: Sequence[Sequence[Message]]) -> str:
 
 
 def _legend(steps: Sequence[Sequence[Message]], numbered: bool, width: int, y: int) -> tuple[list[str], int]:
-    """What the signs mean, of those that occur, in as many lines as the width needs; and where it ends."""
+    """The legend of the symbols in use, in as many lines as the width requires, and the y below it."""
     every = [message for step in steps for message in step]
     line = f'<path d="M0,0 h30" stroke="{_GREY}" stroke-width="2"'
     signs = [
@@ -191,9 +191,9 @@ def _legend(steps: Sequence[Sequence[Message]], numbered: bool, width: int, y: i
     ]
     drawn, x = [], 24
     for _, sign, words in (sign for sign in signs if sign[0]):
-        room = 46 + int(6.9 * len(words))
-        if x > 24 and x + room > width - 16:
+        needed = 46 + int(6.9 * len(words))
+        if x > 24 and x + needed > width - 16:
             x, y = 24, y + 24
         drawn.append(f'<g transform="translate({x},{y})">{sign}<text x="42" y="4" fill="#666">{words}</text></g>')
-        x += room + 18
+        x += needed + 18
     return drawn, y + 26

@@ -1,4 +1,4 @@
-"""A schedule as plain text, for a terminal: the messages of each step, and what every rank starts and ends with."""
+"""A schedule as plain text for a terminal: the messages of each step, and the chunks of every rank at start and end."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ..contract import Holding
 from ..schedule import Schedule
 from .message import Message, caption, messages, numbers, refuse_unreadable
 
-__all__ = ["promise", "terminal"]
+__all__ = ["describe_contract", "terminal"]
 
-Held = dict[tuple[int, int], set[int]]  # of which ranks the data in a rank's chunk is
+Held = dict[tuple[int, int], set[int]]  # (rank, chunk) -> the ranks whose data the chunk contains
 
 _MOVES = "s ─c→ d: rank s sends chunk c to rank d"
 _SUMS = ", (+) adding; then the ranks in the sum"
 
 
 def terminal(schedule: Schedule) -> str:
-    """The messages of each step as text; where sums are made, each with the ranks whose data its chunks then hold.
+    """The messages of each step as text; if the schedule adds, each with the ranks in its destination's sum.
 
     >>> from dist_prims.schedules import build
     >>> print(terminal(build("all_reduce", "ring", size=2)))
@@ -30,14 +30,14 @@ def terminal(schedule: Schedule) -> str:
     steps = [messages(step) for step in schedule.steps]
     adds = any(message.reduce for step in steps for message in step)
     held = {(rank, int(c)): {rank} for rank in range(schedule.size) for c in schedule.contract.start(rank).chunk}
-    told = []
+    formatted = []
     for step in steps:
         _receive(step, held)
-        told.append([_told(message, held if adds else None) for message in step])
-    width = max((len(move) for step in told for move in step), default=0)
-    lines = [caption(schedule), _MOVES + (_SUMS if adds else "")][: 1 + bool(told)]
-    for number, step_told in enumerate(told):
-        lines += _wrapped(f"step {number}".ljust(9), step_told, width)
+        formatted.append([_format(message, held if adds else None) for message in step])
+    width = max((len(move) for step in formatted for move in step), default=0)
+    lines = [caption(schedule), _MOVES + (_SUMS if adds else "")][: 1 + bool(formatted)]
+    for number, moves in enumerate(formatted):
+        lines += _wrapped(f"step {number}".ljust(9), moves, width)
     return "\n".join(lines)
 
 
@@ -49,7 +49,7 @@ def _receive(step: Sequence[Message], held: Held) -> None:
             held[message.dst, into] = kept | before.get((message.src, chunk), set())
 
 
-def _told(message: Message, held: Held | None) -> str:
+def _format(message: Message, held: Held | None) -> str:
     words = f"{message.src} ─{numbers(message.chunks)}→ {message.dst}"
     words += f" as {numbers(message.into)}" if message.into != message.chunks else ""
     if held is None:
@@ -59,18 +59,18 @@ def _told(message: Message, held: Held | None) -> str:
 
 
 def _wrapped(head: str, moves: Sequence[str], width: int, limit: int = 80) -> Iterator[str]:
-    """Moves in columns, as many to a line as fit."""
+    """Arrange the moves in columns, as many to a line as fit."""
     fit = max(1, (limit - len(head) + 3) // (width + 3))
     for at in range(0, len(moves), fit):
         line = "   ".join(move.ljust(width) for move in moves[at : at + fit])
         yield f"{head if at == 0 else ' ' * len(head)}{line}".rstrip()
 
 
-def promise(schedule: Schedule) -> list[tuple[str, str]]:
-    """What the ranks hold before and must hold after, in words.
+def describe_contract(schedule: Schedule) -> list[tuple[str, str]]:
+    """The chunks that the ranks hold at the start and must hold at the end, in words.
 
     >>> from dist_prims.schedules import build
-    >>> promise(build("broadcast", "binomial", size=3))[0]
+    >>> describe_contract(build("broadcast", "binomial", size=3))[0]
     ('starts', 'rank 0: chunk 0, its own data; ranks 1-2: nothing')
     """
     contract = schedule.contract
@@ -81,13 +81,13 @@ def promise(schedule: Schedule) -> list[tuple[str, str]]:
 
 
 def _by_rank(holding: Callable[[int], Holding], size: int) -> str:
-    alike: dict[str, list[int]] = {}
+    by_text: dict[str, list[int]] = {}
     for rank in range(size):
-        alike.setdefault(_held(rank, holding(rank)), []).append(rank)
-    if len(alike) == 1:
-        return f"every rank: {next(iter(alike))}"
-    told = [f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)}: {what}" for what, ranks in alike.items()]
-    return "; ".join(told if len(told) <= 8 else [*told[:7], "...", told[-1]])
+        by_text.setdefault(_held(rank, holding(rank)), []).append(rank)
+    if len(by_text) == 1:
+        return f"every rank: {next(iter(by_text))}"
+    groups = [f"rank{'s' * (len(ranks) > 1)} {numbers(ranks)}: {what}" for what, ranks in by_text.items()]
+    return "; ".join(groups if len(groups) <= 8 else [*groups[:7], "...", groups[-1]])
 
 
 def _held(rank: int, holding: Holding) -> str:
@@ -96,7 +96,7 @@ def _held(rank: int, holding: Holding) -> str:
         return "nothing"
     first, last = int(holding.first.min()), int(holding.last[holding.first == holding.first.max()].max())
     is_one_sum = holding.first.max() == first and holding.last.min() == last
-    whose = "its own data" if (first, last) == (rank, rank + 1) else f"data of rank {first}"
+    content = "its own data" if (first, last) == (rank, rank + 1) else f"data of rank {first}"
     if last - first > 1:
-        whose = f"{'the sum over' if is_one_sum else 'data of'} ranks {first}..{last - 1}"
-    return f"chunk{'s' * (len(chunks) > 1)} {numbers(chunks)}, {whose}"
+        content = f"{'the sum over' if is_one_sum else 'data of'} ranks {first}..{last - 1}"
+    return f"chunk{'s' * (len(chunks) > 1)} {numbers(chunks)}, {content}"

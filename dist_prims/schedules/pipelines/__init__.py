@@ -1,10 +1,10 @@
-"""Plans of pipelines: in which order each rank computes the stages of which micro-batch; no torch and no I/O.
+"""Pipeline plans: the order in which each rank computes the stages of each micro-batch. No torch and no I/O.
 
-A plan proves, prices and draws itself; :mod:`dist_prims.training.pipeline` runs it.
+A plan can be proved, priced and drawn; :mod:`dist_prims.training.pipeline` runs it.
 """
 
 from .catalogue import markdown_table, show
-from .cost import PipelineCost, Row, foretold
+from .cost import PipelineCost, Row, predict
 from .draw import draw_gantt, text_gantt
 from .plan import Action, PipelinePlan
 from .registry import PipelineCard, pipeline_plan, pipeline_plans, pipeline_schedule, unregister
@@ -16,11 +16,11 @@ __all__ = [
     "PipelinePlan",
     "Row",
     "draw_gantt",
-    "foretold",
     "markdown_table",
     "pipeline_plan",
     "pipeline_plans",
     "pipeline_schedule",
+    "predict",
     "show",
     "text_gantt",
     "unregister",

@@ -1,8 +1,8 @@
-"""The price of a plan: when every action begins and ends, how long a step takes, and how much of it ranks are idle.
+"""The cost of a plan: begin and end of every action, duration of a step, and the idle time of the ranks.
 
-An action begins when its rank is free and what it needs is there. What another rank has done is there ``transfer``
-seconds after its end; both ranks compute meanwhile. Since the order is fixed, one pass in any order in which needs come
-first gives all times.
+An action begins when its rank is free and its inputs have arrived. The result of another rank arrives ``transfer``
+seconds after the end of its action; both ranks compute in the meantime. The order is fixed, so one pass over the
+actions, in any order that respects the dependencies, gives all times.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from .plan import Action, PipelinePlan, Seconds
 from .proof import replay
 
-__all__ = ["PipelineCost", "Row", "foretold", "lower_bound", "price"]
+__all__ = ["PipelineCost", "Row", "lower_bound", "predict", "price"]
 
 
 class Row(NamedTuple):
-    """When an action was done, or would be: what a picture is drawn from."""
+    """Begin and end of one action, measured or predicted; pictures are drawn from rows."""
 
     kind: str
     stage: int
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """``makespan``: seconds of a step; ``busy``: of them, seconds that each rank computes; ``rows``: every action."""
+    """The cost of a step. ``makespan``: its seconds; ``busy``: each rank's computing seconds; ``rows``: all actions."""
 
     makespan: float
     busy: tuple[float, ...]
@@ -41,19 +41,19 @@ class PipelineCost:
 
     @property
     def bubble(self) -> float:
-        """The share of the step that the ranks are idle, on average."""
+        """The average fraction of the step that the ranks are idle."""
         return 1 - self.used
 
     @property
     def used(self) -> float:
-        """The share of the step that the ranks compute: what a run can reach of as many independent ranks."""
+        """The average fraction of the step that the ranks compute: the best possible efficiency of a run."""
         return sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 1.0
 
     @property
     def gap(self) -> float:
-        """Most seconds that a rank is idle between its first action and its last.
+        """The most seconds that any rank is idle between its first and its last action.
 
-        What is idle before and after can be used by the next step if nothing makes the ranks meet in between.
+        The next step can use the idle time before and after, if no synchronization separates the steps.
         """
         ends: dict[int, tuple[float, float]] = {}
         for row in self.rows:
@@ -69,7 +69,7 @@ def price(
     weight_grad: Seconds = 1.0,
     transfer: float = 0.0,
 ) -> PipelineCost:
-    """Begin and end of every action; BW takes the sum of B and W.
+    """The cost of a plan, from the seconds of F, B and W; BW takes the sum of B and W.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
     >>> price(pipeline_plan("1f1b", ranks=2, num_microbatches=8)).makespan
@@ -77,7 +77,7 @@ def price(
     """
     seconds = _durations(plan, forward, input_grad, weight_grad)
     if not (math.isfinite(transfer) and transfer >= 0):
-        raise ValueError(f"cost of plan {plan.name}: transfer={transfer} must be seconds from 0")
+        raise ValueError(f"cost of plan {plan.name}: transfer={transfer} must be a finite number of seconds >= 0")
     free, busy = [0.0] * plan.ranks, [0.0] * plan.ranks
     end: dict[Action, float] = {}
     rows = []
@@ -93,13 +93,13 @@ def price(
     return PipelineCost(max(free), tuple(busy), tuple(rows))
 
 
-def foretold(plan: PipelinePlan, rows: Iterable[Row]) -> PipelineCost:
-    """What the plan takes where every action takes the mean of its kind and stage in ``rows``, those of a real run.
+def predict(plan: PipelinePlan, rows: Iterable[Row]) -> PipelineCost:
+    """The cost of a plan if every action takes the mean of its kind and stage in ``rows``, recorded from a run.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
     >>> plan = pipeline_plan("zb_h1", ranks=2, num_microbatches=3)
     >>> cost = plan.cost(forward=[1, 2], input_grad=3, weight_grad=4)
-    >>> foretold(plan, cost.rows) == cost
+    >>> predict(plan, cost.rows) == cost
     True
     """
     spent: dict[tuple[str, int], list[float]] = {}
@@ -123,15 +123,15 @@ def _durations(
 
 
 def _each(name: str, given: Seconds, plan: PipelinePlan) -> list[float]:
-    """Seconds of every stage."""
+    """Expand ``given``, one number or one a stage, to the seconds of every stage."""
     values = np.asarray(given, np.float64)
     if values.shape not in ((), (plan.stages,)):
         raise ValueError(
             f"cost of plan {plan.name}: {name} has shape {values.shape} for {plan.stages} stages; "
-            "give one number, or one a stage"
+            "pass one number, or one for each stage"
         )
     if not (np.isfinite(values) & (values >= 0)).all():
-        raise ValueError(f"cost of plan {plan.name}: {name}={given} must be seconds from 0")
+        raise ValueError(f"cost of plan {plan.name}: {name}={given} must be a finite number of seconds >= 0")
     found: list[float] = np.broadcast_to(values, plan.stages).tolist()
     return found
 
@@ -143,11 +143,11 @@ def lower_bound(
     weight_grad: Seconds = 1.0,
     transfer: float = 0.0,
 ) -> float:
-    """Seconds below which no order of the same work comes: the busiest rank, or one micro-batch there and back."""
+    """A lower bound in seconds for any order of the same work: the busiest rank, or one micro-batch forth and back."""
     seconds = _durations(plan, forward, input_grad, weight_grad)
     load = [0.0] * plan.ranks
     for stage, rank in enumerate(plan.rank_of):
         load[rank] += plan.num_microbatches * sum(seconds[kind][stage] for kind in "FBW")
     crossings = sum(a != b for a, b in zip(plan.rank_of, plan.rank_of[1:], strict=False))
-    way = sum(seconds["F"]) + sum(seconds["B"]) + seconds["W"][0] + 2 * crossings * transfer
-    return max(*load, way)
+    round_trip = sum(seconds["F"]) + sum(seconds["B"]) + seconds["W"][0] + 2 * crossings * transfer
+    return max(*load, round_trip)

@@ -1,7 +1,7 @@
-"""A pipeline as a Gantt chart: a row for each rank, time to the right; as text, and as an SVG picture.
+"""A pipeline as a Gantt chart, as text or as an SVG picture: one row for each rank, time to the right.
 
-What is drawn is rows of (kind, stage, micro-batch, begin, end, rank), whether a plan says them or a run has recorded
-them; several sets of rows are drawn one below the other on one scale, so that a run can be seen beside its plan.
+The input is rows of (kind, stage, micro-batch, begin, end, rank), from a plan or recorded from a run. Several sets of
+rows are drawn one below the other on one scale, so that a run can be compared with its plan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_RANKS, _MOST_ROWS = 64, 6000
 
 
 def caption(plan: PipelinePlan) -> str:
-    """The plan in a line.
+    """One line that names and sizes the plan.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
     >>> caption(pipeline_plan("zbv", ranks=2, num_microbatches=1))
@@ -40,7 +40,7 @@ def caption(plan: PipelinePlan) -> str:
 
 
 def text_gantt(rows: Iterable[AnyRow], title: str = "", width: int = 200) -> str:
-    """Rows as text; where a rank has several stages, F1.0 is the forward of stage 1, micro-batch 0.
+    """Format rows as text; if a rank has several stages, F1.0 is the forward of stage 1, micro-batch 0.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
     >>> print(text_gantt(pipeline_plan("1f1b", ranks=2, num_microbatches=3).cost().rows))
@@ -48,27 +48,27 @@ def text_gantt(rows: Iterable[AnyRow], title: str = "", width: int = 200) -> str
     rank 1     F0 BW0-- F1 BW1-- F2 BW2--
     """
     panel = _Panel.of(title, rows)
-    scale = min(panel.roomy(), width / panel.span)
+    scale = min(panel.legible_scale(), width / panel.span)
     lines = [title] if title else []
     for rank, lane in enumerate(panel.lanes):
         line = f"rank {rank}".ljust(8)
         for row in lane:
             start, stop = (8 + round((when - panel.begin) * scale) for when in (row.begin, row.end))
-            room = max(0, stop - start - 1)
+            space = max(0, stop - start - 1)
             label = f"{row.kind}{panel.number(row)}"
-            fitting = next((text for text in (label, row.kind) if len(text) <= room), row.kind[:room])
-            line = line.ljust(start)[:stop] + fitting.ljust(room, "-")
+            fitting = next((text for text in (label, row.kind) if len(text) <= space), row.kind[:space])
+            line = line.ljust(start)[:stop] + fitting.ljust(space, "-")
         lines.append(line.rstrip())
     return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """One set of rows: by rank, each in the order of time."""
+    """One set of rows, grouped by rank and sorted by time."""
 
     title: str
     lanes: list[list[Row]]
-    several: bool  # stages on a rank
+    several: bool  # whether a rank has several stages
     begin: float
     end: float
 
@@ -94,21 +94,21 @@ class _Panel:
     def number(self, row: Row) -> str:
         return f"{row.stage}.{row.micro}" if self.several else str(row.micro)
 
-    def roomy(self) -> float:
-        """Letters a second, so that every action has room for its name."""
+    def legible_scale(self) -> float:
+        """The scale, in characters a second, at which the name of every action fits."""
         every = [row for lane in self.lanes for row in lane if row.end > row.begin]
         names = ((row, f"{row.kind}{self.number(row)} ") for row in every)
         return max((len(name) / (row.end - row.begin) for row, name in names), default=1.0)
 
     def busy(self, rank: int) -> float:
-        """The share of the time that a rank computes."""
+        """The fraction of the time that a rank computes."""
         return sum(row.end - row.begin for row in self.lanes[rank]) / self.span
 
 
 def draw_gantt(
     path: str | Path, rows: Iterable[AnyRow] | Mapping[str, Iterable[AnyRow]], title: str = "pipeline"
 ) -> Path:
-    """Write rows as an SVG picture and return its path; a mapping of titles to rows is drawn on one scale.
+    """Write rows as an SVG picture and return its path; the panels of a mapping of titles to rows share one scale.
 
     >>> import tempfile
     >>> from dist_prims.schedules.pipelines import pipeline_plan
@@ -124,7 +124,7 @@ def draw_gantt(
     ranks, count = max(len(each.lanes) for each in panels), sum(len(lane) for each in panels for lane in each.lanes)
     if ranks > _MOST_RANKS or count > _MOST_ROWS:
         raise ValueError(
-            f"gantt {title}: {ranks} ranks and {count} actions, and a picture has room for {_MOST_RANKS} ranks and "
+            f"gantt {title}: {ranks} ranks and {count} actions; a picture shows at most {_MOST_RANKS} ranks and "
             f"{_MOST_ROWS} actions; draw a plan of fewer ranks or micro-batches"
         )
     path = svg_file(path)
@@ -134,7 +134,7 @@ def draw_gantt(
 
 def _svg(panels: Sequence[_Panel], title: str) -> Iterator[str]:
     span = max(panel.span for panel in panels)
-    plot = min(max(max(panel.roomy() for panel in panels) * span * 8, _NARROWEST, 8 * len(title)), _WIDEST)
+    plot = min(max(max(panel.legible_scale() for panel in panels) * span * 8, _NARROWEST, 8 * len(title)), _WIDEST)
     width, scale = round(_LEFT + plot + _RIGHT), plot / span
     heights = [len(panel.lanes) * _LANE + (26 if panel.title else 0) for panel in panels]
     tops = [_TOP, *(_TOP + sum(heights[: at + 1]) + 20 * (at + 1) for at in range(len(panels)))]
@@ -169,7 +169,7 @@ def _axis(span: float, scale: float, y: float) -> Iterator[str]:
 
 def _lanes(panel: _Panel, top: float, scale: float, width: int) -> Iterator[str]:
     chunks = [sorted({row.stage for row in lane}) for lane in panel.lanes]
-    room = 2 + 7 * max(len(panel.number(row)) for lane in panel.lanes for row in lane)  # for a number: for all or none
+    label_width = 2 + 7 * max(len(panel.number(row)) for lane in panel.lanes for row in lane)  # equal for all
     for rank, lane in enumerate(panel.lanes):
         y = top + rank * _LANE
         yield f'<text x="24" y="{y + 22}">rank {rank}</text>'
@@ -181,7 +181,7 @@ def _lanes(panel: _Panel, top: float, scale: float, width: int) -> Iterator[str]
                 f'<rect class="{row.kind}" x="{x:.2f}" y="{y + 4}" width="{wide:.2f}" height="{_BAR}" fill="{colour}" '
                 f'stroke="#fff" stroke-width="{min(1.0, wide / 4):.2f}"/>'
             )
-            if wide >= room:
+            if wide >= label_width:
                 yield (
                     f'<text x="{x + wide / 2:.1f}" y="{y + 21}" text-anchor="middle" font-size="11" '
                     f'fill="{ink}">{panel.number(row)}</text>'
@@ -189,7 +189,7 @@ def _lanes(panel: _Panel, top: float, scale: float, width: int) -> Iterator[str]
 
 
 def _colour(kind: str, chunk: int = 0, chunks: int = 1) -> tuple[str, str]:
-    """Fill and ink: the further stages of a rank are lighter.
+    """Fill and text colour; further stages of a rank are lighter.
 
     >>> _colour("F"), _colour("F", 1, 2)
     (('#0072b2', '#fff'), ('#99c7e0', '#333'))

@@ -1,12 +1,13 @@
 """Fill and drain (GPipe): all forwards, then all backwards.
 
-The simplest order that keeps ranks busy side by side. The pipeline fills and drains once forwards and once backwards,
-and all activations are held in between, so memory grows with the number of micro-batches. 2 ranks, 3 micro-batches:
+The simplest order in which the ranks work at the same time. The pipeline fills and drains once for the forwards and
+once for the backwards, which costs a bubble of 3(p-1) units. All activations are held in between, so memory grows with
+the number of micro-batches. 2 ranks, 3 micro-batches:
 
     rank 0  F0 F1 F2          BW2-- BW1-- BW0--
     rank 1     F0 F1 F2 BW2-- BW1-- BW0--
 
-The last micro-batch goes back first: its activations are the youngest, and the last rank's next backward needs no wait.
+The last micro-batch goes back first: its activations are the most recent, and the last rank need not wait.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ CARD = PipelineCard(
     idea="all F, then all BW",
     idle="3*(p-1)",
     peak="m",
-    wins="memory is plenty: it waits for messages least",
+    wins="memory is plentiful: fewest waits for messages",
     source="Huang et al., GPipe, 2019",
 )
 

@@ -1,7 +1,7 @@
-"""Plain model parallelism: one micro-batch at a time, through all stages and back. The naive twin of all the others.
+"""Plain model parallelism: one micro-batch at a time through all stages and back. The baseline for all other schedules.
 
-It is what comes of a model whose layers lie on several devices, without a plan: memory is shared out, work is not, for
-all ranks but one always wait. 2 ranks, 2 micro-batches:
+A model whose layers are on several devices runs like this without a plan. Memory is divided, work is not: all ranks but
+one are idle at any time. 2 ranks, 2 micro-batches:
 
     rank 0  F0          BW0-- F1          BW1--
     rank 1     F0 BW0--          F1 BW1--
@@ -18,7 +18,7 @@ CARD = PipelineCard(
     idea="a micro-batch forwards and backwards, then the next",
     idle="3*(p-1)*m",
     peak="1",
-    wins="never: to compare with",
+    wins="never: a baseline",
     source="PyTorch's tutorial on model parallelism",
 )
 

@@ -1,14 +1,15 @@
-"""A pipeline schedule as data: which stage each rank computes for which micro-batch, in which order.
+"""A pipeline plan: for each rank the ordered list of the stages and micro-batches that it computes.
 
-A model is cut into stages, a batch into micro-batches. How well the ranks are used depends on nothing but the order in
-which each takes its work. As code that computes and sends, an order can only be run; as a list it can be proved free
-of deadlock, priced, drawn, and run over any engine. 2 ranks, 3 micro-batches, one forward and one backward in turn:
+A model is cut into stages, a batch into micro-batches. The utilization of the ranks depends only on the order in which
+each rank does its work. Written as code that computes and sends, an order can only be run. Written as a list, it can be
+proved free of deadlock, priced, drawn, and run by any engine. 2 ranks, 3 micro-batches, forwards and backwards
+alternate:
 
     rank 0    F0 F1          BW0    F2      BW1      BW2     stage 0
     rank 1       F0 BW0   F1    BW1    F2 BW2                stage 1
 
-An action says nothing of messages, for they follow from it: F of a stage needs the output of the stage before, B the
-gradient from the stage behind, and W what its own B has left.
+A plan contains no messages, because they follow from the actions: F of a stage needs the output of the previous stage,
+B needs the gradient from the next stage, and W needs the state that its own B has stored.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Action", "PipelinePlan", "Seconds"]
 
-Seconds = float | Sequence[float]  # of every stage alike, or of each
+Seconds = float | Sequence[float]  # one number for all stages, or one for each stage
 
 
 class Action(NamedTuple):
-    """What a rank does next.
+    """One action of a rank.
 
     ``kind`` is ``"F"`` (forward), ``"B"`` (gradient of the stage's input), ``"W"`` (gradients of its weights) or
-    ``"BW"`` (both in one: a backward that is not split).
+    ``"BW"`` (both: a backward that is not split).
     """
 
     kind: str
@@ -44,7 +45,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The order of work of every rank. ``rank_of[stage]`` owns the stage; ``actions[rank]`` is that rank's order.
+    """A pipeline plan. ``rank_of[stage]``: the rank of a stage; ``actions[rank]``: the actions of a rank, in order.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
     >>> plan = pipeline_plan("1f1b", ranks=2, num_microbatches=3)
@@ -65,7 +66,7 @@ class PipelinePlan:
     actions: tuple[tuple[Action, ...], ...] = field(repr=False)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """What must be done before an action; what another rank does of it arrives as a message."""
+        """The actions that must precede an action; the results of those on other ranks arrive as messages."""
         kind, stage, micro = action
         if kind == "W":
             return (Action("B", stage, micro),)
@@ -83,18 +84,17 @@ class PipelinePlan:
         return {action: (rank, at) for rank, actions in enumerate(self.actions) for at, action in enumerate(actions)}
 
     def verify(self) -> None:
-        """Prove that all work is done once, where its stage is, and that no rank waits for ever.
+        """Prove that every action runs once, on the rank of its stage, and that no deadlock is possible.
 
-        ScheduleError, a ValueError, with rank, position and action otherwise.
-
-        What has to be promised for the proof to hold when the plan is run: see :mod:`.proof`.
+        Raises ScheduleError, a ValueError, with rank, position and action. :mod:`.proof` lists the conditions that a
+        run must meet for the proof to hold.
         """
         from .proof import verify
 
         verify(self)
 
     def peak(self, rank: int) -> int:
-        """Most activations that a rank holds at once: each from the F of a stage and micro-batch until its W or BW."""
+        """The most activations that a rank holds at once; each is held from its F until its W or BW."""
         held = most = 0
         for kind, _, _ in self.actions[rank]:
             held += {"F": 1, "B": 0, "W": -1, "BW": -1}[kind]
@@ -108,10 +108,10 @@ class PipelinePlan:
     def cost(
         self, forward: Seconds = 1.0, input_grad: Seconds = 1.0, weight_grad: Seconds = 1.0, transfer: float = 0.0
     ) -> PipelineCost:
-        """What a step takes, from the seconds of a micro-batch: of every stage alike, or of each.
+        """The cost of a step, from the seconds of F, B and W of a micro-batch: one number, or one for each stage.
 
-        ``transfer``: seconds from the end of an action to when another rank has its result, which both ranks spend
-        computing if they have something to compute.
+        ``transfer``: seconds from the end of an action until another rank has its result; both ranks can compute
+        meanwhile.
         """
         from .cost import price
 
@@ -122,7 +122,7 @@ class PipelinePlan:
     @overload
     def draw(self, path: str | Path, times: PipelineCost | None = None) -> Path: ...
     def draw(self, path: str | Path | None = None, times: PipelineCost | None = None) -> str | Path:
-        """A row for each rank, time to the right: an SVG picture under ``path``, or text; ``times`` of :meth:`cost`."""
+        """Draw a Gantt chart: an SVG picture at ``path``, or text; ``times`` is a result of :meth:`cost`."""
         from .draw import caption, draw_gantt, text_gantt
 
         rows = (times or self.cost()).rows

@@ -1,4 +1,4 @@
-"""The registry of pipeline schedules: one decorated function, which says the order of one rank, is all a new one takes.
+"""The registry of pipeline schedules. One decorated function, which yields the actions of one rank, adds a schedule.
 
 >>> from dist_prims.schedules.pipelines import Action, PipelineCard, pipeline_plan, pipeline_schedule
 >>> card = PipelineCard("one rank, one micro-batch", idle="0", peak="1", wins="never", source="none")
@@ -39,11 +39,11 @@ Order = Callable[[int, int, int, int], Iterator[Action]]  # of rank, ranks, num_
 
 @dataclass(frozen=True)
 class PipelineCard:
-    """What a schedule costs, as formulas that a test evaluates against its plans.
+    """The cost card of a schedule: formulas that a test evaluates against its plans.
 
-    ``idle``: time units of a step that every rank is idle, where F, B and W of a stage take one each, and BW two.
-    ``peak``: most activations (of one stage and micro-batch) that rank r holds. In them ``p`` is the number of ranks,
-    ``m`` of micro-batches, ``v`` of stages a rank, ``r`` the rank; ``where`` has more names, functions of p and m.
+    ``idle``: time units of a step that every rank is idle, if F, B and W of a stage take one each, and BW two.
+    ``peak``: the most activations (of one stage and micro-batch) that rank r holds. In the formulas ``p`` is the number
+    of ranks, ``m`` of micro-batches, ``v`` of stages a rank, ``r`` the rank; ``where`` adds names, functions of p, m.
 
     >>> card = PipelineCard("all F, then all B", "3*(p-1)", "m", wins="never", source="Huang et al. 2019")
     >>> card.evaluate("idle", p=2, m=8), card.evaluate("peak", p=2, m=8), card.bubble(p=2, m=8)
@@ -58,12 +58,12 @@ class PipelineCard:
     where: Mapping[str, Callable[[int, int], int]] = field(default_factory=dict)
 
     def bubble(self, p: int, m: int, v: int = 1) -> Fraction:
-        """The share of the step that a rank is idle: it works 3 units for every stage and micro-batch."""
+        """The fraction of the step that a rank is idle; it works 3 units for every stage and micro-batch."""
         idle = self.evaluate("idle", p, m, v)
         return idle / (3 * v * m + idle)
 
     def evaluate(self, formula: str, p: int, m: int, v: int = 1, r: int = 0) -> Fraction:
-        """The value of one of the two formulas, exact."""
+        """The exact value of ``formula``, "idle" or "peak"."""
         names = {"p": p, "m": m, "v": v, "r": r, **{name: function(p, m) for name, function in self.where.items()}}
         exact = {name: Fraction(value) for name, value in names.items()}
         return Fraction(eval(getattr(self, formula), {"__builtins__": {}, "min": min, "max": max}, exact))
@@ -71,7 +71,7 @@ class PipelineCard:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What is known of a registered schedule."""
+    """A registered pipeline schedule; calling it makes a plan."""
 
     name: str
     order: Order
@@ -96,8 +96,9 @@ def pipeline_schedule(
 ) -> Callable[[Order], Order]:
     """Register a function ``order(rank, ranks, num_microbatches, stages_a_rank)`` that yields the actions of one rank.
 
-    ``stages_a_rank``: how many the schedule is for; ``any_more``: any other number will do, too. Stage s is with rank
-    ``s % ranks``, or, in a ``v_shape``, down the ranks and up again, so that the first rank has the last stage, too.
+    ``stages_a_rank``: the number that the schedule is made for; ``any_more``: the schedule supports any other number.
+    Stage s is on rank ``s % ranks``; with ``v_shape`` the stages go down the ranks and up again, so that the first
+    rank has both the first and the last stage.
     """
 
     def register(order: Order) -> Order:
@@ -108,7 +109,7 @@ def pipeline_schedule(
 
 
 def unregister(name: str) -> None:
-    """Forget a schedule, so that a notebook or a test can leave the registry as it found it."""
+    """Remove a schedule from the registry, for notebooks and tests that register one temporarily."""
     del _registry[name]
 
 
@@ -129,7 +130,7 @@ def pipeline_plans() -> list[str]:
 
 
 def lookup(name: str) -> PipelineSchedule:
-    """What is registered under a name; ValueError with the nearest names if nothing is."""
+    """The schedule registered under a name; ValueError with the most similar names if there is none."""
     known = pipeline_plans()
     if name not in known:
         raise ValueError(nearest("pipeline schedule", name, known))
@@ -137,7 +138,7 @@ def lookup(name: str) -> PipelineSchedule:
 
 
 def pipeline_plan(name: str, ranks: int, num_microbatches: int, stages_a_rank: int | None = None) -> PipelinePlan:
-    """The plan of a schedule for so many ranks and micro-batches; ``stages_a_rank`` is by default what it is for.
+    """The plan of a schedule for a number of ranks and micro-batches; ``stages_a_rank``: default of the schedule.
 
     >>> plan = pipeline_plan("zbv", ranks=2, num_microbatches=4)
     >>> plan.stages, plan.rank_of
@@ -148,11 +149,11 @@ def pipeline_plan(name: str, ranks: int, num_microbatches: int, stages_a_rank: i
     counts = {"ranks": ranks, "num_microbatches": num_microbatches, "stages_a_rank": wanted}
     for what, count in counts.items():
         if operator.index(count) < 1:
-            raise ValueError(f"pipeline {name}: {what}={count}; 1 is the least")
+            raise ValueError(f"pipeline {name}: {what}={count}; it must be at least 1")
     if wanted != found.stages_a_rank and not found.any_more:
         raise ValueError(
-            f"pipeline {name}: stages_a_rank={wanted}, but its order is for {found.stages_a_rank}; "
-            f"cut the model into {ranks * found.stages_a_rank} stages, or take a schedule for any number: "
+            f"pipeline {name}: stages_a_rank={wanted}, but the schedule supports {found.stages_a_rank} only; "
+            f"cut the model into {ranks * found.stages_a_rank} stages, or use a schedule for any number: "
             f"{', '.join(each for each, schedule in _registry.items() if schedule.any_more)}"
         )
     return found(ranks, num_microbatches, wanted)

@@ -1,20 +1,20 @@
-"""ZB-H1: 1F1B with the backward cut in two, so that the weights' gradients fill what would be idle.
+"""ZB-H1: 1F1B with the backward split into B and W, so that the gradients of the weights fill idle time.
 
-The rank before waits only for the gradient of the input (B); that of the weights (W) nobody waits for. So B is done at
-once, which halves the way back, and W where there is time for it. Up to the last p micro-batches W follows its B, as
-in 1F1B. From there on it waits until the rank's last forward is done: thus the last backwards reach the first rank
-earlier, and the ranks behind do their W while the drain goes on before them. 3 ranks, 5 micro-batches, F, B and W of
-equal length:
+The previous rank waits only for the gradient of the input (B); no rank waits for the gradient of the weights (W). So B
+runs at once, which halves the time of the way back, and W runs when the rank has time. Up to the last p micro-batches W
+follows its B, as in 1F1B. From there on W waits until the rank's last forward is done. Thus the last backwards reach
+the first rank earlier, and the later ranks run their W while the pipeline drains. 3 ranks, 5 micro-batches; F, B and W
+take equally long:
 
     rank 0  F0 F1 F2       B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4
     rank 1     F0 F1    B0 W0 F2 B1 W1 F3 B2 F4 B3 W2 B4 W3 W4
     rank 2        F0 B0 W0 F1 B1 W1 F2 B2 F3 B3 F4 B4 W2 W3 W4
 
-An activation is held until its W. On the first rank W never waits; on rank r the W that wait take the place of the
-forwards that 1F1B has under way on the ranks before it: no rank holds more than p, as the first does in 1F1B.
+An activation is held until its W. On the first rank W never waits. On rank r the delayed W replace the forwards that
+1F1B has in flight on the ranks before it, so no rank holds more than p activations, like the first rank of 1F1B.
 
-Whatever the three take, p or more micro-batches have a bubble of (p-1) * max(F, B, F+B-W), 1F1B's is (p-1) * (F+B+W).
-That is for stages that take equally long; where one takes many times as long as another, ask ``cost()`` for both.
+For any durations of F, B and W, p or more micro-batches have a bubble of (p-1) * max(F, B, F+B-W); that of 1F1B is
+(p-1) * (F+B+W). These formulas hold for stages of equal duration; otherwise compare the two with ``cost()``.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ CARD = PipelineCard(
     idea="1F1B, the backward split: B at once, W later",
     idle="max(p-1, 2*p-1-m)",
     peak="min(p, m)",
-    wins="one stage a rank: a third of the bubble of 1F1B in no more memory than its first rank's",
+    wins="one stage a rank: 1/3 of the bubble of 1F1B, in the memory of its first rank",
     source="Qi, Wan, Huang and Lin, Zero Bubble Pipeline Parallelism, 2024",
 )
 
@@ -36,7 +36,7 @@ CARD = PipelineCard(
 @pipeline_schedule("zb_h1", CARD)
 def zb_h1(rank: int, ranks: int, num_microbatches: int, stages_a_rank: int) -> Iterator[Action]:
     ahead = min(ranks - 1 - rank, num_microbatches)
-    last = num_microbatches - ahead - 1  # the backward with which the last forward goes
+    last = num_microbatches - ahead - 1  # the backward that the last forward precedes
     weights = 0
     for micro in range(ahead):
         yield Action("F", rank, micro)
