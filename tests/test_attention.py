@@ -16,7 +16,7 @@ import dist_prims
 from dist_prims.errors import MismatchError
 from dist_prims.parallel.sequence import join_sequence, ring_attention, split_sequence, ulysses_attention
 from dist_prims.parallel.sequence.kernels import choose, merge
-from dist_prims.parallel.sequence.layout import Layout, chunks
+from dist_prims.parallel.sequence.layout import SequenceLayout, chunks
 
 BOTH = {"ring": ring_attention, "ulysses": ulysses_attention}
 ORDERS = ["contiguous", "zigzag"]
@@ -269,7 +269,7 @@ def test_every_visible_pair_is_computed_once(
 ) -> None:
     """A plan needs no ranks to be proved: every key that a query sees is in one piece, and no other is."""
     padded = 40 * size if even else None
-    layout = Layout(size, order, tuple(lengths), padded)
+    layout = SequenceLayout(size, order, tuple(lengths), padded)
     for row, length in enumerate(lengths):
         where = [
             [at for start, stop in own[row] for at in range(start, stop)] for own in map(layout.chunks_of, range(size))
@@ -294,7 +294,7 @@ def test_every_visible_pair_is_computed_once(
 
 def test_zigzag_shares_the_work_evenly() -> None:
     def pairs(order: str, rank: int) -> int:
-        pieces = [piece for keys in range(4) for piece in Layout(4, order, (64,)).pieces(rank, keys, True)]
+        pieces = [piece for keys in range(4) for piece in SequenceLayout(4, order, (64,)).pieces(rank, keys, True)]
         areas = [(len(range(64)[piece.queries]), len(range(64)[piece.keys]), piece.causal) for piece in pieces]
         return sum(asks * (asks + 1) // 2 if causal else asks * answers for asks, answers, causal in areas)
 

@@ -102,10 +102,10 @@ def data(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def learn(student: nn.Module, lessons: Any) -> list[torch.Tensor]:
+def learn(student: nn.Module, answered: Any) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(student.parameters(), lr=0.2, momentum=0.9)
     losses = []
-    for (inputs, labels), says in lessons:
+    for (inputs, labels), says in answered:
         logits = student(inputs)
         loss = 0.25 * soft_target_loss(logits, says, 3.0) + 0.75 * F.cross_entropy(logits, labels)
         optimizer.zero_grad()
@@ -118,8 +118,8 @@ def learn(student: nn.Module, lessons: Any) -> list[torch.Tensor]:
 def alone(count: int) -> tuple[list[torch.Tensor], nn.Module]:
     teacher, student = net(1, 32), net(2, 4)
     with torch.no_grad():
-        lessons = [(batch, teacher(batch[0])) for batch in data(count)]
-    return learn(student, lessons), student
+        answered = [(batch, teacher(batch[0])) for batch in data(count)]
+    return learn(student, answered), student
 
 
 @pytest.mark.parametrize(("size", "teachers", "ahead", "backend"), GROUPS)
@@ -137,8 +137,8 @@ def test_the_run_of_a_single_process(size: int, teachers: int, ahead: int, backe
         part = [tuple(each.chunk(students)[dist.get_rank()] for each in batch) for batch in data(6)]
         student = net(2, 4)
         averager = GradientAverager(student, group=distillation.students)
-        with distillation.lessons(part) as lessons:
-            losses = torch.stack(learn(student, lessons))
+        with distillation.student(part) as answered:
+            losses = torch.stack(learn(student, answered))
         averager.remove()
         dist.all_reduce(losses, group=distillation.students)
         right, twin = alone(6)
@@ -173,16 +173,16 @@ def test_uneven_batches_end_cleanly(ahead: int) -> None:
                 distillation.teach(lambda x: x * 2)
                 continue
             batches = [(torch.full((number, 3), float(rank * 10 + number)),) for number in range(counts[rank])]
-            with distillation.lessons(batches) as lessons:
-                heard = [(float(batch[0].sum()), float(says.sum())) for batch, says in lessons]
+            with distillation.student(batches) as answered:
+                heard = [(float(batch[0].sum()), float(says.sum())) for batch, says in answered]
             assert heard == [(float(batch[0].sum()), 2 * float(batch[0].sum())) for batch in batches]
             with pytest.raises(RuntimeError, match="iterate within"):
-                next(iter(lessons))
+                next(iter(answered))
         if distillation.is_teacher:
             distillation.teach(lambda x: x)
         else:
-            with distillation.lessons([(torch.ones(2, 3),)] * 5) as lessons:
-                for number, _ in enumerate(lessons):
+            with distillation.student([(torch.ones(2, 3),)] * 5) as answered:
+                for number, _ in enumerate(answered):
                     if number == rank:
                         break
         dist_prims.barrier()
@@ -200,8 +200,8 @@ def test_several_outputs_and_requests_of_numbers() -> None:
             distillation.teach(lambda numbers, scale: (images[numbers] * scale, images[numbers].half().t()))
             return
         batches = [torch.tensor([1, 5]), torch.tensor([7])]
-        with distillation.lessons(batches, ask=lambda batch: (batch, torch.tensor(2.0))) as lessons:
-            for batch, (logits, states) in lessons:
+        with distillation.student(batches, ask=lambda batch: (batch, torch.tensor(2.0))) as answered:
+            for batch, (logits, states) in answered:
                 assert torch.equal(logits, images[batch] * 2)
                 assert torch.equal(states, images[batch].half().t())
 
@@ -218,8 +218,8 @@ def test_a_teacher_without_ranks_and_in_a_subgroup() -> None:
             return
         student = net(2, 4)
         teacher = net(1, 32) if group.size() == 1 else None
-        with distillation.lessons(data(3), teacher) as lessons:
-            losses = learn(student, lessons)
+        with distillation.student(data(3), teacher) as answered:
+            losses = learn(student, answered)
         assert distillation.students.size() == 1
         assert losses == alone(3)[0]
 
@@ -232,8 +232,8 @@ def outcome(distillation: Distillation, teacher: Callable[..., Any], fails_at: i
         if distillation.is_teacher:
             distillation.teach(teacher)
         else:
-            with distillation.lessons([(torch.ones(2, 3),)] * 6) as lessons:
-                for number, _ in enumerate(lessons):
+            with distillation.student([(torch.ones(2, 3),)] * 6) as answered:
+                for number, _ in enumerate(answered):
                     if number == fails_at:
                         raise ArithmeticError("the loss is nan")
     except (LessonFailed, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
@@ -289,10 +289,10 @@ def test_other_classes_and_wrong_calls_are_refused_on_every_rank() -> None:
         with pytest.raises(ValueError, match="must be a student for each teacher"):
             Distillation(10, teachers=2)
         distillation = Distillation(10)
-        with pytest.raises(ValueError, match=r"teach\(\) is for" if rank < 2 else r"lessons\(\) is for students"):
-            _ = distillation.teach(nn.ReLU()) if rank < 2 else distillation.lessons([])
+        with pytest.raises(ValueError, match=r"teach\(\) is for" if rank < 2 else r"student\(\) is for students"):
+            _ = distillation.teach(nn.ReLU()) if rank < 2 else distillation.student([])
         with pytest.raises(ValueError, match="each student has its own teacher"):
-            Distillation(10, teachers=0).lessons([])
+            Distillation(10, teachers=0).student([])
         dist_prims.barrier()
 
     dist_prims.spawn(body, 3, timeout=60)
@@ -309,8 +309,8 @@ def test_a_student_that_fails_while_the_other_averages(step: int) -> None:
             return
         student = net(2, 4)
         GradientAverager(student, group=distillation.students)
-        with distillation.lessons(data(6)) as lessons:
-            for number, ((inputs, _), says) in enumerate(lessons):
+        with distillation.student(data(6)) as answered:
+            for number, ((inputs, _), says) in enumerate(answered):
                 if number == step and dist.get_rank() == 1:
                     raise ArithmeticError("the loss is nan")
                 soft_target_loss(student(inputs), says).backward()
@@ -340,8 +340,8 @@ def lessons_on_devices() -> None:
     if distillation.is_teacher:
         distillation.teach(lambda x: x * 2)
         return
-    with distillation.lessons([(torch.ones(2, 3, device=device()),)] * 3) as lessons:
-        assert [says.sum().item() for _, says in lessons] == [12.0] * 3
+    with distillation.student([(torch.ones(2, 3, device=device()),)] * 3) as answered:
+        assert [says.sum().item() for _, says in answered] == [12.0] * 3
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_prims.training.pipeline.packet import Layout, Pool, pack, spec_of
+from dist_prims.training.pipeline.packet import PacketLayout, Pool, pack, spec_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.int8, torch.bool]
 
@@ -23,8 +23,8 @@ tensors = st.builds(
 @settings(deadline=None)
 @given(st.lists(tensors, max_size=5))
 def test_tensors_lie_in_a_message_as_they_were(several: list[torch.Tensor]) -> None:
-    layout = Layout(map(spec_of, several))
-    assert Layout.decode(layout.encode()) == layout
+    layout = PacketLayout(map(spec_of, several))
+    assert PacketLayout.decode(layout.encode()) == layout
     data = torch.full((layout.nbytes,), 255, dtype=torch.uint8)
     pack(data, layout, several)
     for view, tensor in zip(layout.views(data), several, strict=True):

@@ -13,14 +13,14 @@ import torch.distributed as dist
 import dist_prims
 from dist_prims.bench import steps
 from dist_prims.bench.report import environment
-from dist_prims.bench.steps import Decoding, Table, Training, measure, report
+from dist_prims.bench.steps import Decoding, MeasuredTraining, Table, measure, report
 
 SMALL_TRAINING: dict[str, Any] = {"layers": 2, "width": 32, "batch": 4}
 SMALL_DECODING: dict[str, Any] = {"layers": 2, "hidden": 32, "inner": 8, "context": 4, "tokens": 3}
 
 
 def small(groups: dict[str, dist.ProcessGroup | None]) -> list[Table]:
-    works = Training(groups, **SMALL_TRAINING), Decoding(groups, **SMALL_DECODING)
+    works = MeasuredTraining(groups, **SMALL_TRAINING), Decoding(groups, **SMALL_DECODING)
     return [measure(work, 3, warmup=2) for work in works]
 
 

@@ -22,7 +22,7 @@ from ..schedules.native import NativeForm, to_native
 from ..schedules.recommend import recommend
 from ..schedules.topology import Topology
 
-__all__ = ["ASSUMED", "HostOrder", "MultiHostSchedules", "Seats"]
+__all__ = ["ASSUMED", "HostOrder", "MultiHostSchedules"]
 
 # Assumed cost figures, seconds a message and a byte: shared memory, and gloo over a network of 10 Gbit/s.
 ASSUMED: Mapping[str, Any] = {
@@ -48,9 +48,6 @@ class HostOrder:
         hosts = list(dict.fromkeys(names))
         rank_at = sorted(range(len(names)), key=lambda rank: (hosts.index(names[rank]), rank))
         return cls(tuple(rank_at), tuple(names.count(name) for name in hosts))
-
-
-Seats = HostOrder  # the old name, which bench/calibrate imports
 
 
 class MultiHostSchedules:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ..backend.multi_host import ASSUMED, Seats
+from ..backend.multi_host import ASSUMED, HostOrder
 from ..backend.tuning import CALIBRATION
 from ..launch import init
 from ..schedules.contract import contract
@@ -85,12 +85,12 @@ class _Bench:
     def __init__(self, hosts: tuple[tuple[int, ...], ...]) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         names = [next(str(number) for number, ranks in enumerate(hosts) if rank in ranks) for rank in range(self.size)]
-        self.seats = Seats.of(names)
+        self.order = HostOrder.of(names)
         self.backend: Any = dist.distributed_c10d._get_default_group()._get_backend(_CPU)
 
     def pin(self, schedule: Schedule, segments: int = 1) -> None:
         """Make every following all_reduce use the schedule."""
-        self.backend.pin([to_native(schedule, self.rank, 0, 1 << 62, "probe", segments, self.seats.rank_at)])
+        self.backend.pin([to_native(schedule, self.rank, 0, 1 << 62, "probe", segments, self.order.rank_at)])
 
     def time(self, tensor: torch.Tensor) -> float:
         """The seconds of one call on the slowest rank."""

@@ -5,7 +5,7 @@ pass, and tokens of a tensor-parallel decoder, which can hide none. Each runs ov
 dist_prims, and without communication; the additional time of a group is its exposed communication. The contenders run
 in rotation; the time of a run is that of its slowest rank, and the result is the median of the runs.
 
-Training without communication is the model without DDP. The contender "noop" is DDP with a hook that sends nothing: it
+MeasuredTraining without communication is the model without DDP. The contender "noop" is DDP with a hook that sends nothing: it
 shows which part of the exposed time is DDP's own work. "averager" is GradientAverager over the group of dist_prims.
 """
 
@@ -34,7 +34,7 @@ from ..training import GradientAverager
 from .arguments import positive
 from .report import environment
 
-__all__ = ["Decoding", "Table", "Training", "Work", "measure", "report"]
+__all__ = ["Decoding", "MeasuredTraining", "MeasuredWork", "Table", "measure", "report"]
 
 _SECONDS, _WAIT_SECONDS = 3600.0, 300.0  # limits of the whole run, and of one wait for another rank
 _NONE, _NOOP, _AVERAGER, _GROUPS = "none", "noop", "averager", ("gloo", "dist_prims")
@@ -43,7 +43,7 @@ _HEAD = 64
 _VOCABULARY = 256
 
 
-class Work(Protocol):
+class MeasuredWork(Protocol):
     """The work that is timed: in each round every contender runs once, on the same data."""
 
     what: str
@@ -88,7 +88,7 @@ class Table:
         return {**asdict(self), "contenders": found}
 
 
-def measure(work: Work, rounds: int, warmup: int = 2) -> Table:
+def measure(work: MeasuredWork, rounds: int, warmup: int = 2) -> Table:
     seconds: dict[str, list[float]] = {name: [] for name in work.contenders}
     right = True
     for round in range(-warmup, rounds):
@@ -109,7 +109,7 @@ def measure(work: Work, rounds: int, warmup: int = 2) -> Table:
     return Table(work.what, work.unit, work.units, by_name, bool(everywhere))
 
 
-class Training:
+class MeasuredTraining:
     """Steps of SGD on linear layers. The gradients of the groups must agree with each other in every step. In the
     first step, when all ranks still have the same model, they must equal the mean of the gradients of single ranks."""
 
@@ -314,7 +314,7 @@ def _bench(given: argparse.Namespace) -> int:
     groups = {name: dist.new_group(backend=name, timeout=timedelta(seconds=_WAIT_SECONDS)) for name in _GROUPS}
     tables = []
     for what in given.what:
-        work: Work = Training(groups) if what == "ddp" else Decoding(groups)
+        work: MeasuredWork = MeasuredTraining(groups) if what == "ddp" else Decoding(groups)
         tables.append(measure(work, given.steps))
         del work  # frees a model for each contender
     if dist.get_rank() == 0:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..schedules.program import Action, Message, Program, Write
+from ..schedules.program import Message, Program, ProgramAction, Write
 from .channel import Channel, Pending, Transfer
 from .flat import cut
 from .reduction import fold
@@ -93,7 +93,7 @@ class Executor:
             self._step(action)
         self._wait_sent(tuple(self._pending_sends))
 
-    def _step(self, action: Action) -> None:
+    def _step(self, action: ProgramAction) -> None:
         buffers = {message.peer: self._buffer(message, action) for message in action.receives}
         sends = [piece for message in action.sends for piece in self._cut(message.peer, self._packed(message))]
         receives = [piece for peer, buffer in buffers.items() for piece in self._cut(peer, buffer.whole)]
@@ -120,7 +120,7 @@ class Executor:
         joined = _joined(slices)
         return torch.cat([each.view for each in slices]) if joined is None else joined
 
-    def _buffer(self, message: Message, action: Action) -> ReceiveBuffer:
+    def _buffer(self, message: Message, action: ProgramAction) -> ReceiveBuffer:
         lengths = [self._length(piece) for piece in message.pieces]
         in_place = self._in_place(message, action, lengths)
         whole = self._scratch(sum(lengths)) if in_place is None else in_place
@@ -130,7 +130,7 @@ class Executor:
         old, self._old_scratch = self._old_scratch, None
         return old[:length] if old is not None and len(old) >= length else self._like.new_empty(length)
 
-    def _in_place(self, message: Message, action: Action, lengths: list[int]) -> torch.Tensor | None:
+    def _in_place(self, message: Message, action: ProgramAction, lengths: list[int]) -> torch.Tensor | None:
         """Return the user's memory if the message only replaces consecutive chunks that the step does not read."""
         chunks = set(message.chunks)
         slices = [self.slices.get(chunk) for chunk in message.chunks]
@@ -144,7 +144,7 @@ class Executor:
         self._wait_sent(message.chunks)
         return _joined(usable)
 
-    def _own_operands(self, action: Action) -> Mapping[int, torch.Tensor]:
+    def _own_operands(self, action: ProgramAction) -> Mapping[int, torch.Tensor]:
         """Return the rank's own chunks that a step reads, in their state before the step."""
         written = {write.into for write in action.writes}
         local = {source.index for write in action.writes for source in write.sources if source.peer is None}

@@ -15,12 +15,12 @@ from .hosts import host_id
 from .network import LOOPBACK, addresses, interface_towards, listen
 from .rendezvous import Rendezvous, connect
 
-__all__ = ["Exchange", "rendezvous_by_text"]
+__all__ = ["TextExchange", "rendezvous_by_text"]
 
 _SECONDS_PER_ADDRESS = 3.0
 
 
-class Exchange(Protocol):
+class TextExchange(Protocol):
     """An all-gather of texts among the ranks of a job, as a launcher offers it."""
 
     @property
@@ -31,7 +31,7 @@ class Exchange(Protocol):
         """Return the texts by rank. At the deadline raise a TimeoutError that names what was ``awaited``."""
 
 
-def rendezvous_by_text(exchange: Exchange, timeout: float, launcher: str) -> Rendezvous:
+def rendezvous_by_text(exchange: TextExchange, timeout: float, launcher: str) -> Rendezvous:
     """Complete the rendezvous within ``timeout`` seconds; ``launcher`` is its name for messages."""
     deadline = time.monotonic() + timeout
     hosts = exchange.all_texts(host_id(), deadline, "the hosts of all ranks")
@@ -46,7 +46,7 @@ def rendezvous_by_text(exchange: Exchange, timeout: float, launcher: str) -> Ren
     return Rendezvous(dist.PrefixStore(name, store), exchange.rank, hosts, interface_towards(address, port), launcher)
 
 
-def _reachable_by_all(exchange: Exchange, port: int, candidates: list[str], deadline: float) -> str:
+def _reachable_by_all(exchange: TextExchange, port: int, candidates: list[str], deadline: float) -> str:
     """Return the first address of rank 0 that every rank can connect to: some may not be routed from every host."""
     mine = "".join(str(int(exchange.rank == 0 or _can_connect(address, port))) for address in candidates)
     every = exchange.all_texts(mine, deadline, "the address that all ranks can reach")

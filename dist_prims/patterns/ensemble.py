@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.func import functional_call, stack_module_state, vmap
 
 from ..training.gradients.initial_sync import broadcast_coalesced
-from .ensemble_spec import Spec, agree_on_members, own_random_numbers
+from .ensemble_spec import MemberSpec, agree_on_members, own_random_numbers
 from .row_shards import Kind, agree, gather, share
 
 __all__ = ["DistributedEnsemble"]
@@ -53,12 +53,12 @@ class DistributedEnsemble:
     def __init__(self, models: Models, count: int | None = None, group: dist.ProcessGroup | None = None) -> None:
         self._group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
         self.count, self.mine = 0, range(0)
-        spec: Spec | None = None
+        spec: MemberSpec | None = None
         failure: Exception | None = None
         try:
             self.count, self.mine, members = self._made(models, count)
             if members:
-                spec = Spec.of(members, self.mine)
+                spec = MemberSpec.of(members, self.mine)
                 self._template: torch.nn.Module | None = _without_memory(members[0])
                 self._parameters, self._buffers = stack_module_state(members)
         except Exception as error:  # sent to the other ranks before it is raised

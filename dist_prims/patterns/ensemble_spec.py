@@ -19,13 +19,13 @@ import torch.distributed as dist
 from ..agreement import check_lists, first_difference, gather_objects, gather_or_raise
 from ..errors import MismatchError
 
-__all__ = ["Spec", "agree_on_members", "own_random_numbers"]
+__all__ = ["MemberSpec", "agree_on_members", "own_random_numbers"]
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
-class Spec:
+class MemberSpec:
     """One member: its number and its description, line by line; (is a parameter, name, dtype, shape, requires_grad) of
     each tensor; its state's keys and the tensors that they mean, two keys one tensor where weights are tied; the type
     of its device."""
@@ -37,7 +37,7 @@ class Spec:
     device: str
 
     @staticmethod
-    def of(members: Sequence[torch.nn.Module], numbers: range) -> Spec:
+    def of(members: Sequence[torch.nn.Module], numbers: range) -> MemberSpec:
         """The specification of these members; ValueError if two of them differ."""
         model = members[0]
         numbered = [(number, [*_described(member)]) for number, member in zip(numbers, members, strict=True)]
@@ -54,7 +54,7 @@ class Spec:
         names = {id(each): name for _, name, each in named}
         state = model.state_dict(keep_vars=True)
         keys = {key: names[id(each)] for key, each in state.items() if id(each) in names}
-        return Spec(*numbered[0], tensors, keys, named[0][2].device.type)
+        return MemberSpec(*numbered[0], tensors, keys, named[0][2].device.type)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,7 +73,9 @@ class Spec:
         return parameters, buffers
 
 
-def agree_on_members(count: int, spec: Spec | None, failure: Exception | None, group: dist.ProcessGroup) -> Spec:
+def agree_on_members(
+    count: int, spec: MemberSpec | None, failure: Exception | None, group: dist.ProcessGroup
+) -> MemberSpec:
     """The specification of a member, on every rank; every rank raises if two differ. ``spec`` is None on a rank that
     has no members, or has failed."""
     rank, size = group.rank(), group.size()
@@ -86,7 +88,7 @@ def agree_on_members(count: int, spec: Spec | None, failure: Exception | None, g
     if len({digest for _, digest, _ in found if digest}) > 1:
         members = gather_objects(spec and (spec.number, spec.lines), group)
         raise MismatchError(f"rank {rank}: {_difference([each for each in members if each])}")
-    return spec or cast(Spec, found[-1][2])
+    return spec or cast(MemberSpec, found[-1][2])
 
 
 @contextmanager

@@ -52,8 +52,8 @@ def run(console: Console) -> None:
         else:
             averager = GradientAverager(student, group=distillation.students)
             mine = [(x.chunk(students)[rank], y.chunk(students)[rank]) for x, y in batches]
-            with distillation.lessons(mine, None if distillation.teachers else teacher) as lessons:
-                losses = _learn(student, lessons)
+            with distillation.student(mine, None if distillation.teachers else teacher) as answered:
+                losses = _learn(student, answered)
             averager.remove()
         all_reduce(losses)
         alone = _learn(Net(_SMALL, method, seed), _answered(batches, teacher)) if rank == 0 else losses / students
@@ -93,10 +93,10 @@ class Net(nn.Module):
         return loss + 0.25 * cosine_loss(hidden, answer[1]) if self.method.startswith("cosine") else loss
 
 
-def _learn(net: Net, lessons: Iterable[tuple[Pair, Pair]]) -> torch.Tensor:
+def _learn(net: Net, answered: Iterable[tuple[Pair, Pair]]) -> torch.Tensor:
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     losses = []
-    for batch, answer in lessons:
+    for batch, answer in answered:
         optimizer.zero_grad()
         losses.append(net.loss(batch, answer))
         losses[-1].backward()  # type: ignore[no-untyped-call]

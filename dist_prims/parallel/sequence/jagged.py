@@ -10,29 +10,29 @@ from __future__ import annotations
 import torch
 
 from ...agreement import gather_rows
-from .argument_checks import Call
-from .layout import Layout
+from .argument_checks import AttentionCall
+from .layout import SequenceLayout
 from .ring_step import finish
 
 __all__ = ["dense", "laid_out", "like", "padded_positions"]
 
 
-def laid_out(call: Call, q: torch.Tensor) -> Layout:
+def laid_out(call: AttentionCall, q: torch.Tensor) -> SequenceLayout:
     """The layout of the call; the ranks gather the lengths of nested tensors.
 
     >>> options = {"causal": True, "scale": None, "order": "zigzag", "enable_gqa": False, "dropout_p": 0.0}
-    >>> call = Call.of("ring_attention", None, None, options)
+    >>> call = AttentionCall.of("ring_attention", None, None, options)
     >>> laid_out(call, torch.ones(2, 1, 8, 4))
-    Layout(size=1, order='zigzag', lengths=(8, 8), padded=8)
+    SequenceLayout(size=1, order='zigzag', lengths=(8, 8), padded=8)
     """
     size = call.group.size()
     if not q.is_nested:
         whole = size * q.shape[2]
-        return Layout(size, call.order, call.lengths or (whole,) * q.shape[0], whole)
+        return SequenceLayout(size, call.order, call.lengths or (whole,) * q.shape[0], whole)
     mine = q.offsets().diff().to(torch.int64)  # type: ignore[attr-defined]
     rows, work = gather_rows(mine, call.group)
     finish(work, call.group, mine.device)
-    layout = Layout(size, call.order, tuple(rows.sum(0).tolist()))
+    layout = SequenceLayout(size, call.order, tuple(rows.sum(0).tolist()))
     for rank, found in enumerate(rows.tolist()):
         due = [sum(stop - start for start, stop in held) for held in layout.chunks_of(rank)]
         if found != due:

@@ -1,4 +1,4 @@
-"""Layout of a sequence over ranks: the tokens of each rank, and which of its keys another rank's queries see.
+"""SequenceLayout of a sequence over ranks: the tokens of each rank, and which of its keys another rank's queries see.
 
 Under a causal mask token t sees t + 1 tokens, so with the sequence cut in as many parts as ranks the last rank has
 nearly all the work. "zigzag" cuts it in twice as many chunks and gives rank r the chunks r and 2n - 1 - r, an early and
@@ -21,7 +21,7 @@ import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["ORDERS", "Chunk", "Layout", "Piece", "chunks"]
+__all__ = ["ORDERS", "Chunk", "Piece", "SequenceLayout", "chunks"]
 
 ORDERS = {"contiguous": 1, "zigzag": 2}  # and the number of chunks of a rank
 
@@ -54,7 +54,7 @@ def chunks(length: int, size: int, order: str, rank: int) -> tuple[Chunk, ...]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SequenceLayout:
     """A batch of sequences over ``size`` ranks.
 
     ``lengths``: the tokens of each sequence. With ``padded`` all of them are cut where a sequence of that length is;
@@ -80,7 +80,7 @@ class Layout:
     def pieces(self, queries: int, keys: int, causal: bool) -> list[Piece]:
         """The calls of a kernel for the queries of one rank and the keys of another.
 
-        >>> Layout(2, "zigzag", (8,)).pieces(queries=1, keys=0, causal=True)
+        >>> SequenceLayout(2, "zigzag", (8,)).pieces(queries=1, keys=0, causal=True)
         [Piece(rows=slice(0, 1, None), queries=slice(0, 4, None), keys=slice(0, 2, None), causal=False)]
         """
         return _pieces(self, queries, keys, causal)
@@ -93,7 +93,7 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=1024)
-def _pieces(layout: Layout, queries: int, keys: int, causal: bool) -> list[Piece]:
+def _pieces(layout: SequenceLayout, queries: int, keys: int, causal: bool) -> list[Piece]:
     found = []
     tables = enumerate(zip(layout.chunks_of(queries), layout.chunks_of(keys), strict=True))
     same_cut = itertools.groupby(tables, key=lambda each: each[1])

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ..first_order_only import once
-from .argument_checks import Call, Tensors, agree, lowered, uncompiled
+from .argument_checks import AttentionCall, Tensors, agree, lowered, uncompiled
 from .jagged import dense, laid_out, like
 from .kernels import choose, merge
-from .layout import Layout, Piece
+from .layout import Piece, SequenceLayout
 from .ring_step import Hop
 
 __all__ = ["Plan", "attend", "ring_attention"]
@@ -53,10 +53,10 @@ def ring_attention(
     one by one are taken too.
     """
     options = {"causal": causal, "scale": scale, "order": order, "enable_gqa": enable_gqa, "dropout_p": dropout_p}
-    return uncompiled(_ring)(Call.of("ring_attention", group, lengths, options), (q, k, v))
+    return uncompiled(_ring)(AttentionCall.of("ring_attention", group, lengths, options), (q, k, v))
 
 
-def _ring(call: Call, tensors: Tensors) -> torch.Tensor:
+def _ring(call: AttentionCall, tensors: Tensors) -> torch.Tensor:
     tensors = lowered(tensors)
     call = agree(call, tensors)
     layout = laid_out(call, tensors[0])
@@ -70,7 +70,7 @@ def _ring(call: Call, tensors: Tensors) -> torch.Tensor:
 class Plan:
     """A rank's part of the computation. Without a group nothing is sent: the layout is of one rank."""
 
-    layout: Layout
+    layout: SequenceLayout
     rank: int
     causal: bool
     scale: float
@@ -85,7 +85,7 @@ def attend(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
     """Attention of this rank's queries to the keys of all ranks.
 
     >>> x = torch.randn(1, 1, 4, 2)
-    >>> attend(Plan(Layout(1, "contiguous", (4,)), 0, False, 1.0, None), x, x, x).shape
+    >>> attend(Plan(SequenceLayout(1, "contiguous", (4,)), 0, False, 1.0, None), x, x, x).shape
     torch.Size([1, 1, 4, 2])
     """
     output: torch.Tensor = _Attention.apply(q, k, v, plan)  # type: ignore[no-untyped-call]

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ..first_order_only import once
-from .argument_checks import Call, Tensors, agree, lowered, uncompiled
+from .argument_checks import AttentionCall, Tensors, agree, lowered, uncompiled
 from .jagged import dense, laid_out, like
-from .layout import ORDERS, Layout
+from .layout import ORDERS, SequenceLayout
 from .ring import Plan, attend
 from .ring_step import finish
 
@@ -44,14 +44,14 @@ def ulysses_attention(
     True
     """
     options = {"causal": causal, "scale": scale, "order": order, "enable_gqa": enable_gqa, "dropout_p": dropout_p}
-    return uncompiled(_ulysses)(Call.of("ulysses_attention", group, lengths, options), (q, k, v))
+    return uncompiled(_ulysses)(AttentionCall.of("ulysses_attention", group, lengths, options), (q, k, v))
 
 
-def _ulysses(call: Call, tensors: Tensors) -> torch.Tensor:
+def _ulysses(call: AttentionCall, tensors: Tensors) -> torch.Tensor:
     tensors = lowered(tensors)
     call = agree(call, tensors)
     layout = laid_out(call, tensors[0])
-    whole = Layout(1, "contiguous", layout.lengths, layout.padded)  # all tokens of a rank's heads
+    whole = SequenceLayout(1, "contiguous", layout.lengths, layout.padded)  # all tokens of a rank's heads
     plan = Plan(whole, 0, call.causal, call.scale or 0.0, None)
     heads = _to_heads([dense(each, layout.width) for each in tensors], call.group)
     if layout.padded is not None and layout.order == "contiguous":  # the tokens arrive in order
@@ -77,7 +77,7 @@ def _to_tokens(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _exchange(by_rank, group).movedim(0, 1).flatten(1, 2)
 
 
-def _places(layout: Layout, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(layout: SequenceLayout, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The place of each token of a sequence among those of all ranks, and the inverse.
 
     With sequences of one length one row of each stands for all. The numbers are those of ``layout.chunks_of``, computed

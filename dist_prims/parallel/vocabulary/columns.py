@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ...agreement import check_failures, check_lists, failure_text, gather_fields
 
-__all__ = ["Announcement", "Part", "Share", "Targets", "agree"]
+__all__ = ["Announcement", "Share", "Targets", "VocabularyPart", "agree"]
 
 _WIDTH = 320  # bytes of a rank's message
 _REMEDY = "Every rank gives the same rows, targets, dtype and options, and columns of its own"
@@ -31,7 +31,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Part:
+class VocabularyPart:
     """This rank's part of the vocabulary."""
 
     group: dist.ProcessGroup
@@ -84,7 +84,7 @@ class Announcement:
 
 def agree(
     call: str, group: dist.ProcessGroup, rows: object, prepare: Callable[[], tuple[Announcement, _Prepared]]
-) -> tuple[Part, _Prepared]:
+) -> tuple[VocabularyPart, _Prepared]:
     """This rank's part of the columns, and the second result of ``prepare``; every rank raises if ``prepare`` fails on
     one, or the announcements of two differ."""
     # The device of the rows; a rank whose argument is no tensor sends its error from another one.
@@ -105,7 +105,7 @@ def agree(
     columns = [each[2] for each in found]
     _check_range(call, group.rank(), targets, sum(columns))
     share = Share(sum(columns), tuple(each[3] for each in found))
-    return Part(group, sum(columns[: group.rank()]), share), prepared
+    return VocabularyPart(group, sum(columns[: group.rank()]), share), prepared
 
 
 def _check_range(call: str, rank: int, targets: Targets, words: int) -> None:

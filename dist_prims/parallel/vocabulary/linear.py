@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ...collectives.call import group_of
 from ..first_order_only import once
-from .columns import Announcement, Part, agree
+from .columns import Announcement, VocabularyPart, agree
 from .losses import announcement_of
 from .row_statistics import Rule, gradient, losses_of
 
@@ -77,7 +77,7 @@ def linear_cross_entropy(
 
 
 class _Work(NamedTuple):
-    part: Part
+    part: VocabularyPart
     rule: Rule
     chunk: int
     reduction: str

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from ...collectives.call import group_of
 from ..first_order_only import once
-from .columns import Announcement, Part, Targets, agree
-from .row_statistics import Rows, Rule, gradient, losses_of, softmax_of
+from .columns import Announcement, Targets, VocabularyPart, agree
+from .row_statistics import RowStatistics, Rule, gradient, losses_of, softmax_of
 
 __all__ = ["REDUCTIONS", "announcement_of", "split_cross_entropy", "split_log_softmax"]
 
@@ -87,7 +87,7 @@ def split_log_softmax(logits: torch.Tensor, *, group: dist.ProcessGroup | None =
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, part: Part, rule: Rule) -> Any:
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, part: VocabularyPart, rule: Rule) -> Any:
         losses, rows = losses_of(logits, targets, part, rule)
         weights = torch.where(rows.live, rows.weights, 0)
         ctx.mark_non_differentiable(weights)
@@ -99,12 +99,12 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx: Any, by_row: torch.Tensor, _: torch.Tensor) -> Any:
-        return gradient(Rows(*ctx.saved_tensors), by_row, ctx.share, ctx.rule).to(ctx.kind), None, None, None
+        return gradient(RowStatistics(*ctx.saved_tensors), by_row, ctx.share, ctx.rule).to(ctx.kind), None, None, None
 
 
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, part: Part) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
         largest, log_sum = softmax_of(logits, part)
         found = torch.sub(logits, largest[:, None]).sub_(log_sum[:, None]).to(logits.dtype)
         ctx.save_for_backward(found)

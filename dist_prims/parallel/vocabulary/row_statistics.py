@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 
 from ...agreement import gather_rows
-from .columns import Part, Share
+from .columns import Share, VocabularyPart
 
-__all__ = ["Rows", "Rule", "gradient", "losses_of", "softmax_of"]
+__all__ = ["RowStatistics", "Rule", "gradient", "losses_of", "softmax_of"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Rule:
     class_weight: torch.Tensor | None = None
 
 
-class Rows(NamedTuple):
+class RowStatistics(NamedTuple):
     """The tensors that the backward needs of some rows."""
 
     exponents: torch.Tensor  # exp(x - m) of this rank's columns, in float32 at least
@@ -54,7 +54,7 @@ class _Merged(NamedTuple):
     sum: torch.Tensor  # S
 
 
-def softmax_of(logits: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+def softmax_of(logits: torch.Tensor, part: VocabularyPart) -> tuple[torch.Tensor, torch.Tensor]:
     """M and log S of each row; every rank of the group calls it."""
     numbers = _blank(logits, 2)
     _exponents(logits, numbers)
@@ -62,7 +62,9 @@ def softmax_of(logits: torch.Tensor, part: Part) -> tuple[torch.Tensor, torch.Te
     return merged.largest, merged.sum.log()
 
 
-def losses_of(logits: torch.Tensor, targets: torch.Tensor, part: Part, rule: Rule) -> tuple[torch.Tensor, Rows]:
+def losses_of(
+    logits: torch.Tensor, targets: torch.Tensor, part: VocabularyPart, rule: Rule
+) -> tuple[torch.Tensor, RowStatistics]:
     """The loss of each row, 0 where its target is to be ignored; every rank of the group calls it."""
     live = targets != rule.ignore_index
     hits = (targets >= part.first) & (targets < part.first + logits.shape[1]) & live
@@ -80,11 +82,11 @@ def losses_of(logits: torch.Tensor, targets: torch.Tensor, part: Part, rule: Rul
     if smooth:
         losses = (1 - rule.smoothing) * losses + rule.smoothing / part.share.words * _even(merged, part)
     scale = torch.exp(numbers[0] - merged.largest) / merged.sum
-    return torch.where(live, losses, 0), Rows(exponents, scale, live, hits, places, weights)
+    return torch.where(live, losses, 0), RowStatistics(exponents, scale, live, hits, places, weights)
 
 
 def gradient(
-    rows: Rows, by_row: torch.Tensor, share: Share, rule: Rule, out: torch.Tensor | None = None
+    rows: RowStatistics, by_row: torch.Tensor, share: Share, rule: Rule, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The gradient by this rank's logits of the losses, each times ``by_row``; without a message. ``out`` may be the
     exponents."""
@@ -118,7 +120,7 @@ def _exponents(logits: torch.Tensor, numbers: torch.Tensor, rule: Rule | None = 
     return exponents
 
 
-def _merge(numbers: torch.Tensor, part: Part) -> _Merged:
+def _merge(numbers: torch.Tensor, part: VocabularyPart) -> _Merged:
     """Gather and merge the numbers of all ranks: the only exchange."""
     gathered, work = gather_rows(numbers.view(-1), part.group)
     work.wait()
@@ -127,7 +129,7 @@ def _merge(numbers: torch.Tensor, part: Part) -> _Merged:
     return _Merged(by_rank, largest, (by_rank[1] * torch.exp(by_rank[0] - largest)).sum(0))
 
 
-def _even(merged: _Merged, part: Part) -> torch.Tensor:
+def _even(merged: _Merged, part: VocabularyPart) -> torch.Tensor:
     """The loss of each row for a uniform distribution over the words as target."""
     weights = merged.largest.new_tensor(part.share.class_weights)
     below = merged.by_rank[3] + weights[:, None] * (merged.largest - merged.by_rank[0])

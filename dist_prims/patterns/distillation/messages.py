@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CommError
-from ...training.pipeline.packet import FAILED, HEAD, LAYOUT, WELL, Layout, head_of, pack, read_head, spec_of
+from ...training.pipeline.packet import FAILED, HEAD, LAYOUT, WELL, PacketLayout, head_of, pack, read_head, spec_of
 
-__all__ = ["LessonFailed", "Message", "Messages", "as_tuple"]
+__all__ = ["DistillationMessage", "LessonFailed", "Messages", "as_tuple"]
 
 _TAG = 20_554  # beside the tags that a program may use in the same group
 _TEXT_BYTES = HEAD - 8  # of a head
@@ -28,7 +28,7 @@ class LessonFailed(CommError):
     """A teacher or a student failed in its part of a distillation; the group can go on."""
 
 
-class Message(NamedTuple):
+class DistillationMessage(NamedTuple):
     """One message: ``tensors`` of a request or an answer, ``failure``, or neither at the end."""
 
     tensors: tuple[torch.Tensor, ...] | None = None
@@ -45,7 +45,7 @@ class Messages:
         self.timeout = timeout if isinstance(timeout, timedelta) else _DEFAULT_TIMEOUT
         self.broken = False  # the engine has failed: nothing more can be sent
 
-    def send(self, peer: int, message: Message, limit: timedelta | None = None) -> None:
+    def send(self, peer: int, message: DistillationMessage, limit: timedelta | None = None) -> None:
         """Send a message; ValueError, and nothing is sent, if a head cannot describe so many tensors.
 
         ``limit``: the timeout of a message without tensors.
@@ -54,7 +54,7 @@ class Messages:
             head = head_of(WELL) if message.failure is None else head_of(FAILED, message.failure)
             self._move(dist.isend, head, peer, limit)
             return
-        layout = Layout(spec_of(each.detach()) for each in message.tensors)
+        layout = PacketLayout(spec_of(each.detach()) for each in message.tensors)
         text = json.dumps(layout.encode(), separators=(",", ":"))
         if len(text) > _TEXT_BYTES:
             raise ValueError(f"{len(layout.specs)} tensors are too many for one message; join some of them")
@@ -63,17 +63,17 @@ class Messages:
         self._move(dist.isend, head_of(LAYOUT, text), peer)
         self._move(dist.isend, data, peer)
 
-    def receive(self, peer: int, limit: timedelta | None = None) -> Message:
+    def receive(self, peer: int, limit: timedelta | None = None) -> DistillationMessage:
         """The next message of a rank; ``limit`` as in :meth:`send`."""
         head = torch.empty(HEAD, dtype=torch.uint8)
         status, text = read_head(self._move(dist.irecv, head, peer, limit))
         if status == FAILED:
-            return Message(failure=text)
+            return DistillationMessage(failure=text)
         if status == WELL:
-            return Message()
-        layout = Layout.decode(json.loads(text))
+            return DistillationMessage()
+        layout = PacketLayout.decode(json.loads(text))
         data = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
-        return Message(tuple(layout.views(self._move(dist.irecv, data, peer, limit))))
+        return DistillationMessage(tuple(layout.views(self._move(dist.irecv, data, peer, limit))))
 
     def _move(self, kind: Any, data: torch.Tensor, peer: int, limit: timedelta | None = None) -> torch.Tensor:
         data = data.to(self._device)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from ...agreement import check_same
 from ...collectives.call import group_of
 from .messages import Messages
-from .student import Lessons
-from .teacher import Teaching
+from .student import Student
+from .teacher import Teacher
 
 __all__ = ["Distillation"]
 
@@ -34,8 +34,8 @@ class Distillation:
 
     >>> distillation = Distillation(classes=3, teachers=0)  # each student has the teacher on its own rank
     >>> teacher, student = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
-    >>> with distillation.lessons([(torch.ones(4, 2), "labels")], teacher) as lessons:
-    ...     for (inputs, labels), logits in lessons:
+    >>> with distillation.student([(torch.ones(4, 2), "labels")], teacher) as answered:
+    ...     for (inputs, labels), logits in answered:
     ...         print(labels, student(inputs).shape, logits.shape)
     labels torch.Size([4, 3]) torch.Size([4, 3])
 
@@ -111,28 +111,28 @@ class Distillation:
         """
         if not self.is_teacher:
             raise ValueError(
-                f"rank {self._group.rank()}: teach() is for the last {self.teachers} ranks; call lessons()"
+                f"rank {self._group.rank()}: teach() is for the last {self.teachers} ranks; call student()"
             )
-        return Teaching(teacher, self.students_of(self._group.rank()), self).run()
+        return Teacher(teacher, self.students_of(self._group.rank()), self).run()
 
-    def lessons(
+    def student(
         self,
         batches: Iterable[_Batch],
         teacher: Callable[..., Any] | None = None,
         ask: Callable[[_Batch], Any] = lambda batch: batch[0],  # type: ignore[index]
-    ) -> Lessons[_Batch]:
-        """A student's batches, each with the teacher's answer; see :class:`Lessons`.
+    ) -> Student[_Batch]:
+        """A student's batches, each with the teacher's answer; see :class:`Student`.
 
         ``ask``: the function from a batch to the request; by default its first element, the inputs. Where the teacher
         has the data, too, send numbers of samples instead. ``teacher`` is needed, and used, only with ``teachers=0``.
         """
         if self.is_teacher:
             raise ValueError(
-                f"rank {self._group.rank()}: lessons() is for students, and this rank is a teacher; call teach()"
+                f"rank {self._group.rank()}: student() is for students, and this rank is a teacher; call teach()"
             )
         if self.teachers == 0 and teacher is None:
-            raise ValueError("lessons: with teachers=0 each student has its own teacher: lessons(batches, teacher)")
-        return Lessons(batches, ask, self, None if self.teachers else teacher)
+            raise ValueError("student: with teachers=0 each student has its own teacher: answered(batches, teacher)")
+        return Student(batches, ask, self, None if self.teachers else teacher)
 
 
 def _device(given: torch.device | str) -> torch.device | None:

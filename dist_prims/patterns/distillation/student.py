@@ -9,13 +9,13 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from .messages import LessonFailed, Message, Messages, as_tuple
+from .messages import DistillationMessage, LessonFailed, Messages, as_tuple
 from .teacher import answer
 
 if TYPE_CHECKING:
     from .roles import Distillation
 
-__all__ = ["Lessons"]
+__all__ = ["Student"]
 
 _Batch = TypeVar("_Batch")
 # The timeout for reporting a failure. The teacher may wait for another student, which waits for this rank in an
@@ -23,7 +23,7 @@ _Batch = TypeVar("_Batch")
 _REPORT_TIMEOUT = timedelta(seconds=5)
 
 
-class Lessons(Generic[_Batch]):
+class Student(Generic[_Batch]):
     """Iterates (batch, answer of the teacher): a tensor if the answer has one, otherwise a tuple.
 
     To be used in a ``with`` statement, whose end reports to the teacher if the student stops early, and why. Students
@@ -45,14 +45,14 @@ class Lessons(Generic[_Batch]):
         self._waiting: deque[_Batch] = deque()  # batches whose requests were sent
         self._within = self._ended = False
 
-    def __enter__(self) -> Lessons[_Batch]:
+    def __enter__(self) -> Student[_Batch]:
         self._within = True
         return self
 
     def __iter__(self) -> Iterator[tuple[_Batch, Any]]:
         if not self._within:
             raise RuntimeError(
-                "lessons: iterate within `with ... as lessons:`, so that the end is reported to the teacher"
+                "student: iterate within `with ... as answered:`, so that the end is reported to the teacher"
             )
         if self._teacher is not None:
             for batch in self._batches:
@@ -91,14 +91,14 @@ class Lessons(Generic[_Batch]):
             except StopIteration:
                 self._end(None)
                 break
-            self._messages.send(self._peer, Message(as_tuple(self._ask(batch), "a request")))
+            self._messages.send(self._peer, DistillationMessage(as_tuple(self._ask(batch), "a request")))
             self._waiting.append(batch)
         return bool(self._waiting)
 
     def _end(self, failure: str | None, limit: timedelta | None = None) -> None:
         if not self._ended:
             self._ended = True
-            self._messages.send(self._peer, Message(failure=failure), limit)
+            self._messages.send(self._peer, DistillationMessage(failure=failure), limit)
 
 
 def _one(tensors: tuple[Any, ...]) -> Any:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .messages import LessonFailed, Message, as_tuple
+from .messages import DistillationMessage, LessonFailed, as_tuple
 
 if TYPE_CHECKING:
     from .roles import Distillation
 
-__all__ = ["Teaching", "answer"]
+__all__ = ["Teacher", "answer"]
 
 
 def answer(teacher: Callable[..., Any], request: tuple[torch.Tensor, ...], classes: int) -> tuple[torch.Tensor, ...]:
@@ -38,7 +38,7 @@ def answer(teacher: Callable[..., Any], request: tuple[torch.Tensor, ...], class
     return outputs
 
 
-class Teaching:
+class Teacher:
     """The loop of one teacher, from the first request of its students to the end of the last."""
 
     def __init__(self, teacher: Callable[..., Any], students: list[int], distillation: Distillation) -> None:
@@ -78,15 +78,15 @@ class Teaching:
                 self._asked[student].clear()
                 self._failure = self._failure or LessonFailed(message.failure)
 
-    def _answer(self, student: int) -> Message:
+    def _answer(self, student: int) -> DistillationMessage:
         if self._failure is None:
             try:
-                return Message(answer(self._teacher, self._asked[student][0], self._classes))
+                return DistillationMessage(answer(self._teacher, self._asked[student][0], self._classes))
             except Exception as error:  # sent to the students
                 self._failure = error
-        return Message(failure=self._failure_text())
+        return DistillationMessage(failure=self._failure_text())
 
-    def _send(self, student: int, found: Message) -> None:
+    def _send(self, student: int, found: DistillationMessage) -> None:
         if self._failure is None:
             try:
                 self._messages.send(student, found)
@@ -96,7 +96,7 @@ class Teaching:
                 if self._messages.broken:
                     raise
                 self._failure = error
-        self._messages.send(student, Message(failure=self._failure_text()))
+        self._messages.send(student, DistillationMessage(failure=self._failure_text()))
 
     def _failure_text(self) -> str:
         if isinstance(self._failure, LessonFailed):

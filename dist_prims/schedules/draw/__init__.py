@@ -4,8 +4,8 @@ A picture shows which rank waits for which, when a sum is complete and where lin
 ``write_svg`` draws a picture, ``terminal`` formats plain text; neither needs a plotting library.
 """
 
-from .message import Message, caption, messages, numbers, svg_file
+from .message import DrawnMessage, caption, messages, numbers, svg_file
 from .svg import write_svg
 from .text import describe_contract, terminal
 
-__all__ = ["Message", "caption", "describe_contract", "messages", "numbers", "svg_file", "terminal", "write_svg"]
+__all__ = ["DrawnMessage", "caption", "describe_contract", "messages", "numbers", "svg_file", "terminal", "write_svg"]

@@ -10,13 +10,13 @@ import numpy as np
 
 from ..schedule import Schedule, Step
 
-__all__ = ["Message", "caption", "facts", "messages", "numbers", "refuse_unreadable", "svg_file"]
+__all__ = ["DrawnMessage", "caption", "facts", "messages", "numbers", "refuse_unreadable", "svg_file"]
 
 MOST_RANKS, MOST_STEPS = 32, 64
 
 
 @dataclass(frozen=True)
-class Message:
+class DrawnMessage:
     """A message from one rank to another in one step: its chunks, and whether they are added at the destination."""
 
     src: int
@@ -26,7 +26,7 @@ class Message:
     reduce: bool
 
 
-def messages(step: Step) -> list[Message]:
+def messages(step: Step) -> list[DrawnMessage]:
     """The messages of a step: its rows grouped by source, destination and kind.
 
     >>> [message.chunks for message in messages(Step(src=[0, 0, 1], dst=[1, 1, 0], chunk=[2, 5, 3]))]
@@ -36,7 +36,7 @@ def messages(step: Step) -> list[Message]:
     for src, dst, chunk, into, reduce in step.rows():
         packed.setdefault((src, dst, reduce), []).append((chunk, into))
     return [
-        Message(src, dst, tuple(chunk for chunk, _ in pairs), tuple(into for _, into in pairs), reduce)
+        DrawnMessage(src, dst, tuple(chunk for chunk, _ in pairs), tuple(into for _, into in pairs), reduce)
         for (src, dst, reduce), pairs in packed.items()
     ]
 

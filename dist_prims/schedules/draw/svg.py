@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from ..schedule import Schedule
-from .message import Message, caption, facts, messages, numbers, refuse_unreadable, svg_file
+from .message import DrawnMessage, caption, facts, messages, numbers, refuse_unreadable, svg_file
 
 __all__ = ["write_svg"]
 
@@ -64,7 +64,7 @@ def _svg(schedule: Schedule) -> Iterator[str]:
     yield "</svg>"
 
 
-def _row_height(steps: Sequence[Sequence[Message]]) -> int:
+def _row_height(steps: Sequence[Sequence[DrawnMessage]]) -> int:
     """The height of a step, which grows with the largest number of messages that one rank receives in it."""
     fan_in = max((max(Counter(message.dst for message in step).values()) for step in steps if step), default=1)
     return min(88 + 10 * (fan_in - 1), 180)
@@ -100,7 +100,7 @@ def _colour(chunk: int) -> str:
 class _Arrow:
     """The arrow of a message, from the top of its step's row to the bottom."""
 
-    message: Message
+    message: DrawnMessage
     x1: float
     y1: float
     x2: float
@@ -121,9 +121,9 @@ class _Arrow:
         )
 
 
-def _arrows(step: Sequence[Message], top: int, row: int) -> list[_Arrow]:
+def _arrows(step: Sequence[DrawnMessage], top: int, row: int) -> list[_Arrow]:
     """The arrows of a step; messages to the same rank end side by side, in the order of their source ranks."""
-    by_target: defaultdict[int, list[Message]] = defaultdict(list)
+    by_target: defaultdict[int, list[DrawnMessage]] = defaultdict(list)
     for message in sorted(step, key=lambda message: (message.src, message.reduce)):
         by_target[message.dst].append(message)
     arrows = []
@@ -164,7 +164,7 @@ def _label(x: float, y: float, half: float, text: str, colour: str) -> str:
     )
 
 
-def _markers(steps: Sequence[Sequence[Message]]) -> str:
+def _markers(steps: Sequence[Sequence[DrawnMessage]]) -> str:
     """The arrow ends, one for each kind and colour in use, and a grey one of each kind for the legend."""
     occurring = {(each.reduce, _colour(each.chunks[0])) for step in steps for each in step}
     shapes = []
@@ -179,7 +179,7 @@ def _markers(steps: Sequence[Sequence[Message]]) -> str:
     return f"<defs>{''.join(shapes)}</defs>"
 
 
-def _legend(steps: Sequence[Sequence[Message]], numbered: bool, width: int, y: int) -> tuple[list[str], int]:
+def _legend(steps: Sequence[Sequence[DrawnMessage]], numbered: bool, width: int, y: int) -> tuple[list[str], int]:
     """The legend of the symbols in use, in as many lines as the width requires, and the y below it."""
     every = [message for step in steps for message in step]
     line = f'<path d="M0,0 h30" stroke="{_GREY}" stroke-width="2"'

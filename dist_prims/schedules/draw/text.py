@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..contract import Holding
 from ..schedule import Schedule
-from .message import Message, caption, messages, numbers, refuse_unreadable
+from .message import DrawnMessage, caption, messages, numbers, refuse_unreadable
 
 __all__ = ["describe_contract", "terminal"]
 
@@ -41,7 +41,7 @@ def terminal(schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-def _receive(step: Sequence[Message], held: Held) -> None:
+def _receive(step: Sequence[DrawnMessage], held: Held) -> None:
     before = dict(held)
     for message in step:
         for chunk, into in zip(message.chunks, message.into, strict=True):
@@ -49,7 +49,7 @@ def _receive(step: Sequence[Message], held: Held) -> None:
             held[message.dst, into] = kept | before.get((message.src, chunk), set())
 
 
-def _format(message: Message, held: Held | None) -> str:
+def _format(message: DrawnMessage, held: Held | None) -> str:
     words = f"{message.src} ─{numbers(message.chunks)}→ {message.dst}"
     words += f" as {numbers(message.into)}" if message.into != message.chunks else ""
     if held is None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..bucket import Compressor, Exact
 from ..incremental_reduce import IncrementalSum
-from .layout import Layout, lay_out, our_backend, plan
+from .layout import BucketLayout, lay_out, our_backend, plan
 
 __all__ = ["Sending"]
 
@@ -38,7 +38,7 @@ class Sending:
         self, parameters: Sequence[torch.Tensor], compressor: Compressor, limit: int, group: dist.ProcessGroup
     ) -> None:
         self._parameters, self._compressor, self._limit, self._group = parameters, compressor, limit, group
-        self.layout = Layout([], [], {})
+        self.layout = BucketLayout([], [], {})
         self.forget()
 
     def follow(self, order: Sequence[int], last: Sequence[int] = ()) -> None:
@@ -48,7 +48,7 @@ class Sending:
             for number in {*self.layout.place} - {*order, *last}:  # its gradient must not keep the memory of a bucket
                 gradient = self._parameters[number].grad
                 self._parameters[number].grad = None if gradient is None else gradient.clone()
-            self.layout = Layout([], [], {})  # frees its memory once no gradient lies in it
+            self.layout = BucketLayout([], [], {})  # frees its memory once no gradient lies in it
             self.layout = lay_out(self._parameters, members, self._group)
             self._compressor.reset()
             if type(self._compressor) is Exact:

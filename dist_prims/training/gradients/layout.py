@@ -1,4 +1,4 @@
-"""Layout of buckets: the place of each gradient, and the memory.
+"""BucketLayout of buckets: the place of each gradient, and the memory.
 
 Buckets are sent in their order, the same on every rank, each as soon as it is full. So the order should be the one in
 which backward fills them: at first that of the parameters, reversed, later the one that rank 0 has seen.
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from ...backend import empty
 from ..bucket import Bucket
 
-__all__ = ["Layout", "lay_out", "our_backend", "plan"]
+__all__ = ["BucketLayout", "lay_out", "our_backend", "plan"]
 
 
 @dataclass
-class Layout:
+class BucketLayout:
     """The buckets, and the place of each parameter, by its number."""
 
     buckets: list[Bucket]
@@ -53,10 +53,10 @@ def plan(parameters: Sequence[torch.Tensor], order: Sequence[int], limit: int) -
     return [numbers for _, numbers in sorted(found)]
 
 
-def lay_out(parameters: Sequence[torch.Tensor], members: list[list[int]], group: dist.ProcessGroup) -> Layout:
+def lay_out(parameters: Sequence[torch.Tensor], members: list[list[int]], group: dist.ProcessGroup) -> BucketLayout:
     """Buckets in fresh memory. Gradients that the parameters have move there, bucket by bucket, so that old buckets go
     as new ones come; a caller that keeps the old ones keeps all of their memory."""
-    layout = Layout([], members, {})
+    layout = BucketLayout([], members, {})
     for index, numbers in enumerate(members):
         first = parameters[numbers[0]]
         flat = _memory(sum(parameters[number].numel() for number in numbers), first, group)

@@ -17,7 +17,7 @@ from ...schedules.pipelines import Action, PipelinePlan, Row, pipeline_plan
 from .averaging import AverageOnce
 from .loss_weights import Objective, Part
 from .outside_gradients import Leaves, give_back
-from .stage import Tensors, Worker, as_tuple
+from .stage import StageWorker, Tensors, as_tuple
 
 __all__ = ["Batch", "Job", "Owner", "in_order", "joined", "make_plan", "message_to", "parts"]
 
@@ -122,7 +122,7 @@ class Job:
         last = plan.stages - 1
         self.plan = plan
         self.workers = {
-            stage: Worker(module, stage, objective.module if stage == last else None)
+            stage: StageWorker(module, stage, objective.module if stage == last else None)
             for stage, module in stages.items()
         }
         self.module = torch.nn.ModuleList(
@@ -200,7 +200,7 @@ class Job:
         for worker in self.workers.values():
             worker.forget()
 
-    def _forward(self, worker: Worker, action: Action, inputs: Tensors, batch: Batch) -> Tensors:
+    def _forward(self, worker: StageWorker, action: Action, inputs: Tensors, batch: Batch) -> Tensors:
         _, stage, micro = action
         last = stage == self.plan.stages - 1
         if not batch.learn:

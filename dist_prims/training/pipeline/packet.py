@@ -20,9 +20,9 @@ __all__ = [
     "LAYOUT",
     "WELL",
     "WORD",
-    "Layout",
+    "PacketLayout",
     "Pool",
-    "Spec",
+    "TensorSpec",
     "head_of",
     "pack",
     "read_head",
@@ -36,7 +36,7 @@ _WORD = 8  # bytes of the status, before the text
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """One tensor of a message. ``needs_grad``: a gradient for it is to come back."""
 
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Spec(NamedTuple):
         )
 
 
-def spec_of(tensor: torch.Tensor) -> Spec:
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Its strides are kept where it has no gaps: what is channels-last stays so.
 
     >>> str(spec_of(torch.ones(2, 3)))
@@ -59,17 +59,17 @@ def spec_of(tensor: torch.Tensor) -> Spec:
     if tensor.layout != torch.strided:
         raise ValueError(f"a stage gives a tensor of layout {tensor.layout}; stages pass dense tensors: .to_dense()")
     stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
-    return Spec(tensor.dtype, tuple(tensor.shape), tuple(stride), tensor.requires_grad)
+    return TensorSpec(tensor.dtype, tuple(tensor.shape), tuple(stride), tensor.requires_grad)
 
 
-class Layout:
+class PacketLayout:
     """Where the tensors of a message lie in it."""
 
-    def __init__(self, specs: Iterable[Spec]) -> None:
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
         self.specs = tuple(specs)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self.specs == other.specs
+        return isinstance(other, PacketLayout) and self.specs == other.specs
 
     def __hash__(self) -> int:
         return hash(self.specs)
@@ -78,9 +78,9 @@ class Layout:
         return f"({', '.join(map(str, self.specs))})"
 
     @cached_property
-    def gradients(self) -> Layout:
+    def gradients(self) -> PacketLayout:
         """The layout of the gradients that come back."""
-        return Layout(spec._replace(needs_grad=False) for spec in self.specs if spec.needs_grad)
+        return PacketLayout(spec._replace(needs_grad=False) for spec in self.specs if spec.needs_grad)
 
     @cached_property
     def _spans(self) -> list[tuple[int, int]]:
@@ -112,11 +112,11 @@ class Layout:
         return numbers
 
     @classmethod
-    def decode(cls, numbers: Sequence[int]) -> Layout:
+    def decode(cls, numbers: Sequence[int]) -> PacketLayout:
         """The layout of numbers from :meth:`encode`.
 
-        >>> layout = Layout([spec_of(torch.ones(2, 3).t())])
-        >>> Layout.decode(layout.encode()) == layout
+        >>> layout = PacketLayout([spec_of(torch.ones(2, 3).t())])
+        >>> PacketLayout.decode(layout.encode()) == layout
         True
         """
         left = iter(numbers)
@@ -124,11 +124,11 @@ class Layout:
         for _ in range(next(left)):
             dtype, needs_grad, dims = _DTYPES[next(left)], bool(next(left)), next(left)
             shape, stride = (tuple(next(left) for _ in range(dims)) for _ in range(2))
-            specs.append(Spec(dtype, shape, stride, needs_grad))
+            specs.append(TensorSpec(dtype, shape, stride, needs_grad))
         return cls(specs)
 
 
-def pack(data: torch.Tensor, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+def pack(data: torch.Tensor, layout: PacketLayout, tensors: Sequence[torch.Tensor]) -> None:
     """Write tensors into a message, with the head of a message with data."""
     with torch.no_grad():
         data[:_WORD].zero_()

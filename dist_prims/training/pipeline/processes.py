@@ -33,7 +33,7 @@ from .loss_weights import Function, Objective
 from .outside_gradients import Leaves
 from .packet import FAILED, HEAD, WELL, WORD, head_of, read_head
 from .stage import Tensors, as_tuple
-from .transfer import Message, StageFailed, Transfers
+from .transfer import PipelineMessage, StageFailed, Transfers
 
 __all__ = ["Pipeline"]
 
@@ -247,7 +247,7 @@ class Pipeline(Owner):
         if to is None:
             return failure
         target = self.plan.rank_of[to[1]]
-        message = Message(*to, self._rank, target)
+        message = PipelineMessage(*to, self._rank, target)
         if target == self._rank:
             self._local[to] = outgoing
             return failure
@@ -270,7 +270,7 @@ class Pipeline(Owner):
             return ()
         source = self.plan.rank_of[maker]
         if source != self._rank:
-            return self._transfers.receive_message(Message(kind[0], stage, micro, source, self._rank))
+            return self._transfers.receive_message(PipelineMessage(kind[0], stage, micro, source, self._rank))
         passed = self._local.pop((kind[0], stage, micro))
         if kind != "F":
             return passed

@@ -18,7 +18,7 @@ from .backward import Later, same_memory, split_backward
 from .batch_norm import DeferredBatchNorm, commit_batch_norm
 from .running_statistics import RunningStatistics
 
-__all__ = ["Loss", "Tensors", "Worker", "as_tuple"]
+__all__ = ["Loss", "StageWorker", "Tensors", "as_tuple"]
 
 Tensors = tuple[torch.Tensor, ...]
 Loss = Callable[[Tensors], torch.Tensor]
@@ -75,7 +75,7 @@ class _Enter(torch.autograd.Function):
         return (None,) * (3 + len(grads))
 
 
-class Worker:
+class StageWorker:
     """A stage of a model, number ``stage``. ``loss``: the loss of its output, if it is a module."""
 
     def __init__(self, module: torch.nn.Module, stage: int, loss: torch.nn.Module | None = None) -> None:

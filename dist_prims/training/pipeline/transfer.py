@@ -27,10 +27,10 @@ import torch.distributed as dist
 from ...errors import CommError
 from ...schedules.pipelines import PipelinePlan
 from .action_executor import in_order, message_to
-from .packet import FAILED, HEAD, LAYOUT, Layout, Pool, head_of, pack, read_head, spec_of
+from .packet import FAILED, HEAD, LAYOUT, PacketLayout, Pool, head_of, pack, read_head, spec_of
 from .stage import Tensors
 
-__all__ = ["Message", "StageFailed", "Transfers", "messages"]
+__all__ = ["PipelineMessage", "StageFailed", "Transfers", "messages"]
 
 _TAG = 20_553  # beside the tags that a program may use in the same group
 _AHEAD = 2  # receives that are posted before they are needed
@@ -40,7 +40,7 @@ class StageFailed(CommError):
     """A rank of the pipeline failed in its part of a step; the group can go on with the next one."""
 
 
-class Message(NamedTuple):
+class PipelineMessage(NamedTuple):
     """A message that a stage needs of another rank: "F", its input, or "B", the gradient of its output."""
 
     kind: str
@@ -50,7 +50,7 @@ class Message(NamedTuple):
     target: int
 
 
-def messages(plan: PipelinePlan, learn: bool, num_microbatches: int | None = None) -> list[Message]:
+def messages(plan: PipelinePlan, learn: bool, num_microbatches: int | None = None) -> list[PipelineMessage]:
     """All messages of a step between ranks, in the order of the plan; of the first ``num_microbatches`` only."""
     found = []
     for action in in_order(plan):
@@ -63,7 +63,7 @@ def messages(plan: PipelinePlan, learn: bool, num_microbatches: int | None = Non
             continue
         source, target = plan.rank_of[action.stage], plan.rank_of[to[1]]
         if source != target:
-            found.append(Message(*to, source, target))
+            found.append(PipelineMessage(*to, source, target))
     return found
 
 
@@ -86,7 +86,7 @@ class _Transfer(NamedTuple):
 
     work: Any
     data: torch.Tensor
-    layout: Layout
+    layout: PacketLayout
     failure: str | None = None  # the error, where a layout was expected
 
 
@@ -102,9 +102,9 @@ class Transfers:
         self._timeout = timeout if isinstance(timeout, timedelta) else dist.default_pg_timeout
         self._plan = plan
         self._scripts: dict[tuple[bool, int], _Script] = {}  # by whether gradients are passed, and micro-batches
-        self._layouts: dict[int, dict[tuple[int, int], Layout]] = {}  # by kind of batch; by stage and micro-batch
+        self._layouts: dict[int, dict[tuple[int, int], PacketLayout]] = {}  # by kind of batch; by stage and micro-batch
         self._pool = Pool(device)
-        self._sending: list[tuple[Message | None, Any, torch.Tensor]] = []
+        self._sending: list[tuple[PipelineMessage | None, Any, torch.Tensor]] = []
         self._unread: list[torch.Tensor] = []
         self.begin(True, plan.num_microbatches, 0, True)
 
@@ -115,16 +115,16 @@ class Transfers:
         self._script = self._scripts[learn, num_microbatches]
         self._to_receive = deque(self._script.receives)
         self._to_send = deque(self._script.sends)
-        self._pending: dict[Message, _Transfer] = {}
+        self._pending: dict[PipelineMessage, _Transfer] = {}
         self._fresh = fresh
         if fresh:
             self._layouts[slot] = {}
             self._pool.clear()
         self._known = self._layouts[slot]
 
-    def send_message(self, message: Message, tensors: Tensors) -> None:
+    def send_message(self, message: PipelineMessage, tensors: Tensors) -> None:
         """Send tensors; ValueError, and nothing is sent, if their layout differs from that of earlier such batches."""
-        layout = Layout(map(spec_of, tensors))
+        layout = PacketLayout(map(spec_of, tensors))
         if message.kind == "F" and not self._fresh:
             known = self._known[message[1:3]]
             if layout != known:
@@ -142,7 +142,7 @@ class Transfers:
             self._send_layout(message.target, layout)
         self.send(message.target, data, message)
 
-    def send_failure(self, message: Message, text: str) -> None:
+    def send_failure(self, message: PipelineMessage, text: str) -> None:
         """Send an error instead of the tensors."""
         self._before(message)
         if self._fresh and message.kind == "F":
@@ -153,7 +153,7 @@ class Transfers:
             data[:HEAD] = head_of(FAILED, text)
             self.send(message.target, data, message)
 
-    def receive_message(self, message: Message) -> Tensors:
+    def receive_message(self, message: PipelineMessage) -> Tensors:
         """Wait for a message and return its tensors; StageFailed if it has an error instead."""
         while message not in self._pending:
             self._post()
@@ -168,7 +168,7 @@ class Transfers:
         views = transfer.layout.views(transfer.data)
         return tuple(v.requires_grad_(spec.needs_grad) for v, spec in zip(views, transfer.layout.specs, strict=True))
 
-    def send(self, rank: int, data: torch.Tensor, message: Message | None = None) -> None:
+    def send(self, rank: int, data: torch.Tensor, message: PipelineMessage | None = None) -> None:
         """Begin to send bytes; :meth:`finish` waits."""
         data = data.to(self._device)
         self._sending.append((message, self._start(dist.isend, data, rank), data))
@@ -181,7 +181,7 @@ class Transfers:
 
     def send_tensors(self, ranks: list[int], tensors: Tensors, failure: str | None) -> None:
         """Send tensors, of any layout, or an error, to several ranks; they call :meth:`receive_tensors`."""
-        layout = Layout(spec_of(each.detach()) for each in tensors)
+        layout = PacketLayout(spec_of(each.detach()) for each in tensors)
         data = self._pool.take(layout.nbytes)
         pack(data, layout, tensors)
         for rank in ranks:
@@ -210,13 +210,13 @@ class Transfers:
         for _, work, _ in leaving:
             self._wait(work)
 
-    def _layout(self, message: Message) -> Layout:
+    def _layout(self, message: PipelineMessage) -> PacketLayout:
         """The layout of a message; it is empty where a failure came instead of a layout."""
         if message.kind == "F":
             return self._known[message[1:3]]
-        return self._known.get((message.stage + 1, message.micro), Layout(())).gradients
+        return self._known.get((message.stage + 1, message.micro), PacketLayout(())).gradients
 
-    def _before(self, message: Message) -> None:
+    def _before(self, message: PipelineMessage) -> None:
         """Post the receives that come before a send."""
         self._to_send.remove(message)
         while self._queued and self._to_receive and self._script.turn[self._to_receive[0]] < self._script.turn[message]:
@@ -228,7 +228,7 @@ class Transfers:
         if self._fresh and message.kind == "F":
             layout = self._receive_layout(message.source)
             if isinstance(layout, str):
-                self._pending[message] = _Transfer(None, torch.empty(0), Layout(()), layout)
+                self._pending[message] = _Transfer(None, torch.empty(0), PacketLayout(()), layout)
                 return
             self._known[message[1:3]] = layout
         layout = self._layout(message)
@@ -242,7 +242,7 @@ class Transfers:
                 return
             self._post()
 
-    def _free(self, message: Message) -> None:
+    def _free(self, message: PipelineMessage) -> None:
         """Free the buffers of messages that must have arrived, since their receiver has made ``message`` after them."""
         script, leaving = self._script, self._sending
         self._sending = []
@@ -252,17 +252,17 @@ class Transfers:
             else:
                 self._sending.append((each, work, data))
 
-    def _send_layout(self, rank: int, layout: Layout) -> None:
+    def _send_layout(self, rank: int, layout: PacketLayout) -> None:
         numbers = torch.tensor(layout.encode())
         self.send(rank, head_of(LAYOUT, str(len(numbers))))
         self.send(rank, numbers.view(torch.uint8))
 
-    def _receive_layout(self, rank: int) -> Layout | str:
+    def _receive_layout(self, rank: int) -> PacketLayout | str:
         """The layout that a rank sends, or its error text."""
         status, text = read_head(self.receive(rank, HEAD))
         if status == FAILED:
             return text
-        return Layout.decode(self.receive(rank, 8 * int(text)).cpu().view(torch.int64).tolist())
+        return PacketLayout.decode(self.receive(rank, 8 * int(text)).cpu().view(torch.int64).tolist())
 
     def _start(self, kind: Any, data: torch.Tensor, peer: int) -> Any:
         if self._queued:
