@@ -171,7 +171,7 @@ def test_a_mean_that_a_function_hides_is_warned_of() -> None:
         ({"loss_weight": 3}, ValueError, "loss_weight=3 with reduction='mean'; it is a function of the targets"),
         ({"loss_weight": len, "reduction": "sum"}, ValueError, "with reduction='sum'"),
         ({"scaler": 2.0}, TypeError, r"scaler=2.0 has no scale\(\)"),
-        ({"loss": partial(split_cross_entropy, class_weight=WEIGHT)}, ValueError, "give the weight of targets by loss_weight="),
+        ({"loss": partial(split_cross_entropy, class_weight=WEIGHT)}, ValueError, "weight of targets by loss_weight="),
     ],
 )
 def test_what_no_loss_can_be(options: dict[str, Any], error: type[Exception], words: str) -> None:
