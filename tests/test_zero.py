@@ -217,7 +217,7 @@ def test_zero_1_refuses_before_anything_is_sent() -> None:
         with pytest.raises(ValueError, match="parameter 'weight' on rank 0 has another shape, dtype or device"):
             optimizer.step()
         assert torch.equal(layer.weight.float(), before)
-        with pytest.raises(ValueError, match="dealt out once"):
+        with pytest.raises(ValueError, match="assigned to ranks once"):
             optimizer.add_param_group({"params": [torch.ones(1)]})
 
     spawn(body, 2)
