@@ -292,7 +292,7 @@ def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(name)
     if not doctest.DocTestFinder(exclude_empty=True).find(module):
         return
-    own_group = any(word in name for word in ("backend", "collectives", "torch_compat", "training"))
+    own_group = any(word in name for word in ("agreement", "backend", "collectives", "torch_compat", "training"))
     if own_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
