@@ -33,7 +33,7 @@ import sys, torch
 assert "dist_prims" in torch.distributed.Backend.backend_list
 print(sorted(name for name in sys.modules if name.startswith("dist_prims")))
 """
-    assert run(sys.executable, "-c", program) == "['dist_prims', 'dist_prims.autoload']\n"
+    assert run(sys.executable, "-c", program) == "['dist_prims', 'dist_prims.autoload', 'dist_prims.torch_compat']\n"
 
 
 def test_importing_the_package_starts_no_thread() -> None:

@@ -141,14 +141,14 @@ def test_segments_change_nothing() -> None:
     """Sums of whole numbers, cut into more segments than some have elements."""
 
     def body() -> None:
-        from dist_prims.schedules.native import told
+        from dist_prims.schedules.native import to_native
 
         rank, size = dist.get_rank(), dist.get_world_size()
         for name in ("hierarchical", "halving_doubling", "double_tree"):
             shape = {"hosts": (2, 2)} if name == "hierarchical" else {}
             schedule = build("all_reduce", name, size, **shape)
             for segments in (1, 2, 7, 64):
-                backend().pin([told(schedule, rank, 0, 1 << 62, name, segments)])
+                backend().pin([to_native(schedule, rank, 0, 1 << 62, name, segments)])
                 for count in (257, 1000, 100_003):
                     tensor = held(rank, count)
                     dist.all_reduce(tensor)

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"# {', '.join(f'{key} {value}' for key, value in found.items())}")
         print(f"# written to {CALIBRATION.write(found, given.output)}", flush=True)
     if given.rounds:
-        _check(bench, Topology.measured(bench.seats.hosts, found), found["call"], given.sizes, given.rounds)
+        _check(bench, Topology.measured(bench.order.hosts, found), found["call"], given.sizes, given.rounds)
     return 0
 
 
@@ -127,7 +127,7 @@ def _exchange(size: int, src: Ints | list[int], dst: Ints | list[int], steps: in
 
 def _calibrate(bench: _Bench) -> dict[str, Any]:
     probes = _Probes(bench)
-    hosts = bench.seats.hosts
+    hosts = bench.order.hosts
     found: dict[str, Any] = {"call": probes.nothing, **ASSUMED}  # quantities that cannot be measured stay assumed
     if max(hosts) > 1:
         found |= probes.inside()
@@ -146,7 +146,7 @@ class _Probes:
     """The probes: exchanges between ranks, which are numbered host by host."""
 
     def __init__(self, bench: _Bench) -> None:
-        self.bench, self.hosts = bench, np.array(bench.seats.hosts)
+        self.bench, self.hosts = bench, np.array(bench.order.hosts)
         self.ranks = np.arange(bench.size)
         self.first = np.cumsum((0, *self.hosts[:-1]))
         self.host = np.repeat(np.arange(len(self.hosts)), self.hosts)

@@ -3,6 +3,17 @@
 ``torch.distributed`` needs address, port, rank and size. Every launcher provides them in its own way, so programs
 usually contain code that works on one cluster only. ``init()`` detects the launcher and uses the rendezvous that the
 launcher offers. No process outside the job can join the group: on one host nothing listens beyond loopback.
+
+The rendezvous is the first of these that applies:
+
+1. ``init_method``
+2. torchrun, or the variables that torchrun sets
+3. mpirun of Open MPI, MPICH, Intel MPI or MVAPICH, and prun, over mpi4py
+4. Flux, over PMI
+5. srun
+6. HPE's PALS, over mpi4py
+7. any process manager that offers PMI-1 or PMIx
+8. none: the process is a group of one rank
 """
 
 import atexit
@@ -61,21 +72,10 @@ def init(
     >>> spawn(local_ranks, 2)
     [0, 1]
 
-    The rendezvous is the first of these that applies:
-
-    1. ``init_method``: "env://", "tcp://host:port" or "file:///path"
-    2. torchrun, or the variables that torchrun sets
-    3. mpirun of Open MPI, MPICH, Intel MPI or MVAPICH, and prun, over mpi4py
-    4. Flux, over PMI
-    5. srun
-    6. HPE's PALS, over mpi4py
-    7. any process manager that offers PMI-1 or PMIx
-    8. none: the process is a group of one rank
-
-    Variables that indicate several ranks and belong to no such launcher are an error.
-
-    ``backend`` is "gloo" by default, with NCCL for CUDA tensors if CUDA is available. ``timeout`` limits the rendezvous
-    and each collective of the group; the default is 5 minutes.
+    ``init_method`` is "env://", "tcp://host:port" or "file:///path"; by default the launcher determines the rendezvous.
+    Variables that indicate several ranks and belong to no known launcher are an error. ``backend`` is "gloo" by
+    default, with NCCL for CUDA tensors if CUDA is available. ``timeout`` limits the rendezvous and each collective of
+    the group; the default is 5 minutes.
 
     Rank 0 prints one line about launcher, hosts and backend on stderr, unless ``DIST_PRIMS_QUIET=1``. A group on one
     host uses the loopback interface: ``init()`` sets ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` unless they are
