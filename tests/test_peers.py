@@ -103,7 +103,7 @@ def test_a_folder_of_somebody_else_stays(tmp_path: Path) -> None:
     home.mkdir()
     (home / "kept").touch()
     assert holds("mpich", home) == []
-    with pytest.raises(Failed, match="no environment of Python"):
+    with pytest.raises(Failed, match="is not a Python environment"):
         build("mpich", home)
     assert (home / "kept").exists()
 
