@@ -103,14 +103,14 @@ def test_a_folder_of_somebody_else_stays(tmp_path: Path) -> None:
     home.mkdir()
     (home / "kept").touch()
     assert holds("mpich", home) == []
-    with pytest.raises(Failed, match="no environment of Python"):
+    with pytest.raises(Failed, match="is not a Python environment"):
         build("mpich", home)
     assert (home / "kept").exists()
 
 
 def test_a_rival_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "mpich", "--cache", str(tmp_path)]) == 0
-    assert "# without mpich: no environment; --build makes it" in capsys.readouterr().out
+    assert "# without mpich: no environment; --build creates it" in capsys.readouterr().out
 
 
 def test_the_own_contenders_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

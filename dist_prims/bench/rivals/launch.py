@@ -1,4 +1,4 @@
-"""Commands with a deadline. What does not end by then is ended, with all that it started."""
+"""Commands with a deadline: after it, a command and all processes that it started are killed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import IO
 
 __all__ = ["Failed", "environment", "run"]
 
-_GRACE = 5.0  # seconds to leave in peace
+_GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 class Failed(Exception):
-    """Says why in one line."""
+    """A command failed; the message is the reason in one line."""
 
 
 def environment(home: Path | None, settings: Mapping[str, str]) -> dict[str, str]:
-    """Ours, with the commands of the one at ``home`` first, and one thread for a rank unless told otherwise."""
+    """This process's environment plus ``settings``, with the commands of ``home`` first and one thread by default."""
     own = {**os.environ, "OMP_NUM_THREADS": "1"}
     if home:
         own["PATH"] = f"{home / 'bin'}{os.pathsep}{own.get('PATH', '')}"
@@ -34,34 +34,34 @@ def environment(home: Path | None, settings: Mapping[str, str]) -> dict[str, str
 
 
 def run(commands: Sequence[Sequence[str]], seconds: float, environments: Sequence[Mapping[str, str]]) -> None:
-    """All commands at once. As soon as one fails the others are ended, and so they are after ``seconds``."""
+    """Run all commands at the same time. If one fails, or after ``seconds``, all are ended and Failed is raised."""
     started: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         try:
             for command, each in zip(commands, environments, strict=True):
-                started.append(_start(command, each, said))
+                started.append(_start(command, each, output))
             _wait(started, time.monotonic() + seconds)
         except TimeoutError:
-            raise Failed(f"not done in {seconds:g} s; {_reason(said)}") from None
+            raise Failed(f"not done in {seconds:g} s; {_reason(output)}") from None
         except OSError as error:
             raise Failed(str(error)) from None
         finally:
             for process in started:
                 _end(process)
         if any(process.returncode for process in started):
-            raise Failed(_reason(said))
+            raise Failed(_reason(output))
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str], said: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     )
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]], until: float) -> None:
     while any(process.poll() is None for process in started):
         if any(process.returncode for process in started):
-            time.sleep(0.5)  # let the others say why too
+            time.sleep(0.5)  # let the others print their reasons, too
             return
         if time.monotonic() > until:
             raise TimeoutError
@@ -69,18 +69,18 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], until: float) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """A launcher of MPI takes its ranks with it when it is asked to; nobody of its session outlives the second call."""
-    for kind, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, None)):
+    """End a process: SIGTERM, on which an MPI launcher ends its ranks, then SIGKILL for the whole session."""
+    for kind, grace in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, None)):
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, kind)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
+                process.wait(grace)
 
 
-def _reason(said: IO[bytes]) -> str:
-    """The last line that speaks of an error, else the last one."""
-    said.seek(0)
-    lines = [line.strip() for line in said.read().decode(errors="replace").splitlines() if line.strip()]
+def _reason(output: IO[bytes]) -> str:
+    """The last line that mentions an error, else the last line."""
+    output.seek(0)
+    lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower() and not line.startswith(("File", "raise"))]
-    return ([*lines[-1:], *errors] or ["it said nothing"])[-1][:200]
+    return ([*lines[-1:], *errors] or ["no output"])[-1][:200]

@@ -1,7 +1,7 @@
-"""Who is measured: what its environment holds, how that is built, and how its ranks are started.
+"""The libraries under comparison: the packages of each environment, how it is built, and how its ranks are started.
 
-Each rival gets the settings that are best on one host, and none is bound to cores. With more ranks than cores those
-that can are told to leave the core to others while they wait.
+Each library gets the settings that are best on one host, and none is bound to cores. With more ranks than cores,
+libraries that support it are set to yield the core while they wait.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .oneccl import SOURCE
 __all__ = ["CONTENDERS", "RivalLibrary", "build", "cores", "holds", "home_of"]
 
 _BUILD_SECONDS = 900.0
-_NOTE = "dist_prims_peers.txt"  # in an environment that is whole: what was asked for, and what is in it
+_NOTE = "dist_prims_peers.txt"  # written into a complete environment: requested packages, installed packages
 
 Settings = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class RivalLibrary:
-    """``opens``: its entry in program.py. ``packages``: of its environment; none where that is ours.
-    ``starter``: the command that starts the ranks; we start them ourselves where there is none.
-    ``library``: what ``finish`` makes beneath the environment. ``home``: whose environment it shares."""
+    """A library under comparison. ``opens``: its entry in program.py. ``packages``: of its environment; empty for the
+    environment of this process. ``starter``: the command that starts the ranks; empty: they are started directly.
+    ``library``: the file that ``finish`` builds in the environment. ``home``: a contender with the same environment."""
 
     opens: str
     packages: tuple[str, ...] = ()
@@ -50,20 +50,20 @@ def cores() -> int:
 
 
 def holds(name: str, home: Path) -> list[str]:
-    """What is in the environment, as pip says it; nothing where it must be built."""
+    """The packages in the environment with their versions; empty if the environment must be built."""
     note = home / _NOTE
     lines = note.read_text().splitlines() if note.is_file() else []
     return lines[1:] if lines[:1] == [" ".join(CONTENDERS[name].packages)] else []
 
 
 def build(name: str, home: Path) -> None:
-    """An environment of its own, unless it is there."""
+    """Build the environment of a contender unless it exists."""
     contender, python = CONTENDERS[name], str(home / "bin" / "python")
     if not contender.packages or holds(name, home):
         return
     if home.exists():
         if not (home / "pyvenv.cfg").is_file():
-            raise Failed(f"{home} is there and is no environment of Python")
+            raise Failed(f"{home} exists and is not a Python environment")
         shutil.rmtree(home)
     home.parent.mkdir(parents=True, exist_ok=True)
     _step([sys.executable, "-m", "venv", str(home)], home)
@@ -88,7 +88,7 @@ def _compile_oneccl(home: Path) -> None:
 
 
 def _compile_deepspeed(home: Path) -> None:
-    """DeepSpeed builds an operator when it is first loaded."""
+    """Compile DeepSpeed's operator, which otherwise happens on first use."""
     code = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as Builder; Builder().load()"
     settings = {"TORCH_EXTENSIONS_DIR": str(home / "extensions"), "DS_ACCELERATOR": "cpu"}
     _step([str(home / "bin" / "python"), "-c", code], home, settings)
@@ -113,13 +113,13 @@ def _impi(home: Path, ranks: int) -> Settings:
 
 
 def _impi_ring(home: Path, ranks: int) -> Settings:
-    """Its other face: the ring for large data, which it does not choose by itself, and another choice for small."""
+    """Intel MPI with the ring for large data, which it does not choose by itself; small data also changes."""
     return {**_impi(home, ranks), "I_MPI_ADJUST_ALLREDUCE": f"8:{(1 << 20) + 1}-{(1 << 31) - 1}"}
 
 
 def _oneccl(home: Path, ranks: int) -> Settings:
-    """The thread that calls does the work: a worker beside each rank would wait for a core of its own. With more ranks
-    than cores it is the other way round, as only the threads that wait for a worker leave their core to others."""
+    """The calling thread does the work, because a worker for each rank would need a core of its own. With more ranks
+    than cores a worker does the work, because only threads that wait for a worker yield their core."""
     waits = {"CCL_YIELD": "sched_yield", "CCL_SPIN_COUNT": "1", "CCL_WORKER_COUNT": "1"}
     work = waits if ranks > cores() else {"CCL_WORKER_OFFLOAD": "0"}
     return {**_impi(home, ranks), "CCL_ATL_TRANSPORT": "mpi", "CCL_ALLREDUCE": "direct", **work}

@@ -1,4 +1,4 @@
-"""The few lines of C++ by which Python calls oneCCL, compiled in oneCCL's own environment."""
+"""The C++ source of the functions through which Python calls oneCCL; compiled in oneCCL's own environment."""
 
 from __future__ import annotations
 

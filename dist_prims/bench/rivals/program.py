@@ -1,9 +1,9 @@
-"""What each rank of a contender runs, in that contender's own environment: ``python program.py orders.json``.
+"""The program of each rank of a contender, run in the contender's own environment: ``python program.py orders.json``.
 
-It needs numpy and the contender, and nothing of ours unless we are the contender. The loop is that of the benchmark:
-new values in the whole buffer, the ranks meet, one call, its result is checked; for small data the ranks meet again and
-a row of calls is timed. The ranks meet in a page of shared memory, the same way for every contender, so that nobody is
-judged by its barrier.
+It needs numpy and the contender; dist_prims only if that is the contender. The loop is that of the benchmark: new
+values in the whole buffer, a barrier, one call, a check of the result; for small data another barrier and many timed
+calls in a row. The barrier uses a page of shared memory and is the same for every contender, so that no contender is
+measured by its own barrier.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["OPENED", "SLOT", "Meeting", "main", "measure"]
+__all__ = ["OPENED", "SLOT", "SharedMemoryBarrier", "main", "measure"]
 
 SLOT = 64  # bytes; a cache line for each rank, and one for the order to stop
 _SMALL, _CALLS_IN_A_ROW = 64 * 1024, 50
-_PERIOD = 13  # of the pattern, as in cases.py
+_PERIOD = 13  # of the values, as in cases.py
 
 Array = npt.NDArray[np.float32]
-Bind = Callable[[Array], Callable[[], Any]]  # gives the call for a buffer
+Bind = Callable[[Array], Callable[[], Any]]  # returns the call for a buffer
 
 
-class Meeting:
-    """Every rank counts in a line of its own and waits until nobody is behind."""
+class SharedMemoryBarrier:
+    """A barrier: every rank increments a counter in its own cache line and waits until no counter is behind."""
 
     def __init__(self, page: Path, rank: int, size: int, seconds: float) -> None:
         with page.open("r+b") as file:
@@ -56,7 +56,7 @@ class Meeting:
                     raise TimeoutError(f"rank {self._rank} waited {self._seconds:g} s for the others")
 
     def agree(self, enough: bool) -> bool:
-        """What rank 0 says."""
+        """Rank 0's value of ``enough`` on every rank."""
         if self._rank == 0:
             self._view[self._stop] = enough
         self()
@@ -65,15 +65,17 @@ class Meeting:
         return answer
 
 
-def measure(bind: Bind, nbytes: int, rank: int, size: int, meet: Meeting, orders: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each iteration on this rank, and the wrong elements of all."""
+def measure(
+    bind: Bind, nbytes: int, rank: int, size: int, barrier: SharedMemoryBarrier, orders: dict[str, Any]
+) -> dict[str, Any]:
+    """The seconds of each iteration on this rank, and the number of wrong elements of all iterations."""
     count = max(nbytes // 4, 1)
     pattern = (np.arange(count + _PERIOD) % _PERIOD).astype(np.float32)
     buffer, expected = _aligned(count), np.empty(count, np.float32)
     call, calls = bind(buffer), _CALLS_IN_A_ROW if nbytes <= _SMALL else 1
 
     def timed(times: int) -> float:
-        meet()
+        barrier()
         began = time.perf_counter()
         for _ in range(times):
             call()
@@ -91,16 +93,16 @@ def measure(bind: Bind, nbytes: int, rank: int, size: int, meet: Meeting, orders
         taken = timed(calls) if calls > 1 else taken
         if number >= 0:
             seconds.append(taken)
-            if meet.agree(time.monotonic() - began > orders["budget"]):
+            if barrier.agree(time.monotonic() - began > orders["budget"]):
                 break
     return {"nbytes": nbytes, "seconds": seconds, "wrong": wrong}
 
 
 def _aligned(count: int) -> Array:
-    """As torch aligns its tensors."""
-    room = np.zeros(count + 16, np.float32)
-    start = -room.ctypes.data % 64 // 4
-    return room[start : start + count]
+    """A buffer with the alignment of torch's tensors."""
+    padded = np.zeros(count + 16, np.float32)
+    start = -padded.ctypes.data % 64 // 4
+    return padded[start : start + count]
 
 
 def _own_rank() -> tuple[int, int]:
@@ -139,7 +141,7 @@ def _group(backend: str, direct: bool = False) -> Callable[[dict[str, Any]], tup
 
 
 def _deepspeed(orders: dict[str, Any]) -> tuple[int, int, Bind]:
-    """The operator alone, as its builder left it: without deepspeed itself, which takes seconds to load."""
+    """The compiled operator without the package deepspeed, whose import takes seconds."""
     torch = import_module("torch")
     rank, size = _own_rank()
     spec = importlib.util.spec_from_file_location("deepspeed_shm_comm", orders["library"])
@@ -182,16 +184,16 @@ OPENED: dict[str, Callable[[dict[str, Any]], tuple[int, int, Bind]]] = {
 
 def main(path: str) -> None:
     orders = json.loads(Path(path).read_text())
-    faulthandler.dump_traceback_later(orders["seconds"], exit=True)  # also out of a loop in C++
+    faulthandler.dump_traceback_later(orders["seconds"], exit=True)  # also ends a loop in C++
     rank, size, bind = OPENED[orders["opens"]](orders)
     assert size == orders["ranks"], f"{size} ranks, asked for {orders['ranks']}"
     place = Path(orders["place"])
-    meet = Meeting(place / "page", rank, size, orders["seconds"])
-    meet()
+    barrier = SharedMemoryBarrier(place / "page", rank, size, orders["seconds"])
+    barrier()
     with (place / f"rank-{rank}.jsonl").open("w") as file:
         for nbytes in orders["sizes"]:
-            print(json.dumps(measure(bind, nbytes, rank, size, meet, orders)), file=file, flush=True)
-    meet()
+            print(json.dumps(measure(bind, nbytes, rank, size, barrier, orders)), file=file, flush=True)
+    barrier()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Round after round, each contender once, in processes of its own; the order turns by one from round to round."""
+"""Rounds of the comparison: each contender runs once a round in processes of its own, in an order that rotates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Figures:
 
 
 def interleaved(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """
+    """(round, name) of every run, in an order that rotates from round to round.
+
     >>> [name for _, name in interleaved(["a", "b", "c"], 2)]
     ['a', 'b', 'c', 'b', 'c', 'a']
     """
@@ -46,19 +47,19 @@ def interleaved(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def per_round(nbytes: int, rounds: int) -> int:
-    """So that all rounds together are at least as many iterations as the benchmark does."""
+    """The iterations of one round: all rounds together have at least as many as the benchmark."""
     return max(_LEAST, -(-iterations_for(nbytes) // rounds))
 
 
 def once(
     name: str, home: Path, ranks: int, sizes: Sequence[int], round: int, rounds: int, seconds: float
 ) -> tuple[dict[int, Figures], str]:
-    """Starts the ranks, and gives for each size that was done the times of the slowest rank; and what went wrong."""
+    """Run the ranks of a contender: the slowest rank's times for each completed size, and the reason of a failure."""
     contender = CONTENDERS[name]
     with tempfile.TemporaryDirectory(prefix="dist_prims_peers_", dir=_MEMORY if _MEMORY.is_dir() else None) as given:
         place = Path(given)
         (place / "page").write_bytes(bytes(SLOT * (ranks + 1)))
-        shutil.copy(Path(__file__).with_name("program.py"), place)  # alone: what lies beside it would hide modules
+        shutil.copy(Path(__file__).with_name("program.py"), place)  # without its neighbours, which would shadow modules
         orders = {
             "opens": contender.opens,
             "library": str(home / contender.library),
@@ -78,7 +79,7 @@ def once(
         except Failed as failed:
             reason = str(failed)
         finally:
-            for left in _MEMORY.glob(f"*_{place.name}_*"):  # DeepSpeed leaves its buffers, 66 MB for each rank
+            for left in _MEMORY.glob(f"*_{place.name}_*"):  # DeepSpeed does not remove its buffers, 66 MB for each rank
                 left.unlink(missing_ok=True)
         return _slowest([_read(place / f"rank-{rank}.jsonl") for rank in range(ranks)]), reason
 
@@ -97,7 +98,7 @@ def _run_ranks(name: str, home: Path, ranks: int, place: Path, seconds: float) -
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Whole lines: a rank may have been ended within one."""
+    """The complete lines of a file; a rank may have been killed while it wrote one."""
     whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
     return [json.loads(line) for line in whole.splitlines()]
 
