@@ -1,4 +1,4 @@
-"""The language of the project: words that no name may contain, phrases that no text may contain, one name for one class.
+"""The language of the project: words that no name contains, phrases that no text contains, one name for one class.
 
 docs/glossary.md has the terms to use instead.
 """

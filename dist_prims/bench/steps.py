@@ -5,7 +5,7 @@ pass, and tokens of a tensor-parallel decoder, which can hide none. Each runs ov
 dist_prims, and without communication; the additional time of a group is its exposed communication. The contenders run
 in rotation; the time of a run is that of its slowest rank, and the result is the median of the runs.
 
-MeasuredTraining without communication is the model without DDP. The contender "noop" is DDP with a hook that sends nothing: it
+Training without communication is the model without DDP. The contender "noop" is DDP with a hook that sends nothing: it
 shows which part of the exposed time is DDP's own work. "averager" is GradientAverager over the group of dist_prims.
 """
 

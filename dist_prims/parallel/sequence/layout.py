@@ -1,4 +1,4 @@
-"""SequenceLayout of a sequence over ranks: the tokens of each rank, and which of its keys another rank's queries see.
+"""Layout of a sequence over ranks: the tokens of each rank, and which of its keys another rank's queries see.
 
 Under a causal mask token t sees t + 1 tokens, so with the sequence cut in as many parts as ranks the last rank has
 nearly all the work. "zigzag" cuts it in twice as many chunks and gives rank r the chunks r and 2n - 1 - r, an early and
