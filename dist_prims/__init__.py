@@ -5,6 +5,7 @@ plans (``dist_prims.schedules``, NumPy only) never wait for torch.
 """
 
 import importlib
+import warnings
 from typing import Any
 
 __version__ = "0.2.0"
@@ -15,16 +16,23 @@ _HOME = {
     "all_reduce_": "backend",
     "all_to_all": "collectives",
     "average_gradients": "training",
+    "BackendOptions": "backend",
     "barrier": "collectives",
     "broadcast": "collectives",
+    "CommError": "errors",
+    "CommInterruptedError": "errors",
+    "CommTimeoutError": "errors",
     "DataPartitioner": "training",
     "empty": "backend",
     "gather": "collectives",
     "GradientAverager": "training",
     "init": "launch",
-    "Options": "backend",
+    "MismatchError": "errors",
     "partition_dataset": "training",
+    "PeerDiedError": "errors",
+    "PeerLeftError": "errors",
     "Pipeline": "training",
+    "RankFailedError": "launch",
     "reduce": "collectives",
     "reduce_scatter": "collectives",
     "scan": "collectives",
@@ -32,11 +40,15 @@ _HOME = {
     "ShardedSampler": "training",
     "spawn": "launch",
 }
+_OLD_NAMES = {"Options": "BackendOptions"}  # of version 0.1
 
 __all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OLD_NAMES:
+        warnings.warn(f"dist_prims.{name} is called {_OLD_NAMES[name]}", DeprecationWarning, stacklevel=2)
+        name = _OLD_NAMES[name]
     if name not in _HOME:
         raise AttributeError(f"module 'dist_prims' has no attribute {name!r}")
     found = getattr(importlib.import_module(f"dist_prims.{_HOME[name]}"), name)

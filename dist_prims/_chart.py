@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 from .schedules.draw import svg_file
 
-__all__ = ["line_chart"]
+__all__: list[str] = []
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 820, 460, 78, 170, 64, 60
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#a6761d", "#56a0d3", "#7f3c8d", "#4d4d4d")

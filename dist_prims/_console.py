@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from .collectives import all_reduce
 
-__all__ = ["Console"]
+__all__: list[str] = []
 
 
 class Console:

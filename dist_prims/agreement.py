@@ -26,7 +26,7 @@ import torch.distributed as dist
 from .errors import MismatchError
 from .torch_compat import all_gather_single
 
-__all__ = ["Difference", "check_failures", "check_lists", "check_same", "failure_text", "first_difference", "fit"]
+__all__: list[str] = []
 __all__ += ["gather_fields", "gather_objects", "gather_or_raise", "gather_rows"]
 
 T = TypeVar("T")

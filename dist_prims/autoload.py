@@ -11,7 +11,7 @@ import os
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-__all__ = ["NAME", "register"]
+__all__: list[str] = []
 
 NAME = "dist_prims"
 

@@ -15,20 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "all_gather_single",
-    "backend_of",
-    "default_group",
-    "device_types",
-    "group_named",
-    "group_store",
-    "nccl_options",
-    "premul_factor",
-    "premul_sum",
-    "reduce_scatter_single",
-    "rendezvous_handlers",
-    "timeout_of",
-]
+__all__: list[str] = []
 
 # The new names of all_gather_into_tensor and reduce_scatter_tensor, which torch 2.13 has renamed.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from torch.distributed import ReduceOp
 
 from dist_prims.backend import mpi
-from dist_prims.errors import CommError, CommTimeout
+from dist_prims.errors import CommError, CommTimeoutError
 
 warnings.simplefilter("ignore", FutureWarning)  # torch gives reduce_scatter_tensor another name
 
@@ -283,13 +283,13 @@ def case_faults() -> None:
     if size == 1:
         return
     group = group_of()
-    with raises(CommTimeout, f"rank {rank} of {size}, mpi:recv, from rank {before}, tag 5: 200 ms"):
+    with raises(CommTimeoutError, f"rank {rank} of {size}, mpi:recv, from rank {before}, tag 5: 200 ms"):
         dist.irecv(torch.ones(1), before, group, tag=5).wait(timedelta(milliseconds=200))
-    with raises(CommTimeout, "200 ms"):  # the group has ended
+    with raises(CommTimeoutError, "200 ms"):  # the group has ended
         dist.all_reduce(torch.ones(1), group=group)
     group = group_of(0.3)
     if rank == 0:
-        with raises(CommTimeout, f"rank 0 of {size}, mpi:all_reduce, call number 1: 300 ms"):
+        with raises(CommTimeoutError, f"rank 0 of {size}, mpi:all_reduce, call number 1: 300 ms"):
             dist.all_reduce(torch.ones(1), group=group)
     group = group_of()
     backend = group._get_backend(torch.device("cpu"))
@@ -304,15 +304,15 @@ def case_faults() -> None:
         dist.recv(torch.ones(1), before, group)
     group = group_of(0.5)
     if rank != 1:
-        with raises(CommTimeout, "timed out in monitoredBarrier", f"no sign of rank {int(rank == 0)}"):
+        with raises(CommTimeoutError, "timed out in monitoredBarrier", f"no sign of rank {int(rank == 0)}"):
             group.monitored_barrier(timedelta(seconds=0.5))
     dist.barrier()
     if rank < 2:
-        with raises(CommTimeout, "making a group of 0, 1: no sign of"):
+        with raises(CommTimeoutError, "making a group of 0, 1: no sign of"):
             if rank == 0:
                 mpi.make([0, 1], timedelta(seconds=0.3))
             else:
-                raise CommTimeout("making a group of 0, 1: no sign of")
+                raise CommTimeoutError("making a group of 0, 1: no sign of")
     with raises(ValueError, "a group must contain the calling rank, and no rank twice"):
         mpi.make([after], SECOND)
     dist.barrier()

@@ -19,8 +19,8 @@ from test_collectives import COMPLEX, FLOAT8, FLOATS, INTEGERS, REDUCTIONS, equa
 from test_spawn import children
 
 import dist_prims
-from dist_prims.errors import CommTimeout, MismatchError, PeerDied, PeerLeft
-from dist_prims.launch import RankFailed
+from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError, PeerLeftError
+from dist_prims.launch import RankFailedError
 
 SIZES = [1, 2, 3, 4, 7]
 COUNTS = [0, 1, 13, 1031, 40_000, 300_007]  # one shot, two shots, several segments
@@ -321,12 +321,14 @@ def test_a_rank_that_is_killed_is_named_by_all_the_others() -> None:
             for _ in range(10**6):
                 dist.all_reduce(torch.ones(100_000))
 
-        with pytest.raises(PeerDied, match=r"rank 2 \(process \d+\) has died in all_reduce\(SUM, float32") as caught:
+        with pytest.raises(
+            PeerDiedError, match=r"rank 2 \(process \d+\) has died in all_reduce\(SUM, float32"
+        ) as caught:
             on_and_on()
         assert time.monotonic() - began < 30
         raise LookupError(f"told: {caught.value}")
 
-    with pytest.raises(RankFailed, match="rank 2 was killed by SIGKILL") as caught:
+    with pytest.raises(RankFailedError, match="rank 2 was killed by SIGKILL") as caught:
         spawn(body, 4)
     assert caught.value.rank == 2
 
@@ -335,14 +337,14 @@ def test_survivors_hear_of_a_death(tmp_path: Any) -> None:
     """With the ranks as processes of their own: no parent ends the survivors."""
     program = f"""
 import os, signal, sys, torch, torch.distributed as dist, dist_prims
-from dist_prims.errors import PeerDied
+from dist_prims.errors import PeerDiedError
 dist_prims.init("dist_prims", init_method="file://{tmp_path}/meet", rank=int(sys.argv[1]), world_size=3, timeout=60)
 dist.barrier()
 if dist.get_rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     dist.all_reduce(torch.ones(5))
-except PeerDied as error:
+except PeerDiedError as error:
     print(error, flush=True)
     os._exit(0)
 """
@@ -368,11 +370,11 @@ def test_a_rank_that_does_not_come_is_named_when_time_is_up() -> None:
             options = dist.AllreduceOptions()
             options.timeout = timedelta(milliseconds=300)
             options.asyncOp = False
-            with pytest.raises(CommTimeout, match=r"timeout after 300 ms in all_reduce.*: no sign of rank 1"):
+            with pytest.raises(CommTimeoutError, match=r"timeout after 300 ms in all_reduce.*: no sign of rank 1"):
                 group.allreduce([torch.ones(3)], options).wait()
         else:
             time.sleep(1)
-            with pytest.raises(CommTimeout, match="rank 0 has given up waiting"):  # the group has ended
+            with pytest.raises(CommTimeoutError, match="rank 0 has given up waiting"):  # the group has ended
                 dist.all_reduce(torch.ones(3))
 
     spawn(body, 2)
@@ -383,7 +385,7 @@ def test_a_rank_that_has_left_is_named() -> None:
         if dist.get_rank() == 1:
             dist.destroy_process_group()
         else:
-            with pytest.raises(PeerLeft, match="rank 1 has left the group in all_reduce"):
+            with pytest.raises(PeerLeftError, match="rank 1 has left the group in all_reduce"):
                 dist.all_reduce(torch.ones(3))
 
     spawn(body, 2)

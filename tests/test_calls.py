@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import dist_prims
 from dist_prims.collectives import MismatchError
-from dist_prims.launch import RankFailed
+from dist_prims.launch import RankFailedError
 from dist_prims.schedules import algorithms
 
 
@@ -236,7 +236,7 @@ def test_the_environment_chooses_by_size(monkeypatch: pytest.MonkeyPatch) -> Non
         for message, name in zip(messages, names, strict=True):
             assert name in message
     monkeypatch.setenv("DIST_PRIMS_ALL_REDUCE", "rign")
-    with pytest.raises(RankFailed, match="rign"):
+    with pytest.raises(RankFailedError, match="rign"):
         dist_prims.spawn(lambda: dist_prims.all_reduce(ones()), 1, timeout=60)
 
 

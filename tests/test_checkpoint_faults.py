@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.launch import RankFailed
+from dist_prims.launch import RankFailedError
 from dist_prims.training import ShardedSampler
 from dist_prims.training.checkpoint import CheckpointError, Checkpoints, Damaged
 from dist_prims.training.checkpoint.files import digest, put_text
@@ -331,7 +331,7 @@ def test_a_rank_that_dies_while_it_writes(tmp_path: Path) -> None:
         assert value.eq(3).all()
         checkpoints.save(4)
 
-    with pytest.raises(RankFailed, match="SIGXFSZ"):
+    with pytest.raises(RankFailedError, match="SIGXFSZ"):
         spawn(dies, 2)
     (half,) = tmp_path.glob("step-4.*")
     assert (half / "rank-1.pt").stat().st_size == 4096  # it did die in the middle

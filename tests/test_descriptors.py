@@ -16,7 +16,7 @@ import torch.distributed as dist
 from survivors import join_at_rank_0, run_ranks
 
 import dist_prims
-from dist_prims.errors import PeerDied
+from dist_prims.errors import PeerDiedError
 
 
 def descriptors() -> int:
@@ -54,7 +54,7 @@ def test_many_groups_under_a_low_limit_still_see_a_death(tmp_path: Path) -> None
         dist.barrier(groups[-1])
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(PeerDied, match="rank 1 "):
+        with pytest.raises(PeerDiedError, match="rank 1 "):
             dist.all_reduce(torch.ones(1), group=groups[-1])
         return None
 
@@ -81,7 +81,7 @@ def test_none_is_left_to_make_a_group(poor: int, spare: int, tmp_path: Path) -> 
                 os.close(each)
         if rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(PeerDied, match="rank 3 "):
+        with pytest.raises(PeerDiedError, match="rank 3 "):
             dist.recv(torch.ones(1), 3, group=group)
         return "made"
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import dist_prims
 from dist_prims import GradientAverager
 from dist_prims.errors import MismatchError
-from dist_prims.launch.spawn import RankFailed
+from dist_prims.launch.spawn import RankFailedError
 from dist_prims.patterns.distillation import Distillation, LessonFailed, Regressor, cosine_loss, soft_target_loss
 
 GROUPS = [  # ranks, teachers among them, batches ahead, backend
@@ -315,7 +315,7 @@ def test_a_student_that_fails_while_the_other_averages(step: int) -> None:
                     raise ArithmeticError("the loss is nan")
                 soft_target_loss(student(inputs), says).backward()
 
-    with pytest.raises(RankFailed, match="the loss is nan") as seen:
+    with pytest.raises(RankFailedError, match="the loss is nan") as seen:
         dist_prims.spawn(body, 3, timeout=60)
     assert seen.value.rank == 1
 

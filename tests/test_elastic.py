@@ -114,7 +114,7 @@ def test_every_step_is_done_once_and_the_last_is_saved(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["step-3.json", "step-6.json", "step-7.json"]
     assert dist_prims.spawn(body, 1, (9,), timeout=60) == [[7, 8]]
     assert dist_prims.spawn(body, 3, (9,), timeout=60) == [[]] * 3
-    with pytest.raises(dist_prims.launch.RankFailed, match="every=0 must be at least 1"):
+    with pytest.raises(dist_prims.launch.RankFailedError, match="every=0 must be at least 1"):
         dist_prims.spawn(lambda: list(elastic_steps(Checkpoints(tmp_path, {}), 9, every=0)), 1, timeout=60)
 
 

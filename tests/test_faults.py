@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import dist_prims
-from dist_prims.errors import CommTimeout, MismatchError, PeerDied
-from dist_prims.launch import RankFailed
+from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError
+from dist_prims.launch import RankFailedError
 
 
 def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60) -> list[Any]:
@@ -49,7 +49,7 @@ def test_a_rank_that_is_stopped_is_named_when_time_is_up() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
             return
         began = time.monotonic()
-        with pytest.raises(CommTimeout) as caught:
+        with pytest.raises(CommTimeoutError) as caught:
             all_reduce(torch.ones(100_000), 1)
         assert 0.9 < time.monotonic() - began < 20
         text = str(caught.value)  # of the two, one is first, and the other may be told by it
@@ -67,7 +67,7 @@ def test_when_wait_gives_up_the_group_ends_and_nothing_is_written_late() -> None
         tensor = torch.full((100_000,), float(rank))
         if rank == 0:
             work = dist.all_reduce(tensor, async_op=True)
-            with pytest.raises(CommTimeout, match="timeout after 200 ms in the wait for dist_prims:all_reduce"):
+            with pytest.raises(CommTimeoutError, match="timeout after 200 ms in the wait for dist_prims:all_reduce"):
                 work.wait(timedelta(milliseconds=200))
             store.set("given up", "")
             time.sleep(1)
@@ -75,7 +75,7 @@ def test_when_wait_gives_up_the_group_ends_and_nothing_is_written_late() -> None
             assert work.is_completed()
         else:
             store.wait(["given up"], timedelta(seconds=50))
-            with pytest.raises(CommTimeout, match="rank 0 has given up waiting"):
+            with pytest.raises(CommTimeoutError, match="rank 0 has given up waiting"):
                 dist.all_reduce(tensor)
             assert (tensor == 1).all()
 
@@ -90,7 +90,7 @@ def test_a_rank_that_skips_a_call() -> None:
             dist.all_reduce(torch.ones(3))  # rank 1 skips it
         dist.broadcast(torch.ones(3), 0)
 
-    with pytest.raises(RankFailed) as caught:
+    with pytest.raises(RankFailedError) as caught:
         spawn(body, 2)
     assert (
         "Rank 0 calls all_reduce(SUM, float32, 3 elements) as call number 0; rank 1 calls broadcast(float32, "
@@ -278,10 +278,10 @@ def test_the_record_of_a_failure_says_who_is_behind(tmp_path: Path, monkeypatch:
         if dist.get_rank() == 1:
             dist.recv(torch.ones(2), 0)
             time.sleep(1.5)
-            with pytest.raises(CommTimeout):
+            with pytest.raises(CommTimeoutError):
                 dist.all_gather_into_tensor(torch.ones(9), torch.ones(3))
         else:
-            with pytest.raises((CommTimeout, PeerDied)):
+            with pytest.raises((CommTimeoutError, PeerDiedError)):
                 all_reduce(torch.ones(7), 0.5)
 
     spawn(body, 3)
@@ -306,7 +306,7 @@ def test_the_record_is_written_on_demand(tmp_path: Path) -> None:
         dump(tmp_path / f"{dist.get_rank()}.json")
         dist.barrier() if dist.get_rank() else None
 
-    with pytest.raises(RankFailed, match="MismatchError"):
+    with pytest.raises(RankFailedError, match="MismatchError"):
         spawn(body, 2)
     said = doctor(tmp_path)
     assert "rank 1 is behind: it has made 1 call, rank 0 has made 2" in said, said
@@ -349,7 +349,7 @@ def test_the_timeout_can_be_set_later() -> None:
     def body() -> None:
         dist.group.WORLD.set_timeout(timedelta(milliseconds=300))
         if dist.get_rank() == 0:
-            with pytest.raises(CommTimeout, match="timeout after 300 ms in all_reduce"):
+            with pytest.raises(CommTimeoutError, match="timeout after 300 ms in all_reduce"):
                 dist.all_reduce(torch.ones(3))
         else:
             time.sleep(1)
@@ -379,10 +379,10 @@ def test_a_monitored_barrier_names_who_is_missing() -> None:
         for _ in range(3):
             group.monitored_barrier(timedelta(seconds=50))
         if dist.get_rank() == 0:
-            with pytest.raises(CommTimeout, match=r"in monitored_barrier: .* no sign of rank 2, 3"):
+            with pytest.raises(CommTimeoutError, match=r"in monitored_barrier: .* no sign of rank 2, 3"):
                 group.monitored_barrier(timedelta(milliseconds=300), wait_all_ranks=True)
         elif dist.get_rank() == 1:
-            with pytest.raises(CommTimeout):
+            with pytest.raises(CommTimeoutError):
                 group.monitored_barrier(timedelta(seconds=50))
         dist.barrier()
 

@@ -14,7 +14,7 @@ from averaging import BACKENDS, spawn
 from torch.utils.checkpoint import checkpoint
 
 from dist_prims.errors import MismatchError
-from dist_prims.launch import RankFailed
+from dist_prims.launch import RankFailedError
 from dist_prims.training.gradients import GradientAverager
 
 
@@ -100,7 +100,7 @@ def test_a_rank_that_fails_in_backward_is_what_is_told(backend: str) -> None:
         middle = model[0](torch.ones(1, 2))
         model[1](Failing.apply(middle) if dist.get_rank() == 1 else middle).sum().backward()
 
-    with pytest.raises(RankFailed, match="this rank fails"):
+    with pytest.raises(RankFailedError, match="this rank fails"):
         spawn(body, 3, backend)
 
 
@@ -119,7 +119,7 @@ def test_a_rank_that_dies_in_backward(backend: str) -> None:
         assert time.monotonic() - began < 50
         raise KeyError("heard of it")
 
-    with pytest.raises(RankFailed):
+    with pytest.raises(RankFailedError):
         spawn(body, 2, backend)
 
 

@@ -329,7 +329,7 @@ def test_a_sub_group_where_ranks_have_unlike_numbers_of_groups() -> None:
 
 def test_a_duplicate_has_the_options_and_the_timeout() -> None:
     def body() -> None:
-        options = dist_prims.Options(all_reduce="ring")
+        options = dist_prims.BackendOptions(all_reduce="ring")
         group = dist.new_group(pg_options=options, timeout=timedelta(seconds=77), backend="dist_prims")
         found = duplicate(group, "another")
         assert found is not group

@@ -264,7 +264,7 @@ def test_what_others_have_seen_of_a_backward_is_not_begun_anew() -> None:
 
 def test_a_schedule_that_is_pinned_and_groups_that_lend_nothing() -> None:
     def body() -> None:
-        ring = dist.new_group(backend="dist_prims", pg_options=dist_prims.Options(all_reduce="ring"))
+        ring = dist.new_group(backend="dist_prims", pg_options=dist_prims.BackendOptions(all_reduce="ring"))
         gloo = dist.new_group(backend="gloo")
         incremental_reduce._LARGE = 0
         for group in (ring, gloo):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from survivors import join_at_rank_0, run_ranks
 
 import dist_prims.backend.create
-from dist_prims.errors import CommError, Interrupted, PeerDied
+from dist_prims.errors import CommError, CommInterruptedError, PeerDiedError
 
 SOON = 25  # seconds on a crowded machine; the group's timeout is 60
 
@@ -57,7 +57,10 @@ def test_a_rank_that_dies_before_it_makes_the_group(tmp_path: Path) -> None:
     outcomes = run_ranks(body, 4, tmp_path)
     assert outcomes.pop(2) == -signal.SIGKILL
     for rank, (kind, text) in zip((0, 1, 3), outcomes, strict=True):
-        assert (kind, text.startswith(f"rank {rank}: rank 2 has died while the group was made")) == ("PeerDied", True)
+        assert (kind, text.startswith(f"rank {rank}: rank 2 has died while the group was made")) == (
+            "PeerDiedError",
+            True,
+        )
 
 
 def test_a_rank_that_has_met_the_others_and_dies(tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_a_rank_that_has_met_the_others_and_dies(tmp_path: Path) -> None:
     outcomes = run_ranks(body, 4, tmp_path)
     assert outcomes.pop(2) == -signal.SIGKILL
     for kind, text in outcomes:
-        assert (kind, "rank 2 has died while the group was made" in text) == ("PeerDied", True), text
+        assert (kind, "rank 2 has died while the group was made" in text) == ("PeerDiedError", True), text
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -83,7 +86,7 @@ def test_a_rank_that_has_attached_and_dies(victim: int, tmp_path: Path) -> None:
             between_meeting_and_attaching(lambda: time.sleep(4))
         began = time.monotonic()
         meeting = f"file://{tmp_path}/meeting"
-        with pytest.raises(PeerDied) as caught:
+        with pytest.raises(PeerDiedError) as caught:
             dist.init_process_group(
                 "dist_prims", init_method=meeting, rank=rank, world_size=3, timeout=timedelta(seconds=60)
             )
@@ -108,7 +111,7 @@ def test_the_store_that_dies_with_rank_0(tmp_path: Path) -> None:
     outcomes = run_ranks(body, 3, tmp_path, join=False)
     assert outcomes.pop(0) == -signal.SIGKILL
     for kind, text in outcomes:
-        assert (kind, "rank 0 has died while the group was made" in text) == ("PeerDied", True), text
+        assert (kind, "rank 0 has died while the group was made" in text) == ("PeerDiedError", True), text
 
 
 def test_a_rank_that_is_interrupted_tells_the_others(tmp_path: Path) -> None:
@@ -126,7 +129,7 @@ def test_a_rank_that_is_interrupted_tells_the_others(tmp_path: Path) -> None:
     outcomes = run_ranks(body, 3, tmp_path)
     assert outcomes.pop(1) is None
     for kind, text in outcomes:
-        assert kind == Interrupted.__name__, text
+        assert kind == CommInterruptedError.__name__, text
         assert text.endswith("the group cannot be made: rank 1: interrupted while the group was made")
 
 

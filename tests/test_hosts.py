@@ -91,7 +91,9 @@ def test_a_link_that_slows_down_only_takes_longer(program: Path) -> None:
         job.wait_for("begins", 2)
         job.slow(1, "20mbit")
         done = job.result()
-    assert re.search(r"^0: after [\d.]+ s PeerDied rank 0: rank 1 on host host1 is gone", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^0: after [\d.]+ s PeerDiedError rank 0: rank 1 on host host1 is gone", done.stdout, re.MULTILINE
+    )
 
 
 def test_a_death_is_named_on_all_hosts(program: Path) -> None:
@@ -100,7 +102,7 @@ def test_a_death_is_named_on_all_hosts(program: Path) -> None:
     found = dict(re.findall(r"^(\d): after [\d.]+ s (.*)$", done.stdout, re.MULTILINE))
     assert {"0", "1"} <= found.keys()  # torchrun ends rank 2 as soon as it sees that its neighbour has died
     # torchrun then ends rank 2, too: on a busy machine before a rank has looked round for who was first
-    assert all(re.match(r"PeerDied.* rank [23] on host host1", text) for text in found.values()), found
+    assert all(re.match(r"PeerDiedError.* rank [23] on host host1", text) for text in found.values()), found
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from test_backend import press_ctrl_c_soon
 from test_collectives import equal, held
 
 import dist_prims
-from dist_prims.errors import CommTimeout, MismatchError, PeerDied, PeerLeft
+from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError, PeerLeftError
 
 
 def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60) -> list[Any]:
@@ -164,11 +164,11 @@ def test_a_peer_that_dies_is_named(kind: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         data = torch.zeros(1_000_000)  # more than the lane holds
         began = time.monotonic()
-        with pytest.raises(PeerDied, match=rf"rank 1 \(process \d+\) has died in {kind}\(4000000 bytes"):
+        with pytest.raises(PeerDiedError, match=rf"rank 1 \(process \d+\) has died in {kind}\(4000000 bytes"):
             dist.send(data, 1) if kind == "send" else dist.recv(data, 1)
         assert time.monotonic() - began < 20
 
-    with pytest.raises(dist_prims.launch.RankFailed, match="rank 1"):
+    with pytest.raises(dist_prims.launch.RankFailedError, match="rank 1"):
         spawn(body, 2)
 
 
@@ -182,7 +182,7 @@ def test_what_was_sent_before_leaving_is_received() -> None:
         found = torch.zeros(100)
         dist.recv(found, 1)
         assert found.sum() == 100
-        with pytest.raises(PeerLeft, match="rank 1 has left the group in recv"):
+        with pytest.raises(PeerLeftError, match="rank 1 has left the group in recv"):
             dist.recv(found, 1)
 
     spawn(body, 2)
@@ -192,9 +192,9 @@ def test_a_message_that_does_not_come() -> None:
     def body() -> None:
         group = dist.new_group(timeout=timedelta(seconds=0.3))
         if dist.get_rank() == 0:
-            with pytest.raises(CommTimeout, match=r"timeout after 300 ms in recv\(4 bytes from rank 1, tag 0\)"):
+            with pytest.raises(CommTimeoutError, match=r"timeout after 300 ms in recv\(4 bytes from rank 1, tag 0\)"):
                 dist.recv(torch.zeros(1), 1, group=group)
-            with pytest.raises(CommTimeout, match="given up waiting"):
+            with pytest.raises(CommTimeoutError, match="given up waiting"):
                 dist.send(torch.zeros(1), 1, group=group)
         dist.barrier()
 

@@ -156,7 +156,7 @@ def test_a_pinned_schedule_gives_the_bits_of_its_order(size: int) -> None:
     def body() -> None:
         rank = dist.get_rank()
         for name in possible(size):
-            group = dist.new_group(pg_options=dist_prims.Options(all_reduce=name))
+            group = dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce=name))
             for count in (0, 1, 5, 1031, 100_003):
                 for dtype in (torch.float32, torch.bfloat16):
                     native, ours = (noise(rank, dtype, count) for _ in range(2))
@@ -179,7 +179,7 @@ def test_a_schedule_of_ones_own_is_pinned() -> None:
             yield Step(src=0, dst=peer, chunk=0)
 
     def body() -> None:
-        group = dist.new_group(pg_options=dist_prims.Options(all_reduce="to_zero_and_back:1K-max"))
+        group = dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce="to_zero_and_back:1K-max"))
         for count in (1, 5000):
             tensor = held(dist.get_rank(), count)
             work = dist.all_reduce(tensor, group=group, async_op=True)
@@ -210,7 +210,7 @@ def test_the_environment_pins_for_every_group(monkeypatch: pytest.MonkeyPatch) -
 def test_ranks_that_pin_different_schedules_are_told() -> None:
     def body() -> None:
         names = ["ring", "swing"]
-        group = dist.new_group(pg_options=dist_prims.Options(all_reduce=names[dist.get_rank()]))
+        group = dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce=names[dist.get_rank()]))
         tensor = torch.ones(4)
         with pytest.raises(MismatchError, match=r"4 elements, by ring\) .* 4 elements, by swing\)"):
             dist.all_reduce(tensor, group=group)
@@ -221,6 +221,6 @@ def test_ranks_that_pin_different_schedules_are_told() -> None:
 
 def test_bad_options_are_refused() -> None:
     with pytest.raises(ValueError, match="rnig"):
-        dist_prims.Options(all_reduce="rnig")
+        dist_prims.BackendOptions(all_reduce="rnig")
     with pytest.raises(ValueError, match="negative"):
         dist_prims.empty((2, -1))

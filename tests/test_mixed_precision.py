@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.launch import RankFailed
+from dist_prims.launch import RankFailedError
 from dist_prims.training.compression import Half
 from dist_prims.training.mixed_precision import GradScaler
 
@@ -213,7 +213,7 @@ def test_ranks_with_other_options_are_told(options: tuple[str, float, float]) ->
         backward(scaler, weight, -1.0)
         scaler.step(optimizer)
 
-    with pytest.raises(RankFailed, match="the same options, or load the same state"):
+    with pytest.raises(RankFailedError, match="the same options, or load the same state"):
         dist_prims.spawn(body, 2, timeout=60)
 
 

@@ -193,7 +193,7 @@ dist.barrier()
 
 
 def test_ctrl_c_ends_a_wait_for_another_host(kind: Kind) -> None:
-    """The engine's own wait sees it first. It was once taken for the end of the other rank: PeerDied."""
+    """The engine's own wait sees it first. It was once taken for the end of the other rank: PeerDiedError."""
     code = """
 import os, signal, threading, time
 from mpi4py import MPI

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import dist_prims
 from dist_prims import ops
 from dist_prims.errors import MismatchError
-from dist_prims.launch import RankFailed
+from dist_prims.launch import RankFailedError
 from dist_prims.ops import registered
 
 SOMEWHERE = [(1, "gloo"), (2, "dist_prims"), (3, "gloo"), (4, "dist_prims")]
@@ -341,7 +341,7 @@ def test_who_is_not_in_the_group_is_told() -> None:
         pair = dist.new_group([0])
         ops.all_reduce(torch.ones(1), group=pair)
 
-    with pytest.raises(RankFailed, match="rank 1 is not a member"):
+    with pytest.raises(RankFailedError, match="rank 1 is not a member"):
         dist_prims.spawn(body, 2, timeout=60)
 
 

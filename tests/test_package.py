@@ -60,14 +60,14 @@ def test_what_was_measured_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     def body() -> None:
         rank = dist.get_rank()
-        one = dist.new_group(pg_options=dist_prims.Options(one_shot_bytes=1 << 20))
+        one = dist.new_group(pg_options=dist_prims.BackendOptions(one_shot_bytes=1 << 20))
         for count in (1, 1000, 100_000):
             found = [noise(rank, torch.float32, count) for _ in range(2)]
             dist.all_reduce(found[0])
             dist.all_reduce(found[1], group=one)
             equal(*found, count)
         with pytest.raises(MismatchError, match=r"by one shot to 0, slot 1048576.*by one shot to [12], slot 1048576"):
-            dist.new_group(pg_options=dist_prims.Options(one_shot_bytes=rank))
+            dist.new_group(pg_options=dist_prims.BackendOptions(one_shot_bytes=rank))
 
     dist_prims.spawn(body, 3, backend="dist_prims", timeout=60)
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.errors import CommError, MismatchError, PeerDied
-from dist_prims.launch import RankFailed
+from dist_prims.errors import CommError, MismatchError, PeerDiedError
+from dist_prims.launch import RankFailedError
 from dist_prims.patterns.parameter_server import ParameterServer, Report, Worker
 
 
@@ -185,11 +185,11 @@ def test_a_worker_that_dies_is_known_by_name() -> None:
         rank, model = dist.get_rank(), Net()
         if rank == 0:
             server = ParameterServer(model, sgd(model))
-            with pytest.raises(PeerDied, match="rank 2"):
+            with pytest.raises(PeerDiedError, match="rank 2"):
                 server.serve()
             assert not torch.equal(model.first.weight, Net().first.weight)  # what had come was applied
             raise RuntimeError("served until then")
-        with pytest.raises(PeerDied, match="rank 2"):
+        with pytest.raises(PeerDiedError, match="rank 2"):
             work(model, rank)
 
     def work(model: Net, rank: int) -> None:
@@ -202,7 +202,7 @@ def test_a_worker_that_dies_is_known_by_name() -> None:
                 if rank == 1 and step == 1:
                     dist.recv(torch.empty(1), 2)  # which never comes
 
-    with pytest.raises(RankFailed, match="rank 2 was killed by SIGKILL"):
+    with pytest.raises(RankFailedError, match="rank 2 was killed by SIGKILL"):
         dist_prims.spawn(body, 3, backend="dist_prims", timeout=60)
 
 

@@ -13,7 +13,7 @@ UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 JOIN = """
 import os, signal, sys, time, torch, torch.distributed as dist, dist_prims
 from datetime import timedelta
-from dist_prims.errors import PeerDied
+from dist_prims.errors import PeerDiedError
 meeting, rank = sys.argv[1], int(sys.argv[2])
 dist.init_process_group(
     "dist_prims", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
@@ -60,7 +60,7 @@ if rank == 1:
 began = time.monotonic()
 try:
     dist.all_reduce(torch.ones(4))
-except PeerDied as error:
+except PeerDiedError as error:
     assert time.monotonic() - began < 25
     print(error)
 os._exit(0)

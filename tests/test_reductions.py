@@ -39,7 +39,7 @@ def test_on_one_host(size: int, one_shot: bool) -> None:
     """In one shot every rank folds everything. In two each folds a part: of its slots, or of memory that all share."""
 
     def body() -> None:
-        options = dist_prims.Options(one_shot_bytes=1 << 20 if one_shot else 0, slot_bytes=1 << 16)
+        options = dist_prims.BackendOptions(one_shot_bytes=1 << 20 if one_shot else 0, slot_bytes=1 << 16)
         collectives = Collectives(group_of(options))
         collectives.check(0, 32 * size)
         if not one_shot:
@@ -51,7 +51,7 @@ def test_on_one_host(size: int, one_shot: bool) -> None:
 @pytest.mark.parametrize("name", ["ring", "recursive_doubling", "double_tree"])
 def test_by_a_pinned_schedule(name: str) -> None:
     def body() -> None:
-        collectives = Collectives(group_of(dist_prims.Options(all_reduce=name)))
+        collectives = Collectives(group_of(dist_prims.BackendOptions(all_reduce=name)))
         for reduce in (collectives.all_reduce, collectives.strided_all_reduce):
             check(reduce, collectives.group, 32, view_as_real=True)
         check(collectives.direct_all_reduce, collectives.group, 32)
@@ -153,7 +153,7 @@ def test_means_of_half_types_along_every_schedule(size: int) -> None:
         rank, found = dist.get_rank(), {}
         gloo = dist.new_group(backend="gloo")
         for name in possible(size):
-            group = group_of(dist_prims.Options(all_reduce=name))
+            group = group_of(dist_prims.BackendOptions(all_reduce=name))
             for dtype, (kind, make) in [(dtype, each) for dtype in HALF for each in KINDS.items()]:
                 given = [make(each, dtype, count) for each in range(size)]
                 native, python = given[rank].clone(), given[rank].clone()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import dist_prims
 from dist_prims import GradientAverager
-from dist_prims.errors import CommTimeout, MismatchError
+from dist_prims.errors import CommTimeoutError, MismatchError
 
 PAGE = 4096
 COUNT = 300_000  # elements
@@ -159,7 +159,7 @@ def test_nothing_is_written_after_the_error(call: Callable[[list[torch.Tensor]],
         dist.all_reduce(tensors[1])
         dist.group.WORLD.set_timeout(timedelta(milliseconds=500 if rank == 0 else 50_000))
         if rank == 0:
-            with pytest.raises(CommTimeout):
+            with pytest.raises(CommTimeoutError):
                 call(tensors)
             for each in tensors:
                 each.fill_(7)
@@ -168,7 +168,10 @@ def test_nothing_is_written_after_the_error(call: Callable[[list[torch.Tensor]],
             for each in tensors:
                 assert (each == 7).all()
         else:
-            with stalls(tensors[1], until="raised"), pytest.raises(CommTimeout, match="rank 0 has given up waiting"):
+            with (
+                stalls(tensors[1], until="raised"),
+                pytest.raises(CommTimeoutError, match="rank 0 has given up waiting"),
+            ):
                 call(tensors)
             store().set("late", "")
 
@@ -182,7 +185,7 @@ def test_a_tensor_on_which_a_call_has_failed_serves_the_next_group() -> None:
         group = dist.new_group()
         group.set_timeout(timedelta(milliseconds=300))
         if rank == 0:
-            with pytest.raises(CommTimeout):
+            with pytest.raises(CommTimeoutError):
                 dist.all_reduce(tensor, group=group)
             store().set("raised", "")
         else:

@@ -54,7 +54,7 @@ def backend(group: Any) -> Any:
 
 
 def pinned() -> Any:
-    return dist.new_group(pg_options=dist_prims.Options(all_reduce="ring"), backend="dist_prims")
+    return dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce="ring"), backend="dist_prims")
 
 
 def queued(group: Any) -> None:
@@ -309,7 +309,7 @@ else:
         print(type(error).__name__, flush=True)
 """
     done = kind.run(2, "-c", code)
-    assert sorted(done.stdout.split()) == ["SystemExit" if what == "exit" else "PeerLeft", "told"], (
+    assert sorted(done.stdout.split()) == ["SystemExit" if what == "exit" else "PeerLeftError", "told"], (
         done.stdout + done.stderr
     )
 

@@ -21,8 +21,8 @@ from wrapping import go_round, refuse
 
 import dist_prims
 from dist_prims.backend.multi_host import ASSUMED, HostOrder, MultiHostSchedules
-from dist_prims.errors import CommTimeout, MismatchError, PeerDied
-from dist_prims.launch import RankFailed
+from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError
+from dist_prims.launch import RankFailedError
 from dist_prims.schedules import Schedule, build
 from dist_prims.schedules.contract import COLLECTIVES
 
@@ -114,7 +114,7 @@ def test_the_bits_are_those_of_the_schedule() -> None:
         gloo = dist.new_group(backend="gloo")
         rank = dist.get_rank()
         for name, more in (("ring", {}), ("tree", {}), ("hierarchical", {"hosts": (2, 3)})):
-            group = dist.new_group(pg_options=dist_prims.Options(all_reduce=name), backend="dist_prims")
+            group = dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce=name), backend="dist_prims")
             for dtype, count in ((torch.float32, 1031), (torch.bfloat16, 40_000)):
                 native, reference = noise(rank, dtype, count), noise(rank, dtype, count)
                 dist.all_reduce(native, group=group)
@@ -273,14 +273,14 @@ def test_a_death_is_known_on_every_host(count: int) -> None:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises(PeerDied, match="rank 3 on host b"):
+        with pytest.raises(PeerDiedError, match="rank 3 on host b"):
             go_on_until_it_fails(tensor)
         assert time.monotonic() - began < 10
         began = time.monotonic()
         dist.destroy_process_group()
         assert time.monotonic() - began < 5
 
-    with pytest.raises(RankFailed, match="rank 3"):
+    with pytest.raises(RankFailedError, match="rank 3"):
         span("a a b b c c", body)
 
 
@@ -294,7 +294,7 @@ def test_a_rank_that_is_stopped_is_named_on_every_host() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
             return
         began = time.monotonic()
-        with pytest.raises(CommTimeout, match="rank 2"):
+        with pytest.raises(CommTimeoutError, match="rank 2"):
             go_on_until_it_fails(torch.zeros(100_000))
         assert 1.9 < time.monotonic() - began < 15
         if rank == 0:
@@ -309,16 +309,16 @@ def test_a_wait_with_a_limit_ends_the_group_and_writes_nothing_late() -> None:
         rank = dist.get_rank()
         if rank == 2:
             time.sleep(3)
-            with pytest.raises((PeerDied, CommTimeout)):
+            with pytest.raises((PeerDiedError, CommTimeoutError)):
                 dist.all_reduce(torch.ones(50_000))
             return
         tensor = torch.full((50_000,), float(rank))
         work = dist.all_reduce(tensor, async_op=True)
         if rank == 0:
-            with pytest.raises(CommTimeout, match="300 ms"):
+            with pytest.raises(CommTimeoutError, match="300 ms"):
                 work.wait(timedelta(milliseconds=300))
         else:
-            with pytest.raises((CommTimeout, PeerDied)):
+            with pytest.raises((CommTimeoutError, PeerDiedError)):
                 work.wait()
         before = tensor.clone()
         time.sleep(3)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.launch import RankFailed
+from dist_prims.launch import RankFailedError
 
 
 def children() -> set[int]:
@@ -47,7 +47,7 @@ def test_the_first_failure_is_raised_with_its_traceback() -> None:
             raise LookupError("this one")
         dist.barrier()  # the others wait for it, and fail after it
 
-    with pytest.raises(RankFailed, match="rank 2 raised") as caught:
+    with pytest.raises(RankFailedError, match="rank 2 raised") as caught:
         dist_prims.spawn(body, 4, timeout=60)
     assert caught.value.rank == 2
     assert 'raise LookupError("this one")' in str(caught.value)
@@ -62,7 +62,7 @@ def test_an_exception_that_cannot_travel_is_told_in_words() -> None:
 
         raise Local(1, 2)
 
-    with pytest.raises(RankFailed, match="stays here") as caught:
+    with pytest.raises(RankFailedError, match="stays here") as caught:
         dist_prims.spawn(body, 1, timeout=60)
     assert caught.value.__cause__ is None
 
@@ -73,12 +73,12 @@ def test_a_rank_that_is_killed_is_named_and_the_others_go() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1000)
 
-    with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL before its function returned"):
+    with pytest.raises(RankFailedError, match="rank 1 was killed by SIGKILL before its function returned"):
         dist_prims.spawn(body, 3, timeout=60)
 
 
 def test_a_rank_that_exits_is_named() -> None:
-    with pytest.raises(RankFailed, match="rank 0 exited with status 7 before its function returned"):
+    with pytest.raises(RankFailedError, match="rank 0 exited with status 7 before its function returned"):
         dist_prims.spawn(lambda: os._exit(7), 1, timeout=60)
 
 
@@ -184,5 +184,5 @@ def test_a_rank_that_dies_before_it_has_joined_is_named() -> None:
         os._exit(3)
 
     dist.Backend.register_backend("mortal", make, devices=["cpu"])
-    with pytest.raises(RankFailed, match="rank 0 exited with status 3 before its function began"):
+    with pytest.raises(RankFailedError, match="rank 0 exited with status 3 before its function began"):
         dist_prims.spawn(of_a_module, 1, backend="mortal", timeout=60)

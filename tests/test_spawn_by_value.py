@@ -14,12 +14,12 @@ import pytest
 from test_launch import clean, run
 
 import dist_prims
-from dist_prims.launch import RankFailed
+from dist_prims.launch import RankFailedError
 from dist_prims.launch.payload import Payload, packed, unpacked
 
 CELLS = """
 import torch, torch.distributed as dist, dist_prims
-from dist_prims.launch import RankFailed
+from dist_prims.launch import RankFailedError
 
 offset = 10
 class Pair:
@@ -37,7 +37,7 @@ for group in (False, True):
     found = dist_prims.spawn(body, 2, (lambda number: number + offset,), timeout=60)
     assert [(type(each) is Pair, each.left, each.right) for each in found] == [(True, 22, 11)] * 2
     try: dist_prims.spawn(fails, 1, timeout=60)
-    except RankFailed as failure: assert type(failure.__cause__) is Unlucky and "on purpose" in str(failure)
+    except RankFailedError as failure: assert type(failure.__cause__) is Unlucky and "on purpose" in str(failure)
     print("group" if group else "no group", flush=True)
 """
 
@@ -105,7 +105,7 @@ def test_results_travel_by_value_where_they_must() -> None:
     assert type(unpacked(packed(Local()))) is Local
     assert unpacked(packed(lambda: 5))() == 5
     assert dist_prims.spawn(lambda: lambda: 5, 1, timeout=60)[0]() == 5
-    with pytest.raises(RankFailed, match=r"cannot pickle '_thread.lock'"):
+    with pytest.raises(RankFailedError, match=r"cannot pickle '_thread.lock'"):
         dist_prims.spawn(threading.Lock, 1, timeout=60)
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from test_launch import clean
 
 import dist_prims
-from dist_prims.launch import RankFailed
+from dist_prims.launch import RankFailedError
 from dist_prims.launch.output import Output
 
 
@@ -81,7 +81,7 @@ def test_the_last_words_of_a_rank() -> None:
         print("partial", end="", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(RankFailed, match="SIGKILL"):
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(RankFailedError, match="SIGKILL"):
         dist_prims.spawn(body, 1, timeout=60, prefix=True)
     assert out.getvalue() == "[rank 0] partial\n"
 
@@ -89,7 +89,7 @@ def test_the_last_words_of_a_rank() -> None:
         print("before", end="")
         raise LookupError
 
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(RankFailed):
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(RankFailedError):
         dist_prims.spawn(raises, 1, timeout=60)
     assert out.getvalue() == "before\n"
 

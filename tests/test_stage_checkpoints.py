@@ -15,7 +15,7 @@ from torch import nn
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.launch import RankFailed
+from dist_prims.launch import RankFailedError
 from dist_prims.training.pipeline.checkpoint import load_stages, save_stages
 from dist_prims.training.pipeline.split import split
 
@@ -250,6 +250,6 @@ def test_a_rank_that_dies_while_saving_is_named(tmp_path: Path) -> None:
             raise KeyError("on purpose")
         save_stages(tmp_path, split(a_net(), 2, by=CUTS[2])[0])
 
-    with pytest.raises(RankFailed, match="on purpose"):
+    with pytest.raises(RankFailedError, match="on purpose"):
         dist_prims.spawn(body, 2, timeout=60)
     assert not (tmp_path / "manifest.json").exists()

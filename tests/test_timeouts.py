@@ -33,7 +33,7 @@ from timeouts import (
     wait_with_limit,
 )
 
-from dist_prims.errors import CommTimeout
+from dist_prims.errors import CommTimeoutError
 
 
 def check(scenario: Scenario, folder: Path) -> list[str]:
@@ -109,7 +109,7 @@ def test_a_rank_that_computes_while_its_collective_waits(tmp_path: Path) -> None
                 work.wait()
             else:
                 dist.recv(torch.ones(3), 1, group=group)
-        except CommTimeout as error:
+        except CommTimeoutError as error:
             return str(error)
         return "no error"
 
@@ -122,7 +122,7 @@ def test_the_late_rank_is_told(tmp_path: Path) -> None:
     def body(rank: int) -> str:
         group = dist.new_group(timeout=timedelta(seconds=1), backend="dist_prims")
         time.sleep(3 * rank)
-        with pytest.raises(CommTimeout) as caught:
+        with pytest.raises(CommTimeoutError) as caught:
             dist.all_reduce(torch.ones(3), group=group)
         return str(caught.value)
 
@@ -143,7 +143,7 @@ def test_a_sub_group(is_stopped: bool, tmp_path: Path) -> None:
         if rank == 3 and is_stopped:
             os.kill(os.getpid(), signal.SIGSTOP)
         if rank in (1, 2):
-            with pytest.raises(CommTimeout) as caught:
+            with pytest.raises(CommTimeoutError) as caught:
                 dist.recv(torch.ones(3), 2, group=group) if rank == 1 else dist.all_reduce(torch.ones(9), group=group)
             texts = str(caught.value)
             store.set(f"raised {rank}", "")
@@ -172,7 +172,7 @@ def test_a_rank_that_is_blocked_in_another_group(tmp_path: Path) -> None:
         if rank == 2:
             store.wait([f"raised {each}" for each in (0, 1, 3)], timedelta(seconds=60))
             return str(os.getpid())
-        with pytest.raises(CommTimeout) as caught:
+        with pytest.raises(CommTimeoutError) as caught:
             receive_or_reduce(2 if rank == 1 else None, groups[[0, 1, 2, 2][rank]])
         store.set(f"raised {rank}", "")
         return str(caught.value)
@@ -188,7 +188,7 @@ def test_a_deadlock_is_called_one(tmp_path: Path) -> None:
 
     def body(rank: int) -> str:
         group = dist.new_group(timeout=timedelta(seconds=1), backend="dist_prims")
-        with pytest.raises(CommTimeout) as caught:
+        with pytest.raises(CommTimeoutError) as caught:
             receive_or_reduce(None if rank == 1 else (rank + 1) % 3, group)
         return str(caught.value)
 
@@ -205,7 +205,7 @@ def test_two_late_ranks_are_both_named(tmp_path: Path) -> None:
         if rank in (1, 3):
             store.wait(["raised 0", "raised 2"], timedelta(seconds=60))
             return ""
-        with pytest.raises(CommTimeout) as caught:
+        with pytest.raises(CommTimeoutError) as caught:
             dist.all_reduce(torch.ones(3), group=group)
         store.set(f"raised {rank}", "")
         return str(caught.value)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import dist_prims
 from dist_prims import DataPartitioner
 from dist_prims.datasets import digits
-from dist_prims.launch import RankFailed
+from dist_prims.launch import RankFailedError
 
 
 class Branches(torch.nn.Module):
@@ -91,7 +91,7 @@ def test_sparse_gradients_are_refused_on_every_rank() -> None:
 
 def test_a_model_without_gradients() -> None:
     dist_prims.spawn(lambda: dist_prims.average_gradients(torch.nn.ReLU()), 2, timeout=60)
-    with pytest.raises(RankFailed, match="bucket_mb=0 must be positive"):
+    with pytest.raises(RankFailedError, match="bucket_mb=0 must be positive"):
         dist_prims.spawn(lambda: dist_prims.average_gradients(torch.nn.ReLU(), bucket_mb=0), 1, timeout=60)
 
 

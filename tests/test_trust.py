@@ -19,7 +19,7 @@ import torch.distributed as dist
 import dist_prims
 from dist_prims.collectives import proofs
 from dist_prims.collectives.algorithm_choice import cheapest
-from dist_prims.errors import CommTimeout
+from dist_prims.errors import CommTimeoutError
 from dist_prims.schedules import Schedule, ScheduleError, Step, algorithm, build, trust, unregister
 
 COUNT = 1 << 18  # elements: large enough for the native collectives to follow a pinned schedule
@@ -121,8 +121,8 @@ def test_one_rank_proves() -> None:
 def test_pinned_schedules_are_proved_when_the_group_is_made() -> None:
     def rank_main() -> None:
         register_both()
-        assert refused(lambda: dist.new_group(pg_options=dist_prims.Options(all_reduce="forgetful")))
-        group = dist.new_group(pg_options=dist_prims.Options(all_reduce="star:1M-max"))
+        assert refused(lambda: dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce="forgetful")))
+        group = dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce="star:1M-max"))
         assert summed(lambda tensor: dist.all_reduce(tensor, group=group))
 
     dist_prims.spawn(rank_main, 3, backend="dist_prims", timeout=120)
@@ -159,7 +159,7 @@ def test_ranks_whose_steps_differ_are_told() -> None:
         else:
             algorithm("all_reduce", name="mine")(half_a_ring)
         group = dist.new_group(timeout=timedelta(seconds=4))
-        error = CommTimeout if dist.get_rank() else dist_prims.errors.CommError
+        error = CommTimeoutError if dist.get_rank() else dist_prims.errors.CommError
         with pytest.raises((error, RuntimeError)) as caught:
             dist_prims.all_reduce(torch.ones(8), algorithm="mine", group=group)
         if dist.get_rank():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from test_zero import Net, alike, average, loss_of, nbytes, spawn, states
 from torch.utils.checkpoint import checkpoint
 
-from dist_prims.errors import MismatchError, PeerLeft
+from dist_prims.errors import MismatchError, PeerLeftError
 from dist_prims.training.sharding import ShardedParameters, ZeroOptimizer
 
 
@@ -335,7 +335,7 @@ def test_zero_3_shows_what_hinders_a_forward() -> None:
             model[0].weight.isnan()  # it is let go again
         if dist.get_rank():
             return dist.destroy_process_group()
-        with pytest.raises(PeerLeft) as left:
+        with pytest.raises(PeerLeftError) as left:
             model(x)
         assert left.value.__context__ is None
         return None

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from survivors import run_ranks
 
 import dist_prims
-from dist_prims.errors import CommTimeout
+from dist_prims.errors import CommTimeoutError
 
 LARGE = 200_000  # elements: several segments of a slot
 TIMEOUT = 2.0  # of the groups whose calls time out
@@ -45,7 +45,7 @@ class Groups:
     @staticmethod
     def make(timeout: float) -> Groups:
         limit = timedelta(seconds=timeout)
-        ring = dist_prims.Options(all_reduce="ring")
+        ring = dist_prims.BackendOptions(all_reduce="ring")
         groups = Groups(
             dist.new_group(timeout=limit, backend="dist_prims"),
             dist.new_group(timeout=limit, backend="dist_prims", pg_options=ring),
@@ -150,7 +150,7 @@ def outcomes(scenario: Scenario, folder: Path) -> dict[int, str]:
         try:
             scenario.call(rank)(groups)
             return "no error"
-        except CommTimeout as error:
+        except CommTimeoutError as error:
             return str(error)
         finally:
             store().add("raised", 1)

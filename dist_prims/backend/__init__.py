@@ -6,13 +6,13 @@ host if they have the same host id (see :mod:`dist_prims.launch.hosts`) and can 
 over a local socket.
 
     torch.distributed.init_process_group("dist_prims")
-    torch.distributed.init_process_group("dist_prims", pg_options=dist_prims.Options(all_reduce="ring"))
+    torch.distributed.init_process_group("dist_prims", pg_options=dist_prims.BackendOptions(all_reduce="ring"))
 """
 
 from ..collectives.native import all_reduce_
 from .create import make
 from .extension import empty
 from .flight_record import dump
-from .options import Options, options_of
+from .options import BackendOptions, options_of
 
-__all__ = ["Options", "all_reduce_", "dump", "empty", "make", "options_of"]
+__all__ = ["BackendOptions", "all_reduce_", "dump", "empty", "make", "options_of"]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..autoload import NAME
 from ..collectives.algorithm_choice import parse_ranges
 from ..collectives.proofs import Proofs
-from ..errors import PeerDied
+from ..errors import PeerDiedError
 from ..launch.hosts import host_id
 from ..launch.rendezvous import from_rank_0, handshake
 from ..schedules import Schedule, build
@@ -26,10 +26,10 @@ from . import mpi, transport_selection
 from .extension import extension
 from .flight_record import dump_file
 from .multi_host import ASSUMED, MultiHostSchedules
-from .options import Options, keep_options
+from .options import BackendOptions, keep_options
 from .tuning import CALIBRATION, tuned
 
-__all__ = ["make"]
+__all__: list[str] = []
 
 _SLOT_BYTES = 1 << 20  # size of a slot in shared memory; a rank has two slots
 _PINNED = "DIST_PRIMS_ALL_REDUCE"
@@ -52,7 +52,7 @@ def make(options: Any, given: Any = None) -> Any:
         raise
 
 
-def _make(options: Any, prims_options: Options, monitor: _DeathMonitor) -> Any:
+def _make(options: Any, prims_options: BackendOptions, monitor: _DeathMonitor) -> Any:
     rank, size = options.group_rank, options.group_size
     timeout = timedelta(seconds=options.timeout.total_seconds())
     ranks = list(options.global_ranks_in_group) or list(range(size))
@@ -110,15 +110,15 @@ class _DeathMonitor:
         return next((self._ranks.index(rank) for rank in self._ended() if rank in self._ranks), -1)
 
     def check(self) -> None:
-        """Raise PeerDied if a process has ended."""
+        """Raise PeerDiedError if a process has ended."""
         if (culprit := self.first()) >= 0:
-            raise PeerDied(
+            raise PeerDiedError(
                 f"rank {self._rank}: rank {culprit} has died while the group was made; see the last output of that "
                 "rank, and start the group again"
             )
 
     def wait_and_raise(self) -> None:
-        """Raise PeerDied if a process ends soon: its connections end a little before the process."""
+        """Raise PeerDiedError if a process ends soon: its connections end a little before the process."""
         deadline = time.monotonic() + _EXIT_TIME
         while time.monotonic() < deadline:
             self.check()
@@ -158,7 +158,7 @@ def _pin(
     backend: Any,
     rank: int,
     size: int,
-    prims_options: Options,
+    prims_options: BackendOptions,
     multi_host: MultiHostSchedules | None,
     check: Callable[[Schedule], None],
 ) -> None:

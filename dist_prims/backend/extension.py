@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["empty", "extension"]
+__all__: list[str] = []
 
 
 def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

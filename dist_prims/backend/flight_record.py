@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..torch_compat import backend_of, default_group
 
-__all__ = ["dump", "dump_file"]
+__all__: list[str] = []
 
 
 def dump(path: Path | str, group: dist.ProcessGroup | None = None) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from ..launch.detect import detect
 
-__all__ = ["group_unusable_reason", "make", "unusable_reason"]
+__all__: list[str] = []
 
 _LARGEST_COUNT = 2**31 - 1  # MPI counts in ints
 _FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "mpich", "MVAPICH": "mpich", "CRAY": "mpich"}

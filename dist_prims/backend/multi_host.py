@@ -22,7 +22,7 @@ from ..schedules.native import NativeForm, to_native
 from ..schedules.recommend import recommend
 from ..schedules.topology import Topology
 
-__all__ = ["ASSUMED", "HostOrder", "MultiHostSchedules"]
+__all__: list[str] = []
 
 # Assumed cost figures, seconds a message and a byte: shared memory, and gloo over a network of 10 Gbit/s.
 ASSUMED: Mapping[str, Any] = {

@@ -1,4 +1,4 @@
-"""Options of a group of the backend, and a registry of the options of each group."""
+"""BackendOptions of a group of the backend, and a registry of the options of each group."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..autoload import NAME
 from ..collectives.algorithm_choice import parse_ranges
 from .transport_selection import ENGINES
 
-__all__ = ["Options", "keep_options", "options_of"]
+__all__: list[str] = []
 
-_options: dict[str, Options | None] = {}  # by the name of a group
+_options: dict[str, BackendOptions | None] = {}  # by the name of a group
 
 
-class Options:
-    """Options of a group of the backend, as ``pg_options`` of ``init_process_group`` or ``new_group``.
+class BackendOptions:
+    """BackendOptions of a group of the backend, as ``pg_options`` of ``init_process_group`` or ``new_group``.
 
     - ``all_reduce``: the algorithm, by name or by ranges of sizes as in ``DIST_PRIMS_ALL_REDUCE``, also one that the
       program registers. A pinned schedule runs in one segment. Other collectives cannot be pinned.
@@ -28,7 +28,7 @@ class Options:
     - ``engine``: the transport between hosts, "gloo" or "mpi". The default is ``DIST_PRIMS_ENGINE``, or MPI if mpirun
       has started the ranks and all of them can use MPI, else gloo. The option of rank 0 applies to all ranks.
 
-    >>> Options(all_reduce="ring:1M-max").all_reduce
+    >>> BackendOptions(all_reduce="ring:1M-max").all_reduce
     'ring:1M-max'
     """
 
@@ -36,20 +36,20 @@ class Options:
         self, all_reduce: str = "", slot_bytes: int = 0, one_shot_bytes: int | None = None, engine: str = ""
     ) -> None:
         if engine not in ENGINES:
-            raise ValueError(f"Options(engine={engine!r}): 'gloo' or 'mpi'")
-        parse_ranges(all_reduce, "all_reduce", "Options(all_reduce=...)")
+            raise ValueError(f"BackendOptions(engine={engine!r}): 'gloo' or 'mpi'")
+        parse_ranges(all_reduce, "all_reduce", "BackendOptions(all_reduce=...)")
         self.all_reduce = all_reduce
         self.slot_bytes = slot_bytes
         self.one_shot_bytes = one_shot_bytes
         self.engine = engine
 
 
-def keep_options(group_name: str, given: Any) -> Options:
+def keep_options(group_name: str, given: Any) -> BackendOptions:
     """Store the options of a group, and return them, or the defaults if the caller gave none."""
-    _options[group_name] = given if isinstance(given, Options) else None
-    return _options[group_name] or Options()
+    _options[group_name] = given if isinstance(given, BackendOptions) else None
+    return _options[group_name] or BackendOptions()
 
 
-def options_of(group: dist.ProcessGroup) -> Options | None:
+def options_of(group: dist.ProcessGroup) -> BackendOptions | None:
     """Return the options with which a group of this backend was created, or None."""
     return _options.get(group.group_name) if NAME in dist.get_backend_config(group) else None

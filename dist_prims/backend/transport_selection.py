@@ -15,7 +15,7 @@ from ..launch.detect import detect
 from ..launch.rendezvous import from_rank_0
 from . import mpi
 
-__all__ = ["ENGINES", "select"]
+__all__: list[str] = []
 
 ENGINES = ("", "gloo", "mpi")
 

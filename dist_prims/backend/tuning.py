@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CALIBRATION", "ONE_SHOT_BYTES", "TUNING", "MeasurementFile", "machine", "tuned"]
+__all__: list[str] = []
 
 ONE_SHOT_BYTES = 32 << 10
 

@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-__all__ = ["dtype", "positive", "size", "sizes"]
+__all__: list[str] = []
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

@@ -38,7 +38,7 @@ from ..schedules.schedule import Schedule, Step, Steps
 from ..schedules.topology import Topology
 from .arguments import sizes
 
-__all__ = ["main"]
+__all__: list[str] = []
 
 Ints = NDArray[np.int64]
 T = TypeVar("T")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..schedules import build
 from .cases import CASES, Buffers
 
-__all__ = ["chunk_bytes", "extra_bytes"]
+__all__: list[str] = []
 
 
 def chunk_bytes(collective: str, name: str, nbytes: int) -> float:

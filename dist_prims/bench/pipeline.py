@@ -43,7 +43,7 @@ from ..training.pipeline.split import balance, split
 from .arguments import positive
 from .steps import Table, measure
 
-__all__ = ["main"]
+__all__: list[str] = []
 
 _SECONDS = 3600.0
 _ALONE, _BASELINE = "alone", "model_parallel"

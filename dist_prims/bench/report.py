@@ -18,7 +18,7 @@ from ..schedules.contract import ROOTED
 from .cases import CASES
 from .measure import Line
 
-__all__ = ["environment", "heading", "plot", "row", "write_json"]
+__all__: list[str] = []
 
 _COLUMNS = (
     ("size", "(B)", 12),

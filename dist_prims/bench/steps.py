@@ -34,7 +34,7 @@ from ..training import GradientAverager
 from .arguments import positive
 from .report import environment
 
-__all__ = ["Decoding", "MeasuredTraining", "MeasuredWork", "Table", "measure", "report"]
+__all__: list[str] = []
 
 _SECONDS, _WAIT_SECONDS = 3600.0, 300.0  # limits of the whole run, and of one wait for another rank
 _NONE, _NOOP, _AVERAGER, _GROUPS = "none", "noop", "averager", ("gloo", "dist_prims")

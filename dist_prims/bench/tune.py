@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..backend import Options
+from ..backend import BackendOptions
 from ..backend.tuning import TUNING
 from ..launch import spawn
 from .measure import measure
 
-__all__ = ["main"]
+__all__: list[str] = []
 
 _SIZES = [1 << exponent for exponent in range(11, 20)]  # 2 KB to 512 KB
 _ALGORITHMS = {"one shot": _SIZES[-1], "two shots": 0}
@@ -39,7 +39,7 @@ def _limit() -> int:
     """The largest size up to which one shot was not slower than two shots."""
     torch.set_num_threads(1)
     groups = {
-        name: dist.new_group(pg_options=Options(one_shot_bytes=limit), backend="dist_prims")
+        name: dist.new_group(pg_options=BackendOptions(one_shot_bytes=limit), backend="dist_prims")
         for name, limit in _ALGORITHMS.items()
     }
     limit = 0

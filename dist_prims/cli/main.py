@@ -8,7 +8,7 @@ import sys
 from ..schedules.catalogue import SYMBOLS, markdown_table, text_table
 from . import pipeline, prove, recommend, show
 
-__all__ = ["main"]
+__all__: list[str] = []
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from ..schedules.pipelines import markdown_table, pipeline_plan
 from ..schedules.pipelines import show as show_pipeline
 
-__all__ = ["add", "run"]
+__all__: list[str] = []
 
 
 def add(commands: Any) -> None:

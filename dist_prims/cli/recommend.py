@@ -12,7 +12,7 @@ from ..schedules.native import FOLLOWED
 from ..schedules.recommend import recommend
 from ..schedules.topology import Level, Topology
 
-__all__ = ["add", "run"]
+__all__: list[str] = []
 
 _LINKS = {"link": "25G", "latency": "10us", "inner_link": "80G", "inner_latency": "1us"}  # the defaults
 _GAMMA = 1e-10  # seconds a byte reduced

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..schedules import COLLECTIVES, algorithms, lookup
 
-__all__ = ["registered", "registered_by"]
+__all__: list[str] = []
 
 
 def registered() -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from ..schedules.cost import Cost
 from ..schedules.registry import Algorithm
 from ..schedules.trust import may_be_chosen
 
-__all__ = ["ALPHA", "BETA", "CHEAPEST", "GAMMA", "UNFORWARDED", "cheapest", "configured", "parse_ranges"]
+__all__: list[str] = []
 
 CHEAPEST = "cheapest"  # as the name of an algorithm
 

@@ -18,18 +18,7 @@ from .arguments import CallBuilder, Op, Tensors
 from .call import AnyWork, group_of
 from .native import all_gather_, all_reduce_, direct_group, reduce_scatter_
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scan",
-    "scatter",
-]
+__all__: list[str] = []
 
 SUM = dist.ReduceOp.SUM
 

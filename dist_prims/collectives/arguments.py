@@ -14,7 +14,7 @@ from .call import AnyWork, Call, CallOptions, group_of, perform
 from .flat import cut, split_evenly
 from .reduction import check_reducible, factor_of, plain, premultiplied
 
-__all__ = ["CallBuilder", "Op", "Tensors"]
+__all__: list[str] = []
 
 Op = dist.ReduceOp.RedOpType | dist.ReduceOp  # the latter: PREMUL_SUM with its factor
 Tensors = torch.Tensor | Sequence[torch.Tensor]

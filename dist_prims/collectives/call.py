@@ -31,7 +31,7 @@ from .proofs import proofs_of
 from .queue import Work, queue_of
 from .reduction import OP_NAMES
 
-__all__ = ["AnyWork", "Call", "CallOptions", "group_of", "perform"]
+__all__: list[str] = []
 
 # Calls use the data tags in turn. One data tag would be sufficient, because no rank completes the agreement on a call
 # before all ranks have ended the previous call; several tags separate the messages of a call that failed. All tags are

@@ -24,7 +24,7 @@ from ..agreement import fit
 from ..errors import MismatchError
 from .channel import Channel, Pending, Transfer
 
-__all__ = ["Header", "agree"]
+__all__: list[str] = []
 
 _LAYOUT = struct.Struct("<q16s16s16sqqq40s64s8s")
 _SLOT = struct.Struct(f"<q{_LAYOUT.size}s")

@@ -27,7 +27,7 @@ from .channel import Channel, Pending, Transfer
 from .flat import cut
 from .reduction import fold
 
-__all__ = ["ChunkSlice", "Executor"]
+__all__: list[str] = []
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["cut", "split_evenly"]
+__all__: list[str] = []
 
 
 def split_evenly(count: int, parts: int) -> list[int]:

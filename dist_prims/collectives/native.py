@@ -37,18 +37,7 @@ from .flat import cut
 if TYPE_CHECKING:
     from .call import Call
 
-__all__ = [
-    "NativeWork",
-    "all_gather_",
-    "all_reduce_",
-    "backend_supports",
-    "compiled",
-    "direct_group",
-    "is_on_dist_prims",
-    "reduce_scatter_",
-    "run_in_backend",
-    "run_natively",
-]
+__all__: list[str] = []
 
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
 _FLOATS = frozenset({torch.float32, torch.float64})

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import CommTimeout
+from ..errors import CommTimeoutError
 from ..schedules import Schedule, ScheduleError
 from ..schedules.trust import MOST_RANKS, fingerprint, is_trusted
 from ..torch_compat import group_store
 
-__all__ = ["Proofs", "proofs_of"]
+__all__: list[str] = []
 
 _VERIFIED = "verified"
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Proofs] = weakref.WeakKeyDictionary()
@@ -66,7 +66,7 @@ class Proofs:
         try:
             self._store.wait([_key(digest)], timeout)
         except RuntimeError as error:
-            raise CommTimeout(
+            raise CommTimeoutError(
                 f"{what}: rank 0 has not published a proof of these steps within {timeout.total_seconds():g} s. Every "
                 "rank must register the same steps under this name and make the same call"
             ) from error

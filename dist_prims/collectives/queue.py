@@ -20,7 +20,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-__all__ = ["CollectiveQueue", "Work", "queue_of"]
+__all__: list[str] = []
 
 
 class Work:

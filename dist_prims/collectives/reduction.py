@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..schedules.order import scales
 from ..torch_compat import premul_factor
 
-__all__ = ["OP_NAMES", "check_reducible", "factor_of", "fold", "plain", "premultiplied"]
+__all__: list[str] = []
 
 Op = dist.ReduceOp.RedOpType
 Factor = float | torch.Tensor

@@ -8,7 +8,7 @@ from importlib import resources
 import numpy as np
 import torch
 
-__all__ = ["digits"]
+__all__: list[str] = []
 
 
 def digits() -> torch.utils.data.TensorDataset:

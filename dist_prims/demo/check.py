@@ -14,7 +14,7 @@ from ..collectives.flat import cut
 from ..schedules import algorithms
 from ..schedules.contract import COLLECTIVES
 
-__all__ = ["check_algorithms"]
+__all__: list[str] = []
 
 _COUNT = 257  # a prime: no number of ranks divides it
 

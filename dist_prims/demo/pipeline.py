@@ -20,7 +20,7 @@ from ..schedules.pipelines import draw_gantt, predict
 from ..training import Pipeline, split
 from ..training.pipeline.action_executor import parts
 
-__all__ = ["train_pipeline"]
+__all__: list[str] = []
 
 _SEED, _BATCH, _MICROS, _RATE, _EPOCHS = 7, 64, 8, 0.02, 2
 _PLAN, _COMPARED = "1f1b", 3

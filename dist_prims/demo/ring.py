@@ -11,7 +11,7 @@ from ..schedules import build
 from ..schedules.schedule import Schedule
 from ..schedules.simulate import states
 
-__all__ = ["show_ring"]
+__all__: list[str] = []
 
 _FEW = 6  # ranks that fit on a screen
 

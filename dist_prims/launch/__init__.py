@@ -3,6 +3,7 @@
 from .detect import Launcher, detect
 from .hosts import Placement, host_id
 from .join import init
-from .spawn import RankFailed, spawn
+from .spawn import spawn
+from .spawn_parent import RankFailedError
 
-__all__ = ["Launcher", "Placement", "RankFailed", "detect", "host_id", "init", "spawn"]
+__all__ = ["Launcher", "Placement", "RankFailedError", "detect", "host_id", "init", "spawn"]

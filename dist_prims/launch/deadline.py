@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-__all__ = ["until"]
+__all__: list[str] = []
 
 _SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0001, 0.1  # seconds
 

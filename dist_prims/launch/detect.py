@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from .nodelist import expand_nodelist
 
-__all__ = ["Launcher", "detect", "from_url"]
+__all__: list[str] = []
 
 _NOT_A_STEP_OF_SRUN = 0xFFFFFFF0  # the batch script, an interactive shell and the like have step ids from here on
 _REMEDY = (

@@ -20,7 +20,7 @@ from .hosts import host_id
 from .mpi import library_name
 from .nodelist import expand_nodelist
 
-__all__ = ["main", "report"]
+__all__: list[str] = []
 
 Fact = tuple[str, str]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read"]
+__all__: list[str] = []
 
 Ranks = dict[int, dict[str, Any]]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Placement", "host_id"]
+__all__: list[str] = []
 
 
 def host_id() -> str:

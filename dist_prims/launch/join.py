@@ -36,7 +36,7 @@ from .hosts import Placement, host_id
 from .launcher_rendezvous import rendezvous_of
 from .network import loopback_interface
 
-__all__ = ["init"]
+__all__: list[str] = []
 
 _FIVE_MINUTES = 300.0
 _DESTROY_TIMEOUT = 30.0  # seconds

@@ -18,7 +18,7 @@ from .network import loopback_interface
 from .rendezvous import Rendezvous
 from .text_exchange import rendezvous_by_text
 
-__all__ = ["rendezvous_of", "torch_handler"]
+__all__: list[str] = []
 
 
 def rendezvous_of(launcher: Launcher, timeout: float) -> Rendezvous:

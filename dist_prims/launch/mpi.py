@@ -28,7 +28,7 @@ import numpy as np
 from .deadline import until
 from .detect import Launcher
 
-__all__ = ["Mpi", "abort_on_exception", "library_name"]
+__all__: list[str] = []
 
 _WIDTH = 1024  # bytes of an exchanged text: a host name, or the addresses of rank 0
 

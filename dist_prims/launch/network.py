@@ -10,7 +10,7 @@ import ipaddress
 import socket
 import struct
 
-__all__ = ["LOOPBACK", "addresses", "interface_towards", "is_loopback", "listen", "loopback_interface"]
+__all__: list[str] = []
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h

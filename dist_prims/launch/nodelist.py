@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from itertools import product
 
-__all__ = ["expand_nodelist"]
+__all__: list[str] = []
 
 
 def expand_nodelist(nodelist: str) -> list[str]:

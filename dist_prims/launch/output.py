@@ -13,7 +13,7 @@ import re
 import sys
 from typing import TextIO
 
-__all__ = ["Output", "is_interactive"]
+__all__: list[str] = []
 
 _LINE = re.compile(rb"[^\r\n]*(?:\n|\r\n|\r(?=[^\n]))")  # a final \r is no line end yet: \n may follow
 _READ_BYTES = 1 << 20  # more than the capacity of a pipe

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-__all__ = ["Payload", "hidden_main", "packed", "unpacked"]
+__all__: list[str] = []
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...]]
 

@@ -20,7 +20,7 @@ import time
 
 from .detect import Launcher
 
-__all__ = ["Pmi", "connect"]
+__all__: list[str] = []
 
 _ANSWERS = {
     "init": "response_to_init",

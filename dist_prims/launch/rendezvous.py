@@ -33,7 +33,7 @@ from .detect import Launcher
 from .hosts import host_id
 from .network import LOOPBACK, interface_towards, listen
 
-__all__ = ["Rendezvous", "connect", "from_rank_0", "handshake", "rendezvous_at_url"]
+__all__: list[str] = []
 
 _SECONDS_TO_READ = 10.0  # enough, because all ranks are connected to the store
 

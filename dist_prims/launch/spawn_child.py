@@ -28,7 +28,7 @@ import torch.distributed as dist
 from .join import init
 from .payload import Payload, packed, unpacked
 
-__all__ = ["NOTICE", "RAISED", "RETURNED", "SHOW_STACK", "STARTED", "RankSpec", "rank_main"]
+__all__: list[str] = []
 
 STARTED, RETURNED, RAISED = 0, 1, 2
 NOTICE = struct.Struct("=iiq")  # rank, one of these kinds, time in ns; smaller than PIPE_BUF, so that a write is atomic

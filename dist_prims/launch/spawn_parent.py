@@ -22,14 +22,14 @@ from .output import Output, is_interactive
 from .payload import Payload, hidden_main, unpacked
 from .spawn_child import NOTICE, RAISED, RETURNED, SHOW_STACK, RankSpec, rank_main
 
-__all__ = ["RankFailed", "RankProcesses"]
+__all__: list[str] = []
 
 _PF_EXITING = 0x4  # linux/sched.h
 _EXIT_TIME = 2.0  # seconds
 _STACK_TIME = 1.0  # seconds
 
 
-class RankFailed(RuntimeError):
+class RankFailedError(RuntimeError):
     """The failure of a rank of ``spawn``: the first rank that raised or died, with its traceback in the message.
 
     ``rank`` is its number. ``__cause__`` is its exception, if the exception can be pickled.
@@ -180,11 +180,11 @@ class _Rank:
         normal = (None, 0) if self.kind == RETURNED else (None,)
         return self.kind != RAISED and self.exitcode not in normal
 
-    def failure(self, others: list[str]) -> RankFailed:
+    def failure(self, others: list[str]) -> RankFailedError:
         """The error that the parent raises. ``others`` are the texts of later failures."""
         cause, text = self._exception() if self.kind == RAISED else (None, "")
         own = f"rank {self.number} raised\n\n{text}" if text else self.failure_text()
-        failure = RankFailed("\n".join([own, *(f"Afterwards {other}" for other in others)]), self.number)
+        failure = RankFailedError("\n".join([own, *(f"Afterwards {other}" for other in others)]), self.number)
         failure.__cause__ = cause
         return failure
 

@@ -19,7 +19,7 @@ import torch
 from ..training.pipeline.split import balance
 from .resnet import Bottleneck, ResNet
 
-__all__ = ["ModelParallelResNet50", "PipelineParallelResNet50"]
+__all__: list[str] = []
 
 
 class ModelParallelResNet50(ResNet):

@@ -18,7 +18,7 @@ from typing import Any
 from torch._library.effects import EffectType
 from torch.utils._pytree import tree_map
 
-__all__ = ["keep_order", "register_lowerings"]
+__all__: list[str] = []
 
 _ordered: list[Any] = []
 

@@ -21,7 +21,7 @@ from ..torch_compat import group_named
 from .inductor_order import keep_order, register_lowerings
 from .runtime import GroupCall
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter"]
+__all__: list[str] = []
 
 
 @torch.library.custom_op("dist_prims::all_reduce", mutates_args=())

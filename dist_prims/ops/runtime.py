@@ -19,7 +19,7 @@ from .. import collectives
 from ..collectives.algorithm_choice import CHEAPEST
 from ..torch_compat import all_gather_single, backend_of, group_named, reduce_scatter_single
 
-__all__ = ["GroupCall"]
+__all__: list[str] = []
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,

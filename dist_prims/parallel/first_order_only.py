@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-__all__ = ["once"]
+__all__: list[str] = []
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:

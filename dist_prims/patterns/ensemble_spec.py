@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..agreement import check_lists, first_difference, gather_objects, gather_or_raise
 from ..errors import MismatchError
 
-__all__ = ["MemberSpec", "agree_on_members", "own_random_numbers"]
+__all__: list[str] = []
 
 Tensors = dict[str, torch.Tensor]
 

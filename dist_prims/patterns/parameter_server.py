@@ -79,7 +79,7 @@ class ParameterServer:
         self._present = {rank for rank in range(self._group.size()) if rank != server}
 
     def serve(self) -> Report:
-        """Answer until all workers have left. PeerDied, with the model as it is then, if one dies (backend
+        """Answer until all workers have left. PeerDiedError, with the model as it is then, if one dies (backend
         "dist_prims"; over gloo the end of a connection). What the optimiser raises is raised when all workers know."""
         report = Report()
         while self._present:

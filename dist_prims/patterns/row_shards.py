@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..agreement import check_failures, check_lists, failure_text, gather_fields, gather_rows
 
-__all__ = ["Kind", "agree", "gather", "share"]
+__all__: list[str] = []
 
 _WIDTH = 256
 _REMEDY = "Every rank must make the same calls in the same order, with inputs of the same shape"

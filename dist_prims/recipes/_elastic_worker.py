@@ -28,7 +28,7 @@ from ..training import average_gradients
 from ..training.checkpoint import Checkpoints
 from ..training.elastic import GlobalBatches, elastic_steps
 
-__all__ = ["train"]
+__all__: list[str] = []
 
 
 def train(

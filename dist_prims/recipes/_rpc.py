@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ..launch.network import loopback_interface
 
-__all__ = ["RATE", "STEPS", "agents", "alone", "batch", "net"]
+__all__: list[str] = []
 
 STEPS, RATE = 8, 0.5
 _SECONDS, _WORDS = 60.0, 12

@@ -28,7 +28,7 @@ from ..datasets import digits
 from ..training import ShardedSampler, average_gradients
 from ..training.checkpoint import Checkpoints
 
-__all__ = ["run"]
+__all__: list[str] = []
 
 
 class Training:

@@ -21,7 +21,7 @@ from .. import ops
 from .._console import Console
 from ..training import average_gradients
 
-__all__ = ["run"]
+__all__: list[str] = []
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 CONSTRUCTS = ("print", ".item()", "assert", "numpy.arange", "dist.all_reduce")

@@ -17,7 +17,7 @@ from .._console import Console
 from ..collectives.flat import cut
 from ..training import GradientAverager, average_gradients
 
-__all__ = ["MinimalDDP", "run"]
+__all__: list[str] = []
 _WIDTH, _DEPTH, _BATCH, _STEPS = 192, 6, 32, 12
 
 

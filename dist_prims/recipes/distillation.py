@@ -21,7 +21,7 @@ from ..datasets import digits
 from ..patterns.distillation import Distillation, Regressor, cosine_loss, soft_target_loss
 from ..training import DataPartitioner, GradientAverager
 
-__all__ = ["run"]
+__all__: list[str] = []
 
 _BATCH, _EPOCHS, _TOLERANCE, _LARGE, _SMALL, _LABELLED = 60, 15, 1e-5, 128, 16, 60
 _METHODS = ("labels alone", "soft targets", "cosine of hidden states", "regressor of hidden states")

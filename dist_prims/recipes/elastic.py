@@ -24,7 +24,7 @@ import torch.distributed as dist
 from .._console import Console
 from ._elastic_worker import train
 
-__all__ = ["run"]
+__all__: list[str] = []
 
 _LAST, _EVERY = 20, 4
 

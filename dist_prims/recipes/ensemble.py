@@ -14,7 +14,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from .._console import Console
 from ..patterns.ensemble import DistributedEnsemble
 
-__all__ = ["run"]
+__all__: list[str] = []
 
 MEMBERS, BATCH = 10, 64
 

@@ -16,7 +16,7 @@ from ..training import GradientAverager
 from ..training.compression import Half
 from ..training.mixed_precision import GradScaler
 
-__all__ = ["run"]
+__all__: list[str] = []
 
 SIDE, SQUARES, STEPS = 16, 4, 120
 

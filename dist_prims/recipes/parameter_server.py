@@ -17,7 +17,7 @@ from .._console import Console
 from ..datasets import digits
 from ..patterns.parameter_server import ParameterServer, Report, Worker
 
-__all__ = ["run"]
+__all__: list[str] = []
 
 _STEPS, _BATCH, _RATE = 40, 32, 0.2
 _SLOW = 0.02  # additional seconds of a step of the last worker, if there are several workers

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from .._console import Console
 from ..patterns.per_sample import PerSampleGradients, over_pool
 
-__all__ = ["run"]
+__all__: list[str] = []
 
 POOL, BATCH = 300, 50
 

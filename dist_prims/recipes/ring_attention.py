@@ -17,7 +17,7 @@ from ..errors import MismatchError
 from ..parallel.sequence import ring_attention, split_sequence, ulysses_attention
 from ..parallel.sequence.layout import Piece, SequenceLayout
 
-__all__ = ["run"]
+__all__: list[str] = []
 
 Attention = Callable[..., torch.Tensor]
 

@@ -21,7 +21,7 @@ from torch.nn.utils import parameters_to_vector
 from .._console import Console
 from ._rpc import RATE, STEPS, agents, alone, batch, net
 
-__all__ = ["BatchServer", "run"]
+__all__: list[str] = []
 
 _objects: dict[str, Any] = {}  # on rank 0: the objects that the other ranks call
 

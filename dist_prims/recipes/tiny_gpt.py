@@ -15,7 +15,7 @@ from .._console import Console
 from ..models.gpt import GPT
 from ..parallel.sequence import split_sequence
 
-__all__ = ["run"]
+__all__: list[str] = []
 
 _CHARACTERS = "0123456789+=;"
 _STEPS, _SUMS, _BATCH = 40, 8, 8

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._console import Console
 from ..training import DevicePipeline, GradientAverager
 
-__all__ = ["TwoDevices", "run"]
+__all__: list[str] = []
 
 _BATCH, _STEPS, _RATE = 12, 10, 0.1
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector
 from .._console import Console
 from ..training import GradientAverager
 
-__all__ = ["run"]
+__all__: list[str] = []
 
 _FEWEST, _MORE, _RATE = 3, 2, 0.05
 

@@ -18,7 +18,7 @@ from .._console import Console
 from ..collectives import all_reduce
 from ..parallel.vocabulary import linear_cross_entropy, split_cross_entropy
 
-__all__ = ["run"]
+__all__: list[str] = []
 
 _WORDS, _FEATURES, _ROWS, _CHUNK, _STEPS = 2003, 16, 256, 32, 15
 

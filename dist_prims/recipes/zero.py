@@ -14,7 +14,7 @@ from .._console import Console
 from ..training.average import average_gradients
 from ..training.sharding import ShardedParameters, ZeroOptimizer
 
-__all__ = ["run"]
+__all__: list[str] = []
 
 _WIDTH, _DEPTH, _STEPS = 128, 6, 5
 _FORMS = ("plain", "ZeRO-1", "ZeRO-3")

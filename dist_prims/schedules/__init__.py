@@ -3,9 +3,9 @@
 from . import algorithms as _package  # noqa: F401 - first, because the function `algorithm` must not be shadowed
 from .contract import COLLECTIVES
 from .cost_card import Card, ceil_log2, floor_pow2
-from .proof import ScheduleError
 from .registry import algorithm, algorithms, build, lookup, unregister
 from .schedule import Schedule, Step
+from .symbolic import ScheduleError
 
 __all__ = [
     "COLLECTIVES",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from .recommend import Advice, Candidate
 from .topology import Topology
 
-__all__ = ["describe", "format_duration", "parse_bytes", "parse_duration", "parse_link_speed", "report"]
+__all__: list[str] = []
 
 _BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}

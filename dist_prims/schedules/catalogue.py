@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from .contract import COLLECTIVES
 from .registry import algorithms, lookup
 
-__all__ = ["SYMBOLS", "markdown_table", "text_table"]
+__all__: list[str] = []
 
 SYMBOLS = "n: ranks; L: log2 n, rounded up; p: the largest power of two up to n; l: log2 p; others: see the module"
 

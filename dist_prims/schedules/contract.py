@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["COLLECTIVES", "ROOTED", "Contract", "Holding", "contract"]
+__all__: list[str] = []
 
 Ints = NDArray[np.int64]
 

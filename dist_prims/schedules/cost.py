@@ -28,7 +28,7 @@ from .replay import Loads, patterns, replay
 from .schedule import Schedule, Step
 from .topology import Topology
 
-__all__ = ["MOST_SEGMENTS", "Cost", "best_segments", "busiest_sender", "lower_bound", "parts", "price", "seconds"]
+__all__: list[str] = []
 
 Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64

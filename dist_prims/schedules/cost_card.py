@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-__all__ = ["Card", "ceil_log2", "floor_pow2"]
+__all__: list[str] = []
 
 
 def ceil_log2(n: int) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from .program import Message, compile_program
 from .schedule import Schedule
 
-__all__ = ["FOLLOWED", "NativeForm", "to_native"]
+__all__: list[str] = []
 
 FOLLOWED = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter")  # by the C++ executor
 # low, high, name, segments, chunks, scratch, steps, ranks

@@ -27,7 +27,7 @@ import numpy as np
 from .schedule import Schedule
 from .sum_numbers import Sums
 
-__all__ = ["Order", "order", "scales"]
+__all__: list[str] = []
 
 
 def scales(terms: Sequence[int], ranks: int) -> tuple[list[float], float]:

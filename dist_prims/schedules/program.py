@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from .schedule import Schedule, Step
 
-__all__ = ["Message", "Program", "ProgramAction", "Source", "Write", "compile_program"]
+__all__: list[str] = []
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from .schedule import Schedule
 from .topology import LATENCY, LINK, PROCESSOR, Topology
 from .trust import may_be_chosen
 
-__all__ = ["Advice", "Candidate", "bound", "recommend"]
+__all__: list[str] = []
 
 MOST_TRANSFERS = 150_000_000  # of a schedule: pricing takes some seconds
 MOST_AT_ONCE = 3_000_000  # of a step: some hundred MB

@@ -27,7 +27,7 @@ from .contract import COLLECTIVES, ROOTED, contract
 from .cost_card import Card
 from .schedule import Schedule, Step, Steps
 
-__all__ = ["Algorithm", "algorithm", "algorithms", "build", "lookup", "nearest", "unregister"]
+__all__: list[str] = []
 
 Count = int | Callable[..., int] | None
 

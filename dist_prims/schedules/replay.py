@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from .schedule import Schedule, Step
 from .topology import COLUMNS, Topology
 
-__all__ = ["Loads", "patterns", "replay"]
+__all__: list[str] = []
 
 Ints = NDArray[np.int64]
 MOST_COUNTS = 4_000_000  # numbers kept to follow classes from step to step: 32 MB

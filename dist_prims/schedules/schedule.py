@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .order import Order
     from .topology import Topology
 
-__all__ = ["Bools", "Ints", "Schedule", "Step", "Steps", "WideStep"]
+__all__: list[str] = []
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -12,7 +12,7 @@ import numpy as np
 
 from .schedule import Schedule, Step
 
-__all__ = ["simulate", "states"]
+__all__: list[str] = []
 
 Operation = Callable[[Any, Any], Any]
 Held = list[dict[int, Any]]  # of each rank: its chunks by number

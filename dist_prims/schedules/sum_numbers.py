@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Sums", "names_of"]
+__all__: list[str] = []
 
 Ints = NDArray[np.int64]
 

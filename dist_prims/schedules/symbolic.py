@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .schedule import Schedule, Step
 from .sum_numbers import Sums, names_of
 
-__all__ = ["NOTHING", "ScheduleError", "State", "execute", "symbolic_states"]
+__all__: list[str] = []
 
 Ints = NDArray[np.int64]
 NOTHING = -1

@@ -15,7 +15,7 @@ from .contract import COLLECTIVES
 from .registry import Algorithm, algorithms, lookup
 from .schedule import Schedule
 
-__all__ = ["MOST_RANKS", "fingerprint", "is_trusted", "may_be_chosen"]
+__all__: list[str] = []
 
 MOST_RANKS = 512
 

@@ -19,7 +19,7 @@ from ..collectives.flat import cut
 from ..errors import MismatchError
 from .gradients.layout import plan
 
-__all__ = ["average_gradients"]
+__all__: list[str] = []
 
 _NONE, _DENSE, _SPARSE = 0, 1, 2
 

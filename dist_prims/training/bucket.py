@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from .incremental_reduce import IncrementalSum
 
-__all__ = ["Bucket", "Compressor", "Exact"]
+__all__: list[str] = []
 
 
 @dataclass

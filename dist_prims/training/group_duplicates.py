@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..backend import options_of
 
-__all__ = ["duplicate", "end_group", "is_known", "ranks_of"]
+__all__: list[str] = []
 
 c10d: Any = dist.distributed_c10d
 

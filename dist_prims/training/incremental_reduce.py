@@ -23,7 +23,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from .._backend import GradualTensor
 
-__all__ = ["IncrementalSum"]
+__all__: list[str] = []
 
 _LARGE = 4 << 20  # bytes; a small bucket is still in the cache when all of it is there
 

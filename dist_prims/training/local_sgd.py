@@ -21,7 +21,7 @@ from .average import average_gradients
 from .gradients.initial_sync import broadcast_coalesced
 from .gradients.layout import plan
 
-__all__ = ["LocalSGD"]
+__all__: list[str] = []
 
 _BUCKET_BYTES = 25 * 2**20
 

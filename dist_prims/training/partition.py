@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["DataPartitioner", "Items", "Partition", "deal"]
+__all__: list[str] = []
 
 
 class Items(Protocol):

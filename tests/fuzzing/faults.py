@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.errors import CommError, CommTimeout, MismatchError
+from dist_prims.errors import CommError, CommTimeoutError, MismatchError
 
 from .calls import content, same
 from .groups import members_of
@@ -113,7 +113,7 @@ def timeout(rank: Rank, shared: Random) -> None:
     members = members_of(rank, shared, least=2)
     late, count = shared.randrange(len(members)), shared.choice([10, 33_000, 150_000])
     lends, pinned, by_wait = shared.random() < 0.5, shared.random() < 0.3, shared.random() < 0.5
-    options = dist_prims.Options(all_reduce="ring" if pinned else "", slot_bytes=1 << 16)
+    options = dist_prims.BackendOptions(all_reduce="ring" if pinned else "", slot_bytes=1 << 16)
     group = rank.make(members, options)
     if group.handle is None:
         return
@@ -150,7 +150,7 @@ def late_receive(rank: Rank, shared: Random) -> None:
     tensor = torch.zeros(count)
     if group.me == 0:
         work: Any = dist.irecv(tensor, group=group.handle, group_src=1)
-        error = rank.fails("a receive", lambda: work.wait(timedelta(milliseconds=100)), CommTimeout)
+        error = rank.fails("a receive", lambda: work.wait(timedelta(milliseconds=100)), CommTimeoutError)
         if "recv" not in str(error):
             raise Failure(f"the error does not say what was waited for: {error}")
         rank.freeze("a receive that timed out", tensor)
@@ -181,7 +181,7 @@ def abort(rank: Rank, shared: Random) -> None:
     members, count = members_of(rank, shared, least=2), shared.choice([10, 33_000, 150_000])
     breaker, threads = shared.randrange(len(members)), shared.randrange(1, 4)
     pinned, sends = shared.random() < 0.3, shared.random() < 0.4
-    group = rank.make(members, dist_prims.Options(all_reduce="ring" if pinned else "", slot_bytes=1 << 16))
+    group = rank.make(members, dist_prims.BackendOptions(all_reduce="ring" if pinned else "", slot_bytes=1 << 16))
     if group.handle is None:
         return
     tensor, received = rank.place(content(group.me, count, 0)), torch.zeros(count, dtype=torch.int64)
@@ -261,7 +261,7 @@ def interrupt(rank: Rank, shared: Random) -> None:
     """A signal handler raises in a wait. The exception leaves the call, and the group ends on all ranks."""
     members, count = members_of(rank, shared, least=2), shared.choice([10, 33_000])
     one, pinned = shared.randrange(len(members)), shared.random() < 0.3
-    group = rank.make(members, dist_prims.Options(all_reduce="ring" if pinned else "", slot_bytes=1 << 16))
+    group = rank.make(members, dist_prims.BackendOptions(all_reduce="ring" if pinned else "", slot_bytes=1 << 16))
     if group.handle is None:
         return
     tensor = torch.ones(count)

@@ -34,7 +34,7 @@ def make(rank: Rank, shared: Random) -> None:
     if len(members) & (len(members) - 1):
         pinned = pinned.replace("recursive_doubling:0-8K; ", "")  # for powers of two only
     if len(rank.groups) < MOST_GROUPS:
-        options = dist_prims.Options(all_reduce=pinned, slot_bytes=1 << shared.choice([15, 17]))
+        options = dist_prims.BackendOptions(all_reduce=pinned, slot_bytes=1 << shared.choice([15, 17]))
         rank.groups.append(rank.make(members, options))
 
 

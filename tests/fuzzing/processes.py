@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from dist_prims.errors import PeerDied, PeerLeft
+from dist_prims.errors import PeerDiedError, PeerLeftError
 
 from .faults import call_until_error
 from .rank import LIMIT, Failure, Rank
@@ -92,19 +92,19 @@ def unwaited(rank: Rank, shared: Random) -> None:
 @ending("killed", weight=2)
 def killed(rank: Rank, shared: Random) -> None:
     """A rank is killed while the group is in use. The error on every other rank names it."""
-    _lose(rank, shared, lambda: os.kill(os.getpid(), signal.SIGKILL), PeerDied)
+    _lose(rank, shared, lambda: os.kill(os.getpid(), signal.SIGKILL), PeerDiedError)
 
 
 @ending("exits")
 def exits(rank: Rank, shared: Random) -> None:
     """A rank exits without destroying its groups."""
-    _lose(rank, shared, lambda: os._exit(0), PeerDied)
+    _lose(rank, shared, lambda: os._exit(0), PeerDiedError)
 
 
 @ending("leaves")
 def leaves(rank: Rank, shared: Random) -> None:
     """A rank destroys its groups while the others still use them."""
-    _lose(rank, shared, lambda: None, PeerLeft)
+    _lose(rank, shared, lambda: None, PeerLeftError)
 
 
 @ending("dies-in-make")

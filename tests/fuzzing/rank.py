@@ -83,14 +83,16 @@ class Rank:
             rank=self.number,
             world_size=self.size,
             timeout=timedelta(seconds=LIMIT),
-            pg_options=dist_prims.Options(slot_bytes=1 << 16),  # large is soon several segments
+            pg_options=dist_prims.BackendOptions(slot_bytes=1 << 16),  # large is soon several segments
         )
         self.groups.append(Group(0, list(range(self.size)), dist.group.WORLD, self.number))
 
-    def make(self, members: list[int], options: dist_prims.Options | None = None, timeout: float = LIMIT) -> Group:
+    def make(
+        self, members: list[int], options: dist_prims.BackendOptions | None = None, timeout: float = LIMIT
+    ) -> Group:
         """A new group. All ranks make it, members or not."""
         self.made += 1
-        options = options or dist_prims.Options(slot_bytes=1 << 16)
+        options = options or dist_prims.BackendOptions(slot_bytes=1 << 16)
         handle = dist.new_group(members, timeout=timedelta(seconds=timeout), pg_options=options)
         is_member = self.number in members
         return Group(self.made, members, handle if is_member else None, members.index(self.number) if is_member else -1)

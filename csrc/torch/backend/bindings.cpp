@@ -116,8 +116,8 @@ void translate(std::exception_ptr error) {
     } catch (python_error& found) {
         found.restore();
     } catch (const CommError& found) {
-        constexpr const char* kNames[] = {"MismatchError", "PeerDied",    "PeerLeft",
-                                          "CommTimeout",   "Interrupted", "CommTimeout"};
+        constexpr const char* kNames[] = {"MismatchError",    "PeerDiedError",        "PeerLeftError",
+                                          "CommTimeoutError", "CommInterruptedError", "CommTimeoutError"};
         const py::object kind = py::module_::import("dist_prims.errors").attr(kNames[static_cast<int>(found.kind)]);
         PyErr_SetString(kind.ptr(), found.what());
     }

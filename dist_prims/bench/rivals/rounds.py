@@ -17,7 +17,7 @@ from .launch import Failed, environment, run
 from .libraries import CONTENDERS
 from .program import SLOT
 
-__all__ = ["Figures", "interleaved", "once", "per_round"]
+__all__: list[str] = []
 
 _LEAST, _WARMUP = 3, 2
 _MEMORY = Path("/dev/shm")

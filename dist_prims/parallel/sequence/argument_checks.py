@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ...agreement import check_same
 from .layout import ORDERS
 
-__all__ = ["AttentionCall", "Tensors", "agree", "lowered", "refuse", "uncompiled"]
+__all__: list[str] = []
 
 _REMEDY = "Every rank must make the same call, with parts of one sequence of equal length: split_sequence() gives them"
 _P = ParamSpec("_P")

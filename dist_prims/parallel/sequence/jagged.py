@@ -14,7 +14,7 @@ from .argument_checks import AttentionCall
 from .layout import SequenceLayout
 from .ring_step import finish
 
-__all__ = ["dense", "laid_out", "like", "padded_positions"]
+__all__: list[str] = []
 
 
 def laid_out(call: AttentionCall, q: torch.Tensor) -> SequenceLayout:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["Kernel", "choose", "merge"]
+__all__: list[str] = []
 
 Tensor = torch.Tensor
 Three = tuple[Tensor, Tensor, Tensor]

@@ -21,7 +21,7 @@ import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["ORDERS", "Chunk", "Piece", "SequenceLayout", "chunks"]
+__all__: list[str] = []
 
 ORDERS = {"contiguous": 1, "zigzag": 2}  # and the number of chunks of a rank
 

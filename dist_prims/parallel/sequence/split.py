@@ -17,7 +17,7 @@ from ..first_order_only import once
 from .argument_checks import uncompiled
 from .layout import ORDERS, chunks
 
-__all__ = ["join_sequence", "sequence_positions", "split_sequence"]
+__all__: list[str] = []
 
 
 def sequence_positions(

@@ -20,7 +20,7 @@ from .layout import ORDERS, SequenceLayout
 from .ring import Plan, attend
 from .ring_step import finish
 
-__all__ = ["ulysses_attention"]
+__all__: list[str] = []
 
 
 def ulysses_attention(

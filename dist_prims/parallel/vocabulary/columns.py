@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ...agreement import check_failures, check_lists, failure_text, gather_fields
 
-__all__ = ["Announcement", "Share", "Targets", "VocabularyPart", "agree"]
+__all__: list[str] = []
 
 _WIDTH = 320  # bytes of a rank's message
 _REMEDY = "Every rank gives the same rows, targets, dtype and options, and columns of its own"

@@ -25,7 +25,7 @@ import torch
 from ...agreement import gather_rows
 from .columns import Share, VocabularyPart
 
-__all__ = ["RowStatistics", "Rule", "gradient", "losses_of", "softmax_of"]
+__all__: list[str] = []
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ...errors import CommError
 from ...training.pipeline.packet import FAILED, HEAD, LAYOUT, WELL, PacketLayout, head_of, pack, read_head, spec_of
 
-__all__ = ["DistillationMessage", "LessonFailed", "Messages", "as_tuple"]
+__all__: list[str] = []
 
 _TAG = 20_554  # beside the tags that a program may use in the same group
 _TEXT_BYTES = HEAD - 8  # of a head

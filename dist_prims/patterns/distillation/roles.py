@@ -24,7 +24,7 @@ from .messages import Messages
 from .student import Student
 from .teacher import Teacher
 
-__all__ = ["Distillation"]
+__all__: list[str] = []
 
 _Batch = TypeVar("_Batch")
 

@@ -15,7 +15,7 @@ from .teacher import answer
 if TYPE_CHECKING:
     from .roles import Distillation
 
-__all__ = ["Student"]
+__all__: list[str] = []
 
 _Batch = TypeVar("_Batch")
 # The timeout for reporting a failure. The teacher may wait for another student, which waits for this rank in an

@@ -18,7 +18,7 @@ from .messages import DistillationMessage, LessonFailed, as_tuple
 if TYPE_CHECKING:
     from .roles import Distillation
 
-__all__ = ["Teacher", "answer"]
+__all__: list[str] = []
 
 
 def answer(teacher: Callable[..., Any], request: tuple[torch.Tensor, ...], classes: int) -> tuple[torch.Tensor, ...]:

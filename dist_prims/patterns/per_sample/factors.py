@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Matrix", "Part", "Plain", "Rows", "joined"]
+__all__: list[str] = []
 
 _BLOCK = 2**24  # elements of gradients that are computed at once
 

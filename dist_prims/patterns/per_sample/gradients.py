@@ -19,7 +19,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from .factors import Part, joined
 from .recorder import Recorder, Use
 
-__all__ = ["PerSampleGradients"]
+__all__: list[str] = []
 
 METHODS = ("trick", "vmap", "loop")
 Tensors = dict[str, torch.Tensor]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from .factors import Matrix, Part, Plain, Rows
 
-__all__ = ["LAYERS", "Layer"]
+__all__: list[str] = []
 
 Parts = tuple[Part, Part | None]  # of the weight and of the bias
 Build = Callable[[torch.Tensor, torch.Tensor], Parts]

@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset, default_collate
 from ...agreement import check_lists, gather_or_raise, gather_rows
 from ..row_shards import Kind, agree, gather, share
 
-__all__ = ["PoolRows", "over_pool"]
+__all__: list[str] = []
 
 _REMEDY = "Every rank gives the same pool and function"
 Rows = torch.Tensor | dict[str, torch.Tensor]

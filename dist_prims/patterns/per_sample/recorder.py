@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from .factors import Part
 from .layers import LAYERS, Layer
 
-__all__ = ["Recorder", "Use"]
+__all__: list[str] = []
 
 _functorch: Any = torch._C._functorch  # the only access to vmap's tensors; a Function with a vmap rule costs 0.3 ms
 

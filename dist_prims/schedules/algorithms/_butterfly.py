@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ..cost_card import floor_pow2
 from ..schedule import Step
 
-__all__ = ["fold", "gather", "reduce_scatter", "unfold"]
+__all__: list[str] = []
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

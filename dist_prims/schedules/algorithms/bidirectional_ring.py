@@ -18,7 +18,7 @@ from ..cost_card import Card
 from ..registry import algorithm
 from ..schedule import Step
 
-__all__ = ["all_reduce"]
+__all__: list[str] = []
 
 
 @algorithm(

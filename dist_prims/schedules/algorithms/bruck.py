@@ -21,7 +21,7 @@ from ..cost_card import Card, ceil_log2
 from ..registry import algorithm
 from ..schedule import Step
 
-__all__ = ["all_gather", "all_to_all"]
+__all__: list[str] = []
 
 SOURCE = "Bruck, Ho, Kipnis, Upfal and Weathersby 1997"
 

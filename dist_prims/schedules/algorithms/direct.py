@@ -18,7 +18,7 @@ from ..cost_card import Card
 from ..registry import algorithm
 from ..schedule import Step
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "gather", "reduce_scatter", "scatter", "two_shot"]
+__all__: list[str] = []
 
 SOURCE = "folklore; as one-shot and two-shot in TensorRT-LLM and vLLM"
 

@@ -13,7 +13,7 @@ from ..cost_card import Card, ceil_log2
 from ..registry import algorithm
 from ..schedule import Step
 
-__all__ = ["barrier"]
+__all__: list[str] = []
 
 
 @algorithm(

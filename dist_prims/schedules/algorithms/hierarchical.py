@@ -29,7 +29,7 @@ from ..cost_card import Card
 from ..registry import algorithm, build, lookup
 from ..schedule import Schedule, Step, WideStep
 
-__all__ = ["all_reduce"]
+__all__: list[str] = []
 
 Ints = NDArray[np.int64]
 

@@ -23,7 +23,7 @@ from ..cost_card import Card
 from ..registry import algorithm
 from ..schedule import Step
 
-__all__ = ["all_reduce"]
+__all__: list[str] = []
 
 SUM, BUFFER = 0, 1  # chunk numbers: the result, and the buffer that is forwarded
 

@@ -22,7 +22,7 @@ from ..cost_card import Card
 from ..registry import algorithm
 from ..schedule import Step
 
-__all__ = ["all_gather"]
+__all__: list[str] = []
 
 
 def _exchange(even: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

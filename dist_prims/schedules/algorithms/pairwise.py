@@ -13,7 +13,7 @@ from ..cost_card import Card
 from ..registry import algorithm
 from ..schedule import Step
 
-__all__ = ["all_to_all"]
+__all__: list[str] = []
 
 
 @algorithm(

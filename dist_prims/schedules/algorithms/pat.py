@@ -22,7 +22,7 @@ from ..cost_card import Card, ceil_log2
 from ..registry import algorithm
 from ..schedule import Step
 
-__all__ = ["all_gather", "reduce_scatter"]
+__all__: list[str] = []
 
 CARD = Card("L", "(n-1)/n", "small and medium data on tapered networks", "Jeaugey, PAT, 2025 (NCCL 2.23)")
 

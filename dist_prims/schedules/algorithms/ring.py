@@ -25,7 +25,7 @@ from ..cost_card import Card
 from ..registry import algorithm
 from ..schedule import Step
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+__all__: list[str] = []
 
 SOURCE = "Patarasu and Yuan, Bandwidth optimal all-reduce algorithms, 2009"
 

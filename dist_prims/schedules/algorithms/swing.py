@@ -24,7 +24,7 @@ from ..registry import algorithm
 from ..schedule import Step
 from . import _butterfly as butterfly
 
-__all__ = ["all_reduce"]
+__all__: list[str] = []
 
 
 def _peers(p: int) -> list[NDArray[np.int64]]:

@@ -34,7 +34,7 @@ from ..cost_card import Card, ceil_log2
 from ..registry import algorithm
 from ..schedule import Step
 
-__all__ = ["double_tree", "parents", "tree"]
+__all__: list[str] = []
 
 Ints = NDArray[np.int64]
 CHUNKS = 4

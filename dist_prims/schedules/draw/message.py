@@ -10,7 +10,7 @@ import numpy as np
 
 from ..schedule import Schedule, Step
 
-__all__ = ["DrawnMessage", "caption", "facts", "messages", "numbers", "refuse_unreadable", "svg_file"]
+__all__: list[str] = []
 
 MOST_RANKS, MOST_STEPS = 32, 64
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..schedule import Schedule
 from .message import DrawnMessage, caption, facts, messages, numbers, refuse_unreadable, svg_file
 
-__all__ = ["write_svg"]
+__all__: list[str] = []
 
 _COLUMN, _LEFT, _TOP, _NARROWEST = 96, 84, 96, 440
 

@@ -8,7 +8,7 @@ from ..contract import Holding
 from ..schedule import Schedule
 from .message import DrawnMessage, caption, messages, numbers, refuse_unreadable
 
-__all__ = ["describe_contract", "terminal"]
+__all__: list[str] = []
 
 Held = dict[tuple[int, int], set[int]]  # (rank, chunk) -> the ranks whose data the chunk contains
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .cost import lower_bound
 from .registry import lookup, pipeline_plan, pipeline_plans
 
-__all__ = ["SYMBOLS", "markdown_table", "show"]
+__all__: list[str] = []
 
 SYMBOLS = (
     "p: ranks; m: micro-batches; v: stages a rank; r: the rank; g: the longest round, p to 2p-1, or m below p; "

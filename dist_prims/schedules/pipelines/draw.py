@@ -17,7 +17,7 @@ from ..draw import svg_file
 from .cost import Row
 from .plan import PipelinePlan
 
-__all__ = ["caption", "draw_gantt", "text_gantt"]
+__all__: list[str] = []
 
 AnyRow = tuple[str, int, int, float, float, int]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from .plan import Action
 from .registry import PipelineCard, pipeline_schedule
 
-__all__ = ["fill_drain"]
+__all__: list[str] = []
 
 CARD = PipelineCard(
     idea="all F, then all BW",

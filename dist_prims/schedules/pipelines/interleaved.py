@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from .plan import Action
 from .registry import PipelineCard, pipeline_schedule
 
-__all__ = ["interleaved"]
+__all__: list[str] = []
 
 CARD = PipelineCard(
     idea="1F1B over v thin stages a rank",

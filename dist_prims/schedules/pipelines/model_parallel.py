@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from .plan import Action
 from .registry import PipelineCard, pipeline_schedule
 
-__all__ = ["model_parallel"]
+__all__: list[str] = []
 
 CARD = PipelineCard(
     idea="a micro-batch forwards and backwards, then the next",

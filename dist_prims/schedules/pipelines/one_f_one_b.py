@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from .plan import Action
 from .registry import PipelineCard, pipeline_schedule
 
-__all__ = ["one_f_one_b"]
+__all__: list[str] = []
 
 CARD = PipelineCard(
     idea="one F and one BW alternate",

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 if TYPE_CHECKING:
     from .cost import PipelineCost
 
-__all__ = ["Action", "PipelinePlan", "Seconds"]
+__all__: list[str] = []
 
 Seconds = float | Sequence[float]  # one number for all stages, or one for each stage
 

@@ -24,15 +24,7 @@ from fractions import Fraction
 from ..registry import nearest
 from .plan import Action, PipelinePlan
 
-__all__ = [
-    "PipelineCard",
-    "PipelineSchedule",
-    "lookup",
-    "pipeline_plan",
-    "pipeline_plans",
-    "pipeline_schedule",
-    "unregister",
-]
+__all__: list[str] = []
 
 Order = Callable[[int, int, int, int], Iterator[Action]]  # of rank, ranks, num_microbatches, stages a rank
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from .plan import Action
 from .registry import PipelineCard, pipeline_schedule
 
-__all__ = ["zbv"]
+__all__: list[str] = []
 
 CARD = PipelineCard(
     idea="two stages a rank, down the ranks and up again; the backward split",

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from .plan import Action
 from .registry import PipelineCard, pipeline_schedule
 
-__all__ = ["zb_h1"]
+__all__: list[str] = []
 
 CARD = PipelineCard(
     idea="1F1B, the backward split: B at once, W later",

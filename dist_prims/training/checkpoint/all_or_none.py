@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ...agreement import gather_objects
 
-__all__ = ["READING", "CheckpointError", "Damaged", "together"]
+__all__: list[str] = []
 
 T = TypeVar("T")
 WRITING = "make room and see that every rank may write there"

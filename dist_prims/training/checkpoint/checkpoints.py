@@ -36,7 +36,7 @@ from .plain_state import Target, is_collective, is_stream, plain, state_of, whol
 from .reading import Reader
 from .shards import Padded, agreed, describe, unpadded
 
-__all__ = ["Checkpoints"]
+__all__: list[str] = []
 
 
 class Checkpoints:

@@ -10,7 +10,7 @@ from torch import nn
 
 from .plain_state import Target, leaves, state_of
 
-__all__ = ["refuse_other"]
+__all__: list[str] = []
 
 
 def refuse_other(name: str, target: Target, state: Any) -> None:

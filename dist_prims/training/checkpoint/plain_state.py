@@ -16,18 +16,7 @@ import torch
 
 from ..data import ShardedIterable, ShardedSampler
 
-__all__ = [
-    "Stateful",
-    "Target",
-    "change",
-    "is_collective",
-    "is_stream",
-    "leaves",
-    "load",
-    "plain",
-    "state_of",
-    "whole_number",
-]
+__all__: list[str] = []
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 Path = tuple[Any, ...]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["capture", "derive", "restore"]
+__all__: list[str] = []
 
 
 def capture() -> dict[str, Any]:

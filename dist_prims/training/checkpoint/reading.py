@@ -18,7 +18,7 @@ from .manifest import Manifest
 from .plain_state import Target, load
 from .shards import Padded, join, unpadded
 
-__all__ = ["Reader"]
+__all__: list[str] = []
 
 
 class Reader:

@@ -24,7 +24,7 @@ import torch
 from ...collectives.flat import split_evenly
 from .plain_state import Target, change, leaves, whole_number
 
-__all__ = ["Padded", "Piece", "agreed", "describe", "join", "rows_of", "unpadded"]
+__all__: list[str] = []
 
 
 @dataclass(frozen=True)

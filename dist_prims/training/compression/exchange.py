@@ -25,7 +25,7 @@ from .stages import Staged, wide
 if TYPE_CHECKING:
     from ..bucket import Bucket
 
-__all__ = ["Exchange"]
+__all__: list[str] = []
 
 
 class Exchange(Staged):

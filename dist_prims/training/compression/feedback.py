@@ -19,7 +19,7 @@ from collections.abc import Hashable
 
 import torch
 
-__all__ = ["Feedback"]
+__all__: list[str] = []
 
 
 class Feedback:

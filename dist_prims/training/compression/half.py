@@ -10,7 +10,7 @@ import torch
 
 from .exchange import Exchange
 
-__all__ = ["Half"]
+__all__: list[str] = []
 
 
 class Half(Exchange):

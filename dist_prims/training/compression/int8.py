@@ -10,7 +10,7 @@ import torch
 
 from .exchange import Exchange
 
-__all__ = ["Int8"]
+__all__: list[str] = []
 
 _LARGEST = 127
 _SMALLEST = {torch.float32: 1e-37, torch.float64: 1e-300}  # a scale below it has no reciprocal that is of use

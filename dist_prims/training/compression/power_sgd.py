@@ -27,7 +27,7 @@ from .stages import Staged, wide
 if TYPE_CHECKING:
     from ..bucket import Bucket
 
-__all__ = ["PowerSGD"]
+__all__: list[str] = []
 
 
 class PowerSGD(Staged):

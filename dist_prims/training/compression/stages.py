@@ -29,7 +29,7 @@ from .feedback import Feedback
 if TYPE_CHECKING:
     from ..bucket import Bucket
 
-__all__ = ["Staged", "wide"]
+__all__: list[str] = []
 
 
 class Staged(ABC):

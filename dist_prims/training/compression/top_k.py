@@ -19,7 +19,7 @@ from .stages import Staged, wide
 if TYPE_CHECKING:
     from ..bucket import Bucket
 
-__all__ = ["TopK", "largest"]
+__all__: list[str] = []
 
 _SAMPLE = 1 << 16  # elements from which the threshold is estimated
 _INT32 = 2**31

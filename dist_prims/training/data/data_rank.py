@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ...collectives.call import group_of
 
-__all__ = ["place_of"]
+__all__: list[str] = []
 
 
 def place_of(what: str, group: dist.ProcessGroup | None, rank: int | None, size: int | None) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from .data_rank import place_of
 from .permutation import Permutation
 
-__all__ = ["ShardedIterable"]
+__all__: list[str] = []
 
 _SAME = ("shards", "seed", "shuffle", "shuffle_buffer")
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Permutation"]
+__all__: list[str] = []
 
 _ROUNDS = 8  # even: rows and columns take turns
 _TABLE = 1 << 14  # up to this count the order is stored: 128 KB

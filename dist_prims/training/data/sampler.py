@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Sampler
 from .data_rank import place_of
 from .permutation import Permutation
 
-__all__ = ["ShardedSampler"]
+__all__: list[str] = []
 
 _CHUNK = 1 << 14  # positions computed at once: their temporaries stay in the cache
 _SAME = ("count", "seed", "shuffle", "uneven")  # what the state and the sampler must agree on

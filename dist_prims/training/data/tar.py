@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["TarError", "tar_members", "tar_samples"]
+__all__: list[str] = []
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)

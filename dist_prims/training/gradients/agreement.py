@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ...errors import MismatchError
 
-__all__ = ["DENSE", "FROZEN", "NONE", "SPARSE", "Agreement", "Verdict", "kind_of"]
+__all__: list[str] = []
 
 FROZEN, NONE, DENSE, SPARSE = 0, 1, 2, 3
 _KINDS = 4

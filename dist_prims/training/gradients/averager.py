@@ -48,7 +48,7 @@ from .ownership import assign, predecessors, release
 from .sparse import announced_sparse
 from .uneven_batches import Joining
 
-__all__ = ["GradientAverager"]
+__all__: list[str] = []
 
 _NO_BACKWARD, _ONCE = -1, -2
 _OWNERS: weakref.WeakValueDictionary[int, GradientAverager] = weakref.WeakValueDictionary()  # by id of a compressor

@@ -17,7 +17,7 @@ from .agreement import DENSE, FROZEN, NONE, SPARSE, Agreement, Verdict, kind_of
 from .bucket_sender import Sending
 from .sparse import sparse_mean
 
-__all__ = ["Averaging"]
+__all__: list[str] = []
 
 
 class Averaging:

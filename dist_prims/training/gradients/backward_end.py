@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Ending"]
+__all__: list[str] = []
 
 _endings: weakref.WeakValueDictionary[int, Ending] = weakref.WeakValueDictionary()  # by the graph task of autograd
 _lock = threading.Lock()  # each device has a thread of autograd

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ...agreement import check_lists, gather_objects, gather_or_raise
 from ...collectives.flat import cut
 
-__all__ = ["broadcast_coalesced", "check_same_model"]
+__all__: list[str] = []
 
 _REMEDY = "Build the same model, with the same settings, on every rank"
 _PIECE = 25 * 2**20  # bytes of one broadcast

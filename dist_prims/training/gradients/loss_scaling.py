@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["unscale"]
+__all__: list[str] = []
 
 
 def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:

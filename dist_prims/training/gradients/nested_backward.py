@@ -7,7 +7,7 @@ from types import FrameType
 
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["within_a_backward"]
+__all__: list[str] = []
 
 _CALLS = {
     getattr(BackwardCFunction, name).__code__ for name in ("apply", "apply_boxed") if name in vars(BackwardCFunction)

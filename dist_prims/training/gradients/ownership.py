@@ -16,7 +16,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from .averager import GradientAverager
 
-__all__ = ["assign", "averager_of", "predecessors", "release"]
+__all__: list[str] = []
 
 _ATTRIBUTE = "_dist_prims_averager"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["announced_sparse", "sparse_mean"]
+__all__: list[str] = []
 
 
 def announced_sparse(model: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> set[int]:

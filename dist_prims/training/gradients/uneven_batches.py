@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["Joining"]
+__all__: list[str] = []
 
 
 class Joining:

@@ -19,7 +19,7 @@ from .loss_weights import Objective, Part
 from .outside_gradients import Leaves, give_back
 from .stage import StageWorker, Tensors, as_tuple
 
-__all__ = ["Batch", "Job", "Owner", "in_order", "joined", "make_plan", "message_to", "parts"]
+__all__: list[str] = []
 
 _Owner = TypeVar("_Owner", bound="Owner")
 

@@ -17,7 +17,7 @@ import torch
 from ...schedules.pipelines import Action
 from ..gradients.ownership import averager_of
 
-__all__ = ["AverageOnce"]
+__all__: list[str] = []
 
 Complete = Callable[[Iterable[torch.Tensor]], None]
 

@@ -37,7 +37,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Later", "layer_of", "same_memory", "split_backward"]
+__all__: list[str] = []
 
 Grads = tuple[torch.Tensor, torch.Tensor | None]  # of weight and bias
 

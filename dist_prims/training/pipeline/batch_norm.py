@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-__all__ = ["DeferredBatchNorm", "checkpoint_contexts", "commit_batch_norm", "defer_batch_norm", "merge", "recomputing"]
+__all__: list[str] = []
 
 _STOCK = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _here = threading.local()  # autograd repeats a forward on its thread for the device, while another may be going ahead

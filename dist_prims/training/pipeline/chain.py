@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Chain", "Layers", "Pop", "Stage", "Stash", "call", "layers"]
+__all__: list[str] = []
 
 Layers = Sequence[tuple[str, nn.Module]]
 

@@ -36,7 +36,7 @@ from ..checkpoint.files import digest, sync_folder
 from ..checkpoint.plain_state import plain
 from .chain import Stage
 
-__all__ = ["load_stages", "save_stages"]
+__all__: list[str] = []
 
 _MANIFEST = "manifest.json"
 _FORMAT = "dist_prims stages 1"

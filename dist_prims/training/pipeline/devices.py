@@ -18,7 +18,7 @@ from .loss_weights import Function, Objective
 from .outside_gradients import Leaves
 from .stage import Tensors, as_tuple
 
-__all__ = ["DevicePipeline"]
+__all__: list[str] = []
 
 
 class DevicePipeline(Owner):

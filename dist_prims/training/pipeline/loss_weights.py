@@ -32,7 +32,7 @@ from ...parallel.vocabulary import split_cross_entropy
 from .backward import layer_of
 from .stage import Tensors
 
-__all__ = ["Function", "Objective", "Part"]
+__all__: list[str] = []
 
 Function = Callable[..., torch.Tensor]  # of the output, or the tuple of them, and the target
 _MODULES = ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # the last is new in torch 2.13

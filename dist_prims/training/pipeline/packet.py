@@ -14,20 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "FAILED",
-    "HEAD",
-    "LAYOUT",
-    "WELL",
-    "WORD",
-    "PacketLayout",
-    "Pool",
-    "TensorSpec",
-    "head_of",
-    "pack",
-    "read_head",
-    "spec_of",
-]
+__all__: list[str] = []
 
 HEAD = 512
 WELL, FAILED, LAYOUT, WORD = range(4)  # status in the head: data; an error text; the length of a layout; a call

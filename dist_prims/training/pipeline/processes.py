@@ -35,7 +35,7 @@ from .packet import FAILED, HEAD, WELL, WORD, head_of, read_head
 from .stage import Tensors, as_tuple
 from .transfer import PipelineMessage, StageFailed, Transfers
 
-__all__ = ["Pipeline"]
+__all__: list[str] = []
 
 _KINDS = 16  # of batches, whose layouts are remembered
 _REMEDY = (

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from .batch_norm import DeferredBatchNorm, merge, recomputing
 
-__all__ = ["RunningStatistics"]
+__all__: list[str] = []
 
 
 class RunningStatistics:

@@ -18,7 +18,7 @@ from .backward import Later, same_memory, split_backward
 from .batch_norm import DeferredBatchNorm, commit_batch_norm
 from .running_statistics import RunningStatistics
 
-__all__ = ["Loss", "StageWorker", "Tensors", "as_tuple"]
+__all__: list[str] = []
 
 Tensors = tuple[torch.Tensor, ...]
 Loss = Callable[[Tensors], torch.Tensor]

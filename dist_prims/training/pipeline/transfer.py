@@ -30,7 +30,7 @@ from .action_executor import in_order, message_to
 from .packet import FAILED, HEAD, LAYOUT, PacketLayout, Pool, head_of, pack, read_head, spec_of
 from .stage import Tensors
 
-__all__ = ["PipelineMessage", "StageFailed", "Transfers", "messages"]
+__all__: list[str] = []
 
 _TAG = 20_553  # beside the tags that a program may use in the same group
 _AHEAD = 2  # receives that are posted before they are needed

@@ -34,7 +34,7 @@ from .released_parameters import NO_COPY, make_present
 from .unit import Unit
 from .unit_assignment import by_kind, children, units_of
 
-__all__ = ["ShardedParameters"]
+__all__: list[str] = []
 
 _NO_BACKWARD = -1
 _NONE, _DENSE, _FROZEN = range(3)

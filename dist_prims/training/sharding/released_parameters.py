@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["NO_COPY", "AbsentParameter", "make_absent", "make_present"]
+__all__: list[str] = []
 
 NO_COPY = (
     "ShardedParameters: a sharded model cannot be copied or pickled; copy it before, remove() first, or save the "

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["by_kind", "children", "units_of"]
+__all__: list[str] = []
 
 
 def children(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
