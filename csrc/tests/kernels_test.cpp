@@ -257,7 +257,7 @@ bool same(const std::vector<T>& one, const std::vector<T>& other) {
     return std::memcmp(one.data(), other.data(), one.size() * sizeof(T)) == 0;
 }
 
-// Any bits of numbers, infinities and numbers below the normal range, but no NaN: nobody promises which one comes back.
+// Any bits of numbers, infinities and numbers below the normal range, but no NaN: which NaN results is unspecified.
 CASE(the_same_on_every_instruction_set) {
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     std::mt19937_64 random(5);

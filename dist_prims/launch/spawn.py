@@ -45,7 +45,7 @@ def spawn(
     >>> spawn(sum_of_ranks, 3)
     [3, 3, 3]
 
-    When a rank raises or dies, ``spawn`` ends the other ranks and raises :class:`RankFailedError` for the first failure.
+    When a rank raises or dies, ``spawn`` ends the others and raises :class:`RankFailedError` for the first failure.
 
     ``start_timeout`` is the time in seconds for all ranks to start and join the group, and again for destroying the
     group at the end. ``timeout`` is the time for ``fn``, measured from the moment the last rank has joined. None, the
