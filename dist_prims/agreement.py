@@ -27,7 +27,6 @@ from .errors import MismatchError
 from .torch_compat import all_gather_single
 
 __all__: list[str] = []
-__all__ += ["gather_fields", "gather_objects", "gather_or_raise", "gather_rows"]
 
 T = TypeVar("T")
 Field = str | int | float | None

@@ -107,7 +107,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'8X' is not a size" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--dtype", "float33"])
-    assert "'float33' is not a type" in capsys.readouterr().err
+    assert "'float33' is not a torch dtype" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--algorithms", "rign", "--ranks", "1"])
     assert "did you mean 'ring'" in capsys.readouterr().err

@@ -293,8 +293,8 @@ def test_a_word_that_cannot_be_is_told_in_one_line(tmp_path: Path, arguments: li
     [
         ("all_reduce", "2", "chooses by the same prices"),
         ("all_reduce", "1", "works in shared memory on one host; dist_prims.all_reduce(..., algorithm="),
-        ("all_to_all", "2", "sends every block straight to its rank; dist_prims.all_to_all(..., algorithm="),
-        ("scan", "2", "follows no schedule for it; dist_prims.scan(..., algorithm='recursive_doubling')"),
+        ("all_to_all", "2", "sends every block directly to its rank; dist_prims.all_to_all(..., algorithm="),
+        ("scan", "2", "uses no schedule for scan; dist_prims.scan(..., algorithm='recursive_doubling')"),
     ],
 )
 def test_plan_tells_whether_the_backend_takes_the_advice(

@@ -72,7 +72,7 @@ def test_minimal_ddp_says_what_it_does_not_do() -> None:
         model = Net()
         model.unused = torch.nn.Linear(1, 1)
         MinimalDDP(model)
-        with pytest.raises(RuntimeError, match="2 parameters have got no gradient"):
+        with pytest.raises(RuntimeError, match="2 parameters have no gradient"):
             model(torch.ones(1, 20)).sum().backward()
         model.zero_grad()
         rank = dist.get_rank()

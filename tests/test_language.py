@@ -87,7 +87,9 @@ def test_no_two_classes_of_a_language_have_one_name() -> None:
                 python[node.name].append(path)
     for path in CPP:
         if "tests" not in path.parts:
-            for name in re.findall(r"^(?:class|struct) (\w+)[^;]*\{", without_comments(path.read_text()), re.MULTILINE):
+            for name in re.findall(
+                r"^(?:class|struct) (\w+)(?: final)?(?: : [^;{]*)? \{", without_comments(path.read_text()), re.MULTILINE
+            ):
                 cpp[name].append(path)
     for language in (python, cpp):
         several = {

@@ -9,13 +9,14 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.launch import RankFailedError
+from dist_prims.launch import RankFailedError, spawn_parent
 
 
 def children() -> set[int]:
@@ -75,6 +76,25 @@ def test_a_rank_that_is_killed_is_named_and_the_others_go() -> None:
 
     with pytest.raises(RankFailedError, match="rank 1 was killed by SIGKILL before its function returned"):
         dist_prims.spawn(body, 3, timeout=60)
+
+
+def test_a_notice_sent_just_before_a_death_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent read the notices, then looked for deaths: a rank that began and died in between had "not begun"."""
+    has_died = spawn_parent._Rank.has_died
+
+    def later(rank: Any) -> bool:
+        if rank.number == 1:
+            rank.process.join(30)
+        return has_died(rank)
+
+    def body() -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    monkeypatch.setattr(spawn_parent._Rank, "has_died", later)
+    with pytest.raises(RankFailedError, match="rank 1 was killed by SIGKILL before its function returned"):
+        dist_prims.spawn(body, 2, timeout=60)
 
 
 def test_a_rank_that_exits_is_named() -> None:

@@ -33,6 +33,13 @@ class RankFailedError(RuntimeError):
     """The failure of a rank of ``spawn``: the first rank that raised or died, with its traceback in the message.
 
     ``rank`` is its number. ``__cause__`` is its exception, if the exception can be pickled.
+
+    >>> import dist_prims
+    >>> try:
+    ...     dist_prims.spawn(lambda: 1 / 0, 2)
+    ... except RankFailedError as error:
+    ...     print(error.rank in (0, 1), type(error.__cause__).__name__)
+    True ZeroDivisionError
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -115,13 +122,18 @@ class RankProcesses:
             for descriptor in ready:
                 if descriptor in outputs:
                     outputs[descriptor].forward()
-            while wait([self.notices], 0):
-                number, kind, when = NOTICE.unpack(os.read(self.notices, NOTICE.size))
-                self.ranks[number].kind, self.ranks[number].when = kind, when
+            self._read_notices()
             self._raise_first_failure()
+
+    def _read_notices(self) -> None:
+        while wait([self.notices], 0):
+            number, kind, when = NOTICE.unpack(os.read(self.notices, NOTICE.size))
+            self.ranks[number].kind, self.ranks[number].when = kind, when
 
     def _raise_first_failure(self) -> None:
         """Raise the first failure. A death has precedence over an exception, of which it is the likely cause."""
+        if any(rank.has_died() for rank in self.ranks):
+            self._read_notices()  # a rank may have sent a notice and died since they were read
         raised = sorted((rank for rank in self.ranks if rank.kind == RAISED), key=lambda rank: rank.when)
         failed = [rank for rank in self.ranks if rank.has_died()] + raised
         if failed:
