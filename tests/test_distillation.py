@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import dist_prims
 from dist_prims import GradientAverager
 from dist_prims.errors import MismatchError
-from dist_prims.launch.spawn import RankFailedError
+from dist_prims.launch import RankFailedError
 from dist_prims.patterns.distillation import Distillation, LessonFailed, Regressor, cosine_loss, soft_target_loss
 
 GROUPS = [  # ranks, teachers among them, batches ahead, backend
