@@ -17,7 +17,7 @@ from reductions import ALL, HALF, NOTHING, Collectives, Op, check
 from test_backend import bits
 from test_collectives import noise
 from test_memory import lent, possible
-from test_span import span
+from test_multi_host import span
 
 import dist_prims
 from dist_prims.collectives.flat import cut, split_evenly

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_mpi import KINDS
-from test_span import span
+from test_multi_host import span
 
 import dist_prims
 from dist_prims.backend.multi_host import MultiHostSchedules
