@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -67,6 +67,28 @@ def join_at_rank_0(rank: int, size: int, folder: Path) -> None:
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
     dist.init_process_group("dist_prims", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+
+
+@contextlib.contextmanager
+def store_process() -> Iterator[int]:
+    """A TCPStore in a process of its own, which outlives every rank; yield its port."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    server = context.Process(target=_serve, args=(theirs,), daemon=True)
+    server.start()
+    try:
+        assert ours.poll(60), "the store has not started"
+        yield ours.recv()
+    finally:
+        server.kill()
+        server.join(20)
+
+
+def _serve(answers: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answers.send(store.port)
+    with contextlib.suppress(EOFError):
+        answers.recv()  # ended by store_process
 
 
 def _rank(

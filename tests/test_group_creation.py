@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from survivors import join_at_rank_0, run_ranks
+from survivors import join_at_rank_0, run_ranks, store_process
 
 import dist_prims.backend.create
 from dist_prims.errors import CommError, CommInterruptedError, PeerDiedError
@@ -152,38 +150,19 @@ def test_handled_signals_do_no_harm(ranks: list[int], tmp_path: Path) -> None:
     assert [count > 0 for count in outcomes] == [rank in ranks for rank in range(3)]
 
 
-TEST_OF_DEATHS = "test_deaths_at_any_moment"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_deaths_at_any_moment(tmp_path: Path) -> None:
     """Every survivor names the dead rank, unless it was between two groups and then names it in the next.
 
-    The store is a server of this process: a rank that dies within a write leaves half a record in torch's FileStore.
-    A worker of pytest-xdist has threads, and of 160 ranks forked from it one did not start now and then; so the test
-    runs in a process without them.
+    The store is a process of its own. A rank that dies within a write leaves half a record in torch's FileStore, and a
+    store that is a thread of this process may hold a lock of the C library while a rank is forked, which then waits
+    for that lock and never joins.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:xdist",
-            "-m",
-            "slow",
-            f"{__file__}::{TEST_OF_DEATHS}",
-        ]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=550)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return
 
     def body(rank: int) -> Any:
-        client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-        dist.init_process_group("dist_prims", store=client, rank=rank, world_size=4, timeout=timedelta(seconds=60))
+        store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
+        dist.init_process_group("dist_prims", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=60))
         threading.Timer(delay, die).start() if rank == victim else None
         began = time.monotonic()
         while time.monotonic() < began + 60:
@@ -194,14 +173,14 @@ def test_deaths_at_any_moment(tmp_path: Path) -> None:
         raise AssertionError("no rank has died")
 
     choose = random.Random(5)
-    for _ in range(40):
-        victim, delay = choose.randrange(4), 0.3 + choose.random() / 2
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        outcomes = run_ranks(body, 4, tmp_path, join=False)
-        assert outcomes.pop(victim) == -signal.SIGKILL
-        for late, text in outcomes:
-            assert late < SOON, text
-            assert f"rank {victim}" in text, text
+    with store_process() as port:
+        for number in range(40):
+            prefix, victim, delay = str(number), choose.randrange(4), 0.3 + choose.random() / 2
+            outcomes = run_ranks(body, 4, tmp_path, join=False)
+            assert outcomes.pop(victim) == -signal.SIGKILL
+            for late, text in outcomes:
+                assert late < SOON, text
+                assert f"rank {victim}" in text, text
 
 
 def test_a_group_of_other_ranks_is_made_although_one_has_died(tmp_path: Path) -> None:
