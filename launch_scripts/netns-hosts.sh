@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A cluster in a box: HOSTS network namespaces, each joined to one switch by a link of RATE (10gbit, 200mbit, none), and
+# A cluster on one machine: HOSTS network namespaces, each joined to one switch by a link of RATE (10gbit, 200mbit, none), and
 # RANKS ranks of a command on each:
 #     ./launch_scripts/netns-hosts.sh HOSTS RANKS RATE [--torchrun | --mpirun | --each | --login] -- command [args]
 #     ./launch_scripts/netns-hosts.sh 2 2 1gbit -- python program.py
@@ -13,7 +13,7 @@
 # down with the first process in them (netns-inside.sh), and that one dies with this script.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-user=() # what unshare needs to make the namespaces of somebody who is not root
+user=() # what unshare needs to make namespaces without root
 [ "$(id -u)" = 0 ] || user=(--user --map-root-user)
 
 main() { # HOSTS RANKS RATE [how] -- command

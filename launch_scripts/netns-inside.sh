@@ -55,7 +55,7 @@ add_host() { # NAME ADDRESS RATE
     ip -n "$1" link set lo up
     ip netns exec "$1" sysctl -qw net.ipv4.tcp_congestion_control=reno # which every kernel has
     shape "$1" "$3"
-    printf '%s\n' "$2 $1" "::ffff:$2 $1.mapped" >>/var/run/hosts # the latter so that torch finds who calls, and is quiet
+    printf '%s\n' "$2 $1" "::ffff:$2 $1.mapped" >>/var/run/hosts # the latter is the name of a caller that torch looks up, and would warn about
 }
 
 # Both directions of a host's link. A burst passes at once: if it is long, small transfers travel free; if it is shorter

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start ranks with torchrun and start them anew when one fails, up to RESTARTS (3) times:
+# Start ranks with torchrun and restart all of them when one fails, up to RESTARTS (3) times:
 #     RANKS=4 ./launch_scripts/torchrun.sh program.py
 # On several hosts, on each: NNODES=2:4 RDZV_ENDPOINT=host:port RDZV_ID=job RANKS=8 ./launch_scripts/torchrun.sh program.py
 set -euo pipefail

@@ -251,7 +251,7 @@ def test_a_file_that_cannot_be_run_is_one_line(tmp_path: Path, text: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             ["dist_prims", "show", "all_reduce", "hierarchical", "hosts=x"],
@@ -270,7 +270,7 @@ def test_a_file_that_cannot_be_run_is_one_line(tmp_path: Path, text: str) -> Non
         (["dist_prims.recipes", "rpc", "--backend", "foo"], "unknown backend 'foo'"),
     ],
 )
-def test_a_word_that_cannot_be_is_told_in_one_line(tmp_path: Path, arguments: list[str], told: str) -> None:
+def test_bad_input_is_reported_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     """Without a traceback, and also where a launcher has set its variables: before any rank meets another."""
     for launched in ({}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}):
         done = subprocess.run(
@@ -283,13 +283,13 @@ def test_a_word_that_cannot_be_is_told_in_one_line(tmp_path: Path, arguments: li
             env={**os.environ, **launched},
         )
         assert done.returncode == 2
-        assert told in done.stderr
+        assert message in done.stderr
         assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("collective", "hosts", "told"),
+    ("collective", "hosts", "message"),
     [
         ("all_reduce", "2", "chooses by the same prices"),
         ("all_reduce", "1", "works in shared memory on one host; dist_prims.all_reduce(..., algorithm="),
@@ -298,8 +298,8 @@ def test_a_word_that_cannot_be_is_told_in_one_line(tmp_path: Path, arguments: li
     ],
 )
 def test_plan_tells_whether_the_backend_takes_the_advice(
-    collective: str, hosts: str, told: str, capsys: pytest.CaptureFixture[str]
+    collective: str, hosts: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For an all_to_all it once advised a schedule that never ran."""
     assert main(["recommend", "--hosts", hosts, "--ranks", "2", "--collective", collective]) == 0
-    assert told in capsys.readouterr().out
+    assert message in capsys.readouterr().out

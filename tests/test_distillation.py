@@ -174,8 +174,8 @@ def test_uneven_batches_end_cleanly(ahead: int) -> None:
                 continue
             batches = [(torch.full((number, 3), float(rank * 10 + number)),) for number in range(counts[rank])]
             with distillation.student(batches) as answered:
-                heard = [(float(batch[0].sum()), float(says.sum())) for batch, says in answered]
-            assert heard == [(float(batch[0].sum()), 2 * float(batch[0].sum())) for batch in batches]
+                answers = [(float(batch[0].sum()), float(says.sum())) for batch, says in answered]
+            assert answers == [(float(batch[0].sum()), 2 * float(batch[0].sum())) for batch in batches]
             with pytest.raises(RuntimeError, match="iterate within"):
                 next(iter(answered))
         if distillation.is_teacher:

@@ -90,7 +90,7 @@ def test_in_no_sync_nothing_is_sent() -> None:
     def body() -> None:
         model = torch.nn.Linear(2, 1)
         averager = GradientAverager(model)
-        if dist.get_rank() == 1:  # the others would wait for ever
+        if dist.get_rank() == 1:  # the others would deadlock
             with averager.no_sync():
                 for _ in range(3):
                     model(torch.ones(1, 2)).sum().backward()

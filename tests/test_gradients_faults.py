@@ -1,4 +1,4 @@
-"""GradientAverager when something is wrong: every rank is told, and what can go on goes on."""
+"""GradientAverager when something is wrong: every rank raises, and training can go on where that is possible."""
 
 from __future__ import annotations
 

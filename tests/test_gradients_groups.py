@@ -81,7 +81,7 @@ def test_two_averagers_in_one_backward(backend: str, out: int, compress: str | N
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sparse", [False, True])
 def test_averagers_that_get_their_gradients_in_another_order_on_each_rank(backend: str, sparse: bool) -> None:
-    """The end of one waits for other ranks; a rank that waited for it in the other order would wait for ever."""
+    """The end of one waits for other ranks; a rank that waited for it in the other order would deadlock."""
 
     def body() -> None:
         torch.manual_seed(0)
@@ -307,7 +307,7 @@ def test_copies_and_files_have_no_averager() -> None:
 
 
 def test_a_sub_group_where_ranks_have_unlike_numbers_of_groups() -> None:
-    """new_group names a group by their number where only its own ranks call it: it would wait for ever."""
+    """new_group names a group by their number where only its own ranks call it: it would deadlock."""
 
     def body() -> None:
         rank = dist.get_rank()

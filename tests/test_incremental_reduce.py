@@ -37,11 +37,11 @@ class Late(torch.nn.Module):
         return x
 
 
-def averaged(model: torch.nn.Module, bucket_mb: float, *, gradually: bool, **options: Any) -> GradientAverager:
-    incremental_reduce._LARGE = 0 if gradually else 1 << 40
+def averaged(model: torch.nn.Module, bucket_mb: float, *, incrementally: bool, **options: Any) -> GradientAverager:
+    incremental_reduce._LARGE = 0 if incrementally else 1 << 40
     averager = GradientAverager(model, bucket_mb=bucket_mb, **options)
     buckets = averager._averaging.sending.layout.buckets
-    assert any(each.incremental for each in buckets) == gradually
+    assert any(each.incremental for each in buckets) == incrementally
     return averager
 
 
@@ -66,8 +66,8 @@ def test_the_bits_are_those_of_a_plain_sum(size: int, dtype: torch.dtype) -> Non
         for bucket_mb in (0.1, 0.3, 25):
             random.seed(dist.get_rank())
             one, other = Late(dtype, late_at_random), Late(dtype)
-            averaged(one, bucket_mb, gradually=True)
-            averaged(other, bucket_mb, gradually=False)
+            averaged(one, bucket_mb, incrementally=True)
+            averaged(other, bucket_mb, incrementally=False)
             for number in range(6):
                 step(one, number, dtype)
                 step(other, number, dtype)
@@ -84,8 +84,8 @@ def test_a_rank_far_behind_holds_nobody_up_and_little_is_held(slow: int) -> None
         bucket_mb = 0.14  # two layers
         model = Late(late=lambda: 0.02 if dist.get_rank() == slow else 0.0)
         other = Late()
-        averager = averaged(model, bucket_mb, gradually=True)
-        averaged(other, bucket_mb, gradually=False)
+        averager = averaged(model, bucket_mb, incrementally=True)
+        averaged(other, bucket_mb, incrementally=False)
         last, held = averager._averaging.sending.layout.buckets[-1].incremental, []
         for each in model.parameters():
             each.register_post_accumulate_grad_hook(lambda _: held.append(last._tensor.held()))
@@ -105,7 +105,7 @@ def test_a_rank_far_behind_holds_nobody_up_and_little_is_held(slow: int) -> None
 def test_some_of_it_is_added_before_backward_has_ended() -> None:
     def body() -> None:
         model = Late()
-        averager = averaged(model, 25, gradually=True)
+        averager = averaged(model, 25, incrementally=True)
         (bucket,) = averager._averaging.sending.layout.buckets
         held: list[int] = []
 
@@ -140,8 +140,8 @@ def test_other_collectives_in_backward_meet_on_all_ranks() -> None:
     def body() -> None:
         random.seed(dist.get_rank())
         model, other = Normed(late=late_at_random), Normed()
-        averaged(model, 0.1, gradually=True)
-        averaged(other, 0.1, gradually=False)
+        averaged(model, 0.1, incrementally=True)
+        averaged(other, 0.1, incrementally=False)
         for number in range(8):
             step(model, number)
             step(other, number)
@@ -154,9 +154,9 @@ def test_two_averagers_in_one_backward() -> None:
     def body() -> None:
         random.seed(dist.get_rank())
         models = [torch.nn.ModuleList(Late(late=late_at_random) for _ in range(2)) for _ in range(2)]
-        for pair, gradually in zip(models, (True, False), strict=True):
+        for pair, incrementally in zip(models, (True, False), strict=True):
             for each in pair:
-                averaged(each, 0.1, gradually=gradually)
+                averaged(each, 0.1, incrementally=incrementally)
         for number in range(8):
             generator = torch.Generator().manual_seed(100 * dist.get_rank() + number)
             x = torch.randn(3, WIDTH, generator=generator)
@@ -171,7 +171,7 @@ def test_two_averagers_in_one_backward() -> None:
 def test_disagreement_leaves_nothing_that_would_be_added_twice() -> None:
     def body() -> None:
         model = Late()
-        group = averaged(model, 25, gradually=True)._group  # of the averager alone
+        group = averaged(model, 25, incrementally=True)._group  # of the averager alone
         step(model, 0)
         other_call = functools.partial(dist.all_reduce, torch.ones(9), group=group)
         disagreeing = (lambda: step(model, 1)) if dist.get_rank() == 0 else other_call
@@ -205,7 +205,7 @@ def test_accumulated_kept_unused_and_strided_gradients() -> None:
         one = Mixed()
         other = Mixed()
         other.load_state_dict(one.state_dict())
-        averagers = averaged(one, 0.2, gradually=True), averaged(other, 0.2, gradually=False)
+        averagers = averaged(one, 0.2, incrementally=True), averaged(other, 0.2, incrementally=False)
         for number in range(4):
             for model, averager in zip((one, other), averagers, strict=True):
                 if number != 2:
@@ -222,8 +222,8 @@ def test_accumulated_kept_unused_and_strided_gradients() -> None:
 def test_ranks_with_fewer_batches() -> None:
     def body() -> None:
         models = Late(), Late()
-        for model, gradually in zip(models, (True, False), strict=True):
-            averager = averaged(model, 0.2, gradually=gradually)
+        for model, incrementally in zip(models, (True, False), strict=True):
+            averager = averaged(model, 0.2, incrementally=incrementally)
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
             with averager.join():
                 for number in range(2 + 2 * dist.get_rank()):
@@ -239,8 +239,8 @@ def test_what_others_have_seen_of_a_backward_is_not_begun_anew() -> None:
 
     def body() -> None:
         model, other = Late(), Late()
-        averaged(model, 25, gradually=True)
-        averaged(other, 25, gradually=False)
+        averaged(model, 25, incrementally=True)
+        averaged(other, 25, incrementally=False)
 
         def fail(*_: Any) -> None:
             raise ArithmeticError("no good")
@@ -271,7 +271,7 @@ def test_a_schedule_that_is_pinned_and_groups_that_lend_nothing() -> None:
             model, other = Late(), Late()
             averager = GradientAverager(model, group=group)
             assert not any(each.incremental for each in averager._averaging.sending.layout.buckets)
-            averaged(other, 25, gradually=True)
+            averaged(other, 25, incrementally=True)
             step(model, 0)
             step(other, 0)
             assert all(map(torch.equal, gradients(model), gradients(other)))

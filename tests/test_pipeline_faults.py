@@ -1,4 +1,4 @@
-"""Pipelines when something is wrong: every rank is told, and the next step works."""
+"""Pipelines when something is wrong: every rank is message, and the next step works."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def test_a_failure_that_no_message_carries_reaches_all(plan: str) -> None:
         layers = [nn.Linear(4, 4) for _ in range(3)]
         pipeline = Pipeline(layers, plan, loss=F.mse_loss, num_microbatches=3)
         hook = layers[0].weight.register_hook(burst)
-        told = _failure(lambda: pipeline.step(torch.ones(6, 4), torch.ones(6, 4)))
-        assert "rank 0: " in told
-        assert "the last gradient" in told
+        message = _failure(lambda: pipeline.step(torch.ones(6, 4), torch.ones(6, 4)))
+        assert "rank 0: " in message
+        assert "the last gradient" in message
         hook.remove()
         assert pipeline.step(torch.ones(6, 4), torch.ones(6, 4)) > 0
 
@@ -210,7 +210,7 @@ def test_a_model_that_changes_says_what_to_do() -> None:
         for module in pipeline.stages.values():
             module.requires_grad_(dist.get_rank() == 1)
         words = "rank 0: F(stage 0, micro-batch 0) failed: ValueError: the output of stage 0 is now (float32[2, 2])"
-        assert words in (told := _failure(lambda: pipeline.step(x, x))), told
+        assert words in (message := _failure(lambda: pipeline.step(x, x))), message
         pipeline.renegotiate()
         pipeline.step(x, x)
 

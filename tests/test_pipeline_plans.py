@@ -371,14 +371,14 @@ def test_a_run_beside_its_plan(tmp_path: Path) -> None:
     [("fill_drain", 2, 3), ("1f1b", 3, 4), ("interleaved_1f1b", 2, 4), ("zb_h1", 3, 5), ("zbv", 2, 3)],
 )
 def test_the_picture_beside_the_code_is_the_plan(name: str, ranks: int, num_microbatches: int) -> None:
-    told = lookup(name).order.__module__
-    text = importlib.import_module(told).__doc__ or ""
+    message = lookup(name).order.__module__
+    text = importlib.import_module(message).__doc__ or ""
     shown = [line.strip().removesuffix("...").rstrip() for line in text.splitlines() if line.startswith("    rank")]
     drawn = text_gantt(pipeline_plan(name, ranks, num_microbatches).cost().rows).splitlines()
     assert len(shown) == ranks
     for here, line in zip(shown, drawn, strict=True):
-        assert line.startswith(here), told
-        assert line == here or "..." in text, told
+        assert line.startswith(here), message
+        assert line == here or "..." in text, message
 
 
 def test_text_tells_stages_apart_where_a_rank_has_several() -> None:

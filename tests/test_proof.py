@@ -225,14 +225,14 @@ def test_a_result_that_is_only_unfinished_lacks_a_transfer() -> None:
     """A ring without its second half: every sum is complete on some rank, and no step has spoilt anything."""
     rank = np.arange(3)
     half = [Step(src=rank, dst=(rank + 1) % 3, chunk=(rank - step) % 3, reduce=True) for step in range(2)]
-    told = refusal("all_reduce", 3, 3, *half)
-    assert told.startswith("at the end rank 0, chunk 0: r1+r2 is missing")
-    assert told.endswith("after the last step: a transfer to rank 0 is missing")
+    message = refusal("all_reduce", 3, 3, *half)
+    assert message.startswith("at the end rank 0, chunk 0: r1+r2 is missing")
+    assert message.endswith("after the last step: a transfer to rank 0 is missing")
 
 
 def test_the_step_that_made_a_result_impossible_is_named() -> None:
     """Rank 0's number replaces rank 1's before that was added anywhere; two right steps follow."""
-    told = refusal(
+    message = refusal(
         "all_reduce",
         1,
         3,
@@ -240,7 +240,7 @@ def test_the_step_that_made_a_result_impossible_is_named() -> None:
         Step(src=0, dst=1, chunk=0),
         Step(src=1, dst=2, chunk=0),
     )
-    assert told == (
+    assert message == (
         "at the end rank 0, chunk 0: r1 is missing. It cannot be repaired after step 1: there the transfer from "
         "rank 0 to rank 1 replaces the last copy of r1, in chunk 0 of rank 1"
     )
@@ -248,23 +248,23 @@ def test_the_step_that_made_a_result_impossible_is_named() -> None:
 
 def test_a_sum_that_took_in_too_much_is_named() -> None:
     """A scan: rank 1 was promised r0+r1, and a second step adds r2 to the only chunk that holds r1."""
-    told = refusal("scan", 1, 3, Step(src=0, dst=1, chunk=0, reduce=True), Step(src=2, dst=1, chunk=0, reduce=True))
-    assert "at the end rank 1, chunk 0: r2 does not belong there" in told
-    assert "It cannot be repaired after step 1" in told
-    assert "from rank 2 to rank 1 adds to the last copy of r0+r1, in chunk 0 of rank 1" in told
+    message = refusal("scan", 1, 3, Step(src=0, dst=1, chunk=0, reduce=True), Step(src=2, dst=1, chunk=0, reduce=True))
+    assert "at the end rank 1, chunk 0: r2 does not belong there" in message
+    assert "It cannot be repaired after step 1" in message
+    assert "from rank 2 to rank 1 adds to the last copy of r0+r1, in chunk 0 of rank 1" in message
 
 
 def test_sums_that_overlap_cannot_make_a_result() -> None:
     """r0+r1 and r1+r2 are left: whoever adds them counts r1 twice."""
-    told = refusal(
+    message = refusal(
         "all_reduce",
         1,
         3,
         Step(src=[0, 1], dst=[1, 2], chunk=0, reduce=True),
         Step(src=1, dst=0, chunk=0),
     )
-    assert "It cannot be repaired after step 1" in told
-    assert "from rank 1 to rank 0 replaces the last copy of r0, in chunk 0 of rank 0" in told
+    assert "It cannot be repaired after step 1" in message
+    assert "from rank 1 to rank 0 replaces the last copy of r0, in chunk 0 of rank 0" in message
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -274,14 +274,14 @@ def test_the_named_step_is_the_first_that_cannot_be_mended(schedule: Schedule) -
     try:
         schedule.verify()
     except ScheduleError as error:
-        told = str(error)
+        message = str(error)
     else:
         return
-    if named := re.search(r"It cannot be repaired after step (\d+)", told):
+    if named := re.search(r"It cannot be repaired after step (\d+)", message):
         step = int(named[1])
         assert can_be_completed(schedule, step)
         assert not can_be_completed(schedule, step + 1)
-    elif told.startswith("at the end"):
+    elif message.startswith("at the end"):
         assert can_be_completed(schedule, len(schedule.steps))
 
 

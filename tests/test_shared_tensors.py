@@ -140,16 +140,16 @@ def until_wait_gives_up(tensors: list[torch.Tensor]) -> None:
     work.wait(timedelta(milliseconds=500) if dist.get_rank() == 0 else PATIENCE)
 
 
-def gradually(tensors: list[torch.Tensor]) -> None:
+def incrementally(tensors: list[torch.Tensor]) -> None:
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
-    backend.gradual(tensors[1], 1 << 30, None).all_reduce(False).wait()
+    backend.incremental_reduce(tensors[1], 1 << 30, None).all_reduce(False).wait()
 
 
 def part(tensors: list[torch.Tensor]) -> None:
     dist.all_reduce(tensors[1][100:])
 
 
-@pytest.mark.parametrize("call", [at_once, directly, several, until_wait_gives_up, gradually, part])
+@pytest.mark.parametrize("call", [at_once, directly, several, until_wait_gives_up, incrementally, part])
 def test_nothing_is_written_after_the_error(call: Callable[[list[torch.Tensor]], None]) -> None:
     """Rank 1 stops in the middle of its share, and goes on when rank 0 has raised and uses its tensors again."""
 

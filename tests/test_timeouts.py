@@ -20,7 +20,7 @@ from timeouts import (
     Groups,
     Scenario,
     chain,
-    gradual,
+    incremental,
     in_place,
     large,
     monitored_barrier,
@@ -49,7 +49,7 @@ def test_a_rank_that_does_not_make_the_call(call: Callable[[Groups], None], tmp_
         assert "has not made call number" in text
 
 
-@pytest.mark.parametrize("call", [small, large, in_place, ring, gradual, wait_with_limit])
+@pytest.mark.parametrize("call", [small, large, in_place, ring, incremental, wait_with_limit])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_is_stopped(call: Callable[[Groups], None], size: int, tmp_path: Path) -> None:
     check(Scenario(size, size - 1, call, is_stopped=True), tmp_path)

@@ -56,10 +56,10 @@ def refused(call: Callable[[], Any], group: Any = None) -> bool:
     try:
         call()
     except ScheduleError as error:
-        told = str(error)
-        assert told.startswith(f"rank {dist.get_rank(group)}: all_reduce 'forgetful'")
-        assert "is missing" in told
-        assert "unregister it" in told
+        message = str(error)
+        assert message.startswith(f"rank {dist.get_rank(group)}: all_reduce 'forgetful'")
+        assert "is missing" in message
+        assert "unregister it" in message
         return True
     return False
 

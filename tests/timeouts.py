@@ -72,9 +72,9 @@ def ring(groups: Groups) -> None:
     dist.all_reduce(torch.ones(LARGE), group=groups.ring)
 
 
-def gradual(groups: Groups) -> None:
+def incremental(groups: Groups) -> None:
     backend: Any = groups.world._get_backend(torch.device("cpu"))
-    backend.gradual(groups.shared, 1 << 30, None).all_reduce(False).wait()
+    backend.incremental_reduce(groups.shared, 1 << 30, None).all_reduce(False).wait()
 
 
 def barrier(groups: Groups) -> None:
@@ -103,7 +103,7 @@ def monitored_barrier(groups: Groups) -> None:
     groups.world.monitored_barrier(timedelta(seconds=TIMEOUT))
 
 
-COLLECTIVES = [small, large, in_place, ring, gradual, barrier, all_to_all, broadcast]
+COLLECTIVES = [small, large, in_place, ring, incremental, barrier, all_to_all, broadcast]
 COLLECTIVES += [wait_without_limit, wait_with_limit]
 
 

@@ -43,7 +43,7 @@ void Queue::check(const char* title) const {
     const char* outer = runs_here() ? running_title_ : title_interrupted_in(this);
     if (outer)
         throw std::runtime_error(owner_ + ", " + title + ": a signal handler or a finalizer makes this call inside " +
-                                 outer + " of the same group on the same thread, so it can never begin; " +
+                                 outer + " of the same group on the same thread, so it may never begin; " +
                                  "set a flag there, and make the call after " + outer + " has returned");
 }
 

@@ -180,7 +180,7 @@ CASE(a_collective_in_the_background) {
     check_contains(errors[0], "no sign of rank 1, ");
 }
 
-// A process that is a rank of three groups is blocked in the second one: the others learn who is late there.
+// A process that is a rank of three groups is blocked in the second one: the others report the rank that is late there.
 CASE(a_rank_that_is_blocked_in_another_group) {
     constexpr int kRanks = 2, kOutside = 4711;
     std::vector<std::byte> memory(3 * WaitGraph::bytes(kRanks) + 64);

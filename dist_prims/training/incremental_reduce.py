@@ -43,7 +43,7 @@ class IncrementalSum:
         is added when gradients come to this one. All buckets together defer ``limit`` bytes of gradients at most."""
         if flat.nbytes < _LARGE or backend.size() == 1:
             return None
-        tensor = backend.gradual(flat, limit, before and before._tensor)
+        tensor = backend.incremental_reduce(flat, limit, before and before._tensor)
         return IncrementalSum(tensor, views) if tensor else None
 
     def put(self, view: torch.Tensor, gradient: torch.Tensor | None, share: float) -> bool:

@@ -375,8 +375,8 @@ def shared_tensors(rank: Rank, shared: Random) -> None:
         call.equal(tensor, call.reduced())
 
 
-@step("gradual", weight=2)
-def gradual_sums(rank: Rank, shared: Random) -> None:
+@step("incremental", weight=2)
+def incremental_sums(rank: Rank, shared: Random) -> None:
     """A sum in a shared tensor that begins before all pieces are there."""
     group, pieces, piece = shared.choice(rank.groups), shared.randrange(1, 9), shared.choice([1000, 16_384, 30_001])
     rounds, budget, dtype = shared.randrange(1, 5), shared.choice([0, 1 << 16, 1 << 30]), shared.choice(FLOATS)
@@ -385,7 +385,7 @@ def gradual_sums(rank: Rank, shared: Random) -> None:
         return
     tensor = dist_prims.empty(pieces * piece, dtype)
     for first in (0, rounds) if twice else (0,):
-        sum_of = group.backend.gradual(tensor, budget, None)
+        sum_of = group.backend.incremental_reduce(tensor, budget, None)
         if sum_of is None:  # too small for this, or the group has a schedule of its own
             return
         _sum_by_pieces(rank, group, tensor, sum_of, piece, range(first, first + rounds))

@@ -156,7 +156,7 @@ PYBIND11_MODULE(_backend, module) {
         .def("run_schedule", &run_schedule, py::kw_only(), py::arg("collective"), py::arg("schedule"),
              py::arg("inputs"), py::arg("outputs"), py::arg("counts"), py::arg("op"), py::arg("root"), py::arg("check"),
              py::arg("async_op"), Free())
-        .def("gradual", &IncrementalTensor::make, Free())
+        .def("incremental_reduce", &IncrementalTensor::make, Free())
         .def("record", &PrimsBackend::record, Free());
     py::class_<NativeSchedule, std::shared_ptr<NativeSchedule>>(module, "NativeSchedule")
         .def(py::init([](const ScheduleTuple& tuple) { return std::make_shared<NativeSchedule>(schedule_of(tuple)); }));

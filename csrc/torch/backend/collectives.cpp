@@ -58,7 +58,8 @@ WorkPtr PrimsBackend::all_reduce_incremental(const at::Tensor& tensor,
     if (execution_->schedule_for(Collective::kAllReduce, tensor.nbytes())) {  // it was pinned after the sum had begun
         incremental->settle();
     } else {
-        task.call.by("gradual " + std::to_string(number) + ", round " + std::to_string(incremental->round()));
+        task.call.by("incremental reduce " + std::to_string(number) + ", round " +
+                     std::to_string(incremental->round()));
         task.run = [this, incremental](const Call& call, Milliseconds timeout) {
             host_segment_->slots.open(call, timeout);
             incremental->finish(*host_segment_);

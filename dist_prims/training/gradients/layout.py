@@ -88,7 +88,7 @@ def our_backend(group: dist.ProcessGroup) -> Any:
         backend: Any = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # it has none for the CPU
         return None
-    return backend if hasattr(backend, "gradual") else None
+    return backend if hasattr(backend, "incremental_reduce") else None
 
 
 def _shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
