@@ -7,7 +7,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cluster() { # NAME HOSTS RANKS RATE how command
     local how=$5 host list="" launcher=() command
     export HOSTS=$2 RANKS=$3 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-    mount -t tmpfs tmpfs /var/run # where ip keeps the namespaces; nobody outside sees it
+    mount -t tmpfs tmpfs /var/run # where ip keeps the namespaces; not seen outside
     printf '%s\n' "127.0.0.1 localhost" "10.0.0.254 switch" >/var/run/hosts
     mount --bind /var/run/hosts /etc/hosts
     mkdir /var/run/bin

@@ -1,5 +1,5 @@
 // The core, with ranks as threads over one mapping: so that ThreadSanitizer sees every access to the shared memory, as
-// it could not between processes. Built and run by tests/test_core_cpp.py, plain and under the sanitizers.
+// it could not between processes. Built and run by tests/csrc/test_core_cpp.py, plain and under the sanitizers.
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>

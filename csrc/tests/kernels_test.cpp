@@ -18,7 +18,7 @@
 using namespace dist_prims;
 
 namespace reference {
-#include "../common/kernels_body.h"  // for the conversions of half types, which tests/test_backend.py has checked
+#include "../common/kernels_body.h"  // for the conversions of half types, which tests/backend/test_backend.py has checked
 }
 
 namespace {

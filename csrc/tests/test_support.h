@@ -30,7 +30,7 @@ struct RegisteredCase {
 
 }  // namespace dist_prims
 
-// Defines a case. tests/test_core_cpp.py finds its name in the source. A case starts in a process without other
+// Defines a case. tests/csrc/test_core_cpp.py finds its name in the source. A case starts in a process without other
 // threads.
 #define CASE(name)                                                          \
     void name##_case();                                                     \

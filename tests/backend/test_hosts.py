@@ -1,0 +1,121 @@
+"""The backend over real links: hosts in a box, a link that is cut, slowed or mended, and a rank that dies there."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from netns import cluster, needs_hosts, on_hosts
+
+pytestmark = needs_hosts
+
+PROGRAM = """
+import os, signal, sys, time, torch, torch.distributed as dist, dist_prims
+from dist_prims.errors import CommError
+place = dist_prims.init("dist_prims", timeout=float(os.environ.get("LIMIT", "30")))
+rank, size = dist.get_rank(), dist.get_world_size()
+def say(text): print(f"{rank}: {text}\\n", end="", flush=True)
+def check(count):
+    tensor = torch.arange(count, dtype=torch.float64) + rank
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, size * torch.arange(count, dtype=torch.float64) + size * (size - 1) / 2), count
+"""
+
+RIGHT = """
+for count in (0, 1, 1000, 300_000):
+    check(count)
+dist.barrier()
+engine = dist.group.WORLD._get_backend(torch.device("cpu")).engine
+sys.path.insert(0, os.environ["TESTS"])
+from values import everything
+everything(size)
+say(f"right on {len(place.hosts)} hosts over {engine}")
+dist.destroy_process_group()
+"""
+
+FAULT = """
+check(10_000)
+say("begins")
+began = time.monotonic()
+try:
+    while True:
+        if os.environ.get("DIES") == str(rank) and time.monotonic() - began > 0.5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        check(10_000)
+except CommError as error:
+    say(f"after {time.monotonic() - began:.1f} s {type(error).__name__} {error}")
+dist.destroy_process_group()
+say("ends")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "fault.py"
+    path.write_text(PROGRAM + FAULT)
+    return path
+
+
+@pytest.mark.parametrize("mpirun", [False, True])
+def test_sums_over_links(mpirun: bool) -> None:
+    """And by mpirun MPI carries what is between the hosts."""
+    tests = str(Path(__file__).parents[1] / "helpers")
+    done = on_hosts(2, 2, PROGRAM + RIGHT, rate="1gbit", mpirun=mpirun, env={"TESTS": tests})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"right on 2 hosts over {'mpi' if mpirun else 'gloo'}\n") == 4
+
+
+def test_a_host_that_vanishes_is_named_by_all(program: Path) -> None:
+    """Its link goes down: nobody gets a reset, so all wait until time is up, and no longer."""
+    with cluster(3, 2, [sys.executable, str(program)], rate="1gbit", timeout=60, env={"LIMIT": "4"}) as job:
+        job.wait_for("begins", 6)
+        time.sleep(0.5)
+        job.cut(2)
+        job.wait_for("ends", 6, timeout=30)
+        said = job.stdout.read_text()
+    found = dict(re.findall(r"^(\d): after [\d.]+ s (.*)$", said, re.MULTILINE))
+    assert sorted(found) == list("012345")
+    for rank in "0123":
+        assert re.search(r"rank [45] on host host2", found[rank]), found[rank]
+    for rank in "45":
+        assert re.search(r"rank [0-3] on host host[01]", found[rank]), found[rank]
+    waited = [float(seconds) for seconds in re.findall(r"after ([\d.]+) s", said)]
+    assert max(waited) < 15
+
+
+def test_a_link_that_slows_down_only_takes_longer(program: Path) -> None:
+    with cluster(2, 1, [sys.executable, str(program)], rate="1gbit", env={"LIMIT": "20", "DIES": "1"}) as job:
+        job.wait_for("begins", 2)
+        job.slow(1, "20mbit")
+        done = job.result()
+    assert re.search(
+        r"^0: after [\d.]+ s PeerDiedError rank 0: rank 1 on host host1 is gone", done.stdout, re.MULTILINE
+    )
+
+
+def test_a_death_is_named_on_all_hosts(program: Path) -> None:
+    with cluster(2, 2, [sys.executable, str(program)], env={"LIMIT": "20", "DIES": "3"}) as job:
+        done = job.result()
+    found = dict(re.findall(r"^(\d): after [\d.]+ s (.*)$", done.stdout, re.MULTILINE))
+    assert {"0", "1"} <= found.keys()  # torchrun ends rank 2 as soon as it sees that its neighbour has died
+    # torchrun then ends rank 2, too: on a busy machine before a rank has looked round for who was first
+    assert all(re.match(r"PeerDiedError.* rank [23] on host host1", text) for text in found.values()), found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_calibrate_and_predict(tmp_path: Path) -> None:
+    """The figures are read by groups that are made afterwards."""
+    file = tmp_path / "calibration.json"
+    command = [sys.executable, "-m", "dist_prims.bench", "calibrate", "--sizes", "64K,4M", "--rounds", "2"]
+    with cluster(2, 2, [*command, "--output", str(file)], rate="1gbit", timeout=250) as job:
+        done = job.result()
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"# median error [\d.]+% over \d+", done.stdout)  # how large depends on the load of the machine
+    text = "backend = dist.group.WORLD._get_backend(torch.device('cpu'))\nsay(backend.algorithm(1 << 24))\n"
+    done = on_hosts(2, 2, PROGRAM + text, env={"DIST_PRIMS_CALIBRATION": str(file)})
+    assert done.returncode == 0, done.stderr
+    assert len(set(re.findall(r"^\d: (.*)$", done.stdout, re.MULTILINE))) == 1

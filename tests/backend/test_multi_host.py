@@ -1,0 +1,357 @@
+"""Groups that span hosts. Here ranks of one machine say that they run on several (``DIST_PRIMS_HOST_ID``): then they
+share no memory and talk over gloo. test_hosts.py has real links between them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import press_ctrl_c_soon, span
+from torch.nn.parallel import DistributedDataParallel
+from values import COMPLEX, FLOAT8, FLOATS, INTEGERS, bits, equal, everything, held, noise, summed
+from wrapping import go_round, refuse
+
+import dist_prims
+from dist_prims.backend.multi_host import ASSUMED, HostOrder, MultiHostSchedules
+from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError
+from dist_prims.launch import RankFailedError
+from dist_prims.schedules import Schedule, build
+from dist_prims.schedules.contract import COLLECTIVES
+
+LAYOUTS = ["a b", "a a b b", "a b a b", "a b b c", "a a b b b c c"]
+
+
+def backend() -> Any:
+    return dist.group.WORLD._get_backend(torch.device("cpu"))
+
+
+def go_on_until_it_fails(tensor: torch.Tensor) -> None:
+    for _ in range(10_000):
+        dist.all_reduce(tensor)
+
+
+def test_mpi_of_a_lone_process_is_no_engine_between_hosts() -> None:
+    """mpi4py may be there although no mpirun is. Its world of one was once taken for an engine: no group was made."""
+
+    def rank(me: str) -> float:
+        os.environ["DIST_PRIMS_HOST_ID"] = me[dist.get_rank()]
+        dist.destroy_process_group()
+        importlib.import_module("mpi4py.MPI")
+        dist_prims.init("dist_prims", timeout=30)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    pytest.importorskip("mpi4py")
+    assert dist_prims.spawn(rank, 2, ("ab",), timeout=60) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_collective(layout: str) -> None:
+    size = len(layout.split())
+    span(layout, everything, size)
+
+
+@pytest.mark.parametrize("layout", ["a b", "a b b c"])
+def test_every_type_and_operation(layout: str) -> None:
+    size = len(layout.split())
+
+    def body() -> None:
+        rank = dist.get_rank()
+        for count in (1, 300, 5000):  # with the agreement; by a plan
+            for dtype in (*INTEGERS, *FLOATS, *COMPLEX):
+                tensor = (torch.arange(count) % 5 + rank).to(dtype)
+                expected = (torch.arange(count) % 5 * size + size * (size - 1) // 2).to(dtype)
+                dist.all_reduce(tensor)
+                equal(tensor, expected, (dtype, count))
+            tensor = torch.full((count,), 2.0 * rank)
+            dist.all_reduce(tensor, dist.ReduceOp.AVG)
+            equal(tensor, torch.full((count,), size - 1.0), "AVG")
+            tensor = torch.full((count,), rank + 1.0)
+            dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
+            equal(tensor, torch.full((count,), size * (size + 1) / 4), "PREMUL_SUM")
+            tensor = torch.arange(count) % 7 == rank
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+            equal(tensor, torch.arange(count) % 7 < size, "bool")
+            for dtype in FLOAT8:
+                tensor = torch.full((count,), float(rank)).to(dtype)
+                dist.broadcast(tensor, size - 1)
+                assert (tensor.float() == size - 1).all(), dtype
+            matrix = torch.full((count, 2), float(rank)).t()
+            dist.all_reduce(matrix, dist.ReduceOp.MAX)
+            assert (matrix == size - 1).all()
+
+    span(layout, body)
+
+
+def test_the_bits_are_those_of_the_schedule() -> None:
+    """Run by the executor in Python over gloo, on ranks in the order of their hosts."""
+
+    def body() -> None:
+        gloo = dist.new_group(backend="gloo")
+        rank = dist.get_rank()
+        for name, more in (("ring", {}), ("tree", {}), ("hierarchical", {"hosts": (2, 3)})):
+            group = dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce=name), backend="dist_prims")
+            for dtype, count in ((torch.float32, 1031), (torch.bfloat16, 40_000)):
+                native, reference = noise(rank, dtype, count), noise(rank, dtype, count)
+                dist.all_reduce(native, group=group)
+                dist_prims.all_reduce(reference, group=gloo, algorithm=name, **more)
+                assert bits(native) == bits(reference), (name, dtype, count)
+
+    span("a a b b b", body)
+
+
+def test_all_ranks_end_with_the_same_bits() -> None:
+    def body() -> list[list[int]]:
+        found = []
+        for count in (5, 1000, 70_001):
+            tensor = noise(dist.get_rank(), torch.float32, count)
+            dist.all_reduce(tensor)
+            found.append(bits(tensor))
+        return found
+
+    first, *others = span("a b a c b", body)
+    assert all(each == first for each in others)
+
+
+def test_segments_change_nothing() -> None:
+    """Sums of whole numbers, cut into more segments than some have elements."""
+
+    def body() -> None:
+        from dist_prims.schedules.native import to_native
+
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for name in ("hierarchical", "halving_doubling", "double_tree"):
+            shape = {"hosts": (2, 2)} if name == "hierarchical" else {}
+            schedule = build("all_reduce", name, size, **shape)
+            for segments in (1, 2, 7, 64):
+                backend().pin([to_native(schedule, rank, 0, 1 << 62, name, segments)])
+                for count in (257, 1000, 100_003):
+                    tensor = held(rank, count)
+                    dist.all_reduce(tensor)
+                    equal(tensor, summed(size, count), (name, segments, count))
+
+    span("a a b b", body)
+
+
+def test_ranks_that_disagree_are_told_on_every_host_and_go_on() -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        for one, other in ((5, 6), (5, 50_000), (50_000, 50_001)):
+            with pytest.raises(MismatchError, match=rf"{one} elements.*rank 2 calls.*{other} elements"):
+                dist.all_reduce(torch.ones(other if rank == 2 else one))
+        with pytest.raises(MismatchError, match=r"int32.*float32"):
+            dist.broadcast(torch.ones(9, dtype=torch.float32 if rank == 3 else torch.int32), 0)
+        with pytest.raises(MismatchError, match=r"barrier|all_reduce"):
+            dist.barrier() if rank == 1 else dist.all_reduce(torch.ones(3))
+        uneven = [torch.ones(4 + (rank == peer == 2)) for peer in range(4)]
+        with pytest.raises(MismatchError, match="Rank 2 sends 20 bytes to rank 2, which expects 16"):
+            dist.all_to_all([torch.ones(4) for _ in range(4)], uneven)
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [4.0] * 3
+
+    span("a b b c", body)
+
+
+def test_many_at_once_and_groups_within_groups() -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        groups = [dist.new_group(ranks, backend="dist_prims") for ranks in ([0, 3], [1, 2, 3], [0, 1])]
+        tensors = [torch.full((500 * number,), float(rank)) for number in range(40)]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for group, ranks in zip(groups, ([0, 3], [1, 2, 3], [0, 1]), strict=True):
+            if rank in ranks:
+                tensor = torch.full((3000,), float(rank))
+                dist.all_reduce(tensor, group=group)
+                assert (tensor == sum(ranks)).all()
+        for work in reversed(works):
+            work.wait()
+        assert all((tensor == 6).all() for tensor in tensors)
+        assert backend().spans_hosts
+
+    span("a a b b", body)
+
+
+def test_messages_between_hosts() -> None:
+    def body() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        inbox = [torch.zeros(10) for _ in range(2 * size)]
+        receives = [
+            dist.irecv(inbox[2 * peer + tag], peer, tag=tag) for peer in range(size) for tag in (1, 0) if peer != rank
+        ]
+        dist.all_reduce(torch.ones(5))
+        sends = [
+            dist.isend(torch.full((10,), 10.0 * rank + tag), peer, tag=tag)
+            for peer in range(size)
+            for tag in (0, 1)
+            if peer != rank
+        ]
+        for work in receives + sends:
+            work.wait()
+        for peer in range(size):
+            for tag in (0, 1):
+                assert peer == rank or (inbox[2 * peer + tag] == 10 * peer + tag).all()
+        if rank == 0:
+            found = torch.zeros(1)
+            assert sorted(dist.recv(found) for _ in range(size - 1)) == list(range(1, size))
+        else:
+            dist.send(torch.ones(1), 0)
+
+    span("a a b", body)
+
+
+def test_message_numbers_wrap() -> None:
+    """They once wrapped at an odd count: a segment of data then took the tag of a receive that was posted for the next
+    agreement, and the process was aborted."""
+
+    def body() -> None:
+        largest = 2**31 - 1 - 1024  # the group has the last tags for itself
+        go_round(largest)
+        refuse(largest, "gloo")
+
+    span("a a b", body)
+
+
+def test_ddp_trains_as_alone() -> None:
+    def body() -> float:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(300, 40)
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(5):
+            torch.manual_seed(100 * step)
+            batch = torch.randn(8, 300).chunk(4)[dist.get_rank()]
+            loss = ddp(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return float(model.weight.detach().double().sum())
+
+    sums = span("a a b b", body)
+    assert len(set(sums)) == 1
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        torch.manual_seed(100 * step)
+        optimizer.zero_grad()
+        model(torch.randn(8, 300)).square().mean().backward()
+        optimizer.step()
+    assert sums[0] == pytest.approx(float(model.weight.detach().double().sum()), abs=1e-4)
+
+
+@pytest.mark.parametrize("count", [2, 500_000])
+def test_a_death_is_known_on_every_host(count: int) -> None:
+    def body() -> None:
+        rank, tensor = dist.get_rank(), torch.zeros(count)
+        dist.all_reduce(tensor)
+        if rank == 3:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(PeerDiedError, match="rank 3 on host b"):
+            go_on_until_it_fails(tensor)
+        assert time.monotonic() - began < 10
+        began = time.monotonic()
+        dist.destroy_process_group()
+        assert time.monotonic() - began < 5
+
+    with pytest.raises(RankFailedError, match="rank 3"):
+        span("a a b b c c", body)
+
+
+def test_a_rank_that_is_stopped_is_named_on_every_host() -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        pids: list[Any] = [None] * 4
+        dist.all_gather_object(pids, os.getpid())
+        dist.barrier()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        began = time.monotonic()
+        with pytest.raises(CommTimeoutError, match="rank 2"):
+            go_on_until_it_fails(torch.zeros(100_000))
+        assert 1.9 < time.monotonic() - began < 15
+        if rank == 0:
+            time.sleep(1)
+            os.kill(pids[2], signal.SIGCONT)
+
+    span("a a b b", body, group=2)
+
+
+def test_a_wait_with_a_limit_ends_the_group_and_writes_nothing_late() -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        if rank == 2:
+            time.sleep(3)
+            with pytest.raises((PeerDiedError, CommTimeoutError)):
+                dist.all_reduce(torch.ones(50_000))
+            return
+        tensor = torch.full((50_000,), float(rank))
+        work = dist.all_reduce(tensor, async_op=True)
+        if rank == 0:
+            with pytest.raises(CommTimeoutError, match="300 ms"):
+                work.wait(timedelta(milliseconds=300))
+        else:
+            with pytest.raises((CommTimeoutError, PeerDiedError)):
+                work.wait()
+        before = tensor.clone()
+        time.sleep(3)
+        equal(tensor, before, "written late")
+
+    span("a a b", body)
+
+
+def test_ctrl_c_ends_a_wait_for_another_host() -> None:
+    def body() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(1)
+            return
+        press_ctrl_c_soon()
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(torch.ones(3))
+
+    span("a b", body)
+
+
+def test_destroyed_with_work_in_flight() -> None:
+    def body() -> None:
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(torch.ones(100_000), async_op=True)
+            began = time.monotonic()
+            dist.destroy_process_group()
+            assert time.monotonic() - began < 10
+            with pytest.raises(RuntimeError, match=r"left|destroyed"):
+                work.wait()
+        else:
+            time.sleep(2)
+
+    span("a b", body)
+
+
+def test_the_order_of_hosts() -> None:
+    assert HostOrder.of(["b", "a", "b"]) == HostOrder(rank_at=(0, 2, 1), hosts=(2, 1))
+
+
+def test_a_schedule_for_every_collective_and_size() -> None:
+    """And the same on every rank, for they are named in the agreement."""
+    names = ["a", "b", "a", "b", "b"]
+    for collective in set(COLLECTIVES) & {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}:
+        for nbytes in (0, 1, 4096, 1 << 20, 1 << 30):
+            found = [
+                MultiHostSchedules(names, rank, ASSUMED, Schedule.verify).choose(collective, nbytes, 1)
+                for rank in range(5)
+            ]
+            assert len({each[:4] for each in found}) == 1
+            low, high, name = found[0][:3]
+            assert low <= nbytes < high
+            assert len(name) < 48

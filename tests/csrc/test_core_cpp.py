@@ -1,0 +1,76 @@
+"""The C++ core without torch: each case of csrc/tests plain, and all of them under the sanitizers."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[2] / "csrc"
+SOURCES = [source for folder in ("common", "shm", "net", "tests") for source in (CSRC / folder).glob("*.cpp")]
+CASES = sorted(name for source in SOURCES for name in re.findall(r"^CASE\((\w+)\)", source.read_text(), re.MULTILINE))
+COMPILER = os.environ.get("CXX", "c++")
+
+
+def build(program: Path, *flags: str) -> None:
+    command = [COMPILER, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags, *map(str, SOURCES)]
+    built = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True, timeout=1000)
+    assert built.returncode == 0, built.stderr
+
+
+def run(program: Path, *arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [str(program), *arguments], capture_output=True, text=True, timeout=300, env=os.environ | environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The test program without a sanitizer, compiled once for all workers of pytest-xdist."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    program = folder / "core_test"
+    with (folder / "core_test.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not program.exists():
+            build(program)
+    return program
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("case", CASES)
+def test_case(program: Path, case: str) -> None:
+    if case not in run(program, "--list").split():
+        pytest.skip("not compiled for this processor")
+    run(program, case)
+
+
+@pytest.mark.timeout(1200)
+def test_names_of_cases(program: Path) -> None:
+    names = run(program, "--list").split()
+    assert len(set(names)) == len(names)
+    assert set(names) <= set(CASES)
+    unknown = subprocess.run([str(program), "no_such_case"], capture_output=True, text=True)
+    assert unknown.returncode == 2
+    assert "no case is named no_such_case" in unknown.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_all_cases_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
+    build(tmp_path / "core_test", "-g", f"-fsanitize={sanitizer}")
+    run(tmp_path / "core_test")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rendezvous_rejects_garbage_a_million_times(program: Path) -> None:
+    run(program, "rendezvous_rejects_garbage", DIST_PRIMS_TEST_HELLOS="1000000")

@@ -1,1 +1,0 @@
-"""What tests/fuzz_backend.py runs: scripts of random steps, the steps, and the rank that takes them."""

@@ -1,0 +1,88 @@
+"""Programs started as a user would start them, without what a launcher has left in the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+MPIRUN = Path(sys.executable).parent / "mpirun"
+
+needs_mpirun = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python; pip install mpich mpi4py")
+
+SUM = """
+import torch, dist_prims
+place = dist_prims.init(timeout=60)
+total = torch.tensor(place.rank + 1)
+torch.distributed.all_reduce(total)
+print(f"rank {place.rank} of {place.size}: {total.item()}", flush=True)
+"""
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+LAUNCHER_VARIABLES = re.compile(
+    r"RANK$|^WORLD_SIZE$|^MASTER_|^LOCAL_|^PMI|^OMPI_|^SLURM_|^TORCHELASTIC_|^DIST_PRIMS_|^FLUX_|^PALS_|^MV2_|^MVP_|^PRTE_"
+)
+
+
+def clean(**more: str) -> dict[str, str]:
+    """The environment without what a launcher has left in it."""
+    return {**{name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.search(name)}, **more}
+
+
+def run(
+    command: list[str], environ: Mapping[str, str] | None = None, timeout: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Run it to its end; a launcher that takes too long is asked to end its ranks, which a kill would leave behind."""
+    environ = clean() if environ is None else environ
+    with subprocess.Popen(command, env=environ, cwd=ROOT, **PIPES) as process:
+        try:
+            out, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=20)
+            raise
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def together(*starts: tuple[list[str], Mapping[str, str]]) -> list[str]:
+    """Start several processes at once; what each has printed."""
+    processes = [subprocess.Popen(command, env=environ, **PIPES) for command, environ in starts]
+    try:
+        ends = [process.communicate(timeout=60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, (_, errors) in zip(processes, ends, strict=True):
+        assert process.returncode == 0, errors
+    return [out for out, _ in ends]
+
+
+TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+def listening(pid: int) -> list[str]:
+    """The sockets on which a process listens, as address:port in hexadecimal."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor by which we look
+            if (target := os.readlink(link)).startswith("socket:["):
+                inodes.add(target[8:-1])
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [line[1] for line in lines if line[3] == "0A" and line[9] in inodes]

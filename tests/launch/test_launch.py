@@ -1,0 +1,308 @@
+"""Join the group under every launcher: which one it is, and that its ranks then work together."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from launching import LAUNCHER_VARIABLES, MPIRUN, SUM, TORCH, clean, needs_mpirun, run, together
+
+import dist_prims
+from dist_prims.launch import Placement, detect
+from dist_prims.launch.detect import from_url
+from dist_prims.launch.doctor import report
+
+BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+SLURM["SLURM_STEP_NODELIST"] = "n[08-09]"
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({}, "python"),
+        (TORCH, "environment variables"),
+        ({**TORCH, "TORCHELASTIC_RUN_ID": "x"}, "torchrun"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, "mpirun of Open MPI"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}, "mpirun of MPICH"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4", "I_MPI_X": ""}, "mpirun of Intel MPI"),
+        (SLURM, "srun"),
+        ({**SLURM, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, "mpirun of Open MPI"),
+        ({**TORCH, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "environment variables"),
+        ({**SLURM, "PMI_RANK": "1", "PMI_SIZE": "4"}, "srun"),  # srun --mpi=pmi2
+        ({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"}, "python"),  # the batch script itself
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "64", "SLURM_JOB_ID": "7"}, "python"),
+    ],
+)
+def test_the_launcher_is_known_by_what_only_it_sets(environ: dict[str, str], name: str) -> None:
+    found = detect(environ)
+    assert found.name == name
+    assert (found.rank, found.size) == ((0, 1) if name == "python" else (1, 4))
+
+
+def test_srun_tells_where_to_meet() -> None:
+    assert re.fullmatch(r"tcp://n08:\d+", detect(SLURM).url or "")
+    assert detect({**SLURM, "SLURM_STEP_ID": "1"}).url != detect(SLURM).url
+    assert (detect({**SLURM, "SLURM_STEP_NODELIST": "n08"}).url or "").startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 indicates several ranks, but RANK, MASTER_ADDR, MASTER_PORT is not set"),
+        ({**TORCH, "RANK": "4"}, "rank 4 of 4"),
+    ],
+)
+def test_an_environment_that_contradicts_itself(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        detect(environ)
+
+
+def test_bad_urls() -> None:
+    with pytest.raises(ValueError, match="give 'env://', 'tcp://host:port' or 'file:///absolute/path'"):
+        from_url("file://relative", 0, 1, {})
+    with pytest.raises(ValueError, match="needs rank= and world_size="):
+        from_url("tcp://localhost:1", environ={})
+    with pytest.raises(ValueError, match="needs RANK, WORLD_SIZE"):
+        from_url("env://", environ={})
+
+
+def test_alone() -> None:
+    done = run([sys.executable, "-c", SUM])
+    assert done.stdout == "rank 0 of 1: 1\n"
+    assert done.stderr == f"dist_prims: 1 rank on 1 host by python, {BACKEND} over loopback\n"
+    assert run([sys.executable, "-c", SUM], clean(DIST_PRIMS_QUIET="1")).stderr == ""
+
+
+@pytest.mark.parametrize(("launcher", "size"), [("torchrun", 2), pytest.param("mpirun", 3, marks=needs_mpirun)])
+def test_under_a_launcher(launcher: str, size: int, tmp_path: Path) -> None:
+    left = "f'left {not torch.distributed.is_initialized()}\\n'"  # in one piece, or ranks write between each other's
+    said_last = f"atexit.register(lambda: print({left}, end='', flush=True))\n"
+    (tmp_path / "program.py").write_text("import atexit\n" + said_last + SUM)
+    start = TORCHRUN if launcher == "torchrun" else [str(MPIRUN), "-n", str(size), sys.executable]
+    done = run([*start, str(tmp_path / "program.py")])
+    assert done.returncode == 0, done.stderr
+    wanted = [f"rank {rank} of {size}: {size * (size + 1) // 2}" for rank in range(size)]
+    assert sorted(re.findall(r"rank . of .: \d+", done.stdout)) == wanted
+    assert re.findall(r"dist_prims: .* by \w+", done.stderr) == [f"dist_prims: {size} ranks on 1 host by {launcher}"]
+    assert "destroy_process_group" not in done.stderr
+    assert done.stdout.count("left True") == size
+
+
+@pytest.mark.parametrize("init_method", ["", "init_method='env://', "], ids=["found", "asked"])
+def test_by_variables(init_method: str) -> None:
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", SUM.replace("init(", f"init({init_method}")]
+    outs = together(*((command, clean(RANK=rank, **variables)) for rank in "01"))
+    assert outs == ["rank 0 of 2: 3\n", "rank 1 of 2: 3\n"]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_by_url(scheme: str, tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meeting"
+    programs = [SUM.replace("init(", f"init(init_method={url!r}, world_size=2, rank={rank}, ") for rank in "01"]
+    for _ in range(2):  # the second time there is what the first has left: the file, or a port that has just closed
+        outs = together(*(([sys.executable, "-c", program], clean()) for program in programs))
+        assert outs == ["rank 0 of 2: 3\n", "rank 1 of 2: 3\n"]
+
+
+def test_by_a_file_that_the_dead_have_left(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meeting"
+    programs = [SUM.replace("init(", f"init(init_method={url!r}, world_size=2, rank={rank}, ") for rank in "01"]
+    dying = [program + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)" for program in programs]
+    with pytest.raises(AssertionError, match="assert -9 == 0"):
+        together(*(([sys.executable, "-c", program], clean()) for program in dying))
+    assert (tmp_path / "meeting").stat().st_size > 0
+    programs[0] = "import time; time.sleep(2)\n" + programs[0]  # so that rank 1 finds nothing but what is left
+    outs = together(*(([sys.executable, "-c", program], clean()) for program in programs))
+    assert outs == ["rank 0 of 2: 3\n", "rank 1 of 2: 3\n"]
+
+
+def test_a_file_that_is_something_else(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("dear diary")
+    program = SUM.replace("init(", f"init(init_method='file://{tmp_path}/notes', world_size=2, rank=0, ")
+    assert "exists and is not a rendezvous file" in run([sys.executable, "-c", program]).stderr
+
+
+def test_by_the_variables_of_srun() -> None:
+    job = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "here"}
+    job["SLURM_JOB_ID"] = str(free_port())
+    outs = together(*(([sys.executable, "-c", SUM], clean(SLURM_PROCID=rank, **job)) for rank in "01"))
+    assert outs == ["rank 0 of 2: 3\n", "rank 1 of 2: 3\n"]
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun", pytest.param("mpirun", marks=needs_mpirun)])
+def test_ranks_of_one_host_listen_on_loopback_only(launcher: str, tmp_path: Path) -> None:
+    program = f"""
+import os, sys, torch, dist_prims
+sys.path.insert(0, {str(Path(__file__).parents[1] / "helpers")!r})
+from launching import listening
+if {launcher == "mpirun"}:
+    from mpi4py import MPI  # it listens by itself
+def body():
+    before = set(listening(os.getpid()))
+    dist_prims.init(timeout=60)
+    torch.distributed.barrier()
+    found = {{socket.split(":")[0] for socket in set(listening(os.getpid())) - before}}
+    assert found, "each rank of gloo listens"
+    assert found <= {{"0100007F", "0000000000000000FFFF00000100007F"}}, found
+if {launcher == "spawn"}:
+    dist_prims.spawn(body, 2, init=False, timeout=60)
+else:
+    body()
+"""
+    (tmp_path / "program.py").write_text(program)
+    mpirun = [str(MPIRUN), "-n", "2", sys.executable]
+    start = {"spawn": [sys.executable], "torchrun": TORCHRUN, "mpirun": mpirun}[launcher]
+    done = run([*start, str(tmp_path / "program.py")])
+    assert done.returncode == 0, done.stderr
+
+
+def test_twice_is_harmless_and_otherwise_is_told() -> None:
+    def body() -> None:
+        place = dist_prims.init()
+        assert dist_prims.init(timeout=120) == place  # spawn's: to start, and to run
+        assert dist_prims.init("gloo", world_size=2) == place
+        with pytest.raises(ValueError, match="with world_size=2 and cannot join one with world_size=3"):
+            dist_prims.init(world_size=3)
+        dist.barrier()
+        dist.destroy_process_group()
+        assert dist_prims.init(timeout=60) == place  # and once more from the start
+
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_a_group_that_someone_else_made() -> None:
+    def body() -> Placement:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return dist_prims.init()
+
+    assert dist_prims.spawn(body, 1, init=False, timeout=60) == [Placement(0, ((0,),))]
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    program = SUM.replace("init(timeout=60", f"init(init_method={url!r}, world_size=3, rank=0, timeout=2")
+    done = run([sys.executable, "-c", program])
+    assert done.returncode != 0
+    assert "no sign of ranks [1, 2]" in done.stderr
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_a_rank_0_that_does_not_come_is_named(scheme: str, tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meeting"
+    program = SUM.replace("init(timeout=60", f"init(init_method={url!r}, world_size=3, rank=1, timeout=2")
+    done = run([sys.executable, "-c", program])
+    assert done.returncode != 0
+    assert "no sign of rank 0" in done.stderr
+
+
+@needs_mpirun
+def test_an_mpi_that_is_not_the_launchers_is_named() -> None:
+    """The variables say two ranks, but this process is alone in the MPI that mpi4py loads."""
+    done = run([sys.executable, "-c", SUM], clean(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2"))
+    assert done.returncode != 0
+    assert "mpirun of Open MPI started 2 ranks" in done.stderr
+    assert "which sees rank 0 of 1: another MPI than the launcher's" in done.stderr
+
+
+def test_torchrun_starts_anew_after_a_crash(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        SUM + "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    os._exit(place.rank)\n"
+    )
+    done = run([*TORCHRUN, "--max-restarts", "1", str(tmp_path / "program.py")])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rank 1 of 2: 3") == 2, "both attempts met"
+
+
+def test_a_group_that_something_keeps_alive_ends_well(tmp_path: Path) -> None:
+    """gloo's threads free tensors a little late. In half of such runs Python had gone by then, and they aborted."""
+    program = tmp_path / "program.py"
+    program.write_text("""
+import sys
+sys.setswitchinterval(1e3)
+import torch, torch.distributed as dist, dist_prims
+dist_prims.init("gloo")
+kept = dist.group.WORLD
+for _ in range(30):
+    dist.all_reduce(torch.ones(1000))
+""")
+    done = run([*TORCHRUN[:-1], "3", str(program)])
+    assert done.returncode == 0, done.stderr
+
+
+@needs_mpirun
+def test_an_exception_ends_the_whole_job_under_mpirun() -> None:
+    program = SUM + "if place.rank == 1: raise LookupError('this one')\nimport time; time.sleep(1000)\n"
+    done = run([str(MPIRUN), "-n", "2", sys.executable, "-c", program])
+    assert done.returncode != 0
+    assert "LookupError: this one" in done.stderr
+
+
+def test_hosts_are_told_apart_by_more_than_their_name() -> None:
+    def named() -> Placement:
+        os.environ["DIST_PRIMS_HOST_ID"] = "aabb"[int(os.environ["RANK"])]
+        return dist_prims.init(timeout=60)
+
+    places = dist_prims.spawn(named, 4, init=False, timeout=60)
+    assert [place.hosts for place in places] == [((0, 1), (2, 3))] * 4
+    assert [place.local_rank for place in places] == [0, 1, 0, 1]
+
+
+def test_the_doctor_tells_what_is_here() -> None:
+    text = report()
+    names = ("dist_prims", "Python", "launcher", "rank", "host", "hosts", "gloo", "NCCL", "MPI", "shared memory")
+    for name in (*names, "cores", "memory", "/dev/shm", "open files", "locked memory", "interfaces"):
+        assert re.search(rf"^{name} ", text, re.MULTILINE), name
+    done = run([sys.executable, "-m", "dist_prims", "doctor"])
+    assert done.returncode == 0
+    assert "no launcher" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("environ", "hosts"),
+    [
+        (SLURM, "n08, n09"),
+        ({**TORCH, "LOCAL_WORLD_SIZE": "2"}, "2 of 4 ranks are on this host"),
+        (TORCH, "known after the rendezvous of the ranks"),
+    ],
+)
+def test_the_doctor_knows_the_hosts_that_the_launcher_tells(
+    environ: dict[str, str], hosts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in filter(LAUNCHER_VARIABLES.search, list(os.environ)):
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(rf"^hosts +{hosts}$", report(), re.MULTILINE)
+
+
+@needs_mpirun
+def test_the_doctor_starts_nothing_and_leaves_mpi_usable() -> None:
+    """Open MPI fails a job whose ranks end without MPI_Finalize; MPICH does not mind, so the setting is asked."""
+    program = """
+import torch.distributed, mpi4py
+from dist_prims.launch.doctor import main
+assert main() == 0
+from mpi4py import MPI
+assert not MPI.Is_initialized() and not torch.distributed.is_initialized()
+assert mpi4py.rc.finalize is True
+"""
+    done = run([str(MPIRUN), "-n", "2", sys.executable, "-c", program + SUM])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rank 1 of 2: 3") == 1
+    assert done.stdout.count("2 of 2 ranks are on this host") == 2

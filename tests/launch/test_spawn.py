@@ -1,0 +1,202 @@
+"""Ranks of this host for tests and notebooks: results come back, failures too, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import children
+
+import dist_prims
+from dist_prims.launch import RankFailedError, spawn_parent
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> object:
+    before, files = children(), len(os.listdir("/proc/self/fd"))
+    yield
+    assert children() <= before
+    assert len(os.listdir("/proc/self/fd")) <= files + 1  # the pipe to multiprocessing's tracker, once it runs
+
+
+def test_results_come_back_by_rank() -> None:
+    offset = 10  # a closure
+    assert dist_prims.spawn(lambda: dist.get_rank() + offset, 4, timeout=60) == [10, 11, 12, 13]
+    assert dist_prims.spawn(lambda a, b: (a, b, dist.get_world_size()), 1, (1, "x"), timeout=60) == [(1, "x", 1)]
+    tensors = dist_prims.spawn(lambda: torch.full((3,), dist.get_rank()), 2, timeout=60)
+    assert [each.tolist() for each in tensors] == [[0] * 3, [1] * 3]
+
+
+def test_the_first_failure_is_raised_with_its_traceback() -> None:
+    def body() -> None:
+        if dist.get_rank() == 2:
+            raise LookupError("this one")
+        dist.barrier()  # the others wait for it, and fail after it
+
+    with pytest.raises(RankFailedError, match="rank 2 raised") as caught:
+        dist_prims.spawn(body, 4, timeout=60)
+    assert caught.value.rank == 2
+    assert 'raise LookupError("this one")' in str(caught.value)
+    assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_an_exception_that_cannot_travel_is_told_in_words() -> None:
+    def body() -> None:
+        class Local(Exception):
+            def __init__(self, one: int, two: int) -> None:
+                super().__init__("stays here")
+
+        raise Local(1, 2)
+
+    with pytest.raises(RankFailedError, match="stays here") as caught:
+        dist_prims.spawn(body, 1, timeout=60)
+    assert caught.value.__cause__ is None
+
+
+def test_a_rank_that_is_killed_is_named_and_the_others_go() -> None:
+    def body() -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    with pytest.raises(RankFailedError, match="rank 1 was killed by SIGKILL before its function returned"):
+        dist_prims.spawn(body, 3, timeout=60)
+
+
+def test_a_notice_sent_just_before_a_death_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent read the notices, then looked for deaths: a rank that began and died in between had "not begun"."""
+    has_died = spawn_parent._Rank.has_died
+
+    def later(rank: Any) -> bool:
+        if rank.number == 1:
+            rank.process.join(30)
+        return has_died(rank)
+
+    def body() -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    monkeypatch.setattr(spawn_parent._Rank, "has_died", later)
+    with pytest.raises(RankFailedError, match="rank 1 was killed by SIGKILL before its function returned"):
+        dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_a_rank_that_exits_is_named() -> None:
+    with pytest.raises(RankFailedError, match="rank 0 exited with status 7 before its function returned"):
+        dist_prims.spawn(lambda: os._exit(7), 1, timeout=60)
+
+
+def test_what_a_rank_has_started_goes_with_it() -> None:
+    def body() -> int:
+        return subprocess.Popen(["sleep", "1000"]).pid
+
+    (pid,) = dist_prims.spawn(body, 1, timeout=60)
+    end = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_hang_ends_and_says_where() -> None:
+    def dream() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(1000)
+
+    with pytest.raises(TimeoutError, match="these of 2 ranks were still running: 1") as caught:
+        dist_prims.spawn(dream, 2, timeout=2)
+    assert "in dream" in str(caught.value)
+
+
+def test_joining_can_be_left_to_the_function() -> None:
+    def body() -> int:
+        assert not dist.is_initialized()
+        return dist_prims.init(timeout=60).size
+
+    assert dist_prims.spawn(body, 2, init=False, timeout=60) == [2, 2]
+
+
+def of_a_module() -> int:
+    return dist.get_rank()
+
+
+def test_fresh_interpreters() -> None:
+    assert dist_prims.spawn(of_a_module, 2, start_method="spawn", timeout=100) == [0, 1]
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="nprocs is 0"):
+        dist_prims.spawn(of_a_module, 0)
+    with pytest.raises(ValueError, match="choose 'fork' or 'spawn'"):
+        dist_prims.spawn(of_a_module, 1, start_method="thread")
+    with pytest.raises(ValueError, match="start_timeout is 0 s; give a positive time"):
+        dist_prims.spawn(of_a_module, 1, start_timeout=0)
+    with pytest.raises(ValueError, match="timeout is -1 s; give a positive time"):
+        dist_prims.spawn(of_a_module, 1, timeout=-1)
+
+
+def test_ranks_do_not_outlive_a_parent_that_dies(tmp_path: Path) -> None:
+    program = f"""
+import os, time, dist_prims
+def body():
+    open(os.path.join({str(tmp_path)!r}, str(os.getpid())), "w").close()
+    time.sleep(1000)
+dist_prims.spawn(body, 2, timeout=600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    end = time.monotonic() + 60
+    while len(pids := [int(path.name) for path in tmp_path.iterdir()]) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait(30)
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def slow_to_join(seconds: float) -> str:
+    """A backend whose groups take so long to make."""
+
+    def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+        time.sleep(seconds)
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    name = f"slow{int(seconds)}"
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, make, devices=["cpu"])
+    return name
+
+
+def test_the_time_to_run_begins_when_all_have_joined() -> None:
+    assert dist_prims.spawn(of_a_module, 2, backend=slow_to_join(6), timeout=5) == [0, 1]
+
+
+def test_the_time_to_run_is_not_the_time_to_start() -> None:
+    assert dist_prims.spawn(lambda: time.sleep(6), 1, start_timeout=5) == [None]
+
+
+def test_ranks_that_do_not_start_are_named() -> None:
+    with pytest.raises(
+        TimeoutError, match="with start_timeout=2 s these of 2 ranks were still starting: 0, 1"
+    ) as caught:
+        dist_prims.spawn(of_a_module, 2, backend=slow_to_join(1000), start_timeout=2, timeout=60)
+    assert "time.sleep(seconds)" in str(caught.value) or "in make" in str(caught.value)
+
+
+def test_a_rank_that_dies_before_it_has_joined_is_named() -> None:
+    def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        os._exit(3)
+
+    dist.Backend.register_backend("mortal", make, devices=["cpu"])
+    with pytest.raises(RankFailedError, match="rank 0 exited with status 3 before its function began"):
+        dist_prims.spawn(of_a_module, 1, backend="mortal", timeout=60)

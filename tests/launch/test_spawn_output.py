@@ -1,0 +1,172 @@
+"""What spawned ranks print: whole lines, on the parent's streams, with the rank where a person reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from launching import clean
+
+import dist_prims
+from dist_prims.launch import RankFailedError
+from dist_prims.launch.output import Output
+
+
+def said_by(body: Callable[[], Any], size: int, **how: Any) -> tuple[str, str]:
+    """What the ranks wrote, as the parent's own streams show it."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+        dist_prims.spawn(body, size, timeout=60, **how)
+    return out.getvalue(), errors.getvalue()
+
+
+def test_lines_of_ranks_do_not_mix() -> None:
+    def body() -> None:
+        for number in range(200):
+            for word in ("rank", f"{dist.get_rank()}", "line", f"{number}\n"):
+                sys.stdout.write(word if word.endswith("\n") else f"{word} ")
+                sys.stdout.flush()  # as print does in a notebook, and with PYTHONUNBUFFERED
+
+    out, _ = said_by(body, 4, prefix=False)
+    wanted = [f"rank {rank} line {number}" for rank in range(4) for number in range(200)]
+    assert sorted(out.splitlines()) == sorted(wanted)
+    for rank in range(4):
+        assert [line for line in out.splitlines() if f"rank {rank} " in line] == wanted[200 * rank : 200 * (rank + 1)]
+
+
+def test_with_a_prefix() -> None:
+    def body() -> None:
+        print("one", "two", sep="\n")
+        print("error", file=sys.stderr)
+
+    out, errors = said_by(body, 2, prefix=True)
+    assert sorted(out.splitlines()) == ["[rank 0] one", "[rank 0] two", "[rank 1] one", "[rank 1] two"]
+    assert sorted(errors.splitlines()) == ["[rank 0] error", "[rank 1] error"]
+    assert said_by(body, 2)[0].splitlines() == ["one", "two"] * 2, "no prefix where no person reads"
+
+
+def test_what_is_not_of_python_comes_too() -> None:
+    def body() -> None:
+        os.write(1, b"by C\n")
+        subprocess.run(["echo", "by a child"], check=True)
+        os.write(2, b"an error of C\n")
+
+    out, errors = said_by(body, 1, prefix=True)
+    assert out == "[rank 0] by C\n[rank 0] by a child\n"
+    assert errors == "[rank 0] an error of C\n"
+
+
+def test_much_output_does_not_block() -> None:
+    def body() -> None:
+        for _ in range(100):
+            print("x" * 30_000)
+
+    out, _ = said_by(body, 2)
+    assert out == ("x" * 30_000 + "\n") * 200
+
+
+def test_the_last_words_of_a_rank() -> None:
+    def body() -> None:
+        print("partial", end="", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(RankFailedError, match="SIGKILL"):
+        dist_prims.spawn(body, 1, timeout=60, prefix=True)
+    assert out.getvalue() == "[rank 0] partial\n"
+
+    def raises() -> None:
+        print("before", end="")
+        raise LookupError
+
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(RankFailedError):
+        dist_prims.spawn(raises, 1, timeout=60)
+    assert out.getvalue() == "before\n"
+
+
+def test_what_a_hanging_rank_has_printed_is_shown() -> None:
+    def body() -> None:
+        print("asleep")
+        time.sleep(1000)
+
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(TimeoutError, match="timeout=2 s"):
+        dist_prims.spawn(body, 1, timeout=2)
+    assert out.getvalue() == "asleep\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        ([b"a\nb"], "> a\n> b\n"),
+        ([b"a", b"b\n"], "> ab\n"),
+        ([b"\n"], "> \n"),
+        ([b"10 %\r20 %\r", b"30 %\n"], "> 10 %\r> 20 %\r> 30 %\n"),  # a bar of progress
+        ([b"\r10 %", b"\r20 %\n"], "\r> 10 %\r> 20 %\n"),
+        ([b"dos\r", b"\nunix\n"], "> dos\r\n> unix\n"),
+        (["Å".encode()[:1], "Å".encode()[1:] + b"\n"], "> Å\n"),
+        ([b"\xff\n"], "> \\xff\n"),
+        ([b"\r"], ""),
+    ],
+)
+def test_lines(pieces: list[bytes], shown: str) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        output = Output("stdout", 0, prefix=True)
+        writes = os.open(f"/proc/self/fd/{output.descriptor}", os.O_WRONLY)
+        for piece in pieces:
+            os.write(writes, piece)
+            output.forward()
+        os.close(writes)
+        output.close()
+    assert out.getvalue().replace("[rank 0]", ">") == shown
+
+
+def test_a_stream_that_knows_fewer_letters_gets_escapes() -> None:
+    text = io.TextIOWrapper(io.BytesIO(), "ascii")
+    with contextlib.redirect_stdout(text):
+        dist_prims.spawn(lambda: print("✓ Åse"), 1, timeout=60)
+    assert text.buffer.getvalue() == b"\\u2713 \\xc5se\n"  # type: ignore[attr-defined]
+
+
+def test_a_stream_that_breaks_ends_the_ranks_and_leaves_nothing() -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError("nobody reads")
+
+    def body() -> None:
+        print("a line")
+        time.sleep(1000)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.redirect_stdout(Broken()), pytest.raises(BrokenPipeError, match="nobody reads"):
+        dist_prims.spawn(body, 2, timeout=60)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_on_a_terminal_several_ranks_are_told_apart(size: int, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import sys, dist_prims
+def body():
+    print("a line of", "words", sys.stdout.isatty())
+dist_prims.spawn(body, {size}, timeout=60)
+""")
+    ours, theirs = pty.openpty()
+    try:
+        subprocess.run([sys.executable, str(program)], stdout=theirs, env=clean(), timeout=60, check=True)
+        said = os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    wanted = [f"[rank {rank}] a line of words True" for rank in range(2)] if size == 2 else ["a line of words True"]
+    assert sorted(re.split(r"[\r\n]+", said.strip())) == wanted

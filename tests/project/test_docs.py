@@ -1,0 +1,106 @@
+"""The pages of docs/: programs that run, terms that exist, variables that are documented, links that lead to a file."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dist_prims.schedules.catalogue import markdown_table
+from dist_prims.schedules.pipelines import markdown_table as pipeline_table
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = {
+    f"{page.stem} {number}": program
+    for page in PAGES
+    for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+}
+SOURCES = [
+    path
+    for folder, suffixes in {"dist_prims": "py", "csrc": "h cpp", "launch_scripts": "sh", ".": "py"}.items()
+    for suffix in suffixes.split()
+    for path in (ROOT.glob("setup.py") if folder == "." else (ROOT / folder).rglob(f"*.{suffix}"))
+]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_run(name: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAMS[name])
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name, text in PROGRAMS.items() if "dist_prims.init(" in text])
+def test_programs_run_on_several_ranks(name: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAMS[name])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "program.py"]
+    done = subprocess.run(torchrun, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_table_of_algorithms_is_current() -> None:
+    page = (ROOT / "docs/algorithms.md").read_text()
+    table = page.partition("<!-- algorithms -->\n")[2].partition("<!-- /algorithms -->")[0]
+    assert table.strip() == markdown_table().strip(), "paste what `python -m dist_prims algorithms --markdown` prints"
+    count = len(table.strip().splitlines()) - 2
+    assert f"the {count} registered algorithms" in (ROOT / "README.md").read_text()
+
+
+def test_the_table_of_pipelines_is_current() -> None:
+    page = (ROOT / "docs/pipelines.md").read_text()
+    table = page.partition("<!-- pipelines -->\n")[2].partition("<!-- /pipelines -->")[0]
+    assert table.strip() == pipeline_table().strip(), "paste what `python -m dist_prims pipeline` prints"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+def test_links_lead_to_a_file() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_linked_from_the_readme_or_the_guide() -> None:
+    linked = (ROOT / "README.md").read_text() + (ROOT / "docs/guide.md").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        if page.name != "guide.md":
+            assert str(page.relative_to(ROOT / "docs")) in linked, f"no link leads to {page}"
+
+
+def test_every_environment_variable_is_documented() -> None:
+    page = set(re.findall(r"DIST_PRIMS_[A-Z_]+[A-Z]", (ROOT / "docs/environment.md").read_text()))
+    texts = {path: path.read_text() for path in SOURCES}
+    named = {name for text in texts.values() for name in re.findall(r"[\"'`{](DIST_PRIMS_[A-Z_]+[A-Z])", text)}
+    macros = {
+        name
+        for path, text in texts.items()
+        if "csrc" in path.parts
+        for name in re.findall(r"[\s(](DIST_PRIMS_[A-Z_]+[A-Z])", text)
+    }
+    read = named - macros
+    assert {"DIST_PRIMS_DUMP", "DIST_PRIMS_MPICC"} <= read
+    assert sorted(read - page) == []
+
+
+def test_every_name_of_the_glossary_exists() -> None:
+    lines = (ROOT / "docs/glossary.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")][2:]
+    assert len(rows) > 30
+    python = "\n".join(path.read_text() for path in SOURCES if path.suffix == ".py")
+    cpp = "\n".join(path.read_text() for path in SOURCES if path.suffix in (".h", ".cpp"))
+    for term, _, in_python, in_cpp in rows:
+        for names, text in ((in_python, python), (in_cpp, cpp)):
+            for name in re.findall("`(.*?)`", names):
+                if "/" in name or name.endswith(".py"):
+                    assert (ROOT / "dist_prims" / name).exists(), f"{term}: there is no {name}"
+                else:
+                    last = re.split(r"\W+", name.partition("(")[0])[-1]
+                    assert re.search(rf"\b{last}\b", text), f"{term}: no {name} in the sources"

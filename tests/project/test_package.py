@@ -1,0 +1,109 @@
+"""The package as others meet it: what importing costs, what is read at start, and a wheel in another environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from values import equal, noise
+
+import dist_prims
+from dist_prims.backend.tuning import ONE_SHOT_BYTES, TUNING, tuned
+from dist_prims.errors import MismatchError
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str, timeout: float = 100, **environ: str) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, env={**os.environ, **environ}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_importing_torch_makes_the_name_known_and_loads_nothing() -> None:
+    program = """
+import sys, torch
+assert "dist_prims" in torch.distributed.Backend.backend_list
+print(sorted(name for name in sys.modules if name.startswith("dist_prims")))
+"""
+    assert run(sys.executable, "-c", program) == "['dist_prims', 'dist_prims.autoload', 'dist_prims.torch_compat']\n"
+
+
+def test_importing_the_package_starts_no_thread() -> None:
+    program = """
+import os, torch, dist_prims
+before = len(os.listdir("/proc/self/task"))
+import dist_prims.backend, dist_prims._backend
+dist_prims.empty(10)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    assert run(sys.executable, "-c", program) == "0\n"
+
+
+def test_an_extension_for_another_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with pytest.raises(ImportError, match=r"was built for torch 2\.\S+, and this is 2\.99\.0; build it again: pip"):
+        dist_prims.empty(3)
+
+
+def test_what_was_measured_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DIST_PRIMS_TUNING", str(tmp_path / "there" / "tuning.json"))
+    TUNING.write({"one_shot_bytes": {"2": 4096, "3": 0}})
+    assert (tuned(2), tuned(3), tuned(4)) == (4096, 0, ONE_SHOT_BYTES)
+
+    def body() -> None:
+        rank = dist.get_rank()
+        one = dist.new_group(pg_options=dist_prims.BackendOptions(one_shot_bytes=1 << 20))
+        for count in (1, 1000, 100_000):
+            found = [noise(rank, torch.float32, count) for _ in range(2)]
+            dist.all_reduce(found[0])
+            dist.all_reduce(found[1], group=one)
+            equal(*found, count)
+        with pytest.raises(MismatchError, match=r"by one shot to 0, slot 1048576.*by one shot to [12], slot 1048576"):
+            dist.new_group(pg_options=dist_prims.BackendOptions(one_shot_bytes=rank))
+
+    dist_prims.spawn(body, 3, backend="dist_prims", timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_tuning_writes_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "tuning.json"
+    said = run(sys.executable, "-m", "dist_prims", "tune", "--ranks", "2", timeout=300, DIST_PRIMS_TUNING=str(file))
+    assert "2 ranks: one shot up to" in said
+    assert '"2": ' in file.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_wheel_works_in_another_environment(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    run("git", "clone", "--quiet", str(ROOT), str(source))
+    build = ["wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
+    run(sys.executable, "-m", "pip", *build, timeout=900)
+    (wheel,) = tmp_path.glob("*.whl")
+    run(sys.executable, "-m", "venv", str(tmp_path / "venv"))
+    python = tmp_path / "venv" / "bin" / "python"
+    run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    site = next((tmp_path / "venv").glob("lib/python*/site-packages"))
+    here = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "torch_of_the_tests.pth").write_text("\n".join(here) + "\n")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, dist_prims, dist_prims._backend\n"
+        "def body():\n"
+        "    tensor = torch.ones(3)\n"
+        "    torch.distributed.all_reduce(tensor)\n"
+        "    return tensor.sum().item()\n"
+        "print(dist_prims.spawn(body, 2, backend='dist_prims', timeout=60), dist_prims._backend.__file__)\n"
+    )
+    said = run(str(python), str(program))
+    assert said.startswith("[6.0, 6.0]")
+    assert str(site) in said

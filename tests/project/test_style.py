@@ -1,0 +1,363 @@
+"""The rules that a program can check: style and types, layers, public names, examples that run."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import dist_prims
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "dist_prims"
+CHECKS = ["ruff-lint", "ruff-format", "types", "clang-format-csrc", "shell-syntax"]
+EVERY = (module.name for module in pkgutil.walk_packages(dist_prims.__path__, "dist_prims."))
+MODULES = sorted(name for name in EVERY if not name.startswith("dist_prims._mpi_"))  # they need an MPI that is loaded
+
+# The layers of the package: what a module or folder of dist_prims may import from the others.
+LAYERS = {
+    "schedules": set(),
+    "errors": set(),
+    "torch_compat": set(),
+    "agreement": {"errors", "torch_compat"},
+    "collectives": {"agreement", "errors", "schedules", "torch_compat"},
+    "launch": {"autoload"},
+    "backend": {"autoload", "collectives", "errors", "launch", "schedules", "torch_compat"},
+    "autoload": {"backend", "launch", "torch_compat"},
+    "ops": {"collectives", "errors", "torch_compat"},
+    "parallel": {"agreement", "collectives", "errors"},
+    "training": {"agreement", "backend", "collectives", "errors", "parallel", "schedules", "torch_compat"},
+    "models": {"parallel", "training"},
+    "patterns": {"agreement", "collectives", "errors", "training"},
+    "datasets": set(),
+    "_chart": {"schedules"},
+    "_console": {"collectives"},
+    "demo": {"_chart", "_console", "collectives", "datasets", "launch", "models", "schedules", "training"},
+    "recipes": {"_console", "collectives", "datasets", "errors", "launch", "models", "ops", "parallel", "patterns"}
+    | {"schedules", "training"},
+    "bench": {"_chart", "backend", "collectives", "launch", "models", "schedules", "training"},
+    "cli": {"bench", "launch", "schedules"},
+    "__main__": {"cli"},
+}
+# The same within dist_prims/training.
+TRAINING = {
+    "incremental_reduce": set(),
+    "bucket": {"incremental_reduce"},
+    "group_duplicates": set(),
+    "compression": {"bucket"},
+    "gradients": {"bucket", "compression", "group_duplicates", "incremental_reduce"},
+    "average": {"gradients"},
+    "mixed_precision": set(),
+    "partition": set(),
+    "data": {"partition"},
+    "checkpoint": {"data"},
+    "elastic": {"checkpoint", "data", "partition"},
+    "local_sgd": {"average", "gradients"},
+    "pipeline": {"checkpoint", "gradients"},
+    "sharding": {"gradients"},
+}
+PURE = {"schedules", "_chart"}  # no torch
+# The files that use private API of torch themselves, instead of torch_compat. The list may only become shorter.
+PRIVATE_TORCH = {
+    "bench/calibrate.py",
+    "bench/limits.py",
+    "models/gpt.py",
+    "ops/inductor_order.py",
+    "parallel/sequence/argument_checks.py",
+    "parallel/sequence/kernels.py",
+    "parallel/sequence/ring_step.py",
+    "parallel/sequence/split.py",
+    "parallel/vocabulary/columns.py",
+    "patterns/distillation/messages.py",
+    "patterns/distillation/roles.py",
+    "patterns/ensemble.py",
+    "patterns/per_sample/gradients.py",
+    "patterns/per_sample/pool.py",
+    "patterns/per_sample/recorder.py",
+    "recipes/__main__.py",
+    "recipes/compiled.py",
+    "recipes/ddp_twin.py",
+    "recipes/vocabulary.py",
+    "training/checkpoint/compare.py",
+    "training/gradients/averager.py",
+    "training/gradients/backward_end.py",
+    "training/gradients/layout.py",
+    "training/gradients/loss_scaling.py",
+    "training/group_duplicates.py",
+    "training/local_sgd.py",
+    "training/mixed_precision.py",
+    "training/pipeline/backward.py",
+    "training/pipeline/batch_norm.py",
+    "training/pipeline/chain.py",
+    "training/pipeline/packet.py",
+    "training/pipeline/processes.py",
+    "training/pipeline/running_statistics.py",
+    "training/pipeline/split.py",
+    "training/pipeline/stage.py",
+    "training/pipeline/transfer.py",
+    "training/sharding/parameters.py",
+    "training/sharding/released_parameters.py",
+    "training/sharding/unit.py",
+}
+PRIVATE = re.compile(r"_[a-zA-Z]\w*|distributed_c10d")
+NOT_OF_TORCH = {"_exit", "_extra_reducers", "_getframe", "_replace"}  # os, multiprocessing, sys, named tuples
+
+PUBLIC = [
+    "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_",
+    "all_to_all",
+    "average_gradients",
+    "BackendOptions",
+    "barrier",
+    "broadcast",
+    "CommError",
+    "CommInterruptedError",
+    "CommTimeoutError",
+    "DataPartitioner",
+    "empty",
+    "gather",
+    "GradientAverager",
+    "init",
+    "MismatchError",
+    "partition_dataset",
+    "PeerDiedError",
+    "PeerLeftError",
+    "Pipeline",
+    "RankFailedError",
+    "reduce",
+    "reduce_scatter",
+    "scan",
+    "scatter",
+    "ShardedSampler",
+    "spawn",
+]
+# The modules whose __all__ is the public interface, beside that of every package. In others it is empty.
+DOCUMENTED = {"errors", "models.gpt", "models.resnet", "patterns.ensemble", "patterns.parameter_server"}
+DOCUMENTED |= {"schedules.topology", "training.elastic", "training.mixed_precision"}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+
+
+def sources() -> Iterator[tuple[str, Path, ast.Module]]:
+    """Layer, file and syntax tree of every module."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        yield layer, path, ast.parse(path.read_text())
+
+
+def imported(path: Path, tree: ast.Module) -> Iterator[str]:
+    """The absolute names that a module imports, wherever in it."""
+    package = ["dist_prims", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def is_torch(name: str | None) -> bool:
+    return (name or "").partition(".")[0] == "torch"
+
+
+def is_private(name: str) -> bool:
+    return any(PRIVATE.fullmatch(part) for part in name.split("."))
+
+
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    """The functions, classes, variables and attributes of ``self`` that a module defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def private_torch(tree: ast.Module, defined: set[str]) -> Iterator[str]:
+    """The private API of torch that a module uses, as far as its syntax shows.
+
+    - An import from a private module of torch, or of a private name.
+    - A private attribute of a name imported from torch: ``torch._C``, ``dist.distributed_c10d``.
+    - A private attribute that is not among the ``defined`` names: ``group._get_backend``.
+    - The same names as strings: ``"torch._inductor.lowering"``, ``getattr(options, "_timeout")``.
+    """
+    from_torch = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [each.name for each in node.names if is_torch(each.name)]
+            from_torch |= {each.asname or "torch" for each in node.names if is_torch(each.name)}
+        elif isinstance(node, ast.ImportFrom) and not node.level and is_torch(node.module):
+            names = [f"{node.module}.{each.name}" for each in node.names]
+            from_torch |= {each.asname or each.name for each in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            is_name = re.fullmatch(r"torch(\.\w+)+", node.value) or node.value == "_timeout"
+            names = [node.value] if is_name else []
+        else:
+            names = []
+        yield from filter(is_private, names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in NOT_OF_TORCH:
+            root = ast.unparse(node).partition(".")[0]
+            if root in from_torch or node.attr not in defined:
+                yield ast.unparse(node)
+
+
+def test_private_api_of_torch_is_used_in_torch_compat_only() -> None:
+    defined: dict[Path, set[str]] = {}
+    for _, path, tree in sources():
+        defined.setdefault(path.parent, set()).update(defined_names(tree))
+    found = {
+        path.relative_to(PACKAGE).as_posix(): names
+        for layer, path, tree in sources()
+        if layer != "torch_compat" and (names := sorted({*private_torch(tree, defined[path.parent])}))
+    }
+    new = {name: names for name, names in found.items() if name not in PRIVATE_TORCH}
+    assert not new, "use, or add, a function of dist_prims/torch_compat.py"
+    assert not PRIVATE_TORCH - set(found), "these files use none any more: remove them from PRIVATE_TORCH"
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_style_and_types(check: str) -> None:
+    found = run("launch_scripts/checks.sh", check)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_the_list_of_checks_is_the_one_that_is_run() -> None:
+    assert run("launch_scripts/checks.sh", "--list").stdout.split() == CHECKS
+    assert "launch_scripts/checks.sh" in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
+def test_every_module_imports_from_the_layers_below_it_only() -> None:
+    for layer, path, tree in sources():
+        if layer == "__init__":
+            continue  # it fetches public names when they are used
+        part = path.relative_to(PACKAGE).parts[1].removesuffix(".py") if layer == "training" else ""
+        for name in imported(path, tree):
+            top, target, inner = [*name.split("."), "", ""][:3]
+            if top == "dist_prims" and target in LAYERS:
+                assert target == layer or target in LAYERS[layer], f"{path}: {layer} must not import {name}"
+            if f"{top}.{target}" == "dist_prims.training" and part in TRAINING and inner in TRAINING:
+                assert inner == part or inner in TRAINING[part], f"{path}: {part} must not import {name}"
+            assert not (top == "torch" and layer in PURE), f"{path} must not import torch"
+
+
+def test_every_file_has_its_layer() -> None:
+    assert {layer for layer, _, _ in sources()} == {"__init__", *LAYERS}
+    inside = {
+        path.relative_to(PACKAGE).parts[1].removesuffix(".py") for layer, path, _ in sources() if layer == "training"
+    }
+    assert inside == {"__init__", *TRAINING}
+
+
+def test_plans_load_without_torch() -> None:
+    code = "import sys, dist_prims.schedules; assert 'torch' not in sys.modules"
+    found = run(sys.executable, "-c", code)
+    assert found.returncode == 0, found.stderr
+
+
+def exported(tree: ast.Module) -> list[str] | None:
+    """The names in __all__; None where there is none."""
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            return [
+                ast.literal_eval(each) for each in getattr(node.value, "elts", []) if isinstance(each, ast.Constant)
+            ]
+    return None
+
+
+def test_modules_have_a_docstring_and_an_all() -> None:
+    """An empty __all__ marks an internal module."""
+    for _, path, tree in sources():
+        assert ast.get_docstring(tree), f"{path} has no docstring"
+        if path.name != "__main__.py" and any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in tree.body):
+            names = exported(tree)
+            assert names is not None, f"{path} has no __all__"
+            module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+            if path.name != "__init__.py" and module not in DOCUMENTED:
+                assert not names, f"{path}: only documented modules and packages export names"
+
+
+def test_at_most_300_names_are_public() -> None:
+    public = [(path, tree) for _, path, tree in sources() if not any(part[0] == "_" for part in path.parent.parts)]
+    assert sum(len(exported(tree) or []) for _, tree in public) + len(dist_prims.__all__) <= 300
+
+
+def test_old_names_warn() -> None:
+    with pytest.warns(DeprecationWarning, match=r"dist_prims\.Options is called BackendOptions"):
+        assert dist_prims.Options is dist_prims.BackendOptions
+    for old in ("CommTimeout", "Interrupted", "PeerDied", "PeerLeft"):
+        with pytest.warns(DeprecationWarning, match=rf"errors\.{old} is called \w+Error"):
+            assert issubclass(getattr(dist_prims.errors, old), dist.DistBackendError)
+
+
+def test_files_and_functions_stay_short() -> None:
+    for _, path, tree in sources():
+        assert len(path.read_text().splitlines()) <= 400, f"{path} is long: the idea is not found yet"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, f"{path}: {node.name} is long"
+
+
+def test_public_names_are_few_and_stay() -> None:
+    assert sorted(dist_prims.__all__) == sorted(PUBLIC)
+    for name in dist_prims.__all__:
+        assert getattr(dist_prims, name)
+    with pytest.raises(AttributeError, match="no attribute 'all_reduc'"):
+        _ = dist_prims.all_reduc
+
+
+def test_public_functions_have_an_example() -> None:
+    for name in set(PUBLIC) - {"__version__"}:
+        found = getattr(dist_prims, name)
+        text = (found.__doc__ or "") + (importlib.import_module(found.__module__).__doc__ or "")
+        assert ">>>" in text, f"{name} has no example"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)  # another test may have loaded it
+    if name.endswith("__main__"):
+        pytest.skip("a program, run by its own tests")
+    module = importlib.import_module(name)
+    if not doctest.DocTestFinder(exclude_empty=True).find(module):
+        return
+    own_group = any(
+        word in name
+        for word in ("agreement", "backend", "collectives", "parallel", "patterns", "torch_compat", "training")
+    )
+    if own_group:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert doctest.testmod(module).failed == 0
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_nothing_of_a_machine_in_the_project() -> None:
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard").stdout.split()
+    for name in listed:
+        path = ROOT / name
+        if path.is_file() and path.suffix not in {".gz", ".png"}:
+            text = path.read_text()
+            for word in ("/" + "root/", "/" + "home/", "index" + "-url"):
+                assert word not in text, f"{name} holds {word}"
