@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..torch_compat import device_types
 from .algorithm_choice import CHEAPEST, UNFORWARDED
 from .arguments import CallBuilder, Op, Tensors
-from .call import AnyWork, group_of
+from .call import AnyWork, CallOptions, group_of
 from .native import all_gather_, all_reduce_, direct_group, reduce_scatter_
 
 __all__: list[str] = []
@@ -27,9 +27,12 @@ def all_reduce(
     tensor: torch.Tensor,
     op: Op = SUM,
     group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
     *,
     output: torch.Tensor | None = None,
-    **options: Any,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
 ) -> AnyWork | None:
     """Reduce the tensors of all ranks; every rank gets the result, in place or in ``output``.
 
@@ -40,9 +43,14 @@ def all_reduce(
     >>> tensor
     tensor([1, 2])
     """
-    if output is None and not options and (found := direct_group("all_reduce", [tensor], op, group)):
+    if (
+        output is None
+        and not (async_op or algorithm or segment_bytes or parameters)
+        and (found := direct_group("all_reduce", [tensor], op, group))
+    ):
         all_reduce_(tensor, op, found)
         return None
+    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
     call = CallBuilder("all_reduce", group, tensor, op)
     source = call.read(tensor)
     in_place = output is None and call.reads_in_place(tensor)
@@ -56,7 +64,11 @@ def reduce_scatter(
     input: Tensors,
     op: Op = SUM,
     group: dist.ProcessGroup | None = None,
-    **options: Any,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
 ) -> AnyWork | None:
     """Reduce the tensors of all ranks; rank r gets block r of the result.
 
@@ -69,12 +81,13 @@ def reduce_scatter(
     tensor([3., 4.])
     """
     if (
-        not options
+        not (async_op or algorithm or segment_bytes or parameters)
         and _is_n_times(input, output, group)
         and (found := direct_group("reduce_scatter", [output, input], op, group))
     ):
         reduce_scatter_(output, cast(torch.Tensor, input), op, found)
         return None
+    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
     call = CallBuilder("reduce_scatter", group, output, op)
     blocks = call.read_blocks(input, "input")
     counts = [len(block) for block in blocks]
@@ -87,7 +100,11 @@ def all_gather(
     output: Tensors,
     input: torch.Tensor,
     group: dist.ProcessGroup | None = None,
-    **options: Any,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
 ) -> AnyWork | None:
     """Gather the tensors of all ranks on every rank.
 
@@ -99,12 +116,13 @@ def all_gather(
     tensor([3., 4.])
     """
     if (
-        not options
+        not (async_op or algorithm or segment_bytes or parameters)
         and _is_n_times(output, input, group)
         and (found := direct_group("all_gather", [output, input], None, group))
     ):
         all_gather_(cast(torch.Tensor, output), input, found)
         return None
+    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
     call = CallBuilder("all_gather", group, input)
     blocks = call.write_blocks(output, "output")
     counts = [len(block) for block in blocks]
@@ -114,7 +132,14 @@ def all_gather(
 
 
 def broadcast(
-    tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None, **options: Any
+    tensor: torch.Tensor,
+    src: int = 0,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
 ) -> AnyWork | None:
     """Copy the tensor of rank ``src`` to every rank.
 
@@ -122,12 +147,13 @@ def broadcast(
     """
     if (
         group is None
-        and not options
+        and not (async_op or algorithm or segment_bytes or parameters)
         and (found := direct_group("broadcast", [tensor], None, None))
         and 0 <= src < found.size()
     ):
         dist.broadcast(tensor, src, found)
         return None
+    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
     call = CallBuilder("broadcast", group, tensor, root=src)
     target = call.read(tensor) if call.is_root and call.is_flat(tensor) else call.write(tensor, keep=call.is_root)
     return call.make([len(target)], [target if call.is_root else None], [target], [len(target)], options)
@@ -138,9 +164,12 @@ def reduce(
     dst: int = 0,
     op: Op = SUM,
     group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
     *,
     output: torch.Tensor | None = None,
-    **options: Any,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
 ) -> AnyWork | None:
     """Reduce the tensors of all ranks; rank ``dst`` gets the result, in place or in ``output``.
 
@@ -148,6 +177,7 @@ def reduce(
 
     >>> reduce(torch.ones(3), dst=0)
     """
+    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
     call = CallBuilder("reduce", group, tensor, op, root=dst)
     source = call.read(tensor)
     target = None
@@ -163,7 +193,11 @@ def gather(
     gather_list: Sequence[torch.Tensor] | None = None,
     dst: int = 0,
     group: dist.ProcessGroup | None = None,
-    **options: Any,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
 ) -> AnyWork | None:
     """Gather the tensors of all ranks, of one length, in the ``gather_list`` of rank ``dst``.
 
@@ -174,6 +208,7 @@ def gather(
     >>> parts
     [tensor([3., 4.])]
     """
+    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
     call = CallBuilder("gather", group, tensor, root=dst)
     source = call.read(tensor)
     blocks = call.root_list("gather_list", gather_list, len(source), writing=True)
@@ -186,7 +221,11 @@ def scatter(
     scatter_list: Sequence[torch.Tensor] | None = None,
     src: int = 0,
     group: dist.ProcessGroup | None = None,
-    **options: Any,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
 ) -> AnyWork | None:
     """Scatter the tensors in the ``scatter_list`` of rank ``src``: rank r gets tensor r. All have one length.
 
@@ -197,6 +236,7 @@ def scatter(
     >>> tensor
     tensor([3., 4.])
     """
+    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
     call = CallBuilder("scatter", group, tensor, root=src)
     target = call.write(tensor)
     blocks = call.root_list("scatter_list", scatter_list, len(target), writing=False)
@@ -210,7 +250,11 @@ def all_to_all(
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
-    **options: Any,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
 ) -> AnyWork | None:
     """Exchange blocks: block d of the input of rank s becomes block s of the output of rank d.
 
@@ -222,6 +266,7 @@ def all_to_all(
     >>> output
     tensor([3., 4.])
     """
+    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
     call = CallBuilder("all_to_all", group, input if isinstance(input, torch.Tensor) else input[0])
     sent, received = (
         call.read_blocks(input, "input", input_splits),
@@ -230,7 +275,6 @@ def all_to_all(
     call.check_length("output block", received[call.rank], sent[call.rank])
     nothing = [None] * call.size
     is_even = isinstance(input, torch.Tensor) and input_splits is None and output_splits is None
-    algorithm = options.get("algorithm")
     call.check(
         is_even or algorithm in (None, CHEAPEST, *UNFORWARDED),
         f"algorithm {algorithm!r} forwards blocks of other ranks, whose lengths this rank does not know; with splits "
@@ -245,9 +289,12 @@ def scan(
     tensor: torch.Tensor,
     op: Op = SUM,
     group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
     *,
     exclusive: bool = False,
-    **options: Any,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
 ) -> AnyWork | None:
     """Reduce the tensors of ranks 0..r on each rank r, in place.
 
@@ -255,6 +302,7 @@ def scan(
 
     >>> scan(torch.ones(3))
     """
+    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
     call = CallBuilder("exclusive_scan" if exclusive else "scan", group, tensor, op)
     call.check(
         call.op not in (dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM),
@@ -264,12 +312,20 @@ def scan(
     return call.make([len(target)], [target], [target], [len(target)], options)
 
 
-def barrier(group: dist.ProcessGroup | None = None, **options: Any) -> AnyWork | None:
+def barrier(
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
+) -> AnyWork | None:
     """Wait until every rank has called barrier().
 
     >>> barrier()
     """
     token = torch.ones(1, dtype=torch.uint8, device=_device_of(group_of(group, "barrier")))
+    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
     call = CallBuilder("barrier", group, token, dist.ReduceOp.MAX)
     return call.make([1], [token], [token], [1], options)
 

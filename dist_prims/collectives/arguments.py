@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +11,11 @@ import torch.distributed as dist
 from ..torch_compat import device_types
 from .call import AnyWork, Call, CallOptions, group_of, perform
 from .flat import cut, split_evenly
-from .reduction import check_reducible, factor_of, plain, premultiplied
+from .reduction import check_reducible, factor_of, op_named, plain, premultiplied
 
 __all__: list[str] = []
 
-Op = dist.ReduceOp.RedOpType | dist.ReduceOp  # the latter: PREMUL_SUM with its factor
+Op = dist.ReduceOp.RedOpType | dist.ReduceOp | str  # ReduceOp: PREMUL_SUM with its factor; str: the name, as "sum"
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -35,8 +34,9 @@ class CallBuilder:
         self.rank, self.size = self.group.rank(), self.group.size()
         self._what = f"{collective} on rank {self.rank}"
         self._collective = collective
-        self.op = None if op is None else plain(op)
-        self._factor = None if op is None else factor_of(op, self._what)
+        reduction = op_named(op, self._what) if isinstance(op, str) else op
+        self.op = None if reduction is None else plain(reduction)
+        self._factor = None if reduction is None else factor_of(reduction, self._what)
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.check(isinstance(like, torch.Tensor), f"a tensor is needed, not {type(like).__name__}")
         self._like = like
@@ -148,17 +148,13 @@ class CallBuilder:
         source: Sequence[torch.Tensor | None],
         target: Sequence[torch.Tensor | None],
         common: Sequence[int],
-        options: dict[str, Any],
+        options: CallOptions,
         even: bool = True,
     ) -> AnyWork | None:
-        known = {name: options.pop(name, default) for name, default in _DEFAULTS.items()}
-        self.check(known["segment_bytes"] >= 0, f"segment_bytes={known['segment_bytes']} is negative")
+        self.check(options.segment_bytes >= 0, f"segment_bytes={options.segment_bytes} is negative")
         call = Call(self._collective, self.group, self._like, blocks, source, target, self.op, self._root, common, even)
         call.after.extend(functools.partial(_copy_back, *pair) for pair in self._after)
-        return perform(call, CallOptions(**known, parameters=options))
-
-
-_DEFAULTS: dict[str, Any] = {"algorithm": None, "async_op": False, "segment_bytes": 0}
+        return perform(call, options)
 
 
 def _copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:

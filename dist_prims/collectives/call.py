@@ -49,7 +49,7 @@ class CallOptions:
     algorithm: str | None
     async_op: bool
     segment_bytes: int
-    parameters: dict[str, Any]
+    parameters: dict[str, Any]  # of the algorithm
 
 
 @dataclass

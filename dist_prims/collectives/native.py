@@ -33,6 +33,7 @@ from ..torch_compat import (
     reduce_scatter_single,
 )
 from .flat import cut
+from .reduction import op_named
 
 if TYPE_CHECKING:
     from .call import Call
@@ -80,7 +81,7 @@ def _backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 def all_reduce_(
     tensor: torch.Tensor,
-    op: dist.ReduceOp.RedOpType | dist.ReduceOp = dist.ReduceOp.SUM,
+    op: dist.ReduceOp.RedOpType | dist.ReduceOp | str = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Reduce ``tensor`` in place over the ranks of a group, and return it.
@@ -93,7 +94,7 @@ def all_reduce_(
     """
     target = group or default_group()
     call = _all_reduces.get(id(target)) or _find_all_reduce(target)
-    call(tensor, op)
+    call(tensor, op_named(op, "all_reduce_") if isinstance(op, str) else op)
     return tensor
 
 

@@ -28,6 +28,7 @@ Binary = Callable[..., torch.Tensor]
 
 _NAMES = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 OP_NAMES = {getattr(dist.ReduceOp, name): name for name in _NAMES}
+_OPS: dict[str, Op] = {name.lower(): op for op, name in OP_NAMES.items()}
 _BINARY: dict[Op, Binary] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.AVG: torch.add,
@@ -44,6 +45,14 @@ _ORDERED = (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 _BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _HALF = (torch.float16, torch.bfloat16)
+
+
+def op_named(name: str, what: str) -> Op:
+    """Return the reduction of a name such as "sum"; ValueError if there is none."""
+    if name in _OPS:
+        return _OPS[name]
+    known = ", ".join(f'"{each}"' for each in _OPS)
+    raise ValueError(f"{what}: op={name!r}: there are {known}, and the members of torch.distributed.ReduceOp")
 
 
 def plain(op: Op | dist.ReduceOp) -> Op:

@@ -17,7 +17,6 @@ it has in the whole, so that a stage's ``state_dict`` is a part of the model's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -126,53 +125,53 @@ class ResNet(nn.Module):
         return found
 
 
-def resnet18(num_classes: int = 1000, **options: Any) -> ResNet:
-    """ResNet-18; ``options`` are those of :class:`ResNet`.
+def resnet18(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
+    """ResNet-18; the arguments are those of :class:`ResNet`.
 
     >>> sum(parameter.numel() for parameter in resnet18().parameters())
     11689512
     """
-    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, **options)
+    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels=in_channels, small_images=small_images)
 
 
-def resnet34(num_classes: int = 1000, **options: Any) -> ResNet:
-    """ResNet-34; ``options`` are those of :class:`ResNet`.
+def resnet34(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
+    """ResNet-34; the arguments are those of :class:`ResNet`.
 
     >>> with torch.device("meta"):
     ...     len(resnet34().layers())
     23
     """
-    return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, **options)
+    return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, in_channels=in_channels, small_images=small_images)
 
 
-def resnet50(num_classes: int = 1000, **options: Any) -> ResNet:
-    """ResNet-50; ``options`` are those of :class:`ResNet`.
+def resnet50(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
+    """ResNet-50; the arguments are those of :class:`ResNet`.
 
     >>> with torch.device("meta"):
     ...     len(resnet50().layers())
     23
     """
-    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, **options)
+    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels=in_channels, small_images=small_images)
 
 
-def resnet101(num_classes: int = 1000, **options: Any) -> ResNet:
-    """ResNet-101; ``options`` are those of :class:`ResNet`.
+def resnet101(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
+    """ResNet-101; the arguments are those of :class:`ResNet`.
 
     >>> with torch.device("meta"):
     ...     len(resnet101().layers())
     40
     """
-    return ResNet(Bottleneck, (3, 4, 23, 3), num_classes, **options)
+    return ResNet(Bottleneck, (3, 4, 23, 3), num_classes, in_channels=in_channels, small_images=small_images)
 
 
-def resnet152(num_classes: int = 1000, **options: Any) -> ResNet:
-    """ResNet-152; ``options`` are those of :class:`ResNet`.
+def resnet152(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
+    """ResNet-152; the arguments are those of :class:`ResNet`.
 
     >>> with torch.device("meta"):
     ...     len(resnet152().layers())
     57
     """
-    return ResNet(Bottleneck, (3, 8, 36, 3), num_classes, **options)
+    return ResNet(Bottleneck, (3, 8, 36, 3), num_classes, in_channels=in_channels, small_images=small_images)
 
 
 def _conv3x3(channels: int, width: int, stride: int = 1) -> nn.Conv2d:

@@ -15,22 +15,25 @@ from . import registered
 
 __all__: list[str] = []
 
+Op = str | dist.ReduceOp.RedOpType
+_OP_NAMES = {getattr(dist.ReduceOp, name.upper()): name for name in ("sum", "avg", "max", "min", "product")}
 
-def all_reduce(x: torch.Tensor, op: str = "sum", group: dist.ProcessGroup | None = None) -> torch.Tensor:
+
+def all_reduce(x: torch.Tensor, op: Op = "sum", group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Reduce the tensors of all ranks; every rank gets the result.
 
-    ``op`` is "sum", "mean", "max", "min" or "product".
+    ``op`` is "sum", "avg", "max", "min" or "product", or that member of ``torch.distributed.ReduceOp``.
 
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
-    >>> all_reduce(x, "mean").sum().backward()
+    >>> all_reduce(x, "avg").sum().backward()
     >>> x.grad
     tensor([1., 1.])
 
-    "mean" divides before it adds, as gradient averaging does. The gradient of "max" and "min" is divided equally among
+    "avg" divides before it adds, as gradient averaging does. The gradient of "max" and "min" is divided equally among
     the ranks with the extreme value. The gradient of "product" needs an all_gather of ``x``. The "product" of complex
     numbers is supported over gloo, but not over the backend dist_prims and NCCL.
     """
-    return _tensor(registered.all_reduce(x, op, _name(group)))
+    return _tensor(registered.all_reduce(x, _op_name(op), _name(group)))
 
 
 def all_gather(
@@ -51,7 +54,7 @@ def all_gather(
 
 def reduce_scatter(
     x: torch.Tensor,
-    op: str = "sum",
+    op: Op = "sum",
     dim: int = 0,
     splits: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -63,11 +66,11 @@ def reduce_scatter(
     >>> reduce_scatter(torch.ones(4, 3)).shape
     torch.Size([4, 3])
 
-    The function has a gradient for "sum" and "mean".
+    The function has a gradient for "sum" and "avg".
     """
     name, rows = _name(group), _dim_first(x, dim)
     lengths = _even_splits("reduce_scatter", rows, group) if splits is None else list(splits)
-    return _tensor(registered.reduce_scatter(rows, op, lengths, name)).movedim(0, dim)
+    return _tensor(registered.reduce_scatter(rows, _op_name(op), lengths, name)).movedim(0, dim)
 
 
 def all_to_all(
@@ -133,6 +136,10 @@ def _name(group: dist.ProcessGroup | None) -> str:
 
 def _size(group: dist.ProcessGroup | None) -> int:
     return _group(group).size()
+
+
+def _op_name(op: Op) -> str:
+    return op if isinstance(op, str) else _OP_NAMES.get(op, str(op))  # an unknown one is refused by the operator
 
 
 def _dim_first(x: torch.Tensor, dim: int) -> torch.Tensor:

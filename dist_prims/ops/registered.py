@@ -108,7 +108,7 @@ def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 def _derivative_of_all_reduce(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     op, group = ctx.arguments
-    if op in ("sum", "mean"):
+    if op in ("sum", "avg"):
         return all_reduce(gradient, op, group), None, None
     x, output = ctx.saved_tensors
     if op == "product":  # of all other ranks; not output / x, because x may be 0
@@ -127,7 +127,7 @@ def _derivative_of_all_gather(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ..
 
 def _derivative_of_reduce_scatter(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     op, splits, group = ctx.arguments
-    if op not in ("sum", "mean"):
+    if op not in ("sum", "avg"):
         remedy = "use all_reduce, which has one, and this rank's part of its result"
         raise ValueError(f"dist_prims.ops.reduce_scatter on rank {_rank(group)}: op={op!r} has no gradient; {remedy}")
     share = gradient if op == "sum" else gradient / len(splits)

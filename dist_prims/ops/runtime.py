@@ -4,7 +4,7 @@ Over the backend dist_prims and NCCL the operators call ``torch.distributed``: d
 ranks before it touches data, and calls of NCCL are asynchronous. gloo and other backends do not compare calls, so there
 the operators run a schedule of :mod:`dist_prims.collectives`, which does. The comparison covers operation, dtype and
 counts. The comparison does not detect different shapes with the same number of elements, nor "sum" on one rank and
-"mean" on another, which is a sum of values that each rank has divided. Roots are ranks of the group.
+"avg" on another, which is a sum of values that each rank has divided. Roots are ranks of the group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__: list[str] = []
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # of values that have been divided, so that float16 does not overflow
+    "avg": dist.ReduceOp.SUM,  # of values that have been divided, so that float16 does not overflow
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
@@ -51,10 +51,10 @@ class GroupCall:
     def operand(self, x: torch.Tensor, op: str) -> tuple[torch.Tensor, Any]:
         """Return a copy of ``x`` to reduce, and the reduction."""
         self.check(op in _OPS, f"op={op!r}: there are {', '.join(map(repr, _OPS))}")
-        if op == "mean":
+        if op == "avg":
             is_number = x.is_floating_point() or x.is_complex()
             self.check(
-                is_number, f"op='mean' of {x.dtype}: the mean is not supported for integers; use 'sum' and divide"
+                is_number, f"op='avg' of {x.dtype}: the average is not supported for integers; use 'sum' and divide"
             )
             return _copy(x).div_(self.size), _OPS[op]
         return _copy(x), _OPS[op]

@@ -107,7 +107,7 @@ def train(images: torch.Tensor, how: Callable[[Step], Step] | None) -> list[torc
 
     def loss_of(images: torch.Tensor) -> torch.Tensor:
         loss = cross_entropy(model(images), labels)
-        return ops.all_reduce(loss, "mean") if how else loss
+        return ops.all_reduce(loss, "avg") if how else loss
 
     step = how(loss_of) if how else loss_of
     for _ in range(3):

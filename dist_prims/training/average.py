@@ -25,7 +25,13 @@ _NONE, _DENSE, _SPARSE = 0, 1, 2
 
 
 def average_gradients(
-    model: torch.nn.Module, group: dist.ProcessGroup | None = None, *, bucket_mb: float = 25, **options: Any
+    model: torch.nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bucket_mb: float = 25,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
 ) -> None:
     """Replace each gradient by its mean over the ranks; call it between ``backward()`` and ``step()``.
 
@@ -35,8 +41,8 @@ def average_gradients(
     >>> model.weight.grad
     tensor([[3., 3.]])
 
-    Parameters without a gradient on any rank keep none. Memory beside the model: one bucket. ``options`` are those of
-    :func:`dist_prims.all_reduce`, such as ``algorithm="ring"``.
+    Parameters without a gradient on any rank keep none. Memory beside the model: one bucket. The other
+    arguments are those of :func:`dist_prims.all_reduce`.
     """
     if bucket_mb <= 0:
         raise ValueError(f"average_gradients: bucket_mb={bucket_mb} must be positive")
@@ -49,6 +55,7 @@ def average_gradients(
             "make its layer with sparse=False, or average it by itself after .to_dense()"
         )
     taking_part = [parameter for (_, parameter), kind in zip(named, kinds, strict=True) if kind == _DENSE]
+    options = {"algorithm": algorithm, "segment_bytes": segment_bytes, **parameters}
     for numbers in plan(taking_part, range(len(taking_part)), int(bucket_mb * 2**20)):
         _average([taking_part[number] for number in numbers], group, options)
 

@@ -38,15 +38,26 @@ class GradScaler(torch.amp.GradScaler):
     >>> weight.item(), scaler.get_scale()
     (1.0, 4.0)
 
-    ``options`` are torch's, the same on every rank, which is checked at the first step and after any rank has loaded a
-    state or set a scale; all but ``enabled``: a scaler that is off sends nothing, and where only some are on, these
-    wait until the group's timeout. Every rank makes the same calls of :meth:`unscale_`, :meth:`step` and :meth:`update`
-    in the same order, also one that has no gradients or no loss. ``state_dict()`` is the same on all ranks. A copied or
-    unpickled scaler uses the default group.
+    The arguments are torch's and the same on every rank. The ranks compare them at the first step, and after a rank has
+    loaded a state or set a scale; but not ``enabled``: a disabled scaler sends nothing, and if only some are enabled,
+    these wait until the group's timeout. Every rank makes the same calls of :meth:`unscale_`, :meth:`step` and
+    :meth:`update` in the same order, also one that has no gradients or no loss. ``state_dict()`` is the same on all
+    ranks. A copied or unpickled scaler uses the default group.
     """
 
-    def __init__(self, device: str | None = None, *, group: dist.ProcessGroup | None = None, **options: Any) -> None:
-        super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._group = group_of(group, "GradScaler")
         self._compared = False
 

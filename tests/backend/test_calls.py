@@ -184,6 +184,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "bits": (lambda: dist_prims.all_reduce(ones(), dist.ReduceOp.BXOR), "BXOR cannot reduce torch.float32"),
     "mean": (lambda: dist_prims.all_reduce(torch.ones(2).bool(), dist.ReduceOp.AVG), "AVG cannot reduce torch.bool"),
+    "name of an op": (lambda: dist_prims.all_reduce(ones(), "mean"), """op='mean': there are "sum", "avg", """),
     "order": (lambda: dist_prims.all_reduce(ones().cfloat(), dist.ReduceOp.MAX), "complex numbers have no order"),
     "device": (lambda: dist_prims.all_reduce(ones().to("meta")), "the tensor is on meta, but the group serves cpu"),
     "sparse": (lambda: dist_prims.all_reduce(ones().to_sparse()), "call .to_dense() first"),
@@ -204,6 +205,27 @@ def test_bad_input_is_refused_before_anything_is_sent(name: str) -> None:
     if name == "gather list":  # right on rank 1
         call = lambda: dist_prims.gather(ones(), [] if dist.get_rank() else None)  # noqa: E731
     assert words in refused(call)
+
+
+@pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
+def test_a_reduction_by_name_and_async_op_by_position(backend: str) -> None:
+    """As torch's own functions have async_op after the group."""
+
+    def body() -> None:
+        rank, parts = dist.get_rank(), torch.empty(2)
+        for op, wanted in {"sum": 3, "avg": 1.5, "max": 2, "product": 2}.items():
+            for algorithm in (None, "ring"):
+                tensor = ones() * (rank + 1)
+                dist_prims.all_reduce(tensor, op, algorithm=algorithm)
+                assert tensor.eq(wanted).all(), (op, algorithm)
+            if op != "avg" or backend != "gloo":  # gloo has no average
+                assert dist_prims.all_reduce_(ones() * (rank + 1), op).eq(wanted).all()
+        dist_prims.all_gather(parts, torch.tensor([float(rank)]), None, True).wait()
+        dist_prims.reduce(tensor, 1, "sum", None, True).wait()
+        assert parts.tolist() == [0, 1]
+        assert tensor.eq(4 if rank else 2).all()
+
+    dist_prims.spawn(body, 2, backend=backend, timeout=60)
 
 
 def test_without_a_group() -> None:

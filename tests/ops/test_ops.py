@@ -38,10 +38,11 @@ def test_values(size: int, backend: str) -> None:
             whole = {"sum": everyones.sum(0), "max": everyones.amax(0), "min": everyones.amin(0)}
             whole["product"] = everyones.prod(0)
             for op, wanted in whole.items():
-                assert torch.equal(ops.all_reduce(mine, op), wanted.to(dtype)), (op, dtype)
+                for form in (op, getattr(dist.ReduceOp, op.upper())):
+                    assert torch.equal(ops.all_reduce(mine, form), wanted.to(dtype)), (form, dtype)
             if dtype.is_floating_point:
                 scaled = mine * size  # so that the division is exact
-                assert torch.equal(ops.all_reduce(scaled, "mean"), everyones.sum(0).to(dtype))
+                assert torch.equal(ops.all_reduce(scaled, "avg"), everyones.sum(0).to(dtype))
             assert torch.equal(ops.all_gather(mine), everyones.flatten(0, 1))
             assert torch.equal(ops.all_gather(mine.t(), dim=1), everyones.flatten(0, 1).t())  # not contiguous
             cut = everyones.repeat(1, size, 1)
@@ -94,13 +95,13 @@ def functions(size: int) -> dict[str, tuple[Body, Body]]:
     cut = lambda whole: list(whole.chunk(size))  # noqa: E731
     return {
         "sum": (ops.all_reduce, lambda xs: [xs.sum(0)] * size),
-        "mean": (lambda x: ops.all_reduce(x, "mean"), lambda xs: [xs.mean(0)] * size),
+        "mean": (lambda x: ops.all_reduce(x, "avg"), lambda xs: [xs.mean(0)] * size),
         "max": (lambda x: ops.all_reduce(x, "max"), lambda xs: [xs.amax(0)] * size),
         "min": (lambda x: ops.all_reduce(x, "min"), lambda xs: [xs.amin(0)] * size),
         "product": (lambda x: ops.all_reduce(x, "product"), lambda xs: [xs.prod(0)] * size),
         "all_gather": (lambda x: ops.all_gather(x, dim=1), lambda xs: [torch.cat(list(xs), 1)] * size),
         "reduce_scatter": (ops.reduce_scatter, lambda xs: cut(xs.sum(0))),
-        "reduce_scatter mean": (lambda x: ops.reduce_scatter(x, "mean"), lambda xs: cut(xs.mean(0))),
+        "reduce_scatter mean": (lambda x: ops.reduce_scatter(x, "avg"), lambda xs: cut(xs.mean(0))),
         "all_to_all": (ops.all_to_all, lambda xs: [torch.cat([cut(x)[to] for x in xs]) for to in range(size)]),
         "broadcast": (lambda x: ops.broadcast(x, size - 1), lambda xs: [xs[-1]] * size),
         "reduce": (lambda x: ops.reduce(x), lambda xs: [xs.sum(0)] + [torch.zeros_like(xs[0])] * (size - 1)),
@@ -176,7 +177,7 @@ def test_what_torch_asks_of_an_operator() -> None:
         cases = [
             *((registered.all_reduce, (x, op, group)) for op in ("sum", "max", "product")),
             (registered.all_gather, (x, [2, 2], group)),
-            (registered.reduce_scatter, (x, "mean", even, group)),
+            (registered.reduce_scatter, (x, "avg", even, group)),
             (registered.all_to_all, (x, even, even, group)),
             (registered.broadcast, (x, 0, group)),
             (registered.reduce, (x.t(), 0, group)),  # not contiguous
@@ -200,8 +201,8 @@ class Net(torch.nn.Module):
         rows = ops.reduce_scatter(ops.all_gather(y, dim=1, group=self.group), dim=1, group=self.group)
         swapped = ops.all_to_all(rows.repeat(size, 1), group=self.group)
         ops.all_reduce(swapped, group=self.group)  # nobody uses it, and yet no rank may leave it out
-        loss = swapped.square().mean() + ops.all_reduce(y, "max", self.group).mean()
-        return ops.all_reduce(loss, "mean", self.group)
+        loss = swapped.square().mean() + ops.all_reduce(y, dist.ReduceOp.MAX, self.group).mean()
+        return ops.all_reduce(loss, "avg", self.group)
 
 
 @pytest.mark.timeout(300)
@@ -290,8 +291,9 @@ def test_bad_calls_are_told_before_anything_is_sent() -> None:
     def body() -> None:
         x = torch.ones(3, 2)
         for call, says in [
-            (lambda: ops.all_reduce(x, "average"), r"all_reduce on rank \d: op='average': there are 'sum', 'mean'"),
-            (lambda: ops.all_reduce(x.long(), "mean"), r"op='mean' of torch.int64: .* use 'sum'"),
+            (lambda: ops.all_reduce(x, "average"), r"all_reduce on rank \d: op='average': there are 'sum', 'avg'"),
+            (lambda: ops.all_reduce(x, dist.ReduceOp.BXOR), r"op='RedOpType.BXOR': there are 'sum', 'avg'"),
+            (lambda: ops.all_reduce(x.long(), "avg"), r"op='avg' of torch.int64: .* use 'sum'"),
             (lambda: ops.reduce_scatter(x), r"3 rows cannot be split evenly for 2 ranks"),
             (lambda: ops.reduce_scatter(x, splits=[1, 1]), r"splits=\[1, 1\] add up to 2; there are 3 rows"),
             (lambda: ops.all_gather(x, splits=[3]), r"splits=\[3\] must have a number for each of 2 ranks"),
