@@ -10,10 +10,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules import batchnorm, instancenorm
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 __all__: list[str] = []
 
@@ -23,6 +27,13 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 # default_group() returns the default group, and raises ValueError if there is none. An alias, because the shortest path
 # of all_reduce_() calls it: a function around it would add 5 % to 1 µs.
 default_group: Callable[[], dist.ProcessGroup] = dist.distributed_c10d._get_default_group
+# graph_task_id() identifies the backward pass that runs in this thread; -1 outside of one.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+BatchNorm: TypeAlias = batchnorm._BatchNorm
+InstanceNorm: TypeAlias = instancenorm._InstanceNorm
+Norm: TypeAlias = batchnorm._NormBase  # the base of both
+# transform_level() counts the transforms of torch.func, such as vmap, that run in this thread; None without any.
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 
 def group_named(name: str) -> dist.ProcessGroup:
@@ -52,14 +63,19 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def exposed_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The timeout of a group's collectives on a device, if the backend exposes it."""
+    timeout = getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The timeout of a group's collectives on a device; torch's default where the backend does not expose one.
 
     >>> timeout_of(default_group(), torch.device("cpu")) > timedelta(0)
     True
     """
-    timeout = getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else dist.default_pg_timeout
+    return exposed_timeout(group, device) or dist.default_pg_timeout
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store | None:
@@ -94,3 +110,166 @@ def rendezvous_handlers() -> dict[str, Callable[..., Any]]:
     module: Any = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Callable[..., Any]] = module._rendezvous_handlers
     return handlers
+
+
+def knows_group(group: dist.ProcessGroup) -> bool:
+    """Whether ``torch.distributed`` has made this group, and has not destroyed it.
+
+    >>> knows_group(default_group())
+    True
+    """
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def new_local_group(
+    ranks: list[int], rank: int, backend: str, name: str, options: Any, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Make a group that only its own ranks call for, with a given name; ``rank`` is this process within it.
+
+    ``new_group`` must be called by every rank of the world, or names the group by the number of groups that this
+    process has, which may differ by rank. A communicator of NCCL that is split from the world's needs a call of every
+    rank of the world too, and torch splits if the world is bound to a device; so the world is not bound meanwhile.
+    """
+    c10d, world = dist.distributed_c10d, default_group()
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        made: Any = c10d._new_process_group_helper(
+            len(ranks),
+            rank,
+            ranks,
+            c10d.Backend(backend),
+            c10d._world.pg_map[world][1],
+            name,  # type: ignore[arg-type]  # torch 2.11 takes a str
+            backend_options=options,
+            timeout=timeout,
+            group_desc=name,
+        )[0]
+    finally:
+        if device is not None:
+            world.bound_device_id = device
+    c10d._world.pg_group_ranks[made] = {rank: position for position, rank in enumerate(ranks)}
+    group: dist.ProcessGroup = made
+    return group
+
+
+def register_fake_backend() -> None:
+    """Make torch's backend "fake" known, which sends nothing."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+
+
+def import_compiler() -> None:
+    """Import torch's compiler now; otherwise the first optimizer or profiler of a process imports it."""
+    importlib.import_module("torch._dynamo")
+
+
+def queue_backward_callback(call: Callable[[], None]) -> None:
+    """Have autograd call ``call`` at the end of the backward pass that runs in this thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def saved_tensor_hooks(*, while_tracing: bool = False) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost hooks for saved tensors (pack, unpack) of this thread.
+
+    >>> saved_tensor_hooks() is None
+    True
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(while_tracing)
+    return hooks  # type: ignore[no-any-return]
+
+
+def is_in_function_transform() -> bool:
+    """Whether a transform of torch.func, such as vmap, runs.
+
+    >>> is_in_function_transform()
+    False
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def unbatched(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """The tensor of all samples under vmap, and the dimension of the samples; None where x does not depend on the
+    sample. A Function with a rule for vmap would give the same, but costs 0.3 ms."""
+    functorch: Any = torch._C._functorch
+    if not functorch.is_batchedtensor(x):
+        return x, None
+    found: tuple[torch.Tensor, int] = functorch._unwrap_batched(x, functorch.maybe_get_level(x))
+    return found
+
+
+def without_torch_function() -> Any:
+    """A context in which subclasses of Tensor are treated as plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of changes in place that autograd has counted.
+
+    >>> version_of(torch.ones(1).add_(1))
+    1
+    """
+    return tensor._version
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd regards a tensor as a view of another one."""
+    return tensor._is_view()
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common exactly if they use the same storage.
+
+    >>> x = torch.ones(4)
+    >>> storage_id(x) == storage_id(x[2:])
+    True
+    """
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def storage_users(storage: Any) -> int:
+    """The number of references to a storage: tensors, and this Python object."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
+def has_call_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks are called with a module, forward or backward.
+
+    >>> has_call_hooks(torch.nn.ReLU())
+    False
+    """
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def has_load_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks may change a state before a module loads it."""
+    return bool(module._load_state_dict_pre_hooks)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether hooks are called with the gradient of a parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def ragged_dim(nested: Any) -> int:
+    """The dimension of a jagged tensor in which its parts have different lengths."""
+    return int(nested._ragged_idx)
+
+
+def has_holes(nested: Any) -> bool:
+    """Whether the parts of a jagged tensor leave gaps in its memory."""
+    return nested._lengths is not None
+
+
+def chosen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> Any:
+    """The kernel that ``scaled_dot_product_attention`` would take, as a member of ``SDPBackend``."""
+    from torch.nn.attention import SDPBackend
+
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=causal))
+
+
+def found_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
+    """What ``unscale_`` has found, by device: a tensor that is 1 if a gradient is not finite."""
+    return scaler._found_inf_per_device(optimizer)

@@ -36,6 +36,7 @@ from ..schedules.native import to_native
 from ..schedules.recommend import Candidate, recommend
 from ..schedules.schedule import Schedule, Step, Steps
 from ..schedules.topology import Topology
+from ..torch_compat import backend_of, default_group
 from .arguments import sizes
 
 __all__: list[str] = []
@@ -86,7 +87,7 @@ class _Bench:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         names = [next(str(number) for number, ranks in enumerate(hosts) if rank in ranks) for rank in range(self.size)]
         self.order = HostOrder.of(names)
-        self.backend: Any = dist.distributed_c10d._get_default_group()._get_backend(_CPU)
+        self.backend: Any = backend_of(default_group(), _CPU)
 
     def pin(self, schedule: Schedule, segments: int = 1) -> None:
         """Make every following all_reduce use the schedule."""

@@ -21,6 +21,7 @@ from ..parallel.sequence.layout import ORDERS
 from ..parallel.sequence.ring import ring_attention
 from ..parallel.sequence.split import sequence_positions
 from ..parallel.sequence.ulysses import ulysses_attention
+from ..torch_compat import default_group
 
 __all__ = ["GPT", "CausalSelfAttention"]
 
@@ -134,7 +135,7 @@ class GPT(_InGroup):
             problem = f"a sequence of {length} tokens is longer than context={self.context}"
             if self.attention == "plain":
                 raise ValueError(f"GPT: {problem}")
-            refuse("GPT", problem, self.group or dist.distributed_c10d._get_default_group(), tokens.device)
+            refuse("GPT", problem, self.group or default_group(), tokens.device)
         if ranks == 1:
             return torch.arange(length, device=tokens.device)
         return sequence_positions(length, self.group, self.order, device=tokens.device)

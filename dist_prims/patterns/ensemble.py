@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.func import functional_call, stack_module_state, vmap
 
+from ..torch_compat import default_group
 from ..training.gradients.initial_sync import broadcast_coalesced
 from .ensemble_spec import MemberSpec, agree_on_members, own_random_numbers
 from .row_shards import Kind, agree, gather, share
@@ -51,7 +52,7 @@ class DistributedEnsemble:
     """
 
     def __init__(self, models: Models, count: int | None = None, group: dist.ProcessGroup | None = None) -> None:
-        self._group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
+        self._group: dist.ProcessGroup = group or default_group()
         self.count, self.mine = 0, range(0)
         spec: MemberSpec | None = None
         failure: Exception | None = None

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..agreement import check_same, gather_objects
 from ..collectives.flat import cut
+from ..torch_compat import default_group
 from .average import average_gradients
 from .gradients.initial_sync import broadcast_coalesced
 from .gradients.layout import plan
@@ -63,7 +64,7 @@ class LocalSGD:
         if every < 1 or warm_up < 0:
             raise ValueError(f"LocalSGD(every={every}, warm_up={warm_up}): at least 1, and 0 or more steps")
         self.model, self.every, self.group = model, every, group
-        self._group = group or dist.distributed_c10d._get_default_group()
+        self._group = group or default_group()
         self.warm_up, self.optimizer = warm_up, optimizer
         self.steps = 0
         self._averaged_gradients = -1  # at which step

@@ -1,4 +1,4 @@
-"""A real SLURM for tests: munged, slurmctld and a slurmd on each host of a cluster in a box (see netns.py).
+"""A real SLURM for tests: munged, slurmctld and a slurmd on each host of a cluster made of network namespaces (see netns.py).
 
     done = on_slurm(2, "srun --nodes 2 --ntasks-per-node 2 python program.py", folder)
 
@@ -73,7 +73,7 @@ def on_slurm(hosts: int, line: str, folder: Path, timeout: int = 100) -> Complet
     folder.chmod(0o755)  # munged refuses a socket that others cannot reach
     words = {"folder": folder, "last": hosts - 1, "hosts": hosts, "line": line, "user": "root", "cores": os.cpu_count()}
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**words))
-    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # unused, but a host in a box has none to be found
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # unused, but such a host has none to be found
     (folder / "start.sh").write_text(START.format(**words))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", str(folder / "start.sh")]

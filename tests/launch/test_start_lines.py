@@ -1,4 +1,4 @@
-"""The start lines of the README for several hosts, each run on two hosts in a box with four ranks.
+"""The start lines of the README for several hosts, each run on two hosts of network namespaces with four ranks.
 
 There is no SLURM, no Kubernetes and no ssh here: a script in srun's place sets the variables that srun sets, the
 variables of a pod are set by hand, and ``ssh`` enters the namespace of a host.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ...agreement import check_same
+from ...torch_compat import default_group, has_holes, ragged_dim
 from .layout import ORDERS
 
 __all__: list[str] = []
@@ -47,7 +48,7 @@ class AttentionCall:
     def of(
         name: str, group: dist.ProcessGroup | None, lengths: Sequence[int] | torch.Tensor | None, options: Any
     ) -> AttentionCall:
-        group = group or dist.distributed_c10d._get_default_group()
+        group = group or default_group()
         if not isinstance(group, dist.ProcessGroup):  # new_group() gives something else to ranks outside
             raise ValueError(f"rank {dist.get_rank()} is not in the group of this {name}; nothing was sent")
         return AttentionCall(name=name, group=group, lengths=lengths, **options)
@@ -206,9 +207,9 @@ def _dense(call: AttentionCall, q: torch.Tensor) -> str | None:
 
 
 def _nested(call: AttentionCall, tensors: Tensors) -> str | None:
-    if any(each._ragged_idx != 2 for each in tensors):  # type: ignore[attr-defined]
+    if any(ragged_dim(each) != 2 for each in tensors):
         return "the tokens of a nested tensor must be in dimension 2, as in (batch, heads, tokens, features)"
-    if any(each._lengths is not None for each in tensors):  # type: ignore[attr-defined]
+    if any(has_holes(each) for each in tensors):
         return "a nested tensor must have no holes; call x.contiguous() before transposing it"
     if call.lengths is not None:
         return "lengths are given beside nested tensors, which have their own"

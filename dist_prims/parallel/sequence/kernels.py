@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ...torch_compat import chosen_attention
+
 __all__: list[str] = []
 
 Tensor = torch.Tensor
@@ -46,10 +48,10 @@ def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
     one_q, one_k, one_v = (each[:, :1, :1].detach().contiguous() for each in (q, k, v))  # enough for the choice
     if not (one_q.numel() and one_v.numel()):
         return _grouped(_MATH)
-    allowed = SDPBackend(torch._fused_sdp_choice(one_q, one_k, one_v, is_causal=causal))
+    allowed = chosen_attention(one_q, one_k, one_v, causal=causal)
     if allowed == SDPBackend.CUDNN_ATTENTION:  # the next best: its logarithms have another form
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            allowed = SDPBackend(torch._fused_sdp_choice(one_q, one_k, one_v, is_causal=causal))
+            allowed = chosen_attention(one_q, one_k, one_v, causal=causal)
     if allowed == SDPBackend.FLASH_ATTENTION and q.device.type == "cpu":
         return _grouped(_CPU)
     if q.device.type == "cuda" and q.shape[-1] % 8 == 0 and q.shape[-1] == v.shape[-1]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...torch_compat import exposed_timeout
+
 __all__: list[str] = []
 
 
@@ -44,7 +46,7 @@ def finish(work: Any, group: dist.ProcessGroup, device: torch.device) -> None:
     if device.type == "cuda":
         work.wait()  # the stream waits, not this thread; NCCL's watchdog has the timeout
         return
-    limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    limit = exposed_timeout(group, device)
     if limit is None:
         work.wait()
     else:

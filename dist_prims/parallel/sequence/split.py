@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...collectives import all_gather, reduce_scatter
+from ...torch_compat import has_holes, ragged_dim
 from ..first_order_only import once
 from .argument_checks import uncompiled
 from .layout import ORDERS, chunks
@@ -106,11 +107,11 @@ def _place(size: int, width: int, order: str, device: torch.device) -> torch.Ten
 
 
 def _split_each(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, order: str) -> torch.Tensor:
-    if x.layout != torch.jagged or x._ragged_idx != dim:  # type: ignore[attr-defined]
+    if x.layout != torch.jagged or ragged_dim(x) != dim:
         raise ValueError(
             f"split_sequence: a nested tensor must be made with layout=torch.jagged and have its tokens in dim={dim}"
         )
-    if x._lengths is not None:  # type: ignore[attr-defined]
+    if has_holes(x):
         raise ValueError(
             "split_sequence: a nested tensor must have no holes; call x.contiguous() before transposing it"
         )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...agreement import check_failures, check_lists, failure_text, gather_fields
+from ...torch_compat import device_types
 
 __all__: list[str] = []
 
@@ -88,7 +89,7 @@ def agree(
     """This rank's part of the columns, and the second result of ``prepare``; every rank raises if ``prepare`` fails on
     one, or the announcements of two differ."""
     # The device of the rows; a rank whose argument is no tensor sends its error from another one.
-    device = rows.device if isinstance(rows, torch.Tensor) else torch.device(group._device_types[-1])
+    device = rows.device if isinstance(rows, torch.Tensor) else torch.device(device_types(group)[-1])
     failure: Exception | None = None
     announced = Announcement("", 0)
     try:

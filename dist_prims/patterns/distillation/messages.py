@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CommError
+from ...torch_compat import exposed_timeout
 from ...training.pipeline.packet import FAILED, HEAD, LAYOUT, WELL, PacketLayout, head_of, pack, read_head, spec_of
 
 __all__: list[str] = []
@@ -40,9 +41,7 @@ class Messages:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        self.timeout = timeout if isinstance(timeout, timedelta) else _DEFAULT_TIMEOUT
+        self.timeout = exposed_timeout(group, device) or _DEFAULT_TIMEOUT
         self.broken = False  # the engine has failed: nothing more can be sent
 
     def send(self, peer: int, message: DistillationMessage, limit: timedelta | None = None) -> None:

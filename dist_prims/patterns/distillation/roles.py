@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ...agreement import check_same
 from ...collectives.call import group_of
+from ...torch_compat import device_types
 from .messages import Messages
 from .student import Student
 from .teacher import Teacher
@@ -59,9 +60,8 @@ class Distillation:
         self._group = group_of(group, "Distillation")
         self.classes, self.teachers, self.ahead = classes, teachers, ahead
         found = _device(device)
-        self._device = (
-            found or self._group._device_types[-1]
-        )  # a rank with a wrong device still takes part in the check
+        # A rank with a wrong device takes part in the check.
+        self._device = found or torch.device(device_types(self._group)[-1])
         size = self._group.size()
         text = f"classes={classes}, teachers={teachers}, ahead={ahead}, device={found.type if found else device}"
         remedy = "Give models of the same classes on all ranks, and the same arguments"

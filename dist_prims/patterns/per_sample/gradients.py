@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, grad_and_value, vmap
 
+from ...torch_compat import InstanceNorm, Norm, tree_leaves, tree_map
 from .factors import Part, joined
 from .recorder import Recorder, Use
 
@@ -164,7 +165,7 @@ class PerSampleGradients:
         losses, rows = [], []
         for number in range(self._count(inputs, targets)):
             parameters = self._detached(self.names)
-            x, y = (torch.utils._pytree.tree_map(lambda each, n=number: each[n], given) for given in (inputs, targets))
+            x, y = (tree_map(lambda each, n=number: each[n], given) for given in (inputs, targets))
             with torch.enable_grad():
                 loss = self._loss(parameters, x, y)
             losses.append(loss.detach())
@@ -177,7 +178,7 @@ class PerSampleGradients:
 
     def _loss(self, parameters: Tensors, x: Any, y: Any) -> torch.Tensor:
         """The loss of one sample, as a batch of one."""
-        batch, target = (torch.utils._pytree.tree_map(lambda each: each.unsqueeze(0), given) for given in (x, y))
+        batch, target = (tree_map(lambda each: each.unsqueeze(0), given) for given in (x, y))
         output = functional_call(self.model, parameters, batch if isinstance(batch, tuple) else (batch,))
         loss = self.loss(output, target)
         if loss.numel() != 1:
@@ -200,7 +201,7 @@ class PerSampleGradients:
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
     def _count(self, inputs: Any, targets: Any) -> int:
-        lengths = {len(each) for each in torch.utils._pytree.tree_leaves((inputs, targets))}
+        lengths = {len(each) for each in tree_leaves((inputs, targets))}
         if len(lengths) != 1:
             raise ValueError(
                 f"PerSampleGradients: inputs and targets have {sorted(lengths)} samples; give equal numbers"
@@ -209,8 +210,8 @@ class PerSampleGradients:
 
     def _check_norms(self) -> None:
         for name, module in self.model.named_modules():
-            if isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.training:
-                instance = isinstance(module, torch.nn.modules.instancenorm._InstanceNorm)
+            if isinstance(module, Norm) and module.training:
+                instance = isinstance(module, InstanceNorm)
                 if not instance or module.track_running_stats:
                     raise ValueError(
                         f"PerSampleGradients: {type(module).__name__} {name!r} is in training mode, where it mixes the "

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import TensorDataset, default_collate
 
 from ...agreement import check_lists, gather_or_raise, gather_rows
+from ...torch_compat import default_group, tree_map_only
 from ..row_shards import Kind, agree, gather, share
 
 __all__: list[str] = []
@@ -124,7 +124,7 @@ def over_pool(
     dimension is the items', or a dictionary of such; of an empty pool, for which no rank has called it, there are 0
     rows of one float32. ``progress(done, share)`` is called after each chunk, on every rank for its own items.
     """
-    world = group or dist.distributed_c10d._get_default_group()
+    world = group or default_group()
     here, count = torch.device("cpu"), -1
     found: list[dict[str, torch.Tensor]] = []
     columns: dict[str, torch.Tensor] = {}

@@ -14,12 +14,11 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from ...torch_compat import transform_level, unbatched, version_of
 from .factors import Part
 from .layers import LAYERS, Layer
 
 __all__: list[str] = []
-
-_functorch: Any = torch._C._functorch  # the only access to vmap's tensors; a Function with a vmap rule costs 0.3 ms
 
 
 class Use:
@@ -27,15 +26,15 @@ class Use:
 
     def __init__(self, layer: Layer, weight: str | None, bias: str | None, output: torch.Tensor) -> None:
         self.weight, self.bias, self._build = weight, bias, layer.build
-        y, self._dim = _unwrapped(output)
+        y, self._dim = unbatched(output)
         self.edge: GradientEdge = get_gradient_edge(y)  # stays valid if y is changed in place
-        x, self._x_dim = _unwrapped(layer.x)
-        self._x, self._version = x.detach(), x._version
+        x, self._x_dim = unbatched(layer.x)
+        self._x, self._seen = x.detach(), version_of(x)
 
     def parts(self, grad: torch.Tensor) -> tuple[Part, Part | None]:
         """The parts of weight and bias, from the gradient at the edge."""
         x = self._x
-        if x._version != self._version:  # as autograd checks its saved tensors
+        if version_of(x) != self._seen:  # as autograd checks its saved tensors
             raise RuntimeError(
                 f"per-sample gradients: the input of the layer of {self.weight or self.bias!r} was changed in place "
                 "after the layer had used it; use the operation that is not in place"
@@ -54,14 +53,14 @@ class Recorder(TorchFunctionMode):
     def __init__(self, names: dict[int, str], zero: torch.Tensor, uses: list[Use]) -> None:
         super().__init__()
         self._names, self._zero, self._uses = names, zero, uses
-        self._level = _functorch.maybe_current_level()  # the number of active transforms
+        self._level = transform_level()  # the number of active transforms
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         read = LAYERS.get(func)
-        if read is None or not torch.is_grad_enabled() or _functorch.maybe_current_level() != self._level:
+        if read is None or not torch.is_grad_enabled() or transform_level() != self._level:
             return func(*args, **kwargs)  # within a transform of the model's own there is no edge
         layer = read(*args, **kwargs)
         if layer is None:
@@ -74,16 +73,8 @@ class Recorder(TorchFunctionMode):
         args = tuple(each if each is layer.x else known.get(id(each), each) for each in args)
         kwargs = {key: each if each is layer.x else known.get(id(each), each) for key, each in kwargs.items()}
         y = func(*args, **kwargs)
-        tensor, dim = _unwrapped(y)
+        tensor, dim = unbatched(y)
         if dim is None or not tensor.requires_grad:
             y = y + self._zero.to(y.dtype)
         self._uses.append(Use(layer, weight, bias, y))
         return y
-
-
-def _unwrapped(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """The tensor of all samples, and their dimension; None where x does not depend on the sample."""
-    if not _functorch.is_batchedtensor(x):
-        return x, None
-    tensor: tuple[torch.Tensor, int] = _functorch._unwrap_batched(x, _functorch.maybe_get_level(x))
-    return tensor

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...torch_compat import has_load_hooks
 from .plain_state import Target, leaves, state_of
 
 __all__: list[str] = []
@@ -33,7 +34,7 @@ def refuse_other(name: str, target: Target, state: Any) -> None:
 
 def _refuse_keys(name: str, module: nn.Module, state: dict[str, Any]) -> None:
     if type(module).load_state_dict is not nn.Module.load_state_dict or any(
-        each._load_state_dict_pre_hooks for each in module.modules()
+        has_load_hooks(each) for each in module.modules()
     ):
         return  # it may be able to load other keys
     here = module.state_dict()

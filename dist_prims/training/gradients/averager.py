@@ -37,8 +37,9 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from ...collectives.call import group_of
+from ...torch_compat import graph_task_id, knows_group
 from ..bucket import Compressor, Exact
-from ..group_duplicates import duplicate, end_group, is_known, ranks_of
+from ..group_duplicates import duplicate, end_group, ranks_of
 from .averaging import Averaging
 from .backward_end import Ending
 from .initial_sync import broadcast_coalesced, check_same_model
@@ -246,7 +247,7 @@ class GradientAverager:
 
     def has_ended(self) -> bool:
         """Whether its group was destroyed."""
-        return self._ranks is not None and not is_known(self._given)
+        return self._ranks is not None and not knows_group(self._given)
 
     def end(self) -> None:
         """Finish the averaging; called at the end of a backward and of :meth:`once`, not by programs."""
@@ -287,7 +288,7 @@ class GradientAverager:
             if self._local:
                 self._keep(number)
                 return
-            if torch._C._current_graph_task_id() != self._task:
+            if graph_task_id() != self._task:
                 self._begin_in_backward()
             if number in self._averaging.seen:
                 raise RuntimeError(
@@ -326,7 +327,7 @@ class GradientAverager:
                 "that of a torch.autograd.Function, whose outer backward's end cannot be known; use checkpoint(..., "
                 "use_reentrant=False), or torch.autograd.grad in a Function of your own"
             )
-        self._begin(torch._C._current_graph_task_id())
+        self._begin(graph_task_id())
         ending = Ending.of_this_backward()
         ending.add(self)
         self._outer = weakref.ref(ending)

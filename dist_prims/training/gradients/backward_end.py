@@ -11,7 +11,7 @@ import threading
 import weakref
 from typing import Protocol
 
-import torch
+from ...torch_compat import graph_task_id, queue_backward_callback
 
 __all__: list[str] = []
 
@@ -47,12 +47,12 @@ class Ending:
     @classmethod
     def of_this_backward(cls) -> Ending:
         """The instance of the backward that runs; autograd keeps it alive and calls it at the end."""
-        task = torch._C._current_graph_task_id()
+        task = graph_task_id()
         with _lock:
             found = _endings.get(task)
             if found is None:
                 found = _endings[task] = cls()
-                torch.autograd.Variable._execution_engine.queue_callback(found)
+                queue_backward_callback(found)
         return found
 
     def add(self, averager: Averager) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...backend import empty
+from ...torch_compat import backend_of
 from ..bucket import Bucket
 
 __all__: list[str] = []
@@ -85,7 +86,7 @@ def _memory(count: int, like: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 def our_backend(group: dist.ProcessGroup) -> Any:
     """The group's backend for the CPU if it is dist_prims, else None."""
     try:
-        backend: Any = group._get_backend(torch.device("cpu"))
+        backend = backend_of(group, torch.device("cpu"))
     except RuntimeError:  # it has none for the CPU
         return None
     return backend if hasattr(backend, "incremental_reduce") else None

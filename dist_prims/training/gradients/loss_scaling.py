@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ...torch_compat import found_overflow
+
 __all__: list[str] = []
 
 
@@ -26,7 +28,7 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, grou
     if not scaler.is_enabled():
         return
     scaler.unscale_(optimizer)
-    found = scaler._found_inf_per_device(optimizer)
+    found = found_overflow(scaler, optimizer)
     device = optimizer.param_groups[0]["params"][0].device
     verdict = torch.zeros((), device=device)
     for each in found.values():

@@ -37,6 +37,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ...torch_compat import has_gradient_hooks, is_in_function_transform, is_view, saved_tensor_hooks
+
 __all__: list[str] = []
 
 Grads = tuple[torch.Tensor, torch.Tensor | None]  # of weight and bias
@@ -144,8 +146,8 @@ def _must_not_defer() -> bool:
     within torch.compile and the transforms of torch.func, which do not support the function used here."""
     if torch.compiler.is_compiling():
         return True
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooked is not None or torch._C._functorch.peek_interpreter_stack() is not None
+    hooked = saved_tensor_hooks()
+    return hooked is not None or is_in_function_transform()
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -176,7 +178,7 @@ class _Deferred(torch.autograd.Function):
         device = x.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             found = layer.forward(x, weight, bias)
-        return same_memory(found) if found._is_view() else found
+        return same_memory(found) if is_view(found) else found
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -227,7 +229,7 @@ class _Layer:
     def add_product(self, x: torch.Tensor, grad: torch.Tensor) -> bool:
         """Add the weight's gradient to ``.grad``, if it is a product, and no hook needs it by itself."""
         there = self.weight.grad
-        hooks = self.weight._backward_hooks or self.weight._post_accumulate_grad_hooks
+        hooks = has_gradient_hooks(self.weight)
         if self.bias is not None or there is None or hooks or not there.is_contiguous() or there.dtype != grad.dtype:
             return False
         found = self.factors(x, grad)

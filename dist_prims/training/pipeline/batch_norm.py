@@ -21,7 +21,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from ...torch_compat import BatchNorm, Norm
 
 __all__: list[str] = []
 
@@ -54,7 +55,7 @@ def merge(
     return elements + more_elements
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """A batch norm with ``stock``'s parameters and buffers, which moves them once in ``micro_batches`` forwards.
 
     >>> norm = DeferredBatchNorm(nn.BatchNorm1d(1), micro_batches=2)
@@ -69,7 +70,7 @@ class DeferredBatchNorm(_BatchNorm):
     _mean: torch.Tensor
     _squares: torch.Tensor
 
-    def __init__(self, stock: _BatchNorm, micro_batches: int) -> None:
+    def __init__(self, stock: BatchNorm, micro_batches: int) -> None:
         super().__init__(stock.num_features, stock.eps, stock.momentum, affine=False, track_running_stats=False)
         self.affine, self.track_running_stats = stock.affine, stock.track_running_stats
         self.weight, self.bias = stock.weight, stock.bias
@@ -138,7 +139,7 @@ def defer_batch_norm(model: nn.Module, micro_batches: int) -> nn.Module:
                 child.micro_batches = micro_batches
                 child.forget()
             elif type(child) in _STOCK:
-                assert isinstance(child, _BatchNorm)
+                assert isinstance(child, BatchNorm)
                 if child not in made:  # a module may have several places
                     made[child] = DeferredBatchNorm(child, micro_batches)
                 parent._modules[name] = made[child]
@@ -169,7 +170,7 @@ def recomputing(*models: nn.Module) -> Iterator[None]:
     >>> model.running_mean, model.num_batches_tracked
     (tensor([0.]), tensor(0))
     """
-    norms = {each for model in models for each in model.modules() if isinstance(each, _NormBase)}
+    norms = {each for model in models for each in model.modules() if isinstance(each, Norm)}
     stock = [
         (each, each.momentum, each.num_batches_tracked) for each in norms if not isinstance(each, DeferredBatchNorm)
     ]

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...torch_compat import has_call_hooks
+
 __all__: list[str] = []
 
 Layers = Sequence[tuple[str, nn.Module]]
@@ -209,8 +211,7 @@ def _parts(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
 
 
 def _fine(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    parts = None if hooked else _parts(module)  # hooks want the module to be called as one
+    parts = None if has_call_hooks(module) else _parts(module)  # hooks want the module to be called as one
     if parts is None:
         yield name, module
     else:

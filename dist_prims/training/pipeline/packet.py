@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...torch_compat import storage_users
+
 __all__: list[str] = []
 
 HEAD = 512
@@ -173,5 +175,4 @@ def _view(data: torch.Tensor) -> torch.Tensor:
 
 
 def _users(storage: Any) -> int:
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
+    return storage_users(storage)

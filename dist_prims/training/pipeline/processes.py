@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ...agreement import check_lists, gather_objects, gather_or_raise
 from ...errors import CommError, MismatchError
 from ...schedules.pipelines import Action, PipelinePlan, Row
+from ...torch_compat import default_group
 from .action_executor import Batch, Job, Owner, joined, make_plan, message_to, parts
 from .loss_weights import Function, Objective
 from .outside_gradients import Leaves
@@ -97,7 +98,7 @@ class Pipeline(Owner):
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self._group = group or dist.distributed_c10d._get_default_group()
+        self._group = group or default_group()
         self._rank = self._group.rank()
         problem: Exception | None = None
         description = ""

@@ -32,9 +32,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
+from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.overrides import TorchFunctionMode
 
+from ...torch_compat import Norm
 from .batch_norm import DeferredBatchNorm, merge, recomputing
 
 __all__: list[str] = []
@@ -111,7 +112,7 @@ class RunningStatistics:
 
 def _counts_batches(module: nn.Module) -> bool:
     own = isinstance(module, (DeferredBatchNorm, SyncBatchNorm))  # these count themselves
-    return isinstance(module, _NormBase) and not own and module.num_batches_tracked is not None
+    return isinstance(module, Norm) and not own and module.num_batches_tracked is not None
 
 
 class _Call(NamedTuple):

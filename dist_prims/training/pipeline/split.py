@@ -20,10 +20,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ...collectives import broadcast
 from ...collectives.algorithm_choice import CHEAPEST
+from ...torch_compat import Norm
 from .chain import Layers, Pop, Stage, Stash, layers
 from .profile import profile
 
@@ -151,7 +151,7 @@ def _trained(part: Layers) -> Iterator[tuple[str, torch.Tensor, str]]:
             if parameter.requires_grad:
                 yield key, parameter, "which would get only a part of its gradient in each"
         for path, module in layer.named_modules(prefix=name):
-            if isinstance(module, _NormBase) and module.training:
+            if isinstance(module, Norm) and module.training:
                 for key, buffer in module.named_buffers(path, recurse=False):
                     yield key, buffer, "a running statistic, which each would update with its own inputs"
 

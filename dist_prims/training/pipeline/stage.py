@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ...torch_compat import version_of
 from .backward import Later, same_memory, split_backward
 from .batch_norm import DeferredBatchNorm, commit_batch_norm
 from .running_statistics import RunningStatistics
@@ -103,10 +104,10 @@ class StageWorker:
             saved.wanted = tuple(each.requires_grad or loss is not None for each in saved.roots)
             return outputs
         saved.again = _Random.now(inputs)
-        versions = [each._version for each in inputs]
+        versions = [version_of(each) for each in inputs]
         with torch.no_grad(), self.statistics.collected():
             outputs = self._run(saved)
-        if versions != [each._version for each in inputs]:
+        if versions != [version_of(each) for each in inputs]:
             raise RuntimeError(
                 f"stage {self.stage} changes its input in place, and so cannot be computed again from it; "
                 "let its first layer have inplace=False, or the pipeline checkpoint=False"

@@ -18,7 +18,6 @@ kind; otherwise a message is its data alone. A few receives are posted ahead, to
 from __future__ import annotations
 
 from collections import deque
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 from ...errors import CommError
 from ...schedules.pipelines import PipelinePlan
+from ...torch_compat import timeout_of
 from .action_executor import in_order, message_to
 from .packet import FAILED, HEAD, LAYOUT, PacketLayout, Pool, head_of, pack, read_head, spec_of
 from .stage import Tensors
@@ -97,9 +97,7 @@ class Transfers:
         self._group = group
         self._device = device
         self._queued = device.type == "cuda"
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        self._timeout = timeout if isinstance(timeout, timedelta) else dist.default_pg_timeout
+        self._timeout = timeout_of(group, device)
         self._plan = plan
         self._scripts: dict[tuple[bool, int], _Script] = {}  # by whether gradients are passed, and micro-batches
         self._layouts: dict[int, dict[tuple[int, int], PacketLayout]] = {}  # by kind of batch; by stage and micro-batch

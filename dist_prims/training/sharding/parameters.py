@@ -26,9 +26,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from ...collectives.call import group_of
+from ...torch_compat import (
+    graph_task_id,
+    queue_backward_callback,
+    saved_tensor_hooks,
+    storage_id,
+    tree_leaves,
+    version_of,
+)
 from ..gradients.initial_sync import broadcast_coalesced, check_same_model
 from .released_parameters import NO_COPY, make_present
 from .unit import Unit
@@ -195,7 +202,7 @@ class ShardedParameters:
         def forward(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with self._in_use(units), self._places_saved():
                 result = plain(*args, **kwargs)
-            if module is not self._model and torch.is_grad_enabled() and _current_task() == _NO_BACKWARD:
+            if module is not self._model and torch.is_grad_enabled() and graph_task_id() == _NO_BACKWARD:
                 self._gather_before_backward(result, units)
             return result
 
@@ -219,7 +226,7 @@ class ShardedParameters:
 
     @contextmanager
     def _in_use(self, units: list[Unit]) -> Iterator[None]:
-        in_backward = _current_task() != _NO_BACKWARD  # a checkpoint that computes again
+        in_backward = graph_task_id() != _NO_BACKWARD  # a checkpoint that computes again
         if in_backward:
             self._watch()
         elif self._task != _NO_BACKWARD:
@@ -241,13 +248,13 @@ class ShardedParameters:
     def _places_saved(self) -> Iterator[None]:
         """Context in which autograd saves places instead of parameters; other tensors go to outer hooks, such as a
         checkpoint's."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = saved_tensor_hooks(while_tracing=True)
 
         def pack(tensor: torch.Tensor) -> Any:
-            unit = self._whole.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+            unit = self._whole.get(storage_id(tensor)) if tensor.layout == torch.strided else None
             if unit is None or unit.shard.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
                 return outer[0](tensor) if outer else tensor
-            return _Place(unit, unit.shard._version, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            return _Place(unit, version_of(unit.shard), tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
         def unpack(kept: Any) -> Any:
             if isinstance(kept, _Place):
@@ -259,7 +266,7 @@ class ShardedParameters:
 
     def _at(self, place: _Place) -> torch.Tensor:
         """The tensor that backward unpacks."""
-        if place.version != place.unit.shard._version:
+        if place.version != version_of(place.unit.shard):
             raise RuntimeError(
                 f"rank {self._group.rank()}: ShardedParameters: the parameters of {place.unit.name} were changed "
                 "between forward and backward; step the optimiser after backward()"
@@ -275,20 +282,20 @@ class ShardedParameters:
                     self._free(other)
                     if other.trained and self._task != _NO_BACKWARD:
                         other.reduce()
-            self._whole[unit.gather().untyped_storage()._cdata] = unit
+            self._whole[storage_id(unit.gather())] = unit
             self.peak_bytes = max(self.peak_bytes, sum(each.gather().nbytes for each in self._whole.values()))
         return unit.gather()
 
     def _free(self, unit: Unit) -> None:
         if unit.full is not None:
-            del self._whole[unit.full.untyped_storage()._cdata]
+            del self._whole[storage_id(unit.full)]
             unit.free()
 
     def _watch(self) -> None:
         """Have ``_end`` called when this backward ends."""
-        if self._task != (task := _current_task()):
+        if self._task != (task := graph_task_id()):
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            queue_backward_callback(self._end)
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         self._watch()
@@ -367,10 +374,6 @@ class _Bound:
 def _refuse_step(of: weakref.ref[ShardedParameters], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if (sharded := of()) is not None:
         sharded._refuse(optimizer)
-
-
-def _current_task() -> int:
-    return int(torch._C._current_graph_task_id())
 
 
 def _kind(unit: Unit) -> int:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from ...torch_compat import tree_leaves, without_torch_function
 
 __all__: list[str] = []
 
@@ -43,7 +44,7 @@ class AbsentParameter(torch.nn.Parameter):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if not _reads_values(func):
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **(kwargs or {}))
         absent = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, AbsentParameter))
         raise RuntimeError(

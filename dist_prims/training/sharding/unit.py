@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...collectives.flat import cut
-from ...torch_compat import all_gather_single, reduce_scatter_single
+from ...torch_compat import all_gather_single, reduce_scatter_single, version_of
 from .released_parameters import make_absent, make_present
 
 __all__: list[str] = []
@@ -40,7 +40,7 @@ class Unit:
         self.full: torch.Tensor | None = None
         self._trained = parameters[0].requires_grad
         self._slots = _slots(model, parameters)
-        self._versions = [each._version for each in parameters]  # setting .data leaves them alone
+        self._versions = [version_of(each) for each in parameters]  # setting .data leaves them alone
         self._counts = [each.numel() for each in parameters]
         self._part = -(-sum(self._counts) // group.size())
         own = self._flat([each.detach() for each in parameters]).view(group.size(), -1)[group.rank()].clone()
@@ -57,7 +57,7 @@ class Unit:
             with torch.inference_mode(False), torch.no_grad():
                 full = self.shard.new_empty(self._part * self._group.size())
                 all_gather_single(full, self.shard.detach(), group=self._group)
-                self.full, self._of = full, self.shard._version
+                self.full, self._of = full, version_of(self.shard)
                 for parameter, piece in zip(self.parameters, self.pieces(full), strict=True):
                     make_present(parameter)
                     parameter.data = piece
@@ -80,7 +80,7 @@ class Unit:
         places = [self._nothing] * len(self._counts) if self.full is None else self.pieces(self.full)
         for parameter, place, version in zip(self.parameters, places, self._versions, strict=True):
             moved = parameter.numel() and parameter.data_ptr() != place.data_ptr()
-            if moved or (self.full is None and parameter._version != version):
+            if moved or (self.full is None and version_of(parameter) != version):
                 return parameter
         return None
 
@@ -89,12 +89,12 @@ class Unit:
         """Copy changes of the whole to this rank's shard; nothing is sent, as all ranks make the same changes."""
         if self.full is None:
             return
-        versions = [each._version for each in self.parameters]
-        if self.shard._version == self._of:
+        versions = [version_of(each) for each in self.parameters]
+        if version_of(self.shard) == self._of:
             own = self.full.view(self._group.size(), -1)[self._group.rank()]
             if not torch.equal(own, self.shard):
                 self.shard.copy_(own)
-                self._of = self.shard._version
+                self._of = version_of(self.shard)
         elif versions != self._versions:
             raise RuntimeError(
                 f"rank {self._group.rank()}: ShardedParameters: within gathered() both the parameters of {self.name} "
@@ -122,7 +122,7 @@ class Unit:
         self.shard.copy_(flat.view(self._group.size(), -1)[self._group.rank()])
         if self.full is not None:
             self.full.copy_(flat)
-            self._of = self.shard._version
+            self._of = version_of(self.shard)
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's place in it."""
