@@ -1,4 +1,4 @@
-"""The backend over real links: hosts made of network namespaces, a link that is cut, slowed or mended, and a rank that dies there."""
+"""The backend over real links between network namespaces: a link is cut, slowed or mended, or a rank dies there."""
 
 from __future__ import annotations
 

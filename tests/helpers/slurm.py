@@ -1,4 +1,4 @@
-"""A real SLURM for tests: munged, slurmctld and a slurmd on each host of a cluster made of network namespaces (see netns.py).
+"""A real SLURM for tests: munged, slurmctld and a slurmd on each host; the hosts are network namespaces (see netns.py).
 
     done = on_slurm(2, "srun --nodes 2 --ntasks-per-node 2 python program.py", folder)
 

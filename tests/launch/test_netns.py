@@ -1,4 +1,4 @@
-"""Hosts made of network namespaces: launch_scripts/netns-hosts.sh keeps its word, and dist_prims.init() sees the hosts as such."""
+"""Hosts made of network namespaces: launch_scripts/netns-hosts.sh does what it says, and init() sees the hosts."""
 
 from __future__ import annotations
 
