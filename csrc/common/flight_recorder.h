@@ -1,4 +1,5 @@
-// The flight recorder: the last 1024 calls of this rank, which show where each rank stood when a group failed.
+// The flight recorder: the last 1024 calls of this rank. The records of all ranks together show where each rank stood
+// when a group failed.
 #pragma once
 
 #include <array>
@@ -18,14 +19,15 @@ public:
         std::uint64_t id = 0, sequence = 0, count = 0;
         const char* title = "";
         const char* dtype = "";
-        std::int64_t created = 0, started = 0, ended = 0, timeout_ms = 0;  // nanoseconds since 1970
+        std::int64_t created = 0, started = 0, ended = 0;  // nanoseconds since 1970
+        std::int64_t timeout_ms = 0;
         CallState state = CallState::kScheduled;
         bool point_to_point = false;
     };
 
     // Adds an entry and returns its number for start() and end(). `at_once`: the call starts now.
     std::uint64_t add(Entry entry, bool at_once);
-    void start(std::uint64_t id);  // unless it has started
+    void start(std::uint64_t id);  // no effect if the call has started already
     void end(std::uint64_t id, bool well);
 
     // The entries as JSON in the format of PyTorch's flight recorder.

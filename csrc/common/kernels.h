@@ -18,27 +18,27 @@
 
 namespace dist_prims {
 
-// `out` may be one of the inputs. Of any reduction but a mean.
+// Any reduction but a mean. `out` may be one of the inputs.
 void fold(Op op, DType dtype, void* out, const void* const* in, int inputs, std::size_t count);
 
 // The e of a sum of `terms` addends.
 int carried_exponent(int terms);
 
-// One step of any reduction over `ranks` ranks, where input i holds what terms[i] of them have brought; no terms: one
-// rank each. The step whose inputs hold all ranks' is the last one.
+// One step of any reduction over `ranks` ranks. Input i holds the data of terms[i] ranks, or of one rank each if
+// `terms` is empty. The step whose inputs hold the data of all ranks is the last one.
 void fold_terms(Op op, DType dtype, void* out, const std::vector<const void*>& in, const std::vector<int>& terms,
                 int ranks, std::size_t count);
 
-// Of a buffer of each rank, in the order of ranks.
+// Reduces one buffer of each rank, in rank order.
 void fold_ranks(Op op, DType dtype, void* out, const std::vector<const void*>& in, std::size_t count);
 
-// In place; of whole numbers cut off towards zero. Not of half types: see above.
+// Divides in place; integers are truncated towards zero. Not for half types: see above.
 void divide(DType dtype, void* data, int divisor, std::size_t count);
 
-// out = in * factor, for real and complex numbers; out may be in.
+// out = in * factor, for real and complex numbers. `out` may equal `in`.
 void scale(DType dtype, void* out, const void* in, double factor, std::size_t count);
 
-// The same for whole numbers, which wrap; the factor as its low bits.
+// The same for integers, which wrap. `factor` contains the low bits of the factor.
 void multiply(DType dtype, void* out, const void* in, std::uint64_t factor, std::size_t count);
 
 // The instruction set that was picked for this processor: "avx512", "avx2" or "generic".

@@ -1,8 +1,8 @@
 // A thread of a group, and the guard around what it runs.
 //
 // A thread may run a callback of a user, and that callback may drop the last reference to the group. So the body of a
-// thread owns what it uses, by shared pointers; the object that has started the thread only waits for its end. It may
-// do so on the thread itself.
+// thread owns what it uses, by shared pointers, and the object that started the thread only waits for it to finish. If
+// that object is destroyed on the thread itself, it does not wait: it detaches the thread.
 #pragma once
 
 #include <cxxabi.h>
@@ -15,8 +15,8 @@
 
 namespace dist_prims {
 
-// Runs `act` and returns what it throws, or null. Python ends a thread that needs the interpreter after its end by
-// unwinding the thread's stack: no handler may stop that.
+// Runs `act` and returns what it throws, or null. Once the interpreter has shut down, Python ends any thread that still
+// asks for it by unwinding the thread's stack. Nothing may catch that unwinding.
 template <typename Act>
 std::exception_ptr caught(const Act& act) {
     try {
@@ -29,7 +29,7 @@ std::exception_ptr caught(const Act& act) {
     }
 }
 
-// True on threads that work in the background of this process: its other threads need the core more.
+// True on background threads. Their waits sleep early, because other threads of this process need the core more.
 inline thread_local bool in_background = false;
 
 class BackgroundScope {
@@ -47,7 +47,7 @@ public:
     static constexpr std::chrono::seconds kTimeToEnd{20};
 
     Thread() = default;
-    // No exception leaves `body`.
+    // An exception of `body` is dropped.
     explicit Thread(std::function<void()> body);
     Thread(Thread&&) = default;
     Thread& operator=(Thread&&) = default;
@@ -55,8 +55,8 @@ public:
 
     bool has_begun() const { return thread_.joinable(); }
 
-    // Waits until the body has returned, but not on the thread itself. A body that takes longer than kTimeToEnd is left
-    // to itself: it is in a callback of the user, and has all that it uses.
+    // Waits until the body has returned; on the thread itself it detaches instead. After kTimeToEnd the thread is
+    // detached as well: its body must be in a callback of a user, and it owns all that it uses.
     void end();
 
 private:

@@ -11,8 +11,8 @@
 namespace dist_prims {
 namespace {
 
-constexpr std::size_t kBlock = 16 * 1024;         // at a time: it stays in the first-level cache
-constexpr std::size_t kDeferredBlock = 4 * 1024;  // with the next one, which is on its way
+constexpr std::size_t kBlock = 16 * 1024;         // bytes a pass, few enough to stay in the L1 cache
+constexpr std::size_t kDeferredBlock = 4 * 1024;  // smaller: the L1 cache also has to hold the next block, which is prefetched
 
 }  // namespace
 
@@ -56,8 +56,8 @@ void finish_in_place(HostSegment& host_segment, const std::byte* data, std::size
     host_segment.slots.check_abort();
     if (Exporter::instance().ref_of(data, bytes).is_shared()) return;
     throw std::runtime_error("rank " + std::to_string(host_segment.slots.rank()) +
-                             ": the result of a collective is lost, because another collective on the same tensor "
-                             "failed at the same time; fill the tensor again before it is used");
+                             ": the result of a collective is lost: another collective on the same tensor failed at "
+                             "the same time; fill the tensor again before you use it");
 }
 
 void InPlace::fold_share(std::size_t bytes, const DeferredInput& deferred) {
@@ -80,8 +80,8 @@ void InPlace::fold_shared(Range range) {
     }
 }
 
-// The data of the other ranks has just been read and is in the cache; this rank's own place is not, so it is written
-// past the cache.
+// The tensors of the other ranks have just been read, so they are in the cache and are written normally. This rank's
+// tensor is not in the cache, so it is written past the cache.
 void InPlace::fold_deferred(const DeferredInput::Piece& piece) {
     alignas(64) std::byte block[kDeferredBlock];
     fetch(piece.at.begin, piece.at.end);

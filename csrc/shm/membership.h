@@ -24,13 +24,13 @@ namespace dist_prims {
 
 using Clock = std::chrono::steady_clock;
 
-// The names of ranks in errors, for a group that spans hosts. On one host both lists are empty and the local rank is
-// the name.
+// How errors name the ranks of a group that spans hosts. On one host both lists are empty, and errors contain the local
+// rank.
 struct RankNames {
-    std::vector<int> numbers;         // ranks in the group, by local rank
-    std::vector<std::string> titles;  // by rank in the group, for example "rank 5 on host b"
+    std::vector<int> numbers;         // the group rank of each local rank
+    std::vector<std::string> titles;  // by group rank, for example "rank 5 on host b"
 
-    // The rank in the group of a rank of this host, and the title of a rank of the group.
+    // number(): the group rank of a local rank. title(): how errors name a group rank.
     int number(int rank) const { return numbers.empty() ? rank : numbers[static_cast<std::size_t>(rank)]; }
     std::string title(int number) const {
         return titles.empty() ? "rank " + std::to_string(number) : titles[static_cast<std::size_t>(number)];
@@ -41,7 +41,7 @@ class Membership {
 public:
     static std::size_t bytes(int size);
 
-    // The cause of the group's end. `culprit` is a rank in the group.
+    // The cause of the group's end. `culprit` is a group rank.
     struct Notice {
         CommError::Kind kind;
         int culprit;
@@ -60,9 +60,9 @@ public:
     int number(int rank) const { return names_.number(rank); }
     std::string title(int number) const { return names_.title(number); }
 
-    // note_core() publishes the core that this rank runs on. shares_core() tells whether a rank that this one waits for
-    // (a rank >= `from` for which `awaited` holds) last ran on the same core: such a rank cannot continue before this
-    // rank gives the core away.
+    // note_core() publishes the core that this rank runs on. shares_core(): whether some rank >= `from` for which
+    // `awaited` holds last ran on this core, or sleeps and may wake up on it. Such a rank cannot run until this rank
+    // gives the core away.
     void note_core();
     template <typename Awaited>
     bool shares_core(int from, const Awaited& awaited) const {
@@ -75,19 +75,19 @@ public:
 
     // Watches the processes of the other ranks; see RendezvousResult::exits.
     void watch(std::vector<ExitDescriptor> exits);
-    // The ranks in the group whose processes have ended, including ranks that had left before.
+    // The group ranks whose processes have ended, including ranks that had left before.
     std::vector<int> ended() const;
 
     // Sets a hook that every wait calls at intervals, on the waiting thread. An exception from the hook ends the wait.
     void on_wait(std::function<void()> interrupt) { interrupt_ = std::move(interrupt); }
-    // Sets a hook that a wait for ranks of this host calls at intervals, with one of the awaited ranks (its rank in the
-    // group).
+    // Sets a hook that waits for ranks of this host call at intervals. Its argument is the group rank of one awaited
+    // rank.
     void on_awaited(std::function<void(int)> hook) { awaited_hook_ = std::move(hook); }
 
     // Sleeps until another rank calls wake() for this one, for 10 ms at most; returns at once if `over` holds. A rank
     // that changes something that others may wait for calls wake() afterwards. No wake-up is lost: this rank registers
-    // as a sleeper before it evaluates `over`, and the other rank reads the sleepers after its change, so at least one
-    // of the two sees the other.
+    // as a sleeper, then evaluates `over`; the other rank makes its change, then looks for sleepers. So either this
+    // rank sees the change, or the other rank sees the sleeper.
     template <typename Over>
     void sleep(const Over& over) {
         const unsigned seen = begin_sleep();
@@ -99,7 +99,7 @@ public:
     // Announces that this rank makes no further calls. Ranks that wait for it, now or later, get an error.
     void leave();
     bool has_left(int rank) const;
-    // Ends the waits of other threads of this rank with an error.
+    // Makes the other waiting threads of this rank throw an error.
     void stop() { stopped_.store(true, std::memory_order_release); }
 
     // Describes the current operation for an error message; called only when there is an error.
@@ -110,24 +110,25 @@ public:
     std::optional<Notice> notice() const;
     // Ends the group. Only the first notice is kept.
     void give_notice(CommError::Kind kind, int culprit) const;
-    // A rank in the group whose process has ended although it had not left; -1 if there is none.
+    // The group rank of a process that ended without leave(); -1 if there is none.
     int dead_rank() const;
 
     // Called at intervals by a wait for the ranks for which `awaited` holds. Throws, and ends the group, if one of
-    // those ranks has died or left or if the wait must end.
+    // those ranks has died or left, or if this wait was stopped or interrupted.
     void check_failures(const std::function<bool(int)>& awaited, const What& what);
 
-    // Ends the group because this rank has timed out. `what` names the timeout and the operation, `late` the ranks that
-    // are late.
+    // Ends the group because this rank has timed out. `what`: the timeout and the operation, as text. `late`: the late
+    // ranks.
     [[noreturn]] void throw_timeout(const std::string& what, const WaitGraph::Verdict& late = {});
 
     WaitGraph& wait_graph() { return wait_graph_; }
-    // Publishes waits of this process in its other groups too. Valid only where each process is one rank of the group.
+    // Also publishes the waits of this process in its other groups here, and those in this group there. Valid only if
+    // every rank of the group is a process of its own.
     void join_groups_of_process() {
         wait_graph_.join(WaitGraphs::of_this_process(), [this](int rank) { return process(rank); });
     }
-    // For a wait that has timed out: whether the diagnosis is final. A group that spans hosts has another diagnosis;
-    // see net/timeout_diagnosis.h.
+    // Whether the diagnosis of a wait that has timed out is final. Always true in a group that spans hosts, which has
+    // another diagnosis: see net/timeout_diagnosis.h.
     bool is_final(LocalDiagnosis& diagnosis, const WaitGraph::Waits& waits, std::chrono::milliseconds timeout) const {
         return spans_hosts() || diagnosis.is_final(wait_graph_, waits, timeout);
     }
@@ -161,7 +162,7 @@ private:
     std::byte* const place_;
     const int rank_, size_;
     const RankNames names_;
-    std::vector<ExitDescriptor> exits_;  // by rank; null for those of this process
+    std::vector<ExitDescriptor> exits_;  // by rank; null for ranks that run in this process
     WaitGraph wait_graph_;
     std::mutex verdict_guard_;
     bool has_verdict_ = false;
@@ -169,7 +170,7 @@ private:
     std::function<void(int)> awaited_hook_;
     std::atomic<int> core_{kNowhere};
     std::atomic<Clock::rep> yield_again_{0};  // the time from which sched_yield() is tried again
-    std::atomic<Clock::rep> backoff_{0};      // how long the next slow yield suspends yielding
+    std::atomic<Clock::rep> backoff_{0};      // after the next slow sched_yield(), none is tried for this long
     std::atomic<bool> stopped_{false};
 };
 

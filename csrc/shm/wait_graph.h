@@ -43,8 +43,8 @@ public:
     struct Wait {
         WaitKind kind = WaitKind::kNone;
         bool in_collective = false;  // of a message: it belongs to a collective
-        int peer = kAnyone;          // of a message; in another group: the process that is waited for
-        bool in_background = false;  // the program of the rank goes on
+        int peer = kAnyone;          // of a message: the rank at the other end; elsewhere: the pid of the late process
+        bool in_background = false;  // another thread waits, and the program of the rank continues
     };
     using Waits = std::vector<Wait>;
 
@@ -88,12 +88,11 @@ public:
     void position_by(std::function<Position(int rank)> position) { position_ = std::move(position); }
     void verify_by(std::function<bool(int rank, const Wait& wait)> is_blocked) { is_blocked_ = std::move(is_blocked); }
 
-    // This rank runs, and waits.
+    // Called at intervals by a rank that waits: it is not stopped.
     void heartbeat();
     std::vector<std::uint64_t> heartbeats() const;  // of all ranks
 
-    // The wait of a thread, while this object lives. Nothing is written before set(), which a wait calls when it is
-    // long.
+    // The wait of a thread, published from set() until the object is destroyed. A wait calls set() once it is long.
     class Published {
     public:
         explicit Published(WaitGraph& graph);
@@ -101,7 +100,7 @@ public:
         Published(const Published&) = delete;
 
         void set(const Wait& wait);
-        // The wait has ended with an error, as one that is left by an exception.
+        // Called when the wait has ended with an error. An exception that leaves the scope has the same effect.
         void fail() { has_failed_ = true; }
 
     private:
@@ -117,7 +116,7 @@ public:
     };
 
     // The late ranks, for a thread of this rank that waits for all of `waits`. `since`: heartbeats() of some time ago;
-    // a rank that has no heartbeat since is stopped, so it is not held up by another group.
+    // a rank without a heartbeat since is stopped, so it does not wait in another group.
     Verdict find(const Waits& waits, const std::vector<std::uint64_t>& since) const;
     Late describe(int rank, bool in_collective) const;
 
@@ -164,7 +163,7 @@ public:
 
     struct Slot {
         WaitGraph* graph;
-        std::uint64_t id;  // another graph may come to lie at the same address
+        std::uint64_t id;  // of the graph, because a later graph may have the same address
         std::atomic<std::uint64_t>* place;
     };
     using Slots = std::vector<Slot>;
@@ -212,7 +211,7 @@ private:
     std::vector<std::uint64_t> heartbeats_;  // when the diagnosis began, by rank
 };
 
-// What a wait needs once it sleeps; a short wait does not make it.
+// What a wait needs once it sleeps. A short wait does not create it.
 struct LongWait {
     explicit LongWait(WaitGraph& graph) : published(graph) {}
 

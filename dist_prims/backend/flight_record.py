@@ -24,6 +24,6 @@ def dump(path: Path | str, group: dist.ProcessGroup | None = None) -> None:
 
 
 def dump_file(group: str, rank: int) -> str:
-    """Return the file that a failing call of this rank writes, or an empty string if it writes none."""
+    """Return the path to which a failing call of this rank writes its record; empty if DIST_PRIMS_DUMP is not set."""
     folder = os.environ.get("DIST_PRIMS_DUMP", "")
     return str(Path(folder) / f"{group}_rank{rank}.json") if folder else ""
