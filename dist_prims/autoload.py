@@ -52,7 +52,7 @@ def _register_rendezvous_handlers() -> None:
     def env(url: str, **options: Any) -> Any:
         if _is_complete(url):
             return handler_of_torch(url, **options)
-        from .launch.detect import detect
+        from .launch.detect_launcher import detect
         from .launch.launcher_rendezvous import torch_handler
 
         return handler_of_torch(url, **options) if detect().name == "python" else torch_handler(url, **options)

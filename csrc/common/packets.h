@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "memory.h"
+#include "shared_memory.h"
 
 namespace dist_prims {
 

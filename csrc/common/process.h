@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-#include "memory.h"
+#include "shared_memory.h"
 
 namespace dist_prims {
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "memory.h"
+#include "shared_memory.h"
 
 namespace dist_prims {
 

@@ -12,8 +12,8 @@
 //
 // A transport delivers the messages of one sender, receiver and tag in order. So the tag of a segment may be reused as
 // soon as that segment is done on this rank: then both ends post all messages of the earlier segment before those of
-// the later one. A rank has at most kSegments segments in flight (see rank_program.cpp), all ranks begin and finish
-// them in the same order, and the calls of a group follow each other.
+// the later one. A rank has at most kSegments segments in flight (see schedule_executor.cpp), all ranks begin and
+// finish them in the same order, and the calls of a group follow each other.
 #pragma once
 
 #include <cstddef>

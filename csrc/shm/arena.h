@@ -9,7 +9,7 @@
 #include <memory>
 
 #include "../common/free_ranges.h"
-#include "../common/memory.h"
+#include "../common/shared_memory.h"
 
 namespace dist_prims {
 

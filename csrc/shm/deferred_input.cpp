@@ -4,7 +4,7 @@
 #include <stdexcept>
 
 #include "../common/kernels.h"
-#include "../common/memory.h"
+#include "../common/shared_memory.h"
 
 namespace dist_prims {
 

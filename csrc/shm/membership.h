@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "../common/errors.h"
-#include "../common/memory.h"
 #include "../common/process.h"
+#include "../common/shared_memory.h"
 #include "wait_graph.h"
 
 namespace dist_prims {

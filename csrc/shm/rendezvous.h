@@ -19,8 +19,8 @@
 #include <string>
 #include <vector>
 
-#include "../common/memory.h"
 #include "../common/process.h"
+#include "../common/shared_memory.h"
 #include "membership.h"
 
 namespace dist_prims {

@@ -16,7 +16,7 @@
 #include <set>
 #include <vector>
 
-#include "../common/memory.h"
+#include "../common/shared_memory.h"
 #include "../common/types.h"
 #include "arena.h"
 

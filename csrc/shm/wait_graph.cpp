@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "../common/memory.h"
+#include "../common/shared_memory.h"
 
 namespace dist_prims {
 namespace {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "../common/queue.h"
-#include "../net/rank_program.h"
+#include "../net/schedule_executor.h"
 #include "../shm/host_segment.h"
 #include "test_support.h"
 

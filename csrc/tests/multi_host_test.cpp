@@ -15,7 +15,7 @@
 #include <thread>
 #include <utility>
 
-#include "../net/rank_program.h"
+#include "../net/schedule_executor.h"
 #include "test_support.h"
 
 using namespace dist_prims;

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "../net/rank_program.h"
+#include "../net/schedule_executor.h"
 #include "../shm/host_segment.h"
 
 namespace dist_prims {

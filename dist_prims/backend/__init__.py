@@ -11,8 +11,8 @@ over a local socket.
 
 from ..collectives.native import all_reduce_
 from .create import make
+from .dump_flight_record import dump
 from .extension import empty
-from .flight_record import dump
 from .options import BackendOptions, options_of
 
 __all__ = ["BackendOptions", "all_reduce_", "dump", "empty", "make", "options_of"]

@@ -15,16 +15,16 @@ import torch.distributed as dist
 
 from ..autoload import NAME
 from ..collectives.algorithm_choice import parse_ranges
-from ..collectives.proofs import Proofs
+from ..collectives.proof_before_use import Proofs
 from ..errors import PeerDiedError
 from ..launch.hosts import host_id
 from ..launch.rendezvous import from_rank_0, handshake
 from ..schedules import Schedule, build
 from ..schedules.native import to_native
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
-from . import mpi, transport_selection
+from . import mpi_library, transport_selection
+from .dump_flight_record import dump_file
 from .extension import extension
-from .flight_record import dump_file
 from .multi_host import ASSUMED, MultiHostSchedules
 from .options import BackendOptions, keep_options
 from .tuning import CALIBRATION, tuned
@@ -64,7 +64,7 @@ def _make(options: Any, prims_options: BackendOptions, monitor: _DeathMonitor) -
         multi_host = MultiHostSchedules(hosts, rank, _levels_of_rank_0(store, rank, ranks), check)
         requested = prims_options.engine or os.environ.get("DIST_PRIMS_ENGINE", "")
         is_mpi = transport_selection.select(store, rank, ranks, requested) == "mpi"
-        engine = mpi.make(ranks, timeout) if is_mpi else make_gloo()
+        engine = mpi_library.make(ranks, timeout) if is_mpi else make_gloo()
     one_shot_bytes = prims_options.one_shot_bytes
     backend = extension().PrimsBackend(
         store=store,

@@ -11,9 +11,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..launch.detect import detect
+from ..launch.detect_launcher import detect
 from ..launch.rendezvous import from_rank_0
-from . import mpi
+from . import mpi_library
 
 __all__: list[str] = []
 
@@ -30,7 +30,7 @@ def select(store: Any, rank: int, ranks: Sequence[int], requested: str) -> str:
     size = len(ranks)
     if from_rank_0(store, rank, size, "engine proposed", lambda: _propose(ranks, requested)) == "gloo":
         return "gloo"
-    store.set(f"engine/{rank}", mpi.group_unusable_reason(ranks, rank))
+    store.set(f"engine/{rank}", mpi_library.group_unusable_reason(ranks, rank))
     return from_rank_0(store, rank, size, "engine", lambda: _decide(_answers(store, size), bool(requested)))
 
 
@@ -48,7 +48,7 @@ def _is_expected(ranks: Sequence[int]) -> bool:
         started = detect().medium == "MPI"
     except ValueError:  # a caller with a store of its own needs no launcher
         started = False
-    return started or not mpi.group_unusable_reason(ranks, 0)
+    return started or not mpi_library.group_unusable_reason(ranks, 0)
 
 
 def _answers(store: Any, size: int) -> Mapping[int, str]:

@@ -39,7 +39,7 @@ from ..schedules.pipelines import PipelinePlan, Row, draw_gantt, pipeline_plan, 
 from ..training.pipeline import Pipeline
 from ..training.pipeline.action_executor import parts
 from ..training.pipeline.profile import profile
-from ..training.pipeline.split import balance, split
+from ..training.pipeline.split_model import balance, split
 from .arguments import positive
 from .steps import Table, measure
 

@@ -70,7 +70,7 @@ def _tune(given: argparse.Namespace) -> int:
 
 def _doctor(given: argparse.Namespace) -> int:
     if given.dump:
-        from ..launch.flight_records import read
+        from ..launch.read_flight_records import read
 
         print(read(given.dump))
         return 0

@@ -27,7 +27,7 @@ from .channel import Channel
 from .execute import ChunkSlice, Executor
 from .flat import split_evenly
 from .native import NativeWork, backend_supports, compiled, is_on_dist_prims, run_in_backend, run_natively
-from .proofs import proofs_of
+from .proof_before_use import proofs_of
 from .queue import Work, queue_of
 from .reduction import OP_NAMES
 

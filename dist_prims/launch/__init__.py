@@ -1,6 +1,6 @@
 """Joining of the default group under any launcher (torchrun, mpirun, srun, a URL, none), and :func:`spawn`."""
 
-from .detect import Launcher, detect
+from .detect_launcher import Launcher, detect
 from .hosts import Placement, host_id
 from .join import init
 from .spawn import spawn

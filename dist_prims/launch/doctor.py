@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from .detect import Launcher, detect
+from .detect_launcher import Launcher, detect
 from .hosts import host_id
-from .mpi import library_name
+from .mpi_exchange import library_name
 from .nodelist import expand_nodelist
 
 __all__: list[str] = []

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 
 from ..autoload import register
-from . import mpi
-from .detect import Launcher, detect, from_url
+from . import mpi_exchange
+from .detect_launcher import Launcher, detect, from_url
 from .hosts import Placement, host_id
 from .launcher_rendezvous import rendezvous_of
 from .network import loopback_interface
@@ -108,7 +108,7 @@ def init(
         timeout=timedelta(seconds=seconds),
     )
     if launcher.medium == "MPI":
-        mpi.abort_on_exception()
+        mpi_exchange.abort_on_exception()
     known = {"backend": backend, "timeout": seconds, "rank": placement.rank, "world_size": placement.size}
     _joined = _Joined(dist.group.WORLD, placement, {**known, "init_method": init_method})
     atexit.unregister(_destroy)

@@ -12,8 +12,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
-from . import mpi, pmi, rendezvous
-from .detect import Launcher, detect
+from . import mpi_exchange, pmi, rendezvous
+from .detect_launcher import Launcher, detect
 from .network import loopback_interface
 from .rendezvous import Rendezvous
 from .text_exchange import rendezvous_by_text
@@ -41,7 +41,7 @@ def _by_medium(launcher: Launcher, timeout: float) -> Rendezvous:
     name = launcher.name.partition(" of ")[0]  # mpi.Mpi.library names the MPI
     try:
         if launcher.medium == "MPI":
-            world = mpi.Mpi(launcher)
+            world = mpi_exchange.Mpi(launcher)
             return rendezvous_by_text(world, timeout, f"{name} ({world.library})")
         return rendezvous_by_text(pmi.connect(launcher, time.monotonic() + timeout), timeout, name)
     except TimeoutError as error:
@@ -73,4 +73,4 @@ def torch_handler(
         yield found.store, rank, size
     finally:  # torch ends the generator when the group is created and torch has installed its own hook
         if launcher.medium == "MPI":
-            mpi.abort_on_exception()
+            mpi_exchange.abort_on_exception()

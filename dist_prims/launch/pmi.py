@@ -18,7 +18,7 @@ import stat
 import sys
 import time
 
-from .detect import Launcher
+from .detect_launcher import Launcher
 
 __all__: list[str] = []
 

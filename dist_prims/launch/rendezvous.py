@@ -29,7 +29,7 @@ from urllib.parse import SplitResult, urlsplit
 import torch.distributed as dist
 
 from .deadline import until
-from .detect import Launcher
+from .detect_launcher import Launcher
 from .hosts import host_id
 from .network import LOOPBACK, interface_towards, listen
 

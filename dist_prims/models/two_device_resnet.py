@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..training.pipeline.split import balance
+from ..training.pipeline.split_model import balance
 from .resnet import Bottleneck, ResNet
 
 __all__: list[str] = []

@@ -11,7 +11,7 @@ from .gradients import GradientAverager
 from .local_sgd import LocalSGD
 from .partition import DataPartitioner, Partition
 from .pipeline import DevicePipeline, Pipeline
-from .pipeline.split import split
+from .pipeline.split_model import split
 
 __all__ = [
     "Batches",

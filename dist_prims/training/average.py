@@ -17,7 +17,7 @@ from ..collectives import all_reduce
 from ..collectives.algorithm_choice import CHEAPEST
 from ..collectives.flat import cut
 from ..errors import MismatchError
-from .gradients.layout import plan
+from .gradients.bucket_layout import plan
 
 __all__: list[str] = []
 

@@ -19,8 +19,8 @@ from ..agreement import check_same, gather_objects
 from ..collectives.flat import cut
 from ..torch_compat import default_group
 from .average import average_gradients
+from .gradients.bucket_layout import plan
 from .gradients.initial_sync import broadcast_coalesced
-from .gradients.layout import plan
 
 __all__: list[str] = []
 

@@ -16,7 +16,7 @@ from launching import ROOT, clean, run
 from mpi_kinds import AS_ROOT, KINDS, SITE, Kind
 from netns import cluster, needs_hosts
 
-from dist_prims.backend import mpi
+from dist_prims.backend import mpi_library
 
 CASES = ["values", "small_pieces", "layouts", "groups", "messages", "async", "faults", "truncation", "ddp", "lacks"]
 CASES += ["one_library"]
@@ -53,7 +53,7 @@ def test_calls_from_one_thread_at_a_time_are_enough(kind: Kind) -> None:
 
 
 def test_calls_from_one_thread_alone_are_not(kind: Kind) -> None:
-    code = "from dist_prims.backend import mpi; print(mpi.unusable_reason())"
+    code = "from dist_prims.backend import mpi_library; print(mpi_library.unusable_reason())"
     done = kind.run(1, "-c", code, MPI4PY_RC_THREAD_LEVEL="funneled")
     assert "leave mpi4py.rc.thread_level at 'multiple'" in done.stdout, done.stderr
 
@@ -111,7 +111,7 @@ def test_a_rank_that_cannot_use_mpi(kind: Kind, asked: str) -> None:
     code = """
 import os
 import mpi4py
-from dist_prims.launch.detect import detect
+from dist_prims.launch.detect_launcher import detect
 rank = detect().rank
 if rank == 1:
     mpi4py.rc.thread_level = "funneled"
@@ -225,9 +225,9 @@ def test_where_there_is_no_mpirun_all_is_as_it_was() -> None:
 def test_a_process_without_mpirun_stays_without_mpi() -> None:
     code = """
 import sys
-from dist_prims.backend import mpi
-assert mpi.group_unusable_reason([0], 0) == mpi.unusable_reason()
-print(mpi.unusable_reason(), "mpi4py" in sys.modules)
+from dist_prims.backend import mpi_library
+assert mpi_library.group_unusable_reason([0], 0) == mpi_library.unusable_reason()
+print(mpi_library.unusable_reason(), "mpi4py" in sys.modules)
 """
     done = run([sys.executable, "-c", code])
     assert done.stdout.startswith(
@@ -239,7 +239,7 @@ print(mpi.unusable_reason(), "mpi4py" in sys.modules)
 def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    assert re.fullmatch(r"mpi4py does not load: .*; pip install mpi4py", mpi.unusable_reason())
+    assert re.fullmatch(r"mpi4py does not load: .*; pip install mpi4py", mpi_library.unusable_reason())
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch.distributed import ReduceOp
 
-from dist_prims.backend import mpi
+from dist_prims.backend import mpi_library
 from dist_prims.errors import CommError, CommTimeoutError
 
 warnings.simplefilter("ignore", FutureWarning)  # torch gives reduce_scatter_tensor another name
@@ -52,7 +52,7 @@ FOLDS: dict[Any, Callable[[Any, Any], Any]] = {
 
 def make(options: Any, given: Any) -> Any:
     ranks = options.global_ranks_in_group or range(options.group_size)
-    return mpi.make(list(ranks), options.timeout, **(given or {}))
+    return mpi_library.make(list(ranks), options.timeout, **(given or {}))
 
 
 def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -310,11 +310,11 @@ def case_faults() -> None:
     if rank < 2:
         with raises(CommTimeoutError, "making a group of 0, 1: no sign of"):
             if rank == 0:
-                mpi.make([0, 1], timedelta(seconds=0.3))
+                mpi_library.make([0, 1], timedelta(seconds=0.3))
             else:
                 raise CommTimeoutError("making a group of 0, 1: no sign of")
     with raises(ValueError, "a group must contain the calling rank, and no rank twice"):
-        mpi.make([after], SECOND)
+        mpi_library.make([after], SECOND)
     dist.barrier()
 
 
@@ -361,26 +361,32 @@ def case_one_library() -> None:
 
 def case_lacks() -> None:
     """Each thing that may be missing is named, with what to do."""
-    assert mpi.unusable_reason() == ""
+    assert mpi_library.unusable_reason() == ""
     names = [name for name in sys.modules if name.startswith("dist_prims._mpi_")]
     library, version = MPI.Get_library_version, torch.__version__
-    mpi._extension.cache_clear()
+    mpi_library._extension.cache_clear()
     torch.__version__ = "2.99.0"
-    assert "was built for torch 2." in mpi.unusable_reason()
-    assert "and this is 2.99.0; build dist_prims again with an mpicc of that MPI on the PATH" in mpi.unusable_reason()
+    assert "was built for torch 2." in mpi_library.unusable_reason()
+    assert (
+        "and this is 2.99.0; build dist_prims again with an mpicc of that MPI on the PATH"
+        in mpi_library.unusable_reason()
+    )
     torch.__version__ = version
     MPI.Get_library_version = lambda: "Another MPI 1.0"
-    assert mpi.unusable_reason() == "mpi4py has loaded an MPI with neither MPICH's nor Open MPI's ABI: Another MPI 1.0"
+    assert (
+        mpi_library.unusable_reason()
+        == "mpi4py has loaded an MPI with neither MPICH's nor Open MPI's ABI: Another MPI 1.0"
+    )
     MPI.Get_library_version = library
     loaded = {name: sys.modules[name] for name in names}
     sys.modules.update(dict.fromkeys(names))
     with raises(RuntimeError, f"no group over MPI: the extension {names[0]} does not load", "DIST_PRIMS_MPICC="):
-        mpi.make([0], SECOND)
+        mpi_library.make([0], SECOND)
     sys.modules.update(loaded)
     me, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    assert mpi.group_unusable_reason([me], 0) == ""
-    assert f"it is rank {me} of {size} in MPI.COMM_WORLD" in mpi.group_unusable_reason([me + 1], 0)
-    assert f"it is rank {me} of {size} in MPI.COMM_WORLD" in mpi.group_unusable_reason([me, size], 0)
+    assert mpi_library.group_unusable_reason([me], 0) == ""
+    assert f"it is rank {me} of {size} in MPI.COMM_WORLD" in mpi_library.group_unusable_reason([me + 1], 0)
+    assert f"it is rank {me} of {size} in MPI.COMM_WORLD" in mpi_library.group_unusable_reason([me, size], 0)
 
 
 def case_finalize() -> None:

@@ -15,7 +15,7 @@ from launching import LAUNCHER_VARIABLES, MPIRUN, SUM, TORCH, clean, needs_mpiru
 
 import dist_prims
 from dist_prims.launch import Placement, detect
-from dist_prims.launch.detect import from_url
+from dist_prims.launch.detect_launcher import from_url
 from dist_prims.launch.doctor import report
 
 BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

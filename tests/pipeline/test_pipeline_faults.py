@@ -19,7 +19,7 @@ from dist_prims.schedules.pipelines import pipeline_plan
 from dist_prims.training.pipeline.batch_norm import defer_batch_norm
 from dist_prims.training.pipeline.devices import DevicePipeline
 from dist_prims.training.pipeline.processes import Pipeline
-from dist_prims.training.pipeline.split import split
+from dist_prims.training.pipeline.split_model import split
 from dist_prims.training.pipeline.transfer import StageFailed
 
 pytestmark = pytest.mark.usefixtures("one_thread")

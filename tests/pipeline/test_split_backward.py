@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dist_prims.training.pipeline.backward import Later, split_backward
+from dist_prims.training.pipeline.split_backward import Later, split_backward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,7 +17,7 @@ import dist_prims
 from dist_prims.errors import MismatchError
 from dist_prims.launch import RankFailedError
 from dist_prims.training.pipeline.checkpoint import load_stages, save_stages
-from dist_prims.training.pipeline.split import split
+from dist_prims.training.pipeline.split_model import split
 
 
 def a_net() -> nn.Sequential:

@@ -51,10 +51,10 @@ LAYERS = {
 # The same within dist_prims/training.
 TRAINING = {
     "incremental_reduce": set(),
-    "bucket": {"incremental_reduce"},
+    "compressor": {"incremental_reduce"},
     "group_duplicates": set(),
-    "compression": {"bucket"},
-    "gradients": {"bucket", "compression", "group_duplicates", "incremental_reduce"},
+    "compression": {"compressor"},
+    "gradients": {"compression", "compressor", "group_duplicates", "incremental_reduce"},
     "average": {"gradients"},
     "mixed_precision": set(),
     "partition": set(),

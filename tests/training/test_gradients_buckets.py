@@ -15,7 +15,7 @@ from averaging import batch, net, spawn
 
 from dist_prims.training.compression import TopK
 from dist_prims.training.gradients import Bucket, GradientAverager
-from dist_prims.training.gradients.layout import plan
+from dist_prims.training.gradients.bucket_layout import plan
 
 
 class Doubling:

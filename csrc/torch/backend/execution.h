@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "../../net/multi_host.h"
-#include "../../net/rank_program.h"
+#include "../../net/schedule_executor.h"
 #include "../../shm/host_segment.h"
-#include "../common/tensors.h"
+#include "../common/tensor_arguments.h"
 
 namespace dist_prims {
 

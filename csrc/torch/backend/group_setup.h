@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "../../net/multi_host.h"
-#include "creation.h"
+#include "creation_failure.h"
 #include "execution.h"
 
 namespace dist_prims {

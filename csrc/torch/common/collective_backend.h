@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "../../common/thread.h"
-#include "tensors.h"
+#include "tensor_arguments.h"
 
 namespace dist_prims {
 

@@ -33,7 +33,7 @@ void translate(std::exception_ptr error) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-    module.doc() = "A backend of torch.distributed over MPI; see dist_prims.backend.mpi.";
+    module.doc() = "A backend of torch.distributed over MPI; see dist_prims.backend.mpi_library.";
     using Free = py::call_guard<py::gil_scoped_release>;
     py::class_<MpiBackend, c10d::Backend, c10::intrusive_ptr<MpiBackend>>(module, "MpiBackend")
         .def(py::init(&make), py::kw_only(), py::arg("ranks"), py::arg("timeout"), py::arg("largest_count"), Free())

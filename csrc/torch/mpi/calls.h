@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "../../common/types.h"
-#include "library.h"
+#include "mpi_state.h"
 
 namespace dist_prims::mpi {
 

@@ -1,7 +1,7 @@
 // A list of tensors as contiguous memory, which MPI needs for the blocks of ranks.
 #pragma once
 
-#include "../common/tensors.h"
+#include "../common/tensor_arguments.h"
 
 namespace dist_prims::mpi {
 

@@ -6,7 +6,7 @@
 #include <exception>
 #include <vector>
 
-#include "library.h"
+#include "mpi_state.h"
 
 namespace dist_prims::mpi {
 

@@ -8,7 +8,7 @@
 #include <chrono>
 #include <functional>
 
-#include "library.h"
+#include "mpi_state.h"
 
 namespace dist_prims::mpi {
 

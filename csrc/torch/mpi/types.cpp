@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "../../common/kernels.h"
-#include "library.h"
+#include "mpi_state.h"
 
 namespace dist_prims::mpi {
 namespace {

@@ -23,7 +23,7 @@ from ...agreement import gather_rows
 from .stages import Staged, wide
 
 if TYPE_CHECKING:
-    from ..bucket import Bucket
+    from ..compressor import Bucket
 
 __all__: list[str] = []
 

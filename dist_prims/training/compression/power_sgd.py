@@ -25,7 +25,7 @@ from ...collectives.flat import cut
 from .stages import Staged, wide
 
 if TYPE_CHECKING:
-    from ..bucket import Bucket
+    from ..compressor import Bucket
 
 __all__: list[str] = []
 

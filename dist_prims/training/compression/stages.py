@@ -27,7 +27,7 @@ from ...agreement import check_same
 from .feedback import Feedback
 
 if TYPE_CHECKING:
-    from ..bucket import Bucket
+    from ..compressor import Bucket
 
 __all__: list[str] = []
 

@@ -1,6 +1,6 @@
 """Gradients averaged while the backward pass still runs; see :mod:`.averager`."""
 
-from ..bucket import Bucket, Compressor
+from ..compressor import Bucket, Compressor
 from .averager import GradientAverager
 
 __all__ = ["Bucket", "Compressor", "GradientAverager"]

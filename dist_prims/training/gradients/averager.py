@@ -38,7 +38,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...collectives.call import group_of
 from ...torch_compat import graph_task_id, knows_group
-from ..bucket import Compressor, Exact
+from ..compressor import Compressor, Exact
 from ..group_duplicates import duplicate, end_group, ranks_of
 from .averaging import Averaging
 from .backward_end import Ending

@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.distributed as dist
 
-from ..bucket import Compressor, Exact
-from .agreement import DENSE, FROZEN, NONE, SPARSE, Agreement, Verdict, kind_of
+from ..compressor import Compressor, Exact
 from .bucket_sender import Sending
+from .gradient_presence import DENSE, FROZEN, NONE, SPARSE, Agreement, Verdict, kind_of
 from .sparse import sparse_mean
 
 __all__: list[str] = []

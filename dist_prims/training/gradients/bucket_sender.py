@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 import torch.distributed as dist
 
-from ..bucket import Compressor, Exact
+from ..compressor import Compressor, Exact
 from ..incremental_reduce import IncrementalSum
-from .layout import BucketLayout, lay_out, our_backend, plan
+from .bucket_layout import BucketLayout, lay_out, our_backend, plan
 
 __all__: list[str] = []
 
@@ -22,7 +22,7 @@ class Sending:
     """The buckets, and their progress in the backward that runs.
 
     >>> weight = torch.ones(2, requires_grad=True)
-    >>> from ..bucket import Exact
+    >>> from ..compressor import Exact
     >>> sending = Sending([weight], Exact(), 2**20, dist.group.WORLD)
     >>> sending.follow([0])
     >>> weight.grad = torch.ones(2)

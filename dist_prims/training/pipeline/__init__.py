@@ -27,7 +27,7 @@ from .checkpoint import load_stages, save_stages
 from .devices import DevicePipeline
 from .processes import Pipeline
 from .profile import LayerCost, profile, stage_costs
-from .split import balance, split
+from .split_model import balance, split
 from .transfer import StageFailed
 
 __all__ = [

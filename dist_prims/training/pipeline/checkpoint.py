@@ -6,7 +6,7 @@ So a crash at any moment leaves the checkpoint that was there before, whole. A p
 is refused before anything is loaded.
 
 >>> import tempfile
->>> from dist_prims.training.pipeline.split import split
+>>> from dist_prims.training.pipeline.split_model import split
 >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
 >>> again = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
 >>> with tempfile.TemporaryDirectory() as folder:

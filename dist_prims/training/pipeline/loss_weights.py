@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ...parallel.vocabulary import split_cross_entropy
-from .backward import layer_of
+from .split_backward import layer_of
 from .stage import Tensors
 
 __all__: list[str] = []

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .backward import same_memory
+from .split_backward import same_memory
 from .stage import Tensors
 
 __all__: list[str] = []

@@ -15,9 +15,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ...torch_compat import version_of
-from .backward import Later, same_memory, split_backward
 from .batch_norm import DeferredBatchNorm, commit_batch_norm
 from .running_statistics import RunningStatistics
+from .split_backward import Later, same_memory, split_backward
 
 __all__: list[str] = []
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from ...collectives.call import group_of
 from ...collectives.flat import cut
+from ..gradients.bucket_layout import plan
 from ..gradients.initial_sync import broadcast_coalesced, check_same_model
-from ..gradients.layout import plan
 
 __all__: list[str] = []
 

@@ -1,4 +1,4 @@
-#include "tensors.h"
+#include "tensor_arguments.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>

@@ -1,4 +1,4 @@
-"""Writer of flight records, the last calls of a rank; :mod:`..launch.flight_records` reads the files of all ranks."""
+"""Writer of flight records (the last calls of a rank); :mod:`..launch.read_flight_records` reads those of all ranks."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from .deadline import until
-from .detect import Launcher
+from .detect_launcher import Launcher
 
 __all__: list[str] = []
 

@@ -1,4 +1,4 @@
-#include "memory.h"
+#include "shared_memory.h"
 
 #include <fcntl.h>
 #include <pthread.h>

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..launch.detect import detect
+from ..launch.detect_launcher import detect
 
 __all__: list[str] = []
 

@@ -1,4 +1,4 @@
-#include "library.h"
+#include "mpi_state.h"
 
 #include <atomic>
 

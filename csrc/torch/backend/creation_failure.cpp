@@ -1,4 +1,4 @@
-#include "creation.h"
+#include "creation_failure.h"
 
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>

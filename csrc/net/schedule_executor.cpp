@@ -1,4 +1,4 @@
-#include "rank_program.h"
+#include "schedule_executor.h"
 
 #include <algorithm>
 #include <cstring>

@@ -20,7 +20,7 @@ from dist_prims.models.resnet import resnet18, resnet101
 from dist_prims.training.pipeline.batch_norm import defer_batch_norm
 from dist_prims.training.pipeline.chain import Chain, Pop, Stage, Stash, layers
 from dist_prims.training.pipeline.profile import LayerCost, profile, stage_costs
-from dist_prims.training.pipeline.split import balance, split
+from dist_prims.training.pipeline.split_model import balance, split
 
 # Where to cut
 
