@@ -7,6 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -59,6 +60,13 @@ Descriptor copy_read_end() {
 }
 
 }  // namespace
+
+int this_process() {
+    static std::atomic<int> number{::getpid()};
+    static const int listening = ::pthread_atfork(nullptr, nullptr, [] { number = ::getpid(); });
+    static_cast<void>(listening);
+    return number.load(std::memory_order_relaxed);
+}
 
 void fill_random(void* data, std::size_t bytes) {
     const auto got = uninterrupted([&] { return ::getrandom(data, bytes, 0); });

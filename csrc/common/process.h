@@ -22,6 +22,10 @@ struct ProcessId {
     auto operator<=>(const ProcessId&) const = default;
 };
 
+// The pid of this process, cached. A forked child has another one: an object that remembers the pid of its process does
+// nothing in a forked child.
+int this_process();
+
 // Random bytes of the kernel, as ProcessId and others need them.
 void fill_random(void* data, std::size_t bytes);
 

@@ -1,19 +1,18 @@
 #include "shared_memory.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <string>
 #include <system_error>
 #include <utility>
 
 #include "available_memory.h"
+#include "process.h"
 
 namespace dist_prims {
 namespace {
@@ -47,13 +46,6 @@ Descriptor::~Descriptor() {
 
 int Descriptor::release() {
     return std::exchange(number_, -1);
-}
-
-int this_process() {
-    static std::atomic<int> number{::getpid()};
-    static const int listening = ::pthread_atfork(nullptr, nullptr, [] { number = ::getpid(); });
-    static_cast<void>(listening);
-    return number.load(std::memory_order_relaxed);
 }
 
 FileId id_of(const Descriptor& file) {

@@ -59,9 +59,6 @@ Descriptor make_sparse_memory(const char* name, std::size_t bytes);
 void reserve(const Descriptor& memory, std::size_t begin, std::size_t bytes);
 void discard(const Descriptor& memory, std::size_t begin, std::size_t bytes) noexcept;
 
-// The pid of this process, cached.
-int this_process();
-
 // A mapping that a forked child neither sees nor writes to.
 class Mapping {
 public:

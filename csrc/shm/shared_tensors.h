@@ -16,7 +16,7 @@
 #include <set>
 #include <vector>
 
-#include "../common/shared_memory.h"
+#include "../common/process.h"
 #include "../common/types.h"
 #include "arena.h"
 

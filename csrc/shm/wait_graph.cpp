@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "../common/shared_memory.h"
+#include "../common/process.h"
 
 namespace dist_prims {
 namespace {

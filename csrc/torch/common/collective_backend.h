@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../common/process.h"
 #include "../../common/thread.h"
 #include "tensor_arguments.h"
 
