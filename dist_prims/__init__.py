@@ -1,12 +1,42 @@
-"""Distributed primitives for PyTorch: collectives as plans that prove, price, draw and run themselves.
+"""Distributed primitives for PyTorch: collectives as schedules that are verified, priced, drawn and run.
 
-Importing this package costs nothing: each public name is fetched from its module when it is first used, so that the
-plans (``dist_prims.schedules``, NumPy only) never wait for torch.
+Importing this package imports nothing else. Each public name is imported from its module when it is first used, so that
+the schedules (``dist_prims.schedules``, NumPy only) can be used without torch.
 """
 
 import importlib
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the same names as in _HOME, for editors and type checkers
+    from .backend import BackendOptions as BackendOptions
+    from .backend import all_reduce_ as all_reduce_
+    from .backend import empty as empty
+    from .collectives import all_gather as all_gather
+    from .collectives import all_reduce as all_reduce
+    from .collectives import all_to_all as all_to_all
+    from .collectives import barrier as barrier
+    from .collectives import broadcast as broadcast
+    from .collectives import gather as gather
+    from .collectives import reduce as reduce
+    from .collectives import reduce_scatter as reduce_scatter
+    from .collectives import scan as scan
+    from .collectives import scatter as scatter
+    from .errors import CommError as CommError
+    from .errors import CommInterruptedError as CommInterruptedError
+    from .errors import CommTimeoutError as CommTimeoutError
+    from .errors import MismatchError as MismatchError
+    from .errors import PeerDiedError as PeerDiedError
+    from .errors import PeerLeftError as PeerLeftError
+    from .launch import RankFailedError as RankFailedError
+    from .launch import init as init
+    from .launch.spawn import spawn as spawn
+    from .training import DataPartitioner as DataPartitioner
+    from .training import GradientAverager as GradientAverager
+    from .training import Pipeline as Pipeline
+    from .training import ShardedSampler as ShardedSampler
+    from .training import average_gradients as average_gradients
+    from .training import partition_dataset as partition_dataset
 
 __version__ = "0.2.0"
 
@@ -40,6 +70,7 @@ _HOME = {
     "ShardedSampler": "training",
     "spawn": "launch",
 }
+_PACKAGES = {"datasets", "errors", "models", "ops", "parallel", "patterns", "schedules", "training"}
 _OLD_NAMES = {"Options": "BackendOptions"}  # of version 0.1
 
 __all__ = ["__version__", *_HOME]
@@ -49,6 +80,8 @@ def __getattr__(name: str) -> Any:
     if name in _OLD_NAMES:
         warnings.warn(f"dist_prims.{name} is called {_OLD_NAMES[name]}", DeprecationWarning, stacklevel=2)
         name = _OLD_NAMES[name]
+    if name in _PACKAGES:
+        return importlib.import_module(f"dist_prims.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'dist_prims' has no attribute {name!r}")
     found = getattr(importlib.import_module(f"dist_prims.{_HOME[name]}"), name)
@@ -57,4 +90,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_HOME, *_PACKAGES])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from .. import __version__
 from ..schedules.catalogue import SYMBOLS, markdown_table, text_table
 from . import pipeline, prove, recommend, show
 
@@ -37,6 +38,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dist_prims", description="Show, prove and list algorithms.")
+    parser.add_argument("--version", action="version", version=f"dist_prims {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     show.add(commands)
     prove.add(commands)

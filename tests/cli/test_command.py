@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import dist_prims
 from dist_prims.cli import main
 
 RIGHT = """
@@ -28,6 +29,13 @@ BROKEN = RIGHT.replace("dst=rank", "dst=[][rank]")
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     whole = [sys.executable, "-m", "dist_prims", *arguments]
     return subprocess.run(whole, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_version() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_prims", "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"dist_prims {dist_prims.__version__}\n")
 
 
 def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -45,6 +46,44 @@ dist_prims.empty(10)
 print(len(os.listdir("/proc/self/task")) - before)
 """
     assert run(sys.executable, "-c", program) == "0\n"
+
+
+def test_packages_are_attributes_and_torch_is_imported_only_by_those_that_need_it() -> None:
+    program = """
+import sys, dist_prims
+print(dist_prims.schedules.__name__, "torch" in sys.modules, dist_prims.training.__name__, "torch" in sys.modules)
+"""
+    assert run(sys.executable, "-c", program) == "dist_prims.schedules False dist_prims.training True\n"
+
+
+def test_a_program_of_a_user_is_checked_by_mypy(tmp_path: Path) -> None:
+    """The names at the top level have types, and py.typed makes mypy read them."""
+    program = tmp_path / "program.py"
+    program.write_text("""
+import torch
+import dist_prims
+
+place = dist_prims.init("dist_prims")
+dist_prims.all_reduce(torch.ones(3), algorithm="ring", segment_bytes=1 << 20)
+averager = dist_prims.GradientAverager(torch.nn.Linear(2, 1))
+reveal_type(dist_prims.all_reduce_(torch.ones(3)))
+dist_prims.all_reduce(torch.ones(3), algorithm=3)
+""")
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, cwd=tmp_path)
+    errors = [line for line in done.stdout.splitlines() if "error:" in line]
+    assert 'Revealed type is "torch._tensor.Tensor"' in done.stdout, done.stdout
+    assert len(errors) == 1, done.stdout
+    assert 'Argument "algorithm" to "all_reduce" has incompatible type "int"' in errors[0]
+
+
+def test_the_names_for_type_checkers_are_those_that_are_imported() -> None:
+    tree = ast.parse((ROOT / "dist_prims/__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    typed = {
+        each.names[0].name: (each.module or "").split(".")[0] for each in block.body if isinstance(each, ast.ImportFrom)
+    }
+    assert typed == dist_prims._HOME
 
 
 def test_an_extension_for_another_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
