@@ -44,7 +44,7 @@ LAYERS = {
     "demo": {"_chart", "_console", "collectives", "datasets", "launch", "models", "schedules", "training"},
     "recipes": {"_console", "collectives", "datasets", "errors", "launch", "models", "ops", "parallel", "patterns"}
     | {"schedules", "training"},
-    "bench": {"_chart", "backend", "collectives", "launch", "models", "schedules", "training"},
+    "bench": {"_chart", "backend", "collectives", "launch", "models", "schedules", "torch_compat", "training"},
     "cli": {"bench", "launch", "schedules"},
     "__main__": {"cli"},
 }
