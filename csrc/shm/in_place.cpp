@@ -11,9 +11,8 @@
 namespace dist_prims {
 namespace {
 
-constexpr std::size_t kBlock = 16 * 1024;  // bytes a pass, few enough to stay in the L1 cache
-constexpr std::size_t kDeferredBlock =
-    4 * 1024;  // smaller: the L1 cache also has to hold the next block, which is prefetched
+constexpr std::size_t kBlock = 16 * 1024;         // bytes a pass, few enough to stay in the L1 cache
+constexpr std::size_t kDeferredBlock = 4 * 1024;  // smaller: the next block, which is prefetched, must fit as well
 
 }  // namespace
 
