@@ -1,8 +1,8 @@
 """Private and version-dependent API of torch, each behind a documented function.
 
 The rest of the package calls these functions and no private API of torch, so that a new release of torch needs changes
-in this module only (``tests/project/test_style.py`` lists the files that are still exempt). The module imports nothing of
-dist_prims, and supports torch 2.11 and later.
+in this module only (``tests/project/test_style.py`` lists the files that are still exempt). The module imports nothing
+of dist_prims, and supports torch 2.11 and later.
 """
 
 from __future__ import annotations
