@@ -111,7 +111,7 @@ class CommTimeoutError(CommError, TimeoutError):
     >>> def wait_for_a_late_rank():
     ...     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
     ...     if dist.get_rank() == 1:
-    ...         return time.sleep(3)
+    ...         return time.sleep(4)
     ...     try:
     ...         dist.all_reduce(torch.ones(2), group=group)
     ...     except CommTimeoutError as error:
@@ -133,7 +133,7 @@ class CommInterruptedError(CommError):
     ...         signal.signal(signal.SIGALRM, signal.default_int_handler)
     ...         signal.alarm(1)
     ...     else:
-    ...         time.sleep(2)
+    ...         time.sleep(4)
     ...     try:
     ...         dist.all_reduce(torch.ones(2))
     ...     except (KeyboardInterrupt, CommInterruptedError) as error:

@@ -37,6 +37,7 @@ python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = f"dist_prims {release}"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
@@ -82,6 +83,15 @@ def mark_listings(app: Sphinx, what: str, name: str, of: Any, options: Any, line
     lines[:] = "\n\n".join(blocks).split("\n")
 
 
+def shorten_signature(
+    app: Sphinx, what: str, name: str, of: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Remove what Sphinx leaves in signatures that it cannot parse: those of dataclasses with a default factory."""
+    if signature and "<factory>" in signature:
+        signature = re.sub(r"~[\w.]+\.(\w+)", r"\1", signature).replace("<factory>", "...")
+    return signature, returns
+
+
 class LinkPublicNames(SphinxPostTransform):
     """Make links of public names in texts: ``dist_prims.training.LocalSGD``, and of classes also ``LocalSGD``."""
 
@@ -110,4 +120,5 @@ def setup(app: Sphinx) -> None:
     generated_pages.write_pictures(Path(app.srcdir) / "pictures")
     app.connect("source-read", add_navigation)
     app.connect("autodoc-process-docstring", mark_listings)
+    app.connect("autodoc-process-signature", shorten_signature)
     app.add_post_transform(LinkPublicNames)

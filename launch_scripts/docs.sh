@@ -11,7 +11,9 @@ build=${1:-build}
 # The sources of the site have the paths of the repository, so that a link is the same there and on GitHub.
 sources=$build/site_sources
 mkdir -p "$sources"
-rm -rf "$sources/docs"
-cp -Rp CONTRIBUTING.md CHANGELOG.md docs "$sources"
+rm -rf "$sources"/{docs,launch_scripts,examples}
+for path in CONTRIBUTING.md CHANGELOG.md docs launch_scripts examples; do
+    [ ! -e "$path" ] || cp -Rp "$path" "$sources"
+done
 cp -p README.md "$sources/index.md"
 exec python -m sphinx -q -W --keep-going -b "$builder" -c docs -d "$build/doctrees" "$sources" "$build/$output"
