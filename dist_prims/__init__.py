@@ -1,7 +1,11 @@
-"""Distributed primitives for PyTorch: collectives as schedules that are verified, priced, drawn and run.
+"""Distributed primitives for PyTorch: a backend, verified collective algorithms, and the parts of a trainer.
 
-Importing this package imports nothing else. Each public name is imported from its module when it is first used, so that
-the schedules (``dist_prims.schedules``, NumPy only) can be used without torch.
+Importing this package imports neither torch nor a module of its own: each public name is fetched from its module when
+it is first used, and ``dist_prims.schedules`` needs NumPy only.
+
+>>> import dist_prims
+>>> dist_prims.__version__.split(".")[:2]
+['0', '2']
 """
 
 import importlib

@@ -1,5 +1,6 @@
 """The exceptions of collectives. Each is a ``torch.distributed.DistBackendError``, so existing handlers catch them.
 
+>>> import dist_prims
 >>> import torch.distributed as dist
 >>> issubclass(MismatchError, dist.DistBackendError)
 True
@@ -23,27 +24,123 @@ __all__ = [
 
 
 class CommError(DistBackendError):
-    """Ranks of a group could not finish a collective. The message names rank, operation and remedy."""
+    """Ranks of a group could not finish a collective. The message names rank, operation and remedy.
+
+    The base class of the other errors:
+
+    >>> import torch, dist_prims
+    >>> import torch.distributed as dist
+    >>> def reduce_unequal():
+    ...     try:
+    ...         dist.all_reduce(torch.ones(2 + dist.get_rank()))
+    ...     except CommError as error:
+    ...         return type(error).__name__
+    >>> dist_prims.spawn(reduce_unequal, 2, backend="dist_prims", timeout=60)
+    ['MismatchError', 'MismatchError']
+    """
 
 
 class MismatchError(CommError):
-    """Ranks called different collectives, or one with different arguments. No data was touched; the group can go on."""
+    """Ranks called different collectives, or one with different arguments. No data was touched; the group can go on.
+
+    >>> import torch, dist_prims
+    >>> import torch.distributed as dist
+    >>> def mismatch_then_sum():
+    ...     text, total = "", torch.ones(2)
+    ...     try:
+    ...         dist.all_reduce(torch.ones(2 + dist.get_rank()))
+    ...     except MismatchError as error:
+    ...         text = str(error)
+    ...     dist.all_reduce(total)  # the group can go on
+    ...     return text, total.tolist()
+    >>> text, total = dist_prims.spawn(mismatch_then_sum, 2, backend="dist_prims", timeout=60)[0]
+    >>> print(text.partition(". Every")[0])  # doctest: +NORMALIZE_WHITESPACE
+    rank 0: ranks disagree, no data was touched. Rank 0 calls all_reduce(SUM, float32, 2 elements) as call number 0;
+    rank 1 calls all_reduce(SUM, float32, 3 elements) as call number 0
+    >>> total
+    [2.0, 2.0]
+    """
 
 
 class PeerDiedError(CommError):
-    """A rank's process has ended. The group cannot go on."""
+    """A rank's process has ended. The group cannot go on.
+
+    >>> import subprocess, sys, tempfile
+    >>> program = '''
+    ... import os, sys, torch, torch.distributed as dist, dist_prims
+    ... rank, store = int(sys.argv[1]), f"file://{sys.argv[2]}/store"
+    ... dist.init_process_group("dist_prims", init_method=store, rank=rank, world_size=2)
+    ... if rank == 1:
+    ...     os._exit(1)
+    ... try:
+    ...     dist.all_reduce(torch.ones(2))
+    ... except dist_prims.PeerDiedError as error:
+    ...     print(error)
+    ... '''
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     command = [sys.executable, "-c", program]
+    ...     other = subprocess.Popen([*command, "1", folder])
+    ...     print(subprocess.run([*command, "0", folder], capture_output=True, text=True).stdout)  # doctest: +ELLIPSIS
+    ...     status = other.wait()
+    rank 0: rank 1 (process ...) has died in all_reduce(SUM, float32, 2 elements) as call number 0; ...
+    """
 
 
 class PeerLeftError(CommError):
-    """A rank has destroyed the group. The group cannot go on."""
+    """A rank has destroyed the group. The group cannot go on.
+
+    >>> import torch, dist_prims
+    >>> import torch.distributed as dist
+    >>> def leave_early():
+    ...     if dist.get_rank() == 1:
+    ...         return dist.destroy_process_group()
+    ...     try:
+    ...         dist.all_reduce(torch.ones(2))
+    ...     except PeerLeftError as error:
+    ...         return str(error).partition(" as call")[0]
+    >>> dist_prims.spawn(leave_early, 2, backend="dist_prims", timeout=60)[0]
+    'rank 0: rank 1 has left the group in all_reduce(SUM, float32, 2 elements)'
+    """
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """A rank did not make the call before the timeout. The group cannot go on."""
+    """A rank did not make the call before the timeout. The group cannot go on.
+
+    >>> import datetime, time, torch, dist_prims
+    >>> import torch.distributed as dist
+    >>> def wait_for_a_late_rank():
+    ...     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    ...     if dist.get_rank() == 1:
+    ...         return time.sleep(4)
+    ...     try:
+    ...         dist.all_reduce(torch.ones(2), group=group)
+    ...     except CommTimeoutError as error:
+    ...         return str(error).partition("(")[0]
+    >>> dist_prims.spawn(wait_for_a_late_rank, 2, backend="dist_prims", timeout=60)[0]
+    'rank 0: timeout after 1000 ms in all_reduce'
+    """
 
 
 class CommInterruptedError(CommError):
-    """A rank was interrupted within a collective. The group cannot go on."""
+    """A rank was interrupted within a collective. The group cannot go on.
+
+    The interrupted rank raises the exception of its signal handler, the other ranks this error.
+
+    >>> import signal, time, torch, dist_prims
+    >>> import torch.distributed as dist
+    >>> def interrupt_rank_0():
+    ...     if dist.get_rank() == 0:
+    ...         signal.signal(signal.SIGALRM, signal.default_int_handler)
+    ...         signal.alarm(1)
+    ...     else:
+    ...         time.sleep(4)
+    ...     try:
+    ...         dist.all_reduce(torch.ones(2))
+    ...     except (KeyboardInterrupt, CommInterruptedError) as error:
+    ...         return type(error).__name__
+    >>> dist_prims.spawn(interrupt_rank_0, 2, backend="dist_prims", timeout=60)
+    ['KeyboardInterrupt', 'CommInterruptedError']
+    """
 
 
 _OLD_NAMES = {  # of version 0.1

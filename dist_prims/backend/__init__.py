@@ -2,7 +2,7 @@
 
 The ranks of one host reduce in shared memory. A group on several hosts executes schedules over a transport, gloo or
 MPI. The backend passes sparse tensors to gloo, and CUDA tensors to NCCL if torch was built with it. Two ranks share a
-host if they have the same host id (see :mod:`dist_prims.launch.hosts`) and can send memory descriptors to each other
+host if they have the same host id (see ``dist_prims.launch.hosts``) and can send memory descriptors to each other
 over a local socket.
 
     torch.distributed.init_process_group("dist_prims")
@@ -10,9 +10,8 @@ over a local socket.
 """
 
 from ..collectives.native import all_reduce_
-from .create import make
 from .dump_flight_record import dump
 from .extension import empty
 from .options import BackendOptions, options_of
 
-__all__ = ["BackendOptions", "all_reduce_", "dump", "empty", "make", "options_of"]
+__all__ = ["BackendOptions", "all_reduce_", "dump", "empty", "options_of"]

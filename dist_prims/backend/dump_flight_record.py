@@ -18,6 +18,17 @@ def dump(path: Path | str, group: dist.ProcessGroup | None = None) -> None:
     """Write the last calls of this rank to a file, in the format of PyTorch's flight recorder.
 
     ``python -m dist_prims doctor --dump`` reads the files of all ranks and reports which rank is behind.
+
+    >>> import json, tempfile
+    >>> import dist_prims
+    >>> def calls_of_this_rank():
+    ...     dist.all_reduce(torch.ones(2))
+    ...     dist.barrier()
+    ...     with tempfile.NamedTemporaryFile() as file:
+    ...         dump(file.name)
+    ...         return [entry["profiling_name"] for entry in json.loads(Path(file.name).read_text())["entries"]]
+    >>> dist_prims.spawn(calls_of_this_rank, 2, backend="dist_prims", timeout=60)[0]
+    ['dist_prims:all_reduce', 'dist_prims:barrier']
     """
     backend: Any = backend_of(group or default_group(), torch.device("cpu"))
     Path(path).write_text(backend.record())

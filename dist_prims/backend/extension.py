@@ -24,6 +24,11 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> tor
     other than with a MismatchError, the tensor keeps its address but becomes ordinary memory of this process, so that a
     late rank cannot write to it. A process that is forked from this one must not use the tensor: the memory is not
     mapped there.
+
+    >>> gradient = empty((2, 3)).fill_(1)
+    >>> torch.distributed.all_reduce(gradient)  # in shared memory, if the other ranks pass such tensors, too
+    >>> gradient.shape, gradient.dtype
+    (torch.Size([2, 3]), torch.float32)
     """
     sizes = [shape] if isinstance(shape, int) else list(shape)
     if any(size < 0 for size in sizes):

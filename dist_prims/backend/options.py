@@ -51,5 +51,13 @@ def keep_options(group_name: str, given: Any) -> BackendOptions:
 
 
 def options_of(group: dist.ProcessGroup) -> BackendOptions | None:
-    """Return the options with which a group of this backend was created, or None."""
+    """Return the options with which a group of this backend was created, or None.
+
+    >>> def pinned_algorithm():
+    ...     group = dist.new_group(pg_options=BackendOptions(all_reduce="ring"))
+    ...     return options_of(group).all_reduce
+    >>> import dist_prims
+    >>> dist_prims.spawn(pinned_algorithm, 2, backend="dist_prims", timeout=60)
+    ['ring', 'ring']
+    """
     return _options.get(group.group_name) if NAME in dist.get_backend_config(group) else None

@@ -13,7 +13,23 @@ __all__: list[str] = []
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a subcommand and return its exit status; bad input gives status 2 and one line on stderr."""
+    """Run a subcommand and return its exit status; bad input gives status 2 and one line on stderr.
+
+    >>> main(["show", "all_reduce", "direct", "--size", "2"])
+    all_reduce direct, 2 ranks, 1 chunk, 1 step
+    s ─c→ d: rank s sends chunk c to rank d, (+) adding; then the ranks in the sum
+    step 0   0 ─0→ 0     0..1   1 ─0→ 0 (+) 0..1   0 ─0→ 1     0..1
+             1 ─0→ 1 (+) 0..1
+    <BLANKLINE>
+    starts   every rank: chunk 0, its own data
+    ends     every rank: chunk 0, the sum over ranks 0..1
+    steps    1 = 1
+    sent     1 of the data by every rank; at most n-1
+    wins     tiny data
+    source   folklore; as one-shot and two-shot in TensorRT-LLM and vLLM
+    adds     chunk 0 on rank 0: r0+r1
+    0
+    """
     given = _parse(arguments)
     try:
         return int(given.run(given))

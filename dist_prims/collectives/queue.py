@@ -24,7 +24,15 @@ __all__: list[str] = []
 
 
 class Work:
-    """A collective that was started with ``async_op=True``."""
+    """A collective that was started with ``async_op=True``.
+
+    >>> import torch
+    >>> from dist_prims.collectives import Work, all_reduce
+    >>> tensor = torch.ones(2)
+    >>> work = all_reduce(tensor, algorithm="ring", async_op=True)
+    >>> isinstance(work, Work), work.wait(), work.is_completed()
+    (True, True, True)
+    """
 
     def __init__(self, future: Future[None], what: str) -> None:
         self._future = future

@@ -1,4 +1,4 @@
-"""Joining of the default group under any launcher (torchrun, mpirun, srun, a URL, none), and :func:`spawn`."""
+"""Joining of the default group under any launcher (torchrun, mpirun, srun, a URL, none), and ``spawn``."""
 
 from .detect_launcher import Launcher, detect
 from .hosts import Placement, host_id

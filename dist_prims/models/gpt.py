@@ -44,7 +44,7 @@ class CausalSelfAttention(_InGroup):
     """Every token attends to itself and those before it; (batch, tokens, width) to the same.
 
     ``attention``: "plain" has the whole sequence here, "ring" and "ulysses" have this rank's part of it, as
-    :func:`split_sequence` gives it in this ``order``. With ``kv_heads`` several heads share keys and values.
+    ``split_sequence`` gives it in this ``order``. With ``kv_heads`` several heads share keys and values.
 
     >>> CausalSelfAttention(16, heads=4, kv_heads=2)(torch.randn(1, 5, 16)).shape
     torch.Size([1, 5, 16])

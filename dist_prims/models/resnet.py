@@ -1,7 +1,7 @@
 """Residual networks (ResNet-18 to 152), which can be cut into the stages of a pipeline.
 
 Names and initial values of parameters and buffers are torchvision's, so checkpoints load in both directions. Added is
-:meth:`ResNet.layers`: the network as a sequence that can be cut anywhere between its blocks, each under the name that
+``ResNet.layers``: the network as a sequence that can be cut anywhere between its blocks, each under the name that
 it has in the whole, so that a stage's ``state_dict`` is a part of the model's.
 
 >>> model = resnet18(num_classes=10, in_channels=1, small_images=True)

@@ -45,7 +45,7 @@ class DistributedEnsemble:
     that makes the member of a number, called on that member's rank alone. Members are the same in all but the values of
     their parameters and buffers, and there may be fewer of them than ranks. ``inputs`` are a tensor or a tuple of
     tensors, the same batch for every member; with ``each=True`` there is a batch for every member, in order, or for
-    every member of this rank, :attr:`mine`.
+    every member of this rank, ``mine``.
 
     Calls that concern all members are collective: every rank makes them, in one order. Calling the ensemble itself,
     :meth:`backward` and what concerns parameters are not. Random numbers (dropout) are different for each member.
@@ -89,7 +89,7 @@ class DistributedEnsemble:
 
     def moments(self, inputs: Any, *, each: bool = False, correction: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean and the variance of the members' outputs, on every rank. Sums are of squared distances from the
-        mean, not of squares: where members agree, nothing cancels. ``correction`` as in :func:`torch.var`."""
+        mean, not of squares: where members agree, nothing cancels. ``correction`` as in ``torch.var``."""
         rows, kind = self._agreed(f"moments with correction={correction}", inputs, each)
         mean = self._mean(rows, kind)
         squares = torch.zeros(kind.shape, dtype=mean.dtype.to_real(), device=self._device)

@@ -42,7 +42,12 @@ _NO_VERSION = -1  # the server's answer when it has failed
 
 @dataclass
 class Report:
-    """What a server did: its steps, gradients of each worker, how many had which staleness, which workers failed."""
+    """What a server did: its steps, gradients of each worker, how many had which staleness, which workers failed.
+
+    >>> report = Report(steps=3, gradients=Counter({1: 2, 2: 1}), staleness=Counter({0: 2, 1: 1}))
+    >>> report.gradients.total(), max(report.staleness)
+    (3, 1)
+    """
 
     steps: int = 0
     gradients: Counter[int] = field(default_factory=Counter)
@@ -161,6 +166,19 @@ class Worker:
 
     Ranks may have uneven numbers of batches. The end of the context, also by an error, is reported to the
     server; a Worker is used once. CommError if the server's optimiser fails. Buffers stay a worker's own.
+
+    >>> import dist_prims
+    >>> def train():
+    ...     model = torch.nn.Linear(2, 1)
+    ...     if dist.get_rank() == 0:
+    ...         return ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1)).serve().steps
+    ...     with Worker(model) as worker:
+    ...         for _ in range(3):
+    ...             model(torch.ones(4, 2)).mean().backward()
+    ...             worker.step()
+    ...     return worker.version
+    >>> dist_prims.spawn(train, 2, timeout=60)
+    [3, 3]
     """
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup | None = None, *, server: int = 0) -> None:

@@ -1,4 +1,11 @@
-"""Schedules of collective communication as pure data: NumPy only, no torch and no I/O."""
+"""Schedules of collective communication as pure data: NumPy only, no torch and no I/O.
+
+>>> from dist_prims.schedules import COLLECTIVES, algorithms
+>>> COLLECTIVES[:3]
+('all_reduce', 'reduce_scatter', 'all_gather')
+>>> {collective: len(algorithms(collective)) for collective in COLLECTIVES if "gather" in collective}
+{'all_gather': 6, 'gather': 2}
+"""
 
 from . import algorithms as _package  # noqa: F401 - first, because the function `algorithm` must not be shadowed
 from .contract import COLLECTIVES

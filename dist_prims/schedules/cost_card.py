@@ -15,12 +15,20 @@ __all__: list[str] = []
 
 
 def ceil_log2(n: int) -> int:
-    """The logarithm of n to base 2, rounded up: 0 for 1, 2 for 3 and 4."""
+    """The logarithm of n to base 2, rounded up.
+
+    >>> [ceil_log2(n) for n in (1, 2, 3, 4, 5)]
+    [0, 1, 2, 2, 3]
+    """
     return (n - 1).bit_length()
 
 
 def floor_pow2(n: int) -> int:
-    """The largest power of two up to n."""
+    """The largest power of two up to n.
+
+    >>> [floor_pow2(n) for n in (1, 2, 3, 4, 7, 8)]
+    [1, 2, 2, 4, 4, 8]
+    """
     return 1 << (n.bit_length() - 1)
 
 

@@ -89,6 +89,19 @@ def algorithm(
     ``replicas="may differ"``: ranks may add in different orders, so that their results may differ in the last bits;
     by default ``verify()`` refuses such an algorithm. ``trust=True``: the algorithm runs without a proof. By default it
     is proved before its first run for a number of ranks, and refused above 512 ranks.
+
+    >>> from dist_prims.schedules import Step
+    >>> @algorithm("all_reduce", name="star", chunks=1)
+    ... def star(size):
+    ...     for rank in range(1, size):
+    ...         yield Step(src=rank, dst=0, chunk=0, reduce=True)
+    ...     for rank in range(1, size):
+    ...         yield Step(src=0, dst=rank, chunk=0)
+    >>> schedule = build("all_reduce", "star", size=3)
+    >>> schedule.verify()
+    >>> print(schedule.order(chunk=0), len(schedule.steps))
+    (r0+r1)+r2 4
+    >>> unregister("all_reduce", "star")
     """
     if collective not in COLLECTIVES:
         raise ValueError(f"algorithm({collective!r}): {nearest('collective', collective, COLLECTIVES)}")
@@ -109,7 +122,15 @@ def algorithm(
 
 
 def unregister(collective: str, name: str) -> None:
-    """Remove an algorithm from the registry, for notebooks and tests that register one temporarily."""
+    """Remove an algorithm from the registry, for notebooks and tests that register one temporarily.
+
+    >>> @algorithm("barrier", name="none")
+    ... def none(size):
+    ...     yield from ()
+    >>> unregister("barrier", "none")
+    >>> algorithms("barrier")
+    ['dissemination']
+    """
     del _registry[collective, name]
 
 
@@ -140,7 +161,14 @@ def algorithms(collective: str) -> list[str]:
 
 
 def lookup(collective: str, name: str) -> Algorithm:
-    """The algorithm registered under a name; ValueError with the most similar names if there is none."""
+    """The algorithm registered under a name; ValueError with the most similar names if there is none.
+
+    >>> lookup("all_reduce", "ring").card.evaluate("steps", size=8)
+    Fraction(14, 1)
+    >>> lookup("gather", "binomal")
+    Traceback (most recent call last):
+    ValueError: unknown gather algorithm 'binomal'; did you mean 'binomial'? known: binomial, direct
+    """
     known = algorithms(collective)
     if name not in known:
         raise ValueError(nearest(f"{collective} algorithm", name, known))

@@ -24,7 +24,21 @@ NOTHING = -1
 
 
 class ScheduleError(ValueError):
-    """Error in a schedule; the message is a counterexample."""
+    """Error in a schedule; the message is a counterexample.
+
+    >>> from dist_prims.schedules import Step, algorithm, build, unregister
+    >>> @algorithm("broadcast", name="forgets_the_last", chunks=1)
+    ... def forgets_the_last(size, root):
+    ...     for rank in range(1, size - 1):
+    ...         yield Step(src=root, dst=rank, chunk=0)
+    >>> try:
+    ...     build("broadcast", "forgets_the_last", size=3).verify()
+    ... except ScheduleError as error:
+    ...     print(str(error).replace(". ", ".\\n"))
+    at the end rank 2 must hold piece 0 in chunk 0; it holds nothing.
+    The ranks still hold all parts of it after the last step: a transfer to rank 2 is missing
+    >>> unregister("broadcast", "forgets_the_last")
+    """
 
 
 @dataclass

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from .schedule import Step
 
-__all__ = ["COLUMNS", "LATENCY", "LINK", "PROCESSOR", "Level", "Topology"]
+__all__ = ["Level", "Topology"]
 
 Ints = NDArray[np.int64]
 
@@ -46,7 +46,13 @@ LATENCY, PROCESSOR, LINK = [0, 1, 5, 6], [2, 3, 7, 8], [4, 9]  # the columns of 
 
 @dataclass(frozen=True)
 class Level:
-    """The cost of communication within a host or between hosts: seconds a message (``alpha``), a byte (``beta``)."""
+    """The cost of communication within a host or between hosts: seconds a message (``alpha``), a byte (``beta``).
+
+    >>> shared_memory, network = Level(alpha=3e-6, beta=0.2e-9), Level(alpha=50e-6, beta=1e-9)
+    >>> cluster = Topology((4, 4), inner=shared_memory, outer=network)  # 2 hosts of 4 ranks
+    >>> cluster.size
+    8
+    """
 
     alpha: float
     beta: float

@@ -1,7 +1,7 @@
 """Parts of a custom trainer: averaging of gradients, partitioning of data over ranks, pipelines of model stages.
 
 The rest is imported from its own module: :mod:`.compression`, :mod:`.checkpoint`, :mod:`.elastic`,
-:mod:`.mixed_precision`, :mod:`.sharding`; :mod:`dist_prims.parallel`, :mod:`dist_prims.patterns` and
+:mod:`.mixed_precision`, :mod:`.sharding`; :mod:`dist_prims.parallel`, ``dist_prims.patterns`` and
 :mod:`dist_prims.models`.
 """
 

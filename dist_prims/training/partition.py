@@ -31,7 +31,12 @@ class Items(Protocol):
 
 
 class Partition:
-    """One part of a data set: a data set itself."""
+    """One part of a data set: a data set itself.
+
+    >>> training = DataPartitioner("abcdefghij", sizes=[0.8, 0.2], seed=1).use(0)
+    >>> isinstance(training, Partition), len(training), set(training) <= set("abcdefghij")
+    (True, 8, True)
+    """
 
     def __init__(self, data: Items, indices: NDArray[np.int64]) -> None:
         self.data = data

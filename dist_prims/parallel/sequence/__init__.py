@@ -1,7 +1,7 @@
 """Attention over a sequence that is split among the ranks.
 
-:func:`ring_attention` passes keys and values round a ring; :func:`ulysses_attention` splits heads instead of tokens.
-Both are exact, forward and backward, and take the parts of :func:`split_sequence`.
+``ring_attention`` passes keys and values round a ring; ``ulysses_attention`` splits heads instead of tokens.
+Both are exact, forward and backward, and take the parts of ``split_sequence``.
 """
 
 from .ring import ring_attention

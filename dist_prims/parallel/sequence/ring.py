@@ -47,7 +47,7 @@ def ring_attention(
     >>> torch.allclose(output, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
     True
 
-    Rank r passes its part from :func:`split_sequence` in the same ``order``; with ``causal`` "zigzag" shares the work
+    Rank r passes its part from ``split_sequence`` in the same ``order``; with ``causal`` "zigzag" shares the work
     evenly. ``enable_gqa``: several heads of queries share one of keys. ``lengths``: how long each sequence of a padded
     batch is, in tokens of the whole; the output for padding is 0. Jagged nested tensors of sequences that were split
     one by one are taken too.

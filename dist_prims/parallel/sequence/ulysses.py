@@ -36,7 +36,7 @@ def ulysses_attention(
     lengths: Sequence[int] | torch.Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
-    """The same as :func:`ring_attention`, by splitting heads; the ranks must divide both numbers of heads.
+    """The same as ``ring_attention``, by splitting heads; the ranks must divide both numbers of heads.
 
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4)
     >>> output = ulysses_attention(q, k, v, causal=True)

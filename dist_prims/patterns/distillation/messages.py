@@ -26,7 +26,24 @@ _DEFAULT_TIMEOUT = timedelta(minutes=5)  # of a backend that does not expose its
 
 
 class LessonFailed(CommError):
-    """A teacher or a student failed in its part of a distillation; the group can go on."""
+    """A teacher or a student failed in its part of a distillation; the group can go on.
+
+    >>> import dist_prims
+    >>> def teacher_without_memory():
+    ...     from dist_prims.patterns.distillation import Distillation
+    ...     distillation = Distillation(classes=3)  # rank 1 teaches, rank 0 learns
+    ...     def teacher(inputs):
+    ...         raise RuntimeError("out of memory")
+    ...     try:
+    ...         if distillation.is_teacher:
+    ...             distillation.teach(teacher)
+    ...         with distillation.student([(torch.ones(4, 2), "labels")]) as answered:
+    ...             list(answered)
+    ...     except (LessonFailed, RuntimeError) as error:
+    ...         return f"{type(error).__name__}: {error}"
+    >>> dist_prims.spawn(teacher_without_memory, 2, timeout=60)
+    ['LessonFailed: rank 1, a teacher, failed: RuntimeError: out of memory', 'RuntimeError: out of memory']
+    """
 
 
 class DistillationMessage(NamedTuple):

@@ -91,7 +91,7 @@ class PerSampleGradients:
         return {"norms": total.sqrt(), "losses": losses}
 
     def gradients(self, inputs: Any, targets: Any) -> Tensors:
-        """For each parameter of interest the gradients of all samples, of shape (samples, *parameter.shape)."""
+        """For each parameter of interest the gradients of all samples, of shape ``(samples, *parameter.shape)``."""
         count = self._count(inputs, targets)
         shapes = {name: self.model.get_parameter(name).shape for name in self.names}
         if count == 0:

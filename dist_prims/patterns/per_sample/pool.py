@@ -38,6 +38,12 @@ class PoolRows:
 
     The rows are a tensor, or a dictionary of tensors. Every rank makes the same calls of :meth:`gather` and
     :meth:`top`.
+
+    >>> squares = over_pool(lambda x: x.square(), torch.arange(5.0))
+    >>> isinstance(squares, PoolRows), squares.gather()
+    (True, tensor([ 0.,  1.,  4.,  9., 16.]))
+    >>> squares.top(2)
+    (tensor([16.,  9.]), tensor([4, 3]))
     """
 
     def __init__(
@@ -123,6 +129,11 @@ def over_pool(
     loss).norms, pool)`` takes items (input, target). The function gives a row for each item: a tensor whose first
     dimension is the items', or a dictionary of such; of an empty pool, for which no rank has called it, there are 0
     rows of one float32. ``progress(done, share)`` is called after each chunk, on every rank for its own items.
+
+    >>> pool = torch.utils.data.TensorDataset(torch.arange(6.0), torch.ones(6))
+    >>> rows = over_pool(lambda x, y: {"sum": x + y, "product": x * y}, pool, chunk=4)
+    >>> rows["sum"].gather()
+    tensor([1., 2., 3., 4., 5., 6.])
     """
     world = group or default_group()
     here, count = torch.device("cpu"), -1

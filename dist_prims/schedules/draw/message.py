@@ -17,7 +17,13 @@ MOST_RANKS, MOST_STEPS = 32, 64
 
 @dataclass(frozen=True)
 class DrawnMessage:
-    """A message from one rank to another in one step: its chunks, and whether they are added at the destination."""
+    """A message from one rank to another in one step: its chunks, and whether they are added at the destination.
+
+    >>> from dist_prims.schedules import build
+    >>> first = next(iter(build("all_reduce", "ring", size=2).steps))
+    >>> messages(first)[0] == DrawnMessage(src=0, dst=1, chunks=(0,), into=(0,), reduce=True)
+    True
+    """
 
     src: int
     dst: int
@@ -73,7 +79,14 @@ def numbers(values: Iterable[int], dash: str = "-") -> str:
 
 
 def svg_file(path: str | Path) -> Path:
-    """The path of a picture to write; ValueError if its suffix is not .svg."""
+    """The path of a picture to write; ValueError if its suffix is not .svg.
+
+    >>> svg_file("ring.svg").name
+    'ring.svg'
+    >>> svg_file("ring.png")
+    Traceback (most recent call last):
+    ValueError: ring.png: pictures are written as SVG only; name the file ring.svg
+    """
     found = Path(path)
     if found.suffix.lower() != ".svg":
         raise ValueError(f"{found}: pictures are written as SVG only; name the file {found.stem or 'picture'}.svg")

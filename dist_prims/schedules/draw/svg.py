@@ -31,7 +31,15 @@ _LABEL_PLACES = np.array([0.3, 0.24, 0.36, 0.18, 0.42, 0.5, 0.58, 0.66, 0.12, 0.
 
 
 def write_svg(schedule: Schedule, path: str | Path) -> Path:
-    """Write the picture to ``path`` and return the path."""
+    """Write the picture to ``path`` and return the path.
+
+    >>> import tempfile
+    >>> from dist_prims.schedules import build
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = write_svg(build("all_reduce", "ring", size=4), f"{folder}/ring.svg")
+    ...     "<title>all_reduce ring, 4 ranks, 4 chunks, 6 steps</title>" in path.read_text()
+    True
+    """
     refuse_unreadable(schedule)
     path = svg_file(path)
     path.write_text("\n".join(_svg(schedule)) + "\n", encoding="utf-8")

@@ -21,7 +21,13 @@ __all__: list[str] = []
 
 
 class Row(NamedTuple):
-    """Begin and end of one action, measured or predicted; pictures are drawn from rows."""
+    """Begin and end of one action, measured or predicted; pictures are drawn from rows.
+
+    >>> from dist_prims.schedules.pipelines import text_gantt
+    >>> rows = [Row("F", 0, 0, begin=0.0, end=1.0, rank=0), Row("BW", 0, 0, begin=1.0, end=3.0, rank=0)]
+    >>> print(text_gantt(rows))
+    rank 0  F0 BW0--
+    """
 
     kind: str
     stage: int
@@ -33,7 +39,15 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """The cost of a step. ``makespan``: its seconds; ``busy``: each rank's computing seconds; ``rows``: all actions."""
+    """The cost of a step. ``makespan``: its seconds; ``busy``: each rank's computing seconds; ``rows``: all actions.
+
+    >>> from dist_prims.schedules.pipelines import pipeline_plan
+    >>> cost = pipeline_plan("fill_drain", ranks=2, num_microbatches=2).cost()
+    >>> cost
+    PipelineCost(makespan=9.0, busy=(6.0, 6.0))
+    >>> round(cost.bubble, 3), cost.gap
+    (0.333, 3.0)
+    """
 
     makespan: float
     busy: tuple[float, ...]

@@ -33,6 +33,9 @@ class Action(NamedTuple):
 
     ``kind`` is ``"F"`` (forward), ``"B"`` (gradient of the stage's input), ``"W"`` (gradients of its weights) or
     ``"BW"`` (both: a backward that is not split).
+
+    >>> print(Action("F", stage=0, micro=2))
+    F(stage 0, micro-batch 2)
     """
 
     kind: str
@@ -49,6 +52,8 @@ class PipelinePlan:
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
     >>> plan = pipeline_plan("1f1b", ranks=2, num_microbatches=3)
+    >>> plan
+    PipelinePlan(name='1f1b', ranks=2, stages=2, num_microbatches=3, rank_of=(0, 1))
     >>> plan.verify()
     >>> [f"{kind}{micro}" for kind, stage, micro in plan.actions[0]]
     ['F0', 'F1', 'BW0', 'F2', 'BW1', 'BW2']
@@ -86,7 +91,7 @@ class PipelinePlan:
     def verify(self) -> None:
         """Prove that every action runs once, on the rank of its stage, and that no deadlock is possible.
 
-        Raises ScheduleError, a ValueError, with rank, position and action. :mod:`.proof` lists the conditions that a
+        Raises ScheduleError, a ValueError, with rank, position and action. ``proof`` lists the conditions that a
         run must meet for the proof to hold.
         """
         from .proof import verify

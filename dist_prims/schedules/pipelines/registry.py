@@ -91,6 +91,19 @@ def pipeline_schedule(
     ``stages_a_rank``: the number that the schedule is made for; ``any_more``: the schedule supports any other number.
     Stage s is on rank ``s % ranks``; with ``v_shape`` the stages go down the ranks and up again, so that the first
     rank has both the first and the last stage.
+
+    >>> from dist_prims.schedules.pipelines import Action
+    >>> card = PipelineCard("F and BW at once", "0", "1", wins="one rank", source="an example")
+    >>> @pipeline_schedule("at_once", card)
+    ... def at_once(rank, ranks, num_microbatches, stages_a_rank):
+    ...     for micro in range(num_microbatches):
+    ...         yield Action("F", rank, micro)
+    ...         yield Action("BW", rank, micro)
+    >>> plan = pipeline_plan("at_once", ranks=1, num_microbatches=2)
+    >>> plan.verify()
+    >>> plan.peaks()
+    (1,)
+    >>> unregister("at_once")
     """
 
     def register(order: Order) -> Order:
@@ -101,7 +114,15 @@ def pipeline_schedule(
 
 
 def unregister(name: str) -> None:
-    """Remove a schedule from the registry, for notebooks and tests that register one temporarily."""
+    """Remove a schedule from the registry, for notebooks and tests that register one temporarily.
+
+    >>> @pipeline_schedule("empty", PipelineCard("nothing", "0", "0", wins="never", source="an example"))
+    ... def empty(rank, ranks, num_microbatches, stages_a_rank):
+    ...     yield from ()
+    >>> unregister("empty")
+    >>> "empty" in pipeline_plans()
+    False
+    """
     del _registry[name]
 
 

@@ -20,11 +20,42 @@ READING = "see that every rank can read there, and try again"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read, on this rank or another. Those that were there are as they were."""
+    """A checkpoint could not be written or read, on this rank or another. Those that were there are as they were.
+
+    >>> import tempfile
+    >>> from dist_prims.training.checkpoint import Checkpoints
+    >>> class Broken:
+    ...     def state_dict(self):
+    ...         raise RuntimeError("the state is lost")
+    ...     def load_state_dict(self, state):
+    ...         pass
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     try:
+    ...         Checkpoints(folder, {"broken": Broken()}).save(10)
+    ...     except CheckpointError as error:
+    ...         print(error)
+    Checkpoints.save of step 10: rank 0: RuntimeError: the state is lost
+    """
 
 
 class Damaged(CheckpointError):
-    """A file of a checkpoint is missing, cut off or changed, or the disk does not give it back."""
+    """A file of a checkpoint is missing, cut off or changed, or the disk does not give it back.
+
+    >>> import pathlib, tempfile, torch, warnings
+    >>> from dist_prims.training.checkpoint import Checkpoints
+    >>> warnings.simplefilter("ignore")  # a warning for each damaged checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoints = Checkpoints(folder, {"weight": torch.zeros(2)})
+    ...     _ = checkpoints.save(10)
+    ...     for file in pathlib.Path(folder).rglob("*.pt"):
+    ...         _ = file.write_bytes(b"")
+    ...     try:
+    ...         checkpoints.restore()
+    ...     except Damaged as error:
+    ...         print(str(error).replace(folder, "folder").partition(";")[0])
+    Checkpoints.restore from folder: rank 0: every checkpoint is damaged
+    >>> warnings.resetwarnings()
+    """
 
 
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "Damaged": Damaged}

@@ -60,7 +60,7 @@ class Checkpoints:
       ``state_dict()`` is called on every rank, as that of any object whose ``collective_state_dict`` is True. A
       ShardedSampler or ShardedIterable may be here, too: the
       states of all ranks are saved, so it goes on on any number of ranks.
-    - ``sharded``: of every tensor each rank has some rows; see :mod:`.shards` for the split, and :class:`Padded`.
+    - ``sharded``: of every tensor each rank has some rows; see ``shards`` for the split, and :class:`Padded`.
     - ``own``: each rank's own, whatever it is; it comes back on as many ranks only.
 
     The global random states of torch, NumPy, Python and CUDA are always saved.

@@ -3,7 +3,7 @@
 A compressor is given to ``GradientAverager(compress=...)``, as an object or by its name. Properties of all of them:
 
 - every rank ends with the same bits: what differs between ranks is decoded from the same bytes by each of them;
-- what a step loses is added to the gradient of the next one (error feedback, :mod:`.feedback`), so that nothing is lost
+- what a step loses is added to the gradient of the next one (error feedback, ``feedback``), so that nothing is lost
   for good, except when buckets are rebuilt: after the first step, which shows the order of gradients, and after
   parameters are frozen or unfrozen; ``feedback=False`` leaves it out, and its memory, which is that of the gradients
   once more;

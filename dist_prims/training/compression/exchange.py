@@ -44,7 +44,7 @@ class Exchange(Staged):
         return count
 
     def stages(self, bucket: Bucket, group: dist.ProcessGroup | None, size: int) -> Iterator[Any]:
-        """See :meth:`Staged.stages`."""
+        """See ``Staged.stages``."""
         count, width = bucket.flat.numel(), self.width(-(-bucket.flat.numel() // size))
         wanted = self.feedback.add((bucket.index, "gradient"), wide(bucket.flat))
         padded = pad(wanted, (0, size * width - count)) if count < size * width else wanted

@@ -64,7 +64,7 @@ class PowerSGD(Staged):
         return (rows + columns) * self.rank < rows * columns
 
     def stages(self, bucket: Bucket, group: dist.ProcessGroup | None, size: int) -> Iterator[Any]:
-        """See :meth:`Staged.stages`."""
+        """See ``Staged.stages``."""
         self._steps[bucket.index] = self._steps.get(bucket.index, self._steps_before) + 1
         wanted = wide(bucket.flat)
         if self._steps[bucket.index] <= self.warm_up:

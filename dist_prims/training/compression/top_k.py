@@ -48,7 +48,7 @@ class TopK(Staged):
         return math.ceil(self.fraction * elements)
 
     def stages(self, bucket: Bucket, group: dist.ProcessGroup | None, size: int) -> Iterator[Any]:
-        """See :meth:`Staged.stages`."""
+        """See ``Staged.stages``."""
         wanted = self.feedback.add(bucket.index, wide(bucket.flat))
         places = largest(wanted, self.count(wanted.numel()))
         index = torch.int32 if wanted.numel() < _INT32 else torch.int64

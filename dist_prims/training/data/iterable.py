@@ -45,12 +45,12 @@ class ShardedIterable(IterableDataset[Any]):
     >>> [len(batch) for batch in ShardedIterable(streams).batches(5)]
     [5, 5, 2]
 
-    ``open(source)`` may be :func:`~.tar.tar_samples`, for paths of archives. Each epoch has an order of shards of its
+    ``open(source)`` may be ``tar_samples``, for paths of archives. Each epoch has an order of shards of its
     own unless ``shuffle`` is False. ``shuffle_buffer``: so many samples are kept in memory, and a random one of them is
     given. Reading a source again must give the same samples. A DataLoader of your own must not have
     ``persistent_workers``: they keep copies that set_epoch() does not reach. torchdata's StatefulDataLoader saves and
     restores the place of this rank by itself, on as many ranks and workers. Ranks may have different numbers of
-    samples; where every step communicates, train within :meth:`GradientAverager.join`.
+    samples; where every step communicates, train within ``GradientAverager.join``.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class ShardedSampler(Sampler[int]):
     ``uneven``: what happens where the ranks do not divide the items evenly: "repeat", the default, gives some
     ranks one item that another rank has too, so that all make as many steps; "drop" leaves out what is left over;
     "keep" gives every item once and leaves some ranks one fewer, which a collective at every step then waits for: use
-    it for evaluation, or with :meth:`GradientAverager.join`. An iteration gives what this rank has left of the epoch,
+    it for evaluation, or with ``GradientAverager.join``. An iteration gives what this rank has left of the epoch,
     and ``len`` is how much that is.
 
     torchdata's StatefulDataLoader saves and restores the place of this rank by itself, on as many ranks; then use

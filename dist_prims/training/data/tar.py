@@ -30,7 +30,17 @@ _OUR_OWN = "__key__"
 
 
 class TarError(ValueError):
-    """An archive cannot be read as what it should be. The message names the archive and the member."""
+    """An archive cannot be read as what it should be. The message names the archive and the member.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile(suffix=".tar") as file:
+    ...     _ = file.write(b"no archive"), file.flush()
+    ...     try:
+    ...         list(tar_samples(file.name))
+    ...     except TarError as error:
+    ...         print(str(error).replace(file.name, "data.tar"))
+    data.tar ends early, after 0 members; fetch it again
+    """
 
 
 class _Readable(Protocol):

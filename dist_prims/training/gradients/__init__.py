@@ -1,4 +1,4 @@
-"""Gradients averaged while the backward pass still runs; see :mod:`.averager`."""
+"""Gradients averaged while the backward pass still runs; see ``averager``."""
 
 from ..compressor import Bucket, Compressor
 from .averager import GradientAverager

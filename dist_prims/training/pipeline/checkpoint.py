@@ -55,7 +55,7 @@ def save_stages(
     ...     [file.suffix for file in sorted(Path(folder).iterdir())]
     ['.json', '.pt']
 
-    A mapping gives modules that are not of :func:`split` their numbers. Where torch.distributed is in use this is a
+    A mapping gives modules that are not of ``split`` their numbers. Where torch.distributed is in use this is a
     collective: each stage must be on exactly one rank of ``group``, every rank must see the folder, and when it returns
     the checkpoint is there; when a rank fails, all raise.
     """

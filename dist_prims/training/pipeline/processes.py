@@ -55,7 +55,7 @@ class Pipeline(Owner):
     ``metrics``: function(output, target) of a micro-batch; a stage that returns a tuple gives a tuple as output, and a
     tuple of targets is given as further arguments. ``reduction``: whether the loss is the "mean" or the "sum" over its
     micro-batch, and so over the batch. A mean is over the items; or over what counts for ``cross_entropy`` and
-    ``nll_loss`` with ``ignore_index`` and class weights, as functions, :func:`functools.partial` of them or torch's
+    ``nll_loss`` with ``ignore_index`` and class weights, as functions, ``functools.partial`` of them or torch's
     modules. ``loss_weight``: for another loss, function(target), what the mean of a micro-batch divides by. ``scaler``:
     a GradScaler; gradients are scaled, and the loss is returned as it is. ``checkpoint``: keep the input of a stage
     only, and compute the rest again in the backward. ``device``: where messages lie; by default that of the stages.

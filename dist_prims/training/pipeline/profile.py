@@ -66,7 +66,7 @@ class LayerCost:
 
 
 def profile(model: nn.Module, sample: Any, *, runs: int = 5) -> list[LayerCost]:
-    """The costs of each of :func:`layers` of ``model``, medians of ``runs``, for a micro-batch like ``sample``.
+    """The costs of each of ``layers`` of ``model``, medians of ``runs``, for a micro-batch like ``sample``.
 
     >>> [cost.name for cost in profile(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(1, 2), runs=1)]
     ['0', '1']

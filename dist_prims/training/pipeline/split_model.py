@@ -47,7 +47,7 @@ def split(
 
     ``by``: what to balance for micro-batches like ``sample``: ``"time"`` of forward and backward, or ``"memory"``
     of parameters, gradients and activations; or how many layers each stage gets. For the models that can be cut see
-    :func:`~dist_prims.training.pipeline.chain.layers`.
+    ``dist_prims.training.pipeline.chain.layers``.
 
     Stages may share buffers and frozen parameters, such as a table of positions. A parameter that is trained, or a
     running statistic, must lie in one stage.

@@ -37,7 +37,27 @@ _AHEAD = 2  # receives that are posted before they are needed
 
 
 class StageFailed(CommError):
-    """A rank of the pipeline failed in its part of a step; the group can go on with the next one."""
+    """A rank of the pipeline failed in its part of a step; the group can go on with the next one.
+
+    >>> import torch, dist_prims
+    >>> def step_then_step():
+    ...     def loss(output, target):
+    ...         if target.sum() < 0:
+    ...             raise ValueError("a negative target")
+    ...         return (output - target).square().mean()
+    ...     stages = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    ...     pipeline = dist_prims.Pipeline(stages, loss=loss, num_microbatches=2)
+    ...     try:
+    ...         pipeline.step(torch.ones(4, 2), -torch.ones(4, 2))
+    ...     except StageFailed as error:
+    ...         text = str(error)
+    ...     pipeline.step(torch.ones(4, 2), torch.ones(4, 2))  # the group can go on
+    ...     return text
+    >>> for text in dist_prims.spawn(step_then_step, 2, timeout=60):
+    ...     print(text)
+    rank 1: F(stage 1, micro-batch 0) failed: ValueError: a negative target
+    rank 1: F(stage 1, micro-batch 0) failed: ValueError: a negative target
+    """
 
 
 class PipelineMessage(NamedTuple):
