@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from .._backend import GradualTensor
+    from .._backend import IncrementalTensor
 
 __all__: list[str] = []
 
@@ -31,7 +31,7 @@ _LARGE = 4 << 20  # bytes; a small bucket is still in the cache when all of it i
 class IncrementalSum:
     """A bucket whose gradients are added as they arrive."""
 
-    def __init__(self, tensor: GradualTensor, views: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensor: IncrementalTensor, views: Sequence[torch.Tensor]) -> None:
         self._tensor = tensor  # see csrc/torch/backend/incremental_tensor.h
         self._numbers = {id(view): number for number, view in enumerate(views) if view.numel()}
 

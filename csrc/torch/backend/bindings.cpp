@@ -160,7 +160,7 @@ PYBIND11_MODULE(_backend, module) {
         .def("record", &PrimsBackend::record, Free());
     py::class_<NativeSchedule, std::shared_ptr<NativeSchedule>>(module, "NativeSchedule")
         .def(py::init([](const ScheduleTuple& tuple) { return std::make_shared<NativeSchedule>(schedule_of(tuple)); }));
-    py::class_<IncrementalTensor, std::shared_ptr<IncrementalTensor>>(module, "GradualTensor")
+    py::class_<IncrementalTensor, std::shared_ptr<IncrementalTensor>>(module, "IncrementalTensor")
         .def("put", &IncrementalTensor::put, Free())
         .def("all_reduce", &IncrementalTensor::all_reduce, Free())
         .def("forget", &IncrementalTensor::discard, Free())
