@@ -1,119 +1,120 @@
 """Checkpoints: a run continues bit for bit, past a damaged file, and on another number of ranks.
 
-Six steps of a network with dropout, Adam sharded by rows and a sampler; then again from its two checkpoints.
+Six steps of a network with dropout, Adam with its state sharded over the ranks, and a sampler; then again from the
+checkpoints of steps 2 and 4.
+
+    torchrun --nproc-per-node 2 checkpoint.py --megabytes 16
 """
 
-from __future__ import annotations
-
-import contextlib
-import functools
+import argparse
 import os
 import statistics
 import tempfile
-import time
+import timeit
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
-from .._console import Console
-from ..collectives import all_gather
-from ..collectives.flat import cut, split_evenly
-from ..datasets import digits
-from ..training import ShardedSampler, average_gradients
-from ..training.checkpoint import Checkpoints
-
-__all__: list[str] = []
+import dist_prims
+from dist_prims.datasets import digits
+from dist_prims.training.checkpoint import Checkpoints
+from dist_prims.training.sharding import ZeroOptimizer
 
 
 class Training:
     """The whole state that a checkpoint must restore."""
 
-    def __init__(self, folder: str, group: dist.ProcessGroup | None = None) -> None:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        model = self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 10))
-        self.flat = parameters_to_vector(model.parameters()).detach()
-        vector_to_parameters(self.flat, model.parameters())  # the parameters become views of flat
-        self.lengths = split_evenly(len(self.flat), size)
-        self.rows = nn.Parameter(cut(self.flat, self.lengths)[rank])
-        self.adam = torch.optim.Adam([self.rows], lr=0.01)
-        self.sampler = ShardedSampler(1797, group=group, seed=1)
-        self.rank, self.group = rank, group
-        state: dict[str, Any] = {"model": model, "sampler": self.sampler}
-        self.checkpoints = Checkpoints(folder, state, sharded={"adam": self.adam}, group=group)
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 10))
+        self.optimizer = ZeroOptimizer(self.model.parameters(), torch.optim.Adam, lr=0.01, group=group)
+        self.sampler = dist_prims.ShardedSampler(1797, group=group, seed=1)
+        state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "sampler": self.sampler}
+        self.checkpoints = Checkpoints(folder, state, group=group)
 
-    def train(self, step: int, last: int) -> torch.Tensor:
+    def train(self, first: int, last: int) -> torch.Tensor:
+        """Train from step ``first`` to step ``last``; return the parameters."""
         images, labels = digits().tensors
-        for _ in range(step, last):
+        for _ in range(first, last):
             drawn = list(self.sampler)[:20]
-            self.model.zero_grad()
-            F.cross_entropy(self.model(images[drawn]), labels[drawn]).backward()  # type: ignore[no-untyped-call]
-            average_gradients(self.model, self.group)
-            gradients = torch.cat([each.grad.flatten() for each in self.model.parameters() if each.grad is not None])
-            self.rows.grad = cut(gradients, self.lengths)[self.rank]
-            self.adam.step()
-            all_gather(cut(self.flat, self.lengths), self.rows.detach(), self.group)
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.model(images[drawn]), labels[drawn]).backward()
+            self.optimizer.step()  # averages the gradients as well
             self.sampler.advance(20)
-        return self.flat.clone()
+        return parameters_to_vector(self.model.parameters()).detach()
 
 
-def run(console: Console) -> None:
-    made = tempfile.TemporaryDirectory() if console.rank == 0 else contextlib.nullcontext("")
-    with made as name:
-        box = [name]
-        dist.broadcast_object_list(box, 0)
-        _show(console, box[0])
-        dist.barrier()
+def log(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text)
 
 
-def _show(console: Console, folder: str) -> None:
-    first = Training(folder)
-    torch.manual_seed(console.rank)
+def check_restores(folder: Path) -> None:
+    torch.manual_seed(dist.get_rank())  # a different dropout mask on each rank
+    run = Training(folder)
     for step in (0, 2):
-        first.train(step, step + 2)
-        path = first.checkpoints.save(step + 2)
-    moments = first.adam.state[first.rows]["exp_avg"].clone()
-    wanted = first.train(4, 6)
+        run.train(step, step + 2)
+        run.checkpoints.save(step + 2)
+    moments = run.optimizer.state_dict()["state"]  # the whole state, on every rank
+    expected = run.train(4, 6)
+
     torch.manual_seed(99)
     again = Training(folder)
-    found, same = again.checkpoints.restore(), torch.equal(again.train(4, 6), wanted)
-    console.check(found == 4 and same, "restored from step 4, step 6 has the same bits")
+    assert again.checkpoints.restore() == 4
+    torch.testing.assert_close(again.train(4, 6), expected, rtol=0, atol=0)
+    log("restored from step 4: step 6 has the same bits")
 
-    alone, whole = dist.new_group([0]), torch.zeros_like(first.flat)
-    if console.rank == 0:
+    alone = dist.new_group([0])
+    if dist.get_rank() == 0:
         one = Training(folder, alone)
         one.checkpoints.restore()
-        whole = one.adam.state[one.rows]["exp_avg"]
-    dist.broadcast(whole, 0)
-    theirs = cut(whole, first.lengths)[console.rank]
-    console.check(torch.equal(theirs, moments), f"one rank alone restores the moments of all {len(first.lengths)}")
-    if console.rank == 0:
-        os.truncate(next(path.parent.glob("step-4.*/state.pt")), 1000)
+        torch.testing.assert_close(one.optimizer.state_dict()["state"], moments, rtol=0, atol=0)
+        (damaged,) = folder.glob("step-4.*/state.pt")
+        os.truncate(damaged, 1000)
     dist.barrier()
+    log("restored by one rank: Adam's moments have the bits of those of all ranks")
+
     with warnings.catch_warnings(record=True) as issued:
         warnings.simplefilter("always")
-        found = again.checkpoints.restore()
-    named = console.rank > 0 or "state.pt has 1000 bytes" in str(issued[0].message)
-    console.check(found == 2 and named, "truncated file: rank 0 names it, all ranks use the previous checkpoint")
-    console.check(torch.equal(again.train(2, 6), wanted), "restored from step 2, step 6 has the same bits")
-    console.table(("16 MB of state, median", "ms"), [(what, f"{1000 * took:.0f}") for what, took in _times(folder)])
+        assert again.checkpoints.restore() == 2, "all ranks must use the previous checkpoint"
+    log(f"damaged: {issued[0].message}" if issued else "")
+    torch.testing.assert_close(again.train(2, 6), expected, rtol=0, atol=0)
+    log("restored from step 2: step 6 has the same bits\n")
 
 
-def _times(folder: str) -> list[tuple[str, float]]:
-    state = torch.zeros(16 << 18)
-    checkpoints = Checkpoints(f"{folder}/times", {"state": state})
-    plain = functools.partial(torch.save, state, f"{folder}/plain-{dist.get_rank()}.pt")
-    calls: list[Callable[[], object]] = [plain, functools.partial(checkpoints.save, 1), checkpoints.restore]
-    taken: list[list[float]] = [[] for _ in calls]
-    for number in range(5 * len(calls)):  # in rotation
+def print_times(folder: Path, megabytes: int) -> None:
+    state = torch.zeros(megabytes << 18)
+    checkpoints = Checkpoints(folder / "times", {"state": state})
+    calls: dict[str, Callable[[], object]] = {
+        "torch.save by each rank, unsynced": lambda: torch.save(state, folder / f"{dist.get_rank()}.pt"),
+        "Checkpoints.save": lambda: checkpoints.save(1),
+        "Checkpoints.restore": lambda: checkpoints.restore(),
+    }
+    log(f"{f'{megabytes} MB of state, median':34}   ms")
+    for name, call in calls.items():
+        times = timeit.repeat(call, setup=dist.barrier, number=1, repeat=5)
+        log(f"{name:34} {1000 * statistics.median(times):4.0f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--megabytes", type=int, default=16, help="state of the time measurement")
+    parser.add_argument("--backend", default="dist_prims", help="backend of the group")
+    arguments = parser.parse_args()
+    dist_prims.init(arguments.backend)
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [Path(folder)]
+        dist.broadcast_object_list(folders)  # all ranks use rank 0's
+        check_restores(folders[0])
+        print_times(folders[0], arguments.megabytes)
         dist.barrier()
-        began = time.perf_counter()
-        calls[number % len(calls)]()
-        taken[number % len(calls)].append(time.perf_counter() - began)
-    names = ("torch.save by each rank, unsynced", "Checkpoints.save", "Checkpoints.restore")
-    return [(name, statistics.median(times)) for name, times in zip(names, taken, strict=True)]
+
+
+if __name__ == "__main__":
+    main()

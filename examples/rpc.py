@@ -1,63 +1,68 @@
-"""RPC next to the backend: RRefs, distributed autograd, batched calls, and DDP.
+"""RPC next to the backend: an RRef, distributed autograd and optimizer, and DDP over dist_prims.
 
-torch.distributed.rpc, unchanged, next to a group of dist_prims. Rank 0 holds a layer that all ranks call, and a
-parameter server that answers when all workers have called it. The ranks are on one host and use loopback.
+torch.distributed.rpc, unchanged, next to a group of dist_prims. Rank 0 holds an embedding that all ranks call; each
+rank has a head, which DDP averages in the same backward. The ranks are on one host and use loopback.
+
+    torchrun --nproc-per-node 2 rpc.py --steps 8
 """
 
-from __future__ import annotations
-
+import argparse
 import logging
-import socket
-import threading
+import os
+import tempfile
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import rpc
+from torch.distributed import autograd, rpc
+from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
-from .._console import Console
-from ._rpc import RATE, STEPS, agents, alone, batch, net
+import dist_prims
 
-__all__: list[str] = []
-
-_objects: dict[str, Any] = {}  # on rank 0: the objects that the other ranks call
+WORDS, RATE = 12, 0.5
+layers: list[torch.nn.Module] = []  # on rank 0: the layer that all ranks call
 
 
-def run(console: Console) -> None:
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
-    if not rpc.is_available() or len(set(names)) > 1:
-        return console.say("  skipped: requires torch with RPC, and all ranks on one host")
-    rows = []
-    with agents(console.rank):
-        for name, train in (("remote layer, DDP head", _hybrid), ("batched calls of a server", _batched)):
-            error = (parameters_to_vector(train(console.rank)) - parameters_to_vector(alone())).abs().max().item()
-            console.check(error <= 1e-5, f"{name}: after {STEPS} steps the weights of one process, within 1e-5")
-            rows.append((name, STEPS, f"{error:.0e}"))
-        _objects.clear()
-    return console.table(("over RPC", "steps", "error against one process"), rows)
+class SGD(torch.optim.SGD):
+    """SGD as a subclass: torch would compile its own SGD as TorchScript, which takes seconds."""
 
 
-def _hybrid(rank: int) -> list[torch.Tensor]:
-    """Train a layer on rank 0 by distributed autograd and optimizer, and a head on every rank by DDP."""
-    from torch.distributed import autograd
-    from torch.distributed.optim import DistributedOptimizer
+def get_layer() -> torch.nn.Module:
+    return layers[0]
 
-    logging.getLogger(DistributedOptimizer.__module__).setLevel(logging.ERROR)  # it warns about optimizers like _SGD
+
+def parameters(layer: Any) -> list[Any]:
+    return [rpc.RRef(each) for each in layer.local_value().parameters()]
+
+
+def net() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(WORDS, 16), torch.nn.Linear(16, WORDS))
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words, and the successor of each."""
+    words = torch.randint(WORDS, (16,), generator=torch.Generator().manual_seed(1000 * step + rank))
+    return words, (words + 1) % WORDS
+
+
+def train(rank: int, steps: int) -> torch.Tensor:
+    """Train the layer of rank 0 by distributed autograd and optimizer, and the head of every rank by DDP."""
     embedding, head = net()
-    _objects["layer"] = embedding
+    layers.append(embedding)
     dist.barrier()
-    layer = rpc.remote("rank0", _object, ("layer",))
+    layer = rpc.remote("rank0", get_layer)
     shared = DistributedDataParallel(head)
-    remote = rpc.rpc_sync("rank0", _parameters, (layer,))
+    remote = rpc.rpc_sync("rank0", parameters, (layer,))
     share = RATE / dist.get_world_size()  # every rank steps the layer with its own gradient, one after the other
-    of_layer: Any = DistributedOptimizer(_SGD, remote, lr=share)  # type: ignore[no-untyped-call]
-    own = [rpc.RRef(each) for each in head.parameters()]
-    of_head: Any = DistributedOptimizer(_SGD, own, lr=RATE)  # type: ignore[no-untyped-call]
-    for step in range(STEPS):
+    logging.disable(logging.WARNING)  # DistributedOptimizer warns about an optimizer that is not TorchScript
+    of_layer = DistributedOptimizer(SGD, remote, lr=share)
+    of_head = DistributedOptimizer(SGD, [rpc.RRef(each) for each in head.parameters()], lr=RATE)
+    for step in range(steps):
         with autograd.context() as context:
             words, labels = batch(step, rank)
             autograd.backward(context, [F.cross_entropy(shared(layer.rpc_sync().forward(words)), labels)])
@@ -65,53 +70,45 @@ def _hybrid(rank: int) -> list[torch.Tensor]:
             of_layer.step(context)
             of_head.step(context)
             dist.barrier()
-    return [*(each.to_here() for each in remote), *head.parameters()]
+    return parameters_to_vector([*(each.to_here() for each in remote), *head.parameters()]).detach()
 
 
-class _SGD(torch.optim.SGD):
-    """SGD as a subclass: torch would compile its own SGD as TorchScript, which takes seconds."""
+def train_alone(steps: int) -> torch.Tensor:
+    """The weights after training in one process on the batches of all ranks."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(steps):
+        words, labels = zip(*(batch(step, rank) for rank in range(dist.get_world_size())), strict=True)
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.cat(words)), torch.cat(labels)).backward()
+        optimizer.step()
+    return parameters_to_vector(model.parameters()).detach()
 
 
-class BatchServer:
-    """A server that collects one gradient from each worker, steps once, and then answers all calls, which need no
-    threads while they wait."""
-
-    def __init__(self, workers: int) -> None:
-        self.model, self.workers = net(), workers
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
-        self.lock, self.given, self.future = threading.Lock(), dict[int, Any](), torch.futures.Future[Any]()
-
-    @staticmethod
-    @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-    def step(server: Any, rank: int, gradients: list[torch.Tensor]) -> torch.futures.Future[Any]:
-        self = server.local_value()
-        with self.lock:
-            self.given[rank], future = gradients, self.future
-            if len(self.given) == self.workers:
-                in_order = [self.given[each] for each in sorted(self.given)]
-                for parameter, *each in zip(self.model.parameters(), *in_order, strict=True):
-                    parameter.grad = torch.stack(each).mean(0)
-                self.optimizer.step()
-                self.given, self.future = {}, torch.futures.Future()
-                future.set_result([each.detach().clone() for each in self.model.parameters()])
-        return future  # type: ignore[no-any-return]
-
-
-def _batched(rank: int) -> list[torch.Tensor]:
-    _objects["server"] = BatchServer(dist.get_world_size())
-    dist.barrier()
-    server, model = rpc.remote("rank0", _object, ("server",)), net()
-    for step in range(STEPS):
-        words, labels = batch(step, rank)
-        gradients = torch.autograd.grad(F.cross_entropy(model(words), labels), [*model.parameters()])
-        values = rpc.rpc_async("rank0", BatchServer.step, (server, rank, gradients)).wait()
-        torch.nn.utils.vector_to_parameters(parameters_to_vector(values), model.parameters())
-    return [*model.parameters()]
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--backend", default="dist_prims", help="backend of the group")
+    arguments = parser.parse_args()
+    dist_prims.init(arguments.backend)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    warnings.simplefilter("ignore")  # torch's about its own groups
+    os.environ.setdefault("TP_SOCKET_IFNAME", os.environ["GLOO_SOCKET_IFNAME"])  # the interface that init() has chosen
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)  # the agents find each other through a file of rank 0
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folders[0]}/rendezvous", rpc_timeout=60)
+        rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+        weights = train(rank, arguments.steps)
+        rpc.shutdown()
+        dist.barrier()  # no rank reads the file after this
+    error = float((weights - train_alone(arguments.steps)).abs().max())
+    assert error <= 1e-5, f"the weights differ by {error:.0e} from those of one process"
+    if rank == 0:
+        print(
+            f"Remote embedding, DDP head: after {arguments.steps} steps the weights of one process within {error:.0e}"
+        )
 
 
-def _object(name: str) -> Any:
-    return _objects[name]
-
-
-def _parameters(layer: Any) -> list[Any]:
-    return [rpc.RRef(each) for each in layer.local_value().parameters()]
+if __name__ == "__main__":
+    main()

@@ -2,10 +2,11 @@
 
 The first layer is on one device, the second on another: two GPUs for each rank if there are enough, otherwise the CPU
 twice, which shows the code but no speedup. DistributedDataParallel accepts such a model with ``device_ids=None``.
+
+    torchrun --nproc-per-node 2 two_devices.py --steps 10
 """
 
-from __future__ import annotations
-
+import argparse
 import copy
 from collections.abc import Callable
 
@@ -13,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
 
-from .._console import Console
-from ..training import DevicePipeline, GradientAverager
+import dist_prims
+from dist_prims.training import DevicePipeline
 
-__all__: list[str] = []
-
-_BATCH, _STEPS, _RATE = 12, 10, 0.1
+BATCH, RATE = 12, 0.1
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -38,59 +38,59 @@ class TwoDevices(torch.nn.Module):
         return y
 
 
-def run(console: Console) -> None:
-    rank, size = console.rank, dist.get_world_size()
-    first, second = _devices(rank)
+def step_of(model: torch.nn.Module) -> Step:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        output = model(x)
+        loss = F.mse_loss(output, y.to(output.device))
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--backend", default="dist_prims", help="backend of the group")
+    arguments = parser.parse_args()
+    dist_prims.init(arguments.backend)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    enough = torch.cuda.device_count() >= 2 * size
+    first, second = (torch.device("cuda", 2 * rank + each) if enough else torch.device("cpu") for each in (0, 1))
     torch.manual_seed(0)
-    plain = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))
-    cut = TwoDevices(first, second)
-    for mine, theirs in zip(cut.parameters(), plain.parameters(), strict=True):
-        mine.data.copy_(theirs.detach())
+    cpu = torch.device("cpu")
+    plain, cut = TwoDevices(cpu, cpu), TwoDevices(first, second)
+    cut.load_state_dict(plain.state_dict())
     stages = [torch.nn.Sequential(copy.deepcopy(cut.net1), torch.nn.ReLU()), copy.deepcopy(cut.net2)]
     pipeline = DevicePipeline(stages, num_microbatches=2, devices=[first, second], loss=F.mse_loss)
-    piped, alone = torch.nn.ModuleList(stages), copy.deepcopy(cut)
-    parallel = copy.deepcopy(cut)
-    averager = GradientAverager(piped)
+    piped, parallel = torch.nn.ModuleList(stages), copy.deepcopy(cut)
+    dist_prims.GradientAverager(piped)
     shared = DistributedDataParallel(parallel, device_ids=None)
     forms: dict[str, tuple[torch.nn.Module, Step, bool]] = {  # and whether it gets only this rank's data
-        "one device, one process": (plain, lambda x, y: _backward(plain, x, y), False),
-        "two devices": (alone, lambda x, y: _backward(alone, x, y), False),
-        "two devices and DDP": (parallel, lambda x, y: _backward(shared, x, y), True),
+        "one device, one process": (plain, step_of(plain), False),
+        "two devices": (cut, step_of(cut), False),
+        "two devices and DDP": (parallel, step_of(shared), True),
         "two devices, pipelined, averaged": (piped, pipeline.step, True),
     }
-    optimizers = {name: torch.optim.SGD(form[0].parameters(), lr=_RATE) for name, form in forms.items()}
-    draw = torch.Generator().manual_seed(1)
-    losses = dict.fromkeys(forms, 0.0)
-    for _ in range(_STEPS):
-        x = torch.randn(size * _BATCH, 10, generator=draw)
+    optimizers = {name: torch.optim.SGD(form[0].parameters(), lr=RATE) for name, form in forms.items()}
+    for _ in range(arguments.steps):
+        x = torch.randn(size * BATCH, 10)  # the same on every rank
         y = x[:, :5] - x[:, 5:]
-        own = slice(rank * _BATCH, (rank + 1) * _BATCH)
-        for name, (_, step, part) in forms.items():
+        own = slice(rank * BATCH, (rank + 1) * BATCH)
+        for name, (_, step, is_part) in forms.items():
             optimizers[name].zero_grad()
-            losses[name] = float(step(x[own], y[own]) if part else step(x, y))
+            step(x[own], y[own]) if is_part else step(x, y)
             optimizers[name].step()
-    averager.remove()
-    weights = {name: [each.detach().cpu() for each in form[0].parameters()] for name, form in forms.items()}
-    expected, *others = weights
-    for name in others:
-        close = all(
-            torch.allclose(*pair, rtol=0, atol=1e-6) for pair in zip(weights[name], weights[expected], strict=True)
-        )
-        console.check(close, f"{name}: the weights of one device in one process, within 1e-6")
-    rows = [(name, f"{first}, {second}" if name in others else "cpu", size if form[2] else 1, f"{losses[name]:.4f}")
-            for name, form in forms.items()]  # fmt: skip
-    console.table(("form", "devices", "ranks that share a batch", "rank 0's last loss"), rows)
+
+    expected = parameters_to_vector(plain.parameters()).detach()
+    if rank == 0:
+        print(f"devices: {first}, {second}        difference from one process after {arguments.steps} steps")
+    for name, (model, _, _) in forms.items():
+        error = (parameters_to_vector([each.cpu() for each in model.parameters()]) - expected).abs().max().item()
+        assert error <= 1e-6, f"{name}: {error:.0e} from one process on one device"
+        if rank == 0:
+            print(f"{name:32} {error:.0e}")
 
 
-def _devices(rank: int) -> tuple[torch.device, torch.device]:
-    """Two GPUs for each rank if there are enough for all ranks, otherwise the CPU twice."""
-    if torch.cuda.device_count() < 2 * dist.get_world_size():
-        return torch.device("cpu"), torch.device("cpu")
-    return torch.device("cuda", 2 * rank), torch.device("cuda", 2 * rank + 1)
-
-
-def _backward(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    output = model(x)
-    loss = F.mse_loss(output, y.to(output.device))
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
+if __name__ == "__main__":
+    main()
