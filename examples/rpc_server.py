@@ -106,7 +106,7 @@ def main() -> None:
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folders[0]}/rendezvous", rpc_timeout=60)
         rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=options)
         weights = train(rank, arguments.steps)
-        rpc.shutdown()
+        rpc.shutdown(timeout=60)
         dist.barrier()  # no rank reads the file after this
     error = float((weights - train_alone(arguments.steps)).abs().max())
     assert error <= 1e-5, f"the weights differ by {error:.0e} from those of one process"
