@@ -275,7 +275,6 @@ def test_a_file_that_cannot_be_run_is_one_line(tmp_path: Path, text: str) -> Non
         (["dist_prims.bench", "--algorithms", "rng"], "did you mean 'ring'"),
         (["dist_prims.bench", "--backends", "gloop"], "did you mean 'gloo'"),
         (["dist_prims.bench", "--collective", "all_gather", "--limits"], "--limits measures all_reduce only"),
-        (["dist_prims.recipes", "rpc", "--backend", "foo"], "unknown backend 'foo'"),
     ],
 )
 def test_bad_input_is_reported_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:

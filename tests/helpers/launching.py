@@ -39,11 +39,11 @@ def clean(**more: str) -> dict[str, str]:
 
 
 def run(
-    command: list[str], environ: Mapping[str, str] | None = None, timeout: float = 60
+    command: list[str], environ: Mapping[str, str] | None = None, timeout: float = 60, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """Run it to its end; a launcher that takes too long is asked to end its ranks, which a kill would leave behind."""
     environ = clean() if environ is None else environ
-    with subprocess.Popen(command, env=environ, cwd=ROOT, **PIPES) as process:
+    with subprocess.Popen(command, env=environ, cwd=cwd, **PIPES) as process:
         try:
             out, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:

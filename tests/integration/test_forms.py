@@ -1,38 +1,17 @@
-"""The recipes of parallel forms: each holds on several sizes and backends, and what they are made of can fail."""
+"""The classes of the examples ddp_twin and two_devices: what they compute, and how they fail."""
 
 from __future__ import annotations
 
 import copy
-import os
 
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_twin import MinimalDDP
 from torch.nn.parallel import DistributedDataParallel
+from two_devices import TwoDevices
 
 import dist_prims
-from dist_prims.recipes.__main__ import run_recipes
-from dist_prims.recipes.ddp_twin import MinimalDDP
-from dist_prims.recipes.two_devices import TwoDevices
-
-FORMS = ["ddp_twin", "parameter_server", "rpc", "two_devices", "uneven", "zero"]
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("size", "backend"), [(2, "gloo"), pytest.param(4, "dist_prims", marks=pytest.mark.slow)]
-)  # 2 of "dist_prims", 1 and 3 are in test_recipes.py
-def test_every_form_holds(size: int, backend: str, capfd: pytest.CaptureFixture[str]) -> None:
-    def body() -> int:
-        failed = run_recipes(FORMS)
-        assert "TP_SOCKET_IFNAME" not in os.environ  # RPC's, while it is used
-        return failed
-
-    assert dist_prims.spawn(body, size, backend=backend, timeout=280) == [0] * size
-    text = capfd.readouterr().out
-    assert "checks held" in text
-    assert "✗" not in text
-    assert "skipped" not in text
 
 
 class Net(torch.nn.Module):

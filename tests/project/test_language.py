@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PYTHON = sorted((ROOT / "dist_prims").rglob("*.py"))
-PROGRAMS = ROOT / "dist_prims" / "recipes"
+EXAMPLES = ROOT / "examples"
+PYTHON = sorted([*(ROOT / "dist_prims").rglob("*.py"), *EXAMPLES.glob("*.py")])
 CPP = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp"))
 SCRIPTS = sorted((ROOT / "launch_scripts").iterdir())
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
@@ -83,7 +83,7 @@ def test_no_text_contains_a_banned_phrase(phrase: str) -> None:
 def test_no_two_classes_of_a_language_have_one_name() -> None:
     python, cpp = defaultdict(list), defaultdict(list)
     for path in PYTHON:
-        for node in ast.parse(path.read_text()).body if PROGRAMS not in path.parents else []:
+        for node in ast.parse(path.read_text()).body if path.parent != EXAMPLES else []:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 python[node.name].append(path)
     for path in CPP:

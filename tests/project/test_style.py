@@ -42,8 +42,6 @@ LAYERS = {
     "_chart": {"schedules"},
     "_console": {"collectives"},
     "demo": {"_chart", "_console", "collectives", "datasets", "launch", "models", "schedules", "training"},
-    "recipes": {"_console", "collectives", "datasets", "errors", "launch", "models", "ops", "parallel", "patterns"}
-    | {"schedules", "training"},
     "bench": {"_chart", "backend", "collectives", "launch", "models", "schedules", "torch_compat", "training"},
     "cli": {"bench", "launch", "schedules"},
     "__main__": {"cli"},
@@ -70,10 +68,6 @@ PURE = {"schedules", "_chart"}  # no torch
 # compiler, the other one is a subclass of torch's. The list may only become shorter.
 PRIVATE_TORCH = {
     "ops/inductor_order.py",
-    "recipes/__main__.py",
-    "recipes/compiled.py",
-    "recipes/ddp_twin.py",
-    "recipes/vocabulary.py",
     "training/mixed_precision.py",
 }
 PRIVATE = re.compile(r"_[a-zA-Z]\w*|distributed_c10d")

@@ -1,0 +1,140 @@
+"""The examples: each runs after it has been copied out, uses public names only, and is on a page of docs/patterns."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import MPIRUN, clean, needs_mpirun, run
+
+import dist_prims
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+GUIDE = (ROOT / "docs/guide.md").read_text()
+PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "patterns").glob("*.md"))}
+PROGRAMS = [
+    pytest.param(program, id=f"{name}-{number}")
+    for name, text in PAGES.items()
+    for number, program in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+]
+
+
+def torchrun(ranks: int, *options: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
+
+
+def run_copy(name: str, folder: Path, launcher: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Copy the example to ``folder`` and run it there."""
+    shutil.copy(EXAMPLES[name], folder)
+    return run([*launcher, f"{name}.py", *arguments], clean(OMP_NUM_THREADS="1"), timeout=110, cwd=folder)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_holds_on_two_ranks(name: str, tmp_path: Path) -> None:
+    launcher = torchrun(2, "--max-restarts", "1") if name == "elastic" else torchrun(2)
+    done = run_copy(name, tmp_path, launcher, *(["--seeds", "1"] if name == "distillation" else []))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip(), "rank 0 prints nothing"
+    if name == "elastic":
+        assert "step 13\nattempt 1, 2 ranks: step 12\n" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "arguments"),
+    [
+        pytest.param([sys.executable], [], id="alone"),
+        pytest.param(torchrun(3), [], id="3 ranks"),
+        pytest.param(torchrun(2), ["--backend", "gloo"], id="gloo"),
+        pytest.param([str(MPIRUN), "-n", "2", sys.executable], [], id="mpirun", marks=needs_mpirun),
+    ],
+)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_holds_elsewhere(name: str, launcher: list[str], arguments: list[str], tmp_path: Path) -> None:
+    done = run_copy(name, tmp_path, launcher, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_wrong_result_is_the_exit_status(tmp_path: Path) -> None:
+    text = EXAMPLES["uneven"].read_text()
+    (tmp_path / "wrong.py").write_text(text.replace("/ len(counts)", "/ 7"))
+    done = run([*torchrun(2), "wrong.py"], clean(OMP_NUM_THREADS="1"), timeout=110, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "DistributedDataParallel.join() differs from one process" in done.stderr
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_short_and_says_what_it_shows(name: str) -> None:
+    text = EXAMPLES[name].read_text()
+    description = ast.get_docstring(ast.parse(text)) or ""
+    assert len(text.splitlines()) <= 120
+    assert 20 < len(description.splitlines()[0]) <= 120
+    assert re.search(rf"torchrun --nproc-per-node \d .*\b{name}\.py", description)
+    assert f"](../examples/{name}.py)" in GUIDE, "docs/guide.md does not list it"
+    assert any(f"examples/{name}.py" in text for text in PAGES.values()), "no page in docs/patterns names it"
+
+
+def private_imports(tree: ast.Module) -> Iterator[str]:
+    """Imports of private modules, and of names of dist_prims that no ``__all__`` contains."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dist_prims":
+            names = {node.attr: node.attr in dist_prims.__all__}
+        elif isinstance(node, ast.Import):
+            names = {
+                each.name: each.name == "dist_prims" or not each.name.startswith("dist_prims") for each in node.names
+            }
+        elif isinstance(node, ast.ImportFrom):
+            origin, ours = node.module or "", (node.module or "").partition(".")[0] == "dist_prims"
+            public = importlib.import_module(origin).__all__ if ours else [each.name for each in node.names]
+            packages = ["ops"] if origin == "dist_prims" else []
+            names = {f"{origin}.{each.name}": each.name in [*public, *packages] for each in node.names}
+        else:
+            continue
+        yield from (name for name, is_public in names.items() if not is_public or re.search(r"(^|\.)_[a-z]", name))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_imports_public_names_only(name: str) -> None:
+    assert not [*private_imports(ast.parse(EXAMPLES[name].read_text()))]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import dist_prims.collectives.flat",
+        "import torch._dynamo",
+        "from dist_prims.collectives.flat import cut",
+        "from dist_prims import collectives",
+        "from torch.utils._python_dispatch import TorchDispatchMode",
+        "import dist_prims; dist_prims.agreement",
+    ],
+)
+def test_a_private_import_is_found(line: str) -> None:
+    assert [*private_imports(ast.parse(line))]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_one_picture_and_is_linked(name: str) -> None:
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+\.svg)\)", PAGES[name])
+    assert len(pictures) == 1, pictures
+    picture = (ROOT / "docs" / "patterns" / pictures[0]).resolve()
+    assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert f"patterns/{name}.md" in GUIDE
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_of_a_page_runs(program: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = compile(program, "program.py", "exec")
+    dist_prims.spawn(lambda: exec(code, {"__name__": "__main__"}), ranks, init=False, timeout=120)
