@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ from dist_prims.errors import MismatchError
 ROOT = Path(__file__).parents[2]
 
 
-def run(*command: str, timeout: float = 100, **environ: str) -> str:
+def run(*command: str, timeout: float = 100, cwd: Path | None = None, **environ: str) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, check=False, env={**os.environ, **environ}
+        command, capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd, env={**os.environ, **environ}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -54,27 +55,6 @@ import sys, dist_prims
 print(dist_prims.schedules.__name__, "torch" in sys.modules, dist_prims.training.__name__, "torch" in sys.modules)
 """
     assert run(sys.executable, "-c", program) == "dist_prims.schedules False dist_prims.training True\n"
-
-
-def test_a_program_of_a_user_is_checked_by_mypy(tmp_path: Path) -> None:
-    """The names at the top level have types, and py.typed makes mypy read them."""
-    program = tmp_path / "program.py"
-    program.write_text("""
-import torch
-import dist_prims
-
-place = dist_prims.init("dist_prims")
-dist_prims.all_reduce(torch.ones(3), algorithm="ring", segment_bytes=1 << 20)
-averager = dist_prims.GradientAverager(torch.nn.Linear(2, 1))
-reveal_type(dist_prims.all_reduce_(torch.ones(3)))
-dist_prims.all_reduce(torch.ones(3), algorithm=3)
-""")
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, cwd=tmp_path)
-    errors = [line for line in done.stdout.splitlines() if "error:" in line]
-    assert 'Revealed type is "torch._tensor.Tensor"' in done.stdout, done.stdout
-    assert len(errors) == 1, done.stdout
-    assert 'Argument "algorithm" to "all_reduce" has incompatible type "int"' in errors[0]
 
 
 def test_the_names_for_type_checkers_are_those_that_are_imported() -> None:
@@ -122,10 +102,17 @@ def test_tuning_writes_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_wheel_works_in_another_environment(tmp_path: Path) -> None:
+def test_a_wheel_of_the_source_distribution_works_in_another_environment(tmp_path: Path) -> None:
+    """Built as pip does it: sources, wheel, environment. Then ranks run there, and mypy knows the types."""
     source = tmp_path / "source"
     run("git", "clone", "--quiet", str(ROOT), str(source))
-    build = ["wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
+    run(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", str(tmp_path), cwd=source)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    tracked = run("git", "ls-files", cwd=source).split()
+    assert not {name for name in tracked if not name.startswith(".")} - names
+    build = ["wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path), str(archive)]
     run(sys.executable, "-m", "pip", *build, timeout=900)
     (wheel,) = tmp_path.glob("*.whl")
     run(sys.executable, "-m", "venv", str(tmp_path / "venv"))
@@ -135,14 +122,41 @@ def test_a_wheel_works_in_another_environment(tmp_path: Path) -> None:
     here = [path for path in sys.path if path.endswith("site-packages")]
     (site / "torch_of_the_tests.pth").write_text("\n".join(here) + "\n")
     program = tmp_path / "program.py"
-    program.write_text(
-        "import torch, dist_prims, dist_prims._backend\n"
-        "def body():\n"
-        "    tensor = torch.ones(3)\n"
-        "    torch.distributed.all_reduce(tensor)\n"
-        "    return tensor.sum().item()\n"
-        "print(dist_prims.spawn(body, 2, backend='dist_prims', timeout=60), dist_prims._backend.__file__)\n"
-    )
+    program.write_text(PROGRAM)
     said = run(str(python), str(program))
     assert said.startswith("[6.0, 6.0]")
     assert str(site) in said
+    check_types(python, tmp_path)
+
+
+PROGRAM = """
+import torch, dist_prims, dist_prims._backend
+def body():
+    tensor = torch.ones(3)
+    torch.distributed.all_reduce(tensor)
+    return tensor.sum().item()
+print(dist_prims.spawn(body, 2, backend='dist_prims', timeout=60), dist_prims._backend.__file__)
+"""
+TYPED_PROGRAM = """
+import torch
+import dist_prims
+
+place = dist_prims.init("dist_prims")
+dist_prims.all_reduce(torch.ones(3), algorithm="ring", segment_bytes=1 << 20)
+averager = dist_prims.GradientAverager(torch.nn.Linear(2, 1))
+reveal_type(dist_prims.all_reduce_(torch.ones(3)))
+dist_prims.all_reduce(torch.ones(3), algorithm=3)
+"""
+
+
+def check_types(python: Path, folder: Path) -> None:
+    """mypy once called every name of the package Any: no py.typed was shipped."""
+    program = folder / "typed.py"
+    program.write_text(TYPED_PROGRAM)
+    options = ["--strict", "--cache-dir", str(folder / "cache"), "--python-executable", str(python)]
+    command = [sys.executable, "-m", "mypy", *options, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=folder)
+    errors = [line for line in done.stdout.splitlines() if "error:" in line]
+    assert 'Revealed type is "torch._tensor.Tensor"' in done.stdout, done.stdout
+    assert len(errors) == 1, done.stdout
+    assert 'Argument "algorithm" to "all_reduce" has incompatible type "int"' in errors[0]
