@@ -1,4 +1,4 @@
-"""BackendOptions of a group of the backend, and a registry of the options of each group."""
+"""Options of a group of the backend, and a registry of the options of each group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _options: dict[str, BackendOptions | None] = {}  # by the name of a group
 
 
 class BackendOptions:
-    """BackendOptions of a group of the backend, as ``pg_options`` of ``init_process_group`` or ``new_group``.
+    """Options of a group of the backend, as ``pg_options`` of ``init_process_group`` or ``new_group``.
 
     - ``all_reduce``: the algorithm, by name or by ranges of sizes as in ``DIST_PRIMS_ALL_REDUCE``, also one that the
       program registers. A pinned schedule runs in one segment. Other collectives cannot be pinned.
