@@ -5,10 +5,14 @@ tensor of a process imports it, which takes seconds where many do it at once.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo
+
+# Failing assertions of the helpers show both values, as those of the tests do.
+pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "helpers").glob("*.py")))
 
 
 @pytest.fixture

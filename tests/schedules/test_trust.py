@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.collectives import proofs
+from dist_prims.collectives import proof_before_use
 from dist_prims.collectives.algorithm_choice import cheapest
 from dist_prims.errors import CommTimeoutError
 from dist_prims.schedules import Schedule, ScheduleError, Step, algorithm, build, trust, unregister
@@ -170,9 +170,9 @@ def test_ranks_whose_steps_differ_are_told() -> None:
 
 def test_above_the_limit_only_trusted_algorithms_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit of 2 ranks in place of 512."""
-    for module in (trust, proofs):
+    for module in (trust, proof_before_use):
         monkeypatch.setattr(module, "MOST_RANKS", 2)
-    group = proofs.Proofs(None, 0)
+    group = proof_before_use.Proofs(None, 0)
     try:
         register_both()
         group.require(build("all_reduce", "ring", 3), timedelta(seconds=1))
