@@ -116,7 +116,7 @@ def test_an_ensemble_that_fails_on_one_rank_fails_on_all(backend: str) -> None:
     def body() -> None:
         one = dist.get_rank() == 1
         own = MismatchError if not one else (ValueError, TypeError)
-        with pytest.raises(own, match="member 1 is a NoneType, no Module"):
+        with pytest.raises(own, match="member 1 is a NoneType, not a Module"):
             DistributedEnsemble((lambda number: None) if one else net, 3)  # type: ignore[arg-type, return-value]
         with pytest.raises(own, match="count=None with a function"):
             DistributedEnsemble(net, None if one else 3)
