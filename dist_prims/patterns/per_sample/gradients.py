@@ -72,8 +72,8 @@ class PerSampleGradients:
         for name, dtype in zip(self.names, self._dtypes(), strict=True):
             if dtype.is_complex:
                 raise ValueError(
-                    f"PerSampleGradients: {name!r} is {dtype}; gradients of complex parameters are not supported; "
-                    "name other parameters with of="
+                    f"PerSampleGradients: {name!r} is {dtype}; the gradients of complex parameters are not "
+                    "supported; name other parameters with of="
                 )
 
     def norms(self, inputs: Any, targets: Any) -> torch.Tensor:

@@ -49,7 +49,7 @@ class AbsentParameter(torch.nn.Parameter):
         absent = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, AbsentParameter))
         raise RuntimeError(
             f"{absent.absent_from}: {getattr(func, '__name__', func)} reads a parameter of shape {tuple(absent.shape)} "
-            "that is not gathered, because the forward of its unit is not running. Make a unit of a module that "
+            "that is not gathered now: the forward of its unit is not running. Make a unit of a module that "
             "contains all users of the parameter (units=[...]), or read it within gathered(); for the state of the "
             "whole model call state_dict() of ShardedParameters"
         )
