@@ -26,7 +26,7 @@ Fact = tuple[str, str]
 
 
 def report() -> str:
-    """Return the report, one fact a line. The function joins no group and initialises no MPI.
+    """Return the report, one fact a line, without joining a group or initializing MPI.
 
     >>> "cores" in report()
     True

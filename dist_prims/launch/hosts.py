@@ -21,7 +21,6 @@ def host_id() -> str:
 
     ``DIST_PRIMS_HOST_ID`` overrides the name.
 
-
     >>> host_id() == host_id()
     True
     """

@@ -36,7 +36,7 @@ class Payload:
 
 
 class _Received(Payload):
-    """The same on the receiving side, in a fresh interpreter."""
+    """A payload on the receiving side, in a fresh interpreter."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -47,8 +47,8 @@ class _Received(Payload):
         except (AttributeError, ImportError) as error:
             raise RuntimeError(
                 f"spawn: a fresh interpreter cannot import the function or its arguments: {error}. Remedy: define "
-                "it in a module that can be imported, or fork the ranks (start_method='fork', which needs that neither "
-                "CUDA nor a group is in use)"
+                "it in a module that can be imported, or fork the ranks (start_method='fork', if neither CUDA nor a "
+                "group is in use)"
             ) from error
         return call
 

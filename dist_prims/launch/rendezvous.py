@@ -163,7 +163,7 @@ def _answer_all(store: dist.Store, size: int, name: str, deadline: float, check:
 
 
 def _check_file(path: str) -> None:
-    """Raise ValueError for a file that does not consist of FileStore's records: FileStore would read it endlessly.
+    """Raise ValueError for a file that does not consist of FileStore's records: FileStore would never stop reading.
 
     A record is a length and as many bytes.
     """
@@ -180,10 +180,7 @@ def _check_file(path: str) -> None:
 
 
 def from_rank_0(store: Any, rank: int, size: int, key: str, make: Callable[[], str]) -> str:
-    """Return on every rank what ``make`` returns on rank 0.
-
-    If it raises there, raise RuntimeError on the others at once.
-    """
+    """Return on every rank what ``make`` returns on rank 0; if ``make`` raises, the other ranks raise RuntimeError."""
     if rank == 0:
         try:
             value = make()

@@ -1,8 +1,8 @@
 """Models of one shape, run and trained together: stacked and vectorised on each rank, sharded over the ranks.
 
-A loop over models starts as many small kernels as there are layers and models. Stacked, the weights of one layer are
-one tensor and its kernel is one, by ``torch.func.vmap``. Each rank has some of the members, and weights are
-never sent: only outputs, or, for a mean or a vote, sums of the size of one member's output. Training sends nothing.
+A loop over models launches a small kernel for each layer of each model. If the weights of a layer are stacked into one
+tensor, ``torch.func.vmap`` launches one kernel for all models. Each rank has some of the members, and weights are never
+sent: only outputs, or, for a mean or a vote, sums of the size of one member's output. Training sends nothing.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class DistributedEnsemble:
     >>> sorted(ensemble.member(4))
     ['bias', 'weight']
 
-    ``models`` are all members, the same on every rank, which keeps copies of its share; or, with ``count``, a function
-    that makes the member of a number, called on that member's rank alone. Members are the same in all but the values of
-    their parameters and buffers, and there may be fewer of them than ranks. ``inputs`` are a tensor or a tuple of
-    tensors, the same batch for every member; with ``each=True`` there is a batch for every member, in order, or for
-    every member of this rank, ``mine``.
+    ``models`` is a list of all members, the same on every rank, which copies its share. With ``count``, ``models`` is a
+    function from a number to a member, called on the rank of that member only. Members are the same in all but the
+    values of their parameters and buffers, and there may be fewer of them than ranks. ``inputs`` is a tensor or a tuple
+    of tensors, the same batch for every member. With ``each=True`` it has a batch for every member, in order, or for
+    every member of this rank (``mine``).
 
-    Calls that concern all members are collective: every rank makes them, in one order. Calling the ensemble itself,
-    :meth:`backward` and what concerns parameters are not. Random numbers (dropout) are different for each member.
+    Methods that return results of all members are collective: every rank calls them, in the same order. Calling the
+    ensemble itself, :meth:`backward`, :meth:`parameters` and :meth:`load_member` are not. Random numbers (dropout) are
+    different for each member.
     """
 
     def __init__(self, models: Models, count: int | None = None, group: dist.ProcessGroup | None = None) -> None:
@@ -72,7 +73,7 @@ class DistributedEnsemble:
         self._device = next(each.device for each in self._tensors())
 
     def __call__(self, inputs: Any, *, each: bool = False) -> torch.Tensor:
-        """The outputs of this rank's members, (members, ...); empty where it has none. It can be differentiated."""
+        """The outputs of this rank's members, (members, ...), which can be differentiated; empty on a rank without."""
         rows = self._rows(inputs, each)
         return self._nothing() if rows is None else rows
 
@@ -88,8 +89,11 @@ class DistributedEnsemble:
         return self._mean(rows, kind).to(kind.dtype)
 
     def moments(self, inputs: Any, *, each: bool = False, correction: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean and the variance of the members' outputs, on every rank. Sums are of squared distances from the
-        mean, not of squares: where members agree, nothing cancels. ``correction`` as in ``torch.var``."""
+        """The mean and the variance of the members' outputs, on every rank.
+
+        The variance is a sum of squared distances from the mean, so no digits cancel where members agree.
+        ``correction`` is that of ``torch.var``.
+        """
         rows, kind = self._agreed(f"moments with correction={correction}", inputs, each)
         mean = self._mean(rows, kind)
         squares = torch.zeros(kind.shape, dtype=mean.dtype.to_real(), device=self._device)
@@ -103,11 +107,12 @@ class DistributedEnsemble:
         return self.moments(inputs, each=each, correction=correction)[1]
 
     def votes(self, inputs: Any, *, each: bool = False, dim: int = -1) -> torch.Tensor:
-        """How many members have their largest output in each place along ``dim`` of an output; on every rank."""
+        """The number of members whose output is largest at each index along ``dim``, on every rank."""
         rows, kind = self._agreed(f"votes along {dim}", inputs, each)
         if not -len(kind.shape) <= dim < len(kind.shape):
             raise ValueError(
-                f"DistributedEnsemble.votes on rank {self._group.rank()}: dim={dim} of outputs of shape {kind.shape}"
+                f"DistributedEnsemble.votes on rank {self._group.rank()}: dim={dim} is not a dimension of outputs of "
+                f"shape {kind.shape}"
             )
         counts = torch.zeros(kind.shape, dtype=torch.int64, device=self._device)
         if rows is not None:
@@ -118,7 +123,7 @@ class DistributedEnsemble:
         return counts
 
     def vote(self, inputs: Any, *, each: bool = False, dim: int = -1) -> torch.Tensor:
-        """The choice of most members along ``dim``, on every rank; of equals the first."""
+        """The index along ``dim`` with the most votes, on every rank; the lowest one if several are equal."""
         return self.votes(inputs, each=each, dim=dim).argmax(dim)
 
     def gather(self, rows: torch.Tensor, root: int | None = None) -> torch.Tensor | None:
@@ -138,9 +143,11 @@ class DistributedEnsemble:
     def backward(
         self, loss: Callable[[torch.Tensor, Any], torch.Tensor], inputs: Any, targets: Any, *, each: bool = False
     ) -> torch.Tensor:
-        """Add the gradient of each member's own loss to ``.grad`` of the stacked parameters; the losses of this rank's
-        members. No message is sent. The sum of all losses is what is differentiated: a member's parameters are in its
-        own loss alone."""
+        """Add the gradient of each member's loss to ``.grad``; return the losses of this rank's members.
+
+        No message is sent. The method differentiates the sum of the losses; each loss depends on the parameters of its
+        own member only.
+        """
         losses = self._rows(inputs, each, loss, targets)
         if losses is None:
             return self._nothing()
@@ -148,9 +155,11 @@ class DistributedEnsemble:
         return losses.detach()
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """The stacked parameters of this rank's members, of length 0 where it has none, for an optimiser. An
-        element-wise one, such as SGD or Adam, trains each member as if it were alone; one that uses the norm of a
-        parameter, such as Adafactor, would use that of many members."""
+        """The stacked parameters of this rank's members, for an optimizer; their length is 0 on a rank without members.
+
+        An element-wise optimizer, such as SGD or Adam, trains each member as if it were alone. One that uses the norm
+        of a parameter, such as Adafactor, would use the norm over many members.
+        """
         yield from self._parameters.values()
 
     def train(self, mode: bool = True) -> DistributedEnsemble:
@@ -163,7 +172,7 @@ class DistributedEnsemble:
 
     @torch.no_grad()
     def member(self, number: int) -> dict[str, torch.Tensor]:
-        """The state of one member, on every rank: what ``load_state_dict`` of a plain model takes."""
+        """The state of one member, on every rank, for ``load_state_dict`` of a plain model."""
         place, failure = None, None
         try:
             place = self._place("member", number)
@@ -182,7 +191,7 @@ class DistributedEnsemble:
 
     @torch.no_grad()
     def load_member(self, number: int, state: dict[str, torch.Tensor]) -> None:
-        """Give a member the state of a plain model; only the rank of the member does anything. No message is sent."""
+        """Load the state of a plain model into a member, on the member's rank; other ranks do nothing."""
         if (place := self._place("load_member", number)) is None:
             return
         stacks = {**self._parameters, **self._buffers}
@@ -191,7 +200,7 @@ class DistributedEnsemble:
                 found = list(state[key].shape) if key in state else "missing"
                 raise ValueError(
                     f"DistributedEnsemble.load_member({number}) on rank {self._group.rank()}: {key!r} is {found} in "
-                    f"the state and {list(stacks[name].shape[1:])} in the members; give the state of a model like them"
+                    f"the state and {list(stacks[name].shape[1:])} in the members; give the state of the same model"
                 )
         for key, name in self._spec.keys.items():
             stacks[name][place] = state[key]
@@ -207,17 +216,17 @@ class DistributedEnsemble:
         if (count is None) != isinstance(models, Sequence | torch.nn.ModuleList):
             raise ValueError(
                 f"DistributedEnsemble on rank {rank}: count={count} with a {type(models).__name__}; "
-                "give a list of models, or a function that makes one of a number, and count"
+                "give a list of models, or count and a function from a number to a model"
             )
         number_of: int = count if count is not None else len(models)  # type: ignore[arg-type]
         if number_of < 1:
-            raise ValueError(f"DistributedEnsemble: {number_of} members; there must be one at least")
+            raise ValueError(f"DistributedEnsemble: {number_of} members; at least 1 is needed")
         mine = share(number_of, size, rank)
         members = [models[number] if count is None else models(number) for number in mine]  # type: ignore
         for number, member in zip(mine, members, strict=True):
             if not isinstance(member, torch.nn.Module):
                 raise TypeError(
-                    f"DistributedEnsemble on rank {rank}: member {number} is {_described(member)}, no Module"
+                    f"DistributedEnsemble on rank {rank}: member {number} is {_described(member)}, not a Module"
                 )
         return number_of, mine, members
 
@@ -299,7 +308,7 @@ def _described(output: Any) -> str:
 
 
 def _without_memory(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose tensors have a shape only. ``.to("meta")`` would separate tied weights."""
+    """A copy whose tensors are on the meta device. ``.to("meta")`` would separate tied weights."""
     memo: dict[int, Any] = {id(each): each.detach().to("meta") for each in model.buffers()}
     for each in model.parameters():
         memo[id(each)] = torch.nn.Parameter(each.detach().to("meta"), each.requires_grad)

@@ -1,7 +1,7 @@
 """Specification of an ensemble's members, which must be equal on all ranks.
 
-Stacking needs tensors of one shape. But vmap runs one member's code for all, so everything else must be equal, too: a
-dropout rate or a mode that differs would be silently ignored, and so would an attribute of a layer.
+Stacking needs tensors of equal shape. As vmap runs one member's code for all, everything else must be equal, too: a
+different dropout rate, mode or attribute of a layer would be ignored without an error.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class MemberSpec:
-    """One member: its number and its description, line by line; (is a parameter, name, dtype, shape, requires_grad) of
-    each tensor; its state's keys and the tensors that they mean, two keys one tensor where weights are tied; the type
-    of its device."""
+    """The specification of one member.
+
+    ``lines`` is its description. ``tensors`` has (is a parameter, name, dtype, shape, requires_grad) of each tensor.
+    ``keys`` maps the keys of its state to the names of tensors; tied weights have two keys with one name. ``device`` is
+    the type of its device.
+    """
 
     number: int
     lines: list[str]
@@ -48,7 +51,7 @@ class MemberSpec:
         if not named:
             raise ValueError(
                 f"DistributedEnsemble: member {numbers[0]}, a {type(model).__name__}, has neither parameters nor "
-                "buffers: there is nothing to stack, and all members would be one"
+                "buffers: all members would be equal"
             )
         tensors = [(is_one, name, each.dtype, tuple(each.shape), each.requires_grad) for is_one, name, each in named]
         names = {id(each): name for _, name, each in named}
@@ -58,7 +61,7 @@ class MemberSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The most likely dtype of its outputs."""
+        """The dtype that its outputs probably have: that of its first tensor of floats."""
         return next(
             (each[2] for each in self.tensors if each[2].is_floating_point or each[2].is_complex), torch.float32
         )
@@ -76,8 +79,10 @@ class MemberSpec:
 def agree_on_members(
     count: int, spec: MemberSpec | None, failure: Exception | None, group: dist.ProcessGroup
 ) -> MemberSpec:
-    """The specification of a member, on every rank; every rank raises if two differ. ``spec`` is None on a rank that
-    has no members, or has failed."""
+    """The specification of a member, on every rank; every rank raises if two differ.
+
+    ``spec`` is None on a rank without members, and on a rank that failed.
+    """
     rank, size = group.rank(), group.size()
     digest = spec and hashlib.sha256("\n".join(spec.lines).encode()).hexdigest()
     # A rank that has no member takes the spec of the last rank, which always has one.
@@ -93,8 +98,10 @@ def agree_on_members(
 
 @contextmanager
 def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
-    """Context in which random numbers differ from rank to rank, though all ranks have the same seed. They are seeded
-    from the ordinary generator, so its seed or saved state determines them."""
+    """Context in which random numbers differ between ranks, even if all ranks have the same seed.
+
+    The seed of the context is drawn from the default generator, whose seed or saved state therefore determines it.
+    """
     seed = int(torch.randint(2**62, ())) + rank
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.random.default_generator.manual_seed(seed)
@@ -120,8 +127,10 @@ def _described(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _setting(value: Any) -> str:
-    """The text of an attribute that may change the result of a layer, and so must be equal; "" for others. A string is
-    left out, since it may be a member's name."""
+    """The text of an attribute that may change the result of a layer and must be equal; "" for others.
+
+    Strings are not compared, because a string may be a member's name.
+    """
     if value is None or isinstance(value, bool | int | float | complex | torch.dtype):
         return repr(value)
     if isinstance(value, tuple | list):
@@ -138,7 +147,7 @@ def _setting(value: Any) -> str:
 
 
 def _difference(numbered: Sequence[tuple[int, list[str]]]) -> str | None:
-    """The first member that differs from the first one, and in what."""
+    """The text of an error that names the first member that differs, and the difference; None if all are equal."""
     if found := first_difference(numbered):
         return (
             f"DistributedEnsemble: member {found.first} has {found.here}, member {found.second} has {found.there}; "

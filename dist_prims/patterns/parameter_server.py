@@ -1,11 +1,11 @@
 """Parameter server: one rank keeps the parameters, the others send it gradients asynchronously.
 
 In synchronous training every step is as slow as the slowest rank. Here a worker sends its gradient, gets the newest
-parameters back and goes on; the server takes the next gradient from any rank. The price is staleness: a gradient is of
-parameters that have been stepped since. It is counted, and can be bounded: a worker that is more than ``staleness``
-gradients ahead of the slowest is answered only when the slowest has sent its own. With 0 all gradients of a round
-arrive before any is applied, and their mean in the order of ranks is one step: synchronous SGD, the same bits each
-time.
+parameters back and continues; the server takes the next gradient from any rank. The price is staleness: the parameters
+have been updated since the gradient was computed. The server counts staleness and can bound it: it answers a worker
+that is more than ``staleness`` gradients ahead of the slowest one only after the slowest has sent its gradient. With
+``staleness=0`` the server waits for the gradients of all workers and applies their mean, added in rank order, in one
+step: synchronous SGD, with the same bits in each run.
 
 ::
 
@@ -13,7 +13,7 @@ time.
     server                 apply 1 ─┘        apply 2 ─┐                          apply 3, staleness 1
     worker 2       gradient 2 ───────────────┘        └── parameters, version 2
 
-Messages are on the CPU, so any group will do that has a backend for it: "dist_prims", gloo, "cpu:gloo,cuda:nccl".
+Messages are on the CPU, so the group needs a backend for it: "dist_prims", gloo, "cpu:gloo,cuda:nccl".
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _NO_VERSION = -1  # the server's answer when it has failed
 
 @dataclass
 class Report:
-    """What a server did: its steps, gradients of each worker, how many had which staleness, which workers failed.
+    """The report of a server: its steps, the gradients of each worker, the number of gradients by staleness, and the
+    workers that failed.
 
     >>> report = Report(steps=3, gradients=Counter({1: 2, 2: 1}), staleness=Counter({0: 2, 1: 1}))
     >>> report.gradients.total(), max(report.staleness)
@@ -56,15 +57,15 @@ class Report:
 
 
 class ParameterServer:
-    """On the rank ``server`` of the group, over the model and its optimiser; every other rank makes a :class:`Worker`.
+    """The server, on rank ``server`` of the group, with model and optimizer; all other ranks make a :class:`Worker`.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> server = ParameterServer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     >>> server.serve()  # no worker in a group of one
     Report(steps=0, gradients=Counter(), staleness=Counter(), failed=[])
 
-    ``staleness``: by how many gradients a worker may be ahead of the slowest; None: no bound. With n workers no
-    gradient is then applied more than (n - 1) (2 staleness + 1) steps after its parameters were read.
+    ``staleness``: the number of gradients that a worker may be ahead of the slowest; None: no bound. With n workers and
+    a bound, a gradient is applied at most (n - 1) (2 staleness + 1) steps after its parameters were read.
     """
 
     def __init__(
@@ -84,8 +85,11 @@ class ParameterServer:
         self._present = {rank for rank in range(self._group.size()) if rank != server}
 
     def serve(self) -> Report:
-        """Answer until all workers have left. PeerDiedError, with the model as it is then, if one dies (backend
-        "dist_prims"; over gloo the end of a connection). What the optimiser raises is raised when all workers know."""
+        """Answer workers until all have left.
+
+        If a worker dies, the server raises PeerDiedError (backend "dist_prims") or gloo's error of a closed connection,
+        and the model keeps its last values. An error of the optimizer is raised after all workers have been notified.
+        """
         report = Report()
         while self._present:
             worker, kind, seen = self._receive()
@@ -117,8 +121,8 @@ class ParameterServer:
         dist.send(message, group=self._group, group_dst=worker)
 
     def _take(self, worker: int, kind: int, seen: int, report: Report) -> list[int]:
-        """Handle a message, and return the workers that may go on: in rounds all together, otherwise those that are not
-        too far ahead of the slowest."""
+        """Handle a message, and return the workers to answer: in rounds all of them, otherwise those that are not too
+        far ahead of the slowest."""
         if kind == _GRADIENT:
             report.gradients[worker] += 1
             report.staleness[report.steps - seen] += 1
@@ -148,7 +152,7 @@ class ParameterServer:
                 self._present.remove(worker)
 
     def _step(self, gradients: Sequence[Sequence[torch.Tensor | None]], report: Report) -> None:
-        """Step with the mean, added in the order of ranks; a gradient that a worker lacks counts as zero."""
+        """Step with the mean, added in rank order; a missing gradient of a worker counts as zero."""
         for parameter, given in zip(self._parameters, zip(*gradients, strict=True), strict=True):
             there = [each / len(gradients) for each in given if each is not None]
             parameter.grad = sum(there[1:], there[0]).to(parameter.device) if there else None
@@ -157,15 +161,15 @@ class ParameterServer:
 
 
 class Worker:
-    """A context for the training loop on every rank but the server's; :meth:`step` replaces that of an optimiser.
+    """A context for the training loop on every rank but the server's; :meth:`step` replaces that of an optimizer.
 
         with Worker(model) as worker:
             for x, y in batches:
                 loss(model(x), y).backward()
                 worker.step()
 
-    Ranks may have uneven numbers of batches. The end of the context, also by an error, is reported to the
-    server; a Worker is used once. CommError if the server's optimiser fails. Buffers stay a worker's own.
+    Ranks may have uneven numbers of batches. The context reports its end to the server, also after an error; it can be
+    entered once. :meth:`step` raises CommError if the server has failed. Buffers are not sent.
 
     >>> import dist_prims
     >>> def train():
@@ -186,8 +190,8 @@ class Worker:
         self._parameters = _join(model, self._group, server, _Role(False, server, None))
         self._looks = [(each.shape, each.dtype) for each in self._parameters]
         self._bulk = _Packet(self._parameters)
-        self._sending = self._left = False  # the server waits for the rest; it expects no more
-        self.version = 0  # the server's steps in the parameters here
+        self._sending = self._left = False  # a message is incomplete; the server expects no message
+        self.version = 0  # the number of server steps that the parameters contain
 
     def __enter__(self) -> Worker:
         self._check_there()
@@ -217,7 +221,7 @@ class Worker:
             self._left = True
             raise CommError(
                 f"rank {self._group.rank()}: Worker: the server, rank {self._server}, has failed; see its "
-                f"error. The parameters here are of its step {self.version}"
+                f"error. The parameters of this rank are those after its step {self.version}"
             )
         dist.recv(self._bulk.flat, group=self._group, group_src=self._server)
         self._sending = False
@@ -230,8 +234,8 @@ class Worker:
     def _check_there(self) -> None:
         if self._left:
             raise ValueError(
-                f"rank {self._group.rank()}: Worker: it has left the server; make a new Worker, and the server's rank "
-                "a new ParameterServer"
+                f"rank {self._group.rank()}: Worker: this worker has left the server; make a new Worker, and a new "
+                "ParameterServer on the server's rank"
             )
 
     def _check_unchanged(self) -> None:
@@ -239,7 +243,7 @@ class Worker:
             if (parameter.shape, parameter.dtype) != look:
                 raise ValueError(
                     f"rank {self._group.rank()}: Worker: a parameter has shape {tuple(parameter.shape)} and "
-                    f"{parameter.dtype}, at the start it had {tuple(look[0])} and {look[1]}; change the model before"
+                    f"{parameter.dtype}; when the Worker was made it had {tuple(look[0])} and {look[1]}"
                 )
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ValueError(
@@ -252,7 +256,7 @@ class Worker:
 
 
 class _Packet:
-    """A message of parameters or gradients of all dtypes, after one byte each for whether it is present."""
+    """A message of parameters or gradients of any dtype; its first bytes say which of them are present."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
@@ -302,13 +306,13 @@ def _join(model: torch.nn.Module, group: dist.ProcessGroup, server: int, role: _
     for rank, each in enumerate(roles):
         begin = f"rank {group.rank()}: ParameterServer: rank {rank} makes {each}"
         if not 0 <= each.server < group.size():
-            raise ValueError(f"{begin}, and the ranks of the group are 0 to {group.size() - 1}; name one of them")
+            raise ValueError(f"{begin}; the ranks of the group are 0 to {group.size() - 1}")
         if each.staleness is not None and each.staleness < 0:
             raise ValueError(f"{begin} and staleness={each.staleness}; it must be 0 or more, or None for no bound")
         if each.server != roles[0].server or each.serves != (rank == each.server):
             raise MismatchError(
-                f"{begin}, rank 0 {roles[0]}; nothing was sent. The rank that is named makes the ParameterServer, "
-                "every other one a Worker"
+                f"{begin}, rank 0 {roles[0]}; nothing was sent. Give the same server on all ranks; that rank makes the "
+                "ParameterServer, every other rank a Worker"
             )
     check_same_model("ParameterServer", [], model.named_parameters(), group)
     parameters = [*model.parameters()]

@@ -1,8 +1,8 @@
 """Rows of one list, sharded over ranks: the outputs of an ensemble's members, the scores of a pool.
 
-Each rank has a range of consecutive rows, so the list in order is the shards in the order of the ranks. A rank may have
-no row, and then does not know dtype and shape of one; or it may have failed. So before rows are sent, every rank sends
-a description of fixed size: all ranks then know the receive buffer, or the error.
+Each rank has a range of consecutive rows; the shards in rank order are the list. A rank without rows does not know
+their dtype and shape, and a rank may have failed. Before rows are sent, every rank therefore sends a description of
+fixed size, from which all ranks know the receive buffer or the error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Kind:
 
 
 def share(count: int, size: int, rank: int) -> range:
-    """The rows of one rank. Where there are fewer rows than ranks, the last ranks have one and rank 0 has none.
+    """The rows of one rank. If there are fewer rows than ranks, rank 0 has none and the last rank has one.
 
     >>> [list(share(5, 3, rank)) for rank in range(3)]
     [[0], [1, 2], [3, 4]]
@@ -52,8 +52,9 @@ def agree(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Kind:
-    """The kind of the rows of all ranks; ``rows`` is None on a rank that has none. Every rank raises if two differ in
-    their rows or their ``operation``, or if one gives a ``failure``.
+    """The kind of the rows of all ranks; every rank raises if two ranks differ or one gives a ``failure``.
+
+    ``rows`` is None on a rank that has none.
 
     >>> agree("mean", torch.ones(3, 2), None, dist.group.WORLD, torch.device("cpu"))
     Kind(dtype=torch.float32, shape=(2,))
@@ -67,7 +68,7 @@ def agree(
     if rows is not None:
         return Kind.of(rows)
     if not any(kinds):
-        raise ValueError(f"rank {group.rank()}: {operation}: no rank has a row; one is needed for its dtype and shape")
+        raise ValueError(f"rank {group.rank()}: {operation}: no rank has a row, so its dtype and shape are not known")
     name, _, shape = next(filter(None, kinds)).partition(" ")
     return Kind(getattr(torch, name), tuple(json.loads(shape)))
 
@@ -85,11 +86,11 @@ def gather(
     >>> gather(torch.ones(2), Kind(torch.float32, ()), 2, dist.group.WORLD, torch.device("cpu"))
     tensor([1., 1.])
 
-    Shares differ by one row at most, so the shorter are padded. Rows are sent as bytes: any dtype will do.
+    Shares differ by at most one row; shorter ones are padded. Rows are sent as bytes, so any dtype is supported.
     """
     size = group.size()
     if root is not None and not 0 <= root < size:
-        raise ValueError(f"rank {group.rank()}: rows to rank {root}; the group has ranks 0 to {size - 1}")
+        raise ValueError(f"rank {group.rank()}: root={root}; the group has ranks 0 to {size - 1}")
     lengths = [len(share(count, size, rank)) for rank in range(size)]
     longest = max(lengths)
     packet = kind.empty(0, device) if rows is None else rows.detach().resolve_conj().resolve_neg()  # of bytes

@@ -116,7 +116,7 @@ def test_an_ensemble_that_fails_on_one_rank_fails_on_all(backend: str) -> None:
     def body() -> None:
         one = dist.get_rank() == 1
         own = MismatchError if not one else (ValueError, TypeError)
-        with pytest.raises(own, match="member 1 is a NoneType, no Module"):
+        with pytest.raises(own, match="member 1 is a NoneType, not a Module"):
             DistributedEnsemble((lambda number: None) if one else net, 3)  # type: ignore[arg-type, return-value]
         with pytest.raises(own, match="count=None with a function"):
             DistributedEnsemble(net, None if one else 3)
@@ -178,7 +178,7 @@ def test_a_pool_that_fails_on_one_rank_fails_on_all() -> None:
             over_pool(lambda x: x, iter([1]) if one else pool)
         with pytest.raises(own, match="abacus"):
             over_pool(lambda x: x, pool, device="abacus" if one else "cpu")
-        with pytest.raises(ValueError, match="gives an empty dictionary"):
+        with pytest.raises(ValueError, match="returned an empty dictionary"):
             over_pool(lambda x: {}, pool)
         rows = over_pool(lambda x: x, pool)
         with pytest.raises(own, match="k=-1 must be 0 or more"):
@@ -233,7 +233,7 @@ def test_names_of_parameters() -> None:
     tied[1].weight = tied[0].weight
     assert PerSampleGradients(tied, total, "1.weight").names == ["0.weight"]
     assert PerSampleGradients(tied, total, "1").names == ["0.weight", "1.bias"]
-    with pytest.raises(ValueError, match=r"of=\[\] names nothing"):
+    with pytest.raises(ValueError, match=r"of=\[\] chooses no parameter"):
         PerSampleGradients(tied, total, [])
     half = nn.Linear(4, 3)
     half.weight = nn.Parameter(half.weight.to(torch.complex64))

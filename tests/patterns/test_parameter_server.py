@@ -171,7 +171,7 @@ def test_a_server_that_fails_says_so_and_the_ranks_go_on(bound: int | None, back
                     )
                     with pytest.raises(expected[0], match=expected[1]):
                         worker.step()
-            with pytest.raises(ValueError, match="it has left the server; make a new Worker"), worker:
+            with pytest.raises(ValueError, match="this worker has left the server; make a new Worker"), worker:
                 pass
         total = torch.ones(1)
         dist.all_reduce(total)
@@ -223,7 +223,7 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
         with pytest.raises(ValueError, match=r"rank 0 makes a ParameterServer with server=0 and staleness=-1; it must"):
             Worker(model) if rank else ParameterServer(model, sgd(model), staleness=-1)
         for nobody in (-1, 5):
-            with pytest.raises(ValueError, match=f"makes a Worker with server={nobody}, and the ranks .* are 0 to 1"):
+            with pytest.raises(ValueError, match=f"makes a Worker with server={nobody}; the ranks .* are 0 to 1"):
                 Worker(model, server=nobody)
         sparse = torch.nn.Embedding(3, 2, sparse=True)
         if rank == 0:
@@ -236,7 +236,8 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
         with Worker(model) as worker:
             model.half()
             with pytest.raises(
-                ValueError, match=r"shape \(\) and torch.float16, at the start it had \(\) and torch.float32"
+                ValueError,
+                match=r"shape \(\) and torch.float16; when the Worker was made it had \(\) and torch.float32",
             ):
                 worker.step()
 

@@ -288,13 +288,13 @@ def test_what_is_refused() -> None:
     x, y = torch.randn(3, 4), torch.randn(3)
     with pytest.raises(ValueError, match="method='magic'; choose one of trick, vmap, loop"):
         PerSampleGradients(nn.Linear(4, 3), square, method="magic")
-    with pytest.raises(ValueError, match=r"of='conv2' is neither layer nor parameter; there are \['weight', 'bias'\]"):
+    with pytest.raises(ValueError, match=r"of='conv2' is no layer and no parameter; there are \['weight', 'bias'\]"):
         PerSampleGradients(nn.Linear(4, 3), square, "conv2")
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         PerSampleGradients(nn.ReLU(), square)
     with pytest.raises(ValueError, match=r"inputs and targets have \[2, 3\] samples"):
         PerSampleGradients(nn.Linear(4, 3), square).norms(x, y[:2])
-    with pytest.raises(ValueError, match=r"the loss of a sample has shape \(1, 3\); make it one number"):
+    with pytest.raises(ValueError, match=r"the loss of a sample has shape \(1, 3\); it must be one number"):
         PerSampleGradients(nn.Linear(4, 3), lambda output, target: output).norms(x, y)
     for method in ("trick", "vmap", "loop"):
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
@@ -380,7 +380,7 @@ def test_ranks_that_disagree_are_told_and_go_on() -> None:
             over_pool(fails if rank == 1 else lambda x: x, pool)
         with pytest.raises(ValueError, match="chunk=0 must be at least 1"):
             over_pool(lambda x: x, pool, chunk=0)
-        with pytest.raises(ValueError, match=r"gives a tensor of shape \(\) for 2 items"):
+        with pytest.raises(ValueError, match=r"returned a tensor of shape \(\) for 2 items"):
             over_pool(torch.Tensor.sum, pool)
         rows = over_pool(lambda x: x, pool)
         with pytest.raises(ValueError, match="k=-1 must be 0 or more"):

@@ -261,7 +261,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
             (r"'adam' is of groups of \[2\] parameters in the checkpoint and \[1\] here", {"adam": adam(3)[0]}, {}),
             (r"'adam' is \(2, 2\) at 0, 'exp_avg' in the checkpoint and \(3, 2\)", {"adam": adam(3, 3)[0]}, {}),
             (r"'c' not in the state of this checkpoint, which has 'a', 'adam', 'net'", {"c": torch.ones(1)}, {}),
-            (r"'b': each rank's own, saved by 2 ranks, and here are 3", {}, {"own": {"b": torch.ones(1)}}),
+            (r"'b': own= was saved by 2 ranks, and this group has 3", {}, {"own": {"b": torch.ones(1)}}),
             (r"'s' not in the sharded of this checkpoint, which has nothing", {}, {"sharded": {"s": torch.ones(1)}}),
         ]:
             with pytest.raises(ValueError, match=words):
@@ -319,7 +319,7 @@ def test_of_a_tensor_that_is_in_parts_no_part_is_taken_for_the_whole(tmp_path: P
         mesh = init_device_mesh("cpu", (2,))
         whole = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
         for kind, remedy, tensor in (
-            ("DTensor", r"\.to_local\(\) returns as sharded=", whole),
+            ("DTensor", r"\.to_local\(\) as sharded=", whole),
             ("Special", r"\.as_subclass\(torch.Tensor\)", torch.ones(4).as_subclass(Special)),
         ):
             checkpoints = Checkpoints(tmp_path / kind, {"t": tensor})
@@ -347,7 +347,7 @@ def test_arguments(tmp_path: Path) -> None:
             Checkpoints("x", {"a": torch.ones(1)}, own={"a": torch.ones(1)})
         for words, arguments in (
             ("'epoch' is a int; give a tensor", {"state": {"epoch": 3}}),
-            ("'p' is a Padded, which goes into sharded", {"state": {}, "own": {"p": Padded(torch.ones(1), 1)}}),
+            ("'p' is a Padded, which belongs in sharded", {"state": {}, "own": {"p": Padded(torch.ones(1), 1)}}),
         ):
             with pytest.raises(ValueError, match=words):
                 Checkpoints("x", **arguments)

@@ -198,7 +198,7 @@ def test_ranks_that_differ_all_get_an_error() -> None:
             partition_dataset(range(10), 4, stratify=[0] * 9 + [rank])
         with pytest.raises(ValueError, match=r"rank [01]: batch=0 must be at least 1"):
             partition_dataset(range(10), 0)
-        with pytest.raises(ValueError, match="are 3, and the group has 2 ranks"):
+        with pytest.raises(ValueError, match="has 3 shares for 2 ranks"):
             partition_dataset(range(10), 4, sizes=[0.4, 0.3, 0.3])
         dist_prims.barrier()  # nobody is left behind
 

@@ -214,7 +214,7 @@ def test_zero_1_refuses_before_anything_is_sent() -> None:
         layer.weight.grad = None
         if rank == 0:
             layer.weight.data = layer.weight.data.double()
-        with pytest.raises(ValueError, match="parameter 'weight' on rank 0 has another shape, dtype or device"):
+        with pytest.raises(ValueError, match="parameter 'weight' on rank 0 has changed its shape, dtype or device"):
             optimizer.step()
         assert torch.equal(layer.weight.float(), before)
         with pytest.raises(ValueError, match="assigned to ranks once"):
@@ -240,7 +240,7 @@ def test_zero_1_deals_out_and_copies_what_has_a_state() -> None:
         step()
         for number, each in values["state"].items():
             alike(kept["state"][number].values(), each.values())
-        with pytest.raises(ValueError, match=r"groups of \[10\] parameters, here they are of \[2\]"):
+        with pytest.raises(ValueError, match=r"groups of \[10\] parameters, this optimizer of \[2\]"):
             ZeroOptimizer(torch.nn.Linear(2, 1).parameters(), torch.optim.Adam).load_state_dict(kept)
 
     spawn(body, 2)

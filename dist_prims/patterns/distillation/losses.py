@@ -20,7 +20,8 @@ def soft_target_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: 
     tensor(0.6931)
 
     A higher temperature raises the small probabilities, which show the classes that the teacher finds similar. The
-    gradient falls with its square, so the loss is multiplied by that: its weight beside other losses stays the same.
+    gradient decreases with the square of the temperature, so the loss is multiplied by the square: its weight relative
+    to other losses stays the same.
     """
     if not temperature > 0:  # also refuses NaN
         raise ValueError(f"soft_target_loss: temperature={temperature} must be positive")
@@ -37,7 +38,7 @@ def soft_target_loss(student: torch.Tensor, teacher: torch.Tensor, temperature: 
 
 
 def cosine_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """One minus the cosine between hidden states, each sample's flattened, as a mean over the samples.
+    """One minus the cosine between the flattened hidden states of each sample, as a mean over the samples.
 
     >>> cosine_loss(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 2.0, 0.0, 0.0]]))
     tensor(0.)
@@ -48,18 +49,18 @@ def cosine_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     if len(mine) != len(its) or not mine.shape[1] or its.shape[1] % mine.shape[1]:
         raise ValueError(
             f"cosine_loss: the student's states have shape {tuple(student.shape)}, the teacher's {tuple(teacher.shape)}"
-            "; the teacher's must be as wide or a multiple, of as many samples (or use a Regressor)"
+            "; give as many samples, and a teacher's width that is a multiple of the student's, or use a Regressor"
         )
     its = its.view(len(its), mine.shape[1], its.shape[1] // mine.shape[1]).mean(2)
     return (1 - F.cosine_similarity(mine, its.to(mine.dtype))).mean()
 
 
 class Regressor(nn.Module):
-    """A learnt layer from the student's feature map to the teacher's, and their mean squared difference (FitNets,
+    """A trained layer from the student's feature map to the teacher's, and their mean squared difference (FitNets,
     Romero et al. 2015).
 
-    ``student`` and ``teacher``: shapes of one sample's: (channels, height, width), for a convolution of 3 x 3, or
-    (features,), for a linear layer. Its parameters are trained with the student's, and discarded afterwards.
+    ``student`` and ``teacher`` are the shapes of one sample: (channels, height, width) for a convolution of 3 x 3, or
+    (features,) for a linear layer. The layer's parameters are trained with the student's, and discarded afterwards.
 
     >>> regressor = Regressor((4, 8, 8), (6, 8, 8))
     >>> regressor(torch.ones(2, 4, 8, 8)).shape
@@ -71,8 +72,8 @@ class Regressor(nn.Module):
         super().__init__()
         if len(student) not in (1, 3) or len(student) != len(teacher) or student[1:] != teacher[1:]:
             raise ValueError(
-                f"Regressor: from {tuple(student)} to {tuple(teacher)}; give (features,) each, or (channels, height, "
-                "width) of one height and width: pool the larger map first"
+                f"Regressor: from {tuple(student)} to {tuple(teacher)}; give two times (features,), or two times "
+                "(channels, height, width) of equal height and width; pool the larger map first"
             )
         self.layer: nn.Module = (
             nn.Linear(student[0], teacher[0])
@@ -89,6 +90,7 @@ class Regressor(nn.Module):
         found = self(student)
         if found.shape != teacher.shape:
             raise ValueError(
-                f"Regressor: the student's map became {tuple(found.shape)}, the teacher's is {tuple(teacher.shape)}"
+                f"Regressor: the student's map has shape {tuple(found.shape)} after the layer, the teacher's "
+                f"{tuple(teacher.shape)}"
             )
         return F.mse_loss(found, teacher.detach())

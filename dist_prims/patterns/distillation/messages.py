@@ -1,7 +1,7 @@
-"""Messages between a student and its teacher: a head, then, if it announces any, tensors.
+"""Messages between a student and its teacher: a header, then the tensors that it describes, if any.
 
 Student to teacher: a request (tensors), the end, or an error. Teacher to student: an answer (tensors) or an error. The
-head has a fixed size and describes the tensors, so these may differ each time: the last batch may be smaller.
+header has a fixed size. Its tensors may differ from those of the previous message: the last batch may be smaller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=5)  # of a backend that does not expose its
 
 
 class LessonFailed(CommError):
-    """A teacher or a student failed in its part of a distillation; the group can go on.
+    """A teacher or a student failed in its part of a distillation; the group remains usable.
 
     >>> import dist_prims
     >>> def teacher_without_memory():
@@ -47,14 +47,14 @@ class LessonFailed(CommError):
 
 
 class DistillationMessage(NamedTuple):
-    """One message: ``tensors`` of a request or an answer, ``failure``, or neither at the end."""
+    """One message: the ``tensors`` of a request or an answer, a ``failure``, or neither for the end."""
 
     tensors: tuple[torch.Tensor, ...] | None = None
     failure: str | None = None
 
 
 class Messages:
-    """Sends to ranks of a group and receives from them; every wait has the group's timeout, or a shorter one."""
+    """Messages to and from ranks of a group; every wait has the group's timeout, or a shorter one."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -62,7 +62,7 @@ class Messages:
         self.broken = False  # the engine has failed: nothing more can be sent
 
     def send(self, peer: int, message: DistillationMessage, limit: timedelta | None = None) -> None:
-        """Send a message; ValueError, and nothing is sent, if a head cannot describe so many tensors.
+        """Send a message. If a header cannot describe so many tensors, raise ValueError before anything is sent.
 
         ``limit``: the timeout of a message without tensors.
         """
@@ -106,11 +106,11 @@ class Messages:
 
 
 def as_tuple(outputs: Any, what: str) -> tuple[torch.Tensor, ...]:
-    """Tensors of a request or an answer; TypeError if they are none, ValueError if they are not dense."""
+    """The tensors of a request or an answer; TypeError for other objects, ValueError if one is not dense."""
     found = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs) if isinstance(outputs, Sequence) else ()
     if not found or not all(isinstance(each, torch.Tensor) for each in found):
         raise TypeError(f"{what} is {type(outputs).__name__}; give a tensor, or a tuple of tensors")
     for each in found:
         if each.layout != torch.strided:
-            raise ValueError(f"{what} has a tensor of layout {each.layout}; messages carry dense ones: .to_dense()")
+            raise ValueError(f"{what} has a tensor of layout {each.layout}; give dense tensors, such as .to_dense()")
     return found

@@ -31,7 +31,8 @@ _Batch = TypeVar("_Batch")
 
 
 class Distillation:
-    """The last ``teachers`` ranks of ``group`` teach, the others learn; student s has teacher s % ``teachers``.
+    """Roles in a group: the last ``teachers`` ranks are teachers, the others students; student s has teacher
+    s % ``teachers``.
 
     >>> distillation = Distillation(classes=3, teachers=0)  # each student has the teacher on its own rank
     >>> teacher, student = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
@@ -40,12 +41,11 @@ class Distillation:
     ...         print(labels, student(inputs).shape, logits.shape)
     labels torch.Size([4, 3]) torch.Size([4, 3])
 
-    Every rank of the group makes it, with the number of ``classes`` of its own model: MismatchError on all of them
-    where the teacher's is another. ``students`` is the students' group, for a GradientAverager, or None on a teacher: a
-    new one, unless ``teachers`` is 0, with the backend and timeout of ``group``; a program that makes many ends it
-    after use with ``torch.distributed.destroy_process_group``.
-    ``ahead``: the number of requests beyond the batch that is learnt. ``device``: where
-    messages lie; for NCCL, this rank's CUDA device.
+    Every rank of the group makes a Distillation, with the number of ``classes`` of its own model. If two ranks give
+    different numbers, all raise MismatchError. ``students`` is the students' group, for a GradientAverager; it is None
+    on a teacher. Unless ``teachers`` is 0 it is a new group with the backend and timeout of ``group``; a program that
+    makes many destroys it after use with ``torch.distributed.destroy_process_group``. ``ahead``: the number of requests
+    beyond the current batch. ``device``: the device of messages; for NCCL, this rank's CUDA device.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Distillation:
         if classes < 1 or ahead < 0 or teachers < 0 or 2 * teachers > size:
             raise ValueError(
                 f"rank {self._group.rank()}: Distillation({text}) in a group of {size}: classes must be 1 or more, "
-                "ahead 0 or more, and there must be a student for each teacher; teachers=0 gives each its own"
+                "ahead 0 or more, teachers at most half of the ranks; with teachers=0 each student has its own teacher"
             )
         self._messages = Messages(self._group, self._device)
         learners = self._learners() if teachers else self._group
@@ -102,12 +102,13 @@ class Distillation:
         return [rank for rank in range(self._group.size() - self.teachers) if self.teacher_of(rank) == teacher]
 
     def teach(self, teacher: Callable[..., Any]) -> int:
-        """Answer this teacher's students, without a gradient, until all of them have ended; the number of batches.
+        """Answer this teacher's students, without a gradient, until all have ended; return the number of batches.
 
-        The teacher is called with the tensors of a request and gives a tensor, the logits, or a tuple of tensors that
-        begins with them. A module is set to ``eval()``. An error here is raised here and on the students; an error on a
-        student is raised here and on the other students as :class:`LessonFailed`. If the others wait for the failed
-        student in an all-reduce, it raises after 5 seconds, and they see its end instead.
+        The teacher is called with the tensors of a request and returns a tensor, the logits, or a tuple of tensors that
+        begins with the logits. A module is set to ``eval()``. An error of the teacher is raised here, and on the
+        students as :class:`LessonFailed`. An error of a student is raised here and on the other students as
+        :class:`LessonFailed`. If these wait for the failed student in an all-reduce, it raises after 5 seconds, and
+        they report that its process has ended.
         """
         if not self.is_teacher:
             raise ValueError(
@@ -123,15 +124,15 @@ class Distillation:
     ) -> Student[_Batch]:
         """A student's batches, each with the teacher's answer; see :class:`Student`.
 
-        ``ask``: the function from a batch to the request; by default its first element, the inputs. Where the teacher
-        has the data, too, send numbers of samples instead. ``teacher`` is needed, and used, only with ``teachers=0``.
+        ``ask``: the function from a batch to the request; by default its first element, the inputs. If the teacher
+        has the data, too, send sample numbers instead. ``teacher`` is needed, and used, only with ``teachers=0``.
         """
         if self.is_teacher:
             raise ValueError(
                 f"rank {self._group.rank()}: student() is for students, and this rank is a teacher; call teach()"
             )
         if self.teachers == 0 and teacher is None:
-            raise ValueError("student: with teachers=0 each student has its own teacher: answered(batches, teacher)")
+            raise ValueError("student: with teachers=0 give each student its own teacher: student(batches, teacher)")
         return Student(batches, ask, self, None if self.teachers else teacher)
 
 

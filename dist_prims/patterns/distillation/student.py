@@ -24,10 +24,10 @@ _REPORT_TIMEOUT = timedelta(seconds=5)
 
 
 class Student(Generic[_Batch]):
-    """Iterates (batch, answer of the teacher): a tensor if the answer has one, otherwise a tuple.
+    """An iterator of (batch, answer of the teacher); the answer is a tensor if it has one tensor, otherwise a tuple.
 
-    To be used in a ``with`` statement, whose end reports to the teacher if the student stops early, and why. Students
-    may have uneven numbers of batches.
+    Use it in a ``with`` statement: its end reports an early stop, or an error, to the teacher. Students may have uneven
+    numbers of batches.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Student(Generic[_Batch]):
         failure, limit = None, None
         if error is not None and not isinstance(error, GeneratorExit):
             failure, limit = f"rank {self._rank}, a student, failed: {type(error).__name__}: {error}", _REPORT_TIMEOUT
-        # The program is to see the first error.
+        # The program sees the first error, not that of the report.
         with contextlib.suppress(RuntimeError) if error else contextlib.nullcontext():
             if failure and not self._ended:
                 self._waiting.clear()  # the teacher sends nothing after a failure
@@ -84,7 +84,7 @@ class Student(Generic[_Batch]):
                 self._messages.receive(self._peer, limit)
 
     def _request_ahead(self) -> bool:
-        """Send requests, up to the limit; whether there is an answer to wait for."""
+        """Send requests up to the limit; return whether a request is unanswered."""
         while not self._ended and len(self._waiting) <= self._ahead:
             try:
                 batch = next(self._batches)

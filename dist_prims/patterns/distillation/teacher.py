@@ -1,8 +1,8 @@
 """The teacher's side of a distillation: answers the requests of its students, round by round.
 
-A round answers one request of every student that has one. All answers are computed first, then, student by student, the
-next request is received and the answer sent: so a teacher computes while its students learn, and a late student does
-not delay the work for the others.
+A round answers one request of every student that has one. The teacher computes all answers first. Then, student by
+student, it receives the next request and sends the answer. It thus computes while its students learn, and a late
+student does not delay the work for the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__: list[str] = []
 
 
 def answer(teacher: Callable[..., Any], request: tuple[torch.Tensor, ...], classes: int) -> tuple[torch.Tensor, ...]:
-    """The teacher's answer to a request; ValueError if it is not logits of so many classes.
+    """The teacher's answer to a request; ValueError if its first tensor does not have ``classes`` columns.
 
     >>> answer(torch.nn.Linear(2, 3), (torch.ones(4, 2),), 3)[0].shape
     torch.Size([4, 3])

@@ -1,4 +1,4 @@
-"""Per-sample gradients of a pool, as in active learning: norms or gradients, computed over many ranks."""
+"""Per-sample gradients of a pool, as in active learning: norms or gradients, computed on all ranks."""
 
 from .gradients import PerSampleGradients
 from .pool import PoolRows, over_pool

@@ -1,9 +1,9 @@
 """Factors of a weight's per-sample gradient, which give its norm without the gradient itself.
 
-The gradient of a matrix is a sum of outer products, one for each position t at which a sample meets the matrix:
-g = sum of left_t right_t^T, where left and right are the layer's input and the gradient of its output. With a single
-position |g| = |left| |right|. With more, |g|^2 is the sum over all pairs of positions of (left_t . left_s)(right_t .
-right_s): two small Gram matrices. They cost T^2 (R + C), and multiplying g out costs T R C; the cheaper one is taken.
+The gradient of a matrix is a sum of outer products, one for each position t of a sample: g = sum of left_t right_t^T,
+where left is the gradient of the layer's output and right its input. With one position |g| = |left| |right|. With T
+positions |g|^2 is the sum over all pairs of positions of (left_t . left_s)(right_t . right_s): two small Gram matrices.
+They cost T^2 (R + C) multiplications, and g itself costs T R C; the cheaper way is taken.
 
 >>> part = Matrix(torch.tensor([[[[1.0, 2.0]]]]), torch.tensor([[[[3.0, 4.0, 0.0]]]]))
 >>> part.gradient()
@@ -27,15 +27,18 @@ _BLOCK = 2**24  # elements of gradients that are computed at once
 
 @dataclass
 class Matrix:
-    """Factors of n samples, g groups, T positions: left (n, g, T, R) and right (n, g, T, C). With a ``kernel`` of k
-    places, right is in the order (place, channel) and the weight in the order (channel, place)."""
+    """Factors of n samples, g groups, T positions: left (n, g, T, R) and right (n, g, T, C).
+
+    For a convolution ``kernel`` is the number of elements of the kernel. The columns of right are then in the order
+    (kernel element, channel), and those of the weight in the order (channel, kernel element).
+    """
 
     left: torch.Tensor
     right: torch.Tensor
     kernel: int = 1
 
     def squares(self) -> torch.Tensor:
-        """For each sample the square of the gradient's norm. By Gram matrices it may be below 0, by rounding."""
+        """For each sample the square of the gradient's norm; a Gram matrix's result below 0 by rounding becomes 0."""
         left, right = _wide(self.left), _wide(self.right)
         positions, rows, columns = left.shape[2], left.shape[3], right.shape[3]
         if positions == 1:
@@ -62,7 +65,7 @@ class Rows:
     count: int
 
     def squares(self) -> torch.Tensor:
-        """Gradients of one row are added first: rows that a sample has are few, those of the table many."""
+        """For each sample the square of the gradient's norm, from the sum of each row that occurs in the sample."""
         samples, width = len(self.rows), self.values.shape[-1]
         keys, places = torch.unique(self._keys(), return_inverse=True)
         values = _wide(self.values).reshape(-1, width)
@@ -82,7 +85,7 @@ class Rows:
 
 @dataclass
 class Plain:
-    """The gradient itself, of biases and scales, which are no larger than an activation."""
+    """The gradient itself, for biases and scales, whose gradients are not larger than an activation."""
 
     values: torch.Tensor
 
@@ -97,8 +100,8 @@ Part = Matrix | Rows | Plain
 
 
 def joined(parts: Sequence[Part]) -> Part | None:
-    """The factors of a layer used several times, with the positions of all uses. None where the uses are of different
-    kinds, as those of an embedding that is the output layer, too."""
+    """The factors of a layer that is used several times, with the positions of all uses; None if the uses are of
+    different kinds, as for an embedding that is also the output layer."""
     first = parts[0]
     if len(parts) == 1:
         return first

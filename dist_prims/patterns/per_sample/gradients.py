@@ -1,8 +1,8 @@
 """Gradients of each sample's own loss, and their norms.
 
-A backward of a batch gives the sum. The obvious way, one sample at a time, is slow. vmap(grad) computes all at once,
-but each sample's gradient of a weight takes memory and time that its norm does not: for that the layer's input and the
-gradient of its output suffice (Goodfellow 2015), which an ordinary backward gives.
+The backward of a batch gives only the sum of the gradients, and one sample at a time is slow. vmap(grad) computes all
+gradients at once, but each takes the memory of a weight. Their norms take less: they follow from the layer's input and
+the gradient of its output (Goodfellow 2015), which an ordinary backward computes.
 """
 
 from __future__ import annotations
@@ -41,17 +41,20 @@ class PerSampleGradients:
             [[ 0., -1.]]])
 
     ``of`` names layers or parameters, such as ``"conv2"`` or ``["fc", "embedding.weight"]``; None: all that require a
-    gradient. A tied weight may be named by any of its names and is found under its first. Each sample goes through the
-    model as a batch of one, and the loss is that of one sample, as in ``loss(model(x[i : i + 1]), y[i : i + 1])``.
-    ``inputs`` may be a tuple, if the model takes several. The parameters' ``.grad`` are left as they are.
+    gradient. Any name of a tied weight is accepted; results have its first name. Each sample passes through the model
+    as a batch of one, and the loss is that of one sample, as in ``loss(model(x[i : i + 1]), y[i : i + 1])``.
+    ``inputs`` may be a tuple, if the model takes several. The parameters' ``.grad`` do not change.
 
-    The methods: "trick", for linear and convolution layers, embeddings and norms (and attention's projections through
-    vmap, as every other use of a parameter); "vmap" for all; and "loop", one by one, to compare with, and where vmap
-    cannot follow the model. A model that the trick does not support raises torch's error: an LSTM, or one that calls
-    ``torch.autograd.grad`` itself, as for a penalty on gradients, takes ``method="vmap"``; a GRU, or a layer that is
-    recomputed in the backward (checkpoint), takes ``"loop"``. Where a model draws random numbers and some parameter
-    needs vmap, all are computed by it, so that they are gradients of one loss. Batch norms must be in evaluation mode:
-    in training they mix the samples.
+    ``method`` is one of
+
+    - "trick": the norm trick for linear and convolution layers, embeddings and norms; vmap for every other use of a
+      parameter, such as attention's projections. If the model draws random numbers and one parameter needs vmap, all
+      are computed by vmap, so that they are gradients of one loss.
+    - "vmap": vmap for all. An LSTM needs it, and a model that calls ``torch.autograd.grad``, as for a gradient penalty.
+    - "loop": one sample at a time. A GRU and a layer that is recomputed in the backward (checkpoint) need it.
+
+    A model that a method does not support raises torch's error. Batch norms must be in evaluation mode: in training
+    mode they mix the samples.
     """
 
     def __init__(
@@ -69,12 +72,12 @@ class PerSampleGradients:
         for name, dtype in zip(self.names, self._dtypes(), strict=True):
             if dtype.is_complex:
                 raise ValueError(
-                    f"PerSampleGradients: {name!r} is {dtype}; the gradients of complex parameters are not supported, "
-                    "name others with of="
+                    f"PerSampleGradients: {name!r} is {dtype}; the gradients of complex parameters are not "
+                    "supported; name other parameters with of="
                 )
 
     def norms(self, inputs: Any, targets: Any) -> torch.Tensor:
-        """For each sample the norm of its gradient, over all the parameters of interest together."""
+        """For each sample the norm of its gradient, over all chosen parameters together."""
         return self.norms_and_losses(inputs, targets)["norms"]
 
     def norms_and_losses(self, inputs: Any, targets: Any) -> Tensors:
@@ -91,7 +94,7 @@ class PerSampleGradients:
         return {"norms": total.sqrt(), "losses": losses}
 
     def gradients(self, inputs: Any, targets: Any) -> Tensors:
-        """For each parameter of interest the gradients of all samples, of shape ``(samples, *parameter.shape)``."""
+        """For each chosen parameter the gradients of all samples, of shape ``(samples, *parameter.shape)``."""
         count = self._count(inputs, targets)
         shapes = {name: self.model.get_parameter(name).shape for name in self.names}
         if count == 0:
@@ -109,7 +112,7 @@ class PerSampleGradients:
         of_part: Callable[[Part], torch.Tensor],
         of_gradient: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, Tensors]:
-        """Losses, and for each parameter the result of its part, or else of its gradient."""
+        """Losses, and for each parameter the result of ``of_part``, or of ``of_gradient`` if it has no factors."""
         self._check_norms()
         if self.method == "loop":
             losses, found = self._by_loop(inputs, targets, of_gradient)
@@ -171,7 +174,7 @@ class PerSampleGradients:
             losses.append(loss.detach())
             if loss.requires_grad:
                 found = torch.autograd.grad(loss, [*parameters.values()], materialize_grads=True)
-            else:  # it depends on no parameter of interest
+            else:  # it depends on no chosen parameter
                 found = tuple(map(torch.zeros_like, parameters.values()))
             rows.append([wanted(each.detach().unsqueeze(0)) for each in found])
         return torch.stack(losses), dict(zip(self.names, map(torch.cat, zip(*rows, strict=True)), strict=True))
@@ -183,7 +186,7 @@ class PerSampleGradients:
         loss = self.loss(output, target)
         if loss.numel() != 1:
             raise ValueError(
-                f"PerSampleGradients: the loss of a sample has shape {tuple(loss.shape)}; make it one number"
+                f"PerSampleGradients: the loss of a sample has shape {tuple(loss.shape)}; it must be one number"
             )
         return loss.reshape(())
 
@@ -204,7 +207,7 @@ class PerSampleGradients:
         lengths = {len(each) for each in tree_leaves((inputs, targets))}
         if len(lengths) != 1:
             raise ValueError(
-                f"PerSampleGradients: inputs and targets have {sorted(lengths)} samples; give equal numbers"
+                f"PerSampleGradients: inputs and targets have {sorted(lengths)} samples; give equally many"
             )
         return lengths.pop()
 
@@ -222,8 +225,10 @@ class PerSampleGradients:
 def _gathered(
     uses: list[Use], grads: list[torch.Tensor | None], rest: set[str], wanted: Callable[[Part], torch.Tensor]
 ) -> tuple[Tensors, set[str]]:
-    """The results for each parameter, and the names of the parameters without one. Tensors are freed as soon as
-    possible, the last layer's first."""
+    """The results for each parameter, and the names of the parameters without one.
+
+    Tensors are freed as soon as possible, the last layer's first.
+    """
     counts = Counter(name for use in uses for name in (use.weight, use.bias))
     waiting: dict[str, list[Part]] = {}
     found: Tensors = {}
@@ -250,20 +255,20 @@ def _squares(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _chosen(model: torch.nn.Module, of: Sequence[str] | None) -> list[str]:
-    """The names of parameters; a layer stands for all that are in it."""
+    """The names of the chosen parameters; a layer stands for all parameters in it."""
     if of is None:
         found = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not found:
             raise ValueError("PerSampleGradients: no parameter of the model requires a gradient; name some with of=")
         return found
     if not of:
-        raise ValueError("PerSampleGradients: of=[] names nothing; None means all that require a gradient")
+        raise ValueError("PerSampleGradients: of=[] chooses no parameter; None chooses all that require a gradient")
     named = [*model.named_parameters(remove_duplicate=False)]  # a tied weight has several names
     chosen: set[int] = set()
     for each in of:
         ids = {id(parameter) for name, parameter in named if name == each or name.startswith(f"{each}.")}
         if not ids:
             known = [name for name, _ in named]
-            raise ValueError(f"PerSampleGradients: of={each!r} is neither layer nor parameter; there are {known}")
+            raise ValueError(f"PerSampleGradients: of={each!r} is no layer and no parameter; there are {known}")
         chosen |= ids
     return [name for name, parameter in model.named_parameters() if id(parameter) in chosen]

@@ -1,7 +1,7 @@
-"""Layers whose weight gradients have factors: from a layer's input and the gradient of its output to its factors.
+"""Layers whose weight gradients have factors, which are computed from a layer's input and the gradient of its output.
 
-The first dimension of tensors is that of the samples; the others are as in the model, which has one sample as a batch
-of one, or the rows that the model made of it.
+The first dimension of tensors is that of the samples. The others are those in the model: a batch of one sample, or the
+rows that the model made of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Build = Callable[[torch.Tensor, torch.Tensor], Parts]
 
 @dataclass
 class Layer:
-    """A call of a known function: its input, weight and bias, and how parts are made of (input, gradient of output)."""
+    """A call of a known function: its input, weight and bias. ``build`` makes parts of (input, gradient of output)."""
 
     x: torch.Tensor
     weight: torch.Tensor | None
@@ -53,7 +53,7 @@ def _embedding(
     if max_norm is not None or scale_grad_by_freq:
         raise ValueError(
             "per-sample gradients: an embedding with max_norm or scale_grad_by_freq mixes the samples of a batch; "
-            "make it without them, or leave it out of the parameters of interest"
+            "make it without them, or choose other parameters with of="
         )
     count, width = weight.shape
 
@@ -92,7 +92,7 @@ def _conv(dims: int) -> Callable[..., Layer]:
 
 
 def _conv_transpose(dims: int) -> Callable[..., Layer]:
-    """As a convolution with input and gradient of the output exchanged."""
+    """The factors of a convolution with input and gradient of the output exchanged."""
 
     def conv_transpose(
         input: torch.Tensor,
@@ -146,8 +146,10 @@ def _windows(
     groups: int,
     places: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """(sample, group, position, kernel * channel): the inputs under the kernel at each position. Channels come last, so
-    rows of the kernel are copied, not single numbers."""
+    """(sample, group, position, kernel * channel): the inputs under the kernel at each position.
+
+    Channels come last, so that whole rows of the kernel are copied, not single numbers.
+    """
     samples, _, channels = x.shape[:3]
     x = x.movedim(2, -1)
     if any(edge for pair in edges for edge in pair):

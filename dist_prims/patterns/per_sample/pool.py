@@ -1,8 +1,8 @@
 """Rows for every item of a pool, computed on all ranks: norms of gradients, or other functions of a batch of items.
 
-Each rank takes a range of consecutive items, chunk by chunk, so memory is that of a chunk and of the results. Nothing
-is sent meanwhile. The results stay on their ranks until they are gathered: all of them, in the order of the pool, or
-only the largest, for which each rank sends only its own largest.
+Each rank computes a range of consecutive items, chunk by chunk, without messages; memory is that of a chunk and of the
+results. The results stay on their ranks until they are gathered: all of them, in the order of the pool, or only the
+largest, for which each rank sends only its own largest.
 
 >>> from torch.utils.data import TensorDataset
 >>> pool = TensorDataset(torch.arange(5.0))
@@ -73,8 +73,11 @@ class PoolRows:
         return None if None in found.values() else self._plain(found)
 
     def top(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ``k`` largest of all, or all if there are fewer, and which items they are: on every rank, the largest
-        first, of equals the first in the pool; NaN counts as largest. Each rank sends ``k`` numbers and places."""
+        """The ``k`` largest rows, or all if there are fewer, and the numbers of their items, on every rank.
+
+        The largest is first; of equal ones the first in the pool. NaN counts as largest. Each rank sends ``k`` values
+        and item numbers.
+        """
         failure = None
         try:
             self._check_top(k)
@@ -97,8 +100,8 @@ class PoolRows:
     def _check_top(self, k: int) -> None:
         if "" not in self._columns or self._kinds[""].shape or self._kinds[""].dtype.is_complex:
             raise ValueError(
-                f"PoolRows.top on rank {self._group.rank()}: rows of {self._kinds} have no order; choose a tensor that "
-                "has one number for each item, such as rows['norms'].top(k)"
+                f"PoolRows.top on rank {self._group.rank()}: rows of {self._kinds} have no order; choose a tensor with "
+                "one real number for each item, such as rows['norms'].top(k)"
             )
         if operator.index(k) < 0:
             raise ValueError(f"PoolRows.top on rank {self._group.rank()}: k={k} must be 0 or more")
@@ -122,13 +125,13 @@ def over_pool(
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], object] | None = None,
 ) -> PoolRows:
-    """Call ``function`` on the items of ``pool``, ``chunk`` at a time, this rank's share of them; every rank does.
+    """Call ``function`` on this rank's share of the items of ``pool``, ``chunk`` at a time; every rank makes the call.
 
-    ``pool`` is a map-style data set whose items are tensors or tuples of them; they arrive as batches on ``device``,
-    and each member of a tuple is an argument, which may itself be a tuple. So ``over_pool(PerSampleGradients(model,
-    loss).norms, pool)`` takes items (input, target). The function gives a row for each item: a tensor whose first
-    dimension is the items', or a dictionary of such; of an empty pool, for which no rank has called it, there are 0
-    rows of one float32. ``progress(done, share)`` is called after each chunk, on every rank for its own items.
+    ``pool`` is a map-style data set whose items are tensors or tuples of them. The function gets them as batches on
+    ``device``; each element of a tuple is an argument, which may itself be a tuple. ``over_pool(PerSampleGradients(
+    model, loss).norms, pool)`` thus takes items (input, target). The function returns a row for each item: a tensor
+    whose first dimension is that of the items, or a dictionary of such tensors. An empty pool gives 0 rows of one
+    float32. ``progress(done, share)`` is called after each chunk, on every rank for its own items.
 
     >>> pool = torch.utils.data.TensorDataset(torch.arange(6.0), torch.ones(6))
     >>> rows = over_pool(lambda x, y: {"sum": x + y, "product": x * y}, pool, chunk=4)
@@ -169,19 +172,19 @@ def _batch(pool: Any, numbers: range) -> tuple[Any, ...]:
 
 
 def _tuples(batch: Any) -> Any:
-    """``default_collate`` makes lists of tuples, but several inputs of a model are a tuple."""
+    """The batch with tuples for lists: ``default_collate`` makes lists, but the inputs of a model are a tuple."""
     return tuple(map(_tuples, batch)) if isinstance(batch, list) else batch
 
 
 def _columns(rows: Rows, count: int) -> dict[str, torch.Tensor]:
     columns = {name: each.detach() for name, each in ({"": rows} if isinstance(rows, torch.Tensor) else rows).items()}
     if not columns:
-        raise ValueError("over_pool: the function gives an empty dictionary; it gives a row for each item")
+        raise ValueError("over_pool: the function returned an empty dictionary; it must return a row for each item")
     for name, each in columns.items():
         if each.dim() == 0 or len(each) != count:
             raise ValueError(
-                f"over_pool: {name or 'the function'} gives a tensor of shape {tuple(each.shape)} for {count} items; "
-                "it gives a row for each item"
+                f"over_pool: {name or 'the function'} returned a tensor of shape {tuple(each.shape)} for {count} "
+                "items; it must return a row for each item"
             )
     return columns
 
@@ -189,7 +192,7 @@ def _columns(rows: Rows, count: int) -> dict[str, torch.Tensor]:
 def _agree(
     columns: dict[str, torch.Tensor], failure: Exception | None, count: int, group: dist.ProcessGroup
 ) -> dict[str, Kind]:
-    """The kinds of the rows, the same on all ranks that have any; every rank raises if one gives a ``failure``."""
+    """The kinds of the rows; every rank raises if two ranks with rows differ, or if one gives a ``failure``."""
     mine = {name: Kind.of(rows) for name, rows in columns.items()} or None
     found = gather_or_raise("over_pool", (count, mine), failure, group)
     check_lists("over_pool", [[f"{count} items"] for count, _ in found], _REMEDY, group)

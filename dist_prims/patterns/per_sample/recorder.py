@@ -1,8 +1,8 @@
 """Recorder of the inputs of known layers, and of the graph edges of the gradients of their outputs.
 
-The model runs under vmap, as if it had one sample: so the dimension of the samples is known, whatever the model does
-with the others. Known layers get their weights detached. A gradient that autograd still finds for a parameter then
-comes from another use, which the recorder does not know.
+The model runs under vmap, as if it had one sample, so the dimension of the samples is known, whatever the model does
+with the others. The recorder detaches the weights of known layers. If autograd still finds a gradient of a parameter,
+the model uses the parameter in a way that the recorder does not know.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__: list[str] = []
 
 
 class Use:
-    """One call of a known layer by the parameters of these names."""
+    """One call of a known layer, with the names of its weight and bias."""
 
     def __init__(self, layer: Layer, weight: str | None, bias: str | None, output: torch.Tensor) -> None:
         self.weight, self.bias, self._build = weight, bias, layer.build
@@ -37,7 +37,7 @@ class Use:
         if version_of(x) != self._seen:  # as autograd checks its saved tensors
             raise RuntimeError(
                 f"per-sample gradients: the input of the layer of {self.weight or self.bias!r} was changed in place "
-                "after the layer had used it; use the operation that is not in place"
+                "after the layer had used it; replace the in-place operation"
             )
         x = x.unsqueeze(0).expand(grad.shape[self._dim], *x.shape) if self._x_dim is None else x.movedim(self._x_dim, 0)
         return self._build(x, grad.movedim(self._dim, 0))
@@ -61,7 +61,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         read = LAYERS.get(func)
         if read is None or not torch.is_grad_enabled() or transform_level() != self._level:
-            return func(*args, **kwargs)  # within a transform of the model's own there is no edge
+            return func(*args, **kwargs)  # an edge does not exist within a transform of the model
         layer = read(*args, **kwargs)
         if layer is None:
             return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Checkpoints of a whole job: written so that one is always usable, read on any number of ranks."""
+"""Checkpoints of a whole job: crash-safe, and readable on any number of ranks."""
 
 from .all_or_none import CheckpointError, Damaged
 from .checkpoints import Checkpoints

@@ -15,12 +15,12 @@ from ...agreement import gather_objects
 __all__: list[str] = []
 
 T = TypeVar("T")
-WRITING = "make room and see that every rank may write there"
-READING = "see that every rank can read there, and try again"
+WRITING = "free disk space, and check that every rank may write there"
+READING = "check that every rank can read there, and try again"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read, on this rank or another. Those that were there are as they were.
+    """A checkpoint could not be written or read, on this rank or another. Earlier checkpoints are unchanged.
 
     >>> import tempfile
     >>> from dist_prims.training.checkpoint import Checkpoints
@@ -39,7 +39,7 @@ class CheckpointError(RuntimeError):
 
 
 class Damaged(CheckpointError):
-    """A file of a checkpoint is missing, cut off or changed, or the disk does not give it back.
+    """A file of a checkpoint is missing, truncated or changed, or the disk cannot read it.
 
     >>> import pathlib, tempfile, torch, warnings
     >>> from dist_prims.training.checkpoint import Checkpoints
@@ -88,7 +88,7 @@ def together(operation: str, act: Callable[[], T], group: dist.ProcessGroup, rem
                 else f"{operation}: rank {rank}: {text}"
             ) from failure
         finally:
-            failure = None  # its traceback has this frame, and would keep all that act has read
+            failure = None  # its traceback refers to this frame, and would keep everything that act() has read
     return [result for result, _ in found]
 
 

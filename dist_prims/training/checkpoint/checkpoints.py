@@ -1,15 +1,15 @@
-"""Crash-safe checkpoints of the state of a job: one is always usable, on any number of ranks.
+"""Crash-safe checkpoints of the state of a job, which can be loaded on any number of ranks.
 
 ``if rank == 0: torch.save(model.state_dict(), path)`` loses everything if the process dies while it writes, does not
 notice a file that has changed, and omits the rest of the state that determines the next step: the optimizer, the
-position in the data, the random numbers of each rank, and state that only one rank has. Here
+position in the data, the random numbers of each rank, and state that only one rank has. Here a save has four steps:
 
-1. all ranks compare what they are about to save; nothing has been written yet;
-2. each rank writes its files into a folder that no manifest names, syncs them, and reports bytes and checksums;
-3. rank 0 writes the manifest and renames it to its final name: from now on the checkpoint exists;
-4. rank 0 removes old checkpoints, and what unfinished saves have left.
+1. All ranks compare what they are about to save, before anything is written.
+2. Each rank writes its files into a folder that no manifest names, syncs them, and reports bytes and checksums.
+3. Rank 0 writes the manifest and renames it to its final name. From then on the checkpoint exists.
+4. Rank 0 removes old checkpoints and the files of unfinished saves.
 
-A failure in any of these steps is raised on every rank, and earlier checkpoints are untouched until step 4.
+A failure in any of these steps is raised on every rank, and earlier checkpoints are not changed until step 4.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__: list[str] = []
 
 
 class Checkpoints:
-    """The checkpoints of a job in ``directory``, which every rank sees; the last ``keep`` of them are kept.
+    """The checkpoints of a job in ``directory``, which all ranks share; the last ``keep`` of them are kept.
 
     >>> import tempfile, torch
     >>> folder = tempfile.TemporaryDirectory()
@@ -53,15 +53,14 @@ class Checkpoints:
     (tensor([0., 0.]), [10])
     >>> folder.cleanup()
 
-    By name, modules, optimizers and whatever else has ``state_dict`` and ``load_state_dict``, tensors, which are filled
-    in their place, and generators of random numbers:
+    The arguments map names to objects: modules, optimizers, other objects with ``state_dict`` and ``load_state_dict``,
+    tensors (loaded in place), and generators of random numbers.
 
-    - ``state``: the same on every rank; rank 0 writes it. A ZeroOptimizer or ShardedParameters goes here: its
-      ``state_dict()`` is called on every rank, as that of any object whose ``collective_state_dict`` is True. A
-      ShardedSampler or ShardedIterable may be here, too: the
-      states of all ranks are saved, so it goes on on any number of ranks.
-    - ``sharded``: of every tensor each rank has some rows; see ``shards`` for the split, and :class:`Padded`.
-    - ``own``: each rank's own, whatever it is; it comes back on as many ranks only.
+    - ``state``: the same on every rank; rank 0 writes it. If ``collective_state_dict`` of an object is True, as of a
+      ZeroOptimizer and ShardedParameters, all ranks call its ``state_dict()``. Of a ShardedSampler or ShardedIterable
+      the states of all ranks are saved, so it can continue on any number of ranks.
+    - ``sharded``: each rank has some rows of every tensor; see ``shards`` for the split, and :class:`Padded`.
+    - ``own``: different on each rank; it can be loaded on the same number of ranks only.
 
     The global random states of torch, NumPy, Python and CUDA are always saved.
     """
@@ -77,13 +76,13 @@ class Checkpoints:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if keep < 1:
-            raise ValueError(f"Checkpoints: keep={keep}; at least the last one is kept")
+            raise ValueError(f"Checkpoints: keep={keep} must be at least 1")
         self.directory, self.keep = Path(directory), keep
         self.group = group_of(group, "Checkpoints")
         self._rank = self.group.rank()
         names = [*state, *(sharded or {}), *(own or {})]
         if len(set(names)) < len(names):
-            raise ValueError(f"Checkpoints: {sorted(names)}: each name once, in state, sharded or own")
+            raise ValueError(f"Checkpoints: {sorted(names)}: give each name once, in state, sharded or own")
         _refuse_others(
             {**state, **{name: unpadded(given)[0] for name, given in (sharded or {}).items()}, **(own or {})}
         )
@@ -95,13 +94,13 @@ class Checkpoints:
         self._ours: set[int] = set()  # steps that this object has saved or restored
 
     def steps(self) -> list[int]:
-        """The steps that this rank sees a checkpoint of, the last one first."""
+        """The steps of the checkpoints that this rank sees, the last one first."""
         return steps_in(os.listdir(self.directory)) if self.directory.is_dir() else []
 
     def save(self, step: int) -> Path:
         """Write a checkpoint, and return the path of its manifest; call it on every rank.
 
-        It is the state after ``step`` steps. When this returns, it is on the disk.
+        The checkpoint has the state after ``step`` steps. When the method returns, it is on the disk.
         """
         operation = f"Checkpoints.save of step {step}"
         found = together(operation, lambda: self._request(step), self.group)
@@ -124,7 +123,7 @@ class Checkpoints:
             every = {name: about for each in written for name, about in each.items()}
             manifest = Manifest(step, self.group.size(), folder.name, every, sharded)
             together(operation, lambda: self._commit(manifest) if self._rank == 0 else None, self.group)
-        except CheckpointError:  # after it no rank writes any more
+        except CheckpointError:  # no rank writes after this error
             if self._rank == 0 and not self._is_named(folder, step):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -132,11 +131,11 @@ class Checkpoints:
         return self.directory / name_of(step)
 
     def restore(self) -> int:
-        """Load the last checkpoint that is whole into all objects, and return its step; 0 where there is none.
+        """Load the last intact checkpoint into all objects, and return its step, or 0 if there is none.
 
-        Call it on every rank; the number of ranks may be another than when it was saved. A damaged checkpoint is
-        refused with a warning that names the file, and the one before it is taken, by all ranks. Random states come
-        back, too; ranks that were not there begin with states derived from rank 0's.
+        Call it on every rank; the number of ranks may differ from that of the save. If a checkpoint is damaged, a
+        warning names the file and all ranks use the one before it. Random states are restored, too; additional ranks
+        get states derived from rank 0's.
         """
         operation = f"Checkpoints.restore from {self.directory}"
         found = together(operation, lambda: (self._names(), self.steps()), self.group, READING)
@@ -153,7 +152,7 @@ class Checkpoints:
                 )
         if refusals:
             raise Damaged(
-                f"{operation}: rank {self._rank}: every checkpoint is damaged; to start over use another directory. "
+                f"{operation}: rank {self._rank}: every checkpoint is damaged; to start over, use another directory. "
                 + " ".join(refusals)
             )
         return 0
@@ -172,7 +171,7 @@ class Checkpoints:
         return steps
 
     def _warn(self, words: str) -> None:
-        """Warn on rank 0; where warnings are errors, all ranks fail (the caller uses together())."""
+        """Warn on rank 0. If warnings are errors, all ranks fail, because the caller uses together()."""
         if self._rank == 0:
             warnings.warn(words, RuntimeWarning, stacklevel=4)  # the caller of restore()
 
@@ -182,11 +181,11 @@ class Checkpoints:
         reader = Reader(self.directory, Manifest.parse(text, str(path)), self._rank, self.group.size())
 
         def read() -> None:
-            reader.streams(self._streams)  # first, for only their load compares them
+            reader.streams(self._streams)  # first: only their load compares them
             reader.whole(self._whole)
             reader.sharded(self._sharded)
             reader.own(self._own)
-            reader.random()  # last, for a load may draw
+            reader.random()  # last: a load may draw random numbers
 
         together(operation, read, self.group, READING)
         together(operation, reader.load, self.group, READING)
@@ -202,7 +201,7 @@ class Checkpoints:
         }
 
     def _request(self, step: int) -> tuple[dict[str, Any], str]:
-        """What this rank is about to save, and a name for the folder; nothing has been read or sent yet."""
+        """What this rank is about to save, and a random part for the name of the folder."""
         number = whole_number(step, "step")
         if self._rank == 0:
             self._refuse_to_go_back(number)
@@ -211,8 +210,7 @@ class Checkpoints:
     def _files(self) -> dict[str, Any]:
         """The contents of this rank's files.
 
-        A state whose ``state_dict()`` is collective is computed on all ranks first, in the order of names; rank 0
-        writes it.
+        All ranks first call the collective ``state_dict()`` methods, in the order of names; rank 0 writes the results.
         """
         gathered = {name: state_of(self._whole[name]) for name in self._names()["collective"]}
 
@@ -238,9 +236,9 @@ class Checkpoints:
         return {name: describe(name, files[f"shard-{self._rank}.pt"][name]) for name in self._sharded}
 
     def _refuse_to_go_back(self, step: int) -> None:
-        """ValueError if the directory has a later checkpoint: two runs in one directory would replace each other's."""
+        """ValueError if the directory has a later checkpoint: two runs there would replace each other's files."""
         if step < 0:
-            raise ValueError("steps are counted from 0")
+            raise ValueError(f"step {step} is negative; steps are counted from 0")
         there = [each for each in self.steps() if each not in self._refused]
         later = [each for each in there if each > step or (each == step and each not in self._ours)]
         if later:
@@ -253,18 +251,18 @@ class Checkpoints:
             path = self.directory / manifest.folder / name
             if not path.exists() or path.stat().st_size != about["bytes"]:
                 raise CheckpointError(
-                    f"{path} of another rank is not seen here; choose a directory that all ranks share"
+                    f"{path} of another rank is not visible here; choose a directory that all ranks share"
                 )
-        self._ours.add(manifest.step)  # if what follows fails, it may be there or not, and may be saved again
+        self._ours.add(manifest.step)  # if the next line fails, the step may exist or not, and may be saved again
         put_text(self.directory / name_of(manifest.step), manifest.text())
         self._refused.discard(manifest.step)
-        with contextlib.suppress(OSError):  # the checkpoint is there; what cannot be removed may stay
+        with contextlib.suppress(OSError):  # the checkpoint exists; old files may stay
             self._clean()
 
     def _clean(self) -> None:
         """Remove all files of this class that the last checkpoints do not need."""
         needed: set[str] = set()
-        unknown: set[int] = set()  # whose manifest may be another program's, or of another version
+        unknown: set[int] = set()  # their manifest may be of another program or version
         old: list[Path] = []
         for step in self.steps():
             path = self.directory / name_of(step)
@@ -300,8 +298,8 @@ def _refuse_others(targets: Mapping[str, Any]) -> None:
         if not stateful and not isinstance(target, torch.Tensor | torch.Generator):
             raise ValueError(
                 f"Checkpoints: {name!r} is a {type(target).__name__}"
-                + (", which goes into sharded" if isinstance(target, Padded) else "")
-                + "; give a tensor, a generator, or what has state_dict and load_state_dict"
+                + (", which belongs in sharded" if isinstance(target, Padded) else "")
+                + "; give a tensor, a generator, or an object with state_dict and load_state_dict"
             )
 
 
@@ -320,5 +318,5 @@ def _compare(operation: str, asked: list[dict[str, Any]]) -> None:
             if value != asked[0][what]:
                 raise ValueError(
                     f"{operation}: ranks differ in {what}: rank 0 has {asked[0][what]}, rank {rank} has {value}; "
-                    "call it with the same on every rank, after the same step"
+                    "give the same on every rank, after the same step"
                 )

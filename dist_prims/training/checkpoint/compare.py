@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 def refuse_other(name: str, target: Target, state: Any) -> None:
-    """ValueError where ``state`` cannot be that of ``target``.
+    """Raise ValueError if ``state`` cannot be the state of ``target``.
 
     >>> refuse_other("x", torch.zeros(3), torch.ones(2))
     Traceback (most recent call last):
@@ -36,7 +36,7 @@ def _refuse_keys(name: str, module: nn.Module, state: dict[str, Any]) -> None:
     if type(module).load_state_dict is not nn.Module.load_state_dict or any(
         has_load_hooks(each) for each in module.modules()
     ):
-        return  # it may be able to load other keys
+        return  # the module may be able to load other keys
     here = module.state_dict()
     for verb, these, those in (("has", state, here), ("lacks", here, state)):
         if more := sorted(set(these) - set(those)):

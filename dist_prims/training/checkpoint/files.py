@@ -1,7 +1,7 @@
 """Atomic files: written, synced, then renamed to their final name; and their checksums.
 
-A rename alone is not enough: the disk may keep the new name and lose the bytes. So the bytes are synced before they get
-their name, and the folder after it.
+A rename alone is not enough: the disk may keep the new name and lose the bytes. The bytes are therefore synced before
+the rename, and the folder after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 class _Hashing:
-    """A file that computes the checksum of what is written, and keeps the first error."""
+    """A file that computes the checksum of the written bytes, and stores the error of a failed write."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.sha256, self.count = file, hashlib.sha256(), 0
@@ -58,12 +58,12 @@ def write_tensors(path: Path, content: Any) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, lazily: bool = False) -> Any:
-    """Tensors and plain values, without running code of the file; ``lazily``: tensors are read on first use."""
+    """The tensors and plain values of a file, without running its code; ``lazily``: tensors are read on first use."""
     return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily or None)
 
 
 def put_text(path: Path, text: str) -> None:
-    """Write a small file such that it has its old content or the new one, whenever the power fails."""
+    """Write a small file such that it has its old or its new content, even if the power fails."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("w") as file:

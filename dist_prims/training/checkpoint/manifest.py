@@ -7,8 +7,8 @@
       step-120.4fd1a6c2/      state.pt, rank-0.pt, rank-1.pt, shard-0.pt, shard-1.pt, streams-0.pt, streams-1.pt
       step-140.90b7e35d/      an unfinished save: the next one removes it
 
-The folder's name is another in each save. So a step that is saved again replaces its manifest in one rename, and at no
-moment is there neither the old one nor the new one.
+Each save uses a new folder name. A step that is saved again therefore replaces its manifest in one rename, and at each
+moment either the old or the new checkpoint exists.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OURS = re.compile(rf"{_STEP}\.[0-9a-f]{{8}}|\.{_STEP}\.json\.tmp")
 
 @dataclass(frozen=True)
 class Manifest:
-    """``files``: bytes, SHA-256 and what it holds, by name. ``sharded``: of each name the tensors, as rows by rank."""
+    """A manifest. ``files``: bytes, SHA-256 and contents of each file. ``sharded``: rows by rank of each tensor."""
 
     step: int
     ranks: int
@@ -45,7 +45,7 @@ class Manifest:
     sharded: dict[str, dict[str, Any]]
 
     def text(self) -> str:
-        """As JSON, with a checksum of its own.
+        """The manifest as JSON, with its own checksum.
 
         >>> manifest = Manifest(3, 1, "step-3.00000000", {}, {})
         >>> Manifest.parse(manifest.text(), "x") == manifest
@@ -56,22 +56,22 @@ class Manifest:
 
     @staticmethod
     def parse(text: str, origin: str) -> Manifest:
-        """Damaged where ``text`` is not what :meth:`text` gave; ``origin`` is its file, for the error."""
+        """Parse the result of :meth:`text`, or raise Damaged; ``origin`` is the file, for the error."""
         try:
             whole = json.loads(text)
             body = whole["manifest"]
             intact = whole["sha256"] == _checksum(body)
             kind = body.pop("format")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Damaged(f"{origin} is no manifest: {error!r}") from None
+            raise Damaged(f"{origin} is not a manifest: {error!r}") from None
         if not intact:
-            raise Damaged(f"{origin} has been changed: its checksum does not fit")
+            raise Damaged(f"{origin} has been changed: its checksum does not match")
         if kind != _FORMAT:
-            raise ValueError(f"{origin} is of the format {kind!r}; this dist_prims reads {_FORMAT!r}")
+            raise ValueError(f"{origin} has the format {kind!r}; this version of dist_prims reads {_FORMAT!r}")
         return Manifest(**body)
 
     def check(self, directory: Path, name: str) -> Path:
-        """The path of one of the files, if it is whole."""
+        """The path of one of the files; Damaged if it is not intact."""
         path = directory / self.folder / name
         about = self.files[name]
         with _damage(path):
@@ -85,7 +85,7 @@ class Manifest:
 
 
 def read_text(path: Path) -> str:
-    """A manifest's text; Damaged where there is none."""
+    """The text of a manifest; Damaged if there is none."""
     try:
         with _damage(path):
             return path.read_text()
@@ -95,7 +95,7 @@ def read_text(path: Path) -> str:
 
 @contextlib.contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Context that turns errors of a lost file into Damaged; a file that cannot be read now is not damaged."""
+    """Context that turns errors of a lost file into Damaged; other errors do not mean that the file is damaged."""
     try:
         yield
     except OSError as error:
@@ -109,7 +109,7 @@ def _checksum(body: dict[str, Any]) -> str:
 
 
 def name_of(step: int) -> str:
-    """The manifest's file.
+    """The file name of the manifest of a step.
 
     >>> name_of(120)
     'step-120.json'

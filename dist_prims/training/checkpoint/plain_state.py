@@ -1,7 +1,7 @@
 """Conversion of states to tensors on the CPU and plain values, which load without running code.
 
-``torch.save`` takes any object, and the load with ``weights_only=True`` fails much later. So a state is checked when it
-is saved, and a value that would not load is refused by name.
+``torch.save`` accepts any object, and the load with ``weights_only=True`` fails much later. A state is therefore
+checked when it is saved, and an error names a value that could not be loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Path = tuple[Any, ...]
 
 
 class Stateful(Protocol):
-    """A module, an optimizer, a scheduler, a sampler, anything with these two."""
+    """A module, an optimizer, a scheduler, a sampler, or another object with these two methods."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any, /) -> Any: ...
@@ -65,7 +65,7 @@ def load(name: str, target: Target, state: Any) -> None:
 
 
 def plain(name: str, state: Any) -> Any:
-    """``state`` on the CPU, in containers of its own; ValueError where a part of it would not load.
+    """``state`` on the CPU, in new containers; ValueError if a part of it could not be loaded.
 
     >>> plain("x", {"a": [torch.ones(4)[:1], 2]})
     {'a': [tensor([1.]), 2]}
@@ -77,7 +77,7 @@ def plain(name: str, state: Any) -> Any:
 
 
 def leaves(name: str, state: Any) -> Iterator[tuple[Path, torch.Tensor]]:
-    """The tensors of a state, with where they are.
+    """The tensors of a state, each with its path.
 
     >>> [path for path, _ in leaves("x", {"a": [torch.ones(2), 1], "b": torch.ones(1)})]
     [('a', 0), ('b',)]
@@ -93,11 +93,11 @@ def leaves(name: str, state: Any) -> Iterator[tuple[Path, torch.Tensor]]:
 
 
 def change(name: str, state: Any, to: Callable[[Path, torch.Tensor], torch.Tensor], path: Path = ()) -> Any:
-    """The same state with other tensors; ValueError at what is neither tensor nor container nor plain."""
+    """The state with ``to(path, tensor)`` for each tensor; ValueError for values that could not be loaded."""
     if type(state) in (torch.Tensor, torch.nn.Parameter):
         return to(path, state)
     if type(state) in (dict, OrderedDict, Counter):
-        changed = copy.copy(state)  # with the versions that modules note at theirs
+        changed = copy.copy(state)  # with its attributes: the versions of modules
         for key, value in state.items():
             if type(key) not in (str, int) or _too_long(key):
                 _refuse(name, (*path, key), key)
@@ -111,7 +111,7 @@ def change(name: str, state: Any, to: Callable[[Path, torch.Tensor], torch.Tenso
 
 
 def whole_number(value: Any, what: str) -> int:
-    """``value`` as an int; ValueError where it is none, as 2.0 and True.
+    """``value`` as an int; ValueError for other types, including 2.0 and True.
 
     >>> whole_number(torch.tensor(3), "step")
     3
@@ -125,11 +125,11 @@ def whole_number(value: Any, what: str) -> int:
 
 
 def _too_long(value: Any) -> bool:
-    return type(value) is int and value.bit_length() > 2039  # longer ones pickle in a way that weights_only refuses
+    return type(value) is int and value.bit_length() > 2039  # weights_only refuses longer ones
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU without the rest of the storage of a view: torch.save would write that, too."""
+    """The tensor on the CPU; a view is copied, because torch.save would write its whole storage."""
     tensor = tensor.detach().cpu()
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
@@ -138,13 +138,13 @@ def _refuse(name: str, path: Path, value: Any) -> None:
     kind = type(value).__name__
     why = "only tensors and plain values can be loaded"
     if kind == "DTensor":
-        why = "each rank has a part of it only; give what its .to_local() returns as sharded= or own="
+        why = "each rank has only a part of it; give the result of .to_local() as sharded= or own="
     elif isinstance(value, torch.Tensor):
-        why = "of tensors only those without a class of their own can be loaded; give .as_subclass(torch.Tensor)"
+        why = "subclasses of Tensor cannot be loaded; give .as_subclass(torch.Tensor)"
     elif type(value) is int:
         kind = f"number of {value.bit_length()} bits"
         path = tuple("…" if each is value else each for each in path)
-        why = "2039 can be loaded"
+        why = "at most 2039 bits can be loaded"
     raise ValueError(f"{name!r} holds a {kind} at {list(path)}; {why}")
 
 

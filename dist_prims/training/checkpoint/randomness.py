@@ -1,4 +1,4 @@
-"""The states of all random numbers a rank draws: torch's, NumPy's, Python's, and of each CUDA device."""
+"""The states of all random number generators of a rank: torch, NumPy, Python, and each CUDA device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Go on where :func:`capture` was called. CUDA devices that were not there then keep what they have."""
+    """Restore the states of :func:`capture`. CUDA devices without a saved state keep theirs."""
     torch.set_rng_state(state["torch"])
     for device, words in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(words, device)
@@ -46,7 +46,7 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def derive(state: dict[str, Any], rank: int) -> None:
-    """Seed a rank that was not in the save: a function of this state and the rank."""
+    """Seed a rank that was not in the save, with a function of a saved state and the rank."""
     words = zlib.crc32(state["torch"].numpy().tobytes())
     seed = int(np.random.SeedSequence([words, rank]).generate_state(1)[0])
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
 """Reader of one checkpoint for one rank: everything is read and compared before any object is changed.
 
-It compares the shapes and dtypes of tensors, the names in modules, the parameters of optimizers. Other errors of an
-object's own load are found only after the objects before it have been loaded.
+The reader compares shapes and dtypes of tensors, names in modules, and parameters of optimizers. Other errors of an
+object's ``load_state_dict`` occur after the objects before it have been loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__: list[str] = []
 
 
 class Reader:
-    """Collects what to load, from files that are whole; :meth:`load` then does it."""
+    """Collects states from intact files; :meth:`load` then loads them into the objects."""
 
     def __init__(self, directory: Path, manifest: Manifest, rank: int, size: int) -> None:
         self._directory, self._manifest, self._rank, self._size = directory, manifest, rank, size
@@ -64,7 +64,7 @@ class Reader:
             about = self._manifest.sharded[name]
             if about["padded"] != rows:
                 raise ValueError(
-                    f"sharded {name!r} was saved with Padded rows={about['padded']} and is to be loaded with {rows}; "
+                    f"sharded {name!r} was saved with Padded rows={about['padded']}, and is loaded with rows={rows}; "
                     "make it as it was saved"
                 )
             self._add(name, target, join(name, about, self._rank, self._size, functools.partial(self._shard, name)))
@@ -75,8 +75,8 @@ class Reader:
     def own(self, targets: Mapping[str, Target]) -> None:
         if targets and self._manifest.ranks != self._size:
             raise ValueError(
-                f"{', '.join(map(repr, targets))}: each rank's own, saved by {self._manifest.ranks} ranks, and here "
-                f"are {self._size}; give what has to follow as state= or sharded=, or start as many ranks"
+                f"{', '.join(map(repr, targets))}: own= was saved by {self._manifest.ranks} ranks, and this group has "
+                f"{self._size}; use state= or sharded= for what any number of ranks loads, or start as many ranks"
             )
         for name, target in targets.items():
             states = self._file(f"rank-{self._rank}.pt")["states"]

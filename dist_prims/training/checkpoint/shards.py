@@ -1,10 +1,10 @@
-"""Tensors sharded by rows: written as they are split, read in the split of any number of ranks.
+"""Tensors sharded by rows: written by the ranks that hold them, read on any number of ranks.
 
-The whole of a tensor is the ranks' rows (its first dimension) one after the other, and the split is a rule, not a
-table: rank r of n has the rows from r * count // n up to (r + 1) * count // n, or, padded, from r * block up to
-(r + 1) * block with block = count / n rounded up, and zeros where there are no more. So a reader knows which rows it
-wants, the manifest says where they are, and only those are read. Tensors without rows, such as an optimizer's number of
-steps, and plain values have to be the same on all ranks. This is not checked: those of one rank are read.
+A whole tensor is the concatenation of the ranks' rows (its first dimension). Rank r of n has the rows from
+r * count // n up to (r + 1) * count // n. With padding it has those from r * block up to (r + 1) * block, with
+block = count / n rounded up, and zeros beyond the last row. A reader thus knows which rows it needs, the manifest says
+where they are, and only those are read. Tensors without rows, such as an optimizer's number of steps, and plain values
+must be the same on all ranks. This is not checked: those of one rank are read.
 
 ::
 
@@ -29,7 +29,7 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Padded:
-    """A sharded object whose tensors are equally long on all ranks: ``rows`` are real, behind them are zeros.
+    """A sharded object whose tensors have equal length on all ranks: ``rows`` rows of data, then padding with zeros.
 
     >>> Padded(torch.zeros(4), rows=10).rows  # rank r of 3 has rows 4r to 4r + 3; the last two of rank 2 are none
     10
@@ -41,19 +41,19 @@ class Padded:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", whole_number(self.rows, "Padded: rows"))
         if self.rows < 0:
-            raise ValueError(f"Padded: rows {self.rows}; there cannot be fewer than 0")
+            raise ValueError(f"Padded: rows={self.rows} must be at least 0")
 
 
 Piece = Callable[[int], Any]  # a saved rank's state
 
 
 def unpadded(given: Target | Padded) -> tuple[Target, int | None]:
-    """The object, and the rows that are real where there may be others."""
+    """The object, and the number of its rows without padding; None if it is not padded."""
     return (given.target, given.rows) if isinstance(given, Padded) else (given, None)
 
 
 def rows_of(count: int, size: int, padded: bool) -> list[int]:
-    """How many rows each rank holds, with the padding.
+    """The number of rows of each rank, including padding.
 
     >>> rows_of(7, 3, padded=False), rows_of(7, 3, padded=True)
     ([2, 2, 3], [3, 3, 3])
@@ -62,7 +62,7 @@ def rows_of(count: int, size: int, padded: bool) -> list[int]:
 
 
 def describe(name: str, state: Any) -> list[dict[str, Any]]:
-    """The tensors of this rank's part: where they are, their rows and what a row is."""
+    """The tensors of this rank's part: path, number of rows, and shape and dtype of a row."""
     return [
         {"path": list(path), "rows": len(tensor), "row": list(tensor.shape[1:]), "dtype": str(tensor.dtype)[6:]}
         for path, tensor in leaves(name, state)
@@ -86,15 +86,15 @@ def agreed(what: str, parts: Sequence[list[dict[str, Any]]], padded: int | None)
         if rows != wanted:
             rule = "split evenly" if padded is None else f"padded, {padded} rows"
             raise ValueError(
-                f"{what} has {rows} rows by rank at {each[0]['path']}; {rule}, they would be {wanted}: give "
-                "the ranks so many, or wrap it in Padded(..., rows)"
+                f"{what} has {rows} rows by rank at {each[0]['path']}; {rule}, they would be {wanted}; give "
+                "the ranks these numbers of rows, or use Padded(..., rows)"
             )
         tensors.append({**each[0], "rows": rows})
     return {"padded": padded, "tensors": tensors}
 
 
 def join(name: str, about: dict[str, Any], rank: int, size: int, piece: Piece) -> Any:
-    """What ``rank`` of ``size`` has, from the pieces of the ranks that saved; only those needed are read."""
+    """The state of ``rank`` of ``size``, from the pieces of the ranks that saved; only the needed ones are read."""
     padded = about["padded"]
     saved_by = len(about["tensors"][0]["rows"]) if about["tensors"] else 1
     own = piece(rank % saved_by)

@@ -1,4 +1,4 @@
-"""Data partitioned over ranks and workers: batches, samplers and streams that neither lose nor repeat an item."""
+"""Data partitioned over ranks and workers: batches, samplers and streams that do not lose or repeat items."""
 
 from .batches import Batches, partition_dataset
 from .iterable import ShardedIterable

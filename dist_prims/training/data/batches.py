@@ -1,11 +1,11 @@
 """Batches of a data set over the ranks, equivalent to the batches of one process.
 
-The obvious way, batch / ranks each, gives another total batch where it does not divide, ends with ranks that take
-different numbers of steps (a hang), and averages gradients of uneven batches as if they were even. Here the total of
-every batch is the given one, the last one's the remainder, and all ranks take the same steps. Each rank's loss
-counts with a weight, own items * ranks / items of all: then the mean of the ranks' gradients is the gradient of the
-whole batch's mean loss. A rank that has no item in a batch gets a substitute with weight 0: it runs forward
-and backward like the others, and adds nothing.
+With batch / ranks items on each rank, the total differs if the ranks do not divide the batch, ranks take different
+numbers of steps (a hang), and gradients of uneven batches are averaged as if they were even. Here every batch has the
+given number of items in total, the last one the remainder, and all ranks take the same steps. Each rank multiplies its
+loss by a weight, own items * ranks / all items; the mean of the ranks' gradients is then the gradient of the mean loss
+of the whole batch. A rank without items in a batch gets a substitute item with weight 0: it runs forward and backward
+like the other ranks, and adds zero.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def partition_dataset(
     [((4, 2), (4,), 1.0), ((4, 2), (4,), 1.0), ((2, 2), (2,), 1.0)]
 
     Train with ``(loss * weight).backward()``, where ``loss`` is a mean over the items, then ``average_gradients``.
-    ``sizes``: each rank's share, as fractions or counts; even unless given. ``stratify``: see
-    :class:`~dist_prims.DataPartitioner`. All ranks call this together, with the same arguments: where they differ, all
-    raise MismatchError.
+    ``sizes``: each rank's share, as fractions or counts; by default even. ``stratify``: see
+    :class:`~dist_prims.DataPartitioner`. All ranks make this call with the same arguments; if two differ, all raise
+    MismatchError.
     """
     rank, size = place_of("partition_dataset", group, None, None)
     shares = [1 / size] * size if sizes is None else list(sizes)
@@ -58,7 +58,7 @@ def partition_dataset(
     if batch < 1:
         problem = f"batch={batch} must be at least 1"
     elif len(shares) != size:
-        problem = f"sizes={shares} are {len(shares)}, and the group has {size} ranks; give one for each"
+        problem = f"sizes={shares} has {len(shares)} shares for {size} ranks; give one for each"
     labels = None if stratify is None else np.asarray(stratify)
     _agree(rank, group, len(data), batch, seed, shuffle, repr(shares), None if labels is None else labels.tolist())
     if problem:
@@ -68,7 +68,7 @@ def partition_dataset(
 
 
 class Batches:
-    """The batches of one rank: each iteration is an epoch with an order of its own.
+    """The batches of one rank; each iteration is an epoch in a new order.
 
     >>> batches = Batches(DataPartitioner(range(5), [0.8, 0.2]), batch=2, rank=1)
     >>> [weight for numbers, weight in batches]  # of the second two items one is this rank's
@@ -76,8 +76,8 @@ class Batches:
     >>> len(batches), batches.epoch
     (3, 1)
 
-    A batch is ``(fields..., weight)`` where items are tuples or lists, else ``(batch, weight)``. ``epoch`` is the
-    number of the next one; set it to go on where a checkpoint was made.
+    A batch is ``(fields..., weight)`` if items are tuples or lists, else ``(batch, weight)``. ``epoch`` is the number
+    of the next epoch; set it to resume from a checkpoint.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Batches:
         self._mine = np.concatenate([[0], np.cumsum(mine)])[self._ends]  # and of this rank's part of them
 
     def __len__(self) -> int:
-        """Steps an epoch, the same on every rank."""
+        """The number of steps of an epoch, the same on every rank."""
         return len(self._ends) - 1
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
@@ -121,7 +121,7 @@ class Batches:
 
 
 def _agree(rank: int, group: dist.ProcessGroup | None, count: int, batch: int, seed: int, *rest: object) -> None:
-    """MismatchError on every rank if arguments differ: parts would overlap, or ranks would take unequal steps."""
+    """Raise MismatchError on every rank if arguments differ: parts would overlap, or steps would be unequal."""
     names = ("len(data)", "batch", "seed", "one of shuffle, sizes and stratify (by checksum)")
     only_cuda = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if only_cuda else torch.device("cpu")

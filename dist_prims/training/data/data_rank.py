@@ -1,4 +1,4 @@
-"""Rank and size of a reader of data: as given, or those of the group."""
+"""Rank and size of a reader of data: the given ones, or those of the group."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__: list[str] = []
 
 
 def place_of(what: str, group: dist.ProcessGroup | None, rank: int | None, size: int | None) -> tuple[int, int]:
-    """Rank and size; ValueError if only one of them is given, or they do not fit."""
+    """Rank and size; ValueError if only one of them is given, or if the rank is out of range."""
     if rank is None and size is None:
         members = group_of(group, what)
         return members.rank(), members.size()
     if rank is None or size is None or group is not None:
-        raise ValueError(f"{what}: rank={rank}, size={size}, group={group}: give rank and size, or a group, or none")
+        raise ValueError(f"{what}: rank={rank}, size={size}, group={group}: give rank and size, a group, or none")
     if not 0 <= rank < size:
         raise ValueError(f"{what}: rank={rank} of size={size}: ranks are numbered from 0 to size - 1")
     return rank, size

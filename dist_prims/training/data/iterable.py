@@ -1,14 +1,14 @@
 """Sharded streams: each sample once an epoch over ranks and workers, resumable after a crash.
 
-A stream has no length and cannot be read from its middle. So whole shards are assigned to the *consumers* (a consumer
-is one DataLoader worker of one rank) as far as they divide evenly; the shards that are left over, fewer than consumers,
-are each read by several consumers, which take its samples round-robin (*stripes*). That works for one shard, too.
+A stream has no length and cannot be read from its middle. Each *consumer* (a DataLoader worker of a rank) therefore
+gets the same number of whole shards. The shards that are left over are fewer than the consumers: each is read by
+several consumers, which take its samples round-robin (*stripes*). This works for a single shard, too.
 
-What a consumer gives in an epoch is a function of the shards, the seed and its number. So it is enough to keep how many
-samples it has given: a resumed consumer reads again from the beginning and skips those, which restores the shuffle
-buffer as well. The rest of a consumer's stream is a stream: if the number of consumers changes, the old consumers'
-rests are assigned to the new ones as if they were shards. The price of a resume is reading again what was read in the
-epoch.
+What a consumer yields in an epoch is a function of the shards, the seed and its number. Its state is therefore the
+number of samples that it has yielded: a resumed consumer reads again from the beginning and skips them, which restores
+the shuffle buffer as well. The rest of a consumer's stream is a stream, too. If the number of consumers changes, the
+rests of the old consumers are assigned to the new ones as if they were shards. The cost of a resume is reading again
+what was read in the epoch.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class ShardedIterable(IterableDataset[Any]):
     >>> [len(batch) for batch in ShardedIterable(streams).batches(5)]
     [5, 5, 2]
 
-    ``open(source)`` may be ``tar_samples``, for paths of archives. Each epoch has an order of shards of its
-    own unless ``shuffle`` is False. ``shuffle_buffer``: so many samples are kept in memory, and a random one of them is
-    given. Reading a source again must give the same samples. A DataLoader of your own must not have
-    ``persistent_workers``: they keep copies that set_epoch() does not reach. torchdata's StatefulDataLoader saves and
-    restores the place of this rank by itself, on as many ranks and workers. Ranks may have different numbers of
-    samples; where every step communicates, train within ``GradientAverager.join``.
+    ``open(source)`` may be ``tar_samples``, for paths of archives. Each epoch has its own order of shards unless
+    ``shuffle`` is False. ``shuffle_buffer``: the number of samples in memory, of which a random one is yielded. Reading
+    a source again must give the same samples. A DataLoader of the program must not have ``persistent_workers``: they
+    keep copies that set_epoch() does not change. torchdata's StatefulDataLoader saves and restores the position of this
+    rank itself, on the same number of ranks and workers. Ranks may have different numbers of samples; if every step
+    communicates, train within ``GradientAverager.join``.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ShardedIterable(IterableDataset[Any]):
         shuffle_buffer: int = 0,
     ) -> None:
         if shuffle_buffer < 0 or seed < 0:
-            raise ValueError(f"ShardedIterable: shuffle_buffer={shuffle_buffer} and seed={seed} must be from 0")
+            raise ValueError(f"ShardedIterable: shuffle_buffer={shuffle_buffer} and seed={seed} must be at least 0")
         self.sources, self.open = sources, open
         self.shards, self.seed, self.shuffle, self.shuffle_buffer = len(sources), seed, shuffle, shuffle_buffer
         self.rank, self.size = place_of("ShardedIterable", group, rank, size)
@@ -76,7 +76,7 @@ class ShardedIterable(IterableDataset[Any]):
         self._given: list[int] = []  # by this rank's workers since
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch; where it has begun already, as after ``load_state_dict``, go on with it."""
+        """Begin this epoch, or continue it if it has begun, as after ``load_state_dict``."""
         if epoch < 0:
             raise ValueError(f"ShardedIterable: epoch {epoch} is negative")
         if epoch != self.epoch:
@@ -99,19 +99,20 @@ class ShardedIterable(IterableDataset[Any]):
         yield from islice(stream, given, None)
 
     def _check_epoch(self) -> None:
-        """In a worker, which by default is another one in each epoch."""
+        """Raise in a worker that is asked for the same epoch twice; by default each epoch has new workers."""
         again, self._last_read = self._last_read == self.epoch, self.epoch
         if again and (self.shuffle or self.shuffle_buffer > 1 or self._given or self._before):
             raise ValueError(
-                f"ShardedIterable: rank {self.rank}: a worker is to give epoch {self.epoch} once more: those of a "
-                "DataLoader with persistent_workers=True are not reached by set_epoch(); use batches(), or set False"
+                f"ShardedIterable: rank {self.rank}: a worker is asked for epoch {self.epoch} again: set_epoch() "
+                "does not reach the workers of a DataLoader with persistent_workers=True; use batches(), or set it to "
+                "False"
             )
 
     def _check_workers(self, workers: int) -> None:
         if len(self._given) not in (0, workers):
             raise ValueError(
-                f"ShardedIterable: rank {self.rank} began epoch {self.epoch} with {len(self._given)} workers, and is "
-                f"to go on with {workers}; load_state_dict the states of all ranks, or begin the next epoch"
+                f"ShardedIterable: rank {self.rank} began epoch {self.epoch} with {len(self._given)} workers and "
+                f"continues with {workers}; load the states of all ranks by load_state_dict(), or begin a new epoch"
             )
 
     def batches(
@@ -122,10 +123,10 @@ class ShardedIterable(IterableDataset[Any]):
         collate: Callable[[list[Any]], Any] = default_collate,
         **options: Any,
     ) -> Iterator[Any]:
-        """What is left of the epoch in batches, from a DataLoader with so many workers and ``options``.
+        """The rest of the epoch in batches, from a DataLoader with ``workers`` and ``options``.
 
-        Samples count as given when their batch is handed out, not when a worker has read ahead to them; so save the
-        state after the step that trains on the batch.
+        Samples count as given when their batch is yielded, not when a worker has prefetched them. Save the state after
+        the step that trains on the batch.
         """
         self._check_workers(max(workers, 1))
         given = self._given = self._given or [0] * max(workers, 1)
@@ -135,14 +136,14 @@ class ShardedIterable(IterableDataset[Any]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this rank is in the epoch, as plain numbers; ``load_state_dict`` takes those of all ranks."""
+        """The position of this rank in the epoch, as plain numbers; ``load_state_dict`` takes those of all ranks."""
         state = {name: getattr(self, name) for name in _SAME}
         place = {"epoch": self.epoch, "rank": self.rank, "size": self.size}
         return {**state, **place, "before": [list(each) for each in self._before], "given": list(self._given)}
 
     def load_state_dict(self, states: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the states of all ranks, on any number of ranks and workers; or from the state of this very rank,
-        on as many ranks and workers."""
+        """Resume from the states of all ranks, on any number of ranks and workers; or from the state of this rank, on
+        the same number of ranks and workers."""
         if isinstance(states, Mapping) and self.size > 1 and (states["rank"], states["size"]) == (self.rank, self.size):
             self._check_settings(states)
             self.epoch = int(states["epoch"])
@@ -160,7 +161,7 @@ class ShardedIterable(IterableDataset[Any]):
                     raise ValueError(f"{where} whose ranks differ in {name}: {given[0][name]} and {state[name]}")
         workers = {len(state["given"]) for state in given} - {0}
         if len(workers) > 1:
-            raise ValueError(f"{where} whose ranks had {sorted(workers)} workers; all ranks take as many")
+            raise ValueError(f"{where} whose ranks had {sorted(workers)} workers; all ranks must have equally many")
         self.epoch, self._given = int(given[0]["epoch"]), []
         self._before = [list(each) for each in given[0]["before"]]
         if workers:
@@ -172,11 +173,11 @@ class ShardedIterable(IterableDataset[Any]):
             if state[name] != getattr(self, name):
                 raise ValueError(
                     f"ShardedIterable: rank {self.rank} loads a state with {name}={state[name]}, and has "
-                    f"{getattr(self, name)}; make both the same"
+                    f"{getattr(self, name)}; give both the same"
                 )
 
     def _stream(self, stage: int, consumer: int, consumers: int) -> Iterator[Any]:
-        """What a consumer gives since change number ``stage`` of the consumers; 0 is the epoch's beginning."""
+        """The samples of a consumer since change number ``stage`` of the consumers; 0 is the beginning of the epoch."""
         if stage:
             before = self._before[stage - 1]
             old = [_Rest(self, stage - 1, each, before) for each in range(len(before))]
@@ -236,7 +237,7 @@ class _Origin:
 def _assigned(
     sources: Sequence[Any], open: Callable[[Any], Iterable[Any]], consumer: int, consumers: int
 ) -> Iterator[Any]:
-    """The consumer's whole sources, then a stripe of one that is left over."""
+    """The whole sources of a consumer, then a stripe of a source that is left over."""
     whole = len(sources) // consumers * consumers
     for number in range(consumer, whole, consumers):
         yield from open(sources[number])

@@ -1,14 +1,14 @@
 """A random permutation of up to 2^62 items, computed element by element.
 
-A shuffled list of that many numbers takes 8 TB. A keyed permutation takes none: item k of the order is a function of k.
-Here it is a Feistel network on pairs: a number below ``rows * columns`` is a pair (row, column); each round adds to one
-of the two a hash of the other, which the same round with a subtraction undoes, whatever the hash. With ``rows`` and
-``columns`` near the root of the count, hardly a pair lies beyond it; those that do are permuted again until they do not
-(they come back below it, for they are on a cycle that began there). A network of a few dozen pairs is far from uniform,
-so a small order is a sorted table of hashes.
+A shuffled list of 10^12 numbers takes 8 TB. A keyed permutation takes no memory: item k of the order is a function of
+k. Here it is a Feistel network on pairs: a number below ``rows * columns`` is a pair (row, column), and each round adds
+a hash of one element to the other. A subtraction inverts the round for any hash. As ``rows`` and ``columns`` are near
+the square root of the count, few pairs are beyond the count. These are permuted again until they are below it, which
+happens because their cycle began below it. A network of a few dozen pairs is far from uniform, so a small order is a
+sorted table of hashes.
 
-The permutation of a key is the same on every machine and in every version: integer arithmetic, and the seeding that
-NumPy has promised to keep. A test compares known values.
+The permutation of a key is the same on every machine and in every version: it uses integer arithmetic, and the seeding
+that NumPy guarantees not to change. A test compares known values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Words = NDArray[np.uint64]
 
 
 class Permutation:
-    """Position to item, for ``count`` items; ``key`` is one number or several, such as a seed and an epoch.
+    """The function from a position to an item of ``count``; ``key`` is one or several numbers, such as seed and epoch.
 
     >>> order = Permutation(10**12, key=[1234, 0])
     >>> items = order([0, 1, 2])
@@ -95,14 +95,14 @@ class Permutation:
 
 
 def _mix(words: Words) -> Words:
-    """The finaliser of splitmix64: every bit of the input moves every bit of the output."""
+    """The finalizer of splitmix64: every bit of the input affects every bit of the output."""
     words = (words ^ (words >> _SHIFTS[0])) * _FACTORS[0]
     words = (words ^ (words >> _SHIFTS[1])) * _FACTORS[1]
     return words ^ (words >> _SHIFTS[2])
 
 
 def _below(bound: np.uint64, half: Words, key: np.uint64) -> Words:
-    """A hash below ``bound``: the upper 32 bits as a fraction of it, which is quicker than a remainder."""
+    """A hash below ``bound``: the upper 32 bits as a fraction of it, which is faster than a remainder."""
     return ((_mix(half + key) >> _SHIFTS[3]) * bound) >> _SHIFTS[3]
 
 

@@ -1,10 +1,10 @@
-"""A sampler that gives every item once an epoch over all ranks, also after a crash on another number of ranks.
+"""A sampler that gives every item once an epoch over all ranks, even if a resumed run has another number of ranks.
 
-torch's DistributedSampler stores the whole order, gives some items twice so that the ranks have equally many, and
-cannot begin in the middle. Here the order is computed (:mod:`.permutation`), rank r takes the positions r, r + size,
-r + 2 size, ..., so the items that ranks in step have seen are a prefix of the order: one number. The rest is a
-suffix, however many ranks share it from now on. Ranks that were not in step leave some positions open before it; those
-are kept by number.
+torch's DistributedSampler stores the whole order, repeats items so that the ranks have equally many, and cannot begin
+in the middle of an epoch. Here the order is computed (:mod:`.permutation`), and rank r takes the positions r, r + size,
+r + 2 size, .... If all ranks have consumed equally many items, these are a prefix of the order, which is one number.
+The rest is a suffix that any number of ranks can share. If ranks have consumed different numbers, some positions before
+the suffix are open; they are stored as a list (*gaps*).
 
 **Items drawn are not items consumed.** A DataLoader draws ahead of the training, so the sampler cannot know how far
 the training is. ``follow(loader)`` or ``advance(items)`` reports it.
@@ -32,7 +32,7 @@ Uneven = Literal["keep", "repeat", "drop"]
 
 
 class ShardedSampler(Sampler[int]):
-    """This rank's indices of ``data``, which has a length or is one, in a fresh order each epoch.
+    """This rank's indices of ``data`` (an object with a length, or the length), in a new order in each epoch.
 
     >>> sampler = ShardedSampler(10, rank=0, size=2, seed=1)
     >>> other = ShardedSampler(10, rank=1, size=2, seed=1)
@@ -44,13 +44,15 @@ class ShardedSampler(Sampler[int]):
     >>> sorted([*alone]) == sorted([*sampler, *list(other)[2:]]), len(alone)
     (True, 6)
 
-    ``uneven``: what happens where the ranks do not divide the items evenly: "repeat", the default, gives some
-    ranks one item that another rank has too, so that all make as many steps; "drop" leaves out what is left over;
-    "keep" gives every item once and leaves some ranks one fewer, which a collective at every step then waits for: use
-    it for evaluation, or with ``GradientAverager.join``. An iteration gives what this rank has left of the epoch,
-    and ``len`` is how much that is.
+    ``uneven`` is for numbers of items that the ranks do not divide:
 
-    torchdata's StatefulDataLoader saves and restores the place of this rank by itself, on as many ranks; then use
+    - "repeat", the default, gives some ranks an item that another rank has, too, so that all make equally many steps.
+    - "drop" omits the remaining items.
+    - "keep" gives every item once, and some ranks one item fewer. A collective in every step would wait for them: use
+      it for evaluation, or with ``GradientAverager.join``.
+
+    An iteration yields the rest of this rank's share of the epoch, and ``len`` is the length of the rest. torchdata's
+    StatefulDataLoader saves and restores the position of this rank itself, on the same number of ranks; then use
     neither ``follow`` nor ``advance``.
     """
 
@@ -74,7 +76,7 @@ class ShardedSampler(Sampler[int]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch; where it has begun already, as after ``load_state_dict``, go on with it."""
+        """Begin this epoch, or continue it if it has begun, as after ``load_state_dict``."""
         if epoch < 0:
             raise ValueError(f"ShardedSampler: epoch {epoch} is negative")
         if epoch != self.epoch:
@@ -84,15 +86,15 @@ class ShardedSampler(Sampler[int]):
         order = Permutation(self.count, [self.seed, epoch])  # checks count and seed, shuffled or not
         self.epoch, self._order = epoch, order if self.shuffle else None
         self._gaps, self._start, self._consumed = gaps, start, consumed
-        self._followed = False  # to its end
+        self._followed = False  # whether follow() has reached the end
 
     @property
     def _left(self) -> int:
-        """Items left to all ranks, before what was consumed since the epoch began or the state was loaded."""
+        """The items of all ranks that were left when the epoch began or the state was loaded."""
         return len(self._gaps) + self.count - self._start
 
     def _share(self, rank: int, size: int) -> int:
-        """A rank's share of those."""
+        """The number of these items that a rank gets."""
         whole, rest = divmod(self._left, size)
         return whole + ((self.uneven == "repeat" and rest > 0) or (self.uneven == "keep" and rank < rest))
 
@@ -111,8 +113,10 @@ class ShardedSampler(Sampler[int]):
             yield from (order(positions) if order else positions).tolist()
 
     def _positions(self, turns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of what is left the items of these numbers: first the gaps, then the suffix. Numbers beyond, where items are
-        repeated, count back from the end of the order, wherever this epoch was begun or resumed."""
+        """The positions of the items with these numbers among those that were left: first the gaps, then the suffix.
+
+        Numbers beyond the end (repeated items) count back from the end of the order.
+        """
         gaps = len(self._gaps)
         found = turns - gaps + self._start
         early, beyond = turns < gaps, turns >= self._left
@@ -121,25 +125,25 @@ class ShardedSampler(Sampler[int]):
         return found
 
     def advance(self, items: int) -> None:
-        """Rank 0 has trained on so many more items, and all ranks in step with it on as many or, at the end, one fewer.
+        """Count ``items`` as consumed on rank 0; other ranks have equally many, or one fewer at the end.
 
-        So for a batch that is shorter here than on rank 0 give the length that it has there.
+        If a batch is shorter here than on rank 0, give the length on rank 0.
         """
         most = self._share(0, self.size) - self._consumed
         if not 0 <= items <= most:
             raise ValueError(
                 f"ShardedSampler: rank {self.rank} advances by {items} items, and ranks have at most {most} left in "
-                f"epoch {self.epoch}; call set_epoch() before each epoch, and advance() by what was trained on"
+                f"epoch {self.epoch}; call set_epoch() before each epoch, and advance() with the items of each step"
             )
         self._consumed += items
 
     def follow(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """The batches of a DataLoader over this sampler; each counts as consumed when it is handed out.
+        """The batches of a DataLoader over this sampler; each counts as consumed when it is yielded.
 
-        So save the state after the step that trains on the batch.
+        Save the state after the step that trains on the batch.
         """
         if loader.batch_sampler is not None and loader.batch_size is None:
-            raise ValueError("ShardedSampler.follow: a loader with its own batch_sampler; call advance(items) instead")
+            raise ValueError("ShardedSampler.follow: the loader has its own batch_sampler; call advance(items) instead")
         if self._followed and not len(loader):
             raise ValueError(
                 f"ShardedSampler: rank {self.rank} has followed epoch {self.epoch} to its end; call set_epoch() before "
@@ -152,7 +156,7 @@ class ShardedSampler(Sampler[int]):
         self._followed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this epoch is, as plain numbers."""
+        """The position in this epoch, as plain numbers."""
         return {
             **{name: getattr(self, name) for name in _SAME},
             "epoch": self.epoch,
@@ -164,11 +168,11 @@ class ShardedSampler(Sampler[int]):
         }
 
     def load_state_dict(self, states: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a state, on any number of ranks; all of them must load the same.
+        """Resume from a state, on any number of ranks; all of them must load the same.
 
-        One rank's state is enough if the ranks were in step, each with as many items consumed as it; rank 0's, which
-        has the last item of all. If they were not, give the states of all ranks: then too each item is seen once, and
-        at most ranks x (most - fewest items) positions are kept as gaps.
+        The state of rank 0 is enough if all ranks had consumed equally many items (at the end some have one fewer than
+        rank 0). Otherwise give the states of all ranks: each item is then still seen once, and at most ranks x (most -
+        fewest items) positions are stored as gaps.
         """
         given = [states] if isinstance(states, Mapping) else sorted(states, key=lambda state: int(state["rank"]))
         self._check(given)
@@ -185,7 +189,7 @@ class ShardedSampler(Sampler[int]):
             for name in _SAME:
                 if state[name] != getattr(self, name):
                     raise ValueError(
-                        f"{where} with {name}={state[name]}, and has {getattr(self, name)}; make both the same"
+                        f"{where} with {name}={state[name]}, and has {getattr(self, name)}; give both the same"
                     )
             for name in ("epoch", "size", "start", "gaps"):
                 if state[name] != given[0][name]:
@@ -195,7 +199,7 @@ class ShardedSampler(Sampler[int]):
             raise ValueError(f"{where} of ranks {ranks}; give one rank's state, or those of all ranks of one save")
 
     def _leave(self, taken: list[int]) -> None:
-        """Leave the items that were not taken: ``taken`` is by rank."""
+        """Begin with the items that were not taken; ``taken`` has a number for each rank."""
         size, left = len(taken), self._left
         low, high = min(taken) * size, min(max(taken) * size, left)
         window = np.arange(low, high, dtype=np.int64)
@@ -228,5 +232,5 @@ class _Indices(Iterator[int]):
         return {"ahead": self._next - self._sampler._consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """On an iteration of a sampler whose state, saved at the same time, has been loaded."""
+        """Load the state, after the sampler has loaded its own state of the same time."""
         self._start(state["ahead"])

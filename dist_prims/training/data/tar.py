@@ -1,11 +1,10 @@
 """Sequential reader of samples in a tar archive.
 
 A million small files are slow to open; an archive of them can be read at the speed of the disk. ``tarfile`` is slower:
-it takes longer to read a member's header than to read the member. This reader supports only what archives of samples
-need: plain files and directories, with the long names
-of GNU and of POSIX (pax). Everything else (links, devices, sparse files, names that lead out of the archive) is
-refused by name, as is an archive that is damaged, ends early or is larger than the limits: a silently missing
-sample is worse than a run that stops.
+it takes longer to read a member's header than to read the member. This reader supports what archives of samples need:
+plain files and directories, with the long names of GNU and of POSIX (pax). For everything else (links, devices, sparse
+files, names that lead out of the archive) it raises an error that names the member. It also raises if an archive is
+damaged, ends early or exceeds a limit: a run that stops is better than a sample that is missing without an error.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _OUR_OWN = "__key__"
 
 
 class TarError(ValueError):
-    """An archive cannot be read as what it should be. The message names the archive and the member.
+    """An archive cannot be read as samples. The message names the archive and the member.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile(suffix=".tar") as file:
@@ -76,8 +75,8 @@ def tar_samples(
     {'__key__': 'a/1', 'txt': 'one', 'cls': 7}
     {'__key__': 'a/2', 'txt': 'two'}
 
-    ``decoders`` are chosen by the extension after the first dot, or else after the last; without one a field is bytes.
-    The limits are for the unpacked contents.
+    A field is decoded by the decoder for its extension after the first dot, or else after the last dot. Without a
+    decoder it is bytes. The limits apply to the unpacked contents.
     """
     limits = {"max_member_bytes": max_member_bytes, "max_total_bytes": max_total_bytes, "max_members": max_members}
     sample: dict[str, Any] = {}
@@ -89,7 +88,7 @@ def tar_samples(
             yield sample
             sample = {}
         if field in sample or field == _OUR_OWN:
-            raise TarError(f"{os.fspath(path)}: member {name!r}: sample {key!r} has a field {field!r} already")
+            raise TarError(f"{os.fspath(path)}: member {name!r}: sample {key!r} already has a field {field!r}")
         sample[_OUR_OWN] = key
         sample[field] = _decoded(path, name, field, data, decoders or {})
     if sample:
@@ -149,7 +148,7 @@ class _Reader:
         return f"{self.path}: after {self.count} members (the last: {self.name!r})" if self.count else self.path
 
     def members(self) -> Iterator[tuple[str, bytes]]:
-        notes: dict[str, str] = {}  # what special members said of the next one
+        notes: dict[str, str] = {}  # values of special members for the next member
         while (header := self._header()) != _ZEROS:
             self._verify(header)
             kind, size = header[156:157], self._number(header[124:136])
@@ -195,7 +194,7 @@ class _Reader:
         if zlib.adler32(header) & 0xFFFF != _lower_half(header[148:156]):
             given = self._number(header[148:156])
             raise TarError(
-                f"{self.place()}: the next header's checksum is wrong, not {given}: no tar archive, or a damaged one"
+                f"{self.place()}: the next header's checksum is wrong ({given}): not a tar archive, or a damaged one"
             )
 
     def _number(self, field: bytes) -> int:
@@ -240,7 +239,7 @@ class _Reader:
                 notes[key] = value
             elif key not in _HARMLESS and not key.startswith(("SCHILY.", "LIBARCHIVE.")) and key != "linkpath":
                 raise TarError(
-                    f"{self.place()}: the next member has pax record {key!r}, which this reader cannot follow"
+                    f"{self.place()}: the next member has pax record {key!r}, which this reader does not support"
                 )
 
     def _checked(self, name: str, kind: bytes) -> str:
@@ -267,14 +266,14 @@ class _Reader:
 
     def _refuse(self, what: str, value: int, limit: int) -> None:
         raise TarError(
-            f"{self.path}: member {self.name!r} makes {value}, over {what}={limit}; raise it if you trust it"
+            f"{self.path}: member {self.name!r} makes {value}, over {what}={limit}; raise the limit if you trust it"
         )
 
     def _end(self) -> None:
-        """Behind the end mark only zeros; reading them also has gzip check its checksum."""
+        """Check that only zeros follow the end mark; gzip compares its checksum when they are read."""
         while rest := self.file.read(1 << 16):
             if rest.count(0) != len(rest):
-                raise TarError(f"{self.place()}: data behind the end mark: several archives in one? Keep them apart")
+                raise TarError(f"{self.place()}: data after the end mark; separate concatenated archives")
 
 
 def _number(field: bytes) -> int:
@@ -283,7 +282,7 @@ def _number(field: bytes) -> int:
     (100000, 15, 0, 256)
     """
     digits = field[:-1]
-    if not digits.isdigit():  # what all write today; older ones put blanks around
+    if not digits.isdigit():  # all current programs write digits only; older ones add blanks
         if field[0] == 0x80:  # GNU: too large for octal digits
             return int.from_bytes(field[1:], "big")
         digits = field.strip(b" \0") or b"0"
@@ -294,7 +293,10 @@ def _number(field: bytes) -> int:
 
 @functools.lru_cache(1 << 12)
 def _lower_half(given: bytes) -> int:
-    """Of the Adler-32 of a header with this checksum; -1 if that is no number. The headers of an archive share few."""
+    """The lower half of the Adler-32 of a header with this checksum; -1 if the checksum is not a number.
+
+    The headers of an archive have few different checksums.
+    """
     try:
         return (_number(given) + sum(given) - 8 * 32 + 1) % 65521
     except ValueError:

@@ -1,12 +1,12 @@
-"""ZeRO-1: each rank keeps the optimiser state of its share of the parameters, and steps only those.
+"""ZeRO-1: each rank keeps the optimizer state of its share of the parameters, and steps only those.
 
 In plain data parallelism every rank holds the same state (with Adam twice the parameters) and takes the same step. Here
-each parameter has one owner. Its gradient is averaged to the owner only, the owner steps, and sends the new value to
-all: a reduce and a broadcast, the two halves of the all_reduce that was there before, so nothing more is sent.
+each parameter has one owner. Its gradient is averaged to the owner only; the owner steps and sends the new value to all
+ranks. A reduce and a broadcast replace the all_reduce and send as many bytes.
 
 Whole parameters are assigned, the largest first, each to the rank that has least. Ranges of one flat tensor would be
-even to the element, but only fit optimisers that treat each element by itself; and state by parameter is what a plain
-optimiser saves, so that checkpoints go from one to the other and to any number of ranks.
+even to the element, but are correct only for elementwise optimizers. A plain optimizer saves its state by parameter,
+too, so checkpoints can be exchanged with it, and loaded on any number of ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BUCKET_BYTES = 25 * 2**20
 _NONE, _DENSE, _SPARSE, _CHANGED = range(4)
 _WRONG = {
     _SPARSE: "has a sparse gradient; make its layer with sparse=False",
-    _CHANGED: "has another shape, dtype or device than at the start; make a new ZeroOptimizer after changing the model",
+    _CHANGED: "has changed its shape, dtype or device; make a new ZeroOptimizer after a change of the model",
 }
 
 
@@ -43,15 +43,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     >>> [sorted(state) for state in optimizer.state.values()]
     [['exp_avg', 'exp_avg_sq', 'step'], ['exp_avg', 'exp_avg_sq', 'step']]
 
-    ``step()`` averages the gradients, each to its owner, and frees the others; with ``average=False`` it takes
-    them as averaged already, by a GradientAverager or DistributedDataParallel, and then more is sent, but behind the
-    backward. At the start all ranks take rank 0's parameters. Learning rates are read from ``param_groups`` at every
-    step, so schedulers work; ``state`` holds what this rank owns. Every rank makes as many steps. A parameter without a
-    gradient on some ranks counts as zero there; without one on any, it is not stepped.
+    ``step()`` averages each gradient to its owner, and frees the gradients of other owners. With ``average=False`` the
+    gradients have been averaged already, by a GradientAverager or DistributedDataParallel: more bytes are sent, but
+    during the backward. The constructor copies rank 0's parameters to all ranks. ``step()`` reads learning rates from
+    ``param_groups``, so schedulers work; ``state`` holds what this rank owns. All ranks make equally many steps. A
+    gradient that is missing on some ranks counts as zero there; one that is missing on all is not stepped.
 
-    With float16 take training.mixed_precision's GradScaler: with torch's each rank skips a step by itself, and the
-    others wait. To clip, average before (``average=False``) and take GradientAverager.clip_grad_norm: here no rank sees
-    all means.
+    With float16 use GradScaler of training.mixed_precision: with torch's, each rank skips a step on its own, and the
+    other ranks wait. To clip, use ``average=False`` and GradientAverager.clip_grad_norm: with ``average=True`` no rank
+    has all means.
     """
 
     collective_state_dict = True  # read by Checkpoints
@@ -66,7 +66,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         if optimizer_class is torch.optim.LBFGS:
-            raise ValueError("ZeroOptimizer: LBFGS steps along all parameters together, which no rank has; use another")
+            raise ValueError("ZeroOptimizer: LBFGS steps along all parameters, and no rank has all; use another")
         self._group = group_of(group, "ZeroOptimizer")
         self._rank, self._size, self._average = self._group.rank(), self._group.size(), average
         super().__init__(params, {})
@@ -90,13 +90,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_inner"):
-            raise ValueError("ZeroOptimizer: parameters are assigned to ranks once; give all groups when making it")
+            raise ValueError("ZeroOptimizer: parameters are assigned to ranks once; give all groups at construction")
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average, step what is owned here, and take the rest from its owners. ValueError on every rank, before
-        anything is sent, where a gradient is sparse or a parameter was replaced on any of them."""
+        """Average the gradients, step the parameters of this rank, and receive the others from their owners.
+
+        If a gradient is sparse or a parameter was replaced on any rank, every rank raises ValueError before gradients
+        are sent.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -116,7 +119,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the whole state, on every rank, as the plain optimiser would save it: all ranks must call it."""
+        """A copy of the whole state, on every rank, in the form of the plain optimizer's; all ranks must call it."""
         packed = super().state_dict()
         whole: dict[int, Any] = {}
         for owner in range(self._size):
@@ -124,13 +127,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {**packed, "state": dict(sorted(whole.items()))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's share of a whole state: a ZeroOptimizer's of any number of ranks, or a plain optimiser's."""
+        """Load this rank's share of a whole state, of a ZeroOptimizer on any number of ranks or a plain optimizer."""
         theirs = [len(each["params"]) for each in state_dict["param_groups"]]
         ours = [len(each["params"]) for each in self.param_groups]
         if theirs != ours:
             raise ValueError(
-                f"rank {self._rank}: ZeroOptimizer: the state is of groups of {theirs} parameters, here they are of "
-                f"{ours}; load the state of an optimiser over the same model"
+                f"rank {self._rank}: ZeroOptimizer: the state has groups of {theirs} parameters, this optimizer "
+                f"of {ours}; load the state of an optimizer over the same model"
             )
         share = {n: each for n, each in state_dict["state"].items() if self._owner[n] == self._rank}
         super().load_state_dict({**state_dict, "state": share})
@@ -194,7 +197,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 class _Placeholder(NamedTuple):
-    """The place of a tensor that is sent apart from the structure it is in."""
+    """The place of a tensor in a structure; the tensor itself is sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -209,7 +212,7 @@ class _Placeholder(NamedTuple):
 
 
 def balanced(counts: Sequence[int], parts: int) -> list[int]:
-    """The part of each item: the largest item first, each to the part that has least so far.
+    """The part of each item. The largest item is assigned first, each to the part with the least sum.
 
     >>> balanced([10, 40, 20, 30], 2)
     [0, 0, 1, 1]

@@ -1,18 +1,18 @@
-"""ZeRO-3: parameters, gradients and the optimiser's state are sharded; a layer is whole only while it computes.
+"""ZeRO-3: parameters, gradients and the optimizer's state are sharded; a layer is whole only while it computes.
 
 ::
 
     forward   gather 1 | compute 1 | free 1, gather 2 | compute 2 | free 2
     backward  gather 2 | gradients 2 | free 2, reduce_scatter 2, gather 1 | gradients 1 | free 1, reduce_scatter 1
 
-Autograd saves what the backward needs, parameters too, and would keep every layer whole until then. So while a unit
-computes, autograd saves not the tensor of a parameter but its place (``saved_tensors_hooks``); when backward unpacks
-it, the unit is gathered again, and the one before it is freed. Whatever the order of a backward, a unit is whole when
-it is read, and at most one beside those whose forward is running.
+Autograd saves what the backward needs, including parameters, and would keep every layer whole until then. While a unit
+computes, autograd therefore saves the place of a parameter instead of its tensor (``saved_tensors_hooks``). When the
+backward unpacks the place, the unit is gathered again, and the previous one is freed. In any order of the backward, a
+unit is whole when it is read, and at most one unit is whole besides those whose forward is running.
 
-Ranks must gather and reduce in one order, which follows from the graph alone: gradients are reduced when the next unit
-is gathered, not when all have come, for a rank whose batch skips a layer would wait. The ranks agree on later ones at
-the end of the backward.
+Ranks must gather and reduce in the same order, which must follow from the graph alone. Gradients are therefore reduced
+when the next unit is gathered, and not when all have arrived: a rank whose batch skips a layer would wait. The ranks
+agree on gradients that arrive later at the end of the backward.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NONE, _DENSE, _FROZEN = range(3)
 
 
 class ShardedParameters:
-    """Shards the parameters of ``model``, in place, by ``units``: modules that are each gathered as a whole.
+    """The parameters of ``model``, sharded in place by ``units``: modules that are each gathered as a whole.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
     >>> sharded = ShardedParameters(model)
@@ -60,13 +60,13 @@ class ShardedParameters:
     >>> {name: tuple(each.shape) for name, each in sharded.state_dict().items()}
     {'0.weight': (3, 2), '0.bias': (3,), '2.weight': (1, 3), '2.bias': (1,)}
 
-    Units are the model's children unless given. A parameter in none of them or in several (tied weights) is whole
-    during the model's forward. The optimiser gets :meth:`parameters`: a flat tensor for each unit and dtype, so it must
-    treat each element by itself, as SGD and Adam do. All ranks take rank 0's parameters at the start, run the same
-    units in the same order, and have losses that reach the same units; what runs within a unit may differ. Gradients
-    are means over the ranks, added up until ``zero_grad()`` of the optimiser or of the model. A parameter without a
-    gradient counts as zero where its unit has one. Freeze and copy before. With float16 take training.mixed_precision's
-    GradScaler: torch's looks at this rank's shards alone.
+    The default ``units`` are the model's children. A parameter in none of them or in several (tied weights) is whole
+    during the model's forward. The optimizer gets :meth:`parameters`: a flat tensor for each unit and dtype, so it must
+    be elementwise, as SGD and Adam are. The constructor copies rank 0's parameters to all ranks. All ranks must run the
+    same units in the same order, and their losses must reach the same units; the computation within a unit may differ.
+    Gradients are means over the ranks, added up until ``zero_grad()`` of the optimizer or of the model. A parameter
+    without a gradient counts as zero if its unit has one. Freeze parameters, and copy the model, before sharding. With
+    float16 use GradScaler of training.mixed_precision: torch's checks only the shards of this rank.
     """
 
     collective_state_dict = True  # read by Checkpoints
@@ -103,13 +103,15 @@ class ShardedParameters:
         self._undo.callback(register_optimizer_step_pre_hook(refuse).remove)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The trained shards of this rank, for its optimiser."""
+        """The trained shards of this rank, for its optimizer."""
         return [unit.shard for unit in self._there() if unit.trained]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Context in which all parameters are whole, to be read, or to be changed in place in the same way on all
-        ranks; forwards gather nothing."""
+        """Context in which all parameters are whole and forwards gather nothing.
+
+        Parameters can be read, or changed in place in the same way on all ranks.
+        """
         units = self._there()
         with self._in_use(units):
             yield
@@ -119,7 +121,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients so that the 2-norm of all of them together is at most ``max_norm``; return what it was."""
+        """Scale gradients so that their total 2-norm is at most ``max_norm``; return the norm before."""
         gradients = [each.grad for each in self.parameters() if each.grad is not None]
         squares = torch.zeros((), device=self._units[0].shard.device)
         for each in gradients:
@@ -131,7 +133,7 @@ class ShardedParameters:
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole model's, on every rank: all must call it. Gathered unit by unit; buffers are each rank's own."""
+        """The state of the whole model, gathered unit by unit; all ranks must call it. Buffers are this rank's."""
         whole = {}
         for unit in self._there():
             with self._in_use([unit]):
@@ -144,10 +146,10 @@ class ShardedParameters:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take this rank's part of a whole model's state: of a plain model, or sharded over any number of ranks."""
+        """Load this rank's part of a whole state, of a plain model or of one sharded over any number of ranks."""
         units, mine = self._there(), self._model.state_dict(keep_vars=True)
         if missing := sorted(mine.keys() ^ state.keys()):
-            raise ValueError(f"ShardedParameters: {missing[0]!r} is in the state or in the model, and not in both")
+            raise ValueError(f"ShardedParameters: {missing[0]!r} is in the state or in the model, but not in both")
         for name, value in mine.items():
             if isinstance(value, torch.Tensor) and value.shape != state[name].shape:
                 raise ValueError(
@@ -173,15 +175,15 @@ class ShardedParameters:
         self._undo.close()
 
     def _refuse(self, optimizer: torch.optim.Optimizer) -> None:
-        """RuntimeError for an optimiser of the model's own parameters: their gradients are with the shards."""
+        """RuntimeError for an optimizer of the model's own parameters: their gradients are with the shards."""
         sharded = {id(each): unit for unit in self._units for each in unit.parameters}
         for settings in optimizer.param_groups:
             for parameter in settings["params"]:
                 if (unit := sharded.get(id(parameter))) is not None:
                     raise RuntimeError(
-                        f"rank {self._group.rank()}: ShardedParameters: {type(optimizer).__name__} was made of the "
-                        f"model's parameters ({unit.name} is in it), which have neither values nor gradients between "
-                        "forwards, and would train nothing; make it of sharded.parameters(), after sharding"
+                        f"rank {self._group.rank()}: ShardedParameters: {type(optimizer).__name__} has parameters of "
+                        f"the model ({unit.name}), which have neither values nor gradients between forwards, and would "
+                        "train nothing; make it with sharded.parameters(), after sharding"
                     )
 
     def _there(self) -> list[Unit]:
@@ -214,7 +216,7 @@ class ShardedParameters:
         self._undo.callback(functools.partial(_restore, module, name, before))
 
     def _gather_before_backward(self, result: Any, units: list[Unit]) -> None:
-        """Gather before the backward of ``result``, even if it reads no parameter on this rank: on others it may."""
+        """Gather before the backward of ``result``, even if it reads no parameter on this rank: other ranks may."""
         if outputs := [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.grad_fn]:
 
             def gather(_: torch.Tensor) -> None:
@@ -246,8 +248,10 @@ class ShardedParameters:
 
     @contextmanager
     def _places_saved(self) -> Iterator[None]:
-        """Context in which autograd saves places instead of parameters; other tensors go to outer hooks, such as a
-        checkpoint's."""
+        """Context in which autograd saves places instead of parameters.
+
+        Other tensors go to outer hooks, such as those of an activation checkpoint.
+        """
         outer = saved_tensor_hooks(while_tracing=True)
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -265,11 +269,11 @@ class ShardedParameters:
             yield
 
     def _at(self, place: _Place) -> torch.Tensor:
-        """The tensor that backward unpacks."""
+        """The tensor at a place that the backward unpacks."""
         if place.version != version_of(place.unit.shard):
             raise RuntimeError(
                 f"rank {self._group.rank()}: ShardedParameters: the parameters of {place.unit.name} were changed "
-                "between forward and backward; step the optimiser after backward()"
+                "between forward and backward; step the optimizer after backward()"
             )
         self._watch()
         return self._gather(place.unit).as_strided(place.shape, place.stride, place.offset)
@@ -292,7 +296,7 @@ class ShardedParameters:
             unit.free()
 
     def _watch(self) -> None:
-        """Have ``_end`` called when this backward ends."""
+        """Call ``_end`` when this backward ends."""
         if self._task != (task := graph_task_id()):
             self._task = task
             queue_backward_callback(self._end)
@@ -306,7 +310,7 @@ class ShardedParameters:
             )
 
     def _end(self) -> None:
-        """End a backward: reduce the gradients that have arrived since, on any rank."""
+        """End a backward: reduce the gradients that are left, on any rank."""
         self._task = _NO_BACKWARD
         for unit in [*self._whole.values()]:
             if not unit.uses:
@@ -358,7 +362,7 @@ class _Place(NamedTuple):
 
 
 class _Bound:
-    """A replacement of a module's method. It refuses copies: a copy of the module would use this one's parameters."""
+    """A replacement of a module's method. It refuses copies, which would use the parameters of this module."""
 
     def __init__(self, plain: Callable[..., Any], method: Callable[..., Any]) -> None:
         functools.update_wrapper(self, plain)

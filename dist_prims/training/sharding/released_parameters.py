@@ -1,9 +1,9 @@
-"""Parameters whose values are sharded away: reading one raises an error that names its unit and the remedy.
+"""Parameters whose values have been released: reading one raises an error that names its unit and the remedy.
 
-Between its uses a sharded parameter keeps shape, dtype and gradient, but its elements are all one NaN. A forward that
-reads it outside its unit, such as a head that multiplies by the weight of an embedding in another unit, once got NaN
-without an error. An absent parameter has a class of its own, whose ``__torch_function__`` torch calls before every
-operation from Python; while it is gathered it is a plain ``Parameter`` again, so a forward costs nothing more.
+Between its uses a sharded parameter keeps shape, dtype and gradient, but all its elements are one NaN. A forward that
+reads it outside its unit, such as a head that multiplies by the weight of an embedding in another unit, would compute
+NaN without an error. An absent parameter therefore has its own class, whose ``__torch_function__`` torch calls before
+every operation from Python. While it is gathered it is a plain ``Parameter``, so a forward has no additional cost.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ...torch_compat import tree_leaves, without_torch_function
 __all__: list[str] = []
 
 NO_COPY = (
-    "ShardedParameters: a sharded model cannot be copied or pickled; copy it before, remove() first, or save the "
-    "state_dict() of ShardedParameters"
+    "ShardedParameters: a sharded model cannot be copied or pickled; copy it before sharding, call remove() first, or "
+    "save state_dict() of ShardedParameters"
 )
 
 _READS_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}  # of the attributes
@@ -29,7 +29,7 @@ _METHODS |= {"register_hook", "register_post_accumulate_grad_hook", "__hash__", 
 
 
 class AbsentParameter(torch.nn.Parameter):
-    """See :func:`make_absent`; ``absent_from`` names the rank and the unit, for the error."""
+    """A parameter without values, see :func:`make_absent`; ``absent_from`` names rank and unit for the error."""
 
     absent_from: str
 
@@ -49,9 +49,9 @@ class AbsentParameter(torch.nn.Parameter):
         absent = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, AbsentParameter))
         raise RuntimeError(
             f"{absent.absent_from}: {getattr(func, '__name__', func)} reads a parameter of shape {tuple(absent.shape)} "
-            "that is not gathered now: its unit's forward does not run. Make a unit of a module that holds all users "
-            "of the parameter (units=[...]), or read within gathered(); for the whole model's state call state_dict() "
-            "of ShardedParameters"
+            "that is not gathered now: the forward of its unit is not running. Make a unit of a module that "
+            "contains all users of the parameter (units=[...]), or read it within gathered(); for the state of the "
+            "whole model call state_dict() of ShardedParameters"
         )
 
 
@@ -63,7 +63,7 @@ def _reads_values(func: Callable[..., Any]) -> bool:
 
 
 def make_absent(parameter: torch.nn.Parameter, where: str) -> None:
-    """Make operations on the parameter raise. A subclass of Parameter is left as it is, and reads as NaN."""
+    """Make operations on the parameter raise; a subclass of Parameter is not changed, and reads as NaN."""
     if type(parameter) is torch.nn.Parameter:
         parameter.__class__ = AbsentParameter
         parameter.absent_from = where  # type: ignore[attr-defined]

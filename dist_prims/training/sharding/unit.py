@@ -1,8 +1,7 @@
-"""A unit: parameters that are gathered together. A rank always keeps its shard, the whole only while it is needed.
+"""A unit: parameters that are gathered together. A rank always keeps its shard, and the whole only while it is needed.
 
-In between each parameter keeps its shape and has no memory: all of its elements are one NaN, and an operation that
-reads them raises (:mod:`.released_parameters`). Tensors that autograd saves do not keep the whole alive either, see
-:mod:`.parameters`.
+Otherwise each parameter keeps its shape without memory: all its elements are one NaN, and an operation that reads them
+raises (:mod:`.released_parameters`). Autograd's saved tensors do not keep the whole alive either (:mod:`.parameters`).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Unit:
         return self._trained
 
     def gather(self) -> torch.Tensor:
-        """The whole of the parameters, flat; from now on they can be read."""
+        """Gather the parameters, and return them as one flat tensor; they can be read until :meth:`free`."""
         if self.full is None:
             with torch.inference_mode(False), torch.no_grad():
                 full = self.shard.new_empty(self._part * self._group.size())
@@ -64,7 +63,7 @@ class Unit:
         return self.full
 
     def free(self) -> None:
-        """Free the whole; tensors that autograd has just unpacked live as long as they are used."""
+        """Free the whole; tensors that autograd has unpacked live as long as they are used."""
         self.full = None
         with torch.inference_mode(False):
             self._nothing = self.shard.new_full((), float("nan") if self.shard.dtype.is_floating_point else 0)
@@ -98,7 +97,7 @@ class Unit:
         elif versions != self._versions:
             raise RuntimeError(
                 f"rank {self._group.rank()}: ShardedParameters: within gathered() both the parameters of {self.name} "
-                "and their shards were changed; leave gathered() before the optimiser's step"
+                "and their shards were changed; leave gathered() before the optimizer's step"
             )
         self._versions = versions
 
@@ -107,7 +106,7 @@ class Unit:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add the mean of the ranks' gradients to that of the shard, and free them."""
+        """Add the mean of the ranks' gradients to the gradient of the shard, and free the gradients."""
         flat = self._flat([parameter.grad for parameter in self.parameters]).div_(self._group.size())
         for parameter in self.parameters:
             parameter.grad = None
@@ -117,7 +116,7 @@ class Unit:
 
     @torch.no_grad()
     def load(self, whole: Sequence[torch.Tensor]) -> None:
-        """Take this rank's part of new values."""
+        """Load this rank's part of new values."""
         flat = self._flat([each.to(self.shard) for each in whole])
         self.shard.copy_(flat.view(self._group.size(), -1)[self._group.rank()])
         if self.full is not None:
@@ -125,12 +124,12 @@ class Unit:
             self._of = version_of(self.shard)
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's place in it."""
+        """Each parameter's view of ``flat``."""
         found = cut(flat[: sum(self._counts)], self._counts)
         return [piece.view(each.shape) for piece, each in zip(found, self.parameters, strict=True)]
 
     def _flat(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """One after the other, with zeros for what is missing, and up to the next multiple of the number of ranks."""
+        """The tensors as one flat tensor, with zeros for missing ones, padded to a multiple of the number of ranks."""
         like = self.parameters[0]
         flat = torch.zeros(self._part * self._group.size(), dtype=like.dtype, device=like.device)
         for place, tensor in zip(self.pieces(flat), tensors, strict=True):
@@ -142,7 +141,7 @@ class Unit:
 def _slots(
     model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]
 ) -> list[tuple[dict[str, torch.nn.Parameter | None], str, torch.nn.Parameter]]:
-    """Where the modules of a model keep these parameters."""
+    """The entries of modules that contain these parameters: (dictionary of the module, key, parameter)."""
     own = {id(each) for each in parameters}
     found = []
     for module in model.modules():

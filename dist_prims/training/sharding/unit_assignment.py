@@ -26,7 +26,9 @@ def children(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def units_of(
     model: torch.nn.Module, modules: list[torch.nn.Module]
 ) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
-    """The modules that gather parameters, with these: the model gathers those in none of the modules or in several.
+    """The modules that gather parameters, each with its parameters.
+
+    The model gathers the parameters that are in none of the modules or in several.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1, bias=False))
     >>> [(type(module).__name__, len(parameters)) for module, parameters in units_of(model, [model[0]])]
@@ -36,10 +38,10 @@ def units_of(
     inside = {id(each) for each in model.modules()}
     for module in modules:
         if id(module) not in inside:
-            raise ValueError(f"ShardedParameters: a unit, {type(module).__name__}, is no part of the model")
+            raise ValueError(f"ShardedParameters: unit {type(module).__name__} is not a part of the model")
         if nested := next((each for each in module.modules() if each in modules and each is not module), None):
             raise ValueError(
-                f"ShardedParameters: unit {type(module).__name__} has unit {type(nested).__name__} in it; name either"
+                f"ShardedParameters: unit {type(module).__name__} contains unit {type(nested).__name__}; give one"
             )
     users: dict[torch.nn.Parameter, list[torch.nn.Module]] = {each: [] for each in model.parameters()}
     for module in modules:
@@ -53,7 +55,7 @@ def units_of(
 
 
 def by_kind(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Parameters grouped by what can be in one flat tensor.
+    """Parameters in groups that can be one flat tensor: by dtype, device and ``requires_grad``.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1).half())
     >>> [[tuple(each.shape) for each in kind] for kind in by_kind([*model.parameters()])]
