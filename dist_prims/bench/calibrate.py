@@ -7,7 +7,7 @@ time of a step is the time of a call with many steps minus that of a call withou
 
     probe                       one pair alone          all ranks at once
     exchange of 4 KB            alpha                   number of ranks that run at the same time (cores)
-    exchange of 4 MB            beta (within a host)    beta (of links between hosts); to all other hosts: meeting
+    exchange of 4 MB            beta (within a host)    beta (of links between hosts); to all other hosts: congestion
     the same, with reduction    gamma
 """
 
@@ -178,11 +178,11 @@ class _Probes:
         others = [self.neighbours(distance) for distance in range(1, len(self.hosts))]
         # only the messages of all ranks together saturate the links
         beta = max(self.step(self.ranks, others[0], _LARGE) - alpha, 0.0) / (_LARGE * int(self.hosts.max()))
-        meeting = 0.0
+        congestion = 0.0
         if len(others) > 1:
             all_to_all = self.step(np.tile(self.ranks, len(others)), np.concatenate(others), _LARGE)
-            meeting = max((all_to_all - alpha) / (_LARGE * int(self.hosts.max()) * len(others)) - beta, 0.0)
-        return {"outer": {"alpha": alpha, "beta": beta}, "meeting": meeting}
+            congestion = max((all_to_all - alpha) / (_LARGE * int(self.hosts.max()) * len(others)) - beta, 0.0)
+        return {"outer": {"alpha": alpha, "beta": beta}, "congestion": congestion}
 
     def small_from_all(self) -> float:
         """The seconds of a step in which all ranks send a small message at the same time."""

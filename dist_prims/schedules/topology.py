@@ -9,7 +9,7 @@ differ: the ranks of a host share its link, and a byte within a host is cheap. S
                                  bytes it sends within its host, inner.beta each; bytes it reduces    processor
     rank, receiving              the same for what it receives, and the same reductions               both
     link of a host, out and in   bytes that all ranks of the host send to (get from) others; where
-                                 several hosts send to one at once: `meeting` more for each byte      link
+                                 several hosts send to one at once: `congestion` more for each byte      link
     cores of a machine           the counts of its ranks, summed, divided by the cores, each way      both
 
 A step takes as long as its busiest resource, and the next step begins when it is over. The bytes of one message may be
@@ -19,7 +19,7 @@ hosts costs ``max(alpha, bytes * beta)``, not the sum.
 The load of a resource in a step is a row of counts, so that seconds are a product with :meth:`Topology.weights`:
 
     column    0               1               2              3               4            5 6 7 8          9
-    counts    inner messages  outer messages  inner chunks   chunks reduced  link chunks  0-3 of the cores  meeting
+    counts    inner messages  outer messages  inner chunks   chunks reduced  link chunks  0-3 of the cores  congestion
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Level:
 class Topology:
     """Hosts with their ranks, links and, optionally, cores. Ranks are numbered host by host.
 
-    ``hosts``: the number of ranks of each host. ``gamma``: seconds a byte reduced. ``meeting``: additional seconds a
+    ``hosts``: the number of ranks of each host. ``gamma``: seconds a byte reduced. ``congestion``: additional seconds a
     byte on a link into which several hosts send in one step, since concurrent streams slow each other down. ``cores``:
     cores of each host; if set, ranks that outnumber them share their time. ``one_machine``: all hosts are on one
     machine (containers, network namespaces) and share its cores.
@@ -82,12 +82,12 @@ class Topology:
     gamma: float = 0.0
     cores: int | None = None
     one_machine: bool = False
-    meeting: float = 0.0
+    congestion: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.hosts or min(self.hosts) < 1:
             raise ValueError(f"Topology(hosts={self.hosts}): use at least one host, each with at least one rank")
-        for name, value in (("gamma", self.gamma), ("meeting", self.meeting)):
+        for name, value in (("gamma", self.gamma), ("congestion", self.congestion)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"Topology({name}={value}): seconds a byte must be finite and at least 0")
         if self.cores is not None and self.cores < 1:
@@ -104,13 +104,13 @@ class Topology:
 
     @staticmethod
     def measured(hosts: tuple[int, ...], found: Mapping[str, Any]) -> Topology:
-        """A topology from the file of ``bench calibrate``: inner, outer, gamma, cores, one_machine, meeting."""
+        """A topology from the file of ``bench calibrate``: inner, outer, gamma, cores, one_machine, congestion."""
         try:
             inner, outer = (Level(float(found[level]["alpha"]), float(found[level]["beta"])) for level in _LEVELS)
             cores = None if found.get("cores") is None else int(found["cores"])
             one_machine = bool(found.get("one_machine", False))
-            gamma, meeting = (float(found.get(name, 0)) for name in ("gamma", "meeting"))
-            return Topology(hosts, inner, outer, gamma, cores, one_machine, meeting)
+            gamma, congestion = (float(found.get(name, 0)) for name in ("gamma", "congestion"))
+            return Topology(hosts, inner, outer, gamma, cores, one_machine, congestion)
         except (KeyError, TypeError, AttributeError) as error:
             wanted = '{"inner": {"alpha": s, "beta": s}, "outer": {...}, "gamma": s, "cores": n, "one_machine": bool}'
             raise ValueError(f"a calibration must be {wanted}, in seconds a message and a byte: {error!r}") from None
@@ -186,7 +186,7 @@ class Topology:
         """The seconds for one unit of each column of the counts, for chunks of ``nbytes``."""
         rank = [self.inner.alpha, self.outer.alpha, nbytes * self.inner.beta, nbytes * self.gamma]
         cores = [each / (self.cores or 1) for each in rank]
-        return np.array([*rank, nbytes * self.outer.beta, *cores, nbytes * self.meeting])
+        return np.array([*rank, nbytes * self.outer.beta, *cores, nbytes * self.congestion])
 
 
 def _count(places: Ints, size: int, span: Ints | None, which: NDArray[np.bool_]) -> Ints:

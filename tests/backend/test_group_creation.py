@@ -31,7 +31,7 @@ def new_group() -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
-def between_meeting_and_attaching(act: Any) -> None:
+def between_rendezvous_and_attaching(act: Any) -> None:
     """Have this rank call `act` there when it makes its next group."""
     tuned = dist_prims.backend.create.tuned
 
@@ -66,7 +66,7 @@ def test_a_rank_that_dies_before_it_makes_the_group(tmp_path: Path) -> None:
 def test_a_rank_that_has_met_the_others_and_dies(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         if rank == 2:
-            between_meeting_and_attaching(die)
+            between_rendezvous_and_attaching(die)
         return new_group()
 
     outcomes = run_ranks(body, 4, tmp_path)
@@ -83,7 +83,7 @@ def test_a_rank_that_has_attached_and_dies(victim: int, tmp_path: Path) -> None:
         if rank == victim:
             threading.Timer(2, die).start()
         elif rank == 2:
-            between_meeting_and_attaching(lambda: time.sleep(4))
+            between_rendezvous_and_attaching(lambda: time.sleep(4))
         began = time.monotonic()
         meeting = f"file://{tmp_path}/meeting"
         with pytest.raises(PeerDiedError) as caught:
@@ -117,7 +117,7 @@ def test_the_store_that_dies_with_rank_0(tmp_path: Path) -> None:
 def test_a_rank_that_is_interrupted_tells_the_others(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         if rank == 2:
-            between_meeting_and_attaching(lambda: time.sleep(3))
+            between_rendezvous_and_attaching(lambda: time.sleep(3))
         if rank != 1:
             return new_group()
         signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(LookupError("of the handler")))

@@ -123,7 +123,7 @@ def test_calibrate_without_another_host(tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     assert found["outer"] == ASSUMED["outer"]
     assert 0 < found["inner"]["alpha"] != ASSUMED["inner"]["alpha"]
-    assert Topology.measured((3, 3), found).meeting == 0
+    assert Topology.measured((3, 3), found).congestion == 0
     alone = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, check=False)
     assert alone.returncode == 2
     assert "start it with 2 or more" in alone.stderr

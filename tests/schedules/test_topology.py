@@ -23,7 +23,7 @@ from dist_prims.schedules.topology import Level, Topology
 REGISTRY = [(collective, name) for collective in COLLECTIVES for name in algorithms(collective)]
 FREE = Level(0, 0)
 GIGABYTE = Level(0, 1e-9)
-LINKS = {"inner": Level(2e-6, 1e-10), "outer": Level(30e-6, 7e-10), "gamma": 2e-10, "meeting": 3e-10}
+LINKS = {"inner": Level(2e-6, 1e-10), "outer": Level(30e-6, 7e-10), "gamma": 2e-10, "congestion": 3e-10}
 HOSTS = [(1,), (4,), (1, 1), (1, 3), (2, 3), (2, 2, 2), (1, 1, 5), (3, 1, 2, 2), (1,) * 9]
 
 
@@ -54,7 +54,7 @@ def _plain_step(step: Step, nbytes: float, topology: Topology) -> Counter[tuple[
         for way, who in (("out", src), ("in", dst)):
             rank[way, who] += message + (nbytes * topology.inner.beta if near else 0)
             link[f"link {way}", host[who]] += 0 if near else nbytes * topology.outer.beta
-        link["link in", host[dst]] += nbytes * topology.meeting if not near and len(hosts_to[host[dst]]) > 1 else 0
+        link["link in", host[dst]] += nbytes * topology.congestion if not near and len(hosts_to[host[dst]]) > 1 else 0
     cores: Counter[tuple[str, int]] = Counter()
     for (way, who), time in rank.items():
         if topology.cores is not None:
@@ -117,7 +117,7 @@ def test_links_by_hand() -> None:
 
 def test_streams_that_meet_by_hand() -> None:
     """Two hosts send a chunk each into the link of a third; in a ring every link has one sender."""
-    three = Topology((1, 1, 1), FREE, GIGABYTE, meeting=0.25e-9)
+    three = Topology((1, 1, 1), FREE, GIGABYTE, congestion=0.25e-9)
     assert three.loads(Step(src=[1, 2], dst=[0, 0], chunk=[1, 2]))[:, 9].tolist() == [0] * 9 + [2, 0, 0]
     assert three.loads(Step(src=[0, 1, 2], dst=[1, 2, 0], chunk=0))[:, 9].sum() == 0
     two_shot, ring = build("all_reduce", "two_shot", 3), build("all_reduce", "ring", 3)
