@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-HELPERS = Path(__file__).parents[1] / "helpers"
-ROOT = HELPERS.parent
+ROOT = Path(__file__).parents[2]
+HELPERS = ROOT / "tests/helpers"
 COMPILER = os.environ.get("CXX", "c++")
 
 LIBRARIES = {"address": ["libasan.so", "libstdc++.so.6"], "thread": ["libtsan.so"]}  # ASAN looks up what throws
