@@ -94,7 +94,12 @@ def all_reduce_(
     """
     target = group or default_group()
     call = _all_reduces.get(id(target)) or _find_all_reduce(target)
-    call(tensor, op_named(op, "all_reduce_") if isinstance(op, str) else op)
+    try:
+        call(tensor, op)
+    except TypeError:  # a name is looked up here, so that the usual call has no check
+        if not isinstance(op, str):
+            raise
+        call(tensor, op_named(op, "all_reduce_"))
     return tensor
 
 
