@@ -291,7 +291,7 @@ def test_other_classes_and_wrong_calls_are_refused_on_every_rank() -> None:
         distillation = Distillation(10)
         with pytest.raises(ValueError, match=r"teach\(\) is for" if rank < 2 else r"student\(\) is for students"):
             _ = distillation.teach(nn.ReLU()) if rank < 2 else distillation.student([])
-        with pytest.raises(ValueError, match="each student has its own teacher"):
+        with pytest.raises(ValueError, match="give each student its own teacher"):
             Distillation(10, teachers=0).student([])
         dist_prims.barrier()
 
