@@ -145,8 +145,7 @@ def new_local_group(
             group_desc=name,
         )[0]
     finally:
-        if device is not None:
-            world.bound_device_id = device
+        world.bound_device_id = device
     c10d._world.pg_group_ranks[made] = {rank: position for position, rank in enumerate(ranks)}
     group: dist.ProcessGroup = made
     return group
@@ -155,11 +154,6 @@ def new_local_group(
 def register_fake_backend() -> None:
     """Make torch's backend "fake" known, which sends nothing."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
-
-
-def import_compiler() -> None:
-    """Import torch's compiler now; otherwise the first optimizer or profiler of a process imports it."""
-    importlib.import_module("torch._dynamo")
 
 
 def queue_backward_callback(call: Callable[[], None]) -> None:

@@ -21,8 +21,8 @@ __all__: list[str] = []
 def duplicate(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     """A new group with the ranks, the backend, its options and the timeout of ``group``; each of its ranks calls this.
 
-    ``name``: the same on all of these ranks, and new. A group of one rank is returned itself, and
-    so is one that ``torch.distributed`` did not make.
+    ``name``: the same on all of these ranks, and new. A group of one rank is returned unchanged, and so is a group that
+    ``torch.distributed`` did not make.
 
     >>> duplicate(dist.group.WORLD, "a name") is dist.group.WORLD  # one rank
     True

@@ -57,9 +57,9 @@ def everything(size: int) -> None:
         tensor = held(rank, count)
         dist.all_reduce(tensor)
         equal(tensor, summed(size, count), ("all_reduce", count))
-        everyones = [torch.full((count,), -1) for _ in range(size)]
-        dist.all_gather(everyones, held(rank, count))
-        for peer, found in enumerate(everyones):
+        of_all_ranks = [torch.full((count,), -1) for _ in range(size)]
+        dist.all_gather(of_all_ranks, held(rank, count))
+        for peer, found in enumerate(of_all_ranks):
             equal(found, held(peer, count), ("all_gather", count, peer))
         output = torch.full((count,), -1)
         dist.reduce_scatter(output, [held(rank, count) + peer for peer in range(size)])

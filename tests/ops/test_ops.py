@@ -33,26 +33,26 @@ def test_values(size: int, backend: str) -> None:
     def body() -> None:
         rank = dist.get_rank()
         for count, dtype in itertools.product((0, 1, 5), (torch.float32, torch.float16, torch.bfloat16, torch.int64)):
-            everyones = torch.stack([rows_of(each, count, dtype) for each in range(size)])
-            mine = everyones[rank].clone()
-            whole = {"sum": everyones.sum(0), "max": everyones.amax(0), "min": everyones.amin(0)}
-            whole["product"] = everyones.prod(0)
+            of_all_ranks = torch.stack([rows_of(each, count, dtype) for each in range(size)])
+            mine = of_all_ranks[rank].clone()
+            whole = {"sum": of_all_ranks.sum(0), "max": of_all_ranks.amax(0), "min": of_all_ranks.amin(0)}
+            whole["product"] = of_all_ranks.prod(0)
             for op, wanted in whole.items():
                 for form in (op, getattr(dist.ReduceOp, op.upper())):
                     assert torch.equal(ops.all_reduce(mine, form), wanted.to(dtype)), (form, dtype)
             if dtype.is_floating_point:
                 scaled = mine * size  # so that the division is exact
-                assert torch.equal(ops.all_reduce(scaled, "avg"), everyones.sum(0).to(dtype))
-            assert torch.equal(ops.all_gather(mine), everyones.flatten(0, 1))
-            assert torch.equal(ops.all_gather(mine.t(), dim=1), everyones.flatten(0, 1).t())  # not contiguous
-            cut = everyones.repeat(1, size, 1)
-            assert torch.equal(ops.reduce_scatter(cut[rank]), everyones.sum(0).to(dtype))
-            assert torch.equal(ops.reduce_scatter(cut[rank].t(), "max", dim=-1), everyones.amax(0).t())
-            assert torch.equal(ops.all_to_all(cut[rank]), everyones.flatten(0, 1))
-            assert torch.equal(ops.broadcast(mine, size - 1), everyones[-1])
-            total = everyones.sum(0).to(dtype)
+                assert torch.equal(ops.all_reduce(scaled, "avg"), of_all_ranks.sum(0).to(dtype))
+            assert torch.equal(ops.all_gather(mine), of_all_ranks.flatten(0, 1))
+            assert torch.equal(ops.all_gather(mine.t(), dim=1), of_all_ranks.flatten(0, 1).t())  # not contiguous
+            cut = of_all_ranks.repeat(1, size, 1)
+            assert torch.equal(ops.reduce_scatter(cut[rank]), of_all_ranks.sum(0).to(dtype))
+            assert torch.equal(ops.reduce_scatter(cut[rank].t(), "max", dim=-1), of_all_ranks.amax(0).t())
+            assert torch.equal(ops.all_to_all(cut[rank]), of_all_ranks.flatten(0, 1))
+            assert torch.equal(ops.broadcast(mine, size - 1), of_all_ranks[-1])
+            total = of_all_ranks.sum(0).to(dtype)
             assert torch.equal(ops.reduce(mine, size - 1), total if rank == size - 1 else torch.zeros_like(total))
-            assert torch.equal(mine, everyones[rank])  # untouched, and the result is fresh
+            assert torch.equal(mine, of_all_ranks[rank])  # untouched, and the result is fresh
 
     dist_prims.spawn(body, size, timeout=60, backend=backend)
 
@@ -69,10 +69,10 @@ def test_uneven_parts(size: int, backend: str) -> None:
         (joined * (rank + 1)).sum().backward()
         assert torch.equal(mine.grad, torch.full_like(mine, size * (size + 1) / 2))
 
-        everyones = torch.stack([rows_of(each, sum(lengths)) for each in range(size)])
-        mine = everyones[rank].clone().requires_grad_()
+        of_all_ranks = torch.stack([rows_of(each, sum(lengths)) for each in range(size)])
+        mine = of_all_ranks[rank].clone().requires_grad_()
         part = ops.reduce_scatter(mine, splits=lengths)
-        assert torch.equal(part, everyones.sum(0).split(lengths)[rank])
+        assert torch.equal(part, of_all_ranks.sum(0).split(lengths)[rank])
         (part * (rank + 1)).sum().backward()
         wanted = torch.cat([torch.full((length, 3), each + 1.0) for each, length in enumerate(lengths)])
         assert torch.equal(mine.grad, wanted.double())

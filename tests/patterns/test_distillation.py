@@ -18,7 +18,7 @@ import dist_prims
 from dist_prims import GradientAverager
 from dist_prims.errors import MismatchError
 from dist_prims.launch import RankFailedError
-from dist_prims.patterns.distillation import Distillation, LessonFailed, Regressor, cosine_loss, soft_target_loss
+from dist_prims.patterns.distillation import Distillation, DistillationError, Regressor, cosine_loss, soft_target_loss
 
 GROUPS = [  # ranks, teachers among them, batches ahead, backend
     (2, 1, 0, "dist_prims"),
@@ -236,7 +236,7 @@ def outcome(distillation: Distillation, teacher: Callable[..., Any], fails_at: i
                 for number, _ in enumerate(answered):
                     if number == fails_at:
                         raise ArithmeticError("the loss is nan")
-    except (LessonFailed, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
+    except (DistillationError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         return f"{type(error).__name__}: {error}"
     return "well"
 
@@ -265,13 +265,13 @@ def test_what_fails_on_one_side_reaches_the_other(ahead: int, backend: str) -> N
         return seen
 
     def teacher_failed(text: str) -> bool:
-        return text.startswith("LessonFailed: rank 2, a teacher, failed")
+        return text.startswith("DistillationError: rank 2, a teacher, failed")
 
     one, two, teacher = dist_prims.spawn(body, 3, timeout=60, backend=backend)
     assert all(teacher_failed(text) for text in (one[0], two[0]))
     assert "shape '[7]' is invalid" in one[0]
     assert two[1] == "ArithmeticError: the loss is nan"
-    assert one[1] == teacher[1] == "LessonFailed: rank 1, a student, failed: ArithmeticError: the loss is nan"
+    assert one[1] == teacher[1] == "DistillationError: rank 1, a student, failed: ArithmeticError: the loss is nan"
     assert "logits of shape (2, 2), and its students have 3 classes" in one[2]
     assert one[2] == two[2]
     assert "answer is str; give a tensor" in two[3]

@@ -46,12 +46,12 @@ def synchronous(workers: list[int], steps: dict[int, int]) -> list[torch.Tensor]
     optimizer = sgd(model)
     for step in range(max(steps.values(), default=0)):
         there = [rank for rank in workers if step < steps[rank]]
-        everyones = []
+        of_all_ranks = []
         for rank in there:
             model.zero_grad()
             backward(model, step, rank)
-            everyones.append([each.grad for each in model.parameters()])
-        for parameter, given in zip(model.parameters(), zip(*everyones, strict=True), strict=True):
+            of_all_ranks.append([each.grad for each in model.parameters()])
+        for parameter, given in zip(model.parameters(), zip(*of_all_ranks, strict=True), strict=True):
             found = [each / len(there) for each in given if each is not None]
             parameter.grad = sum(found[1:], found[0]) if found else None
         optimizer.step()

@@ -19,7 +19,7 @@ from dist_prims.errors import MismatchError
 from dist_prims.schedules.pipelines import PipelinePlan, pipeline_plan
 from dist_prims.training import DevicePipeline, GradientAverager, Pipeline
 from dist_prims.training.gradients.bucket_sender import Sending
-from dist_prims.training.pipeline import StageFailed
+from dist_prims.training.pipeline import StageFailedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLANS = ["fill_drain", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"]
@@ -208,7 +208,7 @@ def test_a_step_that_fails_before_anything_is_sent_does_no_harm() -> None:
         pipeline = Pipeline(stages, plan, loss=F.mse_loss, group=group)
         GradientAverager(nn.ModuleList(pipeline.stages.values()), group=copies)
         stages[1].fails = True
-        with pytest.raises(StageFailed, match="the forward fails"):
+        with pytest.raises(StageFailedError, match="the forward fails"):
             pipeline.step(*batches[half])
         stages[1].fails = False
         for parameter in pipeline.parameters():

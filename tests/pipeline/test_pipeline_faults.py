@@ -20,7 +20,7 @@ from dist_prims.training.pipeline.batch_norm import defer_batch_norm
 from dist_prims.training.pipeline.devices import DevicePipeline
 from dist_prims.training.pipeline.processes import Pipeline
 from dist_prims.training.pipeline.split_model import split
-from dist_prims.training.pipeline.transfer import StageFailed
+from dist_prims.training.pipeline.transfer import StageFailedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,7 +89,7 @@ def test_a_failure_reaches_all_and_the_next_step_works(backend: str, name: str) 
 def _failure(call: Callable[[], Any]) -> str:
     try:
         call()
-    except StageFailed as error:
+    except StageFailedError as error:
         return str(error)
     return ""
 
@@ -190,7 +190,7 @@ def test_a_step_without_gradients_says_what_to_call(mode: type) -> None:
     def body() -> None:
         pipeline = Pipeline(stages_of(2), "1f1b", loss=F.mse_loss, num_microbatches=4)
         for guilty in ([0], [1], [0, 1]):
-            with mode() if dist.get_rank() in guilty else nullcontext(), pytest.raises(StageFailed, match=words):
+            with mode() if dist.get_rank() in guilty else nullcontext(), pytest.raises(StageFailedError, match=words):
                 pipeline.step(*a_batch(8))
             with mode():
                 expected = pipeline.evaluate(*a_batch(8))

@@ -21,7 +21,7 @@ from dist_prims.parallel.vocabulary import split_cross_entropy
 from dist_prims.schedules.pipelines import pipeline_plan, pipeline_plans
 from dist_prims.training import DevicePipeline, Pipeline
 from dist_prims.training.mixed_precision import GradScaler
-from dist_prims.training.pipeline import StageFailed
+from dist_prims.training.pipeline import StageFailedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MICROS, CLASSES = 4, 5
@@ -186,7 +186,7 @@ def test_weights_that_are_no_numbers_are_refused_on_all_ranks() -> None:
             (lambda target: -1.0, "a weight is a finite number from 0"),
         ):
             pipeline = Pipeline(stages_of(2), loss=F.cross_entropy, loss_weight=weight, num_microbatches=MICROS)
-            with pytest.raises(StageFailed, match=words):
+            with pytest.raises(StageFailedError, match=words):
                 pipeline.step(*a_batch())
 
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import dist_prims
 from dist_prims.schedules.pipelines import pipeline_plan, pipeline_plans
 from dist_prims.training import DevicePipeline, GradientAverager, Pipeline
-from dist_prims.training.pipeline import StageFailed
+from dist_prims.training.pipeline import StageFailedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MICROS, CLASSES, COUNTS = 4, 5, (13, 3)
@@ -116,7 +116,7 @@ def test_a_trunk_that_fails_in_its_backward_fails_on_all_ranks() -> None:
         inputs = x.requires_grad_().exp()
         if dist.get_rank() == 0:
             inputs.sum().backward()  # what it goes back through is gone
-        with pytest.raises(StageFailed, match="rank 0: step failed: RuntimeError: Trying to backward through"):
+        with pytest.raises(StageFailedError, match="rank 0: step failed: RuntimeError: Trying to backward through"):
             pipeline.step(inputs, t)
         pipeline.step(x, t)
 

@@ -16,7 +16,7 @@ from torch.utils import checkpoint as checkpointing
 import dist_prims
 from dist_prims.schedules.pipelines import pipeline_plan, pipeline_plans
 from dist_prims.training import DevicePipeline, Pipeline
-from dist_prims.training.pipeline import StageFailed, defer_batch_norm
+from dist_prims.training.pipeline import StageFailedError, defer_batch_norm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MICROS = 8
@@ -158,7 +158,7 @@ def test_a_step_that_fails_moves_no_statistics() -> None:
         whole = copy.deepcopy(mine)
         pipeline = Pipeline(mine, "1f1b", loss=loss, num_microbatches=MICROS)
         inputs = torch.cat([a_norm_of(0, micro) for micro in range(MICROS)])
-        with pytest.raises(StageFailed, match="must match the size"):
+        with pytest.raises(StageFailedError, match="must match the size"):
             pipeline.step(inputs, torch.cat([inputs, inputs], 1))
         compare(pipeline.stages, whole)
         pipeline.step(inputs, inputs)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import dist_prims
 from dist_prims.launch import RankFailedError
 from dist_prims.training import ShardedSampler
-from dist_prims.training.checkpoint import CheckpointError, Checkpoints, Damaged
+from dist_prims.training.checkpoint import CheckpointError, Checkpoints, DamagedCheckpointError
 from dist_prims.training.checkpoint.files import digest, put_text
 from dist_prims.training.checkpoint.manifest import Manifest, name_of
 
@@ -91,7 +91,7 @@ def test_nothing_but_damage_is_no_new_beginning(tmp_path: Path) -> None:
         dist.barrier()
         value, checkpoints = values(tmp_path)
         warns = pytest.warns(RuntimeWarning) if dist.get_rank() == 0 else contextlib.nullcontext()
-        with warns, pytest.raises(Damaged, match=r"every checkpoint is damaged.*state\.pt.*state\.pt"):
+        with warns, pytest.raises(DamagedCheckpointError, match=r"every checkpoint is damaged.*state\.pt.*state\.pt"):
             checkpoints.restore()
         assert value.eq(0).all()
 
@@ -137,7 +137,7 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(tmp_path: Path) -> None:
             CheckpointError, match=r"rank 1: OSError: .*Too many open files.*every rank can read"
         ) as said:
             checkpoints.restore()
-        assert not isinstance(said.value, Damaged)
+        assert not isinstance(said.value, DamagedCheckpointError)
         for each in held:
             os.close(each)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -5,7 +5,7 @@ puts a teacher that slows the student down, or does not fit beside it, on separa
 """
 
 from .losses import Regressor, cosine_loss, soft_target_loss
-from .messages import LessonFailed
+from .messages import DistillationError
 from .roles import Distillation
 
-__all__ = ["Distillation", "LessonFailed", "Regressor", "cosine_loss", "soft_target_loss"]
+__all__ = ["Distillation", "DistillationError", "Regressor", "cosine_loss", "soft_target_loss"]

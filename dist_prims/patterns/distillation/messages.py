@@ -25,7 +25,7 @@ _TEXT_BYTES = HEAD - 8  # of a head
 _DEFAULT_TIMEOUT = timedelta(minutes=5)  # of a backend that does not expose its own; as in dist_prims.init()
 
 
-class LessonFailed(CommError):
+class DistillationError(CommError):
     """A teacher or a student failed in its part of a distillation; the group remains usable.
 
     >>> import dist_prims
@@ -39,10 +39,10 @@ class LessonFailed(CommError):
     ...             distillation.teach(teacher)
     ...         with distillation.student([(torch.ones(4, 2), "labels")]) as answered:
     ...             list(answered)
-    ...     except (LessonFailed, RuntimeError) as error:
+    ...     except (DistillationError, RuntimeError) as error:
     ...         return f"{type(error).__name__}: {error}"
     >>> dist_prims.spawn(teacher_without_memory, 2, timeout=60)
-    ['LessonFailed: rank 1, a teacher, failed: RuntimeError: out of memory', 'RuntimeError: out of memory']
+    ['DistillationError: rank 1, a teacher, failed: RuntimeError: out of memory', 'RuntimeError: out of memory']
     """
 
 

@@ -106,9 +106,9 @@ class Distillation:
 
         The teacher is called with the tensors of a request and returns a tensor, the logits, or a tuple of tensors that
         begins with the logits. A module is set to ``eval()``. An error of the teacher is raised here, and on the
-        students as :class:`LessonFailed`. An error of a student is raised here and on the other students as
-        :class:`LessonFailed`. If these wait for the failed student in an all-reduce, it raises after 5 seconds, and
-        they report that its process has ended.
+        students as :class:`DistillationError`. An error of a student is raised here and on the other students as
+        :class:`DistillationError`. If these wait for the failed student in an all-reduce, it raises after 5 seconds,
+        and they report that its process has ended.
         """
         if not self.is_teacher:
             raise ValueError(

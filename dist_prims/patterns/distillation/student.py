@@ -9,7 +9,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from .messages import DistillationMessage, LessonFailed, Messages, as_tuple
+from .messages import DistillationError, DistillationMessage, Messages, as_tuple
 from .teacher import answer
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Student(Generic[_Batch]):
             message = self._messages.receive(self._peer)
             batch = self._waiting.popleft()
             if message.tensors is None:
-                raise LessonFailed(message.failure)
+                raise DistillationError(message.failure)
             yield batch, _one(message.tensors)
 
     def __exit__(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .messages import DistillationMessage, LessonFailed, as_tuple
+from .messages import DistillationError, DistillationMessage, as_tuple
 
 if TYPE_CHECKING:
     from .roles import Distillation
@@ -76,7 +76,7 @@ class Teacher:
             self._active.discard(student)
             if message.failure is not None:
                 self._asked[student].clear()
-                self._failure = self._failure or LessonFailed(message.failure)
+                self._failure = self._failure or DistillationError(message.failure)
 
     def _answer(self, student: int) -> DistillationMessage:
         if self._failure is None:
@@ -99,6 +99,6 @@ class Teacher:
         self._messages.send(student, DistillationMessage(failure=self._failure_text()))
 
     def _failure_text(self) -> str:
-        if isinstance(self._failure, LessonFailed):
+        if isinstance(self._failure, DistillationError):
             return str(self._failure)
         return f"rank {self._rank}, a teacher, failed: {type(self._failure).__name__}: {self._failure}"

@@ -38,7 +38,7 @@ class CheckpointError(RuntimeError):
     """
 
 
-class Damaged(CheckpointError):
+class DamagedCheckpointError(CheckpointError):
     """A file of a checkpoint is missing, truncated or changed, or the disk cannot read it.
 
     >>> import pathlib, tempfile, torch, warnings
@@ -51,14 +51,14 @@ class Damaged(CheckpointError):
     ...         _ = file.write_bytes(b"")
     ...     try:
     ...         checkpoints.restore()
-    ...     except Damaged as error:
+    ...     except DamagedCheckpointError as error:
     ...         print(str(error).replace(folder, "folder").partition(";")[0])
     Checkpoints.restore from folder: rank 0: every checkpoint is damaged
     >>> warnings.resetwarnings()
     """
 
 
-_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "Damaged": Damaged}
+_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "DamagedCheckpointError": DamagedCheckpointError}
 
 
 def together(operation: str, act: Callable[[], T], group: dist.ProcessGroup, remedy: str = WRITING) -> list[T]:
@@ -80,7 +80,7 @@ def together(operation: str, act: Callable[[], T], group: dist.ProcessGroup, rem
     failed = [(rank, *error) for rank, (_, error) in enumerate(found) if error is not None]
     if failed:
         # Damage comes first: the caller then tries the checkpoint before this one.
-        rank, kind, text = min(failed, key=lambda each: each[1] != "Damaged")
+        rank, kind, text = min(failed, key=lambda each: each[1] != "DamagedCheckpointError")
         try:
             raise _KINDS.get(kind, CheckpointError)(
                 f"{operation}: rank {group.rank()}: rank {rank}: {text}"

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ...collectives.call import group_of
 from . import randomness
-from .all_or_none import READING, CheckpointError, Damaged, together
+from .all_or_none import READING, CheckpointError, DamagedCheckpointError, together
 from .files import make_folder, put_text, sync_folder, write_tensors
 from .manifest import Manifest, name_of, read_text, step_of, steps_in
 from .plain_state import Target, is_collective, is_stream, plain, state_of, whole_number
@@ -144,14 +144,14 @@ class Checkpoints:
         for step in self._seen(operation, [steps for _, steps in found]):
             try:
                 return self._restore(step, f"{operation}, step {step}")
-            except Damaged as error:
+            except DamagedCheckpointError as error:
                 self._refused.add(step)
                 refusals.append(str(error))
                 together(
                     operation, functools.partial(self._warn, f"{error}; trying the checkpoint before it"), self.group
                 )
         if refusals:
-            raise Damaged(
+            raise DamagedCheckpointError(
                 f"{operation}: rank {self._rank}: every checkpoint is damaged; to start over, use another directory. "
                 + " ".join(refusals)
             )
@@ -268,7 +268,7 @@ class Checkpoints:
             path = self.directory / name_of(step)
             try:
                 folder = "" if step in self._refused else Manifest.parse(read_text(path), str(path)).folder
-            except (Damaged, ValueError):
+            except (DamagedCheckpointError, ValueError):
                 unknown.add(step)
                 continue
             if folder and len(needed) < self.keep:

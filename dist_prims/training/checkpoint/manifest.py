@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .all_or_none import Damaged
+from .all_or_none import DamagedCheckpointError
 from .files import digest
 
 __all__: list[str] = []
@@ -56,52 +56,54 @@ class Manifest:
 
     @staticmethod
     def parse(text: str, origin: str) -> Manifest:
-        """Parse the result of :meth:`text`, or raise Damaged; ``origin`` is the file, for the error."""
+        """Parse the result of :meth:`text`, or raise DamagedCheckpointError; ``origin`` is the file, for the error."""
         try:
             whole = json.loads(text)
             body = whole["manifest"]
             intact = whole["sha256"] == _checksum(body)
             kind = body.pop("format")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Damaged(f"{origin} is not a manifest: {error!r}") from None
+            raise DamagedCheckpointError(f"{origin} is not a manifest: {error!r}") from None
         if not intact:
-            raise Damaged(f"{origin} has been changed: its checksum does not match")
+            raise DamagedCheckpointError(f"{origin} has been changed: its checksum does not match")
         if kind != _FORMAT:
             raise ValueError(f"{origin} has the format {kind!r}; this version of dist_prims reads {_FORMAT!r}")
         return Manifest(**body)
 
     def check(self, directory: Path, name: str) -> Path:
-        """The path of one of the files; Damaged if it is not intact."""
+        """The path of one of the files; DamagedCheckpointError if it is not intact."""
         path = directory / self.folder / name
         about = self.files[name]
         with _damage(path):
             count = path.stat().st_size
             if count != about["bytes"]:
-                raise Damaged(f"{path} has {count} bytes, its manifest says {about['bytes']}")
+                raise DamagedCheckpointError(f"{path} has {count} bytes, its manifest says {about['bytes']}")
             found = digest(path)
         if found != about["sha256"]:
-            raise Damaged(f"{path} is damaged: its SHA-256 is {found[:16]}…, its manifest says {about['sha256'][:16]}…")
+            raise DamagedCheckpointError(
+                f"{path} is damaged: its SHA-256 is {found[:16]}…, its manifest says {about['sha256'][:16]}…"
+            )
         return path
 
 
 def read_text(path: Path) -> str:
-    """The text of a manifest; Damaged if there is none."""
+    """The text of a manifest; DamagedCheckpointError if there is none."""
     try:
         with _damage(path):
             return path.read_text()
     except UnicodeDecodeError as error:
-        raise Damaged(f"{path} cannot be read: {error}") from None
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}") from None
 
 
 @contextlib.contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Context that turns errors of a lost file into Damaged; other errors do not mean that the file is damaged."""
+    """Context that turns errors of a lost file into DamagedCheckpointError. Other errors do not mean damage."""
     try:
         yield
     except OSError as error:
         if not isinstance(error, FileNotFoundError | NotADirectoryError) and error.errno != errno.EIO:
             raise
-        raise Damaged(f"{path} cannot be read: {error}") from None
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}") from None
 
 
 def _checksum(body: dict[str, Any]) -> str:

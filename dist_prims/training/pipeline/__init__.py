@@ -28,7 +28,7 @@ from .devices import DevicePipeline
 from .processes import Pipeline
 from .profile import LayerCost, profile, stage_costs
 from .split_model import balance, split
-from .transfer import StageFailed
+from .transfer import StageFailedError
 
 __all__ = [
     "Chain",
@@ -37,7 +37,7 @@ __all__ = [
     "LayerCost",
     "Pipeline",
     "Pop",
-    "StageFailed",
+    "StageFailedError",
     "Stash",
     "balance",
     "commit_batch_norm",

@@ -34,7 +34,7 @@ from .loss_weights import Function, Objective
 from .outside_gradients import Leaves
 from .packet import FAILED, HEAD, WELL, WORD, head_of, read_head
 from .stage import Tensors, as_tuple
-from .transfer import PipelineMessage, StageFailed, Transfers
+from .transfer import PipelineMessage, StageFailedError, Transfers
 
 __all__: list[str] = []
 
@@ -186,7 +186,7 @@ class Pipeline(Owner):
         if self._rank != first:
             status, text = read_head(self._transfers.receive(first, HEAD))
             if status == FAILED:
-                raise StageFailed(text)
+                raise StageFailedError(text)
             word = json.loads(text)
             failure: Exception | None = None
             if word["call"] != call:
@@ -236,7 +236,7 @@ class Pipeline(Owner):
         incoming: Tensors = ()
         try:
             incoming = self._take(action)
-        except StageFailed as error:
+        except StageFailedError as error:
             failure = failure or error
         outgoing: Tensors = ()
         if failure is None:
@@ -292,7 +292,7 @@ class Pipeline(Owner):
                     results = (batch.sums,)
                 elif outputs is not None and call == "forward everywhere":
                     results = outputs
-        except StageFailed as error:
+        except StageFailedError as error:
             failure = failure or error
         except Exception as error:
             failure = failure or self._failed(error, call)
@@ -312,11 +312,11 @@ class Pipeline(Owner):
         for rank in self._others:
             status, text = read_head(self._transfers.receive(rank, HEAD))
             if status == FAILED:
-                failure = failure or StageFailed(text)
+                failure = failure or StageFailedError(text)
         return failure
 
-    def _failed(self, error: Exception, what: str) -> StageFailed:
-        failure = StageFailed(f"rank {self._rank}: {what} failed: {type(error).__name__}: {error}")
+    def _failed(self, error: Exception, what: str) -> StageFailedError:
+        failure = StageFailedError(f"rank {self._rank}: {what} failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
         return failure
 

@@ -36,7 +36,7 @@ _TAG = 20_553  # beside the tags that a program may use in the same group
 _AHEAD = 2  # receives that are posted before they are needed
 
 
-class StageFailed(CommError):
+class StageFailedError(CommError):
     """A rank of the pipeline failed in its part of a step; the group can go on with the next one.
 
     >>> import torch, dist_prims
@@ -49,7 +49,7 @@ class StageFailed(CommError):
     ...     pipeline = dist_prims.Pipeline(stages, loss=loss, num_microbatches=2)
     ...     try:
     ...         pipeline.step(torch.ones(4, 2), -torch.ones(4, 2))
-    ...     except StageFailed as error:
+    ...     except StageFailedError as error:
     ...         text = str(error)
     ...     pipeline.step(torch.ones(4, 2), torch.ones(4, 2))  # the group can go on
     ...     return text
@@ -172,7 +172,7 @@ class Transfers:
             self.send(message.target, data, message)
 
     def receive_message(self, message: PipelineMessage) -> Tensors:
-        """Wait for a message and return its tensors; StageFailed if it has an error instead."""
+        """Wait for a message and return its tensors; StageFailedError if it has an error instead."""
         while message not in self._pending:
             self._post()
         self._post_ahead()
@@ -182,7 +182,7 @@ class Transfers:
         if transfer.failure is None and self._queued:
             self._unread.append(transfer.data[:HEAD])
         elif failure := transfer.failure or _failure(transfer.data):
-            raise StageFailed(failure)
+            raise StageFailedError(failure)
         views = transfer.layout.views(transfer.data)
         return tuple(v.requires_grad_(spec.needs_grad) for v, spec in zip(views, transfer.layout.specs, strict=True))
 
@@ -213,14 +213,14 @@ class Transfers:
         """The tensors that rank ``rank`` sends by :meth:`send_tensors`."""
         layout = self._receive_layout(rank)
         if isinstance(layout, str):
-            raise StageFailed(layout)
+            raise StageFailedError(layout)
         return tuple(layout.views(self.receive(rank, layout.nbytes)))
 
-    def unread(self) -> StageFailed | None:
+    def unread(self) -> StageFailedError | None:
         """The failure in a head that was not read when its message came, as on CUDA."""
         unread, self._unread = self._unread, []
         failures = (_failure(head) for head in (torch.stack(unread).cpu() if unread else []))
-        return next((StageFailed(failure) for failure in failures if failure), None)
+        return next((StageFailedError(failure) for failure in failures if failure), None)
 
     def finish(self) -> None:
         """Wait for all sends of the step."""
