@@ -100,7 +100,7 @@ def mpi_extensions():
             print(f"dist_prims: {mpicc} is no mpicc of Open MPI or of MPICH's kind, and left out", file=sys.stderr)
     for family in FAMILIES.keys() - found.keys():
         print(f"dist_prims: built without {FAMILIES[family]}: no mpicc of it is found", file=sys.stderr)
-    sources = [*Path("csrc/torch/mpi").glob("*.cpp"), *Path("csrc/torch/common").glob("*.cpp")]
+    sources = [source for folder in ("mpi", "torch/mpi", "torch/common") for source in Path("csrc", folder).glob("*.cpp")]
     return [extension(f"_mpi_{family}", sources, folders) for family, folders in sorted(found.items())]
 
 

@@ -6,7 +6,7 @@
 #include "../../common/kernels.h"
 #include "../../common/thread.h"
 #include "flat.h"
-#include "progress.h"
+#include "../../mpi/progress.h"
 #include "work.h"
 
 namespace dist_prims::mpi {

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "../common/collective_backend.h"
-#include "calls.h"
-#include "group.h"
+#include "../../mpi/calls.h"
+#include "../../mpi/group.h"
 
 namespace dist_prims::mpi {
 

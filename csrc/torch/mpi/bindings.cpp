@@ -5,7 +5,7 @@
 
 #include "../common/work.h"
 #include "backend.h"
-#include "progress.h"
+#include "../../mpi/progress.h"
 
 namespace py = pybind11;
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../common/work.h"
-#include "operation.h"
+#include "../../mpi/operation.h"
 
 namespace dist_prims::mpi {
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../common/thread.h"
+#include "../common/thread.h"
 #include "operation.h"
 
 namespace dist_prims::mpi {

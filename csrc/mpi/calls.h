@@ -11,7 +11,7 @@
 #include <deque>
 #include <vector>
 
-#include "../../common/types.h"
+#include "../common/types.h"
 #include "mpi_state.h"
 
 namespace dist_prims::mpi {

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "../../common/thread.h"
+#include "../common/thread.h"
 #include "poll_backoff.h"
 #include "progress.h"
 

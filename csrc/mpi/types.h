@@ -3,7 +3,7 @@
 
 #include <mpi.h>
 
-#include "../../common/types.h"
+#include "../common/types.h"
 
 namespace dist_prims::mpi {
 

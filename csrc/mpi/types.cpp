@@ -3,7 +3,7 @@
 #include <array>
 #include <utility>
 
-#include "../../common/kernels.h"
+#include "../common/kernels.h"
 #include "mpi_state.h"
 
 namespace dist_prims::mpi {
