@@ -1,15 +1,18 @@
-"""Build script: the extension dist_prims._backend, and one for each kind of MPI. The metadata is in pyproject.toml.
+"""Build script: the native libraries, see dist_prims/backend/compile_native.py. The metadata is in pyproject.toml.
 
-The extensions for MPI are compiled with its header alone and linked to none of its libraries: they use the one that
+The libraries for MPI are compiled with its header alone and linked to none of its libraries: they use the one that
 mpi4py loads. An mpicc tells where the header is: that of the environment, that of the PATH, and those that the variable
 DIST_PRIMS_MPICC names, with colons between them.
 
-DIST_PRIMS_SANITIZE=address or =thread builds dist_prims._backend alone, under that sanitizer, for tests. Give the build
-a folder of its own, or it replaces the ordinary extension:
+- DIST_PRIMS_TORCH=folder:folder compiles adapters for these packages of torch as well as for the installed one.
+- DIST_PRIMS_PURE=1 builds a wheel without native libraries: schedules, proofs, pictures. It needs no torch.
+- DIST_PRIMS_SANITIZE=address or =thread compiles core and adapter under that sanitizer, for tests. Give the build a
+  folder of its own, or it replaces the ordinary libraries:
 
     DIST_PRIMS_SANITIZE=thread python setup.py build_ext --build-lib build/thread --build-temp build/thread
 """
 
+import importlib.util
 import os
 import shlex
 import shutil
@@ -17,63 +20,76 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
-try:
-    import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
-except ImportError as error:
+PURE = os.environ.get("DIST_PRIMS_PURE") == "1"
+SANITIZER = os.environ.get("DIST_PRIMS_SANITIZE", "")
+CSRC = Path("csrc")
+FOLDER = Path("dist_prims", "lib")
+
+_spec = importlib.util.spec_from_file_location("compile_native", Path("dist_prims", "backend", "compile_native.py"))
+native = sys.modules["compile_native"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(native)
+
+TORCH = None if PURE else importlib.util.find_spec("torch")
+if not PURE and TORCH is None:  # at once, before pip downloads anything
     raise SystemExit(
         "dist_prims is built against the torch that it will run with, and there is none in this environment. "
         "Install torch 2.11 or later first, then: pip install --no-build-isolation ."
-    ) from error
-
-# Without contraction a * b + c rounds twice on every processor: the same bits everywhere.
-COMMON = ["-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall"]
-SANITIZERS = {"": "", "address": "address,undefined", "thread": "thread"}
-SANITIZER = SANITIZERS.get(os.environ.get("DIST_PRIMS_SANITIZE", ""))
-if SANITIZER is None:
-    raise SystemExit(f"DIST_PRIMS_SANITIZE={os.environ['DIST_PRIMS_SANITIZE']}: it is 'address' or 'thread'")
-INSTRUMENTED = ["-O1", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={SANITIZER}"]
-FLAGS = [*COMMON, *(INSTRUMENTED if SANITIZER else ["-O3", "-g0"])]
-CORE = [source for folder in ("common", "shm", "net") for source in Path("csrc", folder).glob("*.cpp")]  # no torch
-FAMILIES = {"mpich": "MPICH, Intel MPI or MVAPICH", "openmpi": "Open MPI"}  # by the kind of their handles
-
-
-class Build(BuildExtension):
-    """The extensions share sources and not the flags, so each has its own folder of objects."""
-
-    def build_extension(self, ext):
-        everything = self.build_temp
-        self.build_temp = str(Path(everything) / ext.name)
-        super().build_extension(ext)
-        self.build_temp = everything
-
-
-def extension(name, sources, include_dirs=()):
-    return CppExtension(
-        f"dist_prims.{name}",
-        sources=sorted(map(str, [*CORE, *sources])),
-        depends=sorted(map(str, Path("csrc").rglob("*.h"))),
-        include_dirs=list(include_dirs),
-        define_macros=[("DIST_PRIMS_TORCH", f'"{torch.__version__}"')],
-        extra_compile_args=FLAGS,
-        extra_link_args=[f"-fsanitize={SANITIZER}"] if SANITIZER else [],
     )
+if SANITIZER and SANITIZER not in native.SANITIZERS:
+    raise SystemExit(f"DIST_PRIMS_SANITIZE={SANITIZER}: it is 'address' or 'thread'")
 
 
-def backend():
-    """The sources of the backend. An instrumented build compiles them as one: the headers of torch, parsed and
-    instrumented once for each source, are nearly all of what it takes."""
-    sources = sorted(source for folder in ("common", "backend") for source in Path("csrc/torch", folder).glob("*.cpp"))
-    if not SANITIZER:
-        return sources
-    text = "".join(f'#include "../{source}"\n' for source in sources)
-    one = Path("build", f"backend_with_{SANITIZER.replace(',', '_')}.cpp")
-    if not one.exists() or one.read_text() != text:  # else an incremental build would compile it again
-        one.parent.mkdir(exist_ok=True)
-        one.write_text(text)
-    return [one]
+class Build(build_ext):
+    """Compiles the native libraries in place of the extension, which stands for all of them."""
+
+    def run(self):
+        self.compiled = libraries()
+        into = FOLDER if self.inplace or self.editable_mode else Path(self.build_lib) / FOLDER
+        native.build(self.compiled, into, Path(self.build_temp), sanitizer=SANITIZER)
+        if into != FOLDER:  # the sources of the adapter, for a torch that has none
+            for source in [*CSRC.rglob("*.h"), *CSRC.glob("torch/**/*.cpp")]:
+                copy = into / source
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, copy)
+
+    def get_outputs(self):
+        return [str(Path(self.build_lib) / FOLDER / each.file) for each in getattr(self, "compiled", [])]
+
+    def get_output_mapping(self):
+        return {}
+
+    def get_source_files(self):
+        return list(map(str, CSRC.rglob("*.*")))
+
+
+def libraries():
+    installed = Path(TORCH.origin).parent
+    torches = [installed, *map(Path, filter(None, os.environ.get("DIST_PRIMS_TORCH", "").split(":")))]
+    families = {} if SANITIZER else mpi_headers()
+    adapters = {library.file: library for library in (native.adapter(CSRC, torch) for torch in torches)}
+    return [
+        native.core(CSRC),
+        *(native.mpi(CSRC, family, headers) for family, headers in sorted(families.items())),
+        *adapters.values(),
+    ]
+
+
+def mpi_headers():
+    """The folders of the headers of each family of MPI for which there is an mpicc."""
+    named = [name for name in os.environ.get("DIST_PRIMS_MPICC", "").split(":") if name]
+    found = {}
+    for mpicc in [*named, str(Path(sys.executable).parent / "mpicc"), shutil.which("mpicc")]:
+        family, headers = ask(mpicc) if mpicc else (None, [])
+        if family:
+            found.setdefault(family, headers)
+        elif mpicc in named:
+            print(f"dist_prims: {mpicc} is no mpicc of Open MPI or of MPICH's kind, and left out", file=sys.stderr)
+    for family in native.FAMILIES.keys() - found.keys():
+        print(f"dist_prims: built without {native.FAMILIES[family]}: no mpicc of it is found", file=sys.stderr)
+    return found
 
 
 def ask(mpicc):
@@ -89,22 +105,7 @@ def ask(mpicc):
     return None, []
 
 
-def mpi_extensions():
-    named = [name for name in os.environ.get("DIST_PRIMS_MPICC", "").split(":") if name]
-    found = {}
-    for mpicc in [*named, str(Path(sys.executable).parent / "mpicc"), shutil.which("mpicc")]:
-        family, folders = ask(mpicc) if mpicc else (None, [])
-        if family:
-            found.setdefault(family, folders)
-        elif mpicc in named:
-            print(f"dist_prims: {mpicc} is no mpicc of Open MPI or of MPICH's kind, and left out", file=sys.stderr)
-    for family in FAMILIES.keys() - found.keys():
-        print(f"dist_prims: built without {FAMILIES[family]}: no mpicc of it is found", file=sys.stderr)
-    sources = [source for folder in ("mpi", "torch/mpi", "torch/common") for source in Path("csrc", folder).glob("*.cpp")]
-    return [extension(f"_mpi_{family}", sources, folders) for family, folders in sorted(found.items())]
-
-
 setup(
-    ext_modules=[extension("_backend", backend()), *([] if SANITIZER else mpi_extensions())],
+    ext_modules=[] if PURE else [Extension("dist_prims.lib.native", [])],
     cmdclass={"build_ext": Build},
 )

@@ -24,7 +24,7 @@ dist_prims_setup() {
     stamp=$root/.venv/.dist_prims
     state=$(cd "$root" && {
         echo "$root" "${DIST_PRIMS_MPICC:-}"
-        find requirements.lock setup.py pyproject.toml csrc -type f -print0 | LC_ALL=C sort -z | xargs -0 cat
+        find requirements.lock setup.py pyproject.toml dist_prims/backend/compile_native.py csrc -type f -print0 | LC_ALL=C sort -z | xargs -0 cat
     } | cksum)
     if [ ! -e "$stamp" ] || [ "$(cat "$stamp")" != "$state" ]; then
         echo "dist_prims: making the environment in $root/.venv (a few minutes)" >&2

@@ -165,7 +165,7 @@ void Queue::serve() {
         if (!running_ && !jobs_.empty())
             execute(lock, true);
         else
-            changed_.wait(lock);
+            wait_for_notification(changed_, lock);
     }
 }
 

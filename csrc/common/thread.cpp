@@ -4,6 +4,8 @@
 
 namespace dist_prims {
 
+thread_local constinit bool in_background = false;
+
 // The thread's copy of the promise goes when the body has ended, however that came about, and then the future is ready.
 Thread::Thread(std::function<void()> body) {
     std::promise<void> running;

@@ -8,6 +8,7 @@
 #include <cxxabi.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <exception>
 #include <functional>
 #include <future>
@@ -30,7 +31,7 @@ std::exception_ptr caught(const Act& act) {
 }
 
 // True on background threads. Their waits sleep early, because other threads of this process need the core more.
-inline thread_local bool in_background = false;
+extern thread_local constinit bool in_background;
 
 class BackgroundScope {
 public:
@@ -41,6 +42,13 @@ public:
 private:
     const bool before_;
 };
+
+// Waits for a notification; may return without one, as condition_variable::wait() may. A process that is linked to
+// wait() itself does not start where libstdc++ is older than that of GCC 12.
+template <typename Lock>
+void wait_for_notification(std::condition_variable& condition, Lock& lock) {
+    condition.wait_for(lock, std::chrono::hours(1));
+}
 
 class Thread {
 public:

@@ -4,6 +4,7 @@
 #include <numeric>
 #include <string>
 
+#include "mpi_state.h"
 #include "types.h"
 
 namespace dist_prims::mpi {
@@ -20,19 +21,19 @@ const void* in_place_if_same(const std::byte* in, const std::byte* out) {
 
 }  // namespace
 
-MPI_Request* Calls::next() {
+MPI_Request* MpiCalls::next() {
     return &requests_.emplace_back(MPI_REQUEST_NULL);
 }
 
-void Calls::begun(int code) {
+void MpiCalls::begun(int code) {
     if (code != MPI_SUCCESS) raise(code);
 }
 
-void Calls::raise(int code) const {
+void MpiCalls::raise(int code) const {
     throw Error("MPI says: " + words(code));
 }
 
-MPI_Datatype Calls::unit_of(std::size_t bytes) {
+MPI_Datatype MpiCalls::unit_of(std::size_t bytes) {
     MPI_Datatype made = MPI_BYTE;
     if (bytes == 1) return made;
     if (bytes <= largest_) {
@@ -54,7 +55,7 @@ MPI_Datatype Calls::unit_of(std::size_t bytes) {
     return made;
 }
 
-const Calls::Layout& Calls::layout(const Counts& bytes) {
+const MpiCalls::Layout& MpiCalls::layout(const Counts& bytes) {
     const std::size_t total = sum(bytes);
     std::size_t unit = 1;
     if (total > largest_) unit = std::accumulate(bytes.begin(), bytes.end(), std::size_t{0}, std::gcd<size_t, size_t>);
@@ -73,7 +74,7 @@ const Calls::Layout& Calls::layout(const Counts& bytes) {
     return made;
 }
 
-void Calls::all_reduce(Op op, DType dtype, const std::byte* in, std::byte* out, std::size_t count) {
+void MpiCalls::all_reduce(Op op, DType dtype, const std::byte* in, std::byte* out, std::size_t count) {
     const auto [type, call_options] = reduction(op, dtype);
     std::size_t done = 0;
     do {  // also once for no data: all ranks must take part
@@ -84,7 +85,8 @@ void Calls::all_reduce(Op op, DType dtype, const std::byte* in, std::byte* out, 
     } while (done < count);
 }
 
-void Calls::reduce(Op op, DType dtype, const std::byte* in, std::byte* out, std::size_t count, int root, bool is_root) {
+void MpiCalls::reduce(Op op, DType dtype, const std::byte* in, std::byte* out, std::size_t count, int root,
+                      bool is_root) {
     const auto [type, call_options] = reduction(op, dtype);
     std::size_t done = 0;
     do {
@@ -96,7 +98,7 @@ void Calls::reduce(Op op, DType dtype, const std::byte* in, std::byte* out, std:
     } while (done < count);
 }
 
-void Calls::reduce_scatter(Op op, DType dtype, const std::byte* in, std::byte* out, const Counts& counts, int rank) {
+void MpiCalls::reduce_scatter(Op op, DType dtype, const std::byte* in, std::byte* out, const Counts& counts, int rank) {
     if (sum(counts) > largest_) {  // block by block: the displacements of one call would not fit an int
         for (int root = 0; root < size_; ++root) {
             const std::size_t count = counts[static_cast<std::size_t>(root)];
@@ -111,12 +113,12 @@ void Calls::reduce_scatter(Op op, DType dtype, const std::byte* in, std::byte* o
     begun(MPI_Ireduce_scatter(in, out, made.counts.data(), type, call_options, comm_, next()));
 }
 
-void Calls::broadcast(std::byte* data, std::size_t bytes, int root) {
+void MpiCalls::broadcast(std::byte* data, std::size_t bytes, int root) {
     const Layout& whole = layout({bytes});
     begun(MPI_Ibcast(data, whole.counts[0], whole.unit, root, comm_, next()));
 }
 
-void Calls::all_gather(const std::byte* in, std::byte* out, const Counts& bytes, int rank) {
+void MpiCalls::all_gather(const std::byte* in, std::byte* out, const Counts& bytes, int rank) {
     const Layout& own = layout({bytes[static_cast<std::size_t>(rank)]});
     const Layout& all = layout(bytes);
     const std::byte* place = out + std::accumulate(bytes.begin(), bytes.begin() + rank, std::size_t{0});
@@ -124,44 +126,44 @@ void Calls::all_gather(const std::byte* in, std::byte* out, const Counts& bytes,
                           all.places.data(), all.unit, comm_, next()));
 }
 
-void Calls::gather(const std::byte* in, std::size_t bytes, std::byte* out, const Counts& incoming, int root) {
+void MpiCalls::gather(const std::byte* in, std::size_t bytes, std::byte* out, const Counts& incoming, int root) {
     const Layout& own = layout({bytes});
     const Layout& all = layout(incoming);
     begun(MPI_Igatherv(in, own.counts[0], own.unit, out, all.counts.data(), all.places.data(), all.unit, root, comm_,
                        next()));
 }
 
-void Calls::scatter(const std::byte* in, const Counts& outgoing, std::byte* out, std::size_t bytes, int root) {
+void MpiCalls::scatter(const std::byte* in, const Counts& outgoing, std::byte* out, std::size_t bytes, int root) {
     const Layout& own = layout({bytes});
     const Layout& all = layout(outgoing);
     begun(MPI_Iscatterv(in, all.counts.data(), all.places.data(), all.unit, out, own.counts[0], own.unit, root, comm_,
                         next()));
 }
 
-void Calls::all_to_all(const std::byte* in, const Counts& outgoing, std::byte* out, const Counts& incoming) {
+void MpiCalls::all_to_all(const std::byte* in, const Counts& outgoing, std::byte* out, const Counts& incoming) {
     const Layout& sent = layout(outgoing);
     const Layout& received = layout(incoming);
     begun(MPI_Ialltoallv(in, sent.counts.data(), sent.places.data(), sent.unit, out, received.counts.data(),
                          received.places.data(), received.unit, comm_, next()));
 }
 
-void Calls::barrier() {
+void MpiCalls::barrier() {
     begun(MPI_Ibarrier(comm_, next()));
 }
 
-void Calls::send(const std::byte* data, std::size_t bytes, int to, int tag) {
+void MpiCalls::send(const std::byte* data, std::size_t bytes, int to, int tag) {
     const Layout& whole = layout({bytes});
     begun(MPI_Isend(data, whole.counts[0], whole.unit, to, tag, comm_, next()));
 }
 
-void Calls::receive(std::byte* data, std::size_t bytes, int from, int tag) {
+void MpiCalls::receive(std::byte* data, std::size_t bytes, int from, int tag) {
     const Layout& whole = layout({bytes});
     receives_ = true;
     expected_ = bytes;
-    begun(MPI_Irecv(data, whole.counts[0], whole.unit, from < 0 ? MPI_ANY_SOURCE : from, tag, comm_, next()));
+    begun(MPI_Irecv(data, whole.counts[0], whole.unit, from == kAnyRank ? MPI_ANY_SOURCE : from, tag, comm_, next()));
 }
 
-bool Calls::test() {
+bool MpiCalls::test() {
     int done = 0;
     statuses_.resize(requests_.size());
     const int code = MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done, statuses_.data());
@@ -183,7 +185,7 @@ bool Calls::test() {
     return true;
 }
 
-bool Calls::give_up() {
+bool MpiCalls::give_up() {
     bool free = true;
     for (MPI_Request& each : requests_) {
         if (each == MPI_REQUEST_NULL) continue;
@@ -194,7 +196,7 @@ bool Calls::give_up() {
     return free;
 }
 
-void Calls::release_types() {
+void MpiCalls::release_types() {
     for (MPI_Datatype& each : types_) MPI_Type_free(&each);
     types_.clear();
 }

@@ -11,29 +11,27 @@
 #include <deque>
 #include <vector>
 
-#include "../common/types.h"
-#include "mpi_state.h"
+#include "library.h"
 
 namespace dist_prims::mpi {
 
-using Counts = std::vector<std::size_t>;
-
-// Each function starts a call on the communicator. All data is contiguous, the blocks of ranks in rank order.
-class Calls {
+class MpiCalls : public Calls {
 public:
-    Calls(MPI_Comm comm, int size, std::size_t largest_count) : comm_(comm), size_(size), largest_(largest_count) {}
+    MpiCalls(MPI_Comm comm, int size, std::size_t largest_count) : comm_(comm), size_(size), largest_(largest_count) {}
 
-    void all_reduce(Op op, DType dtype, const std::byte* in, std::byte* out, std::size_t count);
-    void reduce(Op op, DType dtype, const std::byte* in, std::byte* out, std::size_t count, int root, bool is_root);
-    void reduce_scatter(Op op, DType dtype, const std::byte* in, std::byte* out, const Counts& counts, int rank);
-    void broadcast(std::byte* data, std::size_t bytes, int root);
-    void all_gather(const std::byte* in, std::byte* out, const Counts& bytes, int rank);
-    void gather(const std::byte* in, std::size_t bytes, std::byte* out, const Counts& incoming, int root);
-    void scatter(const std::byte* in, const Counts& outgoing, std::byte* out, std::size_t bytes, int root);
-    void all_to_all(const std::byte* in, const Counts& outgoing, std::byte* out, const Counts& incoming);
-    void barrier();
-    void send(const std::byte* data, std::size_t bytes, int to, int tag);
-    void receive(std::byte* data, std::size_t bytes, int from, int tag);
+    void all_reduce(Op op, DType dtype, const std::byte* in, std::byte* out, std::size_t count) override;
+    void reduce(Op op, DType dtype, const std::byte* in, std::byte* out, std::size_t count, int root,
+                bool is_root) override;
+    void reduce_scatter(Op op, DType dtype, const std::byte* in, std::byte* out, const Counts& counts,
+                        int rank) override;
+    void broadcast(std::byte* data, std::size_t bytes, int root) override;
+    void all_gather(const std::byte* in, std::byte* out, const Counts& bytes, int rank) override;
+    void gather(const std::byte* in, std::size_t bytes, std::byte* out, const Counts& incoming, int root) override;
+    void scatter(const std::byte* in, const Counts& outgoing, std::byte* out, std::size_t bytes, int root) override;
+    void all_to_all(const std::byte* in, const Counts& outgoing, std::byte* out, const Counts& incoming) override;
+    void barrier() override;
+    void send(const std::byte* data, std::size_t bytes, int to, int tag) override;
+    void receive(std::byte* data, std::size_t bytes, int from, int tag) override;
 
     // Whether all calls are done; throws their error. Makes progress on all of MPI.
     bool test();

@@ -4,6 +4,8 @@
 #include <numeric>
 #include <string>
 
+#include "mpi_state.h"
+#include "operation.h"
 #include "poll_backoff.h"
 #include "progress.h"
 
@@ -114,7 +116,7 @@ std::string listed(const std::vector<int>& ranks) {
 
 }  // namespace
 
-Group::Group(const std::vector<int>& ranks, Milliseconds timeout, const WaitHook& look) {
+MpiGroup::MpiGroup(const std::vector<int>& ranks, Milliseconds timeout, const WaitHook& look) {
     if (const std::string why = unusable(); !why.empty()) throw Error("no group over MPI: " + why);
     int me = 0;
     {
@@ -143,22 +145,26 @@ Group::Group(const std::vector<int>& ranks, Milliseconds timeout, const WaitHook
 }
 
 // A pending operation keeps its group, so none is pending here.
-Group::~Group() {
+MpiGroup::~MpiGroup() {
     const std::lock_guard hold(lock());
     if (comm_ != MPI_COMM_NULL && unusable().empty()) MPI_Comm_free(&comm_);
 }
 
-void Group::fail(std::exception_ptr reason) {
+std::shared_ptr<Operation> MpiGroup::operation(Operation::Options options, Operation::Done done) {
+    return std::make_shared<MpiOperation>(shared_from_this(), std::move(options), std::move(done));
+}
+
+void MpiGroup::fail(std::exception_ptr reason) {
     const std::lock_guard hold(guard_);
     if (!failure_) failure_ = std::move(reason);
 }
 
-std::exception_ptr Group::failure() const {
+std::exception_ptr MpiGroup::failure() const {
     const std::lock_guard hold(guard_);
     return failure_;
 }
 
-std::vector<int> Group::roll_call(Milliseconds timeout, const WaitHook& look) const {
+std::vector<int> MpiGroup::roll_call(Milliseconds timeout, const WaitHook& look) const {
     std::vector<int> everyone(static_cast<std::size_t>(size_));
     std::iota(everyone.begin(), everyone.end(), 0);
     return call_roll(comm_, everyone, rank_, largest_tag_ + 1, timeout, look);

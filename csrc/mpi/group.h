@@ -1,36 +1,29 @@
-// Ranks of MPI_COMM_WORLD with a communicator of their own.
+// A group of ranks: their communicator, and the error that ended them.
 #pragma once
 
 #include <mpi.h>
 
-#include <exception>
-#include <vector>
+#include <mutex>
 
-#include "mpi_state.h"
+#include "library.h"
 
 namespace dist_prims::mpi {
 
-class Group {
+class MpiGroup : public Group, public std::enable_shared_from_this<MpiGroup> {
 public:
-    // Made by all of the ranks, which are those of MPI_COMM_WORLD; throws if one does not come in time.
-    Group(const std::vector<int>& ranks, Milliseconds timeout, const WaitHook& look);
-    ~Group();
-    Group(const Group&) = delete;
-    Group& operator=(const Group&) = delete;
+    MpiGroup(const std::vector<int>& ranks, Milliseconds timeout, const WaitHook& look);
+    ~MpiGroup() override;
+    MpiGroup(const MpiGroup&) = delete;
+    MpiGroup& operator=(const MpiGroup&) = delete;
 
     MPI_Comm comm() const { return comm_; }
-    int rank() const { return rank_; }
-    int size() const { return size_; }
-    int largest_tag() const { return largest_tag_; }  // for messages; the same on all ranks
-
-    // Ends the group: operations in progress fail with the reason at their next poll, and nothing begins any more. Only
-    // the first reason is kept.
-    void fail(std::exception_ptr reason);
-    std::exception_ptr failure() const;
-
-    // A barrier that reports absent ranks: rank 0 receives a message from every other rank, then releases them. Returns
-    // the ranks that sent nothing.
-    std::vector<int> roll_call(Milliseconds timeout, const WaitHook& look) const;
+    int rank() const override { return rank_; }
+    int size() const override { return size_; }
+    int largest_tag() const override { return largest_tag_; }
+    std::shared_ptr<Operation> operation(Operation::Options options, Operation::Done done) override;
+    void fail(std::exception_ptr reason) override;
+    std::exception_ptr failure() const override;
+    std::vector<int> roll_call(Milliseconds timeout, const WaitHook& look) const override;
 
 private:
     MPI_Comm comm_ = MPI_COMM_NULL;

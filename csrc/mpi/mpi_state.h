@@ -3,22 +3,13 @@
 
 #include <mpi.h>
 
-#include <chrono>
-#include <functional>
 #include <mutex>
-#include <stdexcept>
-#include <string>
+
+#include "library.h"
 
 namespace dist_prims::mpi {
 
 using Clock = std::chrono::steady_clock;
-using Milliseconds = std::chrono::milliseconds;
-using WaitHook = std::function<void()>;  // called at intervals by waits; may throw
-
-struct Error : std::runtime_error {
-    Error(const std::string& text, bool timeout = false) : std::runtime_error(text), is_timeout(timeout) {}
-    const bool is_timeout;
-};
 
 // All calls of MPI are made under this lock. With MPI_THREAD_SERIALIZED they must be; with MPI_THREAD_MULTIPLE the
 // library would take a lock of its own for each. Nothing that may need Python is done or destroyed under it.

@@ -27,21 +27,18 @@ Milliseconds since(Clock::time_point start) {
 
 }  // namespace
 
-Operation::Operation(std::shared_ptr<Group> group, std::string what, bool is_message, Milliseconds timeout,
-                     std::size_t largest_count, Done done)
+MpiOperation::MpiOperation(std::shared_ptr<MpiGroup> group, Options options, Done done)
     : group_(std::move(group)),
-      what_(std::move(what)),
-      is_message_(is_message),
-      timeout_(timeout),
-      calls_(group_->comm(), group_->size(), largest_count),
+      options_(std::move(options)),
+      calls_(group_->comm(), group_->size(), options_.largest_count),
       done_(std::move(done)) {}
 
-void Operation::begin(const std::function<void(Calls&)>& calls, bool attended) {
+void MpiOperation::begin(const std::function<void(Calls&)>& start, bool attended) {
     try {
         const std::lock_guard hold(lock());
         if (const std::string why = unusable(); !why.empty()) std::rethrow_exception(named(why));
         if (const auto failure = group_->failure()) std::rethrow_exception(failure);
-        start(calls);
+        call(start);
     } catch (...) {
         state_ = kEnded;
         done_ = nullptr;  // it holds what holds us
@@ -53,16 +50,16 @@ void Operation::begin(const std::function<void(Calls&)>& calls, bool attended) {
 }
 
 // Called under the lock.
-void Operation::start(const std::function<void(Calls&)>& calls) {
+void MpiOperation::call(const std::function<void(Calls&)>& start) {
     try {
-        calls(calls_);
+        start(calls_);
     } catch (const Error& error) {
         if (!calls_.give_up()) Progress::instance().keep(shared_from_this(), done_);
         std::rethrow_exception(named(error.what()));
     }
 }
 
-bool Operation::test() {
+bool MpiOperation::test() {
     {
         const std::lock_guard hold(lock());
         if (state_ != kUnderWay) return state_ == kEnded;
@@ -79,7 +76,7 @@ bool Operation::test() {
 }
 
 // Called under the lock.
-bool Operation::over() {
+bool MpiOperation::over() {
     if (closed()) {
         error_ = named("the process is about to end, or MPI to be finalised, before this is done");
     } else {
@@ -93,14 +90,15 @@ bool Operation::over() {
             error_ = named(error.what());
         }
     }
-    if (!error_ && !is_message_ && since(begun_) >= timeout_) group_->fail(error_ = late(timeout_));
+    if (!error_ && !options_.is_message && since(begun_) >= options_.timeout)
+        group_->fail(error_ = late(options_.timeout));
     if (!error_) return false;
     if (!calls_.give_up()) Progress::instance().keep(shared_from_this(), done_);
     return true;
 }
 
-bool Operation::wait(Milliseconds limit, const WaitHook& look) {
-    if (limit == Milliseconds::max() && is_message_) limit = timeout_;
+bool MpiOperation::wait(Milliseconds limit, const WaitHook& look) {
+    if (limit == Milliseconds::max() && options_.is_message) limit = options_.timeout;
     const auto start = Clock::now();
     PollBackoff backoff;
     try {
@@ -117,17 +115,17 @@ bool Operation::wait(Milliseconds limit, const WaitHook& look) {
     return true;
 }
 
-std::exception_ptr Operation::late(Milliseconds limit) const {
+std::exception_ptr MpiOperation::late(Milliseconds limit) const {
     return named(std::to_string(limit.count()) +
                      " ms have passed, and a rank has not come or does not go on; the group "
                      "has ended",
                  true);
 }
 
-std::exception_ptr Operation::named(const std::string& text, bool timeout) const {
-    return std::make_exception_ptr(Error(
-        "rank " + std::to_string(group_->rank()) + " of " + std::to_string(group_->size()) + ", " + what_ + ": " + text,
-        timeout));
+std::exception_ptr MpiOperation::named(const std::string& text, bool timeout) const {
+    return std::make_exception_ptr(Error("rank " + std::to_string(group_->rank()) + " of " +
+                                             std::to_string(group_->size()) + ", " + options_.what + ": " + text,
+                                         timeout));
 }
 
 }  // namespace dist_prims::mpi

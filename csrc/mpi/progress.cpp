@@ -34,13 +34,13 @@ Progress::Progress() : owner_(::getpid()) {
     check(MPI_Comm_set_attr(MPI_COMM_SELF, key, nullptr), "MPI_Comm_set_attr");
 }
 
-void Progress::add(const std::shared_ptr<Operation>& operation) {
+void Progress::add(const std::shared_ptr<MpiOperation>& operation) {
     const std::lock_guard hold(guard_);
     each_.emplace(operation.get(), operation);
 }
 
-void Progress::remove(const Operation* operation) {
-    std::shared_ptr<Operation> last;  // its members are destroyed after the lock is released
+void Progress::remove(const MpiOperation* operation) {
+    std::shared_ptr<MpiOperation> last;  // its members are destroyed after the lock is released
     const std::lock_guard hold(guard_);
     if (const auto found = each_.find(operation); found != each_.end()) {
         last = std::move(found->second);
@@ -63,10 +63,10 @@ void Progress::run() {
     while (!closing_) {
         if (each_.empty() && Clock::now() - event_ > kUntilSleep) {
             asleep_ = true;
-            awaken_.wait(hold, [this] { return closing_ || !asleep_; });
+            while (!closing_ && asleep_) wait_for_notification(awaken_, hold);
             continue;
         }
-        std::vector<std::shared_ptr<Operation>> alone;
+        std::vector<std::shared_ptr<MpiOperation>> alone;
         for (const auto& [key, operation] : each_) {
             if (!operation->is_attended()) alone.push_back(operation);
         }
@@ -92,7 +92,7 @@ void Progress::close() {
         awaken_.notify_all();
     }
     thread.end();
-    std::vector<std::shared_ptr<Operation>> left;
+    std::vector<std::shared_ptr<MpiOperation>> left;
     {
         const std::lock_guard hold(guard_);
         for (const auto& [key, operation] : each_) left.push_back(operation);
@@ -100,7 +100,7 @@ void Progress::close() {
     for (const auto& operation : left) operation->test();  // they see that it is over
 }
 
-void Progress::keep(std::shared_ptr<Operation> operation, Operation::Done memory) {
+void Progress::keep(std::shared_ptr<MpiOperation> operation, MpiOperation::Done memory) {
     const std::lock_guard hold(guard_);
     kept_.emplace_back(std::move(operation), std::move(memory));
 }

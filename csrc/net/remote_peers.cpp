@@ -71,7 +71,7 @@ void RemotePeers::run_ticker() {
     for (int idle = 0; !closing_;) {
         if (idle == kIdleTicks) {
             asleep_ = true;
-            wakes_.wait(lock, [this] { return closing_ || !asleep_; });
+            while (!closing_ && asleep_) wait_for_notification(wakes_, lock);
         }
         const auto before = waiting_;
         wakes_.wait_for(lock, kTick, [this] { return closing_; });

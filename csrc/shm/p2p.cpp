@@ -464,7 +464,7 @@ void PointToPoint::progress_once(std::unique_lock<std::mutex>& lock, WaitPolicy&
     const Handle request = earliest_pending();
     if (!request || waiting_ > 0 || closed_) {
         progress_is_idle_ = true;
-        wake_.wait(lock);
+        wait_for_notification(wake_, lock);
         progress_is_idle_ = false;
         wait_policy = WaitPolicy(membership_);
         diagnosis = LocalDiagnosis();

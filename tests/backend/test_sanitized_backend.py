@@ -81,8 +81,7 @@ def build(sanitizer: str, into: Path) -> None:
     done = run(command, 900, ROOT, DIST_PRIMS_SANITIZE=sanitizer)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     shutil.copytree(ROOT / "dist_prims", into, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for extension in (folder / "lib" / "dist_prims").glob("_backend*.so"):
-        shutil.copy(extension, into)
+    shutil.copytree(folder / "lib" / "dist_prims" / "lib", into / "lib", dirs_exist_ok=True)
 
 
 def library(name: str) -> str:

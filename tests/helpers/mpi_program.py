@@ -362,27 +362,18 @@ def case_one_library() -> None:
 def case_lacks() -> None:
     """Each thing that may be missing is named, with what to do."""
     assert mpi_library.unusable_reason() == ""
-    names = [name for name in sys.modules if name.startswith("dist_prims._mpi_")]
-    library, version = MPI.Get_library_version, torch.__version__
-    mpi_library._extension.cache_clear()
-    torch.__version__ = "2.99.0"
-    assert "was built for torch 2." in mpi_library.unusable_reason()
-    assert (
-        "and this is 2.99.0; build dist_prims again with an mpicc of that MPI on the PATH"
-        in mpi_library.unusable_reason()
-    )
-    torch.__version__ = version
+    library, folder = MPI.Get_library_version, mpi_library.LIBRARIES
+    mpi_library._library.cache_clear()
     MPI.Get_library_version = lambda: "Another MPI 1.0"
     assert (
         mpi_library.unusable_reason()
         == "mpi4py has loaded an MPI with neither MPICH's nor Open MPI's ABI: Another MPI 1.0"
     )
     MPI.Get_library_version = library
-    loaded = {name: sys.modules[name] for name in names}
-    sys.modules.update(dict.fromkeys(names))
-    with raises(RuntimeError, f"no group over MPI: the extension {names[0]} does not load", "DIST_PRIMS_MPICC="):
+    mpi_library.LIBRARIES = folder / "empty"
+    with raises(RuntimeError, "no group over MPI: the library of dist_prims for", "DIST_PRIMS_MPICC="):
         mpi_library.make([0], SECOND)
-    sys.modules.update(loaded)
+    mpi_library.LIBRARIES = folder
     me, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     assert mpi_library.group_unusable_reason([me], 0) == ""
     assert f"it is rank {me} of {size} in MPI.COMM_WORLD" in mpi_library.group_unusable_reason([me + 1], 0)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from launching import LAUNCHER_VARIABLES, MPIRUN, SUM, TORCH, clean, needs_mpirun, run, together
 
 import dist_prims
+from dist_prims.cli.doctor import report
 from dist_prims.launch import Placement, detect
 from dist_prims.launch.detect_launcher import from_url
-from dist_prims.launch.doctor import report
 
 BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -296,7 +296,7 @@ def test_the_doctor_starts_nothing_and_leaves_mpi_usable() -> None:
     """Open MPI fails a job whose ranks end without MPI_Finalize; MPICH does not mind, so the setting is asked."""
     program = """
 import torch.distributed, mpi4py
-from dist_prims.launch.doctor import main
+from dist_prims.cli.doctor import main
 assert main() == 0
 from mpi4py import MPI
 assert not MPI.Is_initialized() and not torch.distributed.is_initialized()

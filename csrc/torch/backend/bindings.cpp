@@ -1,4 +1,6 @@
 // The Python module dist_prims._backend.
+#include "../mpi/bindings.h"
+
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -166,7 +168,8 @@ PYBIND11_MODULE(_backend, module) {
         .def("forget", &IncrementalTensor::discard, Free())
         .def("held", &IncrementalTensor::held, Free())
         .def("is_shown", &IncrementalTensor::is_published, Free());
-    module.attr("built_for") = DIST_PRIMS_TORCH;
+    mpi::bind(module);
+    module.attr("built_for") = BUILT_FOR_TORCH;
     module.def("instruction_set", &instruction_set);
     module.def(
         "empty", [](const std::vector<int64_t>& shape, at::ScalarType dtype) { return shared_tensor(shape, dtype); },

@@ -6,7 +6,6 @@
 #include "../../common/kernels.h"
 #include "../../common/thread.h"
 #include "flat.h"
-#include "../../mpi/progress.h"
 #include "work.h"
 
 namespace dist_prims::mpi {
@@ -90,8 +89,8 @@ WorkPtr MpiBackend::begin(std::vector<MpiTask> tasks, const CallOptions& options
         if (!error) error = caught([&] { like.run(deliver); });
         return finish(error);
     };
-    const auto operation = std::make_shared<Operation>(group_, std::string(options.title) + ", " + what, is_message,
-                                                       options.timeout, largest_count_, std::move(done));
+    const auto operation = group_->operation(
+        {std::string(options.title) + ", " + what, is_message, options.timeout, largest_count_}, std::move(done));
     work->follow(operation);
     operation->begin(
         [&](Calls& calls) {
@@ -202,7 +201,7 @@ WorkPtr MpiBackend::message(const CallOptions& options, const Tensors& tensor, i
         flat.fill(flat, flat.data());
         tasks[0].begin = [=](Calls& calls) { calls.send(flat.data(), flat.bytes()[0], peer, tag); };
     } else {
-        tasks[0].begin = [=, from = is_from_any ? MPI_ANY_SOURCE : peer](Calls& calls) {
+        tasks[0].begin = [=, from = is_from_any ? Calls::kAnyRank : peer](Calls& calls) {
             calls.receive(flat.data(), flat.bytes()[0], from, tag);
         };
         tasks[0].deliver = [=] { flat.deliver(); };

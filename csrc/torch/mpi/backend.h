@@ -1,7 +1,7 @@
 // A torch.distributed backend over the MPI library that mpi4py has loaded.
 //
-// torch has its own MPI backend, but only if torch was built with an MPI. This one does not need that: its MPI calls
-// are resolved when it is loaded, by the library that is in the process. It starts nonblocking operations and polls
+// torch has its own MPI backend, but only if torch was built with an MPI. This one does not need that: it calls MPI
+// through the interface of csrc/mpi/library.h. It starts nonblocking operations and polls
 // them until they are done, so every wait has a deadline and notices Ctrl-C.
 #pragma once
 
@@ -9,9 +9,8 @@
 #include <memory>
 #include <vector>
 
+#include "../../mpi/library.h"
 #include "../common/collective_backend.h"
-#include "../../mpi/calls.h"
-#include "../../mpi/group.h"
 
 namespace dist_prims::mpi {
 

@@ -1,8 +1,8 @@
 // The Work of an MPI operation.
 #pragma once
 
+#include "../../mpi/library.h"
 #include "../common/work.h"
-#include "../../mpi/operation.h"
 
 namespace dist_prims::mpi {
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import platform
 import resource
@@ -15,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from .detect_launcher import Launcher, detect
-from .hosts import host_id
-from .mpi_exchange import library_name
-from .nodelist import expand_nodelist
+from ..backend.torch_adapter import describe
+from ..launch.detect_launcher import Launcher, detect
+from ..launch.hosts import host_id
+from ..launch.mpi_exchange import library_name
+from ..launch.nodelist import expand_nodelist
 
 __all__: list[str] = []
 
@@ -80,17 +79,7 @@ def _transports() -> Iterator[Fact]:
     yield "gloo", "yes" if dist.is_gloo_available() else "no: this torch was built without it"
     yield "NCCL", _nccl()
     yield "MPI", _mpi()
-    yield "shared memory", _shared_memory()
-
-
-def _shared_memory() -> str:
-    if importlib.util.find_spec("dist_prims._backend") is None:
-        return "no: the extension dist_prims._backend is not built"
-    try:
-        built_for = importlib.import_module("dist_prims._backend").built_for
-    except ImportError as error:
-        return f"no: the extension dist_prims._backend does not load: {error}"
-    return "yes" if built_for == torch.__version__ else f"no: dist_prims._backend was built for torch {built_for}"
+    yield "shared memory", describe()
 
 
 def _nccl() -> str:

@@ -1,0 +1,17 @@
+// The adapter between the core and one version of torch, as one translation unit: most of the time of a compilation goes
+// into the headers of torch, which the compiler so reads once.
+#include "backend/backend.cpp"
+#include "backend/bindings.cpp"
+#include "backend/c10d_transport.cpp"
+#include "backend/collectives.cpp"
+#include "backend/creation_failure.cpp"
+#include "backend/execution.cpp"
+#include "backend/group_setup.cpp"
+#include "backend/incremental_tensor.cpp"
+#include "backend/multi_host_execution.cpp"
+#include "backend/single_host_execution.cpp"
+#include "common/tensor_arguments.cpp"
+#include "common/work.cpp"
+#include "mpi/backend.cpp"
+#include "mpi/bindings.cpp"
+#include "mpi/flat.cpp"

@@ -1,0 +1,187 @@
+"""Compilation of the native libraries: the core, a library for each family of MPI, an adapter for each torch.
+
+- ``libdist_prims_core.so``: shared memory, transports, kernels. It knows neither torch nor MPI.
+- ``libdist_prims_mpich.so`` and ``libdist_prims_openmpi.so``: calls of MPI, resolved by the MPI that mpi4py has loaded.
+- ``torch2.13/_backend.*.so``: the adapter, a Python module between the core and the headers of one torch.
+
+``setup.py`` compiles all of them. A process whose torch has no adapter compiles one when it first needs it, see
+``torch_adapter.py``. The module imports only the standard library, because ``setup.py`` loads it without the package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__: list[str] = []
+
+CORE = "libdist_prims_core.so"
+FAMILIES = {"mpich": "MPICH, Intel MPI or MVAPICH", "openmpi": "Open MPI"}  # by the kind of their handles
+SANITIZERS = {"address": "address,undefined", "thread": "thread"}
+
+# Without contraction a * b + c rounds twice on every processor: the same bits everywhere.
+_COMMON = ["-std=c++20", "-fPIC", "-DNDEBUG", "-ffp-contract=off", "-fno-math-errno", "-Wall"]
+# The core exports its symbols; calls within it are bound at link time and may be inlined.
+_EXPORTS = ["-fno-semantic-interposition", "-fvisibility-inlines-hidden"]
+_HIDES = ["-fvisibility=hidden"]
+_LIMIT = 1800  # seconds for one run of the compiler
+
+
+class CompileError(RuntimeError):
+    """The compiler or the linker failed."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library: its file below the folder of libraries, its sources, its flags."""
+
+    file: str
+    sources: tuple[Path, ...]
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...] = ()
+
+
+def core(csrc: Path) -> Library:
+    """The library without torch and MPI.
+
+    >>> core(Path("csrc")).file
+    'libdist_prims_core.so'
+    """
+    sources = [source for folder in ("common", "shm", "net") for source in sorted((csrc / folder).glob("*.cpp"))]
+    return Library(CORE, tuple(sources), tuple(_EXPORTS), ("-Wl,-Bsymbolic-functions", f"-Wl,-soname,{CORE}"))
+
+
+def mpi(csrc: Path, family: str, headers: Iterable[str]) -> Library:
+    """The library for one family of MPI; ``headers`` are the folders of its ``mpi.h``."""
+    return Library(
+        mpi_file(family),
+        tuple(sorted((csrc / "mpi").glob("*.cpp"))),
+        (*_HIDES, *(f"-isystem{folder}" for folder in headers)),
+        _core_beside("$ORIGIN"),
+    )
+
+
+def mpi_file(family: str) -> str:
+    return f"libdist_prims_{family}.so"
+
+
+def adapter(csrc: Path, torch: Path) -> Library:
+    """The adapter for the torch whose package is in the folder ``torch``; neither imported nor run."""
+    include = torch / "include"
+    headers = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
+    libraries = [f"-L{torch / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+    version = version_of(torch)
+    return Library(
+        f"{adapter_folder(version)}/{adapter_file()}",
+        (csrc / "torch" / "adapter.cpp",),
+        (*_HIDES, f'-DBUILT_FOR_TORCH="{version}"', *(f"-isystem{folder}" for folder in headers)),
+        (*_core_beside("$ORIGIN/.."), *libraries),
+    )
+
+
+def adapter_file() -> str:
+    return f"_backend{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def adapter_folder(version: str) -> str:
+    """The folder of the adapter for a version of torch: releases that differ in the third number share one.
+
+    A version between two releases, such as a nightly one, has a folder of its own.
+
+    >>> adapter_folder("2.13.0+cpu"), adapter_folder("2.13.1")
+    ('torch2.13', 'torch2.13')
+    >>> adapter_folder("2.14.0a0+git1234")
+    'torch2.14.0a0+git1234'
+    """
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+(cpu|cu\d+|rocm[\d.]+|xpu))?", version)
+    return f"torch{release[1] if release else version}"
+
+
+def version_of(torch: Path) -> str:
+    """The version of the torch in this folder, without importing it."""
+    found = re.search(r"^__version__ = '(.+)'$", (torch / "version.py").read_text(), re.MULTILINE)
+    if not found:
+        raise CompileError(f"{torch / 'version.py'} names no version of torch")
+    return found[1]
+
+
+def compiler() -> str:
+    return os.environ.get("CXX", "c++")
+
+
+def compiler_problem() -> str:
+    """Why nothing can be compiled; empty if a C++20 compiler is there."""
+    try:
+        check = [*shlex.split(compiler()), "-std=c++20", "-x", "c++", "-fsyntax-only", "-"]
+        done = subprocess.run(check, input="int main() { return 0; }", text=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"the compiler {compiler()!r} does not run: {error}"
+    return f"{compiler()!r} is no C++20 compiler: {done.stderr.strip()[-500:]}" if done.returncode else ""
+
+
+def build(libraries: Sequence[Library], into: Path, objects: Path, *, sanitizer: str = "", report: bool = True) -> None:
+    """Compile the libraries into the folder ``into``. All but the core are linked to the core that is there.
+
+    Objects are kept in the folder ``objects``, and compiled again if a source, a header or the flags have changed.
+    ``report``: print the commands' warnings.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    instrument = ["-O1", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={SANITIZERS[sanitizer]}"] if sanitizer else []
+    common = [*shlex.split(compiler()), *_COMMON, *(instrument or ["-O3", "-g0"])]
+    jobs: list[tuple[list[str], Path]] = []  # a command without its output, and the object
+    linked: list[tuple[Library, list[Path]]] = []
+    for library in libraries:
+        found = []
+        for source in library.sources:
+            command = [*common, *library.compile_flags, "-c", str(source)]
+            digest = hashlib.sha256(shlex.join(command).encode()).hexdigest()[:8]
+            found.append(objects / library.file / f"{source.stem}-{digest}.o")
+            if _is_older(found[-1], source):
+                jobs.append((command, found[-1]))
+        linked.append((library, found))
+    jobs.sort(key=lambda job: "adapter.cpp" not in job[0][-1])  # the longest first
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for each in [pool.submit(_run, command, file, report) for command, file in jobs]:
+            each.result()
+    for library, found in linked:
+        link = [*shlex.split(compiler()), "-shared", *instrument, *map(str, found)]
+        _run([*link, f"-L{into}", *library.link_flags], into / library.file, report)
+
+
+def _core_beside(folder: str) -> tuple[str, ...]:
+    return "-ldist_prims_core", f"-Wl,-rpath,{folder}"
+
+
+def _is_older(file: Path, source: Path) -> bool:
+    """Whether a file is absent or older than the source or any header."""
+    if not file.exists():
+        return True
+    csrc = next(folder for folder in source.parents if folder.name == "csrc")
+    patterns = ["*.h", "*.cpp"] if source.name == "adapter.cpp" else ["*.h"]
+    return any(each.stat().st_mtime > file.stat().st_mtime for p in patterns for each in [source, *csrc.rglob(p)])
+
+
+def _run(command: list[str], file: Path, report: bool) -> None:
+    """Run a command that writes a file. The file appears whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        done = subprocess.run(
+            [*command, "-o", str(unfinished)], capture_output=True, text=True, timeout=_LIMIT, check=False
+        )
+        if done.returncode:
+            raise CompileError(f"{shlex.join(command)} failed:\n{done.stderr[:4000]}")
+        if report and done.stderr:
+            print(done.stderr, file=sys.stderr)
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
