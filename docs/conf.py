@@ -48,7 +48,7 @@ LIST = re.compile(r"\s*([-*] |\d+\. |\.\. )")
 EXAMPLE = re.compile(rf"\s*>>>|{LIST.pattern}")
 DESIGN = ["schedules", "shared_memory", "multi_host", "training"]
 NAVIGATION = {
-    "Guide": ["docs/guide", "docs/pipelines"],
+    "Guide": ["docs/installation", "docs/guide", "docs/pipelines"],
     "How to": ["docs/all_reduce", "docs/data_splitters", "docs/multi_host", "docs/environment"],
     "Patterns of training": ["docs/patterns/*"],
     "Algorithms": ["docs/algorithms", "pictures/algorithms", "pictures/pipelines"],
