@@ -49,7 +49,13 @@ EXAMPLE = re.compile(rf"\s*>>>|{LIST.pattern}")
 DESIGN = ["schedules", "shared_memory", "multi_host", "training"]
 NAVIGATION = {
     "Guide": ["docs/installation", "docs/guide", "docs/pipelines"],
-    "How to": ["docs/all_reduce", "docs/data_splitters", "docs/multi_host", "docs/environment"],
+    "How to": [
+        "docs/all_reduce",
+        "docs/data_splitters",
+        "docs/multi_host",
+        "docs/torch_distributed",
+        "docs/environment",
+    ],
     "Patterns of training": ["docs/patterns/*"],
     "Algorithms": ["docs/algorithms", "pictures/algorithms", "pictures/pipelines"],
     "Reference": ["api/index", "docs/glossary"],

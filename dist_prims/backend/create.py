@@ -80,7 +80,7 @@ def _make(options: Any, prims_options: BackendOptions, monitor: _DeathMonitor) -
         slot_bytes=prims_options.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
         one_shot_bytes=tuned(size, warn=ranks[rank] == 0) if one_shot_bytes is None else one_shot_bytes,
         group=str(options.group_id),
-        ranks=str(ranks),
+        ranks=ranks,
         dump=dump_file(str(options.group_id), rank),
         ended=monitor.first,
     )

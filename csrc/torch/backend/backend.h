@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <mutex>
 #include <vector>
 
 #include "../../common/flight_recorder.h"
@@ -64,7 +65,10 @@ public:
                                    std::uint64_t number, bool async);
     std::uint64_t next_incremental() { return incrementals_++; }
     // The last calls of this rank, as JSON.
-    std::string record() const { return flight_recorder_.json(rank_, setup_.group, "dist_prims", setup_.ranks); }
+    std::string record() const {
+        return flight_recorder_.json(rank_, setup_.group, "dist_prims",
+                                     c10::str("[", c10::Join(", ", setup_.ranks), "]"));
+    }
 
     bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
     at::Tensor allocateTensor(long size, at::TensorOptions options) override;

@@ -57,8 +57,8 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
                                       const BackendPtr& engine, int largest_tag, std::function<BackendPtr()> make_gloo,
                                       std::function<ScheduleTuple(std::string, std::uint64_t, int)> choose,
                                       const BackendPtr& accelerator, std::size_t slot_bytes, std::size_t one_shot_bytes,
-                                      const std::string& group, const std::string& ranks, const std::string& dump,
-                                      const std::function<int()>& ended) {
+                                      const std::string& group, const std::vector<uint64_t>& ranks,
+                                      const std::string& dump, const std::function<int()>& ended) {
     Setup setup{
         .timeout = timeout,
         .hosts = hosts,

@@ -23,6 +23,13 @@ Tensors all_packed(const Tensors& tensors) {
     return found;
 }
 
+// The names of ProcessGroupNCCL's events.
+const char* profiled_name(Collective collective) {
+    constexpr std::array kNames{"allreduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
+                                "gather",    "scatter",        "all_to_all", "barrier"};
+    return kNames[static_cast<std::size_t>(collective)];
+}
+
 Call call_of_all(Collective collective, const at::Tensor& tensor) {
     return call_of(collective, tensor, static_cast<std::size_t>(tensor.numel()));
 }
@@ -31,12 +38,16 @@ Call call_of_all(Collective collective, const at::Tensor& tensor) {
 
 WorkPtr PrimsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
     const at::Tensor& tensor = tensors.at(0);
-    if (tensor.is_cpu() && tensor.layout() != at::kStrided) return gloo_.get(rank_)->allreduce(tensors, opts);
+    if (tensor.is_cpu() && tensor.layout() != at::kStrided) {
+        const auto record = profiled("allreduce_sparse", opts.asyncOp, tensors, tensors);
+        return gloo_.get(rank_)->allreduce(tensors, opts);
+    }
     return CollectiveBackend::allreduce(tensors, opts);
 }
 
 WorkPtr PrimsBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
     auto* const backend = delegate(tensors);
+    const auto record = profiled("allreduce_sparse", opts.asyncOp, tensors, tensors);
     return (backend ? backend : gloo_.get(rank_))->allreduce(tensors, opts);
 }
 
@@ -54,6 +65,7 @@ PrimsTask PrimsBackend::all_reduce_task(const at::Tensor& input, const at::Tenso
 WorkPtr PrimsBackend::all_reduce_incremental(const at::Tensor& tensor,
                                              const std::shared_ptr<IncrementalReduce>& incremental,
                                              std::uint64_t number, bool async) {
+    const auto record = profiled("allreduce", async, tensor, tensor);
     PrimsTask task = all_reduce_task(tensor, tensor, Op::kSum);
     if (execution_->schedule_for(Collective::kAllReduce, tensor.nbytes())) {  // it was pinned after the sum had begun
         incremental->settle();
@@ -119,6 +131,7 @@ PrimsTask PrimsBackend::scatter_task(const Tensors& inputs, const at::Tensor& ou
 }
 
 WorkPtr PrimsBackend::run_schedule(const ScheduledCall& given, bool async) {
+    const auto record = profiled(profiled_name(given.collective), async, given.inputs, given.outputs, given.root);
     const at::Tensor& like = first_defined(given.inputs, given.outputs);
     Call call = call_of(given.collective, like, sum_of(given.counts));
     if (given.reduces) call.op = checked(name_of(given.collective), given.op, like);

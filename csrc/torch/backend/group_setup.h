@@ -23,8 +23,9 @@ struct Setup {
     ChooseSchedule choose;                          // for a group that spans hosts
     c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null
     std::size_t slot_bytes = 0, one_shot_bytes = 0;
-    std::string group, ranks;  // for the flight recorder
-    std::string dump;          // the file to which the flight record is written when a call fails; may be empty
+    std::string group;            // its name, and
+    std::vector<uint64_t> ranks;  // the global ranks, for the flight recorder and profilers
+    std::string dump;             // the file to which the flight record is written when a call fails; may be empty
 };
 
 Hosts hosts_of(const std::vector<std::string>& names, int rank);

@@ -1,0 +1,99 @@
+#include "profiler_record.h"
+
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+#include <tuple>
+
+namespace dist_prims {
+namespace {
+
+int64_t elements_of(const Tensors& tensors) {
+    int64_t sum = 0;
+    for (const auto& tensor : tensors) sum += tensor.numel();
+    return sum;
+}
+
+// The global ranks of a group as a range, as the event gives them. Stride -1: they are none, and the event has no list.
+struct RankRange {
+    int start = 0, stride = 1;
+
+    explicit RankRange(const std::vector<uint64_t>& ranks) {
+        if (ranks.empty()) return;
+        start = static_cast<int>(ranks[0]);
+        if (ranks.size() > 1) stride = static_cast<int>(ranks[1]) - start;
+        for (std::size_t each = 1; each < ranks.size(); ++each) {
+            if (static_cast<int>(ranks[each]) - static_cast<int>(ranks[each - 1]) != stride) stride = -1;
+        }
+    }
+};
+
+// torch 2.11 and 2.12 have fewer fields.
+template <typename Info, typename... Fields>
+std::shared_ptr<Info> info_of(bool is_async, int64_t sequence, bool is_message, Fields&&... fields) {
+    std::shared_ptr<Info> info;
+    if constexpr (std::is_constructible_v<Info, Fields..., bool>)
+        info = std::make_shared<Info>(std::forward<Fields>(fields)..., is_async);
+    else
+        info = std::make_shared<Info>(std::forward<Fields>(fields)...);
+    if constexpr (requires { info->setSequenceInfo(sequence, is_message); })
+        info->setSequenceInfo(sequence, is_message);
+    return info;
+}
+
+}  // namespace
+
+struct ProfilerRecord::Event {
+    c10::DebugInfoGuard guard;
+    std::vector<c10::IValue> inputs;
+    at::RecordFunction function;  // ends first, and reads the two others
+
+    Event(std::shared_ptr<c10::DebugInfoBase> info, std::vector<c10::IValue> given, at::StepCallbacks callbacks)
+        : guard(c10::DebugInfoKind::PARAM_COMMS_INFO, std::move(info)),
+          inputs(std::move(given)),
+          function(std::move(callbacks)) {}
+};
+
+void ProfilerRecord::begin(at::StepCallbacks callbacks, ProfiledCall call) {
+    if (call.group.empty()) return;  // messages of another backend's group
+    const bool has_input = !call.inputs.empty(), has_output = !call.outputs.empty();
+    const at::Tensor like = has_input ? call.inputs[0] : has_output ? call.outputs[0] : at::Tensor();
+    if (like.defined() && !like.is_cpu()) return;  // NCCL makes the event
+    int64_t in = elements_of(call.inputs), out = elements_of(call.outputs);
+    if (call.peer >= 0 && !has_input) in = out * call.size;   // scatter, on a rank that is not the root
+    if (call.peer >= 0 && !has_output) out = in * call.size;  // gather
+    const at::ScalarType dtype = like.defined() ? like.scalar_type() : at::kByte;
+    const int rank = call.peer >= 0 ? static_cast<int>(call.peer) : call.rank;
+    const RankRange range(call.global_ranks);
+    const auto sequence = static_cast<int64_t>(call.sequence);
+    const auto group = std::make_tuple(call.group, call.group_description);
+    const auto info = info_of<torch::ParamCommsDebugInfo>(call.is_async, sequence, call.is_message, group, rank,
+                                                          std::string(call.name), in, out, dtype, call.input_splits,
+                                                          call.output_splits, range.start, range.stride, call.size);
+    event_ =
+        std::make_unique<Event>(info,
+                                std::vector<c10::IValue>{call.inputs, std::make_tuple(sequence, call.is_message), group,
+                                                         rank, call.name, call.input_splits, call.output_splits,
+                                                         range.start, range.stride, call.size, call.is_async},
+                                std::move(callbacks));
+    at::RecordFunction& function = event_->function;
+    if (function.needsInputs())
+        function.before(at::kParamCommsCallName, &event_->inputs);
+    else
+        function.before(at::kParamCommsCallName);
+    if (function.needsOutputs()) function.setOutputs(std::vector<c10::IValue>{call.outputs});
+}
+
+void append(Tensors& tensors, const at::Tensor& argument) {
+    if (argument.defined()) tensors.push_back(argument);
+}
+
+void append(Tensors& tensors, const Tensors& argument) {
+    for (const auto& each : argument) append(tensors, each);
+}
+
+void append(Tensors& tensors, const std::vector<Tensors>& argument) {
+    for (const auto& each : argument) append(tensors, each);
+}
+
+}  // namespace dist_prims

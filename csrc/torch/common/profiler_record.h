@@ -1,0 +1,57 @@
+// The event "record_param_comms" of a call, in torch.profiler and in torch's execution trace: the collective's name,
+// its sizes, dtype and group. Tools such as Holistic Trace Analysis and Chakra read these events.
+#pragma once
+
+#include <ATen/record_function.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tensor_arguments.h"
+
+namespace dist_prims {
+
+// The fields of the event.
+struct ProfiledCall {
+    const char* name;  // that of ProcessGroupNCCL, which the tools know
+    bool is_async, is_message;
+    std::uint64_t sequence;
+    int64_t peer;  // the root of a collective, the other rank of a message; -1: none
+    Tensors inputs, outputs;
+    std::vector<int64_t> input_splits, output_splits;
+    std::string group, group_description;
+    int rank, size;
+    std::vector<uint64_t> global_ranks;  // empty: as in the default group
+};
+
+// Records a call from its construction to its destruction. Without a profiler, it costs a look at a thread-local
+// variable.
+class ProfilerRecord {
+public:
+    // `describe` returns the ProfiledCall; it is called only where a profiler or an observer runs in this thread.
+    template <typename Describe>
+    explicit ProfilerRecord(const Describe& describe) {
+        auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+        if (callbacks.has_value()) [[unlikely]]
+            begin_described(*callbacks, describe);
+    }
+    ProfilerRecord(const ProfilerRecord&) = delete;
+
+private:
+    struct Event;
+    template <typename Describe>
+    [[gnu::noinline, gnu::cold]] void begin_described(at::StepCallbacks& callbacks, const Describe& describe) {
+        begin(std::move(callbacks), describe());
+    }
+    void begin(at::StepCallbacks callbacks, ProfiledCall call);
+
+    std::shared_ptr<Event> event_;  // null: no profiler runs
+};
+
+// The tensors of an argument, without undefined ones.
+void append(Tensors& tensors, const at::Tensor& argument);
+void append(Tensors& tensors, const Tensors& argument);
+void append(Tensors& tensors, const std::vector<Tensors>& argument);
+
+}  // namespace dist_prims
