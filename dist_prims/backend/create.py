@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -38,32 +39,92 @@ _CPU = torch.device("cpu")
 _EXIT_TIME = 0.5  # seconds from the end of a connection to the end of its process
 
 
+@dataclass(frozen=True)
+class _GroupRequest:
+    """The parameters of a group on one of its ranks. ``ranks`` are the global ranks; empty if they are unknown."""
+
+    store: Any
+    name: str
+    rank: int
+    size: int
+    timeout: timedelta
+    ranks: list[int]
+    given: BackendOptions | None  # the options of the caller
+    is_child: bool = False  # split or merged
+    is_merged: bool = False  # its ranks may be those of several jobs
+
+
 def make(options: Any, given: Any = None) -> Any:
     """Create the backend for a group.
 
     ``options`` are those of torch: store, rank, size, timeout. ``given`` are the ``pg_options`` of the caller.
     """
-    prims_options = keep_options(str(options.group_id), given)
-    monitor = _DeathMonitor(options)
+    request = _GroupRequest(
+        store=options.store,
+        name=str(options.group_id),
+        rank=options.group_rank,
+        size=options.group_size,
+        timeout=timedelta(seconds=options.timeout.total_seconds()),
+        ranks=list(options.global_ranks_in_group),
+        given=given if isinstance(given, BackendOptions) else None,
+    )
+    return _make_watched(request)
+
+
+def _make_watched(request: _GroupRequest) -> Any:
+    monitor = _DeathMonitor(request.rank, [] if request.is_merged else request.ranks)
     try:
-        return _make(options, prims_options, monitor)
+        return _make(request, monitor)
     except dist.DistError:  # the store ends with the process of its rank
         monitor.wait_and_raise()
         raise
 
 
-def _make(options: Any, prims_options: BackendOptions, monitor: _DeathMonitor) -> Any:
-    rank, size = options.group_rank, options.group_size
-    timeout = timedelta(seconds=options.timeout.total_seconds())
-    ranks = list(options.global_ranks_in_group) or list(range(size))
-    store, hosts = _handshake(dist.PrefixStore(NAME, options.store), rank, size, timeout, monitor)
+def _make_child(
+    parent_ranks: list[int],
+    parent: BackendOptions | None,
+    parent_is_merged: bool,
+    store: Any,
+    name: str,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    ranks: list[int],
+) -> Any:
+    """Create the backend of a group that is split from a group, or merged from several. The extension calls this.
+
+    ``parent`` are the options of the parent, which the new group inherits. ``ranks`` are the ranks of the new group in
+    the parent, empty for a merged group.
+    """
+    request = _GroupRequest(
+        store=store.clone(),  # a timeout is set, and the store may be the parent's
+        name=name,
+        rank=rank,
+        size=size,
+        timeout=timeout,
+        ranks=[parent_ranks[each] for each in ranks],
+        given=parent,
+        is_child=True,
+        is_merged=parent_is_merged or not ranks,
+    )
+    return _make_watched(request)
+
+
+def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
+    prims_options = keep_options(request.name, request.given)
+    rank, size, timeout = request.rank, request.size, request.timeout
+    ranks = request.ranks or list(range(size))
+    store, hosts = _handshake(dist.PrefixStore(NAME, request.store), rank, size, timeout, monitor)
+    if request.is_child:
+        _compare_ranks(store, rank, ranks)
     check = functools.partial(Proofs(store, rank).require, timeout=timeout)
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
     multi_host, engine = None, None
     if len(set(hosts)) > 1:
         multi_host = MultiHostSchedules(hosts, rank, _levels_of_rank_0(store, rank, ranks), check)
         requested = prims_options.engine or os.environ.get("DIST_PRIMS_ENGINE", "")
-        is_mpi = transport_selection.select(store, rank, ranks, requested) == "mpi"
+        # MPI needs the ranks of its world, and those of a merged group are unknown
+        is_mpi = not request.is_merged and transport_selection.select(store, rank, ranks, requested) == "mpi"
         engine = mpi_library.make(ranks, timeout) if is_mpi else make_gloo()
     one_shot_bytes = prims_options.one_shot_bytes
     backend = extension().PrimsBackend(
@@ -75,13 +136,14 @@ def _make(options: Any, prims_options: BackendOptions, monitor: _DeathMonitor) -
         engine=engine,
         largest_tag=getattr(engine, "largest_tag", _LARGEST_TAG_OF_GLOO),
         make_gloo=make_gloo,
+        make_child=functools.partial(_make_child, ranks, request.given, request.is_merged),
         choose=multi_host.choose if multi_host else _unreachable,
         accelerator=_nccl(store, rank, size, timeout),
         slot_bytes=prims_options.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
         one_shot_bytes=tuned(size, warn=ranks[rank] == 0) if one_shot_bytes is None else one_shot_bytes,
-        group=str(options.group_id),
+        group=request.name,
         ranks=ranks,
-        dump=dump_file(str(options.group_id), rank),
+        dump=dump_file(request.name, rank),
         ended=monitor.first,
     )
     _pin(backend, rank, size, prims_options, multi_host, check)
@@ -96,9 +158,10 @@ class _DeathMonitor:
     the shared memory.
     """
 
-    def __init__(self, options: Any) -> None:
-        self._rank: int = options.group_rank
-        self._ranks: list[int] = list(options.global_ranks_in_group)
+    def __init__(self, rank: int, ranks: list[int]) -> None:
+        """``ranks`` are the global ranks of the group; empty if they are unknown."""
+        self._rank = rank
+        self._ranks = ranks
         self._ended: Callable[[], list[int]] = list
         if self._ranks and dist.is_initialized():
             default = default_group()
@@ -132,6 +195,18 @@ def _handshake(store: Any, rank: int, size: int, timeout: timedelta, monitor: _D
         return store, [host_id()]
     name, hosts = handshake(store, rank, size, time.monotonic() + timeout.total_seconds(), monitor.check)
     return dist.PrefixStore(name, store), hosts
+
+
+def _compare_ranks(store: Any, rank: int, ranks: list[int]) -> None:
+    """Raise ValueError on all ranks if two were given different lists of ranks."""
+    store.set(f"ranks/{rank}", json.dumps(ranks))
+    for other in range(len(ranks)):
+        found = json.loads(store.get(f"ranks/{other}"))
+        if found != ranks:
+            raise ValueError(
+                f"split_group: the ranks disagree: rank {rank} of the new group was given the global ranks {ranks}, "
+                f"and rank {other} {found}; pass the same list, in the same order, on each of them"
+            )
 
 
 def _levels_of_rank_0(store: Any, rank: int, ranks: list[int]) -> Mapping[str, Any]:

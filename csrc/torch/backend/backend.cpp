@@ -196,6 +196,7 @@ void PrimsBackend::recorded(std::uint64_t entry, const Work& work) {
         flight_recorder_.end(entry, false);
         write_record();
         execution_->forward_notice();
+        run_abort_hooks();
         throw;
     }
     flight_recorder_.end(entry, true);
@@ -203,6 +204,71 @@ void PrimsBackend::recorded(std::uint64_t entry, const Work& work) {
 
 void PrimsBackend::write_record() const {
     if (!setup_.dump.empty()) std::ofstream(setup_.dump) << record();
+}
+
+PrimsBackend::BackendPtr PrimsBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                             const std::vector<int>& ranks, const c10::intrusive_ptr<Options>& opts) {
+    check_owner();
+    for (const int rank : ranks) {
+        TORCH_CHECK_VALUE(rank >= 0 && rank < size_, "split_group: rank ", rank, " is not in a group of ", size_,
+                          " ranks; the ranks of a split are those in the group that is split");
+        TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank) == 1, "split_group: rank ", rank,
+                          " is listed twice; list each rank once");
+    }
+    const auto place = std::find(ranks.begin(), ranks.end(), rank_);
+    if (place == ranks.end()) return nullptr;
+    return setup_.make_child({.store = store,
+                              .name = opts->group_name,
+                              .rank = static_cast<int>(place - ranks.begin()),
+                              .size = static_cast<int>(ranks.size()),
+                              .timeout = opts->timeout,
+                              .ranks = ranks});
+}
+
+PrimsBackend::BackendPtr PrimsBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                             const c10::intrusive_ptr<Options>& opts, const int& rank,
+                                             const int& size) {
+    check_owner();
+    TORCH_CHECK_VALUE(rank >= 0 && rank < size, "merge_remote_group: this is call number ", rank + 1,
+                      " with this store, for a group of ", size,
+                      " ranks; pass the number of all ranks as size, and a store or a PrefixStore for this group only");
+    return setup_.make_child(
+        {.store = store, .name = opts->group_name, .rank = rank, .size = size, .timeout = opts->timeout, .ranks = {}});
+}
+
+c10d::ErrorType PrimsBackend::getError() {
+    const auto notice = host_segment_->membership.notice();
+    if (!notice) return c10d::ErrorType::SUCCESS;
+    return notice->kind == CommError::Kind::kTimeout ? c10d::ErrorType::TIMEOUT : c10d::ErrorType::REMOTE_ERROR;
+}
+
+#ifdef C10D_BACKEND_HAS_HOOKS
+void PrimsBackend::registerAbortHook(int64_t hook_id, c10d::AbortHook hook) {
+    const auto made = std::make_shared<const c10d::AbortHook>(std::move(hook));
+    const std::lock_guard lock(hooks_guard_);
+    TORCH_CHECK_VALUE(abort_hooks_.try_emplace(hook_id, made).second, "rank ", rank_, ": abort hook ", hook_id,
+                      " is registered already; choose another number, or unregister that hook first");
+}
+
+void PrimsBackend::unregisterAbortHook(int64_t hook_id) {
+    decltype(abort_hooks_)::node_type removed;  // destroyed without the lock: a hook of Python's waits for the GIL
+    const std::lock_guard lock(hooks_guard_);
+    removed = abort_hooks_.extract(hook_id);
+    TORCH_CHECK_VALUE(removed, "rank ", rank_, ": there is no abort hook ", hook_id);
+}
+#endif
+
+// Calls the hooks of the user if the group has ended by a failure. A mismatch does not end it.
+void PrimsBackend::run_abort_hooks() const {
+    if (!host_segment_->membership.notice()) return;
+    decltype(abort_hooks_) hooks;
+    {
+        const std::lock_guard lock(hooks_guard_);
+        hooks = abort_hooks_;
+    }
+    for (const auto& [number, hook] : hooks) {
+        if (caught(*hook)) TORCH_WARN("rank ", rank_, ": abort hook ", number, " has failed");
+    }
 }
 
 void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
@@ -219,6 +285,7 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
         allreduce(tensors, opts)->wait();
         return;
     }
+    const auto record = profiled("allreduce", false, tensor, tensor);
     const auto count = static_cast<std::size_t>(tensor.numel());
     Call call = call_of(Collective::kAllReduce, tensor, count);
     call.op = checked("all_reduce", op, tensor);
@@ -253,7 +320,12 @@ WorkPtr PrimsBackend::message(const CallOptions& options, const Tensors& tensors
             flight_recorder_.end(number, !error);
             if (error) write_record();
         });
-        return finish(error);
+        auto callback = finish(error);
+        if (!error) return callback;
+        return std::function<void()>([this, kept, callback = std::move(callback)] {  // runs without the locks of p2p
+            run_abort_hooks();
+            if (callback) callback();
+        });
     };
     const auto bytes = static_cast<std::size_t>(tensor.nbytes());
     const auto key = static_cast<std::uint32_t>(tag);
@@ -285,6 +357,5 @@ c10d::Backend* PrimsBackend::message_delegate(const Tensors& tensors, int tag) {
     auto* const backend = delegate(tensors);
     return backend ? backend : execution_->carrier(tag);
 }
-    const auto record = profiled("allreduce", false, tensor, tensor);
 
 }  // namespace dist_prims

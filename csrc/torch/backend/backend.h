@@ -2,9 +2,10 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
-#include <string>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "../../common/flight_recorder.h"
@@ -32,6 +33,8 @@ struct ScheduledCall {
 
 class PrimsBackend : public CollectiveBackend<PrimsTask> {
 public:
+    using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
     // `ended` returns a rank of this host that is known from another group to have ended before this group is made, or
     // -1.
     PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Setup setup,
@@ -77,6 +80,21 @@ public:
     void startCoalescing() override { setup_.accelerator->startCoalescing(); }
     WorkPtr endCoalescing() override { return setup_.accelerator->endCoalescing(); }
 
+    bool supportsSplitting() const override { return true; }
+    // The group of these ranks of this one, in this order; null on the other ranks, which need not call it.
+    BackendPtr split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                     const c10::intrusive_ptr<Options>& opts) override;
+    // A group with ranks of other groups, which meet at the store.
+    BackendPtr merge(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& opts,
+                     const int& rank, const int& size) override;
+
+    c10d::ErrorType getError() override;
+#ifdef C10D_BACKEND_HAS_HOOKS
+    bool supportsAbortHooks() const override { return true; }
+    void registerAbortHook(int64_t hook_id, c10d::AbortHook hook) override;
+    void unregisterAbortHook(int64_t hook_id) override;
+#endif
+
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
     WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
     WorkPtr barrier(const c10d::BarrierOptions& opts) override;
@@ -106,6 +124,7 @@ private:
     template <typename Work>
     void recorded(std::uint64_t entry, const Work& work);
     void write_record() const;
+    void run_abort_hooks() const;
     void stop_engine();
 
     const Setup setup_;
@@ -115,6 +134,8 @@ private:
     std::shared_ptr<Queue> queue_;
     std::atomic<std::uint64_t> incrementals_{0};
     FlightRecorder flight_recorder_;
+    mutable std::mutex hooks_guard_;
+    std::map<int64_t, std::shared_ptr<const std::function<void()>>> abort_hooks_;  // Python's need the GIL to be copied
 };
 
 }  // namespace dist_prims

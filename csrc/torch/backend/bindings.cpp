@@ -52,9 +52,14 @@ NativeSchedule schedule_of(const ScheduleTuple& tuple) {
     return {low, high, name, segments, program_of(chunks, scratch, steps, ranks)};
 }
 
+// Python's function that makes a group by split or merge.
+using MakeChild =
+    std::function<BackendPtr(c10::intrusive_ptr<c10d::Store>, std::string, int, int, Milliseconds, std::vector<int>)>;
+
 c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                       Milliseconds timeout, const std::vector<std::string>& hosts,
                                       const BackendPtr& engine, int largest_tag, std::function<BackendPtr()> make_gloo,
+                                      MakeChild make_child,
                                       std::function<ScheduleTuple(std::string, std::uint64_t, int)> choose,
                                       const BackendPtr& accelerator, std::size_t slot_bytes, std::size_t one_shot_bytes,
                                       const std::string& group, const std::vector<uint64_t>& ranks,
@@ -65,6 +70,10 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
         .engine = engine,
         .largest_tag = largest_tag,
         .make_gloo = std::move(make_gloo),
+        .make_child =
+            [make_child = std::move(make_child)](const ChildGroup& child) {
+                return make_child(child.store, child.name, child.rank, child.size, child.timeout, child.ranks);
+            },
         .choose = [choose = std::move(choose)](const std::string& collective, std::uint64_t bytes,
                                                int root) { return schedule_of(choose(collective, bytes, root)); },
         .accelerator = accelerator,
@@ -132,12 +141,15 @@ PYBIND11_MODULE(_backend, module) {
     using Free = py::call_guard<py::gil_scoped_release>;
     py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>>(module, "PrimsBackend")
         .def(py::init(&make), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-             py::arg("hosts"), py::arg("engine"), py::arg("largest_tag"), py::arg("make_gloo"), py::arg("choose"),
-             py::arg("accelerator"), py::arg("slot_bytes"), py::arg("one_shot_bytes"), py::arg("group"),
-             py::arg("ranks"), py::arg("dump"), py::arg("ended"), Free())
+             py::arg("hosts"), py::arg("engine"), py::arg("largest_tag"), py::arg("make_gloo"), py::arg("make_child"),
+             py::arg("choose"), py::arg("accelerator"), py::arg("slot_bytes"), py::arg("one_shot_bytes"),
+             py::arg("group"), py::arg("ranks"), py::arg("dump"), py::arg("ended"), Free())
         .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
         .def_property_readonly("engine", &PrimsBackend::engine)
         .def_property_readonly("options", &PrimsBackend::getBackendOptions)
+        // torch calls it on the ranks outside of a new group. ncclCommSplit needs that, a split of this backend does
+        // not.
+        .def("perform_nocolor_split", [](PrimsBackend&, const py::object& /*device*/) {})
         .def("ended", &PrimsBackend::ended, Free())
         .def("algorithm", &PrimsBackend::algorithm, Free())
         .def(

@@ -13,6 +13,15 @@
 
 namespace dist_prims {
 
+// A group to be made by split or merge.
+struct ChildGroup {
+    c10::intrusive_ptr<c10d::Store> store;
+    std::string name;
+    int rank = 0, size = 0;
+    Milliseconds timeout{0};
+    std::vector<int> ranks;  // the ranks of the split group in its parent; empty for a merged group
+};
+
 struct Setup {
     Milliseconds timeout{0};
     std::vector<std::string> hosts;            // by rank: the host's name
@@ -20,6 +29,8 @@ struct Setup {
     int largest_tag = 0;                       // of the engine
     // Makes the gloo group for sparse tensors. All ranks make it together, when it is first needed.
     std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
+    // Makes a group by split or merge.
+    std::function<c10::intrusive_ptr<c10d::Backend>(const ChildGroup&)> make_child;
     ChooseSchedule choose;                          // for a group that spans hosts
     c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null
     std::size_t slot_bytes = 0, one_shot_bytes = 0;

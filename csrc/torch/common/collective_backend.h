@@ -40,35 +40,36 @@ template <typename Task>
 class CollectiveBackend : public c10d::Backend {
 public:
     const std::string getBackendName() const override { return options_->backend; }
-    c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+    // A copy: ProcessGroup::splitGroup of torch 2.13 writes the options of the new group into it.
+    c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<Options>(*options_); }
     void setTimeout(Milliseconds timeout) override { options_->timeout = timeout; }
     void setSequenceNumberForGroup() override {}
     uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
         if (auto* backend = delegate(tensors)) return backend->allreduce(tensors, opts);
-        return start(checked_all_reduce(only("all_reduce", tensors), opts.reduceOp),
         const auto record = profiled("allreduce", opts.asyncOp, tensors, tensors);
+        return start(checked_all_reduce(only("all_reduce", tensors), opts.reduceOp),
                      call_options(Collective::kAllReduce, opts), tensors);
     }
     WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
         if (auto* backend = delegate(tensors)) return backend->allreduce_coalesced(tensors, opts);
-        std::vector<Task> tasks;
         const auto record = profiled("allreduce_coalesced", opts.asyncOp, tensors, tensors);
+        std::vector<Task> tasks;
         for (const auto& tensor : tensors) tasks.push_back(checked_all_reduce(tensor, opts.reduceOp));
         return start(std::move(tasks), call_options(Collective::kAllReduce, opts, c10d::OpType::ALLREDUCE_COALESCED),
                      tensors);
     }
     WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
         if (auto* backend = delegate(tensors)) return backend->broadcast(tensors, opts);
-        return start(broadcast_task(only("broadcast", tensors), root("broadcast", opts.rootRank)),
         const auto record = profiled("broadcast", opts.asyncOp, tensors, tensors, opts.rootRank);
+        return start(broadcast_task(only("broadcast", tensors), root("broadcast", opts.rootRank)),
                      call_options(Collective::kBroadcast, opts), tensors);
     }
     WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
         if (auto* backend = delegate(tensors)) return backend->reduce(tensors, opts);
-        const auto& tensor = only("reduce", tensors);
         const auto record = profiled("reduce", opts.asyncOp, tensors, tensors, opts.rootRank);
+        const auto& tensor = only("reduce", tensors);
         const int to = root("reduce", opts.rootRank);
         const Op kind = checked("reduce", opts.reduceOp, tensor);
         return start(reduce_task(premultiplied("reduce", tensor, opts.reduceOp), tensor, kind, to),
@@ -76,22 +77,22 @@ public:
     }
     WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
         if (auto* backend = delegate(inputs)) return backend->allgather(outputs, inputs, opts);
-        const auto& input = only("all_gather", inputs);
         const auto record = profiled("all_gather", opts.asyncOp, inputs, outputs);
+        const auto& input = only("all_gather", inputs);
         return start(checked_all_gather(input, outputs.at(0)), call_options(Collective::kAllGather, opts),
                      outputs.at(0));
     }
     WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
         if (auto* backend = delegate({input})) return backend->_allgather_base(output, input, opts);
-        return start(checked_all_gather(input, blocks("all_gather", output, size_)),
         const auto record = profiled("_allgather_base", opts.asyncOp, input, output);
+        return start(checked_all_gather(input, blocks("all_gather", output, size_)),
                      call_options(Collective::kAllGather, opts, c10d::OpType::_ALLGATHER_BASE), {output});
     }
     WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                 const c10d::AllgatherOptions& opts) override {
         if (auto* backend = delegate(inputs)) return backend->allgather_coalesced(outputs, inputs, opts);
-        std::vector<Task> tasks;
         const auto record = profiled("allgather_coalesced", opts.asyncOp, inputs, outputs);
+        std::vector<Task> tasks;
         for (std::size_t each = 0; each < inputs.size(); ++each) {
             Tensors places;
             for (const auto& of_rank : outputs) places.push_back(of_rank.at(each));
@@ -103,23 +104,31 @@ public:
     WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                             const c10d::AllgatherOptions& opts) override {
         if (auto* backend = delegate(inputs)) return backend->allgather_into_tensor_coalesced(outputs, inputs, opts);
-        std::vector<Task> tasks;
         const auto record = profiled("allgather_into_tensor_coalesced", opts.asyncOp, inputs, outputs);
+        std::vector<Task> tasks;
         for (std::size_t each = 0; each < inputs.size(); ++each)
             tasks.push_back(checked_all_gather(inputs[each], blocks("all_gather", outputs.at(each), size_)));
         return start(std::move(tasks), call_options(Collective::kAllGather, opts, c10d::OpType::COALESCED), outputs);
     }
     WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
         if (auto* backend = delegate(inputs)) return backend->gather(outputs, inputs, opts);
-        const auto& input = only("gather", inputs);
         const auto record = profiled("gather", opts.asyncOp, inputs, outputs, opts.rootRank);
+        const auto& input = only("gather", inputs);
         const int to = root("gather", opts.rootRank);
         const Tensors& list = list_of_root("gather", outputs, to, "takes");
         alike("gather", list, input);
         return start(gather_task(input, list, to), call_options(Collective::kGather, opts), list);
     }
+    // gather into one tensor, which only the root's call uses. A virtual function of the base since torch 2.15.
+    virtual WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
+        Tensors inputs{input};
+        std::vector<Tensors> outputs;
+        if (rank_ == opts.rootRank) outputs.push_back(blocks("gather", output, size_));
+        return gather(outputs, inputs, opts);
+    }
     WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
         if (auto* backend = delegate(outputs)) return backend->scatter(outputs, inputs, opts);
+        const auto record = profiled("scatter", opts.asyncOp, inputs, outputs, opts.rootRank);
         const auto& output = only("scatter", outputs);
         const int from = root("scatter", opts.rootRank);
         const Tensors& list = list_of_root("scatter", inputs, from, "gives");
@@ -128,74 +137,73 @@ public:
     }
     WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                            const c10d::ReduceScatterOptions& opts) override {
-        const auto record = profiled("scatter", opts.asyncOp, inputs, outputs, opts.rootRank);
         if (auto* backend = delegate(outputs)) return backend->reduce_scatter(outputs, inputs, opts);
+        const auto record = profiled("reduce_scatter", opts.asyncOp, inputs, outputs);
         return start(checked_reduce_scatter(inputs.at(0), only("reduce_scatter", outputs), opts.reduceOp),
                      call_options(Collective::kReduceScatter, opts), outputs);
     }
     WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                  const c10d::ReduceScatterOptions& opts) override {
         if (auto* backend = delegate({input})) return backend->_reduce_scatter_base(output, input, opts);
+        const auto record = profiled("_reduce_scatter_base", opts.asyncOp, input, output);
         return start(checked_reduce_scatter(blocks("reduce_scatter", packed(input), size_), output, opts.reduceOp),
                      call_options(Collective::kReduceScatter, opts, c10d::OpType::_REDUCE_SCATTER_BASE), {output});
-        const auto record = profiled("reduce_scatter", opts.asyncOp, inputs, outputs);
     }
     WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                             const c10d::ReduceScatterOptions& opts) override {
         if (auto* backend = delegate(inputs)) return backend->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+        const auto record = profiled("reduce_scatter_tensor_coalesced", opts.asyncOp, inputs, outputs);
         std::vector<Task> tasks;
         for (std::size_t each = 0; each < inputs.size(); ++each)
-        const auto record = profiled("_reduce_scatter_base", opts.asyncOp, input, output);
             tasks.push_back(checked_reduce_scatter(blocks("reduce_scatter", packed(inputs[each]), size_),
                                                    outputs.at(each), opts.reduceOp));
         return start(std::move(tasks), call_options(Collective::kReduceScatter, opts, c10d::OpType::COALESCED),
                      outputs);
     }
     WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-        const auto record = profiled("reduce_scatter_tensor_coalesced", opts.asyncOp, inputs, outputs);
                           std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override {
         if (auto* backend = delegate({input}))
             return backend->alltoall_base(output, input, output_splits, input_splits, opts);
+        const bool is_even = input_splits.empty() && output_splits.empty();
+        const auto record = profiled(is_even ? "all_to_all" : "all_to_allv", opts.asyncOp, input, output, -1,
+                                     input_splits, output_splits);
         return start(checked_all_to_all(blocks("all_to_all", packed(input), size_, input_splits),
                                         blocks("all_to_all", output, size_, output_splits)),
                      call_options(Collective::kAllToAll, opts, c10d::OpType::ALLTOALL_BASE), {output});
     }
     WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
         if (auto* backend = delegate(inputs)) return backend->alltoall(outputs, inputs, opts);
+        const auto record = profiled("all_to_all", opts.asyncOp, inputs, outputs);
         return start(checked_all_to_all(inputs, outputs), call_options(Collective::kAllToAll, opts), outputs);
     }
-        const bool is_even = input_splits.empty() && output_splits.empty();
-        const auto record = profiled(is_even ? "all_to_all" : "all_to_allv", opts.asyncOp, input, output, -1,
-                                     input_splits, output_splits);
     WorkPtr barrier(const c10d::BarrierOptions& opts) override {
+        const auto record = profiled("barrier", opts.asyncOp, Tensors(), Tensors());
         return start(barrier_task(), call_options(Collective::kBarrier, opts), {});
     }
     void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
         check_owner();
         monitored_barrier(call_options(Collective::kBarrier, opts).timeout, wait_all_ranks);
-        const auto record = profiled("all_to_all", opts.asyncOp, inputs, outputs);
     }
     WorkPtr send(Tensors& tensors, int to, int tag) override {
+        const auto record = profiled_message("send", tensors, to);
         if (auto* backend = message_delegate(tensors, tag)) return backend->send(tensors, to, tag);
-        const auto record = profiled("barrier", opts.asyncOp, Tensors(), Tensors());
         return checked_message(c10d::OpType::SEND, titles_.send, tensors, to, tag);
     }
     WorkPtr recv(Tensors& tensors, int from, int tag) override {
+        const auto record = profiled_message("recv", tensors, from);
         if (auto* backend = message_delegate(tensors, tag)) return backend->recv(tensors, from, tag);
         return checked_message(c10d::OpType::RECV, titles_.receive, tensors, from, tag);
     }
     WorkPtr recvAnysource(Tensors& tensors, int tag) override {
-        const auto record = profiled_message("send", tensors, to);
+        const auto record = profiled_message("recv", tensors, -1);
         if (auto* backend = message_delegate(tensors, tag)) return backend->recvAnysource(tensors, tag);
         return checked_message(c10d::OpType::RECVANYSOURCE, titles_.receive, tensors, -1, tag);
     }
 
-        const auto record = profiled_message("recv", tensors, from);
 protected:
     CollectiveBackend(const char* name, const Titles& titles, int rank, int size, Milliseconds timeout)
         : Backend(rank, size), titles_(titles), options_(c10::make_intrusive<Options>(name, timeout)) {
         init();
-        const auto record = profiled_message("recv", tensors, -1);
     }
 
     // The arguments of a task are checked; inputs and outputs may have any layout.
@@ -228,14 +236,6 @@ protected:
                                     OpType::SCATTER,   OpType::ALLTOALL,       OpType::BARRIER};
         return {kTypes[static_cast<std::size_t>(collective)], title(collective), options_->timeout, async};
     }
-    // Performs tasks after the checks that all calls have in common.
-    WorkPtr start(std::vector<Task> tasks, const CallOptions& options, Tensors outputs) {
-        check_owner();
-        TORCH_CHECK_VALUE(!tasks.empty(), options.title, ": there is no tensor");
-        return perform(std::move(tasks), options, std::move(outputs));
-    }
-    WorkPtr start(Task task, const CallOptions& options, Tensors outputs) {
-        std::vector<Task> tasks;
     // The event of a collective, for profilers. An input or output is a tensor, a list of tensors, or a list of lists.
     template <typename In, typename Out>
     ProfilerRecord profiled(const char* name, bool async, const In& inputs, const Out& outputs, int64_t root = -1,
@@ -258,6 +258,14 @@ protected:
             return call;
         });
     }
+    // Performs tasks after the checks that all calls have in common.
+    WorkPtr start(std::vector<Task> tasks, const CallOptions& options, Tensors outputs) {
+        check_owner();
+        TORCH_CHECK_VALUE(!tasks.empty(), options.title, ": there is no tensor");
+        return perform(std::move(tasks), options, std::move(outputs));
+    }
+    WorkPtr start(Task task, const CallOptions& options, Tensors outputs) {
+        std::vector<Task> tasks;
         tasks.push_back(std::move(task));
         return start(std::move(tasks), options, std::move(outputs));
     }
@@ -268,14 +276,6 @@ protected:
     std::atomic<std::uint64_t> sequence_{0}, messages_{0};
 
 private:
-    template <typename Opts>
-    CallOptions call_options(Collective collective, const Opts& opts) const {
-        CallOptions options = call_options(collective, opts.asyncOp);
-        if (opts.timeout != c10d::kUnsetTimeout) options.timeout = opts.timeout;
-        return options;
-    }
-    template <typename Opts>
-    CallOptions call_options(Collective collective, const Opts& opts, c10d::OpType type) const {
     template <typename In, typename Out>
     ProfiledCall profiled_call(const char* name, const In& inputs, const Out& outputs, int64_t peer) const {
         ProfiledCall call{.name = name,
@@ -296,6 +296,14 @@ private:
         append(call.outputs, outputs);
         return call;
     }
+    template <typename Opts>
+    CallOptions call_options(Collective collective, const Opts& opts) const {
+        CallOptions options = call_options(collective, opts.asyncOp);
+        if (opts.timeout != c10d::kUnsetTimeout) options.timeout = opts.timeout;
+        return options;
+    }
+    template <typename Opts>
+    CallOptions call_options(Collective collective, const Opts& opts, c10d::OpType type) const {
         CallOptions options = call_options(collective, opts);
         options.type = type;
         return options;

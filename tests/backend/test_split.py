@@ -1,0 +1,262 @@
+"""Groups made from groups: ProcessGroup.split_group and ProcessGroup.merge_remote_group."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import span
+from torch._C._distributed_c10d import ErrorType
+
+import dist_prims
+
+LIMIT = timedelta(seconds=30)
+SHORT = timedelta(seconds=1)
+
+
+def total(group: Any, value: int) -> int:
+    """The sum of each rank's value over a group."""
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor, group=group)
+    return int(tensor.item())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_two_halves_work_while_the_parent_does(size: int) -> None:
+    def body() -> None:
+        rank, world = dist.get_rank(), dist.group.WORLD
+        halves = [list(range(size // 2)), list(range(size // 2, size))]  # of 1 and 2 ranks for a size of 3
+        mine = halves[rank >= size // 2]
+        half = world.split_group(mine, timeout=LIMIT)
+        assert (half.rank(), half.size()) == (mine.index(rank), len(mine))
+        in_parent, in_half = torch.full((1000,), rank), torch.full((1000,), rank)
+        works = [dist.all_reduce(in_parent, async_op=True), dist.all_reduce(in_half, group=half, async_op=True)]
+        assert total(half, rank) == sum(mine)
+        for work in works:
+            work.wait()
+        assert in_parent.eq(sum(range(size))).all()
+        assert in_half.eq(sum(mine)).all()
+
+    dist_prims.spawn(body, size, backend="dist_prims", timeout=60)
+
+
+def test_a_split_of_a_split_and_the_same_split_again() -> None:
+    def body() -> None:
+        rank, world = dist.get_rank(), dist.group.WORLD
+        for _ in range(2):  # torch gives both the same name
+            group, members = world, list(range(4))
+            while len(members) > 1:
+                upper = members.index(rank) >= len(members) // 2
+                places = range(len(members))[len(members) // 2 :] if upper else range(len(members) // 2)
+                group, members = group.split_group(list(places), timeout=LIMIT), [members[each] for each in places]
+                assert total(group, rank) == sum(members)
+
+    dist_prims.spawn(body, 4, backend="dist_prims", timeout=60)
+
+
+def test_ranks_outside_get_none_and_need_not_call() -> None:
+    def body() -> None:
+        rank, world = dist.get_rank(), dist.group.WORLD
+        if rank == 2:
+            assert world.split_group([0, 1]) is None
+        elif rank < 2:
+            assert total(world.split_group([0, 1]), 1) == 2
+
+    dist_prims.spawn(body, 4, backend="dist_prims", timeout=60)
+
+
+def test_the_timeout_is_that_of_the_split_and_leaves_the_parents() -> None:
+    def body() -> None:
+        world = dist.group.WORLD
+        cpu = torch.device("cpu")
+        before = world._get_backend(cpu).options._timeout
+        half = world.split_group([0, 1], timeout=SHORT, group_name="short")
+        assert half.group_name == "short"
+        assert half._get_backend(cpu).options._timeout == SHORT
+        assert world._get_backend(cpu).options._timeout == before
+        assert world.group_name != "short"
+        if dist.get_rank() == 0:
+            start = time.monotonic()
+            with pytest.raises(dist_prims.CommTimeoutError):
+                half.allreduce([torch.ones(1)]).wait()
+            assert time.monotonic() - start < 20
+        dist.barrier()
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+def test_a_split_inherits_the_options() -> None:
+    def body() -> None:
+        group = dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce="ring"))
+        half = group.split_group([0, 1])
+        assert half._get_backend(torch.device("cpu")).algorithm(1 << 20) == "ring"
+        assert total(half, 1) == 2
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error"), [([0, 2], "rank 2 is not in a group of 2"), ([-1, 0], "rank -1"), ([0, 0], "duplicate")]
+)
+def test_bad_ranks_raise_before_anything_is_sent(ranks: list[int], error: str) -> None:
+    def body() -> None:
+        if dist.get_rank() == 0:  # the other rank does not call
+            with pytest.raises((ValueError, RuntimeError), match=error):
+                dist.group.WORLD.split_group(ranks, timeout=LIMIT)
+        dist.barrier()
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+def test_ranks_that_disagree_get_an_error() -> None:
+    def body() -> None:
+        rank, world = dist.get_rank(), dist.group.WORLD
+        start = time.monotonic()
+        with pytest.raises(ValueError, match="ranks disagree"):  # the same size
+            world.split_group([[0, 1], [0, 1], [2, 1]][rank] if rank else [0, 2], timeout=LIMIT, group_name="one")
+        assert time.monotonic() - start < 20
+
+    def sizes() -> None:
+        rank, world = dist.get_rank(), dist.group.WORLD
+        start = time.monotonic()
+        with pytest.raises((ValueError, RuntimeError, TimeoutError)):
+            world.split_group([[0, 1], [0, 1, 2]][rank], timeout=SHORT, group_name="two")
+        assert time.monotonic() - start < 20
+
+    dist_prims.spawn(lambda: sizes() if dist.get_rank() < 2 else None, 3, backend="dist_prims", timeout=60)
+    dist_prims.spawn(lambda: body() if dist.get_rank() != 1 else None, 3, backend="dist_prims", timeout=60)
+
+
+def test_a_group_that_spans_hosts_splits() -> None:
+    def body() -> None:
+        rank, world = dist.get_rank(), dist.group.WORLD
+        across = world.split_group([0, 2] if rank % 2 == 0 else [1, 3], timeout=LIMIT)
+        within = world.split_group([0, 1] if rank < 2 else [2, 3], timeout=LIMIT)
+        cpu = torch.device("cpu")
+        assert across._get_backend(cpu).spans_hosts
+        assert not within._get_backend(cpu).spans_hosts
+        assert total(across, rank) == (2 if rank % 2 == 0 else 4)
+        assert total(within, rank) == (1 if rank < 2 else 5)
+
+    span("a a b b", body)
+
+
+@pytest.mark.parametrize("layout", ["a a a", "a a b"])
+def test_two_groups_merge(layout: str) -> None:
+    def body() -> None:
+        rank, world = dist.get_rank(), dist.group.WORLD
+        part = world.split_group([0] if rank == 0 else [1, 2], timeout=LIMIT)
+        store = dist.PrefixStore("merged", world.get_group_store())
+        merged = part.merge_remote_group(store, 3, LIMIT, group_name="merged")
+        assert merged.size() == 3
+        assert total(merged, rank) == 3
+        gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
+        dist.all_gather(gathered, torch.tensor([merged.rank()]), group=merged)
+        assert [int(each) for each in gathered] == [0, 1, 2]
+        again = merged.split_group([0, 2], timeout=LIMIT)
+        if merged.rank() != 1:
+            assert total(again, 1) == 2
+        else:
+            assert again is None
+
+    if len(set(layout.split())) > 1:
+        span(layout, body)
+    else:
+        dist_prims.spawn(body, 3, backend="dist_prims", timeout=60)
+
+
+def test_a_merge_with_too_many_calls_or_too_few_fails() -> None:
+    def body() -> None:
+        rank, world = dist.get_rank(), dist.group.WORLD
+        store = world.get_group_store()
+        dist_group = world.split_group([rank], timeout=LIMIT)
+        with pytest.raises((RuntimeError, TimeoutError, dist_prims.CommTimeoutError)):
+            dist_group.merge_remote_group(dist.PrefixStore("few", store), 3, SHORT)  # there are two ranks
+        full = dist.PrefixStore("full", store)
+        full.add("mergeGroupRank", 2)
+        with pytest.raises(ValueError, match="for a group of 2"):
+            dist_group.merge_remote_group(full, 2, LIMIT)
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+def test_the_function_split_group_refuses_a_host_without_an_accelerator() -> None:
+    def body() -> None:
+        with pytest.raises(RuntimeError, match="No device associated"):
+            dist.split_group(split_ranks=[[0, 1]])
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+def test_new_group_needs_no_call_of_the_ranks_outside() -> None:
+    """torch calls perform_nocolor_split on them for a backend that supports splitting, if the world has a device."""
+
+    def body() -> None:
+        dist.group.WORLD._get_backend(torch.device("cpu")).perform_nocolor_split(torch.device("cpu"))
+
+    dist_prims.spawn(body, 1, backend="dist_prims", timeout=60)
+
+
+def test_get_error() -> None:
+    def body() -> None:
+        group = dist.new_group(timeout=SHORT)
+        backend = group._get_backend(torch.device("cpu"))
+        if not hasattr(backend, "get_error"):  # torch 2.13 has it for NCCL only
+            return
+        assert backend.get_error() == ErrorType.SUCCESS
+        if dist.get_rank() == 0:
+            with pytest.raises(dist_prims.CommTimeoutError):
+                group.allreduce([torch.ones(1)]).wait()
+            assert backend.get_error() == ErrorType.TIMEOUT
+        dist.barrier()
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+def test_abort_hooks_run_when_the_group_ends_by_a_failure() -> None:
+    def body() -> None:
+        group = dist.new_group(timeout=SHORT)
+        backend = group._get_backend(torch.device("cpu"))
+        if not getattr(backend, "supports_abort_hooks", False):  # before torch 2.15
+            return
+        calls: list[int] = []
+
+        def fail() -> None:
+            raise ZeroDivisionError
+
+        for number, hook in enumerate(
+            [lambda: calls.append(0), fail, lambda: calls.append(2), lambda: calls.append(3)]
+        ):
+            backend.register_abort_hook(number, hook)
+        with pytest.raises(ValueError, match="abort hook 2 is registered already"):
+            backend.register_abort_hook(2, fail)
+        backend.unregister_abort_hook(3)
+        with pytest.raises(ValueError, match="there is no abort hook 3"):
+            backend.unregister_abort_hook(3)
+        with pytest.raises(dist_prims.MismatchError):  # ends no group
+            group.allreduce([torch.ones(1 + dist.get_rank())]).wait()
+        assert calls == []
+        if dist.get_rank() == 0:
+            with pytest.raises(dist_prims.CommTimeoutError):
+                group.allreduce([torch.ones(1)]).wait()
+            assert calls == [0, 2]
+        dist.barrier()
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+def test_gather_single() -> None:
+    def body() -> None:
+        if not hasattr(dist, "gather_single"):  # before torch 2.15
+            return
+        rank = dist.get_rank()
+        output = torch.zeros(6, dtype=torch.int64) if rank == 1 else None
+        dist.gather_single(torch.tensor([rank, 10]), output, dst=1)
+        if output is not None:
+            assert output.tolist() == [0, 10, 1, 10, 2, 10]
+
+    dist_prims.spawn(body, 3, backend="dist_prims", timeout=60)
