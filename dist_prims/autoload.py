@@ -3,6 +3,10 @@
 ``import torch`` calls :func:`register` through the entry point ``torch.backends``, so that a script that does not
 import dist_prims supports ``--backend dist_prims``. The module must therefore import quickly: it loads the extension
 when a group is created.
+
+torch 2.15 also calls :func:`register` through the entry point ``torch.distributed.backends``, when the name is first
+used. That is too late for the rendezvous without an address, which ``init_process_group`` does before it looks at the
+name. So both entry points exist, and the second call does nothing.
 """
 
 from __future__ import annotations

@@ -40,6 +40,41 @@ print(sorted(name for name in sys.modules if name.startswith("dist_prims")))
     assert run(sys.executable, "-c", program) == "['dist_prims', 'dist_prims.autoload', 'dist_prims.torch_compat']\n"
 
 
+def test_torch_finds_the_backend_when_the_name_is_used(tmp_path: Path) -> None:
+    if not hasattr(dist.Backend, "_ensure_backend_registered"):
+        pytest.skip("this torch has no entry point torch.distributed.backends")
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no parser of TOML")
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    information = tmp_path / "dist_prims-0.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: dist_prims\nVersion: 0.0\n")
+    group = "torch.distributed.backends"
+    lines = "".join(f"{name} = {target}\n" for name, target in points[group].items())
+    (information / "entry_points.txt").write_text(f"[{group}]\n{lines}")
+    program = """
+import sys, torch
+assert "dist_prims" not in torch.distributed.Backend.backend_list
+assert not any(name.startswith("dist_prims") for name in sys.modules)
+torch.distributed.init_process_group("dist_prims", store=torch.distributed.HashStore(), rank=0, world_size=1)
+print(torch.distributed.get_backend())
+"""
+    environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    assert run(sys.executable, "-c", program, cwd=tmp_path, **environ) == "dist_prims\n"
+
+
+def test_registering_twice_does_nothing() -> None:
+    program = """
+import torch
+from dist_prims.autoload import register
+from dist_prims.torch_compat import rendezvous_handlers
+register()
+before = dict(rendezvous_handlers()), dict(torch.distributed.Backend.default_device_backend_map)
+register()
+print(before == (rendezvous_handlers(), torch.distributed.Backend.default_device_backend_map))
+"""
+    assert run(sys.executable, "-c", program) == "True\n"
+
+
 def test_importing_the_package_starts_no_thread() -> None:
     program = """
 import os, torch, dist_prims
