@@ -142,7 +142,11 @@ WorkPtr PrimsBackend::perform(std::vector<PrimsTask> tasks, const CallOptions& o
     const std::uint64_t sequence = sequence_;
     const std::uint64_t entry = flight_recorder_.add(entry_of(tasks.front().call, options, sequence), taken != nullptr);
     if (taken) {
-        RECORD_FUNCTION_WITH_SCOPE(at::RecordScope::USER_SCOPE, options.title, inputs_of(outputs));
+        std::optional<at::RecordFunction> range;  // an idle one costs more than the test for a profiler
+        if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) [[unlikely]] {
+            range.emplace(std::move(*callbacks));
+            at::detail::record_function_with_scope(*range, options.title, inputs_of(outputs));
+        }
         run(tasks, options.timeout, entry);
         return c10::make_intrusive<DoneWork>(rank_, options.type, std::move(outputs), sequence);
     }
@@ -273,8 +277,9 @@ void PrimsBackend::run_abort_hooks() const {
 
 void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
     check_owner();
-    const bool is_plain = tensor.is_cpu() && tensor.layout() == at::kStrided && packed(tensor).is_same(tensor) &&
-                          op.op_ != c10d::ReduceOp::PREMUL_SUM && execution_->has_no_schedules();
+    const bool is_plain = tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg() &&
+                          tensor.is_contiguous() && op.op_ != c10d::ReduceOp::PREMUL_SUM &&
+                          execution_->has_no_schedules();
     const CallOptions options = call_options(Collective::kAllReduce, false);
     const auto taken = take(options.title, is_plain);
     if (!taken) {
