@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from ranks import span
 from reductions import ALL, HALF, NOTHING, Collectives, Op, check
 from test_memory import lent, possible
@@ -263,6 +264,32 @@ def test_factors_that_are_refused_say_why() -> None:
             dist_prims.scan(real, Op.AVG)
         dist.all_reduce(real)
         assert real.tolist() == [2.0] * 3
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_means_of_whole_numbers_by_the_functional_collectives() -> None:
+    """Truncated toward zero, of the sum as the type holds it: 200 + 100 is 44 in uint8."""
+
+    def body() -> None:
+        rank, group = dist.get_rank(), dist.group.WORLD
+        signed = torch.tensor([-3, 3, -1, 7]) * (1 - rank)
+        small = torch.tensor([200, 100], dtype=torch.uint8)[[rank, 1 - rank]]
+        signed_mean, small_mean = [-1, 1, 0, 3], [22, 22]
+        found = functional.all_reduce(signed, "avg", group)
+        assert functional.wait_tensor(found).tolist() == signed_mean
+        assert functional.wait_tensor(functional.all_reduce(small, "avg", group)).tolist() == small_mean
+        many = functional.all_reduce_coalesced([signed, small], "avg", group)
+        assert [functional.wait_tensor(each).tolist() for each in many] == [signed_mean, small_mean]
+        mine = slice(2 * rank, 2 * rank + 2)
+        part = functional.reduce_scatter_tensor(signed, "avg", 0, group)
+        assert functional.wait_tensor(part).tolist() == signed_mean[mine]
+        parts = functional.reduce_scatter_tensor_coalesced([signed, small], "avg", [0, 0], group)
+        found_parts = [functional.wait_tensor(each).tolist() for each in parts]
+        assert found_parts == [signed_mean[mine], small_mean[rank : rank + 1]]
+        with pytest.raises(ValueError, match="AVG cannot reduce bool"):
+            functional.wait_tensor(functional.all_reduce(signed.bool(), "avg", group))
 
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 
