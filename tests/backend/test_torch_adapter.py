@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,9 @@ def test_one_of_the_ranks_compiles_at_first_use(without_adapter: dict[str, str],
     (compiled,) = tmp_path.glob("cache/dist_prims/adapters/*/_backend*.so")
     done = run("from dist_prims.cli.doctor import report; print(report())", without_adapter)
     assert f"yes, by the adapter {compiled} (compiled at an earlier use, because the package has none" in done.stdout
+
+
+def test_the_adapter_has_all_sources() -> None:
+    folder = torch_adapter._sources() / "torch"
+    included = re.findall(r'#include "(.+)"', (folder / "adapter.cpp").read_text())
+    assert included == sorted(str(each.relative_to(folder)) for each in folder.glob("*/*.cpp"))
