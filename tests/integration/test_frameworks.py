@@ -73,7 +73,11 @@ def finish(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]
 
 def results(launcher: list[str], name: str, folder: Path, *arguments: str) -> dict[str, Any]:
     """What rank 0 has printed: an object of JSON."""
-    done = finish([*launcher, str(PROGRAMS / f"{name}.py"), *arguments], folder)
+    return printed(finish([*launcher, str(PROGRAMS / f"{name}.py"), *arguments], folder))
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The one object of JSON among what a program and its framework have printed."""
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"')]
     return dict(json.loads(line))
 
@@ -155,7 +159,7 @@ def test_vllm_generates_the_same_tokens_as_over_gloo(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAMS / "vllm_decode.py"), *options, "gloo,dist_prims"]
     done = run(command, environ, timeout=400, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["dist_prims"]["tokens per second"] > 0
+    assert printed(done)["dist_prims"]["tokens per second"] > 0
 
 
 def test_the_page_quotes_programs_that_the_tests_run() -> None:
