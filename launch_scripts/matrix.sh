@@ -28,9 +28,8 @@ environment() { # folder, version of torch
     [ -e "$1/ready" ] && cmp -s requirements.lock "$1/ready" && return
     local torch=$2
     [ -x "$1/bin/python" ] || "$python" -m venv "$1" || return
-    timeout 900 "$1/bin/python" -m pip install -q --disable-pip-version-check "torch==$torch" || return
-    grep -v '^torch==' requirements.lock >"$1/requirements" || return
-    "$1/bin/python" -m pip install -q --disable-pip-version-check -r "$1/requirements" || return
+    { echo "torch==$torch" && grep -v '^torch==' requirements.lock; } >"$1/requirements" || return
+    timeout 1200 "$1/bin/python" -m pip install -q --disable-pip-version-check -r "$1/requirements" || return
     cp requirements.lock "$1/ready"
 }
 

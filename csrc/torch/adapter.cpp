@@ -1,5 +1,5 @@
-// The adapter between the core and one version of torch, as one translation unit: most of the time of a compilation goes
-// into the headers of torch, which the compiler so reads once.
+// All sources of the adapter between the core and one version of torch, as one translation unit: parsing the headers of
+// torch takes most of the time of a compilation.
 #include "backend/backend.cpp"
 #include "backend/bindings.cpp"
 #include "backend/c10d_transport.cpp"

@@ -43,7 +43,7 @@ LAYERS = {
     "_console": {"collectives"},
     "demo": {"_chart", "_console", "collectives", "datasets", "launch", "models", "schedules", "training"},
     "bench": {"_chart", "backend", "collectives", "launch", "models", "schedules", "torch_compat", "training"},
-    "cli": {"bench", "launch", "schedules"},
+    "cli": {"backend", "bench", "launch", "schedules"},
     "__main__": {"cli"},
 }
 # The same within dist_prims/training.
