@@ -28,8 +28,10 @@ environment() { # folder, version of torch
     [ -e "$1/ready" ] && cmp -s requirements.lock "$1/ready" && return
     local torch=$2
     [ -x "$1/bin/python" ] || "$python" -m venv "$1" || return
-    { echo "torch==$torch" && grep -v '^torch==' requirements.lock; } >"$1/requirements" || return
-    timeout 1200 "$1/bin/python" -m pip install -q --disable-pip-version-check -r "$1/requirements" || return
+    # torch 2.11 refuses the setuptools of the lock
+    { printf '%s\n' "torch==$torch" 'setuptools>=77' && grep -v -e '^torch==' -e '^setuptools==' requirements.lock; } \
+        >"$1/requirements" || return
+    timeout 1200 "$1/bin/python" -m pip install -q --no-cache-dir --disable-pip-version-check -r "$1/requirements" || return
     cp requirements.lock "$1/ready"
 }
 
