@@ -1,4 +1,4 @@
-"""The C++ core without torch: each case of csrc/tests plain, and all of them under the sanitizers."""
+"""The C++ core without torch: each case of csrc/tests with the built library, and all of them under the sanitizers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from dist_prims.backend.torch_adapter import LIBRARIES
+
 CSRC = Path(__file__).parents[2] / "csrc"
-SOURCES = [source for folder in ("common", "shm", "net", "tests") for source in (CSRC / folder).glob("*.cpp")]
-CASES = sorted(name for source in SOURCES for name in re.findall(r"^CASE\((\w+)\)", source.read_text(), re.MULTILINE))
+TESTS = list((CSRC / "tests").glob("*.cpp"))
+CORE = [source for folder in ("common", "shm", "net") for source in (CSRC / folder).glob("*.cpp")]
+CASES = sorted(name for source in TESTS for name in re.findall(r"^CASE\((\w+)\)", source.read_text(), re.MULTILINE))
 COMPILER = os.environ.get("CXX", "c++")
 
 
-def build(program: Path, *flags: str) -> None:
-    command = [COMPILER, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags, *map(str, SOURCES)]
+def build(program: Path, sources: list[Path], *flags: str) -> None:
+    command = [COMPILER, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", *map(str, sources), *flags]
     built = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True, timeout=1000)
     assert built.returncode == 0, built.stderr
 
@@ -32,7 +35,7 @@ def run(program: Path, *arguments: str, **environment: str) -> str:
 
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The test program without a sanitizer, compiled once for all workers of pytest-xdist."""
+    """The test program of the built core, compiled once for all workers of pytest-xdist."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -40,7 +43,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "core_test.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not program.exists():
-            build(program)
+            build(program, TESTS, f"-L{LIBRARIES}", "-ldist_prims_core", f"-Wl,-rpath,{LIBRARIES}")
     return program
 
 
@@ -66,7 +69,7 @@ def test_names_of_cases(program: Path) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_all_cases_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
-    build(tmp_path / "core_test", "-g", f"-fsanitize={sanitizer}")
+    build(tmp_path / "core_test", [*CORE, *TESTS], "-g", f"-fsanitize={sanitizer}")
     run(tmp_path / "core_test")
 
 
