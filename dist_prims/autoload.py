@@ -36,6 +36,17 @@ def register() -> None:
         _register_rendezvous_handlers()
 
 
+def prepare(backend: str | None) -> None:
+    """Compile what the backend needs, if ``backend`` names it and it is missing: processes that start are timed.
+
+    >>> prepare("gloo")
+    """
+    if NAME in (backend or ""):
+        from .backend.torch_adapter import ensure
+
+        ensure()
+
+
 def _create(options: Any, given: Any) -> Any:
     from .backend.create import make
 

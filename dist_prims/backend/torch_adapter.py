@@ -68,6 +68,12 @@ def load() -> Adapter:
     return Adapter(_import(cached), cached, f"compiled now, because {problem}")
 
 
+def ensure() -> None:
+    """Compile an adapter if there is none for this torch; ImportError with a remedy."""
+    if not (_of_package().exists() or _in_cache().exists()):
+        load()
+
+
 def describe() -> str:
     """The adapter of this process and why it is taken, or why there is none. Compiles nothing.
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..autoload import prepare
 from .spawn_parent import RankProcesses
 
 __all__: list[str] = []
@@ -69,6 +70,7 @@ def spawn(
     method = start_method or _safe_start_method()
     if method not in ("fork", "spawn"):
         raise ValueError(f"spawn: start_method is {method!r}; choose 'fork' or 'spawn'")
+    prepare(backend)
     with RankProcesses(nprocs, start_timeout, timeout, prefix) as processes:
         processes.start(method, fn, args, backend, init)
         results = processes.results()

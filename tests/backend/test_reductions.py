@@ -72,7 +72,7 @@ def test_across_hosts(layout: str) -> None:
     span(layout, body, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_in_python(size: int) -> None:
     def body() -> None:
         rank = dist.get_rank()

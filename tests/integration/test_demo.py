@@ -20,7 +20,9 @@ STARTS = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    "start", ["mpirun", *(pytest.param(name, marks=pytest.mark.slow) for name in ("alone", "torchrun"))]
+)
 def test_the_demo_checks_itself(start: str, tmp_path: Path) -> None:
     if shutil.which(STARTS[start][0]) is None:
         pytest.skip("no mpirun beside this Python; pip install mpich mpi4py")

@@ -37,7 +37,14 @@ def test_programs_run(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", [name for name, text in PROGRAMS.items() if "dist_prims.init(" in text])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name.startswith("README") else pytest.mark.slow)
+        for name, text in PROGRAMS.items()
+        if "dist_prims.init(" in text
+    ],
+)
 def test_programs_run_on_several_ranks(name: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAMS[name])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "program.py"]
