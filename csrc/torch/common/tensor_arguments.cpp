@@ -2,6 +2,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
+#include <torch/headeronly/version.h>
 
 #include <array>
 #include <bit>
@@ -16,9 +17,15 @@
 namespace dist_prims {
 namespace {
 
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;
+#else
+using c10d::PreMulSumSupplement;
+#endif
+
 // The factor of PREMUL_SUM as a number: on the CPU there is no reason to ask for one type of it.
 at::Scalar factor_of(const char* what, const c10d::ReduceOp& op) {
-    const auto* given = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+    const auto* given = dynamic_cast<const PreMulSumSupplement*>(op.supplement_.get());
     TORCH_CHECK_VALUE(given, what, ": PREMUL_SUM has no factor; use torch.distributed._make_nccl_premul_sum(factor)");
     const at::Tensor& tensor = given->tensor_factor;
     if (!tensor.defined()) return given->double_factor;
