@@ -37,7 +37,9 @@ def register() -> None:
 
 
 def prepare(backend: str | None) -> None:
-    """Compile what the backend needs, if ``backend`` names it and it is missing: processes that start are timed.
+    """Compile the adapter if ``backend`` names this backend and there is none yet.
+
+    To be called before ranks are started, because their start has a deadline.
 
     >>> prepare("gloo")
     """

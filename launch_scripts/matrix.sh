@@ -3,7 +3,7 @@
 #
 # By default the smoke tier with torch 2.11.0, 2.13.0 and 2.15.0; PYTHON=python3.12 names another Python. Each pair has an
 # environment of its own in ~/.cache/dist_prims/matrix (XDG_CACHE_HOME), which is kept. A plain torch of PyPI is a build
-# for CUDA of up to 5.5 GB. The smoke tier is the backend, the collectives, one test of each kind of training: minutes.
+# for CUDA of up to 5.5 GB. The smoke tier has tests of the backend, collectives, gradients, pipelines, the package: minutes.
 # The exit status is 1 if a test fails, and 3 if an environment cannot be made.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -39,7 +39,7 @@ status=0
 report=
 for torch in "$@"; do
     home=$cache/$name-torch$torch
-    start=$SECONDS
+    start=$SECONDS built=
     if ! environment "$home" "$torch"; then
         report+="$name torch $torch: no environment; see above"$'\n'
         [ $status -eq 0 ] && status=3

@@ -75,11 +75,11 @@ const MpiCalls::Layout& MpiCalls::layout(const Counts& bytes) {
 }
 
 void MpiCalls::all_reduce(Op op, DType dtype, const std::byte* in, std::byte* out, std::size_t count) {
-    const auto [type, call_options] = reduction(op, dtype);
+    const auto [type, operation] = reduction(op, dtype);
     std::size_t done = 0;
     do {  // also once for no data: all ranks must take part
         const std::size_t now = std::min(count - done, largest_), at = done * size_of(dtype);
-        begun(MPI_Iallreduce(in == out ? MPI_IN_PLACE : in + at, out + at, static_cast<int>(now), type, call_options,
+        begun(MPI_Iallreduce(in == out ? MPI_IN_PLACE : in + at, out + at, static_cast<int>(now), type, operation,
                              comm_, next()));
         done += now;
     } while (done < count);
@@ -87,12 +87,12 @@ void MpiCalls::all_reduce(Op op, DType dtype, const std::byte* in, std::byte* ou
 
 void MpiCalls::reduce(Op op, DType dtype, const std::byte* in, std::byte* out, std::size_t count, int root,
                       bool is_root) {
-    const auto [type, call_options] = reduction(op, dtype);
+    const auto [type, operation] = reduction(op, dtype);
     std::size_t done = 0;
     do {
         const std::size_t now = std::min(count - done, largest_), at = done * size_of(dtype);
         const void* from = is_root && in == out ? MPI_IN_PLACE : static_cast<const void*>(in + at);
-        begun(MPI_Ireduce(from, is_root ? out + at : nullptr, static_cast<int>(now), type, call_options, root, comm_,
+        begun(MPI_Ireduce(from, is_root ? out + at : nullptr, static_cast<int>(now), type, operation, root, comm_,
                           next()));
         done += now;
     } while (done < count);
@@ -107,10 +107,10 @@ void MpiCalls::reduce_scatter(Op op, DType dtype, const std::byte* in, std::byte
         }
         return;
     }
-    const auto [type, call_options] = reduction(op, dtype);
+    const auto [type, operation] = reduction(op, dtype);
     Layout& made = layouts_.emplace_back();
     made.counts.assign(counts.begin(), counts.end());
-    begun(MPI_Ireduce_scatter(in, out, made.counts.data(), type, call_options, comm_, next()));
+    begun(MPI_Ireduce_scatter(in, out, made.counts.data(), type, operation, comm_, next()));
 }
 
 void MpiCalls::broadcast(std::byte* data, std::size_t bytes, int root) {

@@ -1,4 +1,4 @@
-// A group of ranks: their communicator, and the error that ended them.
+// A group of ranks: their communicator, and the error that ended the group.
 #pragma once
 
 #include <mpi.h>

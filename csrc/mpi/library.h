@@ -1,4 +1,4 @@
-// What the backend calls of MPI, without <mpi.h>.
+// The interface between the backend and an MPI library, without <mpi.h>.
 //
 // MPI libraries share no ABI: handles are ints in MPICH and its derivatives, and pointers in Open MPI. The sources of
 // this folder are therefore compiled once for each family, into a library without torch. The backend includes this
@@ -94,6 +94,7 @@ public:
     virtual std::vector<int> roll_call(Milliseconds timeout, const WaitHook& look) const = 0;
 };
 
+// The MPI library of this process.
 class Library {
 public:
     virtual ~Library() = default;

@@ -81,21 +81,14 @@ def _make_watched(request: _GroupRequest) -> Any:
 
 
 def _make_child(
-    parent_ranks: list[int],
-    parent: BackendOptions | None,
-    parent_is_merged: bool,
-    store: Any,
-    name: str,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    ranks: list[int],
+    parent: _GroupRequest, store: Any, name: str, rank: int, size: int, timeout: timedelta, ranks: list[int]
 ) -> Any:
-    """Create the backend of a group that is split from a group, or merged from several. The extension calls this.
+    """Create the backend of a group that is split from ``parent``, or merged from it and others; called by C++.
 
-    ``parent`` are the options of the parent, which the new group inherits. ``ranks`` are the ranks of the new group in
-    the parent, empty for a merged group.
+    The new group inherits the options of the parent. ``ranks`` are the ranks of the new group in the parent, empty for
+    a merged group.
     """
+    parent_ranks = parent.ranks or range(parent.size)
     request = _GroupRequest(
         store=store.clone(),  # a timeout is set, and the store may be the parent's
         name=name,
@@ -103,9 +96,9 @@ def _make_child(
         size=size,
         timeout=timeout,
         ranks=[parent_ranks[each] for each in ranks],
-        given=parent,
+        given=parent.given,
         is_child=True,
-        is_merged=parent_is_merged or not ranks,
+        is_merged=parent.is_merged or not ranks,
     )
     return _make_watched(request)
 
@@ -136,7 +129,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         engine=engine,
         largest_tag=getattr(engine, "largest_tag", _LARGEST_TAG_OF_GLOO),
         make_gloo=make_gloo,
-        make_child=functools.partial(_make_child, ranks, request.given, request.is_merged),
+        make_child=functools.partial(_make_child, request),
         choose=multi_host.choose if multi_host else _unreachable,
         accelerator=_nccl(store, rank, size, timeout),
         slot_bytes=prims_options.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),

@@ -50,7 +50,7 @@ class Adapter:
 @functools.cache
 def load() -> Adapter:
     """Load the adapter for this torch, and compile it first if there is none; ImportError with a remedy."""
-    core = LIBRARIES / compile_native.CORE
+    core = _core()
     if not core.exists():
         raise ImportError(f"{core} does not exist: {_remedy_without_core()}")
     ctypes.CDLL(str(core))  # by its path, so that an adapter in the cache need not find it
@@ -70,7 +70,7 @@ def load() -> Adapter:
 
 def ensure() -> None:
     """Compile an adapter if there is none for this torch; ImportError with a remedy."""
-    if not (_of_package().exists() or _in_cache().exists()):
+    if not _exists():
         load()
 
 
@@ -80,7 +80,7 @@ def describe() -> str:
     >>> describe().startswith("yes, by the adapter")
     True
     """
-    if not (_of_package().exists() or _in_cache().exists()):
+    if _core().exists() and not _exists():
         missing = compile_native.compiler_problem()
         later = f"none can be compiled: {missing}" if missing else "the first use compiles one, in about a minute"
         return f"no adapter for torch {torch.__version__} yet; {later}"
@@ -89,6 +89,14 @@ def describe() -> str:
     except ImportError as error:
         return f"no: {error}"
     return f"yes, by the adapter {adapter.file} ({adapter.reason})"
+
+
+def _exists() -> bool:
+    return _of_package().exists() or _in_cache().exists()
+
+
+def _core() -> Path:
+    return LIBRARIES / compile_native.CORE
 
 
 def _of_package() -> Path:
@@ -129,7 +137,10 @@ def _compile(file: Path, problem: str) -> None:
     found = sorted(each.parent.name.removeprefix("torch") for each in LIBRARIES.glob("torch*/*.so"))
     others = f"or install a torch that the package has an adapter for ({', '.join(found)})" if found else ""
     if not _sources().joinpath("torch").is_dir():
-        raise ImportError(f"no adapter for this torch: {problem}, and the sources to compile one are not installed")
+        raise ImportError(
+            f"no adapter between dist_prims and torch {torch.__version__}: {problem}, and the sources to compile one "
+            "are not installed; install dist_prims again, from a wheel or from its source"
+        )
     with _alone(file.parent):
         if file.exists():  # another process has compiled it
             return

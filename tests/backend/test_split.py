@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import span
-from torch._C._distributed_c10d import ErrorType
+from torch._C._distributed_c10d import Backend, ErrorType
 
 import dist_prims
 
@@ -209,12 +209,11 @@ def test_new_group_needs_no_call_of_the_ranks_outside() -> None:
     dist_prims.spawn(body, 1, backend="dist_prims", timeout=60)
 
 
+@pytest.mark.skipif(not hasattr(Backend, "get_error"), reason="this torch has get_error for NCCL only")
 def test_get_error() -> None:
     def body() -> None:
         group = dist.new_group(timeout=SHORT)
         backend = group._get_backend(torch.device("cpu"))
-        if not hasattr(backend, "get_error"):  # torch 2.13 has it for NCCL only
-            return
         assert backend.get_error() == ErrorType.SUCCESS
         if dist.get_rank() == 0:
             with pytest.raises(dist_prims.CommTimeoutError):
@@ -225,12 +224,11 @@ def test_get_error() -> None:
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 
 
+@pytest.mark.skipif(not hasattr(Backend, "supports_abort_hooks"), reason="this torch has no abort hooks")
 def test_abort_hooks_run_when_the_group_ends_by_a_failure() -> None:
     def body() -> None:
         group = dist.new_group(timeout=SHORT)
         backend = group._get_backend(torch.device("cpu"))
-        if not getattr(backend, "supports_abort_hooks", False):  # before torch 2.15
-            return
         calls: list[int] = []
 
         def fail() -> None:
@@ -257,10 +255,9 @@ def test_abort_hooks_run_when_the_group_ends_by_a_failure() -> None:
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 
 
+@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="this torch has no gather_single")
 def test_gather_single() -> None:
     def body() -> None:
-        if not hasattr(dist, "gather_single"):  # before torch 2.15
-            return
         rank = dist.get_rank()
         output = torch.zeros(6, dtype=torch.int64) if rank == 1 else None
         dist.gather_single(torch.tensor([rank, 10]), output, dst=1)

@@ -14,7 +14,7 @@ int64_t elements_of(const Tensors& tensors) {
     return sum;
 }
 
-// The global ranks of a group as a range, as the event gives them. Stride -1: they are none, and the event has no list.
+// The global ranks of a group as a range, as the event gives them. Stride -1: no range, and no list in it.
 struct RankRange {
     int start = 0, stride = 1;
 
