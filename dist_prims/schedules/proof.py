@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .repair import Shortfall, explain
+from .repair import Shortfall, diagnose
 from .schedule import Schedule
 from .sum_numbers import names_of
-from .symbolic import NOTHING, ScheduleError, State, execute
+from .symbolic import NOTHING, Mark, ScheduleError, State, execute
 
 __all__: list[str] = []
 
@@ -31,7 +31,7 @@ def verify(schedule: Schedule) -> None:
     state = execute(schedule)
     shortfalls = [each for rank in range(schedule.size) for each in _shortfalls(schedule, state, rank)]
     if shortfalls:
-        raise ScheduleError(explain(schedule, shortfalls))
+        raise diagnose(schedule, shortfalls)
     if schedule.contract.same_bits:
         _check_same_bits(schedule, state)
 
@@ -43,7 +43,7 @@ def _shortfalls(schedule: Schedule, state: State, rank: int) -> Iterator[Shortfa
     for at in np.flatnonzero((number == NOTHING) | (piece != end.piece)).tolist():
         has = "nothing" if number[at] == NOTHING else f"piece {piece[at]}"
         what = f"at the end rank {rank} must hold piece {end.piece[at]} in chunk {end.chunk[at]}; it holds {has}"
-        yield Shortfall(rank, int(end.chunk[at]), int(end.piece[at]), _bits(end.first[at], end.last[at]), what)
+        yield Shortfall(rank, int(end.chunk[at]), int(end.piece[at]), _bits(end.first[at], end.last[at]), 0, what)
     right_piece = np.flatnonzero((number != NOTHING) & (piece == end.piece))
     kinds, kind = np.unique(np.stack([number, end.first, end.last])[:, right_piece], axis=1, return_inverse=True)
     for which, (total, first, last) in enumerate(kinds.T.tolist()):
@@ -53,8 +53,9 @@ def _shortfalls(schedule: Schedule, state: State, rank: int) -> Iterator[Shortfa
             continue
         lost = f"{names_of(missing)} is missing" if missing else f"{names_of(extra)} does not belong there"
         for at in right_piece[np.ravel(kind) == which].tolist():
-            chunk = int(end.chunk[at])
-            yield Shortfall(rank, chunk, int(end.piece[at]), wanted, f"at the end rank {rank}, chunk {chunk}: {lost}")
+            chunk, held = int(end.chunk[at]), state.sums.ranks[total]
+            what = f"at the end rank {rank}, chunk {chunk}: {lost}"
+            yield Shortfall(rank, chunk, int(end.piece[at]), wanted, held, what)
 
 
 def _bits(first: int, last: int) -> int:
@@ -68,15 +69,18 @@ def _check_same_bits(schedule: Schedule, state: State) -> None:
 
     ends = [schedule.contract.end(rank) for rank in range(schedule.size)]
     demanded = np.concatenate([np.stack([end.piece, end.first, end.last]) for end in ends], axis=1)
+    chunk = np.concatenate([end.chunk for end in ends])
     number = np.concatenate([state.sum[rank, end.chunk] for rank, end in enumerate(ends)])
     rank = np.repeat(np.arange(schedule.size), [len(end.chunk) for end in ends])
     order = np.lexsort(demanded)
-    demanded, number, rank = demanded[:, order], number[order], rank[order]
+    demanded, number, rank, chunk = demanded[:, order], number[order], rank[order], chunk[order]
     differs = np.flatnonzero((demanded[:, 1:] == demanded[:, :-1]).all(0) & (number[1:] != number[:-1]))
     if differs.size:
         one, two = int(differs[0]), int(differs[0]) + 1
         raise ScheduleError(
             f"piece {demanded[0, one]} is {Order(state.sums, int(number[one]))} on rank {rank[one]} but "
             f"{Order(state.sums, int(number[two]))} on rank {rank[two]}: the same sum in another order, so the last "
-            'bits may differ. Add in one order everywhere, or register the algorithm with replicas="may differ"'
+            'bits may differ. Add in one order everywhere, or register the algorithm with replicas="may differ"',
+            len(schedule.steps) - 1,
+            [Mark(len(schedule.steps) - 1, int(rank[at]), int(chunk[at])) for at in (one, two)],
         )

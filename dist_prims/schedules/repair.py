@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .schedule import Schedule, Step
-from .sum_numbers import names_of
-from .symbolic import NOTHING, State, symbolic_states
+from .sum_numbers import names_of, ranks_of
+from .symbolic import NOTHING, Mark, ScheduleError, State, symbolic_states
 
 __all__: list[str] = []
 
@@ -29,17 +29,27 @@ _MOST_CHOICES = 10_000  # in the search for disjoint sums; real schedules need a
 
 @dataclass(frozen=True)
 class Shortfall:
-    """An output chunk that does not hold the demanded sum: ``wanted`` are the ranks of that sum, as bits."""
+    """An output chunk that does not hold the demanded sum.
+
+    ``wanted``: the ranks of the demanded sum, as bits; ``held``: those of the piece's sum in the chunk, 0 if it holds
+    nothing or another piece.
+    """
 
     rank: int
     chunk: int
     piece: int
     wanted: int
+    held: int
     what: str
 
+    def mark(self, step: int) -> Mark:
+        """The chunk as it is after the last step."""
+        missing, extra = self.wanted & ~self.held, self.held & ~self.wanted
+        return Mark(step, self.rank, self.chunk, ranks_of(missing), ranks_of(extra))
 
-def explain(schedule: Schedule, shortfalls: Sequence[Shortfall]) -> str:
-    """The shortfall that became irreparable first, and the step that caused it."""
+
+def diagnose(schedule: Schedule, shortfalls: Sequence[Shortfall]) -> ScheduleError:
+    """The error for the shortfall that became irreparable first, with the step that caused it."""
     targets = {(each.piece, each.wanted): each for each in reversed(shortfalls)}
     before: State | None = None
     for number, step, state in symbolic_states(schedule):
@@ -47,12 +57,16 @@ def explain(schedule: Schedule, shortfalls: Sequence[Shortfall]) -> str:
             touched = set(before.piece[step.dst, step.into].tolist())
             for (piece, wanted), each in targets.items():
                 if piece in touched and not _can_be_made(state, piece, wanted, schedule.contract.counts_once):
-                    return f"{each.what}. {_cause(before, state, step, number, piece, wanted)}"
+                    cause, culprit = _cause(before, state, step, number, piece, wanted)
+                    marks = [*culprit, *(shortfall.mark(len(schedule.steps) - 1) for shortfall in shortfalls)]
+                    return ScheduleError(f"{each.what}. {cause}", number, marks)
         before = State(state.piece.copy(), state.sum.copy(), state.sums)
-    first = shortfalls[0]
-    return (
+    first, last = shortfalls[0], len(schedule.steps) - 1
+    return ScheduleError(
         f"{first.what}. The ranks still hold all parts of it after the last step: a transfer to rank {first.rank} "
-        "is missing"
+        "is missing",
+        last if last >= 0 else None,
+        [shortfall.mark(last) for shortfall in shortfalls],
     )
 
 
@@ -94,16 +108,20 @@ def _is_disjoint_union(sets: Sequence[int], wanted: int) -> bool:
     return False
 
 
-def _cause(before: State, after: State, step: Step, number: int, piece: int, wanted: int) -> str:
-    """The step, and the transfer in it that overwrote the last copy of a sum that was needed."""
+def _cause(
+    before: State, after: State, step: Step, number: int, piece: int, wanted: int
+) -> tuple[str, tuple[Mark, ...]]:
+    """The step, and the transfer in it that overwrote the last copy of a sum that was needed, with the chunk's mark."""
     left = {after.sums.ranks[each] for each in _sums_of(after, piece).tolist()}
     for src, dst, _, into, reduce in step.rows():
         value = int(before.sum[dst, into])
         ranks = before.sums.ranks[value] if value != NOTHING and before.piece[dst, into] == piece else 0
         if ranks and ranks & ~wanted == 0 and ranks not in left:
             verb = "adds to" if reduce else "replaces"
+            now = after.sums.ranks[int(after.sum[dst, into])] if after.piece[dst, into] == piece else 0
             return (
                 f"It cannot be repaired after step {number}: there the transfer from rank {src} to rank {dst} {verb} "
-                f"the last copy of {names_of(ranks)}, in chunk {into} of rank {dst}"
+                f"the last copy of {names_of(ranks)}, in chunk {into} of rank {dst}",
+                (Mark(number, dst, into, ranks_of(ranks & ~now), ranks_of(now & ~wanted)),),
             )
-    return f"It cannot be repaired after step {number}"
+    return f"It cannot be repaired after step {number}", ()

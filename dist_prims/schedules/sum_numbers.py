@@ -52,6 +52,15 @@ class Sums:
         return (right, left) if left < self.size <= right else (left, right)
 
 
-def names_of(ranks: int) -> str:
+def ranks_of(bits: int) -> tuple[int, ...]:
+    """The ranks in a set of bits.
+
+    >>> ranks_of(0b101)
+    (0, 2)
+    """
+    return tuple(rank for rank in range(bits.bit_length()) if bits >> rank & 1)
+
+
+def names_of(bits: int) -> str:
     """Format the ranks in a set of bits as r0+r2."""
-    return "+".join(f"r{rank}" for rank in range(ranks.bit_length()) if ranks >> rank & 1)
+    return "+".join(f"r{rank}" for rank in ranks_of(bits))

@@ -8,14 +8,15 @@ its step, ranks and chunk.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .schedule import Schedule, Step
-from .sum_numbers import Sums, names_of
+from .sum_numbers import Sums, names_of, ranks_of
 
 __all__: list[str] = []
 
@@ -23,8 +24,20 @@ Ints = NDArray[np.int64]
 NOTHING = -1
 
 
+class Mark(NamedTuple):
+    """A wrong chunk of a rank after a step: the ranks missing from its sum, and those counted twice or not wanted."""
+
+    step: int
+    rank: int
+    chunk: int
+    missing: tuple[int, ...] = ()
+    extra: tuple[int, ...] = ()
+
+
 class ScheduleError(ValueError):
     """Error in a schedule; the message is a counterexample.
+
+    ``step``: the number of the first wrong step, None if the error is in no step. ``marks``: the wrong chunks.
 
     >>> from dist_prims.schedules import Step, algorithm, build, unregister
     >>> @algorithm("broadcast", name="forgets_the_last", chunks=1)
@@ -39,6 +52,11 @@ class ScheduleError(ValueError):
     The ranks still hold all parts of it after the last step: a transfer to rank 2 is missing
     >>> unregister("broadcast", "forgets_the_last")
     """
+
+    def __init__(self, message: str, step: int | None = None, marks: Sequence[Mark] = ()) -> None:
+        super().__init__(message)
+        self.step = step
+        self.marks = tuple(marks)
 
 
 @dataclass
@@ -80,7 +98,7 @@ def _check_range(schedule: Schedule, step: Step, number: int) -> None:
             at = int(wrong[0])
             kind = "rank" if name in ("src", "dst") else "chunk"
             raise ScheduleError(
-                f"step {number}, row {at}: {name}={column[at]} is out of range; {kind}s are 0..{limit - 1}"
+                f"step {number}, row {at}: {name}={column[at]} is out of range; {kind}s are 0..{limit - 1}", number
             )
 
 
@@ -113,13 +131,14 @@ def place_in_run(keys: Ints) -> Ints:
     return index - np.maximum.accumulate(np.where(is_start, index, 0))
 
 
-def _refuse(wrong: NDArray[np.bool_], step: Step, number: int, what: str) -> None:
-    """Raise ScheduleError for the first wrong row of a step, if there is one."""
+def _refuse(wrong: NDArray[np.bool_], step: Step, number: int, what: str, doubled: int = 0) -> None:
+    """Raise ScheduleError for the first wrong row of a step, if there is one; ``doubled``: ranks, as bits."""
     if wrong.any():
         at = int(np.argmax(wrong))
         names = {name: int(getattr(step, name)[at]) for name in ("src", "dst", "chunk", "into")}
         transfer = "rank {src} -> rank {dst}" if names["src"] != names["dst"] else "rank {src}, local"
-        raise ScheduleError(f"step {number}, {transfer}: the transfer {what}".format(**names))
+        mark = Mark(number, names["dst"], names["into"], extra=ranks_of(doubled))
+        raise ScheduleError(f"step {number}, {transfer}: the transfer {what}".format(**names), number, [mark])
 
 
 def _check_addition(
@@ -134,4 +153,4 @@ def _check_addition(
         doubled = [ranks[a] & ranks[b] for a, b in zip(held.tolist(), added.tolist(), strict=True)]
         which = next((both for both in doubled if both), 0)
         what = f"adds {names_of(which)} to chunk {{into}} of rank {{dst}}, which already contains it"
-        _refuse(np.array([both != 0 for both in doubled], np.bool_), step, number, what)
+        _refuse(np.array([both != 0 for both in doubled], np.bool_), step, number, what, which)
