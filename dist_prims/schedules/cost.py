@@ -17,6 +17,7 @@ A tick takes as long as its busiest resource, which does the work of both segmen
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -34,6 +35,10 @@ Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64
 
 
+# The terms of a price, in the order of the counts of ``Cost``: the parameters by which each count is multiplied.
+TERMS = (("latency", ("alpha",)), ("bandwidth", ("nbytes", "beta")), ("reduction", ("nbytes", "gamma")))
+
+
 @dataclass(frozen=True)
 class Cost:
     """The critical path of a schedule: messages, and the fractions of the data that are moved and reduced."""
@@ -42,8 +47,15 @@ class Cost:
     moved: Fraction
     reduced: Fraction
 
+    @property
+    def counts(self) -> tuple[int | Fraction, ...]:
+        """The count of each of ``TERMS``."""
+        return self.messages, self.moved, self.reduced
+
     def seconds(self, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-        return self.messages * alpha + nbytes * (float(self.moved) * beta + float(self.reduced) * gamma)
+        given = {"nbytes": nbytes, "alpha": alpha, "beta": beta, "gamma": gamma}
+        terms = zip(self.counts, TERMS, strict=True)
+        return sum(float(count) * math.prod(given[name] for name in names) for count, (_, names) in terms)
 
 
 def price(schedule: Schedule) -> Cost:
