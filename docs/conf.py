@@ -58,7 +58,7 @@ NAVIGATION = {
         "docs/environment",
     ],
     "Patterns of training": ["docs/patterns/*"],
-    "Algorithms": ["docs/algorithms", "pictures/algorithms", "pictures/pipelines"],
+    "Algorithms": ["docs/algorithms", "docs/interactive_pages", "pictures/algorithms", "pictures/pipelines"],
     "Reference": ["api/index", "docs/glossary"],
     "Design": ["docs/architecture", *(f"docs/design/{page}" for page in DESIGN)],
     "Benchmarks": ["docs/benchmarks/README"],

@@ -20,6 +20,7 @@ def add(commands: Any) -> None:
         "--stages-a-rank", type=int, metavar="N", help="default: the number that the schedule is made for"
     )
     pipeline.add_argument("--svg", metavar="FILE", help="also write the chart")
+    pipeline.add_argument("--html", metavar="FILE", help="also write an interactive page")
     pipeline.set_defaults(run=run)
 
 
@@ -28,7 +29,9 @@ def run(given: argparse.Namespace) -> int:
         print(markdown_table())
         return 0
     print(show_pipeline(given.name, given.ranks, given.microbatches, given.stages_a_rank))
+    plan = pipeline_plan(given.name, given.ranks, given.microbatches, given.stages_a_rank)
     if given.svg:
-        plan = pipeline_plan(given.name, given.ranks, given.microbatches, given.stages_a_rank)
         print(f"picture  {plan.draw(given.svg)}")
+    if given.html:
+        print(f"page     {plan.html(given.html)}")
     return 0

@@ -57,6 +57,7 @@ def _prove_one(collective: str, name: str, sizes: tuple[int, ...]) -> int:
                 print(f"✗ {collective} {name}, size {size}{where}: {type(error).__name__}: {error}", flush=True)
                 if not isinstance(error, ValueError):
                     raise  # an error in the generator itself; the traceback shows the line
+                print(f"  for a page that opens at the wrong step, show it with --size {size} --html wrong.html")
                 return 1
         proved += len(roots)
     print(f"✓ {collective} {name}: {proved} schedules, sizes {numbers(sizes)}", flush=True)

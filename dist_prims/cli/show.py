@@ -29,6 +29,7 @@ def add(commands: Any) -> None:
     show.add_argument("--size", type=int, default=4, metavar="N", help="number of ranks (4)")
     show.add_argument("--root", type=int, metavar="R", help="the root of a rooted collective (0)")
     show.add_argument("--svg", metavar="FILE", help="also write the picture")
+    show.add_argument("--html", metavar="FILE", help="also write an interactive page")
     show.set_defaults(run=run)
 
 
@@ -39,6 +40,8 @@ def run(given: argparse.Namespace) -> int:
         return 0
     root = {} if given.root is None else {"root": given.root}
     schedule = build(collective, algorithm, given.size, **root, **parameters)
+    if given.html:  # first, because the page of a wrong schedule shows its error
+        print(f"page     {schedule.html(given.html)}")
     print(f"{_steps(schedule)}\n")
     for name, value in _facts(schedule):
         print(f"{name.ljust(9)}{value}")

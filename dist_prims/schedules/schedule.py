@@ -260,3 +260,23 @@ class Schedule:
         from .draw import write_svg
 
         return write_svg(self, path)
+
+    def html(self, path: str | Path) -> Path:
+        """Write an interactive page: its steps, what each chunk holds, the proof and the cost. Returns the path.
+
+        The page of a schedule that is wrong opens at the first wrong step.
+        """
+        from .html.document import write_html
+        from .html.schedule_data import schedule_page
+
+        return write_html(schedule_page(self), path)
+
+    def _repr_html_(self) -> str | None:
+        """The page, for a notebook; None, and so the text, for a schedule too large for a page."""
+        from .html.document import in_notebook
+        from .html.schedule_data import schedule_page
+
+        try:
+            return in_notebook(schedule_page(self))
+        except ValueError:
+            return None

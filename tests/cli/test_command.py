@@ -93,6 +93,7 @@ def test_prove_a_file(tmp_path: Path) -> None:
         "✗ all_reduce mine, size 2: ScheduleError: at the end rank 0, chunk 0: r1 is missing. It cannot be "
         "repaired after step 0: there the transfer from rank 0 to rank 1 "
         "replaces the last copy of r1, in chunk 0 of rank 1\n"
+        "  for a page that opens at the wrong step, show it with --size 2 --html wrong.html\n"
     )
     file.write_text(BROKEN)
     done = command("prove", str(file), "--sizes", "1,4")

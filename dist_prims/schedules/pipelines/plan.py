@@ -132,3 +132,20 @@ class PipelinePlan:
 
         rows = (times or self.cost()).rows
         return text_gantt(rows, caption(self)) if path is None else draw_gantt(path, rows, caption(self))
+
+    def html(self, path: str | Path) -> Path:
+        """Write an interactive page: the Gantt chart for any durations, bubble and memory. Returns the path."""
+        from ..html.document import write_html
+        from ..html.pipeline_data import pipeline_page
+
+        return write_html(pipeline_page(self), path)
+
+    def _repr_html_(self) -> str | None:
+        """The page, for a notebook; None, and so the text, for a plan that is too large or cannot run."""
+        from ..html.document import in_notebook
+        from ..html.pipeline_data import pipeline_page
+
+        try:
+            return in_notebook(pipeline_page(self))
+        except ValueError:
+            return None

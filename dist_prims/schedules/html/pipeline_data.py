@@ -1,0 +1,85 @@
+"""The data of the page of a pipeline plan: its actions, and which of them each one waits for.
+
+When an action begins follows from the durations: as soon as its rank is free and its inputs have arrived. The page
+computes it from the list of the actions that each action waits for, for any durations, so the list is the cost model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import pipelines
+from ..pipelines.draw import caption
+from ..pipelines.plan import Action, PipelinePlan
+from ..pipelines.proof import replay
+from .document import Page
+
+__all__: list[str] = []
+
+MOST_ACTIONS = 24_000
+_SCRIPTS = ("format", "elements", "player", "chart", "gantt", "pipeline")
+
+
+def pipeline_page(plan: PipelinePlan) -> Page:
+    """The page of a plan, with the same schedule for other numbers of micro-batches if it is registered.
+
+    >>> from dist_prims.schedules.pipelines import pipeline_plan
+    >>> data = pipeline_page(pipeline_plan("1f1b", ranks=2, num_microbatches=3)).data
+    >>> data["microbatches"], sorted(map(int, data["plans"]))[:3]
+    (3, [1, 2, 3])
+    """
+    if sum(map(len, plan.actions)) > MOST_ACTIONS:
+        raise ValueError(
+            f"page: {caption(plan)} has {sum(map(len, plan.actions)):,} actions; a page shows at most "
+            f"{MOST_ACTIONS:,}; use fewer micro-batches"
+        )
+    data = {
+        "name": plan.name,
+        "ranks": plan.ranks,
+        "stages": plan.stages,
+        "rankOf": list(plan.rank_of),
+        "microbatches": plan.num_microbatches,
+        "idea": _idea(plan),
+        "plans": {str(each.num_microbatches): _actions(each) for each in _family(plan)},
+    }
+    return Page(caption(plan), _SCRIPTS, data)
+
+
+def _idea(plan: PipelinePlan) -> str:
+    return pipelines.registry.lookup(plan.name).card.idea if _is_registered(plan) else ""
+
+
+def _is_registered(plan: PipelinePlan) -> bool:
+    if plan.name not in pipelines.pipeline_plans():
+        return False
+    again = pipelines.pipeline_plan(plan.name, plan.ranks, plan.num_microbatches, plan.stages // plan.ranks)
+    return again == plan
+
+
+def _family(plan: PipelinePlan) -> list[PipelinePlan]:
+    """The plan, and the plans of the same schedule for 1, 2, 3, ... micro-batches, as many as a page can hold."""
+    family = {plan.num_microbatches: plan}
+    left = MOST_ACTIONS - sum(map(len, plan.actions))
+    for count in range(1, max(16, 2 * plan.num_microbatches) + 1) if _is_registered(plan) else ():
+        if count in family:
+            continue
+        other = pipelines.pipeline_plan(plan.name, plan.ranks, count, plan.stages // plan.ranks)
+        left -= sum(map(len, other.actions))
+        if left < 0:
+            break
+        family[count] = other
+    return list(family.values())
+
+
+def _actions(plan: PipelinePlan) -> list[tuple[Any, ...]]:
+    """Actions in an order in which each follows those that it waits for, as (kind, stage, micro-batch, waits for)."""
+    number: dict[Action, int] = {}
+    previous: dict[int, int] = {}
+    found: list[tuple[Any, ...]] = []
+    for action in replay(plan):
+        rank = plan.rank_of[action.stage]
+        waits_for = [number[each] for each in plan.needs(action)]
+        waits_for += [previous[rank]] if rank in previous and previous[rank] not in waits_for else []
+        previous[rank] = number[action] = len(found)
+        found.append((*action, waits_for))
+    return found

@@ -1,0 +1,164 @@
+"""The data of the page of a schedule: its steps, what every chunk holds after each of them, the proof and the prices.
+
+Every row of a step has the number of the sum that its target holds after the step, as the symbolic run of the proof
+finds it, so a script can show any step without executing one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..draw import caption, describe_contract
+from ..registry import algorithms, lookup
+from ..schedule import Schedule, Step
+from ..symbolic import NOTHING, ScheduleError, State, symbolic_states
+from .columns import column
+from .cost_data import cost_data
+from .document import Page
+
+__all__: list[str] = []
+
+MOST_TRANSFERS = 60_000
+_SCRIPTS = ("format", "elements", "player", "replay", "grid", "chart", "cost", "schedule")
+
+
+def schedule_page(schedule: Schedule) -> Page:
+    """The page of a schedule; ValueError if it has too many transfers.
+
+    >>> from dist_prims.schedules import build
+    >>> page = schedule_page(build("all_reduce", "ring", size=3))
+    >>> page.title, page.data["steps"][0]["chunk"], page.data["proof"]["error"]
+    ('all_reduce ring, 3 ranks, 3 chunks, 4 steps', {'from': 0}, None)
+    """
+    transfers = sum(len(step.narrow[0]) for step in schedule.steps)
+    if transfers > MOST_TRANSFERS:
+        raise ValueError(
+            f"page: {schedule.collective} {schedule.algorithm} for {schedule.size} ranks has {transfers:,} transfers; "
+            f"a page shows at most {MOST_TRANSFERS:,}; build it for fewer ranks"
+        )
+    return Page(caption(schedule), _SCRIPTS, _data(schedule))
+
+
+def _data(schedule: Schedule) -> dict[str, Any]:
+    error = _error(schedule)
+    start, steps, sums = _run(schedule)
+    return {
+        "collective": schedule.collective,
+        "algorithm": schedule.algorithm,
+        "size": schedule.size,
+        "total": schedule.contract.total,
+        "labels": list(_labels(schedule)),
+        "blocks": _blocks(schedule),
+        "adds": any(step.reduce.any() for step in schedule.steps),
+        "facts": _facts(schedule),
+        "start": start,
+        "steps": steps,
+        "addends": sums,
+        "end": [_end(schedule, rank) for rank in range(schedule.size)],
+        "proof": _proof(schedule, error),
+        "cost": cost_data(schedule),
+    }
+
+
+def _error(schedule: Schedule) -> ScheduleError | None:
+    try:
+        schedule.verify()
+    except ScheduleError as error:
+        return error
+    return None
+
+
+def _proof(schedule: Schedule, error: ScheduleError | None) -> dict[str, Any]:
+    """The result of the proof. ``step`` is the first wrong step; ``marks`` are the wrong chunks, with their ranks."""
+    marks = [
+        {"step": each.step, "rank": each.rank, "chunk": each.chunk, "missing": each.missing, "extra": each.extra}
+        for each in (error.marks if error else ())
+    ]
+    return {
+        "error": str(error) if error else None,
+        "step": error.step if error else None,
+        "marks": marks,
+        "sameBits": schedule.contract.same_bits,
+        "countsOnce": schedule.contract.counts_once,
+    }
+
+
+def _run(schedule: Schedule) -> tuple[dict[str, Any], list[dict[str, Any]], list[list[int]]]:
+    """The chunks at the start, the steps, and the addends of every sum; a step that cannot run ends the list."""
+    states = symbolic_states(schedule)
+    _, _, state = next(states)
+    start = _start(state)
+    steps: list[dict[str, Any]] = []
+    try:
+        for _, step, state in states:
+            steps.append(_step(step, state))
+    except ScheduleError as error:
+        steps.append(_wrong_step(schedule, error))
+    return start, steps, [list(state.sums.addends(number)) for number in range(len(state.sums.ranks))]
+
+
+def _start(state: State) -> dict[str, Any]:
+    rank, chunk = np.nonzero(state.sum != NOTHING)
+    return {
+        "rank": column(rank),
+        "chunk": column(chunk),
+        "piece": column(state.piece[rank, chunk]),
+        "sum": column(state.sum[rank, chunk]),
+        "rows": len(rank),
+    }
+
+
+def _step(step: Step, state: State) -> dict[str, Any]:
+    after = {"piece": column(state.piece[step.dst, step.into]), "sum": column(state.sum[step.dst, step.into])}
+    return {**_columns(step), **after}
+
+
+def _columns(step: Step) -> dict[str, Any]:
+    named = {name: column(getattr(step, name)) for name in ("src", "dst", "chunk", "into")}
+    return {**named, "reduce": column(step.reduce), "rows": len(step)}
+
+
+def _wrong_step(schedule: Schedule, error: ScheduleError) -> dict[str, Any]:
+    """The step that cannot run: the rows that can be drawn, with no state after them."""
+    step = next(step for number, step in enumerate(schedule.steps) if number == error.step)
+    ranks, chunks = range(schedule.size), range(schedule.contract.total)
+    inside = np.isin(step.src, ranks) & np.isin(step.dst, ranks) & np.isin(step.chunk, chunks)
+    return {**_columns(step.take(inside & np.isin(step.into, chunks))), "piece": None, "sum": None}
+
+
+def _end(schedule: Schedule, rank: int) -> dict[str, Any]:
+    end = schedule.contract.end(rank)
+    columns = {name: column(getattr(end, name)) for name in ("chunk", "piece", "first", "last")}
+    return {**columns, "rows": len(end.chunk)}
+
+
+def _blocks(schedule: Schedule) -> dict[str, int] | None:
+    """For an all_to_all, the numbers from which the source and the destination of a piece follow."""
+    if schedule.collective != "all_to_all":
+        return None
+    return {"chunks": schedule.chunks, "part": schedule.chunks // schedule.size}
+
+
+def _labels(schedule: Schedule) -> Iterator[str]:
+    """A heading for each chunk number."""
+    if schedule.collective == "all_to_all":
+        part = schedule.chunks // schedule.size
+        for word in ("to", "from"):
+            yield from (f"{word} {chunk // part}" for chunk in range(schedule.chunks))
+    else:
+        yield from (f"chunk {chunk}" for chunk in range(schedule.chunks))
+    data = schedule.chunks * (2 if schedule.collective == "all_to_all" else 1)
+    yield from (f"scratch {chunk}" for chunk in range(data, schedule.contract.total))
+
+
+def _facts(schedule: Schedule) -> list[tuple[str, str]]:
+    """The contract and the cost card as pairs of a heading and a text."""
+    found = [*describe_contract(schedule), ("steps", str(len(schedule.steps)))]
+    if schedule.algorithm in algorithms(schedule.collective):
+        card = lookup(schedule.collective, schedule.algorithm).card
+        if card:
+            found += [("wins", card.wins), ("source", card.source)]
+    return found
