@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import needs_unsorted_groups
 from values import COMPLEX, FLOAT8, FLOATS, INTEGERS, REDUCTIONS, Op, equal, held, noise, summed
 
 import dist_prims
@@ -347,16 +348,28 @@ def test_groups_of_some_ranks(backend: str) -> None:
             tensor = held(rank, 13)
             dist_prims.broadcast(tensor, src=root, group=mine)
             equal(tensor, held(root, 13), (members, "root is a rank of the default group"))
-        backwards = dist.new_group([3, 1, 0], sort_ranks=False) if rank in (0, 1, 3) else None
-        if backwards is not None:
-            output = torch.zeros(3, dtype=torch.int64)
-            dist_prims.all_gather(output, torch.tensor([rank]), group=backwards)
-            assert output.tolist() == dist.get_process_group_ranks(backwards)
         tensor = held(rank, 13)
         dist_prims.all_reduce(tensor)
         equal(tensor, summed(5, 13), "and the default group")
 
     dist_prims.spawn(body, 5, backend=backend, timeout=60)
+
+
+@needs_unsorted_groups
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_group_whose_ranks_are_not_sorted(backend: str) -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        backwards = dist.new_group([3, 1, 0], sort_ranks=False) if rank in (0, 1, 3) else None
+        if backwards is not None:
+            output = torch.zeros(3, dtype=torch.int64)
+            dist_prims.all_gather(output, torch.tensor([rank]), group=backwards)
+            assert output.tolist() == dist.get_process_group_ranks(backwards)
+            tensor = held(rank, 13)
+            dist_prims.broadcast(tensor, src=3, group=backwards)
+            equal(tensor, held(3, 13), "root is a rank of the default group")
+
+    dist_prims.spawn(body, 4, backend=backend, timeout=60)
 
 
 HALVES = [torch.float32, torch.float16, torch.bfloat16]

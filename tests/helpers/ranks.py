@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import dist_prims
+
+needs_unsorted_groups = pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="new_group of this torch sorts the ranks"
+)
 
 
 def press_ctrl_c_soon() -> None:

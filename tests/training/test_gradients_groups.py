@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from averaging import BACKENDS, spawn
+from ranks import needs_unsorted_groups
 from torch import nn
 
 import dist_prims
@@ -306,6 +307,7 @@ def test_copies_and_files_have_no_averager() -> None:
     spawn(body, 2)
 
 
+@needs_unsorted_groups
 def test_a_sub_group_where_ranks_have_unlike_numbers_of_groups() -> None:
     """new_group names a group by their number where only its own ranks call it: it would deadlock."""
 
