@@ -1,15 +1,27 @@
 """What all tests share.
 
-torch's compiler is imported once here and not by each rank that a test forks: the first optimizer, profiler or nested
-tensor of a process imports it, which takes seconds where many do it at once.
+Modules that are imported at first use are imported once here, and not by each rank that a test forks: those of the
+package, and torch's compiler, which the first optimizer, profiler or nested tensor of a process imports, for seconds
+where many do it at once. Programs that tests start find compiled modules: an environment may ask Python to write none,
+and then each of several hundred processes would compile the package.
 """
 
+import importlib
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo
+
+from dist_prims.schedules import algorithms
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+for name in ("torch._dynamo", "dist_prims.backend.create", "dist_prims.collectives"):
+    importlib.import_module(name)
+algorithms("all_reduce")  # imports the files of all algorithms
 
 # Failing assertions of the helpers show both values, as those of the tests do.
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "helpers").glob("*.py")))
