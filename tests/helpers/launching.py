@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+import dist_prims
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +57,30 @@ def run(
         finally:
             process.kill()
     return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def run_forked(program: Path, *arguments: str, ranks: int = 1, timeout: float = 110) -> None:
+    """Run a program in forks of this process, in the folder of the program: one process without a launcher, or ranks.
+
+    A fork has imported torch, for which a fresh interpreter takes one to two seconds of CPU time. The program finds the
+    modules beside it and those that are installed, but not those of the tests. A failure is a ``RankFailedError``.
+    """
+
+    def main() -> None:
+        if ranks == 1:
+            for name in [name for name in os.environ if LAUNCHER_VARIABLES.search(name)]:
+                del os.environ[name]
+        own = (ROOT / "tests", ROOT / "examples")
+        outside = [path for path in sys.path if not any(Path(path).is_relative_to(folder) for folder in own)]
+        for name, module in [*sys.modules.items()]:
+            if any(Path(getattr(module, "__file__", None) or "/").is_relative_to(folder) for folder in own):
+                del sys.modules[name]
+        sys.path[:] = [str(program.parent), *outside]
+        sys.argv[:] = [str(program), *arguments]
+        os.chdir(program.parent)
+        runpy.run_path(str(program), run_name="__main__")
+
+    dist_prims.spawn(main, ranks, init=False, timeout=timeout)
 
 
 def together(*starts: tuple[list[str], Mapping[str, str]]) -> list[str]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import run_forked
 
 from dist_prims.schedules.catalogue import markdown_table
 from dist_prims.schedules.pipelines import markdown_table as pipeline_table
@@ -20,6 +21,7 @@ PROGRAMS = {
     if page.stem != "frameworks"  # quotes of programs, which tests/integration/test_frameworks.py runs
     for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 }
+SEVERAL_RANKS = [name for name, text in PROGRAMS.items() if "dist_prims.init(" in text]
 SOURCES = [
     path
     for folder, suffixes in {"dist_prims": "py", "csrc": "h cpp", "launch_scripts": "sh", ".": "py"}.items()
@@ -28,27 +30,37 @@ SOURCES = [
 ]
 
 
+@pytest.fixture
+def program(name: str, tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAMS[name])
+    return path
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_run(name: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAMS[name])
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
-    )
+def test_programs_run(program: Path) -> None:
+    run_forked(program)
+
+
+@pytest.mark.parametrize("name", SEVERAL_RANKS)
+def test_programs_run_on_several_ranks(program: Path) -> None:
+    run_forked(program, ranks=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEVERAL_RANKS)
+def test_programs_run_under_torchrun(program: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "program.py"]
+    done = subprocess.run(torchrun, cwd=program.parent, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name.startswith("README") else pytest.mark.slow)
-        for name, text in PROGRAMS.items()
-        if "dist_prims.init(" in text
-    ],
-)
-def test_programs_run_on_several_ranks(name: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAMS[name])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "program.py"]
-    done = subprocess.run(torchrun, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_run_in_a_fresh_interpreter(program: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=program.parent, capture_output=True, text=True, timeout=250, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
