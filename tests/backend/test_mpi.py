@@ -36,7 +36,9 @@ def succeed(done: CompletedProcess[str], *cases: str) -> None:
     assert done.stdout.split() == list(cases)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_all_that_ranks_check(kind: Kind, ranks: int) -> None:
     if kind is KINDS["Open MPI"] and ranks != 3:
         pytest.skip("once is enough for a second MPI")
@@ -98,7 +100,7 @@ def bounded(kind: Kind, tmp_path: Path) -> Callable[[int], dict[str, str]]:
     return bound
 
 
-@pytest.mark.parametrize("largest", [32_767, 524_287])
+@pytest.mark.parametrize("largest", [32_767, pytest.param(524_287, marks=pytest.mark.slow)])
 def test_few_tags_are_enough(kind: Kind, bounded: Callable[[int], dict[str, str]], largest: int) -> None:
     """The standard guarantees the first, builds for InfiniBand have the second; tags once began at 2^26."""
     users = largest - 1 - 1024  # one is the engine's, and the group has the last ones

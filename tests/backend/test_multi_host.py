@@ -25,7 +25,7 @@ from dist_prims.launch import RankFailedError
 from dist_prims.schedules import Schedule, build
 from dist_prims.schedules.contract import COLLECTIVES
 
-LAYOUTS = ["a b", "a a b b", "a b a b", "a b b c", "a a b b b c c"]
+LAYOUTS = ["a b", "a a b b", "a b a b", "a b b c", pytest.param("a a b b b c c", marks=pytest.mark.slow)]
 
 
 def backend() -> Any:

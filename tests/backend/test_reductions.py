@@ -33,7 +33,7 @@ def group_of(options: Any) -> Any:
     return dist.new_group(backend="dist_prims", pg_options=options)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("one_shot", [True, False])
 def test_on_one_host(size: int, one_shot: bool) -> None:
     """In one shot every rank folds everything. In two each folds a part: of its slots, or of memory that all share."""
@@ -60,7 +60,7 @@ def test_by_a_pinned_schedule(name: str) -> None:
     dist_prims.spawn(body, 4, backend="dist_prims", timeout=LIMIT)
 
 
-@pytest.mark.parametrize("layout", ["a b", "a b a", "a b b c"])
+@pytest.mark.parametrize("layout", ["a b", pytest.param("a b a", marks=pytest.mark.slow), "a b b c"])
 def test_across_hosts(layout: str) -> None:
     """As a part of the agreement, up to 1 KB, and by a plan."""
 
@@ -144,7 +144,7 @@ def expected(name: str, given: list[torch.Tensor], rank: int) -> torch.Tensor:
     return torch.cat([each.mean([piece[c] for piece in pieces], mean_step) for c, each in enumerate(orders)])
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, pytest.param(7, marks=pytest.mark.slow)])
 def test_means_of_half_types_along_every_schedule(size: int) -> None:
     """They are finite, near to the exact ones, and have the bits that the schedule's order gives, in C++ and Python."""
     count = 203

@@ -65,7 +65,7 @@ def fuzz(python: list[str], seed: int, seconds: float, limit: float, **environme
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_fuzz(seed: int) -> None:
     output = fuzz([sys.executable], seed, seconds=8, limit=280)
     assert output.splitlines()[-1].endswith(" 0 failed")

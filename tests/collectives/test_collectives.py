@@ -26,6 +26,7 @@ from dist_prims.schedules.order import order
 
 SIZES = [1, 2, 3, 4, 7]
 COUNTS = [0, 1, 13, 1031]
+ON_SEVEN_RANKS = ("reduce_scatter", "all_to_all")
 
 
 def check_all_reduce(count: int, rank: int, size: int, **options: Any) -> None:
@@ -182,8 +183,15 @@ def test_every_algorithm_on_the_backend(size: int) -> None:
     dist_prims.spawn(body, size, backend="dist_prims", timeout=60)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(
+    ("collective", "size"),
+    [
+        # 7 processes are slow: the default tier has one collective that reduces, and one that moves blocks.
+        pytest.param(name, size, marks=[pytest.mark.slow] if size == 7 and name not in ON_SEVEN_RANKS else [])
+        for name in COLLECTIVES
+        for size in SIZES
+    ],
+)
 def test_every_algorithm_whole_and_in_segments(collective: str, size: int) -> None:
     def body() -> None:
         check = CHECKS[collective]
@@ -402,7 +410,12 @@ def predicted(collective: str, name: str, dtype: torch.dtype, size: int, count: 
 
 
 @pytest.mark.parametrize(
-    ("backend", "size"), [*((BACKENDS[0], n) for n in (2, 3, 4, 7)), *((BACKENDS[1], n) for n in (3, 4))]
+    ("backend", "size"),
+    [
+        *((BACKENDS[0], n) for n in (2, 3, 4)),
+        pytest.param(BACKENDS[0], 7, marks=pytest.mark.slow),
+        *((BACKENDS[1], n) for n in (3, 4)),
+    ],
 )
 def test_the_bits_are_those_of_the_order(backend: str, size: int) -> None:
     cases = [(c, n, d) for c in REDUCING for n in algorithms(c) for d in HALVES]

@@ -57,7 +57,9 @@ FOLDS: dict[Any, Callable[[Any, Any], Any]] = {
 }
 
 
+@functools.cache
 def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank holds. All cases share the tensor: a caller that writes to it takes a clone."""
     at = torch.arange(count)
     if dtype == torch.bool:
         return (at // 2**rank) % 2 == 1
@@ -155,7 +157,7 @@ def check(reduce: Reduce, group: Any, count: int, view_as_real: bool = False) ->
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     for case, dtype, op in cases():
         what = (getattr(reduce, "__name__", reduce), CASES[case], dtype, count)
-        mine = numbers(rank, count, dtype)
+        mine = numbers(rank, count, dtype).clone()
         if is_refused(*CASES[case], dtype) or (view_as_real and dtype in COMPLEX and CASES[case][0] == Op.PRODUCT):
             with pytest.raises(ValueError, match=r"cannot reduce|cannot multiply|real number|on complex tensors"):
                 reduce(mine, op)
