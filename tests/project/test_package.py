@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -60,6 +61,16 @@ print(torch.distributed.get_backend())
 """
     environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     assert run(sys.executable, "-c", program, cwd=tmp_path, **environ) == "dist_prims\n"
+
+
+def test_the_versions_of_python_that_are_declared_were_run() -> None:
+    """And the oldest of them is what the package requires."""
+    text = (ROOT / "pyproject.toml").read_text()
+    declared = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    table = (ROOT / "docs/installation.md").read_text().partition("## What was run where")[2]
+    run_rows = re.findall(r"^\| (3\.\d+) \| .*\d+ passed", table, re.MULTILINE)
+    assert declared == sorted(set(run_rows), key=lambda version: int(version[2:]))
+    assert f'requires-python = ">={declared[0]}"' in text
 
 
 def test_registering_twice_does_nothing() -> None:
