@@ -59,7 +59,7 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("mpirun", [False, True])
+@pytest.mark.parametrize("mpirun", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sums_over_links(mpirun: bool) -> None:
     """And by mpirun MPI carries what is between the hosts."""
     tests = str(Path(__file__).parents[1] / "helpers")

@@ -15,13 +15,15 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 STARTS = {
     "alone": [sys.executable],
     "mpirun": [str(BIN / "mpirun"), "-n", "4", sys.executable],
+    "mpirun on 2 ranks": [str(BIN / "mpirun"), "-n", "2", sys.executable],
     "torchrun": [*TORCHRUN, sys.executable],
 }
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "start", ["mpirun", *(pytest.param(name, marks=pytest.mark.slow) for name in ("alone", "torchrun"))]
+    "start",
+    ["mpirun on 2 ranks", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mpirun", "alone", "torchrun"))],
 )
 def test_the_demo_checks_itself(start: str, tmp_path: Path) -> None:
     if shutil.which(STARTS[start][0]) is None:
