@@ -220,6 +220,7 @@ def test_an_mpi_that_is_not_the_launchers_is_named() -> None:
     assert "which sees rank 0 of 1: another MPI than the launcher's" in done.stderr
 
 
+@pytest.mark.slow  # test_scripts.py has a restart in the default tier, test_faults.py one after a rank was killed
 def test_torchrun_starts_anew_after_a_crash(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         SUM + "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    os._exit(place.rank)\n"
