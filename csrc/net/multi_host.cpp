@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "../common/kernels.h"
+#include "../common/trace.h"
 
 namespace dist_prims {
 
@@ -79,6 +80,7 @@ MultiHostGroup::LeaderFrame MultiHostGroup::host_frame(const Call& call, const s
     } else if (bytes) {
         std::vector<const void*> each{in};
         for (int peer = 1; peer < slots.size(); ++peer) each.push_back(slots.theirs(peer));
+        const TraceSpan span(TraceKind::kReduce, bytes);
         fold_terms(call.op, call.dtype, frame.data, each, {}, ranks_, call.count);
     }
     return frame;
@@ -139,6 +141,7 @@ MultiHostGroup::LeaderFrame MultiHostGroup::agree_and_reduce(const Call& call, c
         if (verdict.other_rank < 0 && bytes) {
             std::vector<const void*> each;
             for (const LeaderFrame& frame : frames) each.push_back(frame.data);
+            const TraceSpan span(TraceKind::kReduce, bytes);
             fold_terms(call.op, call.dtype, verdict.data, each, terms_, ranks_, call.count);
         }
         std::memcpy(slots.mine(), &verdict, sizeof(verdict));

@@ -118,10 +118,14 @@ RemotePeers::Handle RemotePeers::receive(int from, int tag, std::byte* data, std
 }
 
 void RemotePeers::wait(const Handle& request) {
+    const TraceSpan span(TraceKind::kWait, request->bytes, request->peer);
     for (bool is_due = false;;) {
         std::string reason;
         try {
-            if (wait_a_while(*request)) return;
+            if (wait_a_while(*request)) {
+                request->trace.end(request->outgoing, request->peer, request->bytes);
+                return;
+            }
         } catch (const Transport::TransportError& error) {
             reason = error.what();
         } catch (...) {  // Ctrl-C

@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "../common/trace.h"
 #include "../shm/membership.h"
 #include "tags.h"
 #include "timeout_diagnosis.h"
@@ -33,6 +34,7 @@ public:
         std::size_t bytes;
         std::chrono::milliseconds timeout;
         Clock::time_point deadline;
+        TraceTransfer trace{};
     };
     using Handle = std::shared_ptr<RemoteRequest>;
 

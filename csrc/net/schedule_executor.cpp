@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../common/kernels.h"
+#include "../common/trace.h"
 
 namespace dist_prims {
 namespace {
@@ -96,6 +97,7 @@ public:
           op_(op),
           element_(size_of(dtype)),
           timeout_(timeout),
+          segment_(segment),
           parts_(parts(program, buffer, element_, segment, segments)) {
         std::size_t longest = 0;
         for (const Part& part : parts_) longest = std::max(longest, part.bytes);
@@ -104,11 +106,16 @@ public:
 
     // Finishes the current step and begins the next; returns false after the last.
     bool advance() {
-        if (begun_ > 0) finish(program_.steps[begun_ - 1]);
+        if (begun_ > 0) {
+            trace_.resume();
+            finish(program_.steps[begun_ - 1]);
+            trace_.end();
+        }
         if (begun_ == program_.steps.size()) {
             buffers_->give_back(mine_);
             return false;
         }
+        trace_ = TraceStep(begun_, segment_);
         begin(program_.steps[begun_++]);
         return true;
     }
@@ -134,6 +141,7 @@ private:
             if (!from) from = pack(message);
             if (all) sent_.push_back(router_.send(message.peer, number_, from, all, timeout_, buffers_));
         }
+        move_trace_step(1);
         if (begun_ < program_.steps.size()) expect(program_.steps[begun_], next_, true);
     }
 
@@ -185,6 +193,7 @@ private:
     }
 
     std::byte* pack(const RankProgram::Message& message) {
+        const TraceSpan span(TraceKind::kCopy, length(message.pieces));
         std::byte* const packed = buffers_->take(length(message.pieces), taken_);
         std::byte* to = packed;
         for (std::size_t each = 0; each < message.chunks.size(); ++each) {
@@ -243,6 +252,7 @@ private:
         for (const auto& source : write.sources) operands.push_back(operand(source, own));
         const std::size_t all = bytes(write.piece);
         if (all == 0 || (operands.size() == 1 && operands[0] == out)) return;
+        const TraceSpan span(operands.size() == 1 ? TraceKind::kCopy : TraceKind::kReduce, all);
         if (operands.size() == 1)
             std::memcpy(out, operands[0], all);
         else
@@ -257,8 +267,10 @@ private:
     const Op op_;
     const std::size_t element_;
     const std::chrono::milliseconds timeout_;
+    const std::size_t segment_;
     const std::vector<Part> parts_;  // by piece
     std::size_t begun_ = 0;
+    TraceStep trace_;  // the current one
     std::vector<std::byte*> scratch_;
     std::vector<Router::RoutedRequest> sent_;
     StepReceives now_, next_;

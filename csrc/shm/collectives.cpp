@@ -5,6 +5,7 @@
 #include <string>
 
 #include "../common/kernels.h"
+#include "../common/trace.h"
 #include "in_place.h"
 
 namespace dist_prims {
@@ -14,6 +15,12 @@ constexpr std::size_t kAlign = 64;  // a chunk begins on a cache line
 
 void transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
     if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
+}
+
+// transfer() as an event of its own.
+void traced_transfer(std::byte* to, const std::byte* from, std::size_t bytes) {
+    const TraceSpan span(TraceKind::kCopy, bytes);
+    transfer(to, from, bytes);
 }
 
 // Bytes of segment `number`, of a block of `bytes` cut into segments of `length`.
@@ -70,6 +77,7 @@ private:
     std::size_t edge(std::size_t elements, std::size_t chunk) const { return chunk * elements / ranks_; }
 
     void post_input(std::size_t begin, std::size_t elements) {
+        const TraceSpan span(TraceKind::kCopy, elements * element_);
         for (std::size_t chunk = 0; chunk < ranks_; ++chunk) {
             const std::size_t from = edge(elements, chunk), to = edge(elements, chunk + 1);
             if (chunk != rank())
@@ -78,6 +86,7 @@ private:
     }
 
     void fold_own(std::size_t begin, std::size_t elements, std::byte* sum, std::size_t count) {
+        const TraceSpan span(TraceKind::kReduce, count * element_);
         std::vector<const void*> each(ranks_);
         for (std::size_t peer = 0; peer < ranks_; ++peer) {
             each[peer] = peer == rank() ? in_ + (begin + edge(elements, rank())) * element_
@@ -87,6 +96,7 @@ private:
     }
 
     void collect(std::byte* out, std::size_t begin, std::size_t elements) {
+        const TraceSpan span(TraceKind::kCopy, elements * element_);
         for (std::size_t peer = 0; peer < ranks_; ++peer) {
             if (peer == rank()) continue;
             const std::size_t from = edge(elements, peer), to = edge(elements, peer + 1);
@@ -103,9 +113,11 @@ private:
 };
 
 void one_shot(SlotExchange& slots, DType dtype, Op op, const std::byte* in, std::byte* out, std::size_t count) {
-    transfer(slots.mine(), in, count * size_of(dtype));
+    const std::size_t bytes = count * size_of(dtype);
+    traced_transfer(slots.mine(), in, bytes);
     slots.phase();
     if (!out) return;
+    const TraceSpan span(TraceKind::kReduce, bytes);
     std::vector<const void*> each(static_cast<std::size_t>(slots.size()));
     for (int peer = 0; peer < slots.size(); ++peer) each[static_cast<std::size_t>(peer)] = slots.theirs(peer);
     fold_ranks(op, dtype, out, each, count);
@@ -194,14 +206,15 @@ void reduce_scatter(SlotExchange& slots, DType dtype, Op op, const Blocks& in, s
     for (std::size_t number = 0, all = segments(longest, piece); number < all; ++number) {
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             if (peer == rank) continue;
-            transfer(slots.mine() + peer * piece, in[peer] + number * piece,
-                     part(counts[peer] * element, piece, number));
+            traced_transfer(slots.mine() + peer * piece, in[peer] + number * piece,
+                            part(counts[peer] * element, piece, number));
         }
         slots.phase();
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             each[peer] = peer == rank ? in[rank] + number * piece : slots.theirs(static_cast<int>(peer)) + rank * piece;
         }
         const std::size_t bytes = part(counts[rank] * element, piece, number);
+        const TraceSpan span(TraceKind::kReduce, bytes);
         if (bytes) fold_ranks(op, dtype, out + number * piece, each, bytes / element);
     }
 }
@@ -210,9 +223,9 @@ void broadcast(SlotExchange& slots, std::size_t bytes, int root, std::byte* data
     const std::size_t piece = piece_of(slots, 1);
     for (std::size_t number = 0, all = segments(bytes, piece); number < all; ++number) {
         const std::size_t length = part(bytes, piece, number);
-        if (slots.rank() == root) transfer(slots.mine(), data + number * piece, length);
+        if (slots.rank() == root) traced_transfer(slots.mine(), data + number * piece, length);
         slots.phase();
-        if (slots.rank() != root) transfer(data + number * piece, slots.theirs(root), length);
+        if (slots.rank() != root) traced_transfer(data + number * piece, slots.theirs(root), length);
     }
 }
 
@@ -221,11 +234,11 @@ void all_gather(SlotExchange& slots, const std::byte* in, const Places& out, con
     const std::size_t longest = *std::max_element(bytes.begin(), bytes.end());
     for (std::size_t number = 0, all = segments(longest, piece); number < all; ++number) {
         const std::size_t begin = number * piece;
-        transfer(slots.mine(), in + begin, part(bytes[rank], piece, number));
+        traced_transfer(slots.mine(), in + begin, part(bytes[rank], piece, number));
         slots.phase();
         for (std::size_t peer = 0; peer < out.size(); ++peer) {
             const std::byte* from = peer == rank ? in + begin : slots.theirs(static_cast<int>(peer));
-            transfer(out[peer] + begin, from, part(bytes[peer], piece, number));
+            traced_transfer(out[peer] + begin, from, part(bytes[peer], piece, number));
         }
     }
 }
@@ -237,7 +250,7 @@ void gather(SlotExchange& slots, int root, const std::byte* in, std::size_t byte
     std::size_t all = 1;  // not known before the others have posted their lengths
     for (std::size_t number = 0; number < all; ++number) {
         const std::size_t begin = number * lists.payload_bytes();
-        if (slots.rank() != root) transfer(lists.mine(), in + begin, part(bytes, lists.payload_bytes(), number));
+        if (slots.rank() != root) traced_transfer(lists.mine(), in + begin, part(bytes, lists.payload_bytes(), number));
         slots.phase();
         if (number == 0) {
             for (int peer = 0; peer < slots.size(); ++peer)
@@ -248,7 +261,7 @@ void gather(SlotExchange& slots, int root, const std::byte* in, std::size_t byte
         for (std::size_t peer = 0; peer < out.size(); ++peer) {
             const bool own = static_cast<int>(peer) == root;
             const std::byte* from = own ? in + begin : lists.theirs(static_cast<int>(peer));
-            transfer(out[peer] + begin, from, part(incoming[peer], lists.payload_bytes(), number));
+            traced_transfer(out[peer] + begin, from, part(incoming[peer], lists.payload_bytes(), number));
         }
     }
 }
@@ -259,10 +272,10 @@ void scatter(SlotExchange& slots, int root, const Blocks& in, std::byte* out, st
     for (std::size_t number = 0, all = segments(bytes, piece); number < all; ++number) {
         const std::size_t begin = number * piece, length = part(bytes, piece, number);
         for (std::size_t peer = 0; peer < in.size(); ++peer) {  // empty but on the root
-            if (peer != rank) transfer(slots.mine() + peer * piece, in[peer] + begin, length);
+            if (peer != rank) traced_transfer(slots.mine() + peer * piece, in[peer] + begin, length);
         }
         slots.phase();
-        transfer(out + begin, in.empty() ? slots.theirs(root) + rank * piece : in[rank] + begin, length);
+        traced_transfer(out + begin, in.empty() ? slots.theirs(root) + rank * piece : in[rank] + begin, length);
     }
 }
 
@@ -277,7 +290,7 @@ void all_to_all(SlotExchange& slots, const Blocks& in, const Counts& outgoing, c
         const std::size_t begin = number * piece;
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             if (peer != rank)
-                transfer(lists.mine() + peer * piece, in[peer] + begin, part(outgoing[peer], piece, number));
+                traced_transfer(lists.mine() + peer * piece, in[peer] + begin, part(outgoing[peer], piece, number));
         }
         slots.phase();
         if (number == 0) {
@@ -290,7 +303,7 @@ void all_to_all(SlotExchange& slots, const Blocks& in, const Counts& outgoing, c
         for (std::size_t peer = 0; peer < ranks; ++peer) {
             const std::byte* from =
                 peer == rank ? in[rank] + begin : lists.theirs(static_cast<int>(peer)) + rank * piece;
-            transfer(out[peer] + begin, from, part(incoming[peer], piece, number));
+            traced_transfer(out[peer] + begin, from, part(incoming[peer], piece, number));
         }
     }
 }

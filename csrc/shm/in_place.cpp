@@ -7,6 +7,7 @@
 
 #include "../common/kernels.h"
 #include "../common/streaming.h"
+#include "../common/trace.h"
 
 namespace dist_prims {
 namespace {
@@ -61,6 +62,7 @@ void finish_in_place(HostSegment& host_segment, const std::byte* data, std::size
 }
 
 void InPlace::fold_share(std::size_t bytes, const DeferredInput& deferred) {
+    const TraceSpan span(TraceKind::kReduce, bytes / places_.size());
     for (const auto& [at, piece] : deferred.runs(share_of(rank_, places_.size(), bytes))) {
         if (!piece)
             fold_shared(at);

@@ -8,6 +8,7 @@
 
 #include "../common/kernels.h"
 #include "../common/streaming.h"
+#include "../common/trace.h"
 #include "collectives.h"
 
 namespace dist_prims {
@@ -72,6 +73,7 @@ void IncrementalReduce::publish(const DeferredInput::Piece& piece) {
 void IncrementalReduce::fold_ready_pieces() {
     if (mapped_.empty() || waiting_.empty()) return;
     InPlace in_place(rank_, dtype_, Op::kSum, mapped_.places);
+    const TraceSpan span(TraceKind::kReduce);
     std::erase_if(waiting_, [&](const WaitingPiece& each) {
         if (!all_stamps_.are_set(each.number, round_)) return false;
         in_place.fold_deferred(each.piece);

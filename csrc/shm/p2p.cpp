@@ -256,6 +256,7 @@ void PointToPoint::deliver(const IncomingHandle& message) {
 void PointToPoint::finish(const Handle& request, std::exception_ptr error) {
     request->error = error;
     request->finished = true;
+    if (!error) request->trace.end(request->outgoing, membership_.number(request->peer), request->bytes);
     if (const Done done = std::exchange(request->done, nullptr)) {
         const auto thrown = caught([&] {
             if (auto callback = done(error)) callbacks_.push_back(std::move(callback));
@@ -306,9 +307,12 @@ bool PointToPoint::wait(const Handle& request, std::chrono::milliseconds limit) 
 
 // Under the lock.
 bool PointToPoint::move_until(const Handle& request, Clock::time_point until, std::unique_lock<std::mutex>& lock) {
+    if (request->finished) return true;
     WaitPolicy wait_policy(membership_);
     std::optional<LongWait> long_wait;
     bool in_time = true;
+    const int peer = request->peer == kAnyone ? kAnyone : membership_.number(request->peer);
+    const TraceSpan span(TraceKind::kWait, request->bytes, peer);
     while (!request->finished && in_time) {
         if (!closed_ && progress()) {
             wait_policy = WaitPolicy(membership_);

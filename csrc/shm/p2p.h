@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "../common/thread.h"
+#include "../common/trace.h"
 #include "membership.h"
 #include "wait_policy.h"
 
@@ -55,6 +56,7 @@ public:
         std::size_t moved = 0;
         bool header_sent = false, finished = false;
         std::exception_ptr error{};
+        TraceTransfer trace{};
     };
     using Handle = std::shared_ptr<LocalRequest>;
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "../common/thread.h"
+#include "../common/trace.h"
 #include "wait_policy.h"
 
 namespace dist_prims {
@@ -94,6 +95,7 @@ void SlotExchange::phase() {
     } else {
         wait_for_all();
     }
+    move_trace_step(1);
     if (std::exchange(compares_, false)) {
         if (const int peer = differs(); peer >= 0) throw_mismatch(rank(), 0, call(0), peer, call(peer));
     }
@@ -103,7 +105,9 @@ void SlotExchange::phase() {
 void SlotExchange::wait_for_all() {
     WaitPolicy wait_policy(membership_);
     std::optional<LongWait> long_wait;
+    TraceSpan span(TraceKind::kWait);
     for (int peer = 0; peer < size(); ++peer) {
+        if (is_behind(peer)) span.set_peer(membership_.number(peer));  // in the end, the rank that came last
         while (is_behind(peer)) {
             const bool shares_core = membership_.shares_core(peer, [this](int each) { return is_behind(each); });
             const bool is_long = wait_policy.wait(shares_core, [this] { return !any_is_behind(); });
