@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # the same names as in _HOME, for editors and type checkers
     from .launch import RankFailedError as RankFailedError
     from .launch import init as init
     from .launch.spawn import spawn as spawn
+    from .tracing import trace as trace
     from .training import DataPartitioner as DataPartitioner
     from .training import GradientAverager as GradientAverager
     from .training import Pipeline as Pipeline
@@ -73,6 +74,7 @@ _HOME = {
     "scatter": "collectives",
     "ShardedSampler": "training",
     "spawn": "launch",
+    "trace": "tracing",
 }
 _PACKAGES = {"datasets", "errors", "models", "ops", "parallel", "patterns", "schedules", "training"}
 _OLD_NAMES = {"Options": "BackendOptions"}  # of version 0.1

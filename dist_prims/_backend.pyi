@@ -44,6 +44,7 @@ class PrimsBackend:
         one_shot_bytes: int,
         group: str,
         ranks: str,
+        trace: str,
         dump: str,
         ended: Callable[[], int],
     ) -> None: ...

@@ -46,7 +46,7 @@ html_show_sphinx = False
 
 LIST = re.compile(r"\s*([-*] |\d+\. |\.\. )")
 EXAMPLE = re.compile(rf"\s*>>>|{LIST.pattern}")
-DESIGN = ["schedules", "shared_memory", "multi_host", "training"]
+DESIGN = ["schedules", "shared_memory", "multi_host", "training", "tracing"]
 NAVIGATION = {
     "Guide": ["docs/installation", "docs/guide", "docs/pipelines"],
     "How to": [
@@ -55,6 +55,7 @@ NAVIGATION = {
         "docs/data_splitters",
         "docs/multi_host",
         "docs/torch_distributed",
+        "docs/tracing",
         "docs/environment",
     ],
     "Patterns of training": ["docs/patterns/*"],

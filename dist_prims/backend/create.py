@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ..launch.rendezvous import from_rank_0, handshake
 from ..schedules import Schedule, build
 from ..schedules.native import to_native
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
+from ..tracing.session import begin_from_environment
 from . import mpi_library, transport_selection
 from .dump_flight_record import dump_file
 from .extension import extension
@@ -104,22 +106,26 @@ def _make_child(
 
 
 def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
+    begin_from_environment()
     prims_options = keep_options(request.name, request.given)
     rank, size, timeout = request.rank, request.size, request.timeout
     ranks = request.ranks or list(range(size))
-    store, hosts = _handshake(dist.PrefixStore(NAME, request.store), rank, size, timeout, monitor)
+    store, token, hosts = _handshake(dist.PrefixStore(NAME, request.store), rank, size, timeout, monitor)
     if request.is_child:
         _compare_ranks(store, rank, ranks)
     check = functools.partial(Proofs(store, rank).require, timeout=timeout)
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
-    multi_host, engine = None, None
+    multi_host, engine, levels = None, None, CALIBRATION.read(warn=False) or ASSUMED
     if len(set(hosts)) > 1:
-        multi_host = MultiHostSchedules(hosts, rank, _levels_of_rank_0(store, rank, ranks), check)
+        levels = _levels_of_rank_0(store, rank, ranks)
+        multi_host = MultiHostSchedules(hosts, rank, levels, check)
         requested = prims_options.engine or os.environ.get("DIST_PRIMS_ENGINE", "")
         # MPI needs the ranks of its world, and those of a merged group are unknown
         is_mpi = not request.is_merged and transport_selection.select(store, rank, ranks, requested) == "mpi"
         engine = mpi_library.make(ranks, timeout) if is_mpi else make_gloo()
-    one_shot_bytes = prims_options.one_shot_bytes
+    one_shot = prims_options.one_shot_bytes
+    one_shot = tuned(size, warn=ranks[rank] == 0) if one_shot is None else one_shot
+    trace = {"name": request.name, "engine": NAME, "token": token, "rank": rank, "ranks": ranks, "hosts": hosts}
     backend = extension().PrimsBackend(
         store=store,
         rank=rank,
@@ -133,9 +139,10 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         choose=multi_host.choose if multi_host else _unreachable,
         accelerator=_nccl(store, rank, size, timeout),
         slot_bytes=prims_options.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
-        one_shot_bytes=tuned(size, warn=ranks[rank] == 0) if one_shot_bytes is None else one_shot_bytes,
+        one_shot_bytes=one_shot,
         group=request.name,
         ranks=ranks,
+        trace=json.dumps({**trace, "levels": levels, "one_shot_bytes": one_shot}),
         dump=dump_file(request.name, rank),
         ended=monitor.first,
     )
@@ -181,13 +188,15 @@ class _DeathMonitor:
             time.sleep(0.01)
 
 
-def _handshake(store: Any, rank: int, size: int, timeout: timedelta, monitor: _DeathMonitor) -> tuple[Any, list[str]]:
-    """Return a store that only the ranks of this attempt use, and the host of each rank."""
+def _handshake(
+    store: Any, rank: int, size: int, timeout: timedelta, monitor: _DeathMonitor
+) -> tuple[Any, str, list[str]]:
+    """Return a store that only the ranks of this attempt use, the name of the attempt, and the host of each rank."""
     store.set_timeout(timeout)
     if size == 1:
-        return store, [host_id()]
+        return store, secrets.token_hex(8), [host_id()]
     name, hosts = handshake(store, rank, size, time.monotonic() + timeout.total_seconds(), monitor.check)
-    return dist.PrefixStore(name, store), hosts
+    return dist.PrefixStore(name, store), name, hosts
 
 
 def _compare_ranks(store: Any, rank: int, ranks: list[int]) -> None:

@@ -25,6 +25,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from ..tracing.session import end_from_environment
 from .join import init
 from .payload import Payload, packed, unpacked
 
@@ -84,6 +85,7 @@ def rank_main(spec: RankSpec, payload: Payload) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:  # no interpreter shutdown: a forked rank would run the parent's exit handlers and destructors
+        end_from_environment()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -25,6 +25,7 @@ NAMES = public_names()
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "object": "data"}
 REQUIRED = ["guide", "pipelines", "all_reduce", "data_splitters", "multi_host", "environment", "algorithms", "glossary"]
 REQUIRED += ["architecture", "design/schedules", "design/shared_memory", "design/multi_host", "design/training"]
+REQUIRED += ["tracing", "design/tracing"]
 REQUIRED += ["benchmarks/README", "frameworks"]
 
 

@@ -28,14 +28,15 @@ LAYERS = {
     "schedules": set(),
     "errors": set(),
     "torch_compat": set(),
+    "tracing": {"schedules"},
     "agreement": {"errors", "torch_compat"},
-    "collectives": {"agreement", "errors", "schedules", "torch_compat"},
-    "launch": {"autoload"},
-    "backend": {"autoload", "collectives", "errors", "launch", "schedules", "torch_compat"},
+    "collectives": {"agreement", "errors", "schedules", "torch_compat", "tracing"},
+    "launch": {"autoload", "tracing"},
+    "backend": {"autoload", "collectives", "errors", "launch", "schedules", "torch_compat", "tracing"},
     "autoload": {"backend", "launch", "torch_compat"},
     "ops": {"collectives", "errors", "torch_compat"},
     "parallel": {"agreement", "collectives", "errors", "torch_compat"},
-    "training": {"agreement", "backend", "collectives", "errors", "parallel", "schedules", "torch_compat"},
+    "training": {"agreement", "backend", "collectives", "errors", "parallel", "schedules", "torch_compat", "tracing"},
     "models": {"parallel", "torch_compat", "training"},
     "patterns": {"agreement", "collectives", "errors", "torch_compat", "training"},
     "datasets": set(),
@@ -43,7 +44,7 @@ LAYERS = {
     "_console": {"collectives"},
     "demo": {"_chart", "_console", "collectives", "datasets", "launch", "models", "schedules", "training"},
     "bench": {"_chart", "backend", "collectives", "launch", "models", "schedules", "torch_compat", "training"},
-    "cli": {"backend", "bench", "launch", "schedules"},
+    "cli": {"backend", "bench", "launch", "schedules", "tracing"},
     "__main__": {"cli"},
 }
 # The same within dist_prims/training.
@@ -63,7 +64,7 @@ TRAINING = {
     "pipeline": {"checkpoint", "gradients"},
     "sharding": {"gradients"},
 }
-PURE = {"schedules", "_chart"}  # no torch
+PURE = {"schedules", "tracing", "_chart"}  # no torch
 # The files that use private API of torch themselves, instead of torch_compat: one is all about the internals of the
 # compiler, the other one is a subclass of torch's. The list may only become shorter.
 PRIVATE_TORCH = {
@@ -103,6 +104,7 @@ PUBLIC = [
     "scatter",
     "ShardedSampler",
     "spawn",
+    "trace",
 ]
 # The modules whose __all__ is the public interface, beside that of every package. In others it is empty.
 DOCUMENTED = {"errors", "models.gpt", "models.resnet", "patterns.ensemble", "patterns.parameter_server"}

@@ -48,6 +48,7 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
                            const std::function<int()>& ended)
     : CollectiveBackend("dist_prims", kTitles, rank, size, setup.timeout),
       setup_(std::move(setup)),
+      trace_group_(setup_.trace),
       gloo_(setup_.make_gloo),
       queue_(std::make_shared<Queue>("rank " + std::to_string(rank))) {
     options_->global_ranks_in_group = setup_.ranks;
@@ -154,8 +155,11 @@ WorkPtr PrimsBackend::perform(std::vector<PrimsTask> tasks, const CallOptions& o
     const auto job = std::make_shared<Queue::Job>();
     job->title = options.title;
     job->done = work->finisher();
-    job->run = [this, kept = kept(), tasks = std::move(tasks), timeout = options.timeout, entry,
-                like = AsCaller()]() mutable { like.run([&] { run(tasks, timeout, entry); }); };
+    job->run = [this, kept = kept(), tasks = std::move(tasks), timeout = options.timeout, entry, like = AsCaller(),
+                called = tracing() ? trace_now() : 0]() mutable {
+        trace_queued(trace_group_, tasks.front().call, called);
+        like.run([&] { run(tasks, timeout, entry); });
+    };
     if (options.async) {
         queue_->submit(job);
         work->waits_by([queue = queue_, host_segment = host_segment_, execution = execution_, job,
@@ -188,7 +192,10 @@ void PrimsBackend::run(const std::vector<PrimsTask>& tasks, Milliseconds timeout
     const at::NoGradGuard no_grad;
     flight_recorder_.start(entry);
     recorded(entry, [&] {
-        for (const PrimsTask& task : tasks) task.run(task.call, timeout);
+        for (const PrimsTask& task : tasks) {
+            const TraceCall traced(trace_group_, task.call);
+            task.run(task.call, timeout);
+        }
     });
 }
 
@@ -297,6 +304,7 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
     call.sequence = sequence_++;
     call.tensor_ref = host_segment_->tensor_ref_of(bytes_of(tensor), count * size_of(call.dtype));
     recorded(flight_recorder_.add(entry_of(call, options, sequence_), true), [&] {
+        const TraceCall traced(trace_group_, call);
         host_segment_->slots.open(call, options.timeout);
         all_reduce(*host_segment_, call.dtype, call.op, bytes_of(tensor), bytes_of(tensor), count, call.tensor_ref);
     });
@@ -335,6 +343,7 @@ WorkPtr PrimsBackend::message(const CallOptions& options, const Tensors& tensors
     const auto bytes = static_cast<std::size_t>(tensor.nbytes());
     const auto key = static_cast<std::uint32_t>(tag);
     PointToPoint& p2p = host_segment_->p2p;
+    const TraceCall traced(trace_group_, messages_);
     const auto request = outgoing ? p2p.send(peer, key, data.data(), bytes, options.timeout, done)
                                   : p2p.receive(peer, key, data.data(), bytes, options.timeout, done);
     work->comes_from(std::shared_ptr<const int>(request, &request->peer));

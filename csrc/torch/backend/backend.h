@@ -10,6 +10,7 @@
 
 #include "../../common/flight_recorder.h"
 #include "../../common/queue.h"
+#include "../../common/trace.h"
 #include "../../shm/incremental_reduce.h"
 #include "../common/collective_backend.h"
 #include "execution.h"
@@ -128,6 +129,7 @@ private:
     void stop_engine();
 
     const Setup setup_;
+    const TraceGroup trace_group_;
     LazyBackend gloo_;
     std::shared_ptr<HostSegment> host_segment_;
     std::shared_ptr<Execution> execution_;

@@ -63,7 +63,8 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
                                       std::function<ScheduleTuple(std::string, std::uint64_t, int)> choose,
                                       const BackendPtr& accelerator, std::size_t slot_bytes, std::size_t one_shot_bytes,
                                       const std::string& group, const std::vector<uint64_t>& ranks,
-                                      const std::string& dump, const std::function<int()>& ended) {
+                                      const std::string& trace, const std::string& dump,
+                                      const std::function<int()>& ended) {
     Setup setup{
         .timeout = timeout,
         .hosts = hosts,
@@ -81,6 +82,7 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
         .one_shot_bytes = one_shot_bytes,
         .group = group,
         .ranks = ranks,
+        .trace = trace,
         .dump = dump};
     return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(setup), ended);
 }
@@ -143,7 +145,7 @@ PYBIND11_MODULE(_backend, module) {
         .def(py::init(&make), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::arg("hosts"), py::arg("engine"), py::arg("largest_tag"), py::arg("make_gloo"), py::arg("make_child"),
              py::arg("choose"), py::arg("accelerator"), py::arg("slot_bytes"), py::arg("one_shot_bytes"),
-             py::arg("group"), py::arg("ranks"), py::arg("dump"), py::arg("ended"), Free())
+             py::arg("group"), py::arg("ranks"), py::arg("trace"), py::arg("dump"), py::arg("ended"), Free())
         .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
         .def_property_readonly("engine", &PrimsBackend::engine)
         .def_property_readonly("options", &PrimsBackend::getBackendOptions)

@@ -36,6 +36,7 @@ struct Setup {
     std::size_t slot_bytes = 0, one_shot_bytes = 0;
     std::string group;            // its name, and
     std::vector<uint64_t> ranks;  // the global ranks, for the flight recorder and profilers
+    std::string trace;            // the description of the group in traces
     std::string dump;             // the file to which the flight record is written when a call fails; may be empty
 };
 

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "../../common/thread.h"
+#include "../../common/trace.h"
 
 namespace dist_prims {
 namespace {
@@ -68,6 +69,7 @@ bool PrimsWork::wait(std::chrono::milliseconds timeout) {
         const std::lock_guard lock(guard_);
         waiter = waiter_;
     }
+    const TraceSpan span(TraceKind::kWait);
     if (waiter) waiter(timeout == kNoTimeout ? std::chrono::milliseconds::max() : timeout);
     if (const auto error = exception()) std::rethrow_exception(error);
     return true;

@@ -1,0 +1,47 @@
+"""``trace``: the report of a trace, its analysis as JSON, and its events for Chrome's trace viewer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+__all__: list[str] = []
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("trace", help="what the ranks of a traced run have waited for (DIST_PRIMS_TRACE)")
+    kinds = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, text in (
+        ("report", _report, "slowest rank, waits by peer, predicted and measured times"),
+        ("chrome", _chrome, "events for https://ui.perfetto.dev and chrome://tracing"),
+    ):
+        kind = kinds.add_parser(name, help=text)
+        kind.add_argument("folder", metavar="FOLDER", help="with the files of all ranks")
+        kind.set_defaults(run=run)
+        if name == "chrome":
+            kind.add_argument("-o", "--output", metavar="FILE", required=True)
+        else:
+            kind.add_argument("--json", metavar="FILE", help="also write the analysis")
+
+
+def _report(given: argparse.Namespace) -> int:
+    from ..tracing.analysis import analyse
+    from ..tracing.reader import read
+    from ..tracing.report import report
+
+    trace = read(given.folder)
+    print(report(trace))
+    if given.json:
+        Path(given.json).write_text(json.dumps(analyse(trace)))
+    return 0
+
+
+def _chrome(given: argparse.Namespace) -> int:
+    from ..tracing.chrome import write_chrome
+    from ..tracing.reader import read
+
+    count = write_chrome(read(given.folder), given.output)
+    print(f"{count} events in {given.output}")
+    return 0

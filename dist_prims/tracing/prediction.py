@@ -1,0 +1,64 @@
+"""The time that the cost model predicts for a traced collective, step by step."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+import numpy as np
+
+from ..schedules.registry import build, lookup
+from ..schedules.replay import replay
+from ..schedules.schedule import Schedule
+from ..schedules.topology import Topology
+from .reader import CollectiveCall
+
+__all__: list[str] = []
+
+
+def predicted_steps(call: CollectiveCall) -> list[float] | None:
+    """The predicted seconds of each step; None if the schedule or the costs of the group are not known.
+
+    A collective through the slots of shared memory has no messages, so no cost figure of a message applies to it.
+    """
+    levels = call.group.facts.get("levels")
+    if not call.algorithm or levels is None:
+        return None
+    hosts = call.group.facts.get("hosts") or [""] * len(call.group.ranks)
+    names = list(dict.fromkeys(hosts))
+    order = sorted(range(len(hosts)), key=lambda rank: (names.index(hosts[rank]), rank))
+    root = order.index(call.root) if call.root >= 0 else None
+    sizes = tuple(hosts.count(name) for name in names)
+    steps = _predict(call.what, call.algorithm, sizes, root, json.dumps(levels), call.nbytes)
+    return None if steps is None else list(steps)
+
+
+@functools.lru_cache(maxsize=256)
+def _predict(
+    collective: str, algorithm: str, hosts: tuple[int, ...], root: int | None, levels: str, nbytes: int
+) -> tuple[float, ...] | None:
+    try:
+        schedule = _schedule(collective, algorithm, hosts, root)
+        topology = Topology.measured(hosts, json.loads(levels))
+    except ValueError:  # an algorithm that only the program has registered
+        return None
+    loads = replay(schedule, topology)
+    weights = topology.weights(float(schedule.share) * nbytes)
+    of_pattern = (loads.counts @ weights).max(axis=1)
+    return tuple(np.asarray(of_pattern[loads.pattern]).tolist())
+
+
+def _schedule(collective: str, algorithm: str, hosts: tuple[int, ...], root: int | None) -> Schedule:
+    """The schedule of a name such as ``ring`` or ``tree(degree=2)``; the backend also lists values without names."""
+    base, _, text = algorithm.partition("(")
+    takes = lookup(collective, base).parameters
+    parameters: dict[str, Any] = {} if root is None else {"root": root}
+    if "hosts" in takes:
+        parameters["hosts"] = hosts
+    others = iter(name for name in sorted(takes) if name != "hosts")
+    for given in filter(None, re.split(r",\s*", text.rstrip(")"))):
+        name, equals, value = given.rpartition("=")
+        parameters[name if equals else next(others, "")] = int(value) if value.isdigit() else value
+    return build(collective, base, sum(hosts), **parameters)

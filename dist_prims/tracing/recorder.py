@@ -1,0 +1,285 @@
+"""The recorder of this process makes the file of a trace, and writes the events of Python to it.
+
+C++ maps the same file and writes to slots of its own, so neither has to wait for the other. While the trace is active,
+all of the file is reserved. At its end the file is replaced by one without the unused slots. A process that is killed
+leaves the whole file, which can be read, too.
+
+``active`` is the recorder of the innermost trace, or None: a hook reads it, and does nothing without one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import mmap
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from . import format as fmt
+
+__all__: list[str] = []
+
+EVENTS = 1 << 18  # of C++ by default: 16 MiB
+_RESERVED_FOR_TEXTS = 1024
+_CORE = Path(__file__).parents[1] / "lib" / "libdist_prims_core.so"
+
+active: TraceRecorder | None = None
+_open: list[TraceRecorder] = []  # the innermost is the last
+_lock = threading.RLock()  # reentrant: a signal handler may begin or end a trace
+_numbers = itertools.count(1)  # of the traces of this process
+_groups: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
+_group_numbers = itertools.count(1)
+
+
+class Context(threading.local):
+    """The collective that a thread executes. Events of Python take these fields from here."""
+
+    group = 0
+    sequence = 0
+    step = -1
+
+
+context = Context()
+
+
+class TraceRecorder:
+    """The file of one trace."""
+
+    def __init__(self, folder: Path, events: int, began_by: str) -> None:
+        self.owner = os.getpid()
+        self.folder = folder
+        self._python = max(events // 4, 1024) + _RESERVED_FOR_TEXTS
+        self._offset = fmt.HEADER_BYTES + fmt.SLOT * self._python  # of the slots of C++
+        self._taken = itertools.count()
+        self._texts = self._dropped = 0
+        self._names: dict[str, int] = {}
+        self._described: set[int] = set()
+        self._guard = threading.RLock()  # of texts; reentrant for signal handlers
+        self.path, self._memory = self._make_file(events)
+        try:
+            self._native = _open_native(self.path)
+        except OSError:
+            self.path.unlink()
+            raise
+        number = next(_numbers)
+        self.text(fmt.PROCESS, number, json.dumps(_process(number, began_by)))
+
+    def _make_file(self, events: int) -> tuple[Path, mmap.mmap]:
+        host = re.sub(r"[^\w.-]", "_", socket.gethostname())
+        for number in itertools.count():
+            path = self.folder / f"{host}-{os.getpid()}-{number}.trace"
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                break
+            except FileExistsError:  # an earlier trace
+                continue
+        try:
+            size = self._offset + fmt.SLOT * events
+            os.posix_fallocate(file, 0, size)  # a full disk is an error here, not a SIGBUS at the first access
+            memory = mmap.mmap(file, size)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(file)
+        header = fmt.HEADER.pack(fmt.MAGIC, fmt.VERSION, events, self._offset, 0, 0, self._python, 0)
+        memory[8 : len(header)] = header[8:]
+        memory[:8] = header[:8]  # last: a file with this number has a whole header
+        return path, memory
+
+    def event(
+        self,
+        kind: int,
+        begin: int,
+        end: int,
+        *,
+        nbytes: int = 0,
+        peer: int = -1,
+        name: str = "",
+        collective: int = 0,
+        failed: bool = False,
+        where: tuple[int, int, int] | None = None,
+    ) -> None:
+        """Add an event with its begin and end on ``time.monotonic_ns()``; ``where``: group, sequence and step."""
+        slot = next(self._taken)
+        if slot >= self._python - _RESERVED_FOR_TEXTS:
+            self._drop()
+            return
+        group, sequence, step = where or (context.group, context.sequence, context.step)
+        thread = threading.get_native_id()
+        fmt.EVENT.pack_into(
+            self._memory,
+            fmt.HEADER_BYTES + fmt.SLOT * slot,
+            *(begin, end, nbytes, sequence, peer, step, thread, group, self._name(name) if name else 0),
+            *(0, collective, 0, 0, failed, kind),
+        )
+
+    def text(self, kind: int, number: int, text: str) -> None:
+        """Add a text. Texts fill the file from the end of Python's slots, so that there is space for the last ones."""
+        slots = fmt.text_slots(kind, number, text)
+        with self._guard:
+            if self._texts + len(slots) > _RESERVED_FOR_TEXTS:
+                self._drop()
+                return
+            for slot in slots:
+                self._texts += 1
+                start = self._offset - fmt.SLOT * self._texts
+                self._memory[start : start + fmt.SLOT - 1] = slot[:-1]
+                self._memory[start + fmt.SLOT - 1] = slot[-1]
+
+    def _drop(self) -> None:
+        with self._guard:
+            self._dropped += 1
+            fmt.COUNTER.pack_into(self._memory, fmt.DROPPED_BY_PYTHON, self._dropped)
+
+    def _name(self, name: str) -> int:
+        found = self._names.get(name)
+        if found is None:
+            with self._guard:
+                found = self._names.setdefault(name, len(self._names) + 1)
+                if found == len(self._names):
+                    self.text(fmt.NAME, found, name)
+        return found
+
+    def describe(self, number: int, description: str) -> None:
+        """Add the description of a group, once."""
+        with self._guard:
+            if number not in self._described:
+                self._described.add(number)
+                self.text(fmt.GROUP, number, description)
+
+    def select(self) -> None:
+        """Let C++ write to this file."""
+        if self._native:
+            _core().dist_prims_trace_select(self._native)
+
+    def finish(self) -> None:
+        """Replace the file by one without the unused slots. C++ must not write to it any more."""
+        if self._native:
+            _core().dist_prims_trace_close(self._native)
+        memory = self._memory
+        header = list(fmt.HEADER.unpack_from(memory))
+        python = min(next(self._taken), self._python - _RESERVED_FOR_TEXTS)
+        texts = self._texts
+        cpp = min(header[4], header[2])
+        header[2], header[3] = cpp, fmt.HEADER_BYTES + fmt.SLOT * (python + texts)
+        header[6], header[7] = python + texts, 1
+        new = self.path.with_suffix(".unfinished")
+        with new.open("wb") as file:
+            file.write(fmt.HEADER.pack(*header).ljust(fmt.HEADER_BYTES, b"\0"))
+            for first, count in (
+                (fmt.HEADER_BYTES, python),
+                (self._offset - fmt.SLOT * texts, texts),
+                (self._offset, cpp),
+            ):
+                file.write(memory[first : first + fmt.SLOT * count])
+        new.replace(self.path)
+
+
+def group_number(group: Any, describe: Callable[[], Mapping[str, Any]]) -> int:
+    """The number of a group in the traces of Python. Its description is computed once."""
+    found = _groups.get(group)
+    if found is None:
+        with _lock:
+            found = _groups.setdefault(group, (next(_group_numbers), json.dumps(describe())))
+    if active is not None:
+        active.describe(*found)
+    return found[0]
+
+
+def begin(folder: Path | str, events: int = EVENTS, began_by: str = "program") -> TraceRecorder:
+    """Begin a trace. The trace that was active pauses until this one has ended."""
+    global active
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    with _lock:
+        recorder = TraceRecorder(path, events, began_by)
+        _open.append(recorder)
+        active = recorder
+        recorder.select()
+    return recorder
+
+
+def end(recorder: TraceRecorder) -> None:
+    """End a trace; in a forked child, nothing."""
+    global active
+    with _lock:
+        if recorder.owner != os.getpid() or recorder not in _open:
+            return
+        _open.remove(recorder)
+        active = _open[-1] if _open else None
+        if active is not None:
+            active.select()
+        elif recorder._native:
+            _core().dist_prims_trace_select(0)
+        recorder.finish()
+
+
+def _forget() -> None:
+    """In a forked child: the file belongs to the parent."""
+    global active, _lock
+    _lock = threading.RLock()
+    active = None
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _process(number: int, began_by: str) -> dict[str, Any]:
+    """What a reader must know of this process."""
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "clock": clock_domain(),
+        "rank": os.environ.get("RANK"),
+        "number": number,
+        "began_by": began_by,
+        "began": time.time_ns(),
+        "monotonic": time.monotonic_ns(),
+    }
+
+
+def clock_domain() -> str:
+    """A name that two processes share if and only if they have the same monotonic clock: boot id and time namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/time').st_ino}"
+    except OSError:  # no time namespaces before Linux 5.6, or no /proc
+        return socket.gethostname()
+
+
+_library: Any = None
+
+
+def _core() -> Any:
+    """The native core; None where the package has none."""
+    global _library
+    if _library is None and _CORE.exists():
+        _library = ctypes.CDLL(str(_CORE))
+    return _library
+
+
+def _open_native(path: Path) -> int:
+    """Let C++ map the file. Return its number there; 0 without the native core."""
+    core = _core()
+    if core is None:
+        return 0
+    error = ctypes.c_int(0)
+    number = int(core.dist_prims_trace_open(os.fsencode(path), ctypes.byref(error)))
+    if number < 0:
+        raise OSError(error.value, os.strerror(error.value), str(path))
+    return number
+
+
+def warn(text: str) -> None:
+    print(f"dist_prims: {text}", file=sys.stderr, flush=True)
