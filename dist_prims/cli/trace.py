@@ -24,6 +24,11 @@ def add(commands: Any) -> None:
             kind.add_argument("-o", "--output", metavar="FILE", required=True)
         else:
             kind.add_argument("--json", metavar="FILE", help="also write the analysis")
+            kind.add_argument(
+                "--calibration",
+                metavar="FILE",
+                help="costs of messages, by `bench calibrate`; default: those of the run",
+            )
 
 
 def _report(given: argparse.Namespace) -> int:
@@ -32,9 +37,10 @@ def _report(given: argparse.Namespace) -> int:
     from ..tracing.report import report
 
     trace = read(given.folder)
-    print(report(trace))
+    levels = json.loads(Path(given.calibration).read_text()) if given.calibration else None
+    print(report(trace, levels))
     if given.json:
-        Path(given.json).write_text(json.dumps(analyse(trace)))
+        Path(given.json).write_text(json.dumps(analyse(trace, levels)))
     return 0
 
 

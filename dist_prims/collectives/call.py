@@ -21,15 +21,26 @@ from ..schedules.program import Program, compile_program
 from ..schedules.registry import Algorithm
 from ..schedules.trust import is_trusted
 from ..torch_compat import timeout_of
+from ..tracing import format as fmt
+from ..tracing import recorder
 from .algorithm_choice import CHEAPEST, cheapest, configured
 from .call_agreement import Header, agree
 from .channel import Channel
 from .execute import ChunkSlice, Executor
 from .flat import split_evenly
-from .native import NativeWork, backend_supports, compiled, is_on_dist_prims, run_in_backend, run_natively
+from .native import (
+    NativeWork,
+    backend_supports,
+    compiled,
+    is_on_dist_prims,
+    run_in_backend,
+    run_natively,
+    schedule_name,
+)
 from .proof_before_use import proofs_of
 from .queue import Work, queue_of
 from .reduction import OP_NAMES
+from .traced_call import traced
 
 __all__: list[str] = []
 
@@ -155,13 +166,23 @@ def _on_a_stream(job: Callable[[int], None], device: torch.device) -> Callable[[
 
 @torch.no_grad()
 def _job(call: Call, segment_bytes: int, schedule: Schedule, program: Program, number: int) -> None:
+    if recorder.active is None:
+        _execute(call, segment_bytes, schedule, program, number)
+        return
+    run = functools.partial(_execute, call, segment_bytes, schedule, program, number)
+    traced(run, call.group, number, call.collective, schedule_name(schedule), call.nbytes, call.root)
+
+
+def _execute(call: Call, segment_bytes: int, schedule: Schedule, program: Program, number: int) -> None:
     timeout = timeout_of(call.group, call.like.device)
+    begin = recorder.started()
     agree(
         Channel(call.group, _AGREEMENT_TAG, timeout),
         call.group,
         _header(call, segment_bytes, schedule, number),
         call.like.device,
     )
+    recorder.record(fmt.AGREE, begin)
     proofs_of(call.group).require(schedule, timeout)
     slices = _slices(call, schedule)
     length = _lengths(call, schedule)

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..tracing import format as fmt
+from ..tracing import recorder
+
 __all__: list[str] = []
 
 
@@ -66,6 +69,10 @@ class Channel:
         else:
             works = [self._group.recv([as_bytes(one.data)], one.peer, self._tag) for one in receives]
             works += [self._group.send([as_bytes(one.data)], one.peer, self._tag) for one in sends]
+        if recorder.active is not None:
+            kinds = [fmt.RECEIVE] * len(receives) + [fmt.SEND] * len(sends)
+            facts = [(kind, one.peer, one.data.nbytes) for kind, one in zip(kinds, each, strict=True)]
+            works = [recorder.TracedWork(work, *fact) for work, fact in zip(works, facts, strict=True)]
         pending = [Pending(work, one.data) for work, one in zip(works, each, strict=True)]
         return pending[len(receives) :], pending[: len(receives)]
 

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ..schedules.program import Message, Program, ProgramAction, Write
+from ..tracing import format as fmt
+from ..tracing import recorder
 from .channel import Channel, Pending, Transfer
 from .flat import cut
 from .reduction import fold
@@ -89,8 +91,12 @@ class Executor:
 
     def run(self, program: Program) -> None:
         """Execute all actions. Return when all sends have completed."""
-        for action in program.actions:
+        for number, action in enumerate(program.actions):
+            begin = recorder.started()
+            if begin:
+                recorder.context.step = number
             self._step(action)
+            recorder.record(fmt.STEP, begin)
         self._wait_sent(tuple(self._pending_sends))
 
     def _step(self, action: ProgramAction) -> None:
@@ -170,12 +176,17 @@ class Executor:
         first = write.sources[0].peer
         if len(current) == len(operands) == 1 and first is not None and len(buffers[first].parts) == 1:
             for part in arrived.parts(first):
-                fold(self._op, out[part], [current[0][part], operands[0][part]], write.terms, self._ranks)
+                self._fold(out[part], [current[0][part], operands[0][part]], write)
             return
         for source in write.sources:
             arrived.wait(source.peer)
         if len(current) + len(operands) > 1 or out.data_ptr() != operands[0].data_ptr():
-            fold(self._op, out, [*current, *operands], write.terms, self._ranks)
+            self._fold(out, [*current, *operands], write)
+
+    def _fold(self, out: torch.Tensor, operands: list[torch.Tensor], write: Write) -> None:
+        begin = recorder.started()
+        fold(self._op, out, operands, write.terms, self._ranks)
+        recorder.record(fmt.COPY if len(operands) == 1 else fmt.REDUCE, begin, nbytes=out.nbytes)
 
     def _new_slice(
         self, write: Write, operands: list[torch.Tensor], buffers: Mapping[int, ReceiveBuffer]

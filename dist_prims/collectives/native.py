@@ -334,10 +334,15 @@ def _work_or_finish(call: Call, work: dist.Work | None, after: Sequence[Callable
     return None
 
 
+def schedule_name(schedule: Schedule) -> str:
+    """Return the algorithm with its parameters, such as ``tree(degree=2)``."""
+    parameters = ",".join(f"{key}={value}" for key, value in schedule.parameters if key != "root")
+    return f"{schedule.algorithm}({parameters})" if parameters else schedule.algorithm
+
+
 def compiled(schedule: Schedule, rank: int) -> Any:
     """Compile a schedule for execution by the backend on one rank."""
-    parameters = ",".join(f"{key}={value}" for key, value in schedule.parameters if key != "root")
-    name = f"{schedule.algorithm}({parameters})" if parameters else schedule.algorithm
+    name = schedule_name(schedule)
     if len(name) > _LONGEST_NAME:  # a checksum, because ranks compare their schedules by name
         name = f"{name[: _LONGEST_NAME - 9]}~{zlib.crc32(name.encode()):08x}"
     return import_module("dist_prims._backend").NativeSchedule(to_native(schedule, rank, 0, 0, name))

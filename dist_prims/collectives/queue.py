@@ -20,6 +20,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ..tracing.session import begin_from_environment
+
 __all__: list[str] = []
 
 
@@ -145,5 +147,6 @@ _queues_lock = threading.RLock()  # reentrant: a finalizer may call queue_of() w
 
 def queue_of(group: dist.ProcessGroup) -> CollectiveQueue:
     """Return the queue of a group."""
+    begin_from_environment()
     with _queues_lock:
         return _queues.setdefault(group, CollectiveQueue())

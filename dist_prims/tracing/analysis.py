@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import format as fmt
 from .prediction import predicted_steps
-from .reader import CallPart, CollectiveCall, Trace
+from .reader import CallPart, CollectiveCall, ProcessTrace, Trace
 
 __all__: list[str] = []
 
@@ -24,8 +24,10 @@ SECOND = 1e9
 Posts = dict[tuple[Any, ...], list[int]]
 
 
-def analyse(trace: Trace) -> dict[str, Any]:
+def analyse(trace: Trace, levels: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the analysis of a trace.
+
+    ``levels``: the costs of messages, as ``bench calibrate`` writes them, in place of those that the groups had.
 
     - ``ranks``: see :func:`rank_summaries`.
     - ``calls``: each collective, see :func:`call_summary`, with its critical path, see :func:`critical_path`.
@@ -36,7 +38,9 @@ def analyse(trace: Trace) -> dict[str, Any]:
     return {
         "version": VERSION,
         "ranks": rank_summaries(trace, calls, posts),
-        "calls": [{**call_summary(call, start), "critical_path": critical_path(call, posts, start)} for call in calls],
+        "calls": [
+            {**call_summary(call, start, levels), "critical_path": critical_path(call, posts, start)} for call in calls
+        ],
         "ignored": trace.ignored,
     }
 
@@ -57,6 +61,7 @@ def rank_summaries(trace: Trace, calls: list[CollectiveCall], posts: Posts) -> l
             "clock_error": process.error / SECOND,
             **dict.fromkeys(("calls", "last_to_come"), 0),
             **dict.fromkeys(("in_calls", "late", "link", "reduce", "copy"), 0.0),
+            "actions": _actions(process),
             "waits": defaultdict(float),
         }
     for call in calls:
@@ -70,6 +75,15 @@ def rank_summaries(trace: Trace, calls: list[CollectiveCall], posts: Posts) -> l
     for each in found.values():
         each["waits"] = {str(peer): seconds for peer, seconds in sorted(each["waits"].items())}
     return list(found.values())
+
+
+def _actions(process: ProcessTrace) -> dict[str, float] | None:
+    """The actions of a pipeline: their number, seconds in them, and from the first begin to the last end."""
+    found = process.events[process.events["kind"] == fmt.ACTION]
+    if not len(found):
+        return None
+    busy, span = (found["end"] - found["begin"]).sum(), found["end"].max() - found["begin"].min()
+    return {"count": len(found), "seconds": float(busy) / SECOND, "span": float(span) / SECOND}
 
 
 def _add_part(summary: dict[str, Any], call: CollectiveCall, local: int, part: CallPart, posts: Posts) -> None:
@@ -93,11 +107,11 @@ def _add_part(summary: dict[str, Any], call: CollectiveCall, local: int, part: C
             summary["waits"][call.group.ranks[int(event["peer"])]] += seconds
 
 
-def call_summary(call: CollectiveCall, start: int = 0) -> dict[str, Any]:
+def call_summary(call: CollectiveCall, start: int = 0, levels: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """One collective: ``arrival`` is the time from the first rank's begin to the last one's, ``seconds`` from there to
     the last end, and ``predicted`` what the cost model says of the latter; None without a schedule or its topology."""
     last = max(part.begin for part in call.parts.values())
-    predicted = predicted_steps(call)
+    predicted = predicted_steps(call, levels)
     return {
         "group": call.group.name,
         "collective": call.what,

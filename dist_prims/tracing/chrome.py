@@ -16,7 +16,7 @@ from .reader import ProcessTrace, Trace, collective_name
 
 __all__: list[str] = []
 
-_OVERLAPPING = {fmt.QUEUED, fmt.STEP, fmt.SEND, fmt.RECEIVE, fmt.MESSAGE, fmt.BUCKET}
+_OVERLAPPING = {fmt.QUEUED, fmt.STEP, fmt.SEND, fmt.RECEIVE, fmt.BUCKET}
 
 
 def write_chrome(trace: Trace, path: Path | str) -> int:

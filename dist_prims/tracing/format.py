@@ -26,7 +26,7 @@ EVENT = struct.Struct("<qqQQiiIIIHBBBB5xB")
 TEXT = struct.Struct("<IHB55sBB")
 TEXT_BYTES = 55
 
-(TEXT_SLOT, COLLECTIVE, QUEUED, STEP, SEND, RECEIVE, WAIT, REDUCE, COPY, AGREE, ACTION, MESSAGE, BUCKET) = range(1, 14)
+(TEXT_SLOT, COLLECTIVE, QUEUED, STEP, SEND, RECEIVE, WAIT, REDUCE, COPY, AGREE, ACTION, BUCKET) = range(1, 13)
 KINDS = {
     COLLECTIVE: "collective",
     QUEUED: "queued",
@@ -38,7 +38,6 @@ KINDS = {
     COPY: "copy",
     AGREE: "agree",
     ACTION: "action",
-    MESSAGE: "message",
     BUCKET: "bucket",
 }
 

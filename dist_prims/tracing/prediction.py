@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,12 @@ from .reader import CollectiveCall
 __all__: list[str] = []
 
 
-def predicted_steps(call: CollectiveCall) -> list[float] | None:
+def predicted_steps(call: CollectiveCall, levels: Mapping[str, Any] | None = None) -> list[float] | None:
     """The predicted seconds of each step; None if the schedule or the costs of the group are not known.
 
     A collective through the slots of shared memory has no messages, so no cost figure of a message applies to it.
     """
-    levels = call.group.facts.get("levels")
+    levels = levels or call.group.facts.get("levels")
     if not call.algorithm or levels is None:
         return None
     hosts = call.group.facts.get("hosts") or [""] * len(call.group.ranks)

@@ -80,7 +80,7 @@ class ProcessTrace:
 
     @property
     def tokens(self) -> set[str]:
-        return {group.key[2] for group in self.groups.values() if group.key[2]}
+        return {group.key[2] or f"{group.name} {group.ranks}" for group in self.groups.values()}
 
     def group_of(self, number: int) -> Group | None:
         """The group of the event with this number."""

@@ -36,7 +36,7 @@ active: TraceRecorder | None = None
 _open: list[TraceRecorder] = []  # the innermost is the last
 _lock = threading.RLock()  # reentrant: a signal handler may begin or end a trace
 _numbers = itertools.count(1)  # of the traces of this process
-_groups: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Any, dict[str, tuple[int, str]]] = WeakKeyDictionary()  # by engine
 _group_numbers = itertools.count(1)
 
 
@@ -185,15 +185,46 @@ class TraceRecorder:
         new.replace(self.path)
 
 
-def group_number(group: Any, describe: Callable[[], Mapping[str, Any]]) -> int:
-    """The number of a group in the traces of Python. Its description is computed once."""
-    found = _groups.get(group)
+def group_number(group: Any, engine: str, describe: Callable[[], Mapping[str, Any]]) -> int:
+    """The number of a group in the traces of Python. Its description is computed once for each engine."""
+    found = _groups.get(group, {}).get(engine)
     if found is None:
+        description = json.dumps(describe())  # without the lock, because it may ask a store
         with _lock:
-            found = _groups.setdefault(group, (next(_group_numbers), json.dumps(describe())))
-    if active is not None:
-        active.describe(*found)
+            found = _groups.setdefault(group, {}).setdefault(engine, (next(_group_numbers), description))
+    if (recorder := active) is not None:
+        recorder.describe(*found)
     return found[0]
+
+
+def started() -> int:
+    """The time at which an event begins; 0 without a trace."""
+    return time.monotonic_ns() if active is not None else 0
+
+
+def record(kind: int, begin: int, **facts: Any) -> None:
+    """Add an event that has ended now. ``begin`` is the result of :func:`started`; without a trace nothing happens."""
+    recorder = active
+    if begin and recorder is not None:
+        recorder.event(kind, begin, time.monotonic_ns(), **facts)
+
+
+class TracedWork:
+    """A message that ends when this rank has waited for it. To be made when it is posted, while a trace is active."""
+
+    def __init__(self, work: Any, kind: int, peer: int, nbytes: int, name: str = "") -> None:
+        self._work, self._kind = work, kind
+        self._facts: dict[str, Any] = {"peer": peer, "nbytes": nbytes, "name": name}
+        self._where = context.group, context.sequence, context.step
+        self._posted = started()
+
+    def wait(self, *arguments: Any) -> Any:
+        """Wait as the work does; record the wait, and the message as well."""
+        begin = started()
+        found = self._work.wait(*arguments)
+        record(fmt.WAIT, begin, peer=self._facts["peer"], nbytes=self._facts["nbytes"])
+        record(self._kind, self._posted, where=self._where, **self._facts)
+        return found
 
 
 def begin(folder: Path | str, events: int = EVENTS, began_by: str = "program") -> TraceRecorder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -16,10 +16,11 @@ _MOST_RANKS = 16  # in the table of waits
 _MOST_KINDS = 20
 
 
-def report(trace: Trace) -> str:
-    """Return the report."""
-    found = analyse(trace)
+def report(trace: Trace, levels: Mapping[str, Any] | None = None) -> str:
+    """Return the report; ``levels``: see :func:`.analysis.analyse`."""
+    found = analyse(trace, levels)
     lines = [*_head(trace, found), "", *_ranks(found), "", *_slowest(found), "", *_waits(found), "", *_calls(found)]
+    lines += _pipeline(found)
     lines += ["", *(f"ignored {each}" for each in found["ignored"])] if found["ignored"] else []
     return "\n".join(lines)
 
@@ -105,6 +106,17 @@ def _calls(found: dict[str, Any]) -> list[str]:
         rows.append([*facts, f"{measured * 1e6:.1f}", *known, f"{arrival * 1e6:.1f}"])
     title = "µs of a collective from the last rank's begin (median), predicted, and between the first and last begin"
     return [title, *_table([head, *rows[:_MOST_KINDS]])]
+
+
+def _pipeline(found: dict[str, Any]) -> list[str]:
+    rows = [["rank", "actions", "seconds", "of", "bubble"]]
+    for rank in found["ranks"]:
+        if actions := rank["actions"]:
+            bubble = 1 - actions["seconds"] / actions["span"] if actions["span"] else 0.0
+            numbers = [f"{actions[name]:.6f}" for name in ("seconds", "span")]
+            rows.append([str(rank["rank"]), str(actions["count"]), *numbers, f"{bubble:.1%}"])
+    title = "seconds in actions of a pipeline, of those from the first to the last one"
+    return ["", title, *_table(rows)] if len(rows) > 1 else []
 
 
 def _total(calls: Sequence[dict[str, Any]]) -> float:

@@ -6,11 +6,15 @@ must be the same on all ranks, while gradients may come in another order on each
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
 
+from ...tracing import format as fmt
+from ...tracing import recorder
+from ...tracing.session import begin_from_environment
 from ..compressor import Compressor, Exact
 from ..incremental_reduce import IncrementalSum
 from .bucket_layout import BucketLayout, lay_out, our_backend, plan
@@ -40,6 +44,7 @@ class Sending:
         self._parameters, self._compressor, self._limit, self._group = parameters, compressor, limit, group
         self.layout = BucketLayout([], [], {})
         self.forget()
+        begin_from_environment()
 
     def follow(self, order: Sequence[int], last: Sequence[int] = ()) -> None:
         """Make buckets for these parameters, in the order in which they fill; those of ``last`` come behind."""
@@ -138,8 +143,15 @@ class Sending:
     def _send(self, ahead: bool = True) -> None:
         for stream in self._streams[self.sent]:  # a layer may compute on a stream of its own
             torch.cuda.current_stream(stream.device).wait_stream(stream)
-        bucket = self.layout.buckets[self.sent]
+        bucket, begin = self.layout.buckets[self.sent], recorder.started()
         if bucket.incremental:
-            self._endings.append(bucket.incremental.send(ahead).wait)
+            end: Callable[[], object] = bucket.incremental.send(ahead).wait
         else:
-            self._endings.append(self._compressor.start(bucket, self._group))
+            end = self._compressor.start(bucket, self._group)
+        self._endings.append(functools.partial(_traced, end, self.sent, bucket.flat.nbytes, begin) if begin else end)
+
+
+def _traced(end: Callable[[], object], index: int, nbytes: int, begin: int) -> None:
+    """Wait for a bucket, and record it from its send to here."""
+    end()
+    recorder.record(fmt.BUCKET, begin, name=f"bucket {index}", nbytes=nbytes)

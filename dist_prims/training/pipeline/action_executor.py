@@ -14,6 +14,8 @@ import torch
 
 from ...collectives.flat import split_evenly
 from ...schedules.pipelines import Action, PipelinePlan, Row, pipeline_plan
+from ...tracing import format as fmt
+from ...tracing import recorder
 from .averaging import AverageOnce
 from .loss_weights import Objective, Part
 from .outside_gradients import Leaves, give_back
@@ -152,6 +154,7 @@ class Job:
     def do(self, action: Action, incoming: Tensors, batch: Batch) -> Tensors:
         """Do an action with the tensors it needs, and return its result."""
         begin = self._now() if self.record else 0.0
+        traced = recorder.started()
         worker = self.workers[action.stage]
         if action.kind == "F":
             if batch.inputs is not None and action.stage == 0:
@@ -165,6 +168,7 @@ class Job:
             outgoing = worker.backward(action.micro, (None,) if last else incoming)
             if action.stage == 0 and batch.inputs is not None:
                 batch.inputs.set_gradients(action.micro, outgoing)
+        recorder.record(fmt.ACTION, traced, name=str(action))
         if self.record:
             self.rows.append(Row(*action, begin, self._now(), self.plan.rank_of[action.stage]))
         self.average.done(action)

@@ -26,9 +26,12 @@ import torch
 import torch.distributed as dist
 
 from ...agreement import check_lists, gather_objects, gather_or_raise
+from ...collectives.traced_call import in_group
 from ...errors import CommError, MismatchError
 from ...schedules.pipelines import Action, PipelinePlan, Row
 from ...torch_compat import default_group
+from ...tracing import recorder
+from ...tracing.session import begin_from_environment
 from .action_executor import Batch, Job, Owner, joined, make_plan, message_to, parts
 from .loss_weights import Function, Objective
 from .outside_gradients import Leaves
@@ -121,6 +124,7 @@ class Pipeline(Owner):
         self._transfers = Transfers(self.plan, self._group, self._device)
         self._local: dict[tuple[str, int, int], Tensors] = {}
         self._slots: OrderedDict[Any, int] = OrderedDict()
+        self._traced = 0  # calls
 
     def step(self, inputs: Any = None, targets: Any = None) -> torch.Tensor:
         """Forward and backward of a batch: gradients are added to ``.grad``, the loss is returned on every rank and the
@@ -152,6 +156,14 @@ class Pipeline(Owner):
         return [row._replace(begin=row.begin - start, end=row.end - start) for row in rows] if self._rank == 0 else []
 
     def _run(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
+        begin_from_environment()
+        if recorder.active is None:
+            return self._run_plan(call, inputs, targets)
+        self._traced += 1
+        with in_group(self._group, "pipeline", self._traced):
+            return self._run_plan(call, inputs, targets)
+
+    def _run_plan(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
         batch, slot, fresh, failure = self._open(call, inputs)
         self._transfers.begin(batch.learn, batch.num_microbatches, slot, fresh)
         self._job.begin(batch)

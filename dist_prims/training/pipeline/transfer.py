@@ -26,6 +26,8 @@ import torch.distributed as dist
 from ...errors import CommError
 from ...schedules.pipelines import PipelinePlan
 from ...torch_compat import timeout_of
+from ...tracing import format as fmt
+from ...tracing import recorder
 from .action_executor import in_order, message_to
 from .packet import FAILED, HEAD, LAYOUT, PacketLayout, Pool, head_of, pack, read_head, spec_of
 from .stage import Tensors
@@ -284,9 +286,13 @@ class Transfers:
 
     def _start(self, kind: Any, data: torch.Tensor, peer: int) -> Any:
         if self._queued:
-            return dist.batch_isend_irecv([dist.P2POp(kind, data, group=self._group, group_peer=peer)])[0]
-        start = self._group.send if kind is dist.isend else self._group.recv
-        return start([data], peer, _TAG)
+            work = dist.batch_isend_irecv([dist.P2POp(kind, data, group=self._group, group_peer=peer)])[0]
+        else:
+            start = self._group.send if kind is dist.isend else self._group.recv
+            work = start([data], peer, _TAG)
+        if recorder.active is None:
+            return work
+        return recorder.TracedWork(work, fmt.SEND if kind is dist.isend else fmt.RECEIVE, peer, data.nbytes)
 
     def _wait(self, work: Any) -> None:
         if work is None:

@@ -1,0 +1,76 @@
+"""The part of a collective in Python in the trace of this process: its group, and the call itself."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from ..torch_compat import group_store
+from ..tracing import format as fmt
+from ..tracing import recorder
+
+__all__: list[str] = []
+
+_TOKEN = "dist_prims/trace"
+
+
+@contextmanager
+def in_group(group: dist.ProcessGroup, engine: str, sequence: int = 0) -> Iterator[None]:
+    """Context in which the events of this thread belong to a call of a group. ``engine``: what numbers the calls."""
+    here = recorder.context
+    outer = here.group, here.sequence, here.step
+    here.group, here.sequence, here.step = _number_of(group, engine), sequence, -1
+    try:
+        yield
+    finally:
+        here.group, here.sequence, here.step = outer
+
+
+def traced(
+    run: Callable[[], None],
+    group: dist.ProcessGroup,
+    sequence: int,
+    collective: str,
+    algorithm: str,
+    nbytes: int,
+    root: int | None,
+) -> None:
+    """Run a collective, and record it."""
+    with in_group(group, "python", sequence):
+        begin, failed = recorder.started(), True
+        try:
+            run()
+            failed = False
+        finally:
+            facts: dict[str, Any] = {"collective": fmt.COLLECTIVES.index(collective), "failed": failed}
+            recorder.record(
+                fmt.COLLECTIVE, begin, name=algorithm, nbytes=nbytes, peer=-1 if root is None else root, **facts
+            )
+
+
+def _number_of(group: dist.ProcessGroup, engine: str) -> int:
+    return recorder.group_number(group, engine, lambda: _describe(group, engine))
+
+
+def _describe(group: dist.ProcessGroup, engine: str) -> dict[str, Any]:
+    ranks = dist.get_process_group_ranks(group)
+    return {
+        "name": str(group.group_name),
+        "engine": engine,
+        "token": _token(group),
+        "rank": group.rank(),
+        "ranks": ranks,
+    }
+
+
+def _token(group: dist.ProcessGroup) -> str:
+    """A text that the ranks of a group share: that of the first rank which has stored one. Empty without a store."""
+    store = group_store(group)
+    try:
+        return store.compare_set(_TOKEN, "", secrets.token_hex(8)).decode() if store is not None else ""
+    except RuntimeError:  # a store without compare_set, or one that has ended
+        return ""
