@@ -24,6 +24,7 @@ from ..launch.rendezvous import from_rank_0, handshake
 from ..schedules import Schedule, build
 from ..schedules.native import to_native
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
+from ..tracing import clock
 from ..tracing.session import begin_from_environment
 from . import mpi_library, transport_selection
 from .dump_flight_record import dump_file
@@ -117,6 +118,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
     multi_host, engine, levels = None, None, CALIBRATION.read(warn=False) or ASSUMED
     if len(set(hosts)) > 1:
+        clock.register(store, rank)
         levels = _levels_of_rank_0(store, rank, ranks)
         multi_host = MultiHostSchedules(hosts, rank, levels, check)
         requested = prims_options.engine or os.environ.get("DIST_PRIMS_ENGINE", "")

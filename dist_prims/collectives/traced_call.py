@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..torch_compat import group_store
+from ..torch_compat import default_group, group_store
+from ..tracing import clock, recorder
 from ..tracing import format as fmt
-from ..tracing import recorder
 
 __all__: list[str] = []
 
@@ -69,6 +69,8 @@ def _describe(group: dist.ProcessGroup, engine: str) -> dict[str, Any]:
 
 def _token(group: dist.ProcessGroup) -> str:
     """A text that the ranks of a group share: that of the first rank which has stored one. Empty without a store."""
+    if dist.get_world_size() > 1 and (world := group_store(default_group())) is not None:
+        clock.register(world, dist.get_rank())
     store = group_store(group)
     try:
         return store.compare_set(_TOKEN, "", secrets.token_hex(8)).decode() if store is not None else ""

@@ -11,7 +11,7 @@ exchanged when the group was made. ``read()`` returns the last run in a folder.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -168,7 +168,7 @@ def read(folder: Path | str) -> Trace:
     runs = _runs(processes)
     last = max(runs, key=lambda run: max(each.facts["began"] for each in run))
     ignored += [f"{each.path.name}: an earlier trace" for run in runs if run is not last for each in run]
-    return Trace(_by_rank(last, ignored), ignored)
+    return Trace(aligned(_by_rank(last, ignored)), ignored)
 
 
 def read_file(path: Path) -> ProcessTrace:
@@ -206,7 +206,7 @@ def read_file(path: Path) -> ProcessTrace:
             if (group := _group(text))
         },
         names={(cpp, n): text for cpp, found in numbered for n, text in found.get(fmt.NAME, {}).items()},
-        clocks=[json.loads(text) for _, text in sorted(texts[0].get(fmt.CLOCK, {}).items())],
+        clocks=[*filter(None, map(_clock, texts[0].get(fmt.CLOCK, {}).values()))],
         dropped=dropped + max(taken - capacity, 0),
         unfinished=int((sources[1]["kind"] == 0).sum()),
         ended=bool(ended),
@@ -236,6 +236,16 @@ def _group(text: str) -> Group | None:
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return Group(key, rank, ranks, facts) if 0 <= rank < len(ranks) else None
+
+
+def _clock(text: str) -> dict[str, Any] | None:
+    """A measurement of the clock; None for a damaged one."""
+    try:
+        facts = json.loads(text)
+        numbers = {name: int(facts[name]) for name in ("at", "offset", "error")}
+        return {**numbers, "reference": str(facts["reference"])}
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return None
 
 
 def _facts(text: str) -> dict[str, Any]:
@@ -295,9 +305,30 @@ def collective_name(event: Any) -> str:
     return fmt.COLLECTIVES[number] if number < len(fmt.COLLECTIVES) else f"collective {number}"
 
 
-def shifted(process: ProcessTrace, shift: int, error: int) -> ProcessTrace:
-    """The same process with ``shift`` nanoseconds added to all times."""
+_DRIFT = 1e-4  # by which two clocks may differ in speed, beyond the first and the last measurement
+
+
+def aligned(processes: dict[int, ProcessTrace]) -> dict[int, ProcessTrace]:
+    """The processes on one clock: that to which the others have measured their offset."""
+    points: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    references = Counter(point["reference"] for process in processes.values() for point in process.clocks)
+    for process in processes.values():
+        if references and process.facts["clock"] != (reference := references.most_common(1)[0][0]):
+            points[process.facts["clock"]] += [each for each in process.clocks if each["reference"] == reference]
+    return {rank: _shifted(process, points[process.facts["clock"]]) for rank, process in processes.items()}
+
+
+def _shifted(process: ProcessTrace, points: list[dict[str, Any]]) -> ProcessTrace:
+    """The process with the offset added to its times, interpolated between the measurements of its clock."""
+    if not points or not len(process.events):
+        return process
+    points = sorted(points, key=lambda point: point["at"])
+    at, offset, error = (np.array([point[name] for point in points], np.int64) for name in ("at", "offset", "error"))
     events = process.events.copy()
-    for side in ("begin", "end"):
-        events[side] += shift
-    return replace(process, events=events, shift=shift, error=error)
+    begin, end = int(events["begin"].min()), int(events["end"].max())
+    for side in ("begin", "end"):  # as differences, because a float holds no absolute time to the nanosecond
+        apart = np.interp((events[side] - at[0]).astype(float), (at - at[0]).astype(float), offset - offset[0])
+        events[side] += offset[0] + np.rint(apart).astype(np.int64)
+    outside = max(int(at[0]) - begin, end - int(at[-1]), 0)
+    shift = int(offset[len(offset) // 2])
+    return replace(process, events=events, shift=shift, error=int(error.max()) + int(outside * _DRIFT))

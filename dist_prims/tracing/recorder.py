@@ -70,8 +70,9 @@ class TraceRecorder:
         except OSError:
             self.path.unlink()
             raise
-        number = next(_numbers)
-        self.text(fmt.PROCESS, number, json.dumps(_process(number, began_by)))
+        self.number = next(_numbers)
+        self.closers: list[Callable[[], None]] = []  # called when the trace ends, before its file is finished
+        self.text(fmt.PROCESS, self.number, json.dumps(_process(self.number, began_by)))
 
     def _make_file(self, events: int) -> tuple[Path, mmap.mmap]:
         host = re.sub(r"[^\w.-]", "_", socket.gethostname())
@@ -243,8 +244,12 @@ def begin(folder: Path | str, events: int = EVENTS, began_by: str = "program") -
 def end(recorder: TraceRecorder) -> None:
     """End a trace; in a forked child, nothing."""
     global active
+    if recorder.owner != os.getpid():
+        return
+    for close in recorder.closers:
+        close()
     with _lock:
-        if recorder.owner != os.getpid() or recorder not in _open:
+        if recorder not in _open:
             return
         _open.remove(recorder)
         active = _open[-1] if _open else None

@@ -47,11 +47,14 @@ def _clocks(trace: Trace) -> str:
     if len(domains) == 1:
         return "one monotonic clock"
     shifts = {process.facts["clock"]: process for process in trace.ranks.values()}
-    return "; ".join(f"host {each.facts['host']} {_shift(each)}" for each in shifts.values())
+    references = {point["reference"] for process in trace.ranks.values() for point in process.clocks}
+    return "; ".join(f"host {each.facts['host']}: {_shift(each, references)}" for each in shifts.values())
 
 
-def _shift(process: ProcessTrace) -> str:
-    return f"{_time(process.shift)} ± {_time(process.error)}" if process.error else "not measured"
+def _shift(process: ProcessTrace, references: set[str]) -> str:
+    if process.facts["clock"] in references:
+        return "the reference"
+    return f"{_time(process.shift)} ± {_time(process.error)}" if process.error else "its offset was not measured"
 
 
 def _time(nanoseconds: float) -> str:

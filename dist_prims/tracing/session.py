@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from . import recorder
+from . import clock, recorder
 
 __all__: list[str] = []
 
@@ -40,6 +40,7 @@ def trace(path: Path | str, *, events: int = recorder.EVENTS) -> Iterator[None]:
     if events < 1:
         raise ValueError(f"trace: events={events} must be at least 1")
     recording = recorder.begin(path, events)
+    clock.attach(recording)
     try:
         yield
     finally:

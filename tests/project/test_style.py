@@ -28,7 +28,7 @@ LAYERS = {
     "schedules": set(),
     "errors": set(),
     "torch_compat": set(),
-    "tracing": {"schedules"},
+    "tracing": {"launch", "schedules"},
     "agreement": {"errors", "torch_compat"},
     "collectives": {"agreement", "errors", "schedules", "torch_compat", "tracing"},
     "launch": {"autoload", "tracing"},
