@@ -56,6 +56,7 @@ TraceRegistry& registry() {
         ::pthread_atfork([] { made->mutex.lock(); }, [] { made->mutex.unlock(); },
                          [] {
                              active_trace.store(nullptr, std::memory_order_relaxed);
+                             trace_context.thread = 0;  // the only thread of the child has another number
                              for (const auto& each : made->buffers) each->detach();
                              made->mutex.unlock();
                          });
@@ -64,15 +65,10 @@ TraceRegistry& registry() {
     return *one;
 }
 
-// The number of this thread in the kernel. A forked child has another one.
 std::uint32_t thread_number() {
-    struct Known {
-        int process = 0;
-        std::uint32_t number = 0;
-    };
-    thread_local Known known;
-    if (known.process != this_process()) known = {this_process(), static_cast<std::uint32_t>(::syscall(SYS_gettid))};
-    return known.number;
+    if (trace_context.thread == 0) [[unlikely]]
+        trace_context.thread = static_cast<std::uint32_t>(::syscall(SYS_gettid));
+    return trace_context.thread;
 }
 
 void store_kind(std::byte* slot, TraceKind kind) {
@@ -106,8 +102,11 @@ TraceBuffer::TraceBuffer(const char* path) {
     throw std::system_error(EINVAL, std::generic_category(), path);
 }
 
+// A system call, because ThreadSanitizer takes mmap() for a write to all of the memory: a race with late events. Those
+// are expected, and find either mapping.
 void TraceBuffer::detach() {
-    ::mmap(memory_, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
+    ::syscall(SYS_mmap, memory_, size_, PROT_READ | PROT_WRITE, kFlags, -1, 0);
     is_open_ = false;
 }
 
@@ -118,12 +117,14 @@ std::byte* TraceBuffer::take() {
     return memory_ + offset_ + number * sizeof(TraceEvent);
 }
 
-void TraceBuffer::add(TraceEvent event) {
+inline void TraceBuffer::add(const TraceEvent& event) {
     std::byte* const slot = take();
     if (!slot) return;
-    event.thread = thread_number();
-    std::memcpy(slot, &event, offsetof(TraceEvent, kind));
-    store_kind(slot, event.kind);
+    const TraceKind kind = event.kind;
+    auto& place = *new (slot) TraceEvent(event);
+    place.kind = TraceKind::kUnfinished;
+    place.thread = thread_number();
+    store_kind(slot, kind);
 }
 
 void TraceBuffer::add_text(std::uint8_t kind, std::uint32_t number, const std::string& text) {
@@ -228,7 +229,10 @@ TraceGroup::~TraceGroup() {
 
 void TraceCall::begin(const TraceGroup& group, const Call* call, std::uint64_t sequence) {
     outer_ = trace_context;
-    trace_context = {.sequence = sequence, .group = group.number(), .step = call ? 0 : -1};
+    trace_context.sequence = sequence;
+    trace_context.group = group.number();
+    trace_context.step = call ? 0 : -1;
+    trace_context.segment = 0;
     call_ = call;
     exceptions_ = std::uncaught_exceptions();
     begin_ = trace_now();
@@ -259,7 +263,9 @@ void TraceCall::end() const {
         event.failed = std::uncaught_exceptions() > exceptions_;
         buffer->add(event);
     }
+    const std::uint32_t thread = trace_context.thread;
     trace_context = outer_;
+    trace_context.thread = thread;
 }
 
 void trace_queued(const TraceGroup& group, const Call& call, std::int64_t called) {

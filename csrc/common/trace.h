@@ -61,6 +61,7 @@ struct TraceContext {
     std::uint32_t group = 0;
     std::int32_t step = -1;
     std::uint16_t segment = 0;
+    std::uint32_t thread = 0;  // its number in the kernel; 0: not known yet
 };
 extern thread_local constinit TraceContext trace_context;
 
@@ -74,8 +75,8 @@ public:
     explicit TraceBuffer(const char* path);
     TraceBuffer(const TraceBuffer&) = delete;
 
-    // Adds an event. Takes the thread from here, and the rest as it is.
-    void add(TraceEvent event);
+    // Adds an event, but for its thread.
+    void add(const TraceEvent& event);
     // The number of a name, which is written as a text at its first use.
     std::uint32_t name(const char* text);
     void add_group(std::uint32_t number, const std::string& description);
