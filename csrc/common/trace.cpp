@@ -58,6 +58,7 @@ TraceRegistry& registry() {
                              active_trace.store(nullptr, std::memory_order_relaxed);
                              trace_context.thread = 0;  // the only thread of the child has another number
                              for (const auto& each : made->buffers) each->detach();
+                             made->groups.clear();  // the child is a rank of none of them
                              made->mutex.unlock();
                          });
         return made;

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import socket
 import struct
@@ -58,6 +59,15 @@ def attach(recording: recorder.TraceRecorder) -> None:
     with contextlib.suppress(OSError):  # without a socket nothing is measured, and the report says so
         made = ClockServer(store, key) if _group[1] == 0 else ClockClient(recording, store, key)
         recording.closers.append(made.close)
+
+
+def _forget() -> None:
+    """In a forked child: the connection to the store belongs to the parent."""
+    global _group
+    _group = None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 class ClockServer:
