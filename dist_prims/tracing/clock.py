@@ -33,7 +33,7 @@ _PACKET = struct.Struct("<16sqqq")  # token, t1, t2, t3
 _REQUESTS = 16  # of a measurement
 _ANSWER_TIME = 0.2  # seconds
 _TIME_TO_PUBLISH = 60.0  # seconds in which rank 0 must have begun its trace
-_INTERVALS = (1.0, 2.0, 5.0)  # seconds between measurements; the last one repeats
+_INTERVALS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)  # seconds between measurements; the last one repeats
 _TIME_TO_END = 2.0
 _WAKE = b"end"
 

@@ -28,7 +28,7 @@ import time, torch, torch.distributed as dist
 dist.init_process_group("dist_prims")
 for _ in range(20):
     dist.all_reduce(torch.ones(100_000))
-    time.sleep(0.02)
+    time.sleep(0.05)
 dist.barrier()
 """
 
@@ -93,7 +93,7 @@ def test_ranks_of_two_time_namespaces(tmp_path: Path) -> None:
     assert abs(trace.ranks[1].shift / 1e9 + SHIFT) < 0.05  # one machine: the true offset is known
     assert 0 < trace.ranks[1].error < 0.05e9
     assert abs(trace.ranks[1].shift + SHIFT * 10**9) <= trace.ranks[1].error
-    assert len(trace.ranks[1].clocks) >= 2  # at the begin and at the end
+    assert len(trace.ranks[1].clocks) >= 2  # rank 0 may end first, so the last one may be missing
     check_causality(trace)
     text = report(trace)
     assert "the reference" in text
