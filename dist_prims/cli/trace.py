@@ -16,14 +16,16 @@ def add(commands: Any) -> None:
     for name, run, text in (
         ("report", _report, "slowest rank, waits by peer, predicted and measured times"),
         ("chrome", _chrome, "events for https://ui.perfetto.dev and chrome://tracing"),
+        ("page", _page, "an interactive page: the timeline, steps and critical path of each collective"),
     ):
         kind = kinds.add_parser(name, help=text)
         kind.add_argument("folder", metavar="FOLDER", help="with the files of all ranks")
         kind.set_defaults(run=run)
-        if name == "chrome":
+        if name != "report":
             kind.add_argument("-o", "--output", metavar="FILE", required=True)
         else:
             kind.add_argument("--json", metavar="FILE", help="also write the analysis")
+        if name != "chrome":
             kind.add_argument(
                 "--calibration",
                 metavar="FILE",
@@ -37,7 +39,7 @@ def _report(given: argparse.Namespace) -> int:
     from ..tracing.report import report
 
     trace = read(given.folder)
-    levels = json.loads(Path(given.calibration).read_text()) if given.calibration else None
+    levels = _levels(given)
     print(report(trace, levels))
     if given.json:
         Path(given.json).write_text(json.dumps(analyse(trace, levels)))
@@ -51,3 +53,17 @@ def _chrome(given: argparse.Namespace) -> int:
     count = write_chrome(read(given.folder), given.output)
     print(f"{count} events in {given.output}")
     return 0
+
+
+def _page(given: argparse.Namespace) -> int:
+    from ..schedules.html.document import write_html
+    from ..tracing.page import trace_page
+    from ..tracing.reader import read
+
+    print(f"page     {write_html(trace_page(read(given.folder), _levels(given)), given.output)}")
+    return 0
+
+
+def _levels(given: argparse.Namespace) -> Any:
+    """The costs of messages in the file of --calibration, or None."""
+    return json.loads(Path(given.calibration).read_text()) if given.calibration else None
