@@ -7,7 +7,7 @@ import sys
 
 from .. import __version__
 from ..schedules.catalogue import SYMBOLS, markdown_table, text_table
-from . import pipeline, prove, recommend, show, trace
+from . import learn, pipeline, prove, recommend, show, trace
 
 __all__: list[str] = []
 
@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     table.set_defaults(run=_list)
     recommend.add(commands)
     pipeline.add(commands)
+    learn.add(commands)
     trace.add(commands)
     tune = commands.add_parser("tune", help="measure the crossover sizes of this machine for the backend, once")
     tune.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])

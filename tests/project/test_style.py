@@ -29,6 +29,7 @@ LAYERS = {
     "errors": set(),
     "torch_compat": set(),
     "tracing": {"launch", "schedules"},
+    "learn": {"schedules"},
     "agreement": {"errors", "torch_compat"},
     "collectives": {"agreement", "errors", "schedules", "torch_compat", "tracing"},
     "launch": {"autoload", "tracing"},
@@ -44,7 +45,7 @@ LAYERS = {
     "_console": {"collectives"},
     "demo": {"_chart", "_console", "collectives", "datasets", "launch", "models", "schedules", "training"},
     "bench": {"_chart", "backend", "collectives", "launch", "models", "schedules", "torch_compat", "training"},
-    "cli": {"backend", "bench", "launch", "schedules", "tracing"},
+    "cli": {"backend", "bench", "launch", "learn", "schedules", "tracing"},
     "__main__": {"cli"},
 }
 # The same within dist_prims/training.
@@ -64,7 +65,7 @@ TRAINING = {
     "pipeline": {"checkpoint", "gradients"},
     "sharding": {"gradients"},
 }
-PURE = {"schedules", "tracing", "_chart"}  # no torch
+PURE = {"learn", "schedules", "tracing", "_chart"}  # no torch
 # The files that use private API of torch themselves, instead of torch_compat: one is all about the internals of the
 # compiler, the other one is a subclass of torch's. The list may only become shorter.
 PRIVATE_TORCH = {

@@ -1,0 +1,3 @@
+"""One module for each exercise, with its task, hints and check."""
+
+__all__: list[str] = []

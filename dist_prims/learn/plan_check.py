@@ -1,0 +1,49 @@
+"""Check of answers that are the order of a pipeline: the proof, then the activations held and the duration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..schedules import ScheduleError
+from ..schedules.pipelines import Action, PipelinePlan, pipeline_plan
+from .exercise import WrongAnswerError
+
+__all__: list[str] = []
+
+COUNTS = [(ranks, count) for ranks in range(1, 6) for count in (1, 2, 3, 5, 8, 12)]
+
+
+def check_plans(
+    order: Callable[[int, int, int], Iterator[Action]], reference: str, most_held: Callable[[int, int, int], int]
+) -> str:
+    """Prove the plans of ``order(rank, ranks, num_microbatches)``, one stage a rank, and compare them with limits.
+
+    ``most_held(rank, ranks, num_microbatches)``: activations. A step must not take longer than the ``reference``.
+    """
+    for ranks, count in COUNTS:
+        plan = _plan(order, ranks, count)
+        here = f"{ranks} ranks, {count} micro-batches"
+        for rank, held in enumerate(plan.peaks()):
+            if held > most_held(rank, ranks, count):
+                allowed = most_held(rank, ranks, count)
+                raise WrongAnswerError(
+                    f"{here}: the order is right, but rank {rank} holds {held} activations at once; {allowed} are "
+                    f"enough\n{plan.draw()}"
+                )
+        found, limit = (each.cost().makespan for each in (plan, pipeline_plan(reference, ranks, count)))
+        if found > limit:
+            raise WrongAnswerError(
+                f"{here}: the order is right, but the step takes {found:g} time units; {limit:g} are "
+                f"enough\n{plan.draw()}"
+            )
+    return f"proved for 1 to {COUNTS[-1][0]} ranks, within the limits of memory and time"
+
+
+def _plan(order: Callable[[int, int, int], Iterator[Action]], ranks: int, count: int) -> PipelinePlan:
+    actions = tuple(tuple(Action(*action) for action in order(rank, ranks, count)) for rank in range(ranks))
+    plan = PipelinePlan("answer", ranks, ranks, count, tuple(range(ranks)), actions)
+    try:
+        plan.verify()
+    except ScheduleError as error:
+        raise WrongAnswerError(f"{ranks} ranks, {count} micro-batches: {error}") from error
+    return plan

@@ -1,0 +1,219 @@
+"""Exercises: right answers are accepted, templates and mutated answers that are wrong are refused."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import solutions
+
+from dist_prims.cli import main
+from dist_prims.learn.exercise import ORDER, Exercise, WrongAnswerError, check, exercise, file_name
+from dist_prims.learn.messages import AllReduce, Barrier, Receive, Send, run
+
+NUMBERS = range(1, len(ORDER) + 1)
+
+
+def solution(number: int) -> str:
+    text: str = getattr(solutions, ORDER[number - 1].upper())
+    return text
+
+
+def verdict(number: int, text: str, folder: Path) -> str | None:
+    """What the check finds wrong; None for an answer that it accepts."""
+    path = folder / "answer.py"
+    path.write_text(text)
+    try:
+        check(number, path)
+    except WrongAnswerError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_right_answer_is_accepted(number: int, tmp_path: Path) -> None:
+    assert verdict(number, solution(number), tmp_path) is None
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_template_is_refused(number: int, tmp_path: Path) -> None:
+    text = exercise(number).text(number)
+    ast.parse(text)
+    error = verdict(number, text, tmp_path)
+    assert error
+    assert len(exercise(number).hints) == 3
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("name", ["recursive_doubling", "ring", "swing", "tree"])
+def test_other_right_answers_are_accepted(name: str, tmp_path: Path) -> None:
+    """The registered algorithms, where they have the chunks that the exercise demands."""
+    text = f"""
+from dist_prims.schedules import build
+
+def all_reduce(size):
+    yield from build("all_reduce", {name!r}, size).steps
+"""
+    number = ORDER.index({"recursive_doubling": "same_bits"}.get(name, "ring_all_reduce")) + 1
+    error = verdict(number, text, tmp_path)
+    expected = {"ring": None, "recursive_doubling": None}
+    if name in expected:
+        assert error is expected[name]
+    else:  # right results, but with other chunks, more bytes or more steps
+        assert error
+
+
+class Mutation(ast.NodeTransformer):
+    """Changes one place of a program: a constant, an operator or a comparison."""
+
+    OPERATORS: ClassVar = {
+        ast.Add: ast.Sub,
+        ast.Sub: ast.Add,
+        ast.Mult: ast.Add,
+        ast.FloorDiv: ast.Mult,
+        ast.BitXor: ast.Add,
+    }
+
+    def __init__(self, place: int) -> None:
+        self.left = place
+
+    def _here(self) -> bool:
+        self.left -= 1
+        return self.left == -1
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        if isinstance(node.value, bool):
+            return ast.Constant(not node.value) if self._here() else node
+        if isinstance(node.value, int):
+            return ast.Constant(node.value + 1) if self._here() else node
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        other = self.OPERATORS.get(type(node.op))
+        return ast.BinOp(node.left, other(), node.right) if other and self._here() else node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        return ast.UnaryOp(ast.Not(), node) if self._here() else node
+
+
+def mutants(text: str) -> Iterator[str]:
+    for place in range(1000):
+        mutation = Mutation(place)
+        tree = ast.fix_missing_locations(mutation.visit(ast.parse(text)))
+        if mutation.left >= 0:
+            return
+        yield ast.unparse(tree)
+
+
+# The changed line of the mutants that are right too; each was read.
+RIGHT_TOO = {
+    "ring_pass": {"if rank == 1:", "if not rank == 0:"},  # another rank, or all others, receive first
+    "deadlock": {"if not rank % 2 == turn:"},  # the odd ranks send first
+    "broadcast_tree": {"place = np.arange(min(2 ** step, size + 2 ** step))"},  # some ranks get the data twice
+    "pairwise": {
+        "dst = (rank - distance) % size",
+        "yield (move if distance > 2 else Step.concat([own, move]))",  # the own block is copied twice
+    },
+    "dissemination": {"yield Step(src=rank, dst=(rank - 2 ** step) % size, chunk=0, reduce=True)"},
+    "two_hosts": {"other = (place - distance) % 3"},
+    "desync": {"left = (yield AllReduce(2 if values else 0))"},  # any number but 0
+}
+
+
+def changed_lines(text: str, other: str) -> set[str]:
+    lines = difflib.ndiff(ast.unparse(ast.parse(text)).splitlines(), other.splitlines())
+    return {line[2:].strip() for line in lines if line.startswith("+")}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_mutants_are_refused_or_right(number: int, tmp_path: Path) -> None:
+    text, right_too = solution(number), RIGHT_TOO.get(ORDER[number - 1], set())
+    found = list(mutants(text))
+    assert len(found) >= 3
+    for mutant in found:
+        if verdict(number, mutant, tmp_path) is None:
+            assert changed_lines(text, mutant) <= right_too, mutant
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["learn"]) == 0
+    listed = capsys.readouterr().out
+    assert [int(each) for each in re.findall(r"^ ?(\d+)  ", listed, re.MULTILINE)] == list(NUMBERS)
+    assert main(["learn", "start", "7"]) == 0
+    path = Path(file_name(7))
+    assert path.name == "exercise_07_ring_all_reduce.py"
+    assert main(["learn", "start", "7"]) == 2  # it does not overwrite an answer
+    assert main(["learn", "check", "8"]) == 2
+    assert main(["learn", "start", "99"]) == 2
+    assert "the numbers are 1 to" in capsys.readouterr().err
+    path.write_text(solution(7).replace("rank + 1 - step", "rank - step"))
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_prims", "learn", "check", "7"],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stdout.startswith("✗ 2 ranks: at the end rank 0, chunk 1: ")
+    assert path.with_suffix(".html").exists()
+    path.write_text(solution(7))
+    assert main(["learn", "check", "7", "--here"]) == 0
+    assert "✓ Right: proved for 1, 2, 3" in capsys.readouterr().out
+    assert main(["learn", "hint", "7", "--level", "3"]) == 0
+    assert "learn hint" not in capsys.readouterr().out
+
+
+def test_errors_of_an_answer_name_its_line(tmp_path: Path) -> None:
+    assert (
+        verdict(7, "def all_reduce(size):\n    yield 1 / 0\n", tmp_path)
+        == "line 2: ZeroDivisionError: division by zero"
+    )
+    assert "SyntaxError" in (verdict(7, "def all_reduce(size:\n", tmp_path) or "")
+    assert verdict(7, "", tmp_path) == "the file does not define the function all_reduce"
+    forever = (
+        "from dist_prims.schedules import Step\ndef all_reduce(size):\n    while True:\n        yield Step(0, 0, 0)\n"
+    )
+    assert "more than 2000 steps" in (verdict(7, forever, tmp_path) or "")
+    assert "it must yield steps" in (verdict(7, "def all_reduce(size): pass", tmp_path) or "")
+
+
+def test_a_deadlock_names_what_each_rank_waits_for() -> None:
+    def program(rank: int, size: int) -> Iterator[object]:
+        yield Send(to=1 - rank, value=0)
+        yield Receive(source=1 - rank)
+
+    with pytest.raises(
+        WrongAnswerError, match="rank 0 waits in its send to rank 1; rank 1 waits in its send to rank 0"
+    ):
+        run(program, 2)  # type: ignore[arg-type]
+
+
+def test_ranks_that_make_different_calls() -> None:
+    def program(rank: int, size: int) -> Iterator[object]:
+        yield Barrier() if rank else AllReduce(1)
+
+    with pytest.raises(WrongAnswerError, match="rank 0 waits in all_reduce; rank 1 waits in barrier"):
+        run(program, 2)  # type: ignore[arg-type]
+    with pytest.raises(WrongAnswerError, match="rank 0 has ended; rank 1 waits in all_reduce"):
+        run(lambda rank, size: iter_calls(rank), 2)
+
+
+def iter_calls(calls: int) -> Iterator[AllReduce]:  # type: ignore[misc]
+    for _ in range(calls):
+        yield AllReduce(1)
+
+
+def test_every_exercise_is_complete() -> None:
+    for number in NUMBERS:
+        found = exercise(number)
+        assert isinstance(found, Exercise)
+        assert found.title
+        assert len({exercise(each).title for each in NUMBERS}) == len(ORDER)
