@@ -29,6 +29,7 @@ def add(commands: Any) -> None:
     show.add_argument("--size", type=int, default=4, metavar="N", help="number of ranks (4)")
     show.add_argument("--root", type=int, metavar="R", help="the root of a rooted collective (0)")
     show.add_argument("--svg", metavar="FILE", help="also write the picture")
+    show.add_argument("--animate", metavar="FILE", help="also write a picture whose steps appear one after the other")
     show.add_argument("--html", metavar="FILE", help="also write an interactive page")
     show.set_defaults(run=run)
 
@@ -47,6 +48,8 @@ def run(given: argparse.Namespace) -> int:
         print(f"{name.ljust(9)}{value}")
     if given.svg:
         print(f"picture  {schedule.draw(given.svg)}")
+    if given.animate:
+        print(f"picture  {schedule.draw(given.animate, animate=True)}")
     return 0
 
 

@@ -255,11 +255,11 @@ class Schedule:
 
         return simulate(self, inputs, op)
 
-    def draw(self, path: str | Path) -> Path:
-        """Write the steps as an SVG picture and return its path."""
+    def draw(self, path: str | Path, animate: bool = False) -> Path:
+        """Write the steps as an SVG picture and return its path; ``animate``: they appear one after the other."""
         from .draw import write_svg
 
-        return write_svg(self, path)
+        return write_svg(self, path, animate)
 
     def html(self, path: str | Path) -> Path:
         """Write an interactive page: its steps, what each chunk holds, the proof and the cost. Returns the path.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from dist_prims._chart import line_chart
 from dist_prims.schedules import COLLECTIVES, Step, algorithms, build
 from dist_prims.schedules.catalogue import markdown_table, text_table
-from dist_prims.schedules.draw import describe_contract, terminal
+from dist_prims.schedules.draw import describe_contract, messages, terminal
 from dist_prims.schedules.schedule import Steps
 
 PICTURES = Path(__file__).parents[2] / "docs/pictures"
@@ -181,3 +182,15 @@ def test_a_chart_has_a_line_for_each_series(tmp_path: Path) -> None:
         assert y1 > y2  # larger is higher
     with pytest.raises(ValueError, match="has no points to draw"):
         line_chart(tmp_path / "x.svg", "nothing", "x", "y", {"none": []})
+
+
+def test_an_animation_has_the_steps_one_after_the_other(tmp_path: Path) -> None:
+    ring = build("all_reduce", "ring", 4)
+    still, moving = drawn(ring.draw(tmp_path / "still.svg")), drawn(ring.draw(tmp_path / "moving.svg", animate=True))
+    assert [each.attrib for each in arrows(still)] == [each.attrib for each in arrows(moving)]
+    groups = [group for group in moving.iter(f"{SVG}g") if group.get("class", "").startswith("step-")]
+    assert [len(arrows(group)) for group in groups] == [len(messages(step)) for step in ring.steps]
+    (style,) = moving.iter(f"{SVG}style")
+    begins = re.findall(r"@keyframes step-\d+ \{ 0%, ([\d.]+)%", style.text or "")
+    assert [round(float(each) * 8 / 100) for each in begins] == [0, 1, 2, 3, 4, 5]
+    assert not list(still.iter(f"{SVG}style"))

@@ -30,8 +30,8 @@ _GREY = "#666666"
 _LABEL_PLACES = np.array([0.3, 0.24, 0.36, 0.18, 0.42, 0.5, 0.58, 0.66, 0.12, 0.74])
 
 
-def write_svg(schedule: Schedule, path: str | Path) -> Path:
-    """Write the picture to ``path`` and return the path.
+def write_svg(schedule: Schedule, path: str | Path, animate: bool = False) -> Path:
+    """Write the picture to ``path`` and return the path; with ``animate`` its steps appear one after the other.
 
     >>> import tempfile
     >>> from dist_prims.schedules import build
@@ -42,11 +42,11 @@ def write_svg(schedule: Schedule, path: str | Path) -> Path:
     """
     refuse_unreadable(schedule)
     path = svg_file(path)
-    path.write_text("\n".join(_svg(schedule)) + "\n", encoding="utf-8")
+    path.write_text("\n".join(_svg(schedule, animate)) + "\n", encoding="utf-8")
     return path
 
 
-def _svg(schedule: Schedule) -> Iterator[str]:
+def _svg(schedule: Schedule, animate: bool) -> Iterator[str]:
     steps = [messages(step) for step in schedule.steps]
     row = _row_height(steps)
     name, words = f"{schedule.collective} {schedule.algorithm}", facts(schedule)
@@ -58,18 +58,39 @@ def _svg(schedule: Schedule) -> Iterator[str]:
     )
     yield f"<title>{escape(caption(schedule))}</title>"
     yield _markers(steps)
+    if animate:
+        yield _animation(len(steps))
     yield f'<rect width="{width}" height="{foot}" rx="10" fill="#fff"/>'
     yield f'<text x="24" y="34" font-size="17" font-weight="600">{escape(name)}</text>'
     yield f'<text x="24" y="54" fill="#666">{escape(words)}</text>'
     yield from _rank_lines(schedule.size, len(steps), row)
     for number, step in enumerate(steps):
         arrows = _arrows(step, _TOP + number * row, row)
+        if animate:
+            yield f'<g class="step-{number}">'
         yield f'<text x="24" y="{_TOP + number * row + row // 2 + 4}" fill="#666">step {number}</text>'
         yield from (arrow.drawn() for arrow in arrows)
         if schedule.chunks > 1:  # on top of the arrows
             yield from _labels(arrows)
+        if animate:
+            yield "</g>"
     yield from legend
     yield "</svg>"
+
+
+def _animation(steps: int) -> str:
+    """A style by which step after step appears, a second each; all stay for two seconds, then it begins again.
+
+    Where the reader has asked for less motion, the picture does not move.
+    """
+    seconds = steps + 2
+    rules = []
+    for number in range(steps):
+        name, begin = f"step-{number}", 100 * number / seconds
+        hidden, shown = f"0%, {begin:.3f}% {{ opacity: 0.08 }}", f"{begin + 0.01:.3f}%, 100% {{ opacity: 1 }}"
+        rules.append(f"@keyframes {name} {{ {hidden} {shown} }} .{name} {{ animation: {name} {seconds}s infinite }}")
+    moves = " ".join(rules)
+    return f"<style>@media (prefers-reduced-motion: no-preference) {{ {moves} }}</style>"
 
 
 def _row_height(steps: Sequence[Sequence[DrawnMessage]]) -> int:
