@@ -105,6 +105,9 @@ def _rank(
             theirs.close()  # its end is to be seen when that rank dies
     answers = pairs[rank][1]
     torch.set_num_threads(1)
+    # torch names groups by this count, which a fork of a process that had groups inherits. Ranks that have destroyed
+    # their groups count from 0 again, and would not meet the others.
+    dist.distributed_c10d._world.group_count = 0
     try:
         if meeting:
             timeout = timedelta(seconds=group_timeout)
