@@ -25,7 +25,9 @@ def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"], timeout=60_000)
+        # Root has no sandbox, and a container may have too little shared memory for a browser.
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = playwright.chromium.launch(executable_path=found, args=arguments, timeout=60_000)
         yield browser
         browser.close()
 
