@@ -61,6 +61,9 @@ PointToPoint::PointToPoint(std::shared_ptr<const Mapping> memory, std::byte* pla
 std::string PointToPoint::text(const LocalRequest& request) const {
     const std::string peer_text =
         request.peer == kAnyone ? "any rank" : "rank " + std::to_string(membership_.number(request.peer));
+    if ((request.tag & (kCollectiveFlag | kSignalFlag)) == kSignalFlag)
+        return (request.outgoing ? "signal(to " : "wait_signal(from ") + peer_text + ", window " +
+               std::to_string(request.tag & ~kSignalFlag) + ")";
     return (request.outgoing ? "send(" : "recv(") + std::to_string(request.bytes) + " bytes " +
            (request.outgoing ? "to " : "from ") + peer_text + ", tag " + std::to_string(request.tag) + ")";
 }

@@ -39,6 +39,8 @@ public:
     static constexpr int kAnyone = -1;
     using Tag = std::uint64_t;
     static constexpr Tag kCollectiveFlag = Tag{1} << 63;  // a bit above the tags of users
+    static constexpr Tag kSignalFlag = Tag{1}
+                                       << 61;  // of messages without data: the signals of windows, by their number
     // Records the result (null: success). Returns a callback, which runs later without the lock and may block; may
     // return none.
     using Done = std::function<std::function<void()>(std::exception_ptr)>;

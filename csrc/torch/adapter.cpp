@@ -10,6 +10,7 @@
 #include "backend/incremental_tensor.cpp"
 #include "backend/multi_host_execution.cpp"
 #include "backend/single_host_execution.cpp"
+#include "backend/window.cpp"
 #include "common/profiler_record.cpp"
 #include "common/tensor_arguments.cpp"
 #include "common/work.cpp"

@@ -314,7 +314,8 @@ at::Tensor PrimsBackend::allocateTensor(long size, at::TensorOptions options) {
     return shared_tensor({size}, options.dtype().toScalarType());
 }
 
-WorkPtr PrimsBackend::message(const CallOptions& options, const Tensors& tensors, int peer, int tag) {
+WorkPtr PrimsBackend::message_with_key(const CallOptions& options, const Tensors& tensors, int peer,
+                                       PointToPoint::Tag key) {
     const at::Tensor& tensor = tensors[0];
     const bool outgoing = options.type == c10d::OpType::SEND;
     FlightRecorder::Entry entry{
@@ -341,7 +342,6 @@ WorkPtr PrimsBackend::message(const CallOptions& options, const Tensors& tensors
         });
     };
     const auto bytes = static_cast<std::size_t>(tensor.nbytes());
-    const auto key = static_cast<std::uint32_t>(tag);
     PointToPoint& p2p = host_segment_->p2p;
     const TraceCall traced(trace_group_, messages_);
     const auto request = outgoing ? p2p.send(peer, key, data.data(), bytes, options.timeout, done)

@@ -95,6 +95,14 @@ public:
     void registerAbortHook(int64_t hook_id, c10d::AbortHook hook) override;
     void unregisterAbortHook(int64_t hook_id) override;
 #endif
+#ifdef C10D_BACKEND_HAS_WINDOW
+    bool supportsWindow() const override;
+    c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
+    // A signal of a window, or the wait for one.
+    WorkPtr signal(c10d::OpType type, const char* title, int peer, std::uint64_t window, Milliseconds timeout);
+    int process_of(int rank) const { return host_segment_->membership.process(rank); }
+    void check_alive(const char* what) const;  // throws if the group has ended
+#endif
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
     WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
@@ -111,7 +119,10 @@ private:
     PrimsTask scatter_task(const Tensors& inputs, const at::Tensor& output, int root) override;
     PrimsTask barrier_task() override { return execution_->barrier(Call{}); }
     WorkPtr perform(std::vector<PrimsTask> tasks, const CallOptions& options, Tensors outputs) override;
-    WorkPtr message(const CallOptions& options, const Tensors& tensor, int peer, int tag) override;
+    WorkPtr message(const CallOptions& options, const Tensors& tensor, int peer, int tag) override {
+        return message_with_key(options, tensor, peer, static_cast<std::uint32_t>(tag));
+    }
+    WorkPtr message_with_key(const CallOptions& options, const Tensors& tensor, int peer, PointToPoint::Tag key);
     void monitored_barrier(Milliseconds limit, bool wait_all_ranks) override {
         execution_->monitored_barrier(limit, wait_all_ranks);
     }
@@ -134,7 +145,7 @@ private:
     std::shared_ptr<HostSegment> host_segment_;
     std::shared_ptr<Execution> execution_;
     std::shared_ptr<Queue> queue_;
-    std::atomic<std::uint64_t> incrementals_{0};
+    std::atomic<std::uint64_t> incrementals_{0}, windows_{0};
     FlightRecorder flight_recorder_;
     mutable std::mutex hooks_guard_;
     std::map<int64_t, std::shared_ptr<const std::function<void()>>> abort_hooks_;  // Python's need the GIL to be copied

@@ -1,0 +1,185 @@
+#include "window.h"
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "../common/work.h"
+
+namespace dist_prims {
+namespace {
+
+constexpr std::size_t kMostDimensions = 16;
+
+enum class Problem : std::int64_t { kNone, kNotShared, kNotContiguous, kTooManyDimensions, kNotMapped };
+
+const char* text_of(Problem problem) {
+    switch (problem) {
+        case Problem::kNotShared:
+            return "gives a tensor that its peers cannot map; make it with dist_prims.empty, of 4096 bytes or more "
+                   "(a part of such a tensor will do)";
+        case Problem::kNotContiguous:
+            return "gives a tensor that is not contiguous; register its contiguous() copy";
+        case Problem::kTooManyDimensions:
+            return "gives a tensor of more than 16 dimensions; register a view of it";
+        case Problem::kNotMapped:
+            return "cannot map the tensors of its peers; their processes must be in one PID namespace, and of one user";
+        case Problem::kNone:
+            break;
+    }
+    return "";
+}
+
+// What each rank tells the others of its tensor.
+struct Registration {
+    Problem problem = Problem::kNone;
+    SharedTensorRef tensor_ref;
+    std::int64_t dtype = 0, dimensions = 0;
+    std::array<std::int64_t, kMostDimensions> shape{};
+};
+
+Registration registration_of(const at::Tensor& tensor) {
+    Registration made;
+    if (!tensor.is_cpu() || tensor.layout() != at::kStrided) return {.problem = Problem::kNotShared};
+    if (!tensor.is_contiguous()) return {.problem = Problem::kNotContiguous};
+    if (tensor.sizes().size() > kMostDimensions) return {.problem = Problem::kTooManyDimensions};
+    made.tensor_ref = Exporter::instance().ref_of(bytes_of(tensor), tensor.nbytes());
+    if (!made.tensor_ref.is_shared()) return {.problem = Problem::kNotShared};
+    made.dtype = static_cast<std::int64_t>(tensor.scalar_type());
+    made.dimensions = tensor.dim();
+    std::copy(tensor.sizes().begin(), tensor.sizes().end(), made.shape.begin());
+    return made;
+}
+
+// The registrations of all ranks. Throws on every rank if one has a problem.
+std::vector<Registration> exchange(PrimsBackend& backend, const Registration& mine) {
+    std::vector<Registration> all(static_cast<std::size_t>(backend.getSize()));
+    const auto bytes = [](const Registration* first, std::size_t count) {
+        return at::from_blob(const_cast<Registration*>(first), {static_cast<int64_t>(count * sizeof(Registration))},
+                             at::kByte);
+    };
+    at::Tensor output = bytes(all.data(), all.size()), input = bytes(&mine, 1);
+    c10d::AllgatherOptions options;
+    options.asyncOp = false;
+    backend._allgather_base(output, input, options)->wait();
+    for (std::size_t rank = 0; rank < all.size(); ++rank)
+        TORCH_CHECK_VALUE(all[rank].problem == Problem::kNone, "window: rank ", rank, " ", text_of(all[rank].problem));
+    return all;
+}
+
+}  // namespace
+
+void PrimsWindow::tensor_register(const at::Tensor& tensor, bool owning) {
+    TORCH_CHECK_VALUE(tensors_.empty(), "window: rank ", backend_->getRank(),
+                      " has registered a tensor already; call tensor_deregister first");
+    const auto registrations = exchange(*backend_, registration_of(tensor));
+    std::vector<RemoteTensor> tensors;
+    for (std::size_t rank = 0; rank < registrations.size(); ++rank) {
+        const Registration& from = registrations[rank];
+        auto mapping = importer_.map(backend_->process_of(static_cast<int>(rank)), from.tensor_ref);
+        std::byte* const data = mapping ? mapping->data() + from.tensor_ref.offset : nullptr;
+        tensors.push_back({std::move(mapping),
+                           data,
+                           {from.shape.begin(), from.shape.begin() + from.dimensions},
+                           static_cast<at::ScalarType>(from.dtype)});
+    }
+    const bool mapped = std::ranges::all_of(tensors, [](const RemoteTensor& each) { return each.mapping != nullptr; });
+    exchange(*backend_, {.problem = mapped ? Problem::kNone : Problem::kNotMapped});
+    tensors_ = std::move(tensors);
+    if (owning) kept_ = tensor;
+}
+
+void PrimsWindow::tensor_deregister() {
+    TORCH_CHECK_VALUE(!tensors_.empty(), "window: rank ", backend_->getRank(), " has registered no tensor");
+    exchange(*backend_, {});  // no rank uses the tensors any more
+    tensors_.clear();
+    kept_.reset();
+}
+
+void PrimsWindow::check_rank(const char* what, int64_t rank) const {
+    TORCH_CHECK_VALUE(rank >= 0 && rank < backend_->getSize(), what, ": rank ", rank, " is not in a group of ",
+                      backend_->getSize(), " ranks");
+}
+
+const PrimsWindow::RemoteTensor& PrimsWindow::remote(const char* what, int64_t rank) const {
+    check_rank(what, rank);
+    TORCH_CHECK_VALUE(!tensors_.empty(), what,
+                      ": no tensor is registered with this window; all ranks call "
+                      "tensor_register first");
+    return tensors_[static_cast<std::size_t>(rank)];
+}
+
+WorkPtr PrimsWindow::put(const at::Tensor& tensor, int64_t to, int64_t offset, bool /*async*/,
+                         const c10d::PutOptions&) {
+    const RemoteTensor& target = remote("put", to);
+    must_be_on_cpu("put", tensor);
+    TORCH_CHECK_VALUE(tensor.scalar_type() == target.dtype, "put: rank ", backend_->getRank(), " gives ",
+                      tensor.scalar_type(), " for a tensor of ", target.dtype, " on rank ", to,
+                      "; convert it with to()");
+    const int64_t room = c10::multiply_integers(target.shape);
+    TORCH_CHECK_VALUE(offset >= 0 && offset <= room && tensor.numel() <= room - offset, "put: ", tensor.numel(),
+                      " elements at offset ", offset, " do not fit into the ", room, " elements of rank ", to);
+    backend_->check_alive("put");
+    const at::Tensor flat = packed(tensor);
+    if (flat.nbytes() > 0)
+        std::memcpy(target.data + static_cast<std::size_t>(offset) * tensor.element_size(), bytes_of(flat),
+                    flat.nbytes());
+    return c10::make_intrusive<DoneWork>(backend_->getRank(), c10d::OpType::UNKNOWN, Tensors{tensor}, 0);
+}
+
+at::Tensor PrimsWindow::map_remote_tensor(int64_t rank) {
+    const RemoteTensor& target = remote("map_remote_tensor", rank);
+    return at::from_blob(target.data, target.shape, [mapping = target.mapping](void*) {}, target.dtype);
+}
+
+WorkPtr PrimsWindow::signal(int64_t to, bool async, const c10d::SignalOptions& opts) {
+    return message(c10d::OpType::SEND, "dist_prims:signal", to, async, opts.timeout);
+}
+
+WorkPtr PrimsWindow::wait_signal(int64_t from, bool async, const c10d::WaitSignalOptions& opts) {
+    return message(c10d::OpType::RECV, "dist_prims:wait_signal", from, async, opts.timeout);
+}
+
+WorkPtr PrimsWindow::message(c10d::OpType type, const char* title, int64_t peer, bool async, Milliseconds timeout) {
+    check_rank(title, peer);
+    auto work = backend_->signal(type, title, static_cast<int>(peer), number_, timeout);
+    if (!async) work->wait();
+    return work;
+}
+
+c10d::WindowAttr PrimsWindow::get_attr(int64_t rank) {
+    check_rank("get_attr", rank);
+    return {c10d::WindowAccessType::UNIFIED};
+}
+
+bool PrimsBackend::supportsWindow() const {
+    return !spans_hosts();
+}
+
+c10::intrusive_ptr<c10d::Window> PrimsBackend::new_window(const std::optional<at::Tensor>& tensor) {
+    check_owner();
+    TORCH_CHECK_NOT_IMPLEMENTED(supportsWindow(), "rank ", rank_,
+                                ": a window needs memory that all ranks can map, and this group spans hosts; split it "
+                                "into groups of one host first");
+    auto made = c10::make_intrusive<PrimsWindow>(c10::intrusive_ptr<PrimsBackend>::reclaim_copy(this), windows_++);
+    if (tensor) made->tensor_register(*tensor, true);
+    return made;
+}
+
+WorkPtr PrimsBackend::signal(c10d::OpType type, const char* title, int peer, std::uint64_t window,
+                             Milliseconds timeout) {
+    check_owner();
+    static const at::Tensor kNothing = at::empty({0}, at::kByte);
+    const CallOptions options{type, title, timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, true};
+    return message_with_key(options, {kNothing}, peer, PointToPoint::kSignalFlag | window);
+}
+
+void PrimsBackend::check_alive(const char* what) const {
+    check_owner();
+    host_segment_->membership.check_abort([what] { return std::string(what); });
+}
+
+}  // namespace dist_prims
+#endif

@@ -1,0 +1,52 @@
+// One-sided access (torch.distributed's Window, torch 2.15 or later): each rank registers a shared tensor, and its
+// peers read and write it without a call of that rank.
+//
+// A put is a copy into the memory of the peer, which is mapped here (shared_tensors.h): it is done when it returns. A
+// signal is a message without data, under tags that users do not have. A wait for a signal is therefore a receive, with
+// the same timeout and the same checks for failures. What a rank has put before its signal is visible after the wait.
+#pragma once
+
+#include "backend.h"
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+#include <torch/csrc/distributed/c10d/Window.hpp>
+
+namespace dist_prims {
+
+class PrimsWindow : public c10d::Window {
+public:
+    // `number` counts the windows of the group; the ranks make them in the same order.
+    PrimsWindow(c10::intrusive_ptr<PrimsBackend> backend, std::uint64_t number)
+        : backend_(std::move(backend)), number_(number) {}
+
+    void tensor_register(const at::Tensor& tensor, bool owning) override;
+    void tensor_deregister() override;
+    WorkPtr put(const at::Tensor& tensor, int64_t to, int64_t offset, bool async,
+                const c10d::PutOptions& opts) override;
+    at::Tensor map_remote_tensor(int64_t rank) override;
+    WorkPtr signal(int64_t to, bool async, const c10d::SignalOptions& opts) override;
+    WorkPtr wait_signal(int64_t from, bool async, const c10d::WaitSignalOptions& opts) override;
+    c10d::WindowAttr get_attr(int64_t rank) override;
+
+private:
+    // The registered tensor of one rank, as the others see it.
+    struct RemoteTensor {
+        std::shared_ptr<const Mapping> mapping;
+        std::byte* data;
+        std::vector<int64_t> shape;
+        at::ScalarType dtype;
+    };
+
+    void check_rank(const char* what, int64_t rank) const;
+    const RemoteTensor& remote(const char* what, int64_t rank) const;
+    WorkPtr message(c10d::OpType type, const char* title, int64_t peer, bool async, Milliseconds timeout);
+
+    const c10::intrusive_ptr<PrimsBackend> backend_;
+    const std::uint64_t number_;
+    Importer importer_;
+    std::vector<RemoteTensor> tensors_;  // by rank; empty: none is registered
+    at::Tensor kept_;                    // the tensor of this rank, if the window owns it
+};
+
+}  // namespace dist_prims
+#endif
