@@ -94,7 +94,7 @@ class Executor:
         for number, action in enumerate(program.actions):
             begin = recorder.started()
             if begin:
-                recorder.context.step = number
+                recorder.context.where = (*recorder.context.where[:2], number)
             self._step(action)
             recorder.record(fmt.STEP, begin)
         self._wait_sent(tuple(self._pending_sends))

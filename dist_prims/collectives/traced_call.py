@@ -22,12 +22,12 @@ _TOKEN = "dist_prims/trace"
 def in_group(group: dist.ProcessGroup, engine: str, sequence: int = 0) -> Iterator[None]:
     """Context in which the events of this thread belong to a call of a group. ``engine``: what numbers the calls."""
     here = recorder.context
-    outer = here.group, here.sequence, here.step
-    here.group, here.sequence, here.step = _number_of(group, engine), sequence, -1
+    outer = here.where
+    here.where = _number_of(group, engine), sequence, -1
     try:
         yield
     finally:
-        here.group, here.sequence, here.step = outer
+        here.where = outer
 
 
 def traced(

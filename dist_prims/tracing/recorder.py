@@ -9,6 +9,7 @@ leaves the whole file, which can be read, too.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
@@ -30,6 +31,7 @@ __all__: list[str] = []
 
 EVENTS = 1 << 18  # of C++ by default: 16 MiB
 _RESERVED_FOR_TEXTS = 1024
+_POPULATE = 23  # MADV_POPULATE_WRITE, for which the mmap module has no name
 _CORE = Path(__file__).parents[1] / "lib" / "libdist_prims_core.so"
 
 active: TraceRecorder | None = None
@@ -43,9 +45,10 @@ _group_numbers = itertools.count(1)
 class Context(threading.local):
     """The collective that a thread executes. Events of Python take these fields from here."""
 
-    group = 0
-    sequence = 0
-    step = -1
+    where = (0, 0, -1)  # group, sequence and step
+
+    def __init__(self) -> None:
+        self.thread = threading.get_native_id()  # a system call, so once for each thread
 
 
 context = Context()
@@ -87,6 +90,8 @@ class TraceRecorder:
             size = self._offset + fmt.SLOT * events
             os.posix_fallocate(file, 0, size)  # a full disk is an error here, not a SIGBUS at the first access
             memory = mmap.mmap(file, size)
+            with contextlib.suppress(OSError):  # Linux before 5.14: the pages come one by one, each at its first event
+                memory.madvise(_POPULATE, 0, self._offset // mmap.PAGESIZE * mmap.PAGESIZE)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -115,12 +120,11 @@ class TraceRecorder:
         if slot >= self._python - _RESERVED_FOR_TEXTS:
             self._drop()
             return
-        group, sequence, step = where or (context.group, context.sequence, context.step)
-        thread = threading.get_native_id()
+        group, sequence, step = where or context.where
         fmt.EVENT.pack_into(
             self._memory,
             fmt.HEADER_BYTES + fmt.SLOT * slot,
-            *(begin, end, nbytes, sequence, peer, step, thread, group, self._name(name) if name else 0),
+            *(begin, end, nbytes, sequence, peer, step, context.thread, group, self._name(name) if name else 0),
             *(0, collective, 0, 0, failed, kind),
         )
 
@@ -216,7 +220,7 @@ class TracedWork:
     def __init__(self, work: Any, kind: int, peer: int, nbytes: int, name: str = "") -> None:
         self._work, self._kind = work, kind
         self._facts: dict[str, Any] = {"peer": peer, "nbytes": nbytes, "name": name}
-        self._where = context.group, context.sequence, context.step
+        self._where = context.where
         self._posted = started()
 
     def wait(self, *arguments: Any) -> Any:
@@ -266,6 +270,7 @@ def _forget() -> None:
     _lock = threading.RLock()
     active = None
     _open.clear()
+    context.thread = threading.get_native_id()
 
 
 os.register_at_fork(after_in_child=_forget)
