@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -98,7 +99,8 @@ public:
           element_(size_of(dtype)),
           timeout_(timeout),
           segment_(segment),
-          parts_(parts(program, buffer, element_, segment, segments)) {
+          parts_(parts(program, buffer, element_, segment, segments)),
+          is_used_(static_cast<std::size_t>(program.chunks + program.scratch)) {
         std::size_t longest = 0;
         for (const Part& part : parts_) longest = std::max(longest, part.bytes);
         for (int chunk = 0; chunk < program.scratch; ++chunk) scratch_.push_back(buffers_->take(longest, mine_));
@@ -121,17 +123,25 @@ public:
     }
 
 private:
+    // The place of a message, and the bytes before each of its chunks.
     struct ReceiveBuffer {
-        const RankProgram::Message* message;
         std::byte* place;
+        std::vector<std::size_t> offsets;
     };
     // What a step receives.
     struct StepReceives {
-        std::vector<ReceiveBuffer> receive_buffers;
+        std::map<int, ReceiveBuffer> receive_buffers;  // by sender
         std::vector<Router::RoutedRequest> requests;
         std::vector<StagingBuffers::Buffer> taken;
     };
-    using Own = std::vector<std::pair<int, const std::byte*>>;
+    using Own = std::map<int, const std::byte*>;  // by chunk
+    // Adjacent elements that are written in one operation.
+    struct Range {
+        const RankProgram::Write* write;
+        std::byte* out;
+        std::vector<const void*> operands;
+        std::size_t bytes;
+    };
 
     void begin(const RankProgram::Step& step) {
         expect(step, now_, false);
@@ -148,24 +158,25 @@ private:
     // Posts the receives of a step that are not yet posted. If `ahead` of the step, no message can be received in its
     // final place, which may still be read: so a long message waits for its step rather than being copied.
     void expect(const RankProgram::Step& step, StepReceives& receives, bool ahead) {
+        mark_used(step, true);
         for (const auto& message : step.receives) {
-            const auto is_same = [&](const ReceiveBuffer& each) { return each.message == &message; };
-            if (std::any_of(receives.receive_buffers.begin(), receives.receive_buffers.end(), is_same)) continue;
+            if (receives.receive_buffers.contains(message.peer)) continue;
             const std::size_t all = length(message.pieces);
-            std::byte* place = in_place(message, step);
+            std::byte* place = in_place(message);
             if (place && ahead && all > kCheapToCopy) continue;
             if (!place || ahead) place = buffers_->take(all, receives.taken);
-            receives.receive_buffers.push_back({&message, place});
+            receives.receive_buffers.emplace(message.peer, ReceiveBuffer{place, offsets(message.pieces)});
             if (all)
                 receives.requests.push_back(router_.receive(message.peer, number_, place, all, timeout_, buffers_));
         }
+        mark_used(step, false);
     }
 
     void finish(const RankProgram::Step& step) {
         sent_.insert(sent_.end(), now_.requests.begin(), now_.requests.end());
         router_.wait(sent_);
         const Own own = own_operands(step);
-        for (const auto& write : step.writes) this->write(write, own);
+        write(step, own);
         sent_.clear();
         buffers_->give_back(taken_);
         buffers_->give_back(now_.taken);
@@ -177,6 +188,16 @@ private:
         std::size_t total = 0;
         for (int piece : pieces) total += bytes(piece);
         return total;
+    }
+
+    std::vector<std::size_t> offsets(const RankProgram::Chunks& pieces) const {
+        std::vector<std::size_t> found;
+        std::size_t before = 0;
+        for (int piece : pieces) {
+            found.push_back(before);
+            before += bytes(piece);
+        }
+        return found;
     }
 
     std::byte* place(int chunk) {
@@ -204,20 +225,25 @@ private:
         return packed;
     }
 
-    // The final place of a message that only replaces chunks which nothing else in the step reads or writes; otherwise
-    // null.
-    std::byte* in_place(const RankProgram::Message& message, const RankProgram::Step& step) {
-        const auto has = [&](int chunk) {
-            return std::find(message.chunks.begin(), message.chunks.end(), chunk) != message.chunks.end();
-        };
-        for (const auto& sent : step.sends) {
-            if (std::any_of(sent.chunks.begin(), sent.chunks.end(), has)) return nullptr;
+    // Marks the chunks of a step that a message must not be received into: those that the step sends, that are
+    // operands, or that are written otherwise than by a copy of one chunk. Or removes the marks.
+    void mark_used(const RankProgram::Step& step, bool used) {
+        const auto mark = [&](int chunk) { is_used_[static_cast<std::size_t>(chunk)] = used; };
+        for (const auto& message : step.sends) {
+            for (const int chunk : message.chunks) mark(chunk);
         }
         for (const auto& write : step.writes) {
-            if (has(write.into) && !(write.copy && write.sources.size() == 1)) return nullptr;
+            if (!write.copy || write.sources.size() != 1) mark(write.into);
             for (const auto& source : write.sources) {
-                if (source.peer < 0 && has(source.index)) return nullptr;
+                if (source.peer < 0) mark(source.index);
             }
+        }
+    }
+
+    // The final place of a message, if its chunks are contiguous and none is marked as used; otherwise null.
+    std::byte* in_place(const RankProgram::Message& message) {
+        for (const int chunk : message.chunks) {
+            if (is_used_[static_cast<std::size_t>(chunk)]) return nullptr;
         }
         return joined(message.chunks, message.pieces);
     }
@@ -225,38 +251,66 @@ private:
     // Copies of this rank's own chunks that are operands: another write of this step may overwrite them first.
     Own own_operands(const RankProgram::Step& step) {
         Own own;
+        RankProgram::Message copied{-1, {}, {}};
         for (const auto& write : step.writes) {
             for (const auto& source : write.sources) {
-                if (source.peer < 0) own.emplace_back(source.index, pack({-1, {source.index}, {write.piece}}));
+                if (source.peer >= 0 || !own.emplace(source.index, nullptr).second) continue;
+                copied.chunks.push_back(source.index);
+                copied.pieces.push_back(write.piece);
             }
+        }
+        if (own.empty()) return own;
+        const std::byte* at = pack(copied);
+        for (std::size_t each = 0; each < copied.chunks.size(); ++each) {
+            own[copied.chunks[each]] = at;
+            at += bytes(copied.pieces[each]);
         }
         return own;
     }
 
     const std::byte* operand(const RankProgram::Source& source, const Own& own) const {
-        if (source.peer < 0) {
-            return std::find_if(own.begin(), own.end(), [&](const auto& each) { return each.first == source.index; })
-                ->second;
-        }
-        const auto& receive_buffer =
-            *std::find_if(now_.receive_buffers.begin(), now_.receive_buffers.end(),
-                          [&](const ReceiveBuffer& each) { return each.message->peer == source.peer; });
-        const auto first = receive_buffer.message->pieces.begin();
-        return receive_buffer.place + length(RankProgram::Chunks(first, first + source.index));
+        if (source.peer < 0) return own.at(source.index);
+        const ReceiveBuffer& buffer = now_.receive_buffers.at(source.peer);
+        return buffer.place + buffer.offsets[static_cast<std::size_t>(source.index)];
     }
 
-    void write(const RankProgram::Write& write, const Own& own) {
-        std::byte* out = place(write.into);
-        std::vector<const void*> operands;
-        if (!write.copy) operands.push_back(out);
-        for (const auto& source : write.sources) operands.push_back(operand(source, own));
-        const std::size_t all = bytes(write.piece);
-        if (all == 0 || (operands.size() == 1 && operands[0] == out)) return;
-        const TraceSpan span(operands.size() == 1 ? TraceKind::kCopy : TraceKind::kReduce, all);
-        if (operands.size() == 1)
-            std::memcpy(out, operands[0], all);
+    // Chunks that are adjacent here and in the messages are written together: a call costs more than a small chunk.
+    void write(const RankProgram::Step& step, const Own& own) {
+        std::optional<Range> range;
+        for (const auto& each : step.writes) {
+            Range next{&each, place(each.into), {}, bytes(each.piece)};
+            if (next.bytes == 0) continue;
+            if (!each.copy) next.operands.push_back(next.out);
+            for (const auto& source : each.sources) next.operands.push_back(operand(source, own));
+            if (range && follows(*range, next)) {
+                range->bytes += next.bytes;
+                continue;
+            }
+            if (range) write(*range);
+            range = std::move(next);
+        }
+        if (range) write(*range);
+    }
+
+    static bool follows(const Range& range, const Range& next) {
+        if (next.out != range.out + range.bytes || next.operands.size() != range.operands.size() ||
+            next.write->copy != range.write->copy || next.write->terms != range.write->terms)
+            return false;
+        for (std::size_t each = 0; each < next.operands.size(); ++each) {
+            if (next.operands[each] != static_cast<const std::byte*>(range.operands[each]) + range.bytes) return false;
+        }
+        return true;
+    }
+
+    void write(const Range& range) {
+        const bool is_copy = range.operands.size() == 1;
+        if (is_copy && range.operands[0] == range.out) return;
+        const TraceSpan span(is_copy ? TraceKind::kCopy : TraceKind::kReduce, range.bytes);
+        if (is_copy)
+            std::memcpy(range.out, range.operands[0], range.bytes);
         else
-            fold_terms(op_, dtype_, out, operands, write.terms, program_.ranks, all / element_);
+            fold_terms(op_, dtype_, range.out, range.operands, range.write->terms, program_.ranks,
+                       range.bytes / element_);
     }
 
     const RankProgram& program_;
@@ -269,6 +323,7 @@ private:
     const std::chrono::milliseconds timeout_;
     const std::size_t segment_;
     const std::vector<Part> parts_;  // by piece
+    std::vector<bool> is_used_;      // by chunk; see mark_used()
     std::size_t begun_ = 0;
     TraceStep trace_;  // the current one
     std::vector<std::byte*> scratch_;

@@ -11,15 +11,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from launching import ROOT, clean
 
 import dist_prims
+from dist_prims.schedules import Step, algorithm
 from dist_prims.tracing import format as fmt
 from dist_prims.tracing import recorder
 from dist_prims.tracing.analysis import analyse
@@ -79,6 +82,35 @@ def test_every_rank_records_every_collective(tmp_path: Path) -> None:
         assert found["reduce"] >= 2 + 2
         assert process.ended
         assert (process.dropped, process.unfinished) == (0, 0)
+
+
+def many_chunks(folder: str) -> None:
+    count = 3 * 4000 + 1  # pieces of 1 and 2 elements
+
+    @algorithm("all_reduce", name="many_chunks", chunks=lambda size: 4000 * size)
+    def exchange(size: int) -> Iterator[Step]:
+        """Each of two ranks adds one half of the data, and sends it to the other."""
+        ranks = np.arange(size)
+        for reduces in (True, False):
+            half = 1 - ranks if reduces else ranks
+            chunks = half[:, None] * 4000 + np.arange(4000)
+            yield Step(np.repeat(ranks, 4000), np.repeat(1 - ranks, 4000), chunks.ravel(), reduces)
+
+    group = dist.new_group(backend="dist_prims", pg_options=dist_prims.BackendOptions(all_reduce="many_chunks"))
+    tensor = torch.arange(count) * (dist.get_rank() + 1)
+    with dist_prims.trace(folder):
+        dist.all_reduce(tensor, group=group)
+    assert torch.equal(tensor, torch.arange(count) * 3)
+
+
+def test_adjacent_chunks_are_written_together(tmp_path: Path) -> None:
+    """A past bug: the time of a step in C++ grew with the square of the chunks of a message, 46 ms for 4,000."""
+    on_ranks(many_chunks, 2, str(tmp_path))
+    trace = read(tmp_path)
+    for rank in range(2):
+        found = counts(trace, rank)
+        assert (found["reduce"], found["send"], found["receive"]) == (1, 2, 2)
+        assert found.get("copy", 0) <= 1  # a receive that was posted ahead
 
 
 def test_an_asynchronous_call_is_on_another_thread(tmp_path: Path) -> None:
