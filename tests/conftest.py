@@ -27,6 +27,12 @@ algorithms("all_reduce")  # imports the files of all algorithms
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "helpers").glob("*.py")))
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """``-n auto``: the default tests wait so often that one worker more than cores keeps the cores busy; the slow ones
+    compute."""
+    return (os.cpu_count() or 1) + (config.option.markexpr == "not slow")
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """As spawned ranks have: the order of additions depends on it."""
