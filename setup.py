@@ -22,6 +22,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 PURE = os.environ.get("DIST_PRIMS_PURE") == "1"
 SANITIZER = os.environ.get("DIST_PRIMS_SANITIZE", "")
@@ -63,6 +64,17 @@ class Build(build_ext):
 
     def get_source_files(self):
         return list(map(str, CSRC.rglob("*.*")))
+
+
+class WithCourse(build_py):
+    """Copies the lessons of the course into a wheel; an editable install reads them in docs/course."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(
+                "docs/course", Path(self.build_lib, "dist_prims", "learn", "course_files"), dirs_exist_ok=True
+            )
 
 
 def libraries():
@@ -107,5 +119,5 @@ def ask(mpicc):
 
 setup(
     ext_modules=[] if PURE else [Extension("dist_prims.lib.native", [])],
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_ext": Build, "build_py": WithCourse},
 )

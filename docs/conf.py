@@ -1,14 +1,20 @@
 """The documentation site. launch_scripts/docs.sh builds it, from the files of docs/, the README and the docstrings."""
 
+import json
+import os
 import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
 from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import make_refnode
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -59,7 +65,7 @@ NAVIGATION = {
         "docs/environment",
     ],
     "Patterns of training": ["docs/patterns/*"],
-    "Learning": ["docs/exercises", "docs/interactive_pages"],
+    "Learning": ["docs/course/index", "docs/exercises", "docs/interactive_pages"],
     "Algorithms": ["docs/algorithms", "pictures/algorithms", "pictures/pipelines"],
     "Reference": ["api/index", "docs/glossary"],
     "Design": ["docs/architecture", *(f"docs/design/{page}" for page in DESIGN)],
@@ -101,6 +107,45 @@ def shorten_signature(
     return signature, returns
 
 
+class CodeCell(SphinxDirective):
+    """A cell of a lesson, and what it prints and shows.
+
+    Lessons are executed while the site is built. DIST_PRIMS_EXECUTE_LESSONS=0 leaves that out.
+    """
+
+    has_content = True
+    optional_arguments = 1  # the language of the cell in Jupyter
+
+    def run(self) -> list[nodes.Node]:
+        code = "\n".join(self.content)
+        found: list[nodes.Node] = [nodes.literal_block(code, code, language="python")]
+        if os.environ.get("DIST_PRIMS_EXECUTE_LESSONS") == "0":
+            return found
+        outputs = self.env.temp_data.setdefault("outputs_of_cells", None)
+        if outputs is None:
+            outputs = self.env.temp_data["outputs_of_cells"] = iter(
+                outputs_of(Path(self.env.doc2path(self.env.docname)))
+            )
+        output = next(outputs)
+        if output["text"].strip():
+            found.append(nodes.literal_block(output["text"], output["text"].rstrip(), classes=["cell-output"]))
+        if output["html"]:
+            found.append(nodes.raw("", output["html"], format="html"))
+        return found
+
+
+def outputs_of(lesson: Path) -> list[dict[str, str]]:
+    """What each cell of a lesson prints and shows. A cell that fails ends the build."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder, "outputs.json")
+        command = [sys.executable, "-m", "dist_prims.learn.course", str(lesson), str(written)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+        if done.returncode:
+            raise ExtensionError(f"{lesson.name}: a cell has failed\n{done.stderr}")
+        found: list[dict[str, str]] = json.loads(written.read_text())
+    return found
+
+
 class LinkPublicNames(SphinxPostTransform):
     """Make links of public names in texts: ``dist_prims.training.LocalSGD``, and of classes also ``LocalSGD``."""
 
@@ -127,6 +172,7 @@ class LinkPublicNames(SphinxPostTransform):
 def setup(app: Sphinx) -> None:
     generated_pages.write_api(Path(app.srcdir) / "api")
     generated_pages.write_pictures(Path(app.srcdir) / "pictures")
+    app.add_directive("code-cell", CodeCell)
     app.connect("source-read", add_navigation)
     app.connect("autodoc-process-docstring", mark_listings)
     app.connect("autodoc-process-signature", shorten_signature)

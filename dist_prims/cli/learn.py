@@ -1,13 +1,15 @@
-"""``learn``: list the exercises, write the file of one, give hints, and check an answer."""
+"""``learn``: list the exercises, write the file of one, give hints, check an answer; write the lessons."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from ..learn import course
 from ..learn.exercise import ORDER, WrongAnswerError, check, exercise, file_name
 
 __all__: list[str] = []
@@ -33,12 +35,27 @@ def add(commands: Any) -> None:
         if name == "check":
             kind.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
         kind.set_defaults(run=run)
+    notebooks = kinds.add_parser("course", help="write the ten lessons of the course as Jupyter notebooks into FOLDER")
+    notebooks.add_argument("folder", type=Path, metavar="FOLDER")
+    notebooks.set_defaults(run=_course)
+
+
+def _course(given: argparse.Namespace) -> int:
+    given.folder.mkdir(parents=True, exist_ok=True)
+    notebooks = {given.folder / f"{each.stem}.ipynb": each for each in course.files()}
+    if there := [str(path) for path in notebooks if path.exists()]:
+        raise ValueError(f"{there[0]} exists; remove it, or name another folder")
+    for path, lesson in notebooks.items():
+        path.write_text(json.dumps(course.notebook(lesson.read_text(encoding="utf-8")), indent=1), encoding="utf-8")
+        print(path)
+    return 0
 
 
 def _list(given: argparse.Namespace) -> int:
     for number in range(1, len(ORDER) + 1):
         print(f"{number:2}  {exercise(number).title}")
     print("\nBegin with: python -m dist_prims learn start 1")
+    print("The course, as notebooks: python -m dist_prims learn course FOLDER")
     return 0
 
 

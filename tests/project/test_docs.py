@@ -90,6 +90,7 @@ def test_links_lead_to_a_file() -> None:
 
 def test_every_page_is_linked_from_a_page_of_the_first_level() -> None:
     linked = "".join((ROOT / name).read_text() for name in ("README.md", "docs/guide.md", "docs/architecture.md"))
+    linked += (ROOT / "docs/course/index.md").read_text().replace("](", "](course/")
     for page in (ROOT / "docs").rglob("*.md"):
         if page.name != "guide.md":
             assert str(page.relative_to(ROOT / "docs")) in linked, f"no link leads to {page}"

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -25,18 +26,21 @@ NAMES = public_names()
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "object": "data"}
 REQUIRED = ["guide", "pipelines", "all_reduce", "data_splitters", "multi_host", "environment", "algorithms", "glossary"]
 REQUIRED += ["architecture", "design/schedules", "design/shared_memory", "design/multi_host", "design/training"]
-REQUIRED += ["tracing", "design/tracing"]
+REQUIRED += ["tracing", "design/tracing", "course/index", "course/03_ring_all_reduce", "course/lecturers"]
 REQUIRED += ["benchmarks/README", "frameworks"]
+
+
+def built(build: Path, lessons: str) -> Path:
+    """The site, built by the script of users; a warning is an error."""
+    command, env = ["launch_scripts/docs.sh", str(build)], {**os.environ, "DIST_PRIMS_EXECUTE_LESSONS": lessons}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return build / "site"
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built by the script of users; a warning is an error."""
-    build = tmp_path_factory.mktemp("build")
-    command = ["launch_scripts/docs.sh", str(build)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return build / "site"
+    return built(tmp_path_factory.mktemp("build"), "0")
 
 
 class References(HTMLParser):
@@ -128,3 +132,13 @@ def test_the_search_finds_words_of_all_parts(site: Path) -> None:
     for word in ("ring", "bucket", "schedul"):
         assert word in index["terms"], word
     assert {"docs/guide", "api/dist_prims", "CONTRIBUTING"} <= set(index["docnames"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_lessons_show_what_their_cells_print(tmp_path: Path) -> None:
+    site = built(tmp_path, "1")
+    page = (site / "docs/course/03_ring_all_reduce.html").read_text()
+    assert "2 ranks: 2 steps, a rank sends 1.0 of its data" in page
+    assert page.count("<iframe") == 1
+    assert "It cannot be repaired after step 0" in page
