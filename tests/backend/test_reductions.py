@@ -60,7 +60,9 @@ def test_by_a_pinned_schedule(name: str) -> None:
     dist_prims.spawn(body, 4, backend="dist_prims", timeout=LIMIT)
 
 
-@pytest.mark.parametrize("layout", ["a b", pytest.param("a b a", marks=pytest.mark.slow), "a b b c"])
+@pytest.mark.parametrize(
+    "layout", ["a b", *(pytest.param(each, marks=pytest.mark.slow) for each in ("a b a", "a b b c"))]
+)
 def test_across_hosts(layout: str) -> None:
     """As a part of the agreement, up to 1 KB, and by a plan."""
 

@@ -113,6 +113,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'ring'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_calibrate_without_another_host(tmp_path: Path) -> None:
     """What cannot be measured stays as it is assumed, and one rank alone measures nothing."""
     file = tmp_path / "found.json"

@@ -99,8 +99,15 @@ def test_a_variable_that_is_no_number_is_named() -> None:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("program", [SUM, INIT_PROCESS_GROUP], ids=["init", "init_process_group"])
-@pytest.mark.parametrize("by", ["gforker", "Flux", "PALS"])
+@pytest.mark.parametrize(
+    ("by", "program"),
+    [
+        pytest.param("gforker", SUM, id="gforker-init"),
+        pytest.param("gforker", INIT_PROCESS_GROUP, id="gforker-init_process_group"),
+        pytest.param("Flux", INIT_PROCESS_GROUP, id="Flux"),
+        pytest.param("PALS", INIT_PROCESS_GROUP, id="PALS"),
+    ],
+)
 def test_ranks_meet(program: str, by: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(program)
     done = start(by, tmp_path / "program.py")

@@ -33,7 +33,7 @@ peer = meet(host)
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=[needs_mpirun, pytest.mark.slow])])
 def test_ranks_on_two_hosts_meet_and_know_it(launcher: str) -> None:
     done = on_hosts(2, 2, SUM, rate="1gbit", mpirun=launcher == "mpirun")
     assert done.returncode == 0, done.stderr

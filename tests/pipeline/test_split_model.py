@@ -170,7 +170,7 @@ def test_stages_carry_what_later_ones_need_and_no_more() -> None:
     assert [stage.gives for stage in stages] == [*expected[1:], ()]
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_resnet_is_cut_anywhere(stages: int) -> None:
     torch.manual_seed(0)
     model = resnet18(num_classes=5, in_channels=1, small_images=True)
