@@ -79,8 +79,8 @@ def execute(lesson: Path) -> Iterator[dict[str, str]]:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             value = _execute(part, lesson, vars(program))
-        show = getattr(value, "_repr_html_", None)
-        html = (show() or "") if show else ""
+        shows = [getattr(value, name)() for name in ("_repr_html_", "_repr_svg_") if hasattr(value, name)]
+        html = next(filter(None, shows), "")
         if value is not None and not html:
             printed.write(repr(value))
         yield {"text": printed.getvalue(), "html": html}
