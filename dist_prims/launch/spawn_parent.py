@@ -114,9 +114,9 @@ class RankProcesses:
     def _watch(self, done: Callable[["_Rank"], bool], activity: str, deadline: float | None, given: str) -> None:
         outputs = {output.descriptor: output for rank in self.ranks for output in rank.outputs}
         while busy := [rank for rank in self.ranks if not done(rank)]:
-            alive = [rank.pidfd for rank in self.ranks if rank.exitcode is None]
+            watched = [rank.pidfd for rank in self.ranks if rank in busy or rank.exitcode is None]
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = wait([self.notices, *alive, *outputs], left)
+            ready = wait([self.notices, *watched, *outputs], left)
             if not ready or left == 0:
                 raise TimeoutError(self._timeout_text(busy, activity, given))
             for descriptor in ready:
@@ -132,10 +132,11 @@ class RankProcesses:
 
     def _raise_first_failure(self) -> None:
         """Raise the first failure. A death has precedence over an exception, of which it is the likely cause."""
-        if any(rank.has_died() for rank in self.ranks):
-            self._read_notices()  # a rank may have sent a notice and died since they were read
+        ended = [rank for rank in self.ranks if rank.has_died()]
+        if ended:
+            self._read_notices()  # those that the ranks had sent before they ended
         raised = sorted((rank for rank in self.ranks if rank.kind == RAISED), key=lambda rank: rank.when)
-        failed = [rank for rank in self.ranks if rank.has_died()] + raised
+        failed = [rank for rank in ended if rank.has_died()] + raised
         if failed:
             first, *others = failed
             raise first.failure([other.failure_text() for other in others])
