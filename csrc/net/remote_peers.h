@@ -52,6 +52,8 @@ public:
     // posted early.
     void wait(const Handle& request);
     void wait(const Handle& request, std::chrono::milliseconds timeout, Clock::time_point since);
+    // See Transport.
+    void move_in_background() { transport_->move_in_background(); }
     // Wakes the waits of this rank, from another thread, so that they check for failures.
     void wake();
 

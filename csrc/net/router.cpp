@@ -1,5 +1,6 @@
 #include "router.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace dist_prims {
@@ -23,6 +24,9 @@ Router::RoutedRequest Router::receive(int from, std::uint64_t number, std::byte*
 }
 
 void Router::wait(const std::vector<RoutedRequest>& requests) {
+    if (remote_ &&
+        std::any_of(requests.begin(), requests.end(), [](const auto& each) { return each.local != nullptr; }))
+        remote_->move_in_background();
     for (const RoutedRequest& request : requests) {
         if (!request.local) continue;
         p2p_.wait(request.local, std::chrono::milliseconds::max());

@@ -39,6 +39,8 @@ public:
     int unused() const { return first_ + 1; }  // nothing is ever sent under it
     int diagnosis() const { return first_ + 2; }
     int agreement() const { return first_ + 3; }
+    // Whether the tag is one of those that tell of failures.
+    bool is_control(int tag) const { return tag >= notice() && tag <= diagnosis(); }
     // `number` of the segment; all ranks count alike.
     int data(std::uint64_t number) const { return first_ + kSingle + static_cast<int>(number % kSegments); }
 

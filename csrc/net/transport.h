@@ -1,4 +1,4 @@
-// The interface of what carries bytes between hosts: the small part of gloo or MPI that this library needs.
+// The interface of what carries bytes between hosts: TCP (see ../tcp), MPI or gloo.
 #pragma once
 
 #include <chrono>
@@ -41,6 +41,9 @@ public:
     // Messages with the same sender, receiver and tag arrive in order. The lengths at both ends must be equal.
     virtual Handle send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner = nullptr) = 0;
     virtual Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner = nullptr) = 0;
+    // The calling thread is about to wait for something else than these messages. A transport whose messages are moved
+    // by the threads that wait for them moves them otherwise meanwhile.
+    virtual void move_in_background() {}
 };
 
 }  // namespace dist_prims

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -16,6 +17,7 @@
 #include <utility>
 
 #include "../net/schedule_executor.h"
+#include "../tcp/transport.h"
 #include "test_support.h"
 
 using namespace dist_prims;
@@ -170,10 +172,13 @@ private:
     const int rank_;
 };
 
-// Runs `body(group, rank)` on a thread for each rank of the hosts.
+using MakeTransport = std::function<std::unique_ptr<Transport>(int rank)>;
+
+// Runs `body(group, rank)` on a thread for each rank of the hosts, over an in-memory network or another.
 template <typename Body>
-std::size_t run_group(const std::vector<std::vector<int>>& hosts, const Body& body) {
+std::size_t run_group(const std::vector<std::vector<int>>& hosts, const Body& body, MakeTransport make = nullptr) {
     InMemoryNetwork network;
+    if (!make) make = [&](int rank) { return std::make_unique<InMemoryTransport>(network, rank); };
     std::vector<std::thread> threads;
     std::map<int, std::string> titled;
     for (std::size_t host = 0; host < hosts.size(); ++host) {
@@ -191,8 +196,7 @@ std::size_t run_group(const std::vector<std::vector<int>>& hosts, const Body& bo
                 const int rank = here[static_cast<std::size_t>(local_rank)];
                 HostSegment host_segment(memory, local_rank, size, MultiHostGroup::kMinSlotBytes,
                                          RankNames{here, titles});
-                MultiHostGroup group(Hosts{hosts, host}, host_segment,
-                                     std::make_unique<InMemoryTransport>(network, rank));
+                MultiHostGroup group(Hosts{hosts, host}, host_segment, make(rank));
                 body(group, rank);
             });
         }
@@ -211,8 +215,8 @@ Call sum_of(std::uint64_t sequence, std::size_t count) {
     return call;
 }
 
-void sums(const std::vector<std::vector<int>>& hosts, int size) {
-    run_group(hosts, [size](MultiHostGroup& group, int rank) {
+void sums(const std::vector<std::vector<int>>& hosts, int size, const MakeTransport& make = nullptr) {
+    const auto body = [size](MultiHostGroup& group, int rank) {
         const RankProgram program = ring(size, rank);
         std::uint64_t sequence = 0;
         for (const std::size_t count : {0u, 1u, 5u, 100u, 3000u}) {
@@ -231,6 +235,19 @@ void sums(const std::vector<std::vector<int>>& hosts, int size) {
                     CHECK(data[i] == size * static_cast<std::int64_t>(i) + size * (size - 1) / 2);
             }
         }
+    };
+    run_group(hosts, body, make);
+}
+
+CASE(sums_over_tcp) {
+    constexpr int kSize = 5;
+    std::vector<TcpEndpoint> endpoints(kSize);
+    std::vector<std::string> addresses;
+    for (TcpEndpoint& each : endpoints) addresses.push_back(address_of(each.listening = listen_at("127.0.0.1")));
+    sums({{0, 3}, {1}, {2, 4}}, kSize, [&](int rank) {
+        TcpEndpoint& endpoint = endpoints[static_cast<std::size_t>(rank)];
+        endpoint.addresses = addresses;
+        return std::make_unique<TcpTransport>(std::move(endpoint), rank);
     });
 }
 

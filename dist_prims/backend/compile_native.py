@@ -56,7 +56,7 @@ def core(csrc: Path) -> Library:
     >>> core(Path("csrc")).file
     'libdist_prims_core.so'
     """
-    sources = [source for folder in ("common", "shm", "net") for source in sorted((csrc / folder).glob("*.cpp"))]
+    sources = [source for folder in ("common", "shm", "net", "tcp") for source in sorted((csrc / folder).glob("*.cpp"))]
     return Library(CORE, tuple(sources), tuple(_EXPORTS), ("-Wl,-Bsymbolic-functions", f"-Wl,-soname,{CORE}"))
 
 

@@ -26,7 +26,7 @@ from ..schedules.native import to_native
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from ..tracing import clock
 from ..tracing.session import begin_from_environment
-from . import mpi_library, transport_selection
+from . import mpi_library, tcp_endpoint, transport_selection
 from .dump_flight_record import dump_file
 from .extension import extension
 from .multi_host import ASSUMED, MultiHostSchedules
@@ -116,15 +116,17 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         _compare_ranks(store, rank, ranks)
     check = functools.partial(Proofs(store, rank).require, timeout=timeout)
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
-    multi_host, engine, levels = None, None, CALIBRATION.read(warn=False) or ASSUMED
+    multi_host, engine, tcp, levels = None, None, None, CALIBRATION.read(warn=False) or ASSUMED
     if len(set(hosts)) > 1:
         clock.register(store, rank)
         levels = _levels_of_rank_0(store, rank, ranks)
         multi_host = MultiHostSchedules(hosts, rank, levels, check)
         requested = prims_options.engine or os.environ.get("DIST_PRIMS_ENGINE", "")
         # MPI needs the ranks of its world, and those of a merged group are unknown
-        is_mpi = not request.is_merged and transport_selection.select(store, rank, ranks, requested) == "mpi"
-        engine = mpi_library.make(ranks, timeout) if is_mpi else make_gloo()
+        requested = "tcp" if request.is_merged and requested != "gloo" else requested
+        selected = transport_selection.select(store, rank, ranks, requested)
+        engine = mpi_library.make(ranks, timeout) if selected == "mpi" else make_gloo()
+        tcp = tcp_endpoint.make(store, rank, size) if selected == "tcp" else None
     one_shot = prims_options.one_shot_bytes
     one_shot = tuned(size, warn=ranks[rank] == 0) if one_shot is None else one_shot
     trace = {"name": request.name, "engine": NAME, "token": token, "rank": rank, "ranks": ranks, "hosts": hosts}
@@ -136,6 +138,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         hosts=_short(hosts),
         engine=engine,
         largest_tag=getattr(engine, "largest_tag", _LARGEST_TAG_OF_GLOO),
+        tcp=tcp,
         make_gloo=make_gloo,
         make_child=functools.partial(_make_child, request),
         choose=multi_host.choose if multi_host else _unreachable,

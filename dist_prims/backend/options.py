@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ..autoload import NAME
 from ..collectives.algorithm_choice import parse_ranges
-from .transport_selection import ENGINES
+from .transport_selection import CHOICES, ENGINES
 
 __all__: list[str] = []
 
@@ -25,8 +25,8 @@ class BackendOptions:
     - ``one_shot_bytes``: up to this size every rank of an all_reduce adds the whole data of all ranks. Above it, each
       rank adds one part, and all ranks read the sums. The default is the value that ``python -m dist_prims tune`` has
       measured on this type of machine, or 32 K.
-    - ``engine``: the transport between hosts, "gloo" or "mpi". The default is ``DIST_PRIMS_ENGINE``, or MPI if mpirun
-      has started the ranks and all of them can use MPI, else gloo. The option of rank 0 applies to all ranks.
+    - ``engine``: the transport between hosts, "tcp", "mpi" or "gloo". The default is ``DIST_PRIMS_ENGINE``, or MPI if
+      mpirun has started the ranks and all of them can use MPI, else TCP. The option of rank 0 applies to all ranks.
 
     >>> BackendOptions(all_reduce="ring:1M-max").all_reduce
     'ring:1M-max'
@@ -36,7 +36,7 @@ class BackendOptions:
         self, all_reduce: str = "", slot_bytes: int = 0, one_shot_bytes: int | None = None, engine: str = ""
     ) -> None:
         if engine not in ENGINES:
-            raise ValueError(f"BackendOptions(engine={engine!r}): 'gloo' or 'mpi'")
+            raise ValueError(f"BackendOptions(engine={engine!r}): {CHOICES}")
         parse_ranges(all_reduce, "all_reduce", "BackendOptions(all_reduce=...)")
         self.all_reduce = all_reduce
         self.slot_bytes = slot_bytes

@@ -1,8 +1,8 @@
-"""Selection of the transport between the hosts of a group: gloo, or MPI where every rank can use it.
+"""Selection of the transport between the hosts of a group: TCP, or MPI where every rank can use it, or gloo.
 
 All ranks must use the same transport. MPI may be usable on some ranks only: on one host the extension may not be built,
-or MPI may not support threads. Rank 0 therefore proposes MPI, every rank answers with the reason why it cannot use MPI,
-if any, and rank 0 decides.
+or MPI may not support threads. Rank 0 therefore proposes a transport, every rank answers with the reason why it cannot
+use MPI, if any, and rank 0 decides.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from . import mpi_library
 
 __all__: list[str] = []
 
-ENGINES = ("", "gloo", "mpi")
+ENGINES = ("", "tcp", "gloo", "mpi")
+CHOICES = "'tcp', 'mpi' or 'gloo'"
 
 
 def select(store: Any, rank: int, ranks: Sequence[int], requested: str) -> str:
-    """Return the transport for a group of these ranks, "gloo" or "mpi". Every rank calls this, with the group's store.
+    """Return the transport for a group of these ranks: "tcp", "mpi" or "gloo". Every rank calls this, with its store.
 
     ``requested`` is the transport that the user requests, or an empty string; that of rank 0 applies. A requested
-    transport that a rank cannot use is an error on all ranks. Without a request, gloo replaces it, with a warning on
+    transport that a rank cannot use is an error on all ranks. Without a request, TCP replaces it, with a warning on
     rank 0.
     """
     size = len(ranks)
-    if from_rank_0(store, rank, size, "engine proposed", lambda: _propose(ranks, requested)) == "gloo":
-        return "gloo"
+    proposed = from_rank_0(store, rank, size, "engine proposed", lambda: _propose(ranks, requested))
+    if proposed != "mpi":
+        return proposed
     store.set(f"engine/{rank}", mpi_library.group_unusable_reason(ranks, rank))
     return from_rank_0(store, rank, size, "engine", lambda: _decide(_answers(store, size), bool(requested)))
 
 
 def _propose(ranks: Sequence[int], requested: str) -> str:
     if requested not in ENGINES:
-        raise ValueError(
-            f"DIST_PRIMS_ENGINE={requested!r}: 'gloo' or 'mpi'; unset it for MPI where mpirun started the ranks"
-        )
-    return requested or ("mpi" if _is_expected(ranks) else "gloo")
+        raise ValueError(f"DIST_PRIMS_ENGINE={requested!r}: {CHOICES}; unset it for MPI where mpirun started the ranks")
+    return requested or ("mpi" if _is_expected(ranks) else "tcp")
 
 
 def _is_expected(ranks: Sequence[int]) -> bool:
@@ -61,10 +61,10 @@ def _decide(reasons: Mapping[int, str], is_requested: bool) -> str:
     if not reasons:
         return "mpi"
     if is_requested:
-        raise RuntimeError(f"{_first_reason(reasons)}; to use gloo instead: DIST_PRIMS_ENGINE=gloo")
-    remedy = "set DIST_PRIMS_ENGINE=gloo to use gloo without this warning"
-    warnings.warn(f"{_first_reason(reasons)}; using gloo instead; {remedy}", stacklevel=4)
-    return "gloo"
+        raise RuntimeError(f"{_first_reason(reasons)}; to use TCP instead: DIST_PRIMS_ENGINE=tcp")
+    remedy = "set DIST_PRIMS_ENGINE=tcp to use TCP without this warning"
+    warnings.warn(f"{_first_reason(reasons)}; using TCP instead; {remedy}", stacklevel=4)
+    return "tcp"
 
 
 def _first_reason(reasons: Mapping[int, str]) -> str:

@@ -36,24 +36,35 @@ def listen(address: str, port: int) -> socket.socket:
 
 def addresses() -> list[str]:
     """The addresses at which other hosts may reach this host: the IPv4 addresses of its interfaces, then its name."""
-    found = [_ipv4(name) for _, name in socket.if_nameindex()]
-    return [address for address in found if address and not is_loopback(address)] + [socket.gethostname()]
+    return [address for address in interface_addresses() if not is_loopback(address)] + [socket.gethostname()]
+
+
+def interface_addresses() -> list[str]:
+    """The IPv4 addresses of the interfaces of this host."""
+    found = [address_of(name) for _, name in socket.if_nameindex()]
+    return [address for address in found if address]
 
 
 def loopback_interface() -> str | None:
-    return next((name for _, name in socket.if_nameindex() if _ipv4(name) == LOOPBACK), None)
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == LOOPBACK), None)
 
 
 def interface_towards(address: str, port: int) -> str | None:
     """The interface through which the kernel would send to ``address``. The function sends nothing."""
+    local = address_towards(address, port)
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == local), None)
+
+
+def address_towards(address: str, port: int) -> str:
+    """This host's address in what the kernel would send to ``address``. The function sends nothing."""
     family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
-        local = probe.getsockname()[0]
-    return next((name for _, name in socket.if_nameindex() if _ipv4(name) == local), None)
+        return str(probe.getsockname()[0])
 
 
-def _ipv4(interface: str) -> str | None:
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))

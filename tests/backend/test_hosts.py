@@ -59,13 +59,14 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("mpirun", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_sums_over_links(mpirun: bool) -> None:
-    """And by mpirun MPI carries what is between the hosts."""
-    tests = str(Path(__file__).parents[1] / "helpers")
-    done = on_hosts(2, 2, PROGRAM + RIGHT, rate="1gbit", mpirun=mpirun, env={"TESTS": tests})
+@pytest.mark.parametrize("engine", ["tcp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gloo", "mpi"))])
+def test_sums_over_links(engine: str) -> None:
+    """Under mpirun MPI carries what is between the hosts, and otherwise TCP."""
+    env = {"TESTS": str(Path(__file__).parents[1] / "helpers")}
+    env |= {"DIST_PRIMS_ENGINE": engine} if engine == "gloo" else {}
+    done = on_hosts(2, 2, PROGRAM + RIGHT, rate="1gbit", mpirun=engine == "mpi", env=env)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"right on 2 hosts over {'mpi' if mpirun else 'gloo'}\n") == 4
+    assert done.stdout.count(f"right on 2 hosts over {engine}\n") == 4
 
 
 def test_a_host_that_vanishes_is_named_by_all(program: Path) -> None:

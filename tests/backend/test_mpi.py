@@ -109,7 +109,7 @@ def test_few_tags_are_enough(kind: Kind, bounded: Callable[[int], dict[str, str]
 
 @pytest.mark.parametrize("asked", ["", "mpi"])
 def test_a_rank_that_cannot_use_mpi(kind: Kind, asked: str) -> None:
-    """On one rank MPI allows no threads: all ranks use gloo and rank 0 warns, or all raise if MPI was asked for."""
+    """On one rank MPI allows no threads: all ranks use TCP and rank 0 warns, or all raise if MPI was asked for."""
     code = """
 import os
 import mpi4py
@@ -132,11 +132,11 @@ os.write(1, f"{said}\\n".encode())  # in one piece: mpirun mixes the pieces of r
     reason = "MPI cannot be the transport between the hosts of this group (rank 1: MPI was initialised for calls from"
     if asked:
         assert done.stdout.count(reason) == 3, done.stdout + done.stderr
-        assert done.stdout.count("to use gloo instead: DIST_PRIMS_ENGINE=gloo") == 3
+        assert done.stdout.count("to use TCP instead: DIST_PRIMS_ENGINE=tcp") == 3
     else:
-        assert done.stdout.count("engine gloo 3.0") == 3, done.stdout + done.stderr
+        assert done.stdout.count("engine tcp 3.0") == 3, done.stdout + done.stderr
         assert done.stderr.count(reason) == 1
-        assert "; using gloo instead" in done.stderr
+        assert "; using TCP instead" in done.stderr
 
 
 def test_init_process_group_without_arguments(kind: Kind) -> None:

@@ -1,5 +1,5 @@
 """Groups that span hosts. Here ranks of one machine say that they run on several (``DIST_PRIMS_HOST_ID``): then they
-share no memory and talk over gloo. test_hosts.py has real links between them."""
+share no memory and talk over TCP, or over gloo. test_hosts.py has real links between them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError
 from dist_prims.launch import RankFailedError
 from dist_prims.schedules import Schedule, build
 from dist_prims.schedules.contract import COLLECTIVES
+
+
+@pytest.fixture(autouse=True, params=["tcp", pytest.param("gloo", marks=pytest.mark.slow)])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What carries messages between the hosts of a test."""
+    monkeypatch.setenv("DIST_PRIMS_ENGINE", request.param)
+    return str(request.param)
+
 
 LAYOUTS = ["a b", "a a b b", "a b a b", "a b b c", pytest.param("a a b b b c c", marks=pytest.mark.slow)]
 

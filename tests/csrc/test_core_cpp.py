@@ -14,7 +14,7 @@ from dist_prims.backend.torch_adapter import LIBRARIES
 
 CSRC = Path(__file__).parents[2] / "csrc"
 TESTS = list((CSRC / "tests").glob("*.cpp"))
-CORE = [source for folder in ("common", "shm", "net") for source in (CSRC / folder).glob("*.cpp")]
+CORE = [source for folder in ("common", "shm", "net", "tcp") for source in (CSRC / folder).glob("*.cpp")]
 CASES = sorted(name for source in TESTS for name in re.findall(r"^CASE\((\w+)\)", source.read_text(), re.MULTILINE))
 COMPILER = os.environ.get("CXX", "c++")
 
@@ -77,3 +77,10 @@ def test_all_cases_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_rendezvous_rejects_garbage_a_million_times(program: Path) -> None:
     run(program, "rendezvous_rejects_garbage", DIST_PRIMS_TEST_HELLOS="1000000")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tcp_rejects_other_processes_many_times(program: Path) -> None:
+    """Fewer than a million: each connection occupies a port of the machine for a minute."""
+    run(program, "tcp_rejects_other_processes", DIST_PRIMS_TEST_HELLOS="15000")

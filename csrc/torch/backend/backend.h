@@ -50,7 +50,9 @@ public:
     bool spans_hosts() const { return execution_->spans_hosts(); }
     // The ranks of this host whose processes have ended.
     std::vector<int> ended() const { return host_segment_->membership.ended(); }
-    std::string engine() const { return setup_.engine ? setup_.engine->getBackendName() : ""; }  // between hosts
+    std::string engine() const {
+        return setup_.tcp ? "tcp" : setup_.engine ? setup_.engine->getBackendName() : "";
+    }  // between hosts
 
     // Pins schedules for the all_reduce of their sizes, and unpins all others.
     void pin(std::vector<NativeSchedule> schedules) { execution_->pin(std::move(schedules)); }

@@ -58,8 +58,8 @@ using MakeChild =
 
 c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                       Milliseconds timeout, const std::vector<std::string>& hosts,
-                                      const BackendPtr& engine, int largest_tag, std::function<BackendPtr()> make_gloo,
-                                      MakeChild make_child,
+                                      const BackendPtr& engine, int largest_tag, std::shared_ptr<TcpEndpoint> tcp,
+                                      std::function<BackendPtr()> make_gloo, MakeChild make_child,
                                       std::function<ScheduleTuple(std::string, std::uint64_t, int)> choose,
                                       const BackendPtr& accelerator, std::size_t slot_bytes, std::size_t one_shot_bytes,
                                       const std::string& group, const std::vector<uint64_t>& ranks,
@@ -70,6 +70,7 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
         .hosts = hosts,
         .engine = engine,
         .largest_tag = largest_tag,
+        .tcp = std::move(tcp),
         .make_gloo = std::move(make_gloo),
         .make_child =
             [make_child = std::move(make_child)](const ChildGroup& child) {
@@ -143,9 +144,10 @@ PYBIND11_MODULE(_backend, module) {
     using Free = py::call_guard<py::gil_scoped_release>;
     py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>>(module, "PrimsBackend")
         .def(py::init(&make), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-             py::arg("hosts"), py::arg("engine"), py::arg("largest_tag"), py::arg("make_gloo"), py::arg("make_child"),
-             py::arg("choose"), py::arg("accelerator"), py::arg("slot_bytes"), py::arg("one_shot_bytes"),
-             py::arg("group"), py::arg("ranks"), py::arg("trace"), py::arg("dump"), py::arg("ended"), Free())
+             py::arg("hosts"), py::arg("engine"), py::arg("largest_tag"), py::arg("tcp"), py::arg("make_gloo"),
+             py::arg("make_child"), py::arg("choose"), py::arg("accelerator"), py::arg("slot_bytes"),
+             py::arg("one_shot_bytes"), py::arg("group"), py::arg("ranks"), py::arg("trace"), py::arg("dump"),
+             py::arg("ended"), Free())
         .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
         .def_property_readonly("engine", &PrimsBackend::engine)
         .def_property_readonly("options", &PrimsBackend::getBackendOptions)
@@ -174,6 +176,11 @@ PYBIND11_MODULE(_backend, module) {
              py::arg("async_op"), Free())
         .def("incremental_reduce", &IncrementalTensor::make, Free())
         .def("record", &PrimsBackend::record, Free());
+    py::class_<TcpEndpoint, std::shared_ptr<TcpEndpoint>>(module, "TcpEndpoint")
+        .def(py::init([](const std::string& ip) { return std::make_shared<TcpEndpoint>(TcpEndpoint{listen_at(ip)}); }))
+        .def_property_readonly("address", [](const TcpEndpoint& self) { return address_of(self.listening); })
+        .def_readwrite("addresses", &TcpEndpoint::addresses)
+        .def_readwrite("token", &TcpEndpoint::token);
     py::class_<NativeSchedule, std::shared_ptr<NativeSchedule>>(module, "NativeSchedule")
         .def(py::init([](const ScheduleTuple& tuple) { return std::make_shared<NativeSchedule>(schedule_of(tuple)); }));
     py::class_<IncrementalTensor, std::shared_ptr<IncrementalTensor>>(module, "IncrementalTensor")

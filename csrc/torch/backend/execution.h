@@ -112,10 +112,10 @@ private:
 };
 
 std::shared_ptr<Execution> make_single_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size);
-// `engine` carries messages between hosts.
+// Between hosts `transport` carries the messages of collectives, and `engine` those of users.
 std::shared_ptr<Execution> make_multi_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size,
                                                      Hosts hosts, c10::intrusive_ptr<c10d::Backend> engine,
-                                                     int largest_tag, ChooseSchedule choose);
+                                                     std::unique_ptr<Transport> transport, ChooseSchedule choose);
 
 // The first tensor that this rank has; there is one.
 const at::Tensor& first_defined(const Tensors& inputs, const Tensors& outputs);

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <map>
 
+#include "../../common/thread.h"
 #include "../../shm/rendezvous.h"
+#include "c10d_transport.h"
 
 namespace dist_prims {
 namespace {
@@ -13,6 +15,21 @@ std::vector<std::string> titles_of(const std::vector<std::string>& hosts) {
     for (const std::string& host : hosts)
         titles.push_back("rank " + std::to_string(titles.size()) + " on host " + host);
     return titles;
+}
+
+// The transport of the collectives.
+std::unique_ptr<Transport> make_transport(int rank, const Setup& setup) {
+    auto by_engine = std::make_unique<C10dTransport>(setup.engine, setup.largest_tag);
+    if (!setup.tcp) return by_engine;
+    const auto close_engine = [rank, carrier = std::shared_ptr<C10dTransport>(std::move(by_engine))] {
+        const auto nothing = std::make_shared<std::byte>();
+        const int other = rank == 0 ? 1 : 0;
+        caught([&] {  // gloo closes all connections when one message times out
+            carrier->receive(other, carrier->largest_tag(), nothing.get(), 1, nothing)
+                ->wait(std::chrono::milliseconds(1));
+        });
+    };
+    return std::make_unique<TcpTransport>(std::move(*setup.tcp), rank, close_engine);
 }
 
 }  // namespace
@@ -61,8 +78,8 @@ std::shared_ptr<Execution> make_execution(const std::shared_ptr<HostSegment>& ho
                                           const Setup& setup, Hosts hosts) {
     const int size = static_cast<int>(setup.hosts.size());
     if (hosts.ranks.size() > 1)
-        return make_multi_host_execution(host_segment, rank, size, std::move(hosts), setup.engine, setup.largest_tag,
-                                         setup.choose);
+        return make_multi_host_execution(host_segment, rank, size, std::move(hosts), setup.engine,
+                                         make_transport(rank, setup), setup.choose);
     host_segment->membership.join_groups_of_process();
     return make_single_host_execution(host_segment, rank, size);
 }

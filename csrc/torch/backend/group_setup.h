@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../../net/multi_host.h"
+#include "../../tcp/transport.h"
 #include "creation_failure.h"
 #include "execution.h"
 
@@ -24,9 +25,12 @@ struct ChildGroup {
 
 struct Setup {
     Milliseconds timeout{0};
-    std::vector<std::string> hosts;            // by rank: the host's name
-    c10::intrusive_ptr<c10d::Backend> engine;  // carries messages between hosts; null on one host
-    int largest_tag = 0;                       // of the engine
+    std::vector<std::string> hosts;  // by rank: the host's name
+    // Carries messages between hosts; null on one host.
+    c10::intrusive_ptr<c10d::Backend> engine;
+    int largest_tag = 0;  // of the engine
+    // If not null, the collectives use TCP, and the engine carries only the messages of users.
+    std::shared_ptr<TcpEndpoint> tcp;
     // Makes the gloo group for sparse tensors. All ranks make it together, when it is first needed.
     std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
     // Makes a group by split or merge.

@@ -7,7 +7,6 @@
 #include <tuple>
 
 #include "../../shm/collectives.h"
-#include "c10d_transport.h"
 #include "execution.h"
 
 namespace dist_prims {
@@ -22,11 +21,12 @@ Transport::Owner owner_of(const Kept&... kept) {
 class MultiHostExecution : public Execution {
 public:
     MultiHostExecution(std::shared_ptr<HostSegment> host_segment, int rank, int size, Hosts hosts,
-                       c10::intrusive_ptr<c10d::Backend> engine, int largest_tag, ChooseSchedule choose)
+                       c10::intrusive_ptr<c10d::Backend> engine, std::unique_ptr<Transport> transport,
+                       ChooseSchedule choose)
         : Execution(std::move(host_segment), rank, size),
           engine_(std::move(engine)),
           choose_(std::move(choose)),
-          group_(std::move(hosts), *host_segment_, std::make_unique<C10dTransport>(engine_, largest_tag)) {}
+          group_(std::move(hosts), *host_segment_, std::move(transport)) {}
 
     void agree(const Call& call, Milliseconds timeout) override { group_.agree(call, timeout); }
     PrimsTask all_reduce(Call call, const at::Tensor& input, const at::Tensor& tensor) override {
@@ -210,9 +210,9 @@ private:
 
 std::shared_ptr<Execution> make_multi_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size,
                                                      Hosts hosts, c10::intrusive_ptr<c10d::Backend> engine,
-                                                     int largest_tag, ChooseSchedule choose) {
+                                                     std::unique_ptr<Transport> transport, ChooseSchedule choose) {
     return std::make_shared<MultiHostExecution>(std::move(host_segment), rank, size, std::move(hosts),
-                                                std::move(engine), largest_tag, std::move(choose));
+                                                std::move(engine), std::move(transport), std::move(choose));
 }
 
 }  // namespace dist_prims

@@ -1,0 +1,91 @@
+// The connections of a lane. Each carries messages in one direction: the rank that opens it is the one that sends.
+//
+//     greeting | header, data | header, data | ...
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+
+#include "greeting.h"
+#include "inbox.h"
+#include "socket.h"
+
+namespace dist_prims {
+
+struct TcpHeader {
+    std::int32_t tag, unused;
+    std::uint64_t bytes;
+};
+
+class OutgoingConnection {
+public:
+    // Throws std::system_error if the connection cannot even be begun.
+    OutgoingConnection(const std::string& address, const Greeting& greeting);
+
+    void push(const TcpMessagePtr& message);
+    // Gives the kernel what it takes; messages are done when it has taken them whole.
+    void write();
+    // Looks whether the peer has closed the connection: it never sends anything on it.
+    void look_for_end();
+    // Drops a message of which nothing has been sent. Returns false if a part of it has.
+    bool withdraw(const TcpMessagePtr& message);
+    void fail(const std::string& error);
+
+    bool has_unsent() const { return !queue_.empty(); }
+    const std::string& error() const { return error_; }  // empty as long as the connection is open
+    int descriptor() const { return socket_.descriptor(); }
+
+private:
+    static constexpr std::size_t kHead = sizeof(Greeting) > sizeof(TcpHeader) ? sizeof(Greeting) : sizeof(TcpHeader);
+    // A message of which a part may have been sent: first its head, then its data.
+    struct Unsent {
+        std::array<std::byte, kHead> head;
+        std::size_t head_bytes;
+        TcpMessagePtr message;  // null: this is the greeting
+        std::size_t sent = 0;
+        std::size_t bytes() const { return head_bytes + (message ? message->bytes : 0); }
+    };
+
+    template <typename Head>
+    void push(const Head& head, const TcpMessagePtr& message);
+    void advance(std::size_t bytes);
+
+    Socket socket_;
+    std::deque<Unsent> queue_;
+    std::string error_;
+};
+
+class IncomingConnection {
+public:
+    IncomingConnection(Socket socket, int peer)
+        : socket_(std::move(socket)), peer_(peer), staging_(new std::byte[kStaging]) {}
+
+    // Reads what has come, up to a message that the inbox does not accept yet: see is_stalled().
+    void read(Inbox& inbox);
+
+    bool is_stalled() const { return is_stalled_; }
+    const std::string& error() const { return error_; }  // empty as long as the connection is open
+    int descriptor() const { return socket_.descriptor(); }
+    int peer() const { return peer_; }
+
+private:
+    static constexpr std::size_t kStaging = 16 << 10;
+    static constexpr int kReads = 16;  // at once, so that the other connections have their turn
+
+    void parse(Inbox& inbox);
+    bool begin_message(Inbox& inbox);
+
+    Socket socket_;
+    const int peer_;
+    std::unique_ptr<std::byte[]> staging_;  // bytes that have been read, but not yet parsed
+    std::size_t first_ = 0, last_ = 0;      // of these bytes
+    ArrivalPtr current_;                    // the message that is coming
+    std::size_t received_ = 0;              // of its bytes
+    bool is_stalled_ = false;
+    std::string error_;
+};
+
+}  // namespace dist_prims

@@ -1,0 +1,101 @@
+// A lane: the connections of one rank to the others for one kind of messages, and the waits for these messages.
+//
+// Whichever thread waits moves the messages of all: it sleeps until a connection is readable or writable and then reads
+// and writes. So a message wakes one thread, the one that needs it. While no thread waits, the transport's own thread
+// takes over (see transport.h).
+//
+// A connection is opened by the first message to a rank. A rank that waits for a message from a rank with which it has
+// no connection opens one too, since only a connection tells that the other side has gone.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "connection.h"
+
+struct epoll_event;
+
+namespace dist_prims {
+
+class TcpLane {
+public:
+    using Clock = std::chrono::steady_clock;
+    enum class WaitResult { kDone, kAborted, kLate };
+    using Connect = std::function<OutgoingConnection(int peer)>;
+
+    explicit TcpLane(Connect connect);
+
+    // These throw TransportError if the lane has been closed.
+    void send(const TcpMessagePtr& message);
+    void receive(const TcpMessagePtr& message);
+
+    // Throws TransportError if the message has failed.
+    WaitResult wait(TcpMessage& message, std::chrono::milliseconds limit);
+    bool is_done(const TcpMessage& message);
+    void abort(TcpMessage& message);
+    // The message is not needed any more. Its memory is not used afterwards, unless it has an owner.
+    void release(const TcpMessagePtr& message);
+
+    // A connection that another rank has opened.
+    void add(int peer, Socket socket);
+    // Fails all messages, also those of the future.
+    void close(const std::string& reason);
+
+    // Moves messages as far as possible without waiting.
+    void progress();
+    // Readable while progress() has something to do.
+    int descriptor() const { return events_.descriptor(); }
+    // Whether much is to be sent or received that the kernel's buffers do not hold.
+    bool is_loaded();
+    // Whether no thread waits, and none has since `waits`, the number of waits so far, which is brought up to date.
+    bool is_idle_since(std::uint64_t& waits);
+
+private:
+    struct Outgoing {
+        OutgoingConnection connection;
+        bool is_full = false;  // the kernel's buffer: the connection is watched for space
+    };
+    struct Incoming {
+        IncomingConnection connection;
+        bool is_watched = true;
+    };
+    struct Gone {
+        std::string reason;
+        Clock::time_point since;
+    };
+    class AwaitedScope;
+
+    Outgoing* outgoing(int peer);
+    void flush(int peer);
+    void end_outgoing(int peer, const std::string& reason);
+    void read(int peer);
+    void resume(int peer);
+    void check_peer(TcpMessage& message);
+    void check_open() const;
+    void wake_others(const TcpMessage* own = nullptr);
+    bool move(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit, const TcpMessage* own = nullptr);
+    void handle(const epoll_event& event);
+
+    const Connect connect_;
+    const Socket events_;  // of epoll
+    const Socket wake_;    // an eventfd that ends the waits of other threads
+
+    std::mutex mutex_;                  // of all below
+    std::map<int, Outgoing> outgoing_;  // by peer
+    std::map<int, Incoming> incoming_;
+    std::map<int, Gone> gone_;          // ranks to which nothing can be sent any more
+    std::map<int, std::string> ended_;  // ranks from which nothing can come any more, and why
+    Inbox inbox_;
+    std::string closed_;                // why; empty as long as the lane is open
+    std::vector<TcpMessage*> awaited_;  // by a thread each
+    bool is_wake_set_ = false;
+    std::uint64_t waits_ = 0;
+};
+
+}  // namespace dist_prims

@@ -1,0 +1,151 @@
+#include "socket.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+
+namespace dist_prims {
+namespace {
+
+constexpr std::size_t kMaxParts = 16;
+
+[[noreturn]] void throw_errno(const std::string& what) {
+    throw std::system_error(errno, std::generic_category(), what);
+}
+
+struct SocketAddress {
+    sockaddr_storage storage{};
+    socklen_t length = 0;
+
+    SocketAddress(const std::string& ip, int port) {
+        auto* const v4 = reinterpret_cast<sockaddr_in*>(&storage);
+        auto* const v6 = reinterpret_cast<sockaddr_in6*>(&storage);
+        if (::inet_pton(AF_INET, ip.c_str(), &v4->sin_addr) == 1) {
+            v4->sin_family = AF_INET;
+            v4->sin_port = htons(static_cast<std::uint16_t>(port));
+            length = sizeof(*v4);
+        } else if (::inet_pton(AF_INET6, ip.c_str(), &v6->sin6_addr) == 1) {
+            v6->sin6_family = AF_INET6;
+            v6->sin6_port = htons(static_cast<std::uint16_t>(port));
+            length = sizeof(*v6);
+        } else {
+            throw std::invalid_argument("'" + ip + "' is not an IPv4 or IPv6 address");
+        }
+    }
+    const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+};
+
+SocketAddress parse(const std::string& address) {
+    const std::size_t colon = address.rfind(':');
+    if (colon == std::string::npos) throw std::invalid_argument("'" + address + "' is not of the form address:port");
+    std::string ip = address.substr(0, colon);
+    if (ip.size() > 2 && ip.front() == '[' && ip.back() == ']') ip = ip.substr(1, ip.size() - 2);
+    return {ip, std::stoi(address.substr(colon + 1))};
+}
+
+Socket make_socket(const SocketAddress& address) {
+    Socket made(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    if (made.descriptor() < 0) throw_errno("socket()");
+    return made;
+}
+
+// A small message must not wait for the acknowledgement of the one before.
+void send_at_once(const Socket& socket) {
+    const int yes = 1;
+    ::setsockopt(socket.descriptor(), IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
+}
+
+bool is_temporary(int error) {
+    return error == EAGAIN || error == EWOULDBLOCK || error == EINTR;
+}
+
+template <typename Transfer>
+SocketResult transfer(const SocketPart* parts, std::size_t count, const Transfer& call) {
+    std::array<iovec, kMaxParts> vectors;
+    const std::size_t used = std::min(count, kMaxParts);
+    std::transform(parts, parts + used, vectors.begin(),
+                   [](const SocketPart& part) { return iovec{part.data, part.bytes}; });
+    msghdr message{};
+    message.msg_iov = vectors.data();
+    message.msg_iovlen = used;
+    const ssize_t moved = call(&message);
+    if (moved >= 0) return {static_cast<std::size_t>(moved)};
+    if (is_temporary(errno)) return {};
+    return {0, std::strerror(errno)};
+}
+
+}  // namespace
+
+Socket::~Socket() {
+    if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+Socket listen_at(const std::string& ip) {
+    const SocketAddress address(ip, 0);
+    Socket listening = make_socket(address);
+    if (::bind(listening.descriptor(), address.get(), address.length) != 0) throw_errno("bind() to " + ip);
+    if (::listen(listening.descriptor(), SOMAXCONN) != 0) throw_errno("listen() at " + ip);
+    return listening;
+}
+
+std::string address_of(const Socket& listening) {
+    sockaddr_storage storage{};
+    socklen_t length = sizeof(storage);
+    if (::getsockname(listening.descriptor(), reinterpret_cast<sockaddr*>(&storage), &length) != 0)
+        throw_errno("getsockname()");
+    std::array<char, INET6_ADDRSTRLEN> text{};
+    if (storage.ss_family == AF_INET) {
+        const auto* const v4 = reinterpret_cast<const sockaddr_in*>(&storage);
+        ::inet_ntop(AF_INET, &v4->sin_addr, text.data(), text.size());
+        return std::string(text.data()) + ":" + std::to_string(ntohs(v4->sin_port));
+    }
+    const auto* const v6 = reinterpret_cast<const sockaddr_in6*>(&storage);
+    ::inet_ntop(AF_INET6, &v6->sin6_addr, text.data(), text.size());
+    return "[" + std::string(text.data()) + "]:" + std::to_string(ntohs(v6->sin6_port));
+}
+
+Socket connect_to(const std::string& address) {
+    const SocketAddress parsed = parse(address);
+    Socket socket = make_socket(parsed);
+    send_at_once(socket);
+    if (::connect(socket.descriptor(), parsed.get(), parsed.length) != 0 && errno != EINPROGRESS)
+        throw_errno("connect() to " + address);
+    return socket;
+}
+
+std::optional<Socket> accept_from(const Socket& listening) {
+    const int accepted = ::accept4(listening.descriptor(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (accepted < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
+        throw_errno("accept()");
+    if (accepted < 0) return std::nullopt;
+    return Socket(accepted);
+}
+
+SocketResult read_some(const Socket& socket, const SocketPart* parts, std::size_t count) {
+    bool is_at_end = false;
+    SocketResult result = transfer(parts, count, [&](msghdr* message) {
+        const ssize_t got = ::recvmsg(socket.descriptor(), message, MSG_DONTWAIT);
+        is_at_end = got == 0;
+        return got;
+    });
+    if (is_at_end) result.error = "the connection was closed";
+    return result;
+}
+
+SocketResult write_some(const Socket& socket, const SocketPart* parts, std::size_t count) {
+    return transfer(parts, count, [&](const msghdr* message) {
+        return ::sendmsg(socket.descriptor(), message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    });
+}
+
+}  // namespace dist_prims

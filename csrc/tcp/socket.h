@@ -1,0 +1,53 @@
+// TCP sockets: a descriptor with an owner, and the system calls that the transport needs. All sockets are non-blocking.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace dist_prims {
+
+class Socket {
+public:
+    Socket() = default;
+    explicit Socket(int descriptor) : descriptor_(descriptor) {}
+    Socket(Socket&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
+    Socket& operator=(Socket&& other) noexcept {
+        std::swap(descriptor_, other.descriptor_);
+        return *this;
+    }
+    ~Socket();
+
+    int descriptor() const { return descriptor_; }
+
+private:
+    int descriptor_ = -1;
+};
+
+// The functions below throw std::system_error with the address in its message.
+
+// Listens at an IPv4 or IPv6 address, on a port that the kernel chooses.
+Socket listen_at(const std::string& ip);
+// The address of a listening socket, as "10.0.0.1:4711" or "[fd00::1]:4711".
+std::string address_of(const Socket& listening);
+// Begins a connection; the socket becomes writable when it is established or has failed.
+Socket connect_to(const std::string& address);
+// The next connection that waits to be accepted, if there is one. Throws also if this process has no descriptors left.
+std::optional<Socket> accept_from(const Socket& listening);
+
+// What a read or a write has achieved. `error` is empty as long as the connection is open.
+struct SocketResult {
+    std::size_t bytes = 0;
+    std::string error{};
+};
+
+struct SocketPart {
+    void* data;
+    std::size_t bytes;
+};
+// Reads into, or writes from, one part after the other, as much as is possible without waiting.
+SocketResult read_some(const Socket& socket, const SocketPart* parts, std::size_t count);
+SocketResult write_some(const Socket& socket, const SocketPart* parts, std::size_t count);
+
+}  // namespace dist_prims

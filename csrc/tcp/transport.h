@@ -1,0 +1,84 @@
+// The messages between hosts over TCP, in this library's own protocol.
+//
+// gloo has a thread that reads all sockets and wakes the thread that waits, and it sends no message before the receiver
+// has said that it expects it. Here the thread that waits reads the sockets itself, and a message is sent at once: one
+// thread is woken for a message, where gloo wakes three.
+//
+// There are two lanes, each with connections of its own:
+//
+//     data      is read by the threads that wait for its messages
+//     control   notices and diagnosis (see net/tags.h); is always read by the transport's thread
+//
+// The transport's thread also accepts connections and checks their greetings. When no other thread has waited for the
+// messages of the data lane for a moment, or one that is about to wait for something else asks for it, it moves these,
+// too: a rank that computes still receives and sends.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <list>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../net/tags.h"
+#include "../net/transport.h"
+#include "greeting.h"
+#include "lane.h"
+
+namespace dist_prims {
+
+// What a rank needs to begin: a socket at which it listens, the addresses of all ranks by rank, as address_of() gives
+// them, and the token of the group (see greeting.h).
+struct TcpEndpoint {
+    Socket listening;
+    std::vector<std::string> addresses{};
+    std::string token{};
+};
+
+class TcpTransport : public Transport {
+public:
+    // `on_close` is called when the transport has closed all its connections because a time limit has passed.
+    TcpTransport(TcpEndpoint endpoint, int rank, std::function<void()> on_close = nullptr);
+    ~TcpTransport() override;
+    TcpTransport(const TcpTransport&) = delete;
+
+    int largest_tag() const override { return kLargestTag; }
+    Handle send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner) override;
+    Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) override;
+    void move_in_background() override;
+
+private:
+    static constexpr int kLargestTag = 0x7fffffff;
+    enum LaneKind { kData, kControl, kLanes };
+    class Handled;
+    // A connection whose greeting has not come yet.
+    struct Newcomer {
+        Socket socket;
+        TcpLane::Clock::time_point since;
+        std::size_t bytes = 0;
+        Greeting greeting{};
+    };
+
+    TcpLane& lane_of(int tag) { return tags_.is_control(tag) ? control_ : data_; }
+    OutgoingConnection connect(int peer, LaneKind kind) const;
+    void close(const std::string& reason);
+    void run();
+    void accept();
+    void read_greetings();
+    bool read_greeting(Newcomer& newcomer);
+
+    const Tags tags_{kLargestTag};
+    const TcpEndpoint endpoint_;
+    const int rank_;
+    const std::function<void()> on_close_;
+    TcpLane data_, control_;
+
+    std::list<Newcomer> newcomers_;  // this and what follows is the thread's
+    bool may_accept_ = true;
+    const Socket wake_;  // an eventfd: look at the two below
+    std::atomic<bool> is_stopping_{false}, is_asked_to_move_{false};
+    std::thread thread_;
+};
+
+}  // namespace dist_prims
