@@ -1,7 +1,7 @@
 """Recommendation of an algorithm for a topology: the price and the bottleneck of every candidate, and the lower bound.
 
-Candidates are the registered algorithms with default parameters. For an all-reduce over several hosts ``hierarchical``
-is added, with each algorithm between the hosts. Within the hosts it uses a ring first; the other inner algorithms are
+Candidates are the registered algorithms with default parameters. Over several hosts ``hierarchical`` is added where it
+exists, with each algorithm between the hosts. Within the hosts it uses a ring first; the other inner algorithms are
 tried with the best outer one only, because the phases run one after the other and the choices hardly interact.
 
 An algorithm in which thousands of ranks all send to each other has too many transfers to count. The number of transfers
@@ -85,7 +85,7 @@ def recommend(collective: str, nbytes: float, topology: Topology) -> Advice:
         raise ValueError(nearest("collective", collective, COLLECTIVES))
     search = _Search(collective, nbytes, topology)
     search.flat()
-    if collective == "all_reduce" and len(topology.hosts) > 1 and max(topology.hosts) > 1:
+    if _has_hierarchies(collective, topology):
         search.hierarchies()
     if not search.found:
         raise ValueError(f"{collective} over {topology.size} ranks: every algorithm has too many transfers to price")
@@ -94,6 +94,13 @@ def recommend(collective: str, nbytes: float, topology: Topology) -> Advice:
     near.sort(key=lambda candidate: _fan_in(candidate.schedule, topology))
     ranked[: len(near)] = near
     return Advice(tuple(ranked), tuple(search.left_out), bound(collective, nbytes, topology))
+
+
+def _has_hierarchies(collective: str, topology: Topology) -> bool:
+    if len(topology.hosts) == 1 or max(topology.hosts) == 1:
+        return False
+    equal = len(set(topology.hosts)) == 1
+    return collective == "all_reduce" or (equal and collective in ("all_gather", "reduce_scatter"))
 
 
 def _fan_in(schedule: Schedule, topology: Topology) -> int:
@@ -132,15 +139,23 @@ class _Search:
                 self._hierarchy("ring", each.name)
         if tried := self.found[before:]:
             best = dict(min(tried, key=lambda candidate: candidate.seconds).schedule.parameters)["outer"]
-            for inner in sorted({*algorithms("reduce_scatter")} & {*algorithms("all_gather")} - {"ring"}):
+            inners = [{*algorithms(kind)} for kind in self._kinds_within()]
+            for inner in sorted(set.intersection(*inners) - {"ring", "hierarchical"}):
                 self._hierarchy(inner, best)
+
+    def _kinds_within(self) -> tuple[str, ...]:
+        """The collectives within a host of which the hierarchical one consists."""
+        return ("reduce_scatter", "all_gather") if self.collective == "all_reduce" else (self.collective,)
 
     def _hierarchy(self, inner: str, outer: str) -> None:
         hosts = self.topology.hosts
-        between = _growth(lookup("all_reduce", outer), len(hosts))
-        within = [_growth(lookup(kind, inner), max(hosts)) for kind in ("reduce_scatter", "all_gather")]
-        total = between[0] * math.lcm(*hosts) + len(hosts) * sum(each for each, _ in within)
-        at_once = max(between[1] * math.lcm(*hosts), *(len(hosts) * each for _, each in within))
+        # Groups that run at once: between hosts one for each share; within a host one, or one for each host's blocks.
+        shares = math.lcm(*hosts)
+        inside = len(hosts) if self.collective == "all_reduce" else len(hosts) ** 2
+        between = _growth(lookup(self.collective, outer), len(hosts))
+        within = [_growth(lookup(kind, inner), max(hosts)) for kind in self._kinds_within()]
+        total = between[0] * shares + inside * sum(each for each, _ in within)
+        at_once = max(between[1] * shares, *(inside * each for _, each in within))
         self._try("hierarchical", (total, at_once), {"inner": inner, "outer": outer, "hosts": hosts})
 
     def _try(self, name: str, transfers: tuple[float, float], parameters: dict[str, Any]) -> None:

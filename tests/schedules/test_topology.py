@@ -68,7 +68,9 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Topology]:
     collective, name = draw(st.sampled_from(REGISTRY))
     given = {"root": draw(st.integers(0, sum(hosts) - 1))} if collective in ROOTED else {}
     if name == "hierarchical":
-        given |= {"hosts": hosts, "outer": draw(st.sampled_from(["ring", "two_shot", "double_tree"]))}
+        outer = ["ring", "two_shot", "double_tree"] if collective == "all_reduce" else ["ring", "direct", "pat"]
+        equal = collective == "all_reduce" or len(set(hosts)) == 1  # otherwise the default: hosts that divide the ranks
+        given |= {"hosts": hosts if equal else None, "outer": draw(st.sampled_from(outer))}
         given |= {"inner": draw(st.sampled_from(["ring", "direct", "pat"]))}
     topology = Topology(hosts, **LINKS, cores=draw(st.sampled_from([None, 1, 2])), one_machine=draw(st.booleans()))
     return build(collective, name, sum(hosts), **given), topology

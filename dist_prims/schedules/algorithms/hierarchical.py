@@ -1,4 +1,6 @@
-"""Hierarchical all-reduce: reduce-scatter within each host, all-reduce between hosts, all-gather within each host.
+"""Hierarchical collectives: a phase within each host and a phase between hosts, in which all ranks of a host take part.
+
+All-reduce: reduce-scatter within each host, all-reduce between hosts, all-gather within each host.
 
 A flat ring sends most of the data over the slow links between hosts once for each rank. Here the work has three phases:
 
@@ -15,11 +17,18 @@ adds these sums, each once.
 
 Hosts may have different numbers of ranks. The data is then cut into so many units that every host can share them
 evenly, and a rank of a small host owns more units: hosts of 2 and 3 ranks share 6 units, 3 or 2 for each rank.
+
+All-gather: the ranks with the same place on their hosts all-gather their blocks; then each has one block of every host,
+and the ranks of each host all-gather those. Reduce-scatter is the same backwards, with additions. Both are for hosts
+with equally many ranks: every block crosses each link once, and all ranks of a host share the link.
+
+    2 hosts of 2 ranks    all_gather between         0-2  1-3         0 and 2 hold blocks 0, 2; 1 and 3 blocks 1, 3
+                          all_gather in hosts        0-1        2-3
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,3 +142,69 @@ def all_reduce(
     for step in between.steps:
         yield WideStep(groups.spread(step), groups.width)
     yield from _inside("all_gather", inner, shape, chunks)
+
+
+def _equal_hosts(size: int, hosts: Sequence[int] | None) -> tuple[int, int]:
+    """The number of hosts, and the ranks of each."""
+    shape = _hosts(size, hosts)
+    if len(set(shape)) > 1:
+        raise ValueError(f"hierarchical: hosts={shape} must have equally many ranks each for this collective")
+    return len(shape), shape[0]
+
+
+def _between(schedule: Schedule, each: int) -> Iterator[Step]:
+    """One collective over hosts for every place on a host, all at once, on the blocks of the ranks at that place."""
+    place, host = np.arange(each), np.arange(schedule.size)
+    groups = _Groups(host[None, :] * each + place[:, None], place, each)
+    yield from map(groups.spread, schedule.steps)
+
+
+def _within(schedule: Schedule, number: int) -> Iterator[Step]:
+    """One collective within every host, on the blocks of every host, all at once."""
+    each = schedule.size
+    host, of = (axis.ravel() for axis in np.meshgrid(np.arange(number), np.arange(number), indexing="ij"))
+    groups = _Groups(host[:, None] * each + np.arange(each), of * each, 1)
+    yield from map(groups.spread, schedule.steps)
+
+
+def _parts(
+    collective: str, size: int, inner: str, outer: str, hosts: Sequence[int] | None
+) -> tuple[Schedule, Schedule]:
+    """The schedules within a host and between hosts."""
+    number, each = _equal_hosts(size, hosts)
+    for parameter, name in (("inner", inner), ("outer", outer)):
+        if lookup(collective, name).scratch is not None or name == "hierarchical":
+            raise ValueError(f"hierarchical: {parameter}={name!r} cannot be nested; use e.g. 'ring'")
+    return build(collective, inner, each), build(collective, outer, number)
+
+
+def _chunks_of(collective: str) -> Callable[..., int]:
+    """The number of chunks, which also checks the parameters when the schedule is built."""
+
+    def chunks(size: int, inner: str, outer: str, hosts: Sequence[int] | None) -> int:
+        _parts(collective, size, inner, outer, hosts)
+        return size
+
+    return chunks
+
+
+MULTI_LANE = "Traeff and Hunold, Decomposing MPI Collectives for Exploiting Multi-lane Communication, 2020"
+BLOCKS = Card("m-1 + n/m - 1", "(n-1)/n", "several hosts, all sizes", MULTI_LANE, {"m": _fair_share})
+
+
+@algorithm("all_gather", name="hierarchical", chunks=_chunks_of("all_gather"), card=BLOCKS)
+def all_gather(
+    size: int, inner: str = "ring", outer: str = "ring", hosts: Sequence[int] | None = None
+) -> Iterator[Step]:
+    within, between = _parts("all_gather", size, inner, outer, hosts)
+    yield from _between(between, within.size)
+    yield from _within(within, between.size)
+
+
+@algorithm("reduce_scatter", name="hierarchical", chunks=_chunks_of("reduce_scatter"), card=BLOCKS)
+def reduce_scatter(
+    size: int, inner: str = "ring", outer: str = "ring", hosts: Sequence[int] | None = None
+) -> Iterator[Step]:
+    within, between = _parts("reduce_scatter", size, inner, outer, hosts)
+    yield from _within(within, between.size)
+    yield from _between(between, within.size)
