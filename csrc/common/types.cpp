@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <stdexcept>
+
+#include "checksum.h"
 
 namespace dist_prims {
 namespace {
@@ -70,6 +73,17 @@ void Call::by(const std::string& name) {
 bool Call::agrees_with(const Call& other) const {
     return sequence == other.sequence && count == other.count && layout == other.layout && root == other.root &&
            collective == other.collective && dtype == other.dtype && op == other.op && algorithm == other.algorithm;
+}
+
+std::uint64_t Call::checksum() const {
+    std::array<std::uint64_t, sizeof(algorithm) / sizeof(std::uint64_t)> name;
+    std::memcpy(name.data(), algorithm.data(), sizeof(algorithm));
+    Checksum sum;
+    sum.add(sequence).add(count).add(layout).add(static_cast<std::uint64_t>(root));
+    sum.add(static_cast<std::uint64_t>(collective)).add(static_cast<std::uint64_t>(dtype));
+    sum.add(static_cast<std::uint64_t>(op));
+    for (const std::uint64_t each : name) sum.add(each);
+    return sum.value();
 }
 
 std::string Call::text() const {

@@ -82,6 +82,7 @@ struct Call {
 
     void by(const std::string& name);
     bool agrees_with(const Call& other) const;
+    std::uint64_t checksum() const;  // of what agrees_with() compares
     std::string text() const;
 };
 

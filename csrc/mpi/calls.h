@@ -31,7 +31,7 @@ public:
     void all_to_all(const std::byte* in, const Counts& outgoing, std::byte* out, const Counts& incoming) override;
     void barrier() override;
     void send(const std::byte* data, std::size_t bytes, int to, int tag) override;
-    void receive(std::byte* data, std::size_t bytes, int from, int tag) override;
+    void receive(std::byte* data, std::size_t bytes, int from, int tag, bool may_be_shorter) override;
 
     // Whether all calls are done; throws their error. Makes progress on all of MPI.
     bool test();
@@ -61,6 +61,7 @@ private:
     std::vector<MPI_Datatype> types_;
     bool receives_ = false;
     std::size_t expected_ = 0;  // bytes of a message
+    bool may_be_shorter_ = false;
     int source_ = MPI_ANY_SOURCE;
 };
 

@@ -45,7 +45,8 @@ public:
     virtual void all_to_all(const std::byte* in, const Counts& outgoing, std::byte* out, const Counts& incoming) = 0;
     virtual void barrier() = 0;
     virtual void send(const std::byte* data, std::size_t bytes, int to, int tag) = 0;
-    virtual void receive(std::byte* data, std::size_t bytes, int from, int tag) = 0;  // `from` may be kAnyRank
+    // `from` may be kAnyRank.
+    virtual void receive(std::byte* data, std::size_t bytes, int from, int tag, bool may_be_shorter) = 0;
 };
 
 // One operation of a group, from its start in MPI to its end.

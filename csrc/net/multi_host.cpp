@@ -1,6 +1,7 @@
 #include "multi_host.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <numeric>
 
@@ -32,14 +33,29 @@ std::vector<int> Hosts::remote_ranks() const {
     return found;
 }
 
-// What a leader contributes for its host: the call of its ranks, two calls if they differ, and the sum of their data.
+// What a leader contributes for its host: a checksum of the call of its ranks, the sum of their terms and of their
+// data.
 struct MultiHostGroup::LeaderFrame {
-    Call call, other;
-    std::int32_t rank = -1, other_rank = -1;  // of these calls; -1: there is none
+    std::uint64_t checksum = 0, term = 0;
+    std::uint32_t differs = 0;  // 1: the ranks of the host have made different calls
+    std::uint32_t bytes = 0;    // of the data: a message has no more
     alignas(kCacheLine) std::byte data[kSmall] = {};
+
+    static constexpr std::size_t kHeader = 24;
 };
 
-static_assert(sizeof(Call) * 2 + 2048 < MultiHostGroup::kMinSlotBytes);
+// Two calls that differ, if any do, and the rank of each; -1: there is none.
+struct MultiHostGroup::Difference {
+    Call call, other;
+    std::int32_t rank = -1, other_rank = -1;
+};
+
+// What the leader of a host tells its ranks.
+struct MultiHostGroup::Verdict {
+    Difference difference;
+    std::uint64_t term = 0;
+    alignas(kCacheLine) std::byte data[kSmall] = {};
+};
 
 MultiHostGroup::MultiHostGroup(Hosts hosts, HostSegment& host_segment, std::unique_ptr<Transport> transport)
     : remote(std::move(transport), host_segment.membership, hosts.remote_ranks()),
@@ -48,6 +64,8 @@ MultiHostGroup::MultiHostGroup(Hosts hosts, HostSegment& host_segment, std::uniq
       terms_(hosts_.sizes()),
       ranks_(std::accumulate(terms_.begin(), terms_.end(), 0)),
       host_segment_(host_segment) {
+    static_assert(sizeof(Verdict) <= kMinSlotBytes && sizeof(Difference) <= kSmall);
+    static_assert(offsetof(LeaderFrame, bytes) + sizeof(LeaderFrame::bytes) == LeaderFrame::kHeader);
     if (host_segment.slots.rank() == 0) post_receives();
 }
 
@@ -59,50 +77,75 @@ int MultiHostGroup::leader(std::size_t distance) const {
 // Posts the receives of the next agreement.
 void MultiHostGroup::post_receives() {
     const std::size_t hosts = hosts_.ranks.size();
-    next_ = {std::make_shared<LeaderFrames>(hosts), {}};
+    next_ = {};
     for (std::size_t have = 1; have < hosts; have *= 2) {
-        auto* place = reinterpret_cast<std::byte*>(&(*next_.frames)[have]);
-        const std::size_t bytes = std::min(have, hosts - have) * sizeof(LeaderFrame);
-        next_.requests.push_back(remote.receive(leader(have), remote.tags.agreement(), place, bytes,
-                                                std::chrono::milliseconds::zero(), next_.frames));
+        const std::size_t largest = std::min(have, hosts - have) * (LeaderFrame::kHeader + kSmall);
+        const auto message = std::make_shared<Message>(largest);
+        next_.messages.push_back(message);
+        next_.requests.push_back(remote.receive(leader(have), remote.tags.agreement(), message->data(), largest,
+                                                std::chrono::milliseconds::zero(), message));
     }
 }
 
-// Combines the calls and data that the ranks of this host have posted in the first phase.
-MultiHostGroup::LeaderFrame MultiHostGroup::host_frame(const Call& call, const std::byte* in, std::size_t bytes) {
+// The frame of this host: combines what its ranks have posted in the first phase.
+MultiHostGroup::LeaderFrame MultiHostGroup::host_frame(const Call& call, std::size_t bytes) const {
     const SlotExchange& slots = host_segment_.slots;
     LeaderFrame frame;
-    frame.call = call;
-    frame.rank = host_segment_.membership.number(0);
-    if (const int peer = slots.differs(); peer >= 0) {
-        frame.other = slots.call(peer);
-        frame.other_rank = host_segment_.membership.number(peer);
-    } else if (bytes) {
-        std::vector<const void*> each{in};
-        for (int peer = 1; peer < slots.size(); ++peer) each.push_back(slots.theirs(peer));
-        const TraceSpan span(TraceKind::kReduce, bytes);
-        fold_terms(call.op, call.dtype, frame.data, each, {}, ranks_, call.count);
+    frame.checksum = call.checksum();
+    frame.differs = slots.differs() >= 0;
+    if (frame.differs) return frame;
+    std::vector<const void*> each;
+    for (int peer = 0; peer < slots.size(); ++peer) {
+        std::uint64_t term = 0;
+        std::memcpy(&term, slots.theirs(peer), sizeof(term));
+        frame.term += term;
+        each.push_back(slots.theirs(peer) + kCacheLine);
     }
+    frame.bytes = static_cast<std::uint32_t>(bytes);
+    if (bytes == 0) return frame;
+    const TraceSpan span(TraceKind::kReduce, bytes);
+    fold_terms(call.op, call.dtype, frame.data, each, {}, ranks_, call.count);
     return frame;
 }
 
+// The call of this host, and another one if its ranks have made different calls.
+MultiHostGroup::Difference MultiHostGroup::host_difference(const Call& call) const {
+    const SlotExchange& slots = host_segment_.slots;
+    const Membership& membership = host_segment_.membership;
+    const int peer = slots.differs();
+    if (peer < 0) return {call, {}, membership.number(0), -1};
+    return {call, slots.call(peer), membership.number(0), membership.number(peer)};
+}
+
 // The frames of all hosts, by host: Bruck's all-gather among the leaders. Each round doubles the frames that a leader
-// has.
+// has. A message has the frames one after the other, of each only the header and the data that there is.
 MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(const LeaderFrame& mine, std::chrono::milliseconds timeout) {
     const std::size_t hosts = hosts_.ranks.size();
-    GatherRound now = std::move(next_);
+    GatherRounds now = std::move(next_);
     const auto began = Clock::now();
-    LeaderFrames& frames = *now.frames;
-    frames[0] = mine;
+    LeaderFrames frames{mine};
+    frames.reserve(hosts);
     std::vector<RemotePeers::Handle> sent;
     try {
         for (std::size_t have = 1, round = 0; have < hosts; have *= 2, ++round) {
-            const std::size_t bytes = std::min(have, hosts - have) * sizeof(LeaderFrame);
-            const auto* from = reinterpret_cast<const std::byte*>(frames.data());
-            sent.push_back(
-                remote.send(leader(hosts - have), remote.tags.agreement(), from, bytes, timeout, now.frames));
+            const auto message = std::make_shared<Message>();
+            const std::size_t exchanged = std::min(have, hosts - have);
+            for (std::size_t each = 0; each < exchanged; ++each) {
+                const auto* first = reinterpret_cast<const std::byte*>(&frames[each]);
+                message->insert(message->end(), first, first + LeaderFrame::kHeader);
+                message->insert(message->end(), frames[each].data, frames[each].data + frames[each].bytes);
+            }
+            sent.push_back(remote.send(leader(hosts - have), remote.tags.agreement(), message->data(), message->size(),
+                                       timeout, message));
             if (round == 0) post_receives();  // while the messages are in flight
             remote.wait(now.requests[round], timeout, began);
+            const std::byte* from = now.messages[round]->data();
+            for (std::size_t each = 0; each < exchanged; ++each) {
+                LeaderFrame& frame = frames.emplace_back();
+                std::memcpy(static_cast<void*>(&frame), from, LeaderFrame::kHeader);
+                std::memcpy(frame.data, from + LeaderFrame::kHeader, frame.bytes);
+                from += LeaderFrame::kHeader + frame.bytes;
+            }
         }
         for (const auto& request : sent) remote.wait(request);
     } catch (...) {
@@ -111,39 +154,63 @@ MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(const LeaderFrame& mi
     }
     const auto first = frames.begin();
     std::rotate(first, first + static_cast<std::ptrdiff_t>((hosts - hosts_.mine) % hosts), frames.end());
-    return std::move(frames);
+    return frames;
 }
 
-// Stores the first two calls that differ, if any do.
-void MultiHostGroup::find_mismatch(LeaderFrame& verdict, const LeaderFrames& frames) const {
-    verdict.call = frames[0].call;
-    verdict.rank = frames[0].rank;
-    verdict.other_rank = -1;
-    for (const LeaderFrame& frame : frames) {
-        const bool itself = !frame.call.agrees_with(verdict.call);
-        if (!itself && frame.other_rank < 0) continue;
-        verdict.other = itself ? frame.call : frame.other;
-        verdict.other_rank = itself ? frame.rank : frame.other_rank;
-        return;
+// The first two calls that differ: a second gathering, of the calls themselves.
+MultiHostGroup::Difference MultiHostGroup::find_difference(const Call& call, std::chrono::milliseconds timeout) {
+    const Difference mine = host_difference(call);
+    LeaderFrame frame;
+    frame.bytes = sizeof(mine);
+    std::memcpy(frame.data, &mine, sizeof(mine));
+    Difference found;
+    for (const LeaderFrame& each : gather_frames(frame, timeout)) {
+        Difference theirs;
+        std::memcpy(static_cast<void*>(&theirs), each.data, sizeof(theirs));
+        if (found.rank < 0) found = theirs;
+        if (found.other_rank >= 0) break;
+        if (!theirs.call.agrees_with(found.call)) {
+            found.other = theirs.call;
+            found.other_rank = theirs.rank;
+        } else if (theirs.other_rank >= 0) {
+            found.other = theirs.other;
+            found.other_rank = theirs.other_rank;
+        }
     }
+    return found;
 }
 
-MultiHostGroup::LeaderFrame MultiHostGroup::agree_and_reduce(const Call& call, const std::byte* in, std::size_t bytes,
-                                                             std::chrono::milliseconds timeout) {
+// On a leader, after the ranks of its host have posted their calls.
+MultiHostGroup::Verdict MultiHostGroup::decide(const Call& call, std::size_t bytes, std::chrono::milliseconds timeout) {
+    Verdict verdict;
+    const LeaderFrames frames = gather_frames(host_frame(call, bytes), timeout);
+    const bool all_agree = std::all_of(frames.begin(), frames.end(), [&](const LeaderFrame& frame) {
+        return !frame.differs && frame.checksum == frames[0].checksum;
+    });
+    if (!all_agree) {
+        verdict.difference = find_difference(call, timeout);
+        return verdict;
+    }
+    std::vector<const void*> each;
+    for (const LeaderFrame& frame : frames) {
+        verdict.term += frame.term;
+        each.push_back(frame.data);
+    }
+    if (bytes == 0) return verdict;
+    const TraceSpan span(TraceKind::kReduce, bytes);
+    fold_terms(call.op, call.dtype, verdict.data, each, terms_, ranks_, call.count);
+    return verdict;
+}
+
+MultiHostGroup::Verdict MultiHostGroup::agree_and_reduce(const Call& call, std::uint64_t term, const std::byte* in,
+                                                         std::size_t bytes, std::chrono::milliseconds timeout) {
     SlotExchange& slots = host_segment_.slots;
     slots.open(call, timeout + RemotePeers::kLocalMargin, false);
-    if (bytes) std::memcpy(slots.mine(), in, bytes);
+    std::memcpy(slots.mine(), &term, sizeof(term));
+    if (bytes) std::memcpy(slots.mine() + kCacheLine, in, bytes);
     slots.phase();
-    LeaderFrame verdict;
     if (slots.rank() == 0) {
-        const LeaderFrames frames = gather_frames(host_frame(call, in, bytes), timeout);
-        find_mismatch(verdict, frames);
-        if (verdict.other_rank < 0 && bytes) {
-            std::vector<const void*> each;
-            for (const LeaderFrame& frame : frames) each.push_back(frame.data);
-            const TraceSpan span(TraceKind::kReduce, bytes);
-            fold_terms(call.op, call.dtype, verdict.data, each, terms_, ranks_, call.count);
-        }
+        const Verdict verdict = decide(call, bytes, timeout);
         std::memcpy(slots.mine(), &verdict, sizeof(verdict));
         slots.phase();
     } else {
@@ -151,21 +218,23 @@ MultiHostGroup::LeaderFrame MultiHostGroup::agree_and_reduce(const Call& call, c
         slots.renew();                   // the leader has its full timeout, even if this rank has come early
         slots.phase();
     }
-    std::memcpy(&verdict, slots.theirs(0), sizeof(verdict));
-    if (verdict.other_rank >= 0)
-        throw_mismatch(host_segment_.membership.number(slots.rank()), verdict.rank, verdict.call, verdict.other_rank,
-                       verdict.other);
+    Verdict verdict;
+    std::memcpy(static_cast<void*>(&verdict), slots.theirs(0), sizeof(verdict));
+    const Difference& found = verdict.difference;
+    if (found.other_rank >= 0)
+        throw_mismatch(host_segment_.membership.number(slots.rank()), found.rank, found.call, found.other_rank,
+                       found.other);
     return verdict;
 }
 
-void MultiHostGroup::agree(const Call& call, std::chrono::milliseconds timeout) {
-    agree_and_reduce(call, nullptr, 0, timeout);
+std::uint64_t MultiHostGroup::agree(const Call& call, std::chrono::milliseconds timeout, std::uint64_t term) {
+    return agree_and_reduce(call, term, nullptr, 0, timeout).term;
 }
 
 void MultiHostGroup::all_reduce(const Call& call, const std::byte* in, std::byte* out,
                                 std::chrono::milliseconds timeout) {
     const std::size_t bytes = call.count * size_of(call.dtype);
-    const LeaderFrame verdict = agree_and_reduce(call, in, bytes, timeout);
+    const Verdict verdict = agree_and_reduce(call, 0, in, bytes, timeout);
     if (bytes) std::memcpy(out, verdict.data, bytes);
 }
 

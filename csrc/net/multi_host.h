@@ -8,10 +8,15 @@
 //     host a   0 1 2 3      post call and data, the leader sums          wait              read verdict and sum
 //     leaders  0 4 8                                        gather all (Bruck)
 //
+// For each host 24 bytes are sent, with a checksum of the call, and the data. Only if checksums differ, a second
+// gathering brings the calls themselves, for the error.
+//
 // Leaders post the receives of the next agreement at the end of the current one. gloo sends at once if the receive is
-// posted; otherwise it sends a request first, which doubles the time.
+// posted; otherwise it sends a request first, which doubles the time. These receives are as large as the largest
+// message; most messages are shorter.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -32,13 +37,13 @@ struct Hosts {
 
 class MultiHostGroup {
 public:
-    static constexpr std::size_t kMinSlotBytes = 4096;  // a LeaderFrame must fit a slot
+    static constexpr std::size_t kMinSlotBytes = 4096;  // a Verdict must fit a slot
 
     MultiHostGroup(Hosts hosts, HostSegment& host_segment, std::unique_ptr<Transport> transport);
 
     // Returns when all ranks are about to make this call; throws Mismatch on all ranks if one is not. Calls
-    // slots.open() itself.
-    void agree(const Call& call, std::chrono::milliseconds timeout);
+    // slots.open() itself. The result is the sum of the terms of all ranks, modulo 2^64.
+    std::uint64_t agree(const Call& call, std::chrono::milliseconds timeout, std::uint64_t term = 0);
 
     // Agrees on the call and reduces its data in the same messages. The data must satisfy is_small().
     bool is_small(std::size_t bytes) const { return bytes <= kSmall && hosts_.ranks.size() <= kFewHosts; }
@@ -51,26 +56,31 @@ private:
     static constexpr std::size_t kSmall = 1024, kFewHosts = 64;
 
     struct LeaderFrame;
+    struct Difference;
+    struct Verdict;
     using LeaderFrames = std::vector<LeaderFrame>;
-    // The frames of all hosts (that of host mine + i at index i) and the receives that bring them.
-    struct GatherRound {
-        std::shared_ptr<LeaderFrames> frames;
+    using Message = std::vector<std::byte>;
+    // The receives of one agreement, by round.
+    struct GatherRounds {
+        std::vector<std::shared_ptr<Message>> messages;
         std::vector<RemotePeers::Handle> requests;
     };
 
     int leader(std::size_t distance) const;
-    LeaderFrame host_frame(const Call& call, const std::byte* in, std::size_t bytes);
+    LeaderFrame host_frame(const Call& call, std::size_t bytes) const;
+    Difference host_difference(const Call& call) const;
     void post_receives();
     LeaderFrames gather_frames(const LeaderFrame& mine, std::chrono::milliseconds timeout);
-    void find_mismatch(LeaderFrame& verdict, const LeaderFrames& frames) const;
-    LeaderFrame agree_and_reduce(const Call& call, const std::byte* in, std::size_t bytes,
-                                 std::chrono::milliseconds timeout);
+    Difference find_difference(const Call& call, std::chrono::milliseconds timeout);
+    Verdict decide(const Call& call, std::size_t bytes, std::chrono::milliseconds timeout);
+    Verdict agree_and_reduce(const Call& call, std::uint64_t term, const std::byte* in, std::size_t bytes,
+                             std::chrono::milliseconds timeout);
 
     const Hosts hosts_;
     const std::vector<int> terms_;  // the number of ranks of each host
     const int ranks_;
     HostSegment& host_segment_;
-    GatherRound next_;  // on leaders
+    GatherRounds next_;  // on leaders
 };
 
 }  // namespace dist_prims

@@ -39,6 +39,7 @@ public:
     int unused() const { return first_ + 1; }  // nothing is ever sent under it
     int diagnosis() const { return first_ + 2; }
     int agreement() const { return first_ + 3; }
+    bool is_agreement(int tag) const { return tag == agreement(); }
     // Whether the tag is one of those that tell of failures.
     bool is_control(int tag) const { return tag >= notice() && tag <= diagnosis(); }
     // `number` of the segment; all ranks count alike.

@@ -19,6 +19,14 @@ void fail_message(TcpMessage& message, const std::string& error) {
     if (!message.is_done && message.error.empty()) message.error = error;
 }
 
+// Whether the receive may take a message of this length. If not, it fails.
+bool accepts(TcpMessage& receive, int from, std::size_t bytes) {
+    if (bytes == receive.bytes || (receive.may_be_shorter && bytes < receive.bytes)) return true;
+    fail_message(receive, "rank " + std::to_string(from) + " has sent a message of " + std::to_string(bytes) +
+                              " bytes, and the receive is for " + std::to_string(receive.bytes));
+    return false;
+}
+
 }  // namespace
 
 // Returns the first receive for a message; null if there is none.
@@ -46,12 +54,7 @@ ArrivalPtr Inbox::begin(int from, int tag, std::size_t bytes) {
     ArrivalPtr arrival;
     if (TcpMessagePtr receive = take_receive(from, tag)) {
         arrival = std::make_shared<Arrival>(Arrival{from, tag, bytes, receive->data});
-        if (receive->bytes == bytes) {
-            arrival->receive = std::move(receive);
-        } else {
-            fail_message(*receive, "rank " + std::to_string(from) + " has sent a message of " + std::to_string(bytes) +
-                                       " bytes, and the receive is for " + std::to_string(receive->bytes));
-        }
+        if (accepts(*receive, from, bytes)) arrival->receive = std::move(receive);
     } else if (bytes <= kSmall || is_awaited(from)) {
         arrival = std::make_shared<Arrival>(Arrival{from, tag, bytes, nullptr});
         unexpected_[{from, tag}].push_back(arrival);
@@ -67,12 +70,7 @@ ArrivalPtr Inbox::begin(int from, int tag, std::size_t bytes) {
 }
 
 void Inbox::finish(const TcpMessagePtr& receive, const Arrival& arrival) {
-    if (receive->bytes != arrival.bytes) {
-        fail_message(*receive, "rank " + std::to_string(arrival.from) + " has sent a message of " +
-                                   std::to_string(arrival.bytes) + " bytes, and the receive is for " +
-                                   std::to_string(receive->bytes));
-        return;
-    }
+    if (!accepts(*receive, arrival.from, arrival.bytes)) return;
     if (arrival.bytes && receive->data != arrival.data) std::memcpy(receive->data, arrival.data, arrival.bytes);
     receive->peer = arrival.from;
     receive->is_done = true;

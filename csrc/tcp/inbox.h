@@ -23,6 +23,7 @@ struct TcpMessage {
     std::byte* data;
     std::size_t bytes;
     Transport::Owner owner;
+    bool may_be_shorter = false;  // a message that a receive expects
 
     bool is_done = false;     // received, or handed to the kernel
     std::string error{};      // why it failed; empty if it has not

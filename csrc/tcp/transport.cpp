@@ -78,7 +78,8 @@ Transport::Handle TcpTransport::send(int to, int tag, const std::byte* data, std
 }
 
 Transport::Handle TcpTransport::receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) {
-    const auto message = std::make_shared<TcpMessage>(TcpMessage{false, from, tag, data, bytes, std::move(owner)});
+    const auto message = std::make_shared<TcpMessage>(
+        TcpMessage{false, from, tag, data, bytes, std::move(owner), tags_.is_agreement(tag)});
     TcpLane& lane = lane_of(tag);
     lane.receive(message);
     return std::make_unique<Handled>(*this, lane, message);

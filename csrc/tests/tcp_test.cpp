@@ -283,6 +283,23 @@ CASE(tcp_lengths_that_differ_are_an_error) {
     check_contains(transport_error_of([&] { wait(receive(network[1], 0, 2, got)); }), "of 6 bytes");
 }
 
+CASE(tcp_a_message_of_an_agreement_may_be_shorter) {
+    Network network(2);
+    const int tag = Tags(0x7fffffff).agreement();
+    for (const bool is_early : {false, true}) {
+        std::vector<std::byte> got(5);
+        Transport::Handle early;
+        if (is_early) early = receive(network[1], 0, tag, got);
+        wait(send(network[0], 1, tag, pattern(3, 1)));
+        if (!is_early) early = receive(network[1], 0, tag, got);
+        wait(early);
+        got.resize(3);
+        CHECK(got == pattern(3, 1));
+        wait(send(network[0], 1, tag, pattern(4, 1)));
+        check_contains(transport_error_of([&] { wait(receive(network[1], 0, tag, got)); }), "of 4 bytes");
+    }
+}
+
 // The memory of a request that was given up is not written to any more.
 CASE(tcp_a_request_that_was_given_up_leaves_its_memory_alone) {
     Network network(2);

@@ -162,6 +162,11 @@ def test_ranks_that_disagree_are_told_on_every_host_and_go_on() -> None:
         uneven = [torch.ones(4 + (rank == peer == 2)) for peer in range(4)]
         with pytest.raises(MismatchError, match="Rank 2 sends 20 bytes to rank 2, which expects 16"):
             dist.all_to_all([torch.ones(4) for _ in range(4)], uneven)
+        own, blocks = torch.ones(4 + (rank == 2)), [torch.ones(4) for _ in range(4)] if rank == 1 else None
+        with pytest.raises(MismatchError, match="Rank 2 sends 20 bytes to rank 1, which expects 16"):
+            dist.gather(own, blocks, dst=1)
+        with pytest.raises(MismatchError, match=r"rank 2 calls.*5 elements"):
+            dist.scatter(own, blocks, src=1)
         tensor = torch.ones(3)
         dist.all_reduce(tensor)
         assert tensor.tolist() == [4.0] * 3

@@ -6,6 +6,7 @@
 #include <thread>
 #include <tuple>
 
+#include "../../common/checksum.h"
 #include "../../shm/collectives.h"
 #include "execution.h"
 
@@ -158,8 +159,8 @@ private:
     // Every rank sends each its block, all at once.
     void exchange(const Call& call, const Blocks& in, const Counts& outgoing, const Places& out, const Counts& incoming,
                   Milliseconds timeout, const Transport::Owner& owner) {
-        agree(call, timeout);
-        compare_lengths(call, outgoing, incoming, timeout);
+        if (group_.agree(call, timeout, difference_of_lengths(outgoing, incoming)) != 0)
+            compare_lengths(call, outgoing, incoming, timeout);
         Router& router = group_.router;
         const std::uint64_t number = router.next();
         std::vector<Router::RoutedRequest> requests;
@@ -179,6 +180,17 @@ private:
         }
         const auto own = static_cast<std::size_t>(rank_);
         if (outgoing[own] && out[own] != in[own]) std::memcpy(out[own], in[own], outgoing[own]);
+    }
+    // A checksum of what this rank sends to each, minus one of what it expects from each. Summed over all ranks, modulo
+    // 2^64, it is 0 if all lengths agree: the sender's term of each block then cancels that of its receiver.
+    std::uint64_t difference_of_lengths(const Counts& outgoing, const Counts& incoming) const {
+        const auto mine = static_cast<std::uint64_t>(rank_);
+        std::uint64_t difference = 0;
+        for (std::uint64_t peer = 0; peer < outgoing.size(); ++peer) {
+            if (outgoing[peer]) difference += Checksum().add(mine).add(peer).add(outgoing[peer]).value();
+            if (incoming[peer]) difference -= Checksum().add(peer).add(mine).add(incoming[peer]).value();
+        }
+        return difference;
     }
     // All ranks learn how much each sends to each and expects from each, and throw Mismatch where the two differ.
     void compare_lengths(const Call& call, const Counts& outgoing, const Counts& incoming, Milliseconds timeout) {

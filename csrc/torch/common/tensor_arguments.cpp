@@ -11,6 +11,7 @@
 #include <numeric>
 #include <optional>
 
+#include "../../common/checksum.h"
 #include "../../common/kernels.h"
 #include "../../shm/shared_tensors.h"
 
@@ -119,9 +120,9 @@ at::Tensor packed(const at::Tensor& tensor) {
 }
 
 std::uint64_t checksum(const Counts& lengths) {
-    std::uint64_t sum = 0xcbf29ce484222325u;  // FNV-1a over the lengths
-    for (const std::size_t length : lengths) sum = (sum ^ static_cast<std::uint64_t>(length)) * 0x100000001b3u;
-    return sum;
+    Checksum sum;
+    for (const std::size_t length : lengths) sum.add(length);
+    return sum.value();
 }
 
 Counts lengths(const Tensors& tensors) {

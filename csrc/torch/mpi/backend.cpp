@@ -5,6 +5,7 @@
 
 #include "../../common/kernels.h"
 #include "../../common/thread.h"
+#include "../../net/tags.h"
 #include "flat.h"
 #include "work.h"
 
@@ -201,8 +202,10 @@ WorkPtr MpiBackend::message(const CallOptions& options, const Tensors& tensor, i
         flat.fill(flat, flat.data());
         tasks[0].begin = [=](Calls& calls) { calls.send(flat.data(), flat.bytes()[0], peer, tag); };
     } else {
+        // A group that spans hosts sends its own messages under the largest tags; see Transport.
+        const bool may_be_shorter = Tags(group_->largest_tag()).is_agreement(tag);
         tasks[0].begin = [=, from = is_from_any ? Calls::kAnyRank : peer](Calls& calls) {
-            calls.receive(flat.data(), flat.bytes()[0], from, tag);
+            calls.receive(flat.data(), flat.bytes()[0], from, tag, may_be_shorter);
         };
         tasks[0].deliver = [=] { flat.deliver(); };
     }

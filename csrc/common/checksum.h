@@ -1,0 +1,28 @@
+// A checksum of whole numbers, to compare lists of them between ranks: two different lists have the same checksum with
+// a probability of 2^-64. No protection against intent.
+#pragma once
+
+#include <cstdint>
+
+namespace dist_prims {
+
+class Checksum {
+public:
+    Checksum& add(std::uint64_t value) {
+        sum_ = mixed((sum_ ^ value) + 0x9e3779b97f4a7c15u);
+        return *this;
+    }
+    std::uint64_t value() const { return sum_; }
+
+private:
+    // A permutation in which each bit of the result depends on all bits: that of splitmix64.
+    static std::uint64_t mixed(std::uint64_t bits) {
+        bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9u;
+        bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebu;
+        return bits ^ (bits >> 31);
+    }
+
+    std::uint64_t sum_ = 0;
+};
+
+}  // namespace dist_prims
