@@ -22,7 +22,7 @@ def make(store: Any, rank: int, size: int) -> Any:
     """
     endpoint: Any = None
     try:
-        endpoint = extension().TcpEndpoint(_own_address())
+        endpoint = extension().TcpEndpoint(own_address())
         published = endpoint.address
     except (OSError, ValueError, RuntimeError) as error:
         published = f"{_FAILED}{error}"
@@ -39,7 +39,7 @@ def make(store: Any, rank: int, size: int) -> Any:
     return endpoint
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """Return the address at which this rank listens.
 
     That is, in this order: the address of the interface ``GLOO_SOCKET_IFNAME``, the one from which the kernel sends to

@@ -33,6 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
         from .pipeline import main as pipeline
 
         return pipeline(words[1:])
+    if words[:1] == ["hosts"]:
+        from .hosts import main as hosts  # imports the backend
+
+        return hosts(words[1:])
     parser = _parser()
     given = parser.parse_args(words)
     try:

@@ -65,7 +65,12 @@ def format_duration(seconds: float) -> str:
     return _with_unit(seconds * 1e9, ("ns", "µs", "ms", "s"), 1000)
 
 
-def _format_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with three digits and a unit.
+
+    >>> format_bytes(65536)
+    '64 KB'
+    """
     return _with_unit(count, ("B", "KB", "MB", "GB", "TB"), 1024)
 
 
@@ -78,7 +83,7 @@ def _with_unit(value: float, units: Sequence[str], base: float) -> str:
 
 def describe(collective: str, count: int, topology: Topology, source: str) -> str:
     """The question: the collective, the hosts, the costs of a message and of a byte, and the source of these costs."""
-    size = f" of {_format_bytes(count)}" if collective != "barrier" else ""
+    size = f" of {format_bytes(count)}" if collective != "barrier" else ""
     hosts, ranks = len(topology.hosts), topology.hosts[0]
     lines = [f"{collective}{size}: {hosts} host{'s'[: hosts > 1]} x {ranks} rank{'s'[: ranks > 1]}; {source}"]
     for name, level, where in (("within a host", topology.inner, "rank"), ("between hosts", topology.outer, "host")):
@@ -95,7 +100,7 @@ def report(advice: Advice) -> str:
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for each in advice.candidates:
         times = (format_duration(value) for value in (each.seconds, each.latency, each.processor, each.link))
-        rows.append((each.name, str(each.segments), *times, each.bound_by, _format_bytes(each.link_bytes)))
+        rows.append((each.name, str(each.segments), *times, each.bound_by, format_bytes(each.link_bytes)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.append(f"{'lower bound'.ljust(widths[0] + widths[1] + 2)}  {format_duration(advice.bound)}")
@@ -123,7 +128,7 @@ def _reasons(advice: Advice) -> Iterator[str]:
 def _bottleneck(candidate: Candidate) -> str:
     """The resource that most of the candidate's time is spent on, in words."""
     return {
-        "link": f"the busiest link carries {_format_bytes(candidate.link_bytes)}",
+        "link": f"the busiest link carries {format_bytes(candidate.link_bytes)}",
         "latency": f"{len(candidate.schedule.steps)} steps of messages run one after the other",
         "processor": "ranks copy and reduce",
     }[candidate.bound_by]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -104,6 +106,26 @@ def test_a_death_is_named_on_all_hosts(program: Path) -> None:
     assert {"0", "1"} <= found.keys()  # torchrun ends rank 2 as soon as it sees that its neighbour has died
     # torchrun then ends rank 2, too: on a busy machine before a rank has looked round for who was first
     assert all(re.match(r"PeerDiedError.* rank [23] on host host1", text) for text in found.values()), found
+
+
+def test_bench_hosts_compares_with_gloo_and_with_a_stream(tmp_path: Path) -> None:
+    file = tmp_path / "lines.json"
+    command = [sys.executable, "-m", "dist_prims.bench", "hosts", "--sizes", "64,128K", "--iterations", "1"]
+    with cluster(2, 2, [*command, "--engines", "tcp,gloo", "--json", str(file)]) as job:
+        done = job.result()
+    assert done.returncode == 0, done.stderr
+    assert "Wrong elements: 0" in done.stdout
+    assert len(re.findall(r"^\| \w+ \| (?:64 B|128 KB) \|", done.stdout, re.MULTILINE)) == 2 * 6 + 1  # one of barrier
+    found = json.loads(file.read_text())["lines"]
+    assert {line["contender"] for line in found} == {"gloo", "dist_prims over tcp", "dist_prims over gloo", "stream"}
+
+
+def test_bench_hosts_on_one_host_says_what_to_do() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_prims.bench", "hosts"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert "netns-hosts.sh" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,0 +1,103 @@
+"""``python -m dist_prims.bench hosts``: the collectives between hosts, beside gloo's and beside what the link carries.
+
+To be run by a launcher on several hosts. The contenders at each size are gloo's own collective, a group of dist_prims
+for each engine, and a stream: plain TCP that carries only what the busiest link must carry at least, so no collective
+can be faster. The table is in Markdown; its ratios are medians over the iterations of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..backend.options import BackendOptions
+from ..launch import init
+from ..schedules.advice import format_bytes, format_duration
+from .arguments import positive, sizes
+from .cases import CASES, Buffers
+from .measure import Contender, Line, measure
+from .report import environment, write_json
+from .stream import ONE_WAY, Hosts, Stream, least_bytes
+
+__all__: list[str] = []
+
+_ENGINES = ("tcp", "gloo", "mpi")
+_TIMEOUT = 600.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m dist_prims.bench hosts", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--collectives", default=",".join(CASES), help="default: all")
+    parser.add_argument("--sizes", type=sizes, default="64,64K,1M,16M", help="64,64K,1M,16M")
+    parser.add_argument("--engines", default="tcp", help="of tcp, gloo and mpi, each a contender (tcp)")
+    parser.add_argument("--iterations", type=positive, default=7)
+    parser.add_argument("--json", type=Path, help="write all times")
+    given = parser.parse_args(arguments)
+    for names, known in ((given.collectives, CASES), (given.engines, _ENGINES)):
+        for name in names.split(","):
+            if name not in known:
+                parser.error(f"{name!r} is not one of {', '.join(known)}")
+    hosts = init(timeout=_TIMEOUT).hosts
+    if len(hosts) < 2:
+        parser.error("all ranks are on one host; on one machine, ./launch_scripts/netns-hosts.sh makes several")
+    torch.set_num_threads(1)
+    return _bench(given, hosts)
+
+
+def _bench(given: argparse.Namespace, hosts: Hosts) -> int:
+    engines, collectives = given.engines.split(","), given.collectives.split(",")
+    facts = environment()
+    groups: dict[str, Any] = {
+        f"dist_prims over {engine}": dist.new_group(backend="dist_prims", pg_options=BackendOptions(engine=engine))
+        for engine in engines
+    }
+    _print(_heading(facts, list(groups)))
+    lines: list[Line] = []
+    with Stream.connect(hosts, 2 * max(given.sizes) * max(map(len, hosts)), _TIMEOUT) as stream:
+        for collective in collectives:
+            for nbytes in given.sizes[: 1 if collective == "barrier" else None]:
+                limit = _limit(stream, collective, least_bytes(collective, nbytes, hosts))
+                found = measure(collective, nbytes, [], iterations=given.iterations, groups=groups, more=limit)
+                _print(_row(collective, nbytes, found))
+                lines += found
+    wrong = sum(line.wrong for line in lines)
+    _print(f"\nWrong elements: {wrong}")
+    if given.json and dist.get_rank() == 0:
+        write_json(given.json, facts, lines)
+    return int(wrong > 0)
+
+
+def _print(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def _limit(stream: Stream, collective: str, nbytes: int) -> Any:
+    def make(buffers: Buffers) -> Mapping[str, Contender]:
+        carry = Contender(lambda _: stream.carry(nbytes, collective in ONE_WAY), buffers, checked=False)
+        return {"stream": carry}
+
+    return make
+
+
+def _heading(facts: Mapping[str, Any], groups: Sequence[str]) -> str:
+    names = ["collective", "size", "gloo", "stream"]
+    for group in groups:
+        names += [group, "by gloo", "by stream"]
+    values = ", ".join(f"{name} {value}" for name, value in facts.items())
+    return f"{values}\n\n| {' | '.join(names)} |\n|{' --- |' * len(names)}"
+
+
+def _row(collective: str, nbytes: int, lines: Sequence[Line]) -> str:
+    gloo, *ours, stream = lines
+    cells = [collective, format_bytes(nbytes), format_duration(gloo.median), format_duration(stream.median)]
+    for line in ours:
+        by_stream = statistics.median(map(float.__truediv__, line.seconds, stream.seconds))
+        cells += [format_duration(line.median), f"{line.ratio:.2f}", f"{by_stream:.2f}"]
+    return f"| {' | '.join(cells)} |"
