@@ -1,6 +1,7 @@
 #include "schedule_executor.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <list>
 #include <map>
@@ -15,6 +16,7 @@ namespace dist_prims {
 namespace {
 
 constexpr std::size_t kCheapToCopy = 64 << 10;
+constexpr std::size_t kLanes = 2;
 
 // Staging buffers of one collective, reused from step to step. Requests to other hosts share ownership of them, and of
 // the data, so a transport that cannot release memory at once never touches memory that is in use again.
@@ -340,16 +342,23 @@ void execute(const RankProgram& program, Router& router, DType dtype, Op op, con
         sleeping;  // a rank that waits for the network leaves the core to the threads that serve it
     if (router.spans_hosts()) sleeping.emplace();
     const auto buffers = std::make_shared<StagingBuffers>(buffer.owner);
-    std::list<SegmentExecution> under_way;  // the oldest first
-    try {
-        for (int begun = 0; begun < segments || !under_way.empty();) {
-            for (auto each = under_way.begin(); each != under_way.end();)
-                each = each->advance() ? std::next(each) : under_way.erase(each);
-            if (begun == segments || under_way.size() == Tags::kSegments) continue;
-            const auto segment = static_cast<std::size_t>(begun++), all = static_cast<std::size_t>(segments);
-            under_way.emplace_back(program, router, buffers, dtype, op, buffer, segment, all, timeout);
-            if (!under_way.back().advance()) under_way.pop_back();
+    const auto all = static_cast<std::size_t>(segments);
+    std::array<std::list<SegmentExecution>, kLanes> lanes;  // of each, the oldest segment first
+    std::size_t begun = 0, finished = 0;
+    const auto move = [&](std::list<SegmentExecution>& lane) {
+        for (auto each = lane.begin(); each != lane.end();) {
+            const bool goes_on = each->advance();
+            each = goes_on ? std::next(each) : lane.erase(each);
+            finished += !goes_on;
         }
+        if (begun == all || lane.size() == Tags::kSegments / kLanes) return;
+        lane.emplace_back(program, router, buffers, dtype, op, buffer, begun++, all, timeout);
+        if (lane.back().advance()) return;
+        lane.pop_back();  // a program without steps
+        ++finished;
+    };
+    try {
+        while (finished < all) std::for_each(lanes.begin(), lanes.end(), move);
     } catch (...) {
         router.end();
         throw;

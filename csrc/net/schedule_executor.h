@@ -5,12 +5,16 @@
 // the reductions is the order of the schedule, so the bits equal those of the Python executor and of the simulator.
 //
 // Data may be cut into segments that follow each other through the steps, one step apart (pipelining): while one
-// segment is on the link between hosts, another is reduced inside a host. All ranks finish and begin the steps of
-// segments in the same order, so no rank waits for a message that another has yet to begin. No rank has more segments
-// in flight than there are tags for them (see tags.h).
+// segment is on the link between hosts, another is reduced inside a host. Even and odd segments are two such pipelines,
+// of which each rank moves one and then the other: otherwise a link would be idle from the time when a segment has
+// arrived until the next one is sent. All ranks finish and begin the steps of segments in the same order, so no rank
+// waits for a message that another has yet to begin. No rank has more segments in flight than there are tags for them
+// (see tags.h).
 //
-//     segment 0    step 0   step 1   step 2
-//     segment 1             step 0   step 1   step 2
+//     segment 0    step 0            step 1            step 2
+//     segment 1             step 0            step 1            step 2
+//     segment 2                      step 0            step 1            step 2
+//     segment 3                               step 0            step 1            step 2
 #pragma once
 
 #include <cstddef>
