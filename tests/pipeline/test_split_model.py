@@ -413,6 +413,7 @@ def test_memory_balances_memory() -> None:
     assert [stage.names for stage in split(model, 2, "memory", torch.ones(1, 512))] == [("0",), ("1", "2", "3", "4")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_deep_network_is_cut_by_its_times() -> None:
     """A ResNet-101, whose cut by time is known to crash elsewhere."""
