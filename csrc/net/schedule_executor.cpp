@@ -52,9 +52,10 @@ private:
     std::list<Buffer> free_;
 };
 
-// A segment of a piece of the data.
+// A segment of a piece of the data; see ProgramBuffer::Block.
 struct Part {
-    std::byte* place;
+    const std::byte* input;
+    std::byte* output;
     std::size_t bytes;
 };
 
@@ -63,25 +64,23 @@ struct Part {
 std::vector<Part> parts(const RankProgram& program, const ProgramBuffer& buffer, std::size_t element,
                         std::size_t segment, std::size_t segments) {
     std::vector<Part> found;
-    const auto add = [&](std::size_t begin, std::size_t end) {
-        found.push_back({buffer.data + begin * element, (end - begin) * element});
+    const auto add = [&](const ProgramBuffer::Block& block, std::size_t begin, std::size_t end) {
+        const auto at = [&](auto* memory) { return memory ? memory + begin * element : nullptr; };
+        found.push_back({at(block.input), at(block.output), (end - begin) * element});
     };
-    const auto pieces = static_cast<std::size_t>(program.chunks);
-    if (buffer.blocks.empty()) {
-        const std::size_t begin = segment * buffer.count / segments,
-                          all = (segment + 1) * buffer.count / segments - begin;
-        for (std::size_t piece = 0; piece < pieces; ++piece)
-            add(begin + piece * all / pieces, begin + (piece + 1) * all / pieces);
-        return found;
-    }
-    const std::size_t each = pieces / buffer.blocks.size();  // pieces of a block
-    std::size_t begin = 0;
-    for (const std::size_t block : buffer.blocks) {
-        for (std::size_t piece = 0; piece < each; ++piece) {
-            const std::size_t first = piece * block / each, all = (piece + 1) * block / each - first;
-            add(begin + first + segment * all / segments, begin + first + (segment + 1) * all / segments);
+    const std::size_t pieces = static_cast<std::size_t>(program.chunks) / buffer.blocks.size();  // of a block
+    for (const ProgramBuffer::Block& block : buffer.blocks) {
+        if (buffer.is_whole()) {
+            const std::size_t begin = segment * block.count / segments,
+                              all = (segment + 1) * block.count / segments - begin;
+            for (std::size_t piece = 0; piece < pieces; ++piece)
+                add(block, begin + piece * all / pieces, begin + (piece + 1) * all / pieces);
+            continue;
         }
-        begin += block;
+        for (std::size_t piece = 0; piece < pieces; ++piece) {
+            const std::size_t begin = piece * block.count / pieces, all = (piece + 1) * block.count / pieces - begin;
+            add(block, begin + segment * all / segments, begin + (segment + 1) * all / segments);
+        }
     }
     return found;
 }
@@ -103,9 +102,20 @@ public:
           segment_(segment),
           parts_(parts(program, buffer, element_, segment, segments)),
           is_used_(static_cast<std::size_t>(program.chunks + program.scratch)) {
-        std::size_t longest = 0;
-        for (const Part& part : parts_) longest = std::max(longest, part.bytes);
-        for (int chunk = 0; chunk < program.scratch; ++chunk) scratch_.push_back(buffers_->take(longest, mine_));
+        std::size_t longest = 0, without_output = 0;
+        for (const Part& part : parts_) {
+            longest = std::max(longest, part.bytes);
+            if (!part.output) without_output += part.bytes;
+        }
+        std::byte* next = without_output ? buffers_->take(without_output, mine_) : nullptr;
+        for (const Part& part : parts_) {
+            std::byte* const home = part.output ? part.output : std::exchange(next, next + part.bytes);
+            chunks_.push_back({part.input ? part.input : home, home});
+        }
+        for (int chunk = 0; chunk < program.scratch; ++chunk) {
+            std::byte* const home = buffers_->take(longest, mine_);
+            chunks_.push_back({home, home});
+        }
     }
 
     // Finishes the current step and begins the next; returns false after the last.
@@ -116,6 +126,7 @@ public:
             trace_.end();
         }
         if (begun_ == program_.steps.size()) {
+            deliver();
             buffers_->give_back(mine_);
             return false;
         }
@@ -125,6 +136,11 @@ public:
     }
 
 private:
+    // Where the contents of a chunk are, and where the program writes them.
+    struct Chunk {
+        const std::byte* contents;
+        std::byte* home;
+    };
     // The place of a message, and the bytes before each of its chunks.
     struct ReceiveBuffer {
         std::byte* place;
@@ -149,7 +165,7 @@ private:
         expect(step, now_, false);
         for (const auto& message : step.sends) {
             const std::size_t all = length(message.pieces);
-            const std::byte* from = joined(message.chunks, message.pieces);
+            const std::byte* from = joined(message, &Chunk::contents);
             if (!from) from = pack(message);
             if (all) sent_.push_back(router_.send(message.peer, number_, from, all, timeout_, buffers_));
         }
@@ -202,17 +218,17 @@ private:
         return found;
     }
 
-    std::byte* place(int chunk) {
-        return chunk >= program_.chunks ? scratch_[static_cast<std::size_t>(chunk - program_.chunks)]
-                                        : parts_[static_cast<std::size_t>(chunk)].place;
-    }
+    Chunk& chunk(int index) { return chunks_[static_cast<std::size_t>(index)]; }
 
-    // The address of chunks that are contiguous in memory, otherwise null.
-    std::byte* joined(const RankProgram::Chunks& chunks, const RankProgram::Chunks& pieces) {
+    // The address of a message's chunks if they are contiguous in memory, otherwise null.
+    template <typename Address>
+    Address joined(const RankProgram::Message& message, Address Chunk::* address) {
+        const RankProgram::Chunks& chunks = message.chunks;
         for (std::size_t each = 1; each < chunks.size(); ++each) {
-            if (place(chunks[each]) != place(chunks[each - 1]) + bytes(pieces[each - 1])) return nullptr;
+            if (chunk(chunks[each]).*address != chunk(chunks[each - 1]).*address + bytes(message.pieces[each - 1]))
+                return nullptr;
         }
-        return place(chunks[0]);
+        return chunk(chunks[0]).*address;
     }
 
     std::byte* pack(const RankProgram::Message& message) {
@@ -221,7 +237,7 @@ private:
         std::byte* to = packed;
         for (std::size_t each = 0; each < message.chunks.size(); ++each) {
             const std::size_t all = bytes(message.pieces[each]);
-            if (all) std::memcpy(to, place(message.chunks[each]), all);
+            if (all) std::memcpy(to, chunk(message.chunks[each]).contents, all);
             to += all;
         }
         return packed;
@@ -247,7 +263,7 @@ private:
         for (const int chunk : message.chunks) {
             if (is_used_[static_cast<std::size_t>(chunk)]) return nullptr;
         }
-        return joined(message.chunks, message.pieces);
+        return joined(message, &Chunk::home);
     }
 
     // Copies of this rank's own chunks that are operands: another write of this step may overwrite them first.
@@ -280,9 +296,11 @@ private:
     void write(const RankProgram::Step& step, const Own& own) {
         std::optional<Range> range;
         for (const auto& each : step.writes) {
-            Range next{&each, place(each.into), {}, bytes(each.piece)};
+            Chunk& into = chunk(each.into);
+            Range next{&each, into.home, {}, bytes(each.piece)};
             if (next.bytes == 0) continue;
-            if (!each.copy) next.operands.push_back(next.out);
+            if (!each.copy) next.operands.push_back(into.contents);
+            into.contents = into.home;
             for (const auto& source : each.sources) next.operands.push_back(operand(source, own));
             if (range && follows(*range, next)) {
                 range->bytes += next.bytes;
@@ -315,6 +333,16 @@ private:
                        range.bytes / element_);
     }
 
+    // Copies what the program has left in the input to the output, such as this rank's own block of an all_gather.
+    void deliver() {
+        for (std::size_t each = 0; each < parts_.size(); ++each) {
+            const Part& part = parts_[each];
+            if (!part.output || part.bytes == 0 || chunks_[each].contents == part.output) continue;
+            const TraceSpan span(TraceKind::kCopy, part.bytes);
+            std::memcpy(part.output, chunks_[each].contents, part.bytes);
+        }
+    }
+
     const RankProgram& program_;
     Router& router_;
     const std::uint64_t number_;
@@ -327,8 +355,8 @@ private:
     const std::vector<Part> parts_;  // by piece
     std::vector<bool> is_used_;      // by chunk; see mark_used()
     std::size_t begun_ = 0;
-    TraceStep trace_;  // the current one
-    std::vector<std::byte*> scratch_;
+    TraceStep trace_;            // the current one
+    std::vector<Chunk> chunks_;  // the pieces, then scratch
     std::vector<Router::RoutedRequest> sent_;
     StepReceives now_, next_;
     std::vector<StagingBuffers::Buffer> mine_, taken_;  // until the segment ends, and until the step does

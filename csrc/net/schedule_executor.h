@@ -11,6 +11,9 @@
 // waits for a message that another has yet to begin. No rank has more segments in flight than there are tags for them
 // (see tags.h).
 //
+// A chunk is read where the caller has it, until the program first writes it: then it lies in the caller's output, or
+// in a buffer if the rank does not end with it. So nothing is copied before the first step.
+//
 //     segment 0    step 0            step 1            step 2
 //     segment 1             step 0            step 1            step 2
 //     segment 2                      step 0            step 1            step 2
@@ -19,6 +22,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "../common/types.h"
@@ -53,16 +57,26 @@ struct RankProgram {
     int ranks = 1;
 };
 
-// The data that a program works on: contiguous elements, cut evenly into the program's pieces, or into blocks of given
-// lengths.
+// The data that a program works on: one whole, which is cut evenly into the program's pieces, or several blocks, each
+// of which is cut so.
 struct ProgramBuffer {
-    std::byte* data;
-    std::size_t count;
-    std::vector<std::size_t> blocks{};    // elements of each; empty: the data is no list of blocks
-    std::shared_ptr<const void> owner{};  // of the data: see Transport
+    // Contiguous elements. The input is only read, and is null if this rank begins without the block; the output is
+    // null if the rank need not end with it. The two may be the same memory. Other overlaps are not allowed.
+    struct Block {
+        const std::byte* input;
+        std::byte* output;
+        std::size_t count;
+    };
+    std::vector<Block> blocks;
+    std::shared_ptr<const void> owner{};  // of the memory: see Transport
+
+    bool is_whole() const { return blocks.size() == 1; }
+    static ProgramBuffer whole(std::byte* data, std::size_t count, std::shared_ptr<const void> owner = {}) {
+        return {{{data, data, count}}, std::move(owner)};
+    }
 };
 
-// Runs the program on contiguous data and leaves the result there.
+// Runs the program, from the inputs to the outputs.
 void execute(const RankProgram& program, Router& router, DType dtype, Op op, const ProgramBuffer& buffer, int segments,
              std::chrono::milliseconds timeout);
 

@@ -291,7 +291,8 @@ CASE(a_program_is_aborted) {
                     for (;;) {
                         std::vector<double> data(3 << 17);
                         auto* bytes = reinterpret_cast<std::byte*>(data.data());
-                        execute(program, router, DType::kFloat64, Op::kSum, {bytes, data.size()}, 3, 60s);
+                        execute(program, router, DType::kFloat64, Op::kSum, ProgramBuffer::whole(bytes, data.size()), 3,
+                                60s);
                     }
                 });
                 CHECK(has(text_of(error), "has given up waiting"));

@@ -239,7 +239,8 @@ void sums(const std::vector<std::vector<int>>& hosts, int size, const MakeTransp
                     group.all_reduce(call, bytes, bytes, 60s);
                 } else {
                     group.agree(call, 60s);
-                    execute(program, group.router, call.dtype, call.op, {bytes, count}, segments, 60s);
+                    execute(program, group.router, call.dtype, call.op, ProgramBuffer::whole(bytes, count), segments,
+                            60s);
                 }
                 for (std::size_t i = 0; i < count; ++i)
                     CHECK(data[i] == size * static_cast<std::int64_t>(i) + size * (size - 1) / 2);
@@ -299,7 +300,7 @@ CASE(tags_are_used_again_and_again) {
             const Call call = sum_of(sequence, count);
             if (sequence % 2) {
                 group.agree(call, 60s);
-                execute(program, group.router, call.dtype, call.op, {bytes, count}, kMany, 60s);
+                execute(program, group.router, call.dtype, call.op, ProgramBuffer::whole(bytes, count), kMany, 60s);
             } else {
                 group.all_reduce(call, bytes, bytes, 60s);
             }
@@ -326,7 +327,8 @@ CASE(no_more_segments_are_under_way_than_there_are_tags) {
         auto* bytes = reinterpret_cast<std::byte*>(data.data());
         const Call call = sum_of(0, data.size());
         group.agree(call, 60s);
-        execute(program, group.router, call.dtype, call.op, {bytes, data.size()}, static_cast<int>(kMany), 60s);
+        execute(program, group.router, call.dtype, call.op, ProgramBuffer::whole(bytes, data.size()),
+                static_cast<int>(kMany), 60s);
         for (std::size_t i = 0; i < data.size(); ++i) CHECK(data[i] == static_cast<std::int64_t>(i));
     });
 }
@@ -346,7 +348,8 @@ void means(const std::vector<std::vector<int>>& hosts, int size) {
                 group.all_reduce(call, bytes, bytes, 60s);
             } else {
                 group.agree(call, 60s);
-                execute(ring(size, rank), group.router, call.dtype, call.op, {bytes, count}, 2, 60s);
+                execute(ring(size, rank), group.router, call.dtype, call.op, ProgramBuffer::whole(bytes, count), 2,
+                        60s);
             }
             for (const std::uint16_t each : data) CHECK(each == k40000);
         }
@@ -461,12 +464,43 @@ CASE(a_transport_may_keep_memory) {
         if (rank == 2) return;
         auto data = std::make_shared<std::vector<std::int64_t>>(3000);
         auto* bytes = reinterpret_cast<std::byte*>(data->data());
-        const ProgramBuffer buffer{bytes, data->size(), {}, std::shared_ptr<const void>(std::move(data), bytes)};
+        const std::size_t count = data->size();
+        const auto buffer = ProgramBuffer::whole(bytes, count, std::shared_ptr<const void>(std::move(data), bytes));
         const RankProgram program = ring(3, rank);
         const auto error = caught([&] { execute(program, group.router, DType::kInt64, Op::kSum, buffer, 3, 60s); });
         CHECK(error);
     });
     CHECK(use.kept > 0);
+}
+
+// Of one whole and of blocks of different lengths. The last rank has no output.
+void reads_inputs_and_writes_outputs(const std::vector<std::size_t>& counts) {
+    run_group({{0, 1}, {2}}, [&](MultiHostGroup& group, int rank) {
+        constexpr int kSize = 3;
+        const bool has_output = rank < kSize - 1;
+        std::vector<std::vector<std::int64_t>> inputs, outputs;
+        ProgramBuffer buffer;
+        for (const std::size_t count : counts) {
+            auto& input = inputs.emplace_back(count, 10 + rank);
+            auto& output = outputs.emplace_back(count, -1);
+            buffer.blocks.push_back({reinterpret_cast<const std::byte*>(input.data()),
+                                     has_output ? reinterpret_cast<std::byte*>(output.data()) : nullptr, count});
+        }
+        for (const int segments : {1, 3, 7}) {
+            execute(ring(kSize, rank), group.router, DType::kInt64, Op::kSum, buffer, segments, 60s);
+            for (std::size_t block = 0; block < counts.size(); ++block) {
+                for (const std::int64_t value : inputs[block]) CHECK(value == 10 + rank);
+                for (const std::int64_t value : outputs[block]) CHECK(value == (has_output ? 33 : -1));
+                std::fill(outputs[block].begin(), outputs[block].end(), -1);
+            }
+        }
+    });
+}
+
+CASE(programs_read_inputs_and_write_outputs) {
+    reads_inputs_and_writes_outputs({5000});
+    reads_inputs_and_writes_outputs({2});
+    reads_inputs_and_writes_outputs({1000, 0, 70'000});
 }
 
 CASE(sums_on_several_hosts) {

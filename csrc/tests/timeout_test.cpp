@@ -100,7 +100,7 @@ void by_schedule(HostSegment& host_segment) {
     auto* const bytes = reinterpret_cast<std::byte*>(data.data());
     Router router(host_segment.p2p, {}, nullptr);
     execute(gather_in_a_ring(host_segment.slots.size(), host_segment.slots.rank()), router, DType::kFloat64, Op::kSum,
-            {bytes, data.size()}, 1, kTimeout);
+            ProgramBuffer::whole(bytes, data.size()), 1, kTimeout);
 }
 
 CASE(a_rank_that_does_not_make_the_call) {

@@ -130,7 +130,7 @@ CASE(a_trace_has_the_steps_and_messages_of_a_schedule) {
         Call call = call_of(7, data.size());
         call.by("ring");
         const TraceCall traced(group, call);
-        const ProgramBuffer buffer{reinterpret_cast<std::byte*>(data.data()), data.size()};
+        const auto buffer = ProgramBuffer::whole(reinterpret_cast<std::byte*>(data.data()), data.size());
         execute(ring(kRanks, rank), router, call.dtype, call.op, buffer, kSegments, std::chrono::seconds(60));
         CHECK(data[0] == kRanks);
     });

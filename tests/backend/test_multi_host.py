@@ -149,6 +149,56 @@ def test_segments_change_nothing() -> None:
     span("a a b b", body)
 
 
+def test_inputs_stay_as_they_are_and_outputs_may_lie_anywhere() -> None:
+    """A schedule reads inputs where they are and writes to the outputs, so memory that is both must not be mixed up."""
+
+    def scattered(into: Any, count: int) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        whole = held(rank, size * count)
+        before, output = whole.clone(), into(whole, count)
+        dist.reduce_scatter(output, list(whole.view(size, count)))
+        equal(output, summed(size, size * count)[rank * count : (rank + 1) * count], "reduce_scatter")
+        if into is apart:
+            equal(whole, before, "the input")
+
+    def gathered(whole: torch.Tensor, given: torch.Tensor) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        given.copy_(held(rank, len(given)))
+        dist.all_gather(list(whole.unbind()), given)
+        equal(whole, torch.stack([held(other, len(given)) for other in range(size)]), "all_gather")
+
+    def apart(whole: torch.Tensor, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.int64)
+
+    def strided(whole: torch.Tensor, count: int) -> torch.Tensor:
+        return torch.empty(count, 2, dtype=torch.int64)[:, 0]
+
+    def own_block(whole: torch.Tensor, count: int) -> torch.Tensor:
+        return whole[dist.get_rank() * count :][:count]
+
+    def other_block(whole: torch.Tensor, count: int) -> torch.Tensor:
+        return whole[(dist.get_rank() + 1) % dist.get_world_size() * count :][:count]
+
+    def across_blocks(whole: torch.Tensor, count: int) -> torch.Tensor:
+        return whole[count // 2 :][:count]
+
+    def body() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for count in (2, 1000, 300_000):
+            for into in (apart, strided, own_block, other_block, across_blocks):
+                scattered(into, count)
+            whole, alone = torch.empty(size, count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
+            for given in (alone, whole[rank], whole[(rank + 1) % size], whole.view(-1)[1 : count + 1]):
+                gathered(whole, given)
+            gathered(torch.empty(count, size, dtype=torch.int64).t(), alone)
+            total = held(rank, count)
+            dist.reduce(total, 1)
+            equal(total, summed(size, count) if rank == 1 else held(rank, count), "reduce")
+
+    span("a a b b", body)
+    span("a b b c", body)
+
+
 def test_ranks_that_disagree_are_told_on_every_host_and_go_on() -> None:
     def body() -> None:
         rank = dist.get_rank()

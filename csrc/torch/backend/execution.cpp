@@ -41,28 +41,34 @@ PrimsTask Execution::by_schedule(const SchedulePtr& schedule, Call call, const T
             }};
 }
 
-void Execution::execute_schedule(const NativeSchedule& schedule, const Call& call, const at::Tensor& data,
-                                 Milliseconds timeout, const Counts& blocks) {
-    const ProgramBuffer buffer{bytes_of(data), call.count, blocks, std::make_shared<const at::Tensor>(data)};
-    execute(schedule.program, router(), call.dtype, call.op, buffer, schedule.segments, timeout);
+ProgramBuffer whole(const at::Tensor& tensor) {
+    return ProgramBuffer::whole(bytes_of(tensor), static_cast<std::size_t>(tensor.numel()),
+                                std::make_shared<const at::Tensor>(tensor));
+}
+
+ProgramBuffer in_blocks(const Tensors& inputs, const Tensors& outputs, const Counts& counts) {
+    ProgramBuffer buffer;
+    for (std::size_t block = 0; block < counts.size(); ++block) {
+        const auto address = [&](const at::Tensor& each) { return each.defined() ? bytes_of(each) : nullptr; };
+        buffer.blocks.push_back({address(inputs[block]), address(outputs[block]), counts[block]});
+    }
+    buffer.owner = std::make_shared<const std::pair<Tensors, Tensors>>(inputs, outputs);
+    return buffer;
 }
 
 void Execution::execute_on_blocks(const NativeSchedule& schedule, const Call& call, const Tensors& inputs,
                                   const Tensors& outputs, const Counts& counts, Milliseconds timeout) {
-    const bool is_whole = counts.size() == 1;
-    const bool is_in_place = is_whole && outputs[0].defined() && packed(outputs[0]).is_same(outputs[0]);
-    const at::Tensor& like = first_defined(inputs, outputs);
-    const at::Tensor data =
-        is_in_place ? outputs[0].view(-1) : at::empty({static_cast<int64_t>(call.count)}, like.options());
-    const Tensors parts = data.split_with_sizes(std::vector<int64_t>(counts.begin(), counts.end()));
-    for (std::size_t block = 0; block < parts.size(); ++block) {
-        const at::Tensor& input = inputs[block];
-        if (input.defined() && input.data_ptr() != parts[block].data_ptr())
-            parts[block].copy_(input.contiguous().view(-1));
+    Tensors from = inputs, to = outputs;
+    for (at::Tensor& each : from) {
+        if (each.defined()) each = packed(each);
     }
-    execute_schedule(schedule, call, data, timeout, is_whole ? Counts{} : counts);
-    for (std::size_t block = 0; block < parts.size() && !is_in_place; ++block) {
-        if (outputs[block].defined()) outputs[block].copy_(parts[block].view_as(outputs[block]));
+    const bool overlap = outputs_overlap(from, to);
+    for (at::Tensor& each : to) {
+        if (each.defined() && (overlap || !is_packed(each))) each = at::empty(each.sizes(), each.options());
+    }
+    execute_schedule(schedule, call, in_blocks(from, to, counts), timeout);
+    for (std::size_t block = 0; block < to.size(); ++block) {
+        if (!to[block].is_same(outputs[block])) outputs[block].copy_(to[block]);
     }
 }
 

@@ -95,9 +95,10 @@ protected:
     bool has_pins() const { return has_pins_; }
     SchedulePtr pinned(std::uint64_t bytes);
     static SchedulePtr find(const std::vector<SchedulePtr>& schedules, std::uint64_t bytes);
-    // `data` holds the elements of the call; `blocks`: see ProgramBuffer.
-    void execute_schedule(const NativeSchedule& schedule, const Call& call, const at::Tensor& data,
-                          Milliseconds timeout, const Counts& blocks = {});
+    void execute_schedule(const NativeSchedule& schedule, const Call& call, const ProgramBuffer& buffer,
+                          Milliseconds timeout) {
+        execute(schedule.program, router(), call.dtype, call.op, buffer, schedule.segments, timeout);
+    }
 
     const std::shared_ptr<HostSegment> host_segment_;
     const int rank_, size_;
@@ -119,5 +120,10 @@ std::shared_ptr<Execution> make_multi_host_execution(std::shared_ptr<HostSegment
 
 // The first tensor that this rank has; there is one.
 const at::Tensor& first_defined(const Tensors& inputs, const Tensors& outputs);
+
+// A contiguous tensor as the data of a schedule, which is changed in place.
+ProgramBuffer whole(const at::Tensor& tensor);
+// Blocks of given lengths in elements, of which this rank has some inputs and outputs: contiguous, otherwise undefined.
+ProgramBuffer in_blocks(const Tensors& inputs, const Tensors& outputs, const Counts& counts);
 
 }  // namespace dist_prims

@@ -43,7 +43,7 @@ public:
         call.by(schedule->name);
         return {call, [this, schedule, output = Output(tensor)](const Call& call, Milliseconds timeout) {
                     agree(call, timeout);
-                    execute_schedule(*schedule, call, output.flat, timeout);
+                    execute_schedule(*schedule, call, whole(output.flat), timeout);
                     if (rank_ != call.root) output.deliver();
                 }};
     }
@@ -203,7 +203,8 @@ private:
         Call lengths;
         lengths.dtype = DType::kUInt64;
         lengths.count = size * row;
-        execute_schedule(*schedule, lengths, tensor, timeout, Counts(size, row));
+        const Tensors rows = tensor.split(static_cast<int64_t>(row));
+        execute_schedule(*schedule, lengths, in_blocks(rows, rows, Counts(size, row)), timeout);
         for (std::size_t from = 0; from < size; ++from) {
             for (std::size_t to = 0; to < size; ++to)
                 must_match(rank_, name_of(call.collective), static_cast<int>(from), lists[from * row + to],

@@ -4,6 +4,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <torch/headeronly/version.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
@@ -114,9 +115,39 @@ Op op_of(const c10d::ReduceOp& op) {
     }
 }
 
+bool is_packed(const at::Tensor& tensor) {
+    return !tensor.is_conj() && !tensor.is_neg() && tensor.is_contiguous();
+}
+
 at::Tensor packed(const at::Tensor& tensor) {
-    if (!tensor.is_conj() && !tensor.is_neg() && tensor.is_contiguous()) return tensor;
-    return tensor.resolve_conj().resolve_neg().contiguous();
+    return is_packed(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous();
+}
+
+bool outputs_overlap(const Tensors& inputs, const Tensors& outputs) {
+    struct Range {
+        const std::byte *begin, *end;
+        bool is_output;
+    };
+    std::vector<Range> ranges;
+    const auto add = [&](const at::Tensor& each, bool is_output) {
+        if (each.defined() && each.numel() > 0 && is_packed(each))
+            ranges.push_back({bytes_of(each), bytes_of(each) + each.nbytes(), is_output});
+    };
+    for (std::size_t block = 0; block < inputs.size(); ++block) {
+        const at::Tensor &input = inputs[block], &output = outputs[block];
+        const bool is_in_place = input.defined() && output.defined() && input.data_ptr() == output.data_ptr();
+        if (!is_in_place) add(input, false);
+        add(output, true);
+    }
+    std::sort(ranges.begin(), ranges.end(),
+              [](const Range& one, const Range& other) { return one.begin < other.begin; });
+    const std::byte *end = nullptr, *end_of_outputs = nullptr;  // of the ranges so far
+    for (const Range& range : ranges) {
+        if (range.begin < (range.is_output ? end : end_of_outputs)) return true;
+        end = std::max(end, range.end);
+        if (range.is_output) end_of_outputs = std::max(end_of_outputs, range.end);
+    }
+    return false;
 }
 
 std::uint64_t checksum(const Counts& lengths) {

@@ -19,7 +19,9 @@ DType type_of(const at::Tensor& tensor);
 
 Op op_of(const c10d::ReduceOp& op);
 
-// A contiguous tensor: the tensor itself or a copy.
+// Whether a tensor is contiguous, and its memory holds its values as they are.
+bool is_packed(const at::Tensor& tensor);
+// A packed tensor: the tensor itself or a copy.
 at::Tensor packed(const at::Tensor& tensor);
 
 inline std::byte* bytes_of(const at::Tensor& tensor) {
@@ -54,6 +56,10 @@ struct Outputs {
         for (const Output& output : each) output.deliver();
     }
 };
+
+// Whether an output shares memory with another output, or with an input other than that of its own block in the very
+// same place. Tensors may be undefined; those that are not packed are left out.
+bool outputs_overlap(const Tensors& inputs, const Tensors& outputs);
 
 Call call_of(Collective collective, const at::Tensor& like, std::size_t count);
 
