@@ -38,3 +38,16 @@ def test_a_broadcast_by_halving_doubles_the_ranks_with_the_data(size: int) -> No
         reached = np.cumsum([1, *map(len, partners(schedule))])
         assert reached[-1] == size
         assert (reached[1:-1] == 2 ** np.arange(1, len(schedule.steps))).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 7, 8, 12, 33])
+def test_pat_all_reduce_has_the_rounds_and_blocks_of_the_theorem(size: int) -> None:
+    """Träff 2024: 2 ceil(log2 p) rounds; each rank sends, receives and keeps one partner a round, 2(p-1) blocks."""
+    schedule = build("all_reduce", "pat", size)
+    assert len(schedule.steps) == 2 * ceil_log2(size)
+    for step in partners(schedule):
+        assert [src for src, _ in step] == sorted(dst for _, dst in step) == [*range(size)]
+        assert len({(dst - src) % size for src, dst in step}) == 1  # a circulant graph: all send equally far
+    assert {schedule.bytes_sent(rank, schedule.chunks) for rank in range(size)} == {2 * (size - 1)}
+    additions = sum(int(step.reduce.sum()) for step in schedule.steps)
+    assert additions == size * (size - 1)
