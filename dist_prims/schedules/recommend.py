@@ -1,8 +1,9 @@
 """Recommendation of an algorithm for a topology: the price and the bottleneck of every candidate, and the lower bound.
 
-Candidates are the registered algorithms with default parameters. Over several hosts ``hierarchical`` is added where it
-exists, with each algorithm between the hosts. Within the hosts it uses its default first; the other inner algorithms
-are tried with the best outer one only, because the phases run one after the other and the choices hardly interact.
+Candidates are the registered algorithms with default parameters, and with one chunk those that pipeline chunks, because
+the segments of the executor are a pipeline too. Over several hosts ``hierarchical`` is added where it exists, with each
+algorithm between the hosts. Within the hosts it uses its default first; the other inner algorithms are tried with the
+best outer one only, because the phases run one after the other and the choices hardly interact.
 
 An algorithm in which thousands of ranks all send to each other has too many transfers to count. The number of transfers
 is extrapolated from small sizes, and a candidate with too many is not priced but reported.
@@ -137,7 +138,8 @@ class _Search:
 
     def flat(self) -> None:
         for each in _equal_ranks(self.collective, self.topology.size):
-            self._try(each.name, _growth(each, self.topology.size), {})
+            for parameters in ({}, {"chunks": 1}) if "chunks" in each.parameters else ({},):
+                self._try(each.name, _growth(each, self.topology.size), parameters)
 
     def hierarchies(self) -> None:
         before = len(self.found)

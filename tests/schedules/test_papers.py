@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from dist_prims.schedules import Schedule, build
+from dist_prims.schedules.cost import best_segments, seconds
 from dist_prims.schedules.cost_card import ceil_log2
+from dist_prims.schedules.recommend import recommend
+from dist_prims.schedules.topology import Level, Topology
 
 
 def partners(schedule: Schedule) -> list[list[tuple[int, int]]]:
@@ -51,3 +56,29 @@ def test_pat_all_reduce_has_the_rounds_and_blocks_of_the_theorem(size: int) -> N
     assert {schedule.bytes_sent(rank, schedule.chunks) for rank in range(size)} == {2 * (size - 1)}
     additions = sum(int(step.reduce.sum()) for step in schedule.steps)
     assert additions == size * (size - 1)
+
+
+@pytest.mark.parametrize(("size", "root", "chunks"), [(2, 0, 1), (5, 0, 3), (5, 3, 1), (8, 7, 4)])
+def test_a_chain_passes_the_data_on_from_rank_to_rank(size: int, root: int, chunks: int) -> None:
+    """Each rank sends the data once, to the next rank, and the last chunk arrives after n-2+k steps."""
+    along = [(root + place) % size for place in range(size)]
+    for collective, line in (("broadcast", along), ("reduce", [*along[:0:-1], root])):
+        schedule = build(collective, "chain", size, root=root, chunks=chunks)
+        assert len(schedule.steps) == size - 2 + chunks
+        links = {link for step in partners(schedule) for link in step}
+        assert links == set(itertools.pairwise(line))
+        sent = [schedule.bytes_sent(rank) for rank in line]
+        assert sent == [1] * (size - 1) + [0]
+    assert str(build("reduce", "chain", 4, chunks=1).order(chunk=0)) == "((r2+r3)+r1)+r0"
+
+
+def test_many_segments_make_a_chain_as_fast_as_one_link() -> None:
+    links = Topology((1,) * 8, Level(1e-6, 0), Level(1e-6, 1e-9))
+    for collective in ("broadcast", "reduce"):
+        chain = build(collective, "chain", 8, chunks=1)
+        assert float(seconds(chain, 1e8, links)) == pytest.approx(7 * 0.1, rel=1e-3)
+        assert float(seconds(chain, 1e8, links, int(best_segments(chain, 1e8, links)))) < 0.1 * 1.15
+        best = recommend(collective, 1e8, links).candidates[0]
+        assert best.schedule.algorithm == "chain"
+    names = [each.name for each in recommend("broadcast", 1e8, links).candidates]
+    assert {"chain", "chain chunks=1"} <= {*names}
