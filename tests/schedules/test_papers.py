@@ -82,3 +82,30 @@ def test_many_segments_make_a_chain_as_fast_as_one_link() -> None:
         assert best.schedule.algorithm == "chain"
     names = [each.name for each in recommend("broadcast", 1e8, links).candidates]
     assert {"chain", "chain chunks=1"} <= {*names}
+
+
+def test_rabenseifner_halves_then_gathers() -> None:
+    """2 log2 p steps, less than two buffers sent and less than one added up by each rank."""
+    assert partners(build("reduce", "rabenseifner", 4, root=1)) == [
+        [(0, 2), (1, 3), (2, 0), (3, 1)],
+        [(0, 3), (1, 2), (2, 1), (3, 0)],
+        [(0, 3), (2, 1)],
+        [(3, 1)],
+    ]
+    for size in range(2, 34):
+        p = 1 << (size.bit_length() - 1)
+        schedule = build("reduce", "rabenseifner", size, root=size // 2)
+        added = sum(np.bincount(step.dst[step.reduce], minlength=size) for step in schedule.steps)
+        assert added.max() * schedule.share <= (p - 1) / p + (size > p) / 2
+        assert max(schedule.bytes_sent(rank) for rank in range(size)) < 2
+
+
+@pytest.mark.parametrize("size", [3, 5, 6, 7, 12])
+def test_rabenseifner_folds_pairs_of_ranks_that_share_the_additions(size: int) -> None:
+    """The first two steps of a size that is not a power of two, p: r = n - p pairs, half of the data each way."""
+    schedule = build("reduce", "rabenseifner", size)
+    p, pairs = schedule.chunks, [(2 * i, 2 * i + 1) for i in range(size - schedule.chunks)]
+    first, second = partners(schedule)[:2]
+    assert first == sorted(pairs + [pair[::-1] for pair in pairs])
+    assert second == [pair[::-1] for pair in pairs]
+    assert [len(step) for step in schedule.steps[:2]] == [p * len(pairs), p // 2 * len(pairs)]
