@@ -109,3 +109,22 @@ def test_rabenseifner_folds_pairs_of_ranks_that_share_the_additions(size: int) -
     assert first == sorted(pairs + [pair[::-1] for pair in pairs])
     assert second == [pair[::-1] for pair in pairs]
     assert [len(step) for step in schedule.steps[:2]] == [p * len(pairs), p // 2 * len(pairs)]
+
+
+@pytest.mark.parametrize("size", [2, 4, 6, 8, 10, 12, 14, 22, 24, 32, 36])
+def test_swing_meets_ranks_to_the_left_and_right_in_turn(size: int) -> None:
+    """De Sensi et al. 2024: distances 1, -1, 3, -5, 11, ..., for any even size, with the fewest bytes."""
+    schedule = build("all_reduce", "swing", size)
+    half = ceil_log2(size)
+    assert len(schedule.steps) == 2 * half
+    for number, step in enumerate(partners(schedule)):
+        distance = (1, -1, 3, -5, 11, -21)[number if number < half else 2 * half - 1 - number]
+        assert set(step) <= {(rank, (rank + (-distance if rank % 2 else distance)) % size) for rank in range(size)}
+    assert {schedule.bytes_sent(rank, size) for rank in range(size)} == {2 * (size - 1)}
+
+
+@pytest.mark.parametrize("size", [3, 5, 7, 13])
+def test_swing_of_an_odd_size_has_one_surplus_rank(size: int) -> None:
+    first, *between, last = partners(build("all_reduce", "swing", size))
+    assert (first, last) == ([(size - 1, 0)], [(0, size - 1)])
+    assert between == partners(build("all_reduce", "swing", size - 1))
