@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dist_prims.schedules import Schedule, build
+from dist_prims.schedules.algorithms.double_tree import two_trees
 from dist_prims.schedules.cost import best_segments, seconds
 from dist_prims.schedules.cost_card import ceil_log2
 from dist_prims.schedules.recommend import recommend
@@ -78,8 +79,8 @@ def test_many_segments_make_a_chain_as_fast_as_one_link() -> None:
         chain = build(collective, "chain", 8, chunks=1)
         assert float(seconds(chain, 1e8, links)) == pytest.approx(7 * 0.1, rel=1e-3)
         assert float(seconds(chain, 1e8, links, int(best_segments(chain, 1e8, links)))) < 0.1 * 1.15
-        best = recommend(collective, 1e8, links).candidates[0]
-        assert best.schedule.algorithm == "chain"
+        few = Topology((1,) * 3, links.inner, links.outer)
+        assert recommend(collective, 1e8, few).candidates[0].schedule.algorithm == "chain"
     names = [each.name for each in recommend("broadcast", 1e8, links).candidates]
     assert {"chain", "chain chunks=1"} <= {*names}
 
@@ -128,3 +129,34 @@ def test_swing_of_an_odd_size_has_one_surplus_rank(size: int) -> None:
     first, *between, last = partners(build("all_reduce", "swing", size))
     assert (first, last) == ([(size - 1, 0)], [(0, size - 1)])
     assert between == partners(build("all_reduce", "swing", size - 1))
+
+
+@pytest.mark.parametrize("size", [*range(2, 20), 32, 33, 64, 100])
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+def test_two_trees_send_and_receive_one_message_a_step(collective: str, size: int) -> None:
+    """Sanders, Speck and Träff 2009: by colours of the edges; a delay of two steps a level, each rank sends once."""
+    for chunks in (1, 4):
+        schedule = build(collective, "double_tree", size, root=size // 3, chunks=chunks)
+        for step in schedule.steps:
+            assert len(set(step.src.tolist())) == len(set(step.dst.tolist())) == len(step)
+        assert len(schedule.steps) <= 2 * ceil_log2(size) + 2 * chunks
+        sent = [schedule.bytes_sent(rank) for rank in range(size)]
+        assert max(sent) <= 1
+        assert sum(sent) == size - 1  # no rank receives anything twice
+
+
+@pytest.mark.parametrize("nodes", range(1, 40))
+def test_the_inner_ranks_of_one_tree_are_leaves_of_the_other(nodes: int) -> None:
+    inner = [set(parent[parent > 0].tolist()) for parent in two_trees(nodes)]
+    assert not inner[0] & inner[1]
+    children = [np.bincount(parent, minlength=nodes + 1) for parent in two_trees(nodes)]
+    assert [int(count[0]) for count in children] == [1, 1]
+    assert max(int(count.max()) for count in children) <= 2
+
+
+def test_two_trees_are_as_fast_as_one_link_for_many_ranks() -> None:
+    links = Topology((1,) * 64, Level(1e-6, 0), Level(1e-6, 1e-9))
+    for collective in ("broadcast", "reduce"):
+        best = recommend(collective, 1e8, links).candidates[0]
+        assert best.schedule.algorithm == "double_tree"
+        assert best.seconds < 0.1 * 1.2
