@@ -1,8 +1,9 @@
 """Recommendation of an algorithm for a topology: the price and the bottleneck of every candidate, and the lower bound.
 
-Candidates are the registered algorithms with default parameters. Over several hosts ``hierarchical`` is added where it
-exists, with each algorithm between the hosts. Within the hosts it uses a ring first; the other inner algorithms are
-tried with the best outer one only, because the phases run one after the other and the choices hardly interact.
+Candidates are the registered algorithms with default parameters, and with one chunk those that pipeline chunks, because
+the segments of the executor are a pipeline too. Over several hosts ``hierarchical`` is added where it exists, with each
+algorithm between the hosts. Within the hosts it uses its default first; the other inner algorithms are tried with the
+best outer one only, because the phases run one after the other and the choices hardly interact.
 
 An algorithm in which thousands of ranks all send to each other has too many transfers to count. The number of transfers
 is extrapolated from small sizes, and a candidate with too many is not priced but reported.
@@ -33,6 +34,13 @@ MOST_TRANSFERS = 150_000_000  # of a schedule: pricing takes some seconds
 MOST_AT_ONCE = 3_000_000  # of a step: some hundred MB
 _TOLERANCE = 0.02  # a smaller relative difference of two prices is not significant
 _MOST_RANKS_FOR_FAN_IN = 256
+
+# Hierarchical collectives for hosts of any sizes, and the collectives within a host that the parameter inner names.
+_WITHIN = {
+    "all_reduce": ("reduce_scatter", "all_gather"),
+    "broadcast": ("all_gather",),
+    "reduce": ("reduce_scatter",),
+}
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ def _has_hierarchies(collective: str, topology: Topology) -> bool:
     if len(topology.hosts) == 1 or max(topology.hosts) == 1:
         return False
     equal = len(set(topology.hosts)) == 1
-    return collective == "all_reduce" or (equal and collective in ("all_gather", "reduce_scatter"))
+    return collective in _WITHIN or (equal and "hierarchical" in algorithms(collective))
 
 
 def _fan_in(schedule: Schedule, topology: Topology) -> int:
@@ -130,28 +138,30 @@ class _Search:
 
     def flat(self) -> None:
         for each in _equal_ranks(self.collective, self.topology.size):
-            self._try(each.name, _growth(each, self.topology.size), {})
+            for parameters in ({}, {"chunks": 1}) if "chunks" in each.parameters else ({},):
+                self._try(each.name, _growth(each, self.topology.size), parameters)
 
     def hierarchies(self) -> None:
         before = len(self.found)
+        first = lookup(self.collective, "hierarchical").parameters["inner"]
         for each in _equal_ranks(self.collective, self.topology.size):
-            if each.scratch is None:
-                self._hierarchy("ring", each.name)
+            if each.scratch is None or self.collective == "all_to_all":
+                self._hierarchy(first, each.name)
         if tried := self.found[before:]:
             best = dict(min(tried, key=lambda candidate: candidate.seconds).schedule.parameters)["outer"]
             inners = [{*algorithms(kind)} for kind in self._kinds_within()]
-            for inner in sorted(set.intersection(*inners) - {"ring", "hierarchical"}):
+            for inner in sorted(set.intersection(*inners) - {first, "hierarchical"}):
                 self._hierarchy(inner, best)
 
     def _kinds_within(self) -> tuple[str, ...]:
-        """The collectives within a host of which the hierarchical one consists."""
-        return ("reduce_scatter", "all_gather") if self.collective == "all_reduce" else (self.collective,)
+        """The collectives within a host that the parameter ``inner`` names."""
+        return _WITHIN.get(self.collective, (self.collective,))
 
     def _hierarchy(self, inner: str, outer: str) -> None:
         hosts = self.topology.hosts
         # Groups that run at once: between hosts one for each share; within a host one, or one for each host's blocks.
         shares = math.lcm(*hosts)
-        inside = len(hosts) if self.collective == "all_reduce" else len(hosts) ** 2
+        inside = len(hosts) ** (2 if self.collective in ("all_gather", "reduce_scatter", "all_to_all") else 1)
         between = _growth(lookup(self.collective, outer), len(hosts))
         within = [_growth(lookup(kind, inner), max(hosts)) for kind in self._kinds_within()]
         total = between[0] * shares + inside * sum(each for each, _ in within)

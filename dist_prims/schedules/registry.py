@@ -129,7 +129,7 @@ def unregister(collective: str, name: str) -> None:
     ...     yield from ()
     >>> unregister("barrier", "none")
     >>> algorithms("barrier")
-    ['dissemination']
+    ['dissemination', 'hierarchical']
     """
     del _registry[collective, name]
 
@@ -167,7 +167,7 @@ def lookup(collective: str, name: str) -> Algorithm:
     Fraction(14, 1)
     >>> lookup("gather", "binomal")
     Traceback (most recent call last):
-    ValueError: unknown gather algorithm 'binomal'; did you mean 'binomial'? known: binomial, direct
+    ValueError: unknown gather algorithm 'binomal'; did you mean 'binomial'? known: binomial, direct, hierarchical
     """
     known = algorithms(collective)
     if name not in known:

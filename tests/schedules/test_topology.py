@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dist_prims.schedules import COLLECTIVES, Step, algorithm, algorithms, build, replay, unregister
+from dist_prims.schedules import COLLECTIVES, Step, algorithm, algorithms, build, lookup, replay, unregister
 from dist_prims.schedules.algorithms.tree import _two_trees
 from dist_prims.schedules.contract import ROOTED
 from dist_prims.schedules.cost import best_segments, parts, price, seconds
@@ -68,10 +68,14 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Topology]:
     collective, name = draw(st.sampled_from(REGISTRY))
     given = {"root": draw(st.integers(0, sum(hosts) - 1))} if collective in ROOTED else {}
     if name == "hierarchical":
-        outer = ["ring", "two_shot", "double_tree"] if collective == "all_reduce" else ["ring", "direct", "pat"]
-        equal = collective == "all_reduce" or len(set(hosts)) == 1  # otherwise the default: hosts that divide the ranks
-        given |= {"hosts": hosts if equal else None, "outer": draw(st.sampled_from(outer))}
-        given |= {"inner": draw(st.sampled_from(["ring", "direct", "pat"]))}
+        within = {"all_reduce": "all_gather", "broadcast": "all_gather", "reduce": "reduce_scatter"}
+        equal = collective in within or len(set(hosts)) == 1  # otherwise the default: hosts that divide the ranks
+        outer, inner = (algorithms(kind) for kind in (collective, within.get(collective, collective)))
+        inner = [each for each in inner if collective != "all_reduce" or each in algorithms("reduce_scatter")]
+        given |= {"hosts": hosts if equal else None}
+        for key, kind, names in (("inner", within.get(collective, collective), inner), ("outer", collective, outer)):
+            flat = [each for each in names if each != "hierarchical" and lookup(kind, each).scratch is None]
+            given[key] = draw(st.sampled_from(flat))
     topology = Topology(hosts, **LINKS, cores=draw(st.sampled_from([None, 1, 2])), one_machine=draw(st.booleans()))
     return build(collective, name, sum(hosts), **given), topology
 

@@ -10,8 +10,12 @@ Step s of a reduce-scatter: rank r sends its peer the blocks ``blocks[s + 1][pee
 own ``blocks[s + 1][r]``. After s steps its sums cover the 2^s ranks that it exchanged with, directly or indirectly;
 after the last step they cover all ranks. An all-gather runs the same steps backwards and copies instead of adding.
 
-The number of ranks must be a power of two, p. For any other size the surplus ranks p.. first add their data to a
-partner below p (``fold``), and receive the result from it at the end (``unfold``).
+If the number of ranks is not a power of two, a rank may meet a block on two ways. An all-gather then sends only the
+blocks that the peer does not have yet, so every rank receives each block once; a reduce-scatter is its reverse.
+
+The exchanges run over p ranks: a power of two for halving-doubling, an even number for Swing. For any other size the
+surplus ranks p.. first add their data to a partner below p (``fold``), and receive the result from it at the end
+(``unfold``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +23,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_card import floor_pow2
 from ..schedule import Step
 
 __all__: list[str] = []
@@ -28,16 +31,14 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-def fold(size: int, chunks: Ints) -> Iterator[Step]:
-    """Add the data of the surplus ranks p.. to ranks 0..; p is the largest power of two up to ``size``."""
-    p = floor_pow2(size)
+def fold(size: int, p: int, chunks: Ints) -> Iterator[Step]:
+    """Add the data of the surplus ranks p.. to ranks 0.."""
     if p < size:
         yield _each(np.arange(p, size), np.arange(size - p), chunks, reduce=True)
 
 
-def unfold(size: int, chunks: Ints) -> Iterator[Step]:
+def unfold(size: int, p: int, chunks: Ints) -> Iterator[Step]:
     """Copy the result from ranks 0.. to the surplus ranks p.."""
-    p = floor_pow2(size)
     if p < size:
         yield _each(np.arange(size - p), np.arange(p, size), chunks, reduce=False)
 
@@ -55,8 +56,8 @@ def _active_blocks(peers: Sequence[Ints], blocks: Bools) -> list[Bools]:
 
 
 def _exchange(peer: Ints, after: Bools, reduce: bool) -> Step:
-    """Send the chunks that the peer (when reducing) or the sender (when gathering) works on after the step."""
-    src, chunk = np.nonzero(after[peer] if reduce else after)
+    """Send the chunks that only the peer (when reducing) or the sender (when gathering) works on after the step."""
+    src, chunk = np.nonzero(after[peer] & ~after if reduce else after & ~after[peer])
     return Step(src, peer[src], chunk, reduce)
 
 

@@ -43,10 +43,10 @@ def distances(p: int) -> list[NDArray[np.int64]]:
 def all_reduce(size: int) -> Iterator[Step]:
     p = floor_pow2(size)
     own, everything = np.eye(p, dtype=bool), np.arange(p)
-    yield from butterfly.fold(size, everything)
+    yield from butterfly.fold(size, p, everything)
     yield from butterfly.reduce_scatter(distances(p), own)
     yield from butterfly.gather(distances(p), own)
-    yield from butterfly.unfold(size, everything)
+    yield from butterfly.unfold(size, p, everything)
 
 
 def _with_surplus(size: int) -> NDArray[np.bool_]:
@@ -63,7 +63,7 @@ def _with_surplus(size: int) -> NDArray[np.bool_]:
 )
 def reduce_scatter(size: int) -> Iterator[Step]:
     p = floor_pow2(size)
-    yield from butterfly.fold(size, np.arange(size))
+    yield from butterfly.fold(size, p, np.arange(size))
     yield from butterfly.reduce_scatter(distances(p), _with_surplus(size))
     if p < size:
         surplus = np.arange(p, size)
@@ -88,4 +88,4 @@ def all_gather(size: int) -> Iterator[Step]:
         surplus = np.arange(p, size)
         yield Step(src=surplus, dst=surplus - p, chunk=surplus)
     yield from butterfly.gather(distances(p), _with_surplus(size))
-    yield from butterfly.unfold(size, np.arange(size))
+    yield from butterfly.unfold(size, p, np.arange(size))

@@ -4,11 +4,19 @@ The root of a binomial tree sends the whole buffer log2 n times. Two alternative
 
 - *Chain*: the ranks form a line from the root. In step t the rank at place i forwards chunk t-i to place i+1. With k
   chunks the last one arrives after n-2+k steps of 1/k of the data: for large k, the time of one buffer over one link.
+  The executor of the backend cuts the data into segments, which follow each other in the same way: ``chunks=1``
+  leaves the pipeline to the segments, with one message for each of them.
 - *Scatter + all-gather* (van de Geijn): the root scatters one chunk to each rank, and a ring all-gathers them. The
   ranks send less than two buffers, whatever the size.
 
-Reduce runs the second one backwards: a ring reduce-scatter, then a gather to the root. (Rabenseifner's algorithm of
-2004 has the same two phases with recursive halving in the first: fewer messages, but only for powers of two.)
+Reduce has both backwards: a chain whose ranks add their data to what they pass on towards the root, and a ring
+reduce-scatter, then a gather to the root.
+
+    size 4, 2 chunks      step 0    step 1            step 2            step 3
+    broadcast, root 0     a: 0->1   b: 0->1  a: 1->2  b: 1->2  a: 2->3  b: 2->3
+    reduce, root 0        a: 3->2   b: 3->2  a: 2->1  b: 2->1  a: 1->0  b: 1->0
+
+With ranks numbered host by host, a chain crosses each link between hosts once in each direction at most.
 """
 
 from collections.abc import Iterator
@@ -26,18 +34,27 @@ __all__: list[str] = []
 CHUNKS = 8
 
 
-@algorithm(
-    "broadcast",
-    name="chain",
-    chunks=at_least_one,
-    card=Card(
-        "(n - 2 + k)*min(n-1, 1)", "min(n-1, 1)", "large data, few ranks", "folklore; NCCL", {"k": lambda n: CHUNKS}
-    ),
+CHAIN = Card(
+    "(n - 2 + k)*min(n-1, 1)",
+    "min(n-1, 1)",
+    "large data in many chunks or segments",
+    "folklore; NCCL",
+    {"k": lambda n: CHUNKS},
 )
+
+
+@algorithm("broadcast", name="chain", chunks=at_least_one, card=CHAIN)
 def chain(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
     for now in range(size - 2 + chunks if size > 1 else 0):
         place = np.arange(max(0, now - chunks + 1), min(now + 1, size - 1))
         yield Step(src=(root + place) % size, dst=(root + place + 1) % size, chunk=now - place)
+
+
+@algorithm("reduce", name="chain", chunks=at_least_one, card=CHAIN)
+def chain_reduce(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
+    for now in range(size - 2 + chunks if size > 1 else 0):
+        place = np.arange(max(0, now - chunks + 1), min(now + 1, size - 1))  # counted from the last rank of the chain
+        yield Step(src=(root - 1 - place) % size, dst=(root - 2 - place) % size, chunk=now - place, reduce=True)
 
 
 @algorithm(

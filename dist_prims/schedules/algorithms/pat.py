@@ -1,4 +1,4 @@
-"""PAT (parallel aggregated trees): all-gather and reduce-scatter by one binomial tree for every rank at once.
+"""PAT (parallel aggregated trees): collectives by one binomial tree for every rank at once.
 
 In each step a rank sends the chunks that it holds to the rank ``distance`` further on (except those that would come
 back to their owner or beyond), and the distance halves from step to step:
@@ -12,6 +12,9 @@ chunks. Networks with scarce long-distance links profit.
 
 ``aggregate`` limits the number of chunks in a message, as buffers of fixed size do: a step with more chunks becomes
 several steps. Reduce-scatter runs the same steps backwards and adds.
+
+All-reduce is the reduce-scatter and then the all-gather: 2 log2 n steps, and as few bytes as a ring, for any number of
+ranks. Halving-doubling has both only for powers of two. Each chunk is added up along one tree, the same for all ranks.
 """
 
 from collections.abc import Iterator
@@ -24,6 +27,7 @@ from ..schedule import Step
 
 __all__: list[str] = []
 
+TRAEFF = "Träff, Optimal, non-pipelined reduce-scatter and allreduce algorithms, 2024; Jeaugey, PAT, 2025"
 CARD = Card("L", "(n-1)/n", "small and medium data on tapered networks", "Jeaugey, PAT, 2025 (NCCL 2.23)")
 
 
@@ -50,3 +54,13 @@ def all_gather(size: int, aggregate: int | None = None) -> Iterator[Step]:
 def reduce_scatter(size: int, aggregate: int | None = None) -> Iterator[Step]:
     for hop in reversed(_hops(size, aggregate)):
         yield Step(src=hop.dst, dst=hop.src, chunk=hop.chunk, reduce=True)
+
+
+@algorithm(
+    "all_reduce",
+    name="pat",
+    card=Card("2*L", "2*(n-1)/n", "medium and large data, any size", TRAEFF),
+)
+def all_reduce(size: int, aggregate: int | None = None) -> Iterator[Step]:
+    yield from reduce_scatter(size, aggregate)
+    yield from all_gather(size, aggregate)

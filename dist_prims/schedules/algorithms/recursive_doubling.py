@@ -34,10 +34,10 @@ __all__: list[str] = []
 def all_reduce(size: int) -> Iterator[Step]:
     p = floor_pow2(size)
     rank, buffer = np.arange(p), np.zeros(1, np.int64)
-    yield from butterfly.fold(size, buffer)
+    yield from butterfly.fold(size, p, buffer)
     for step in range(ceil_log2(p)):
         yield Step(src=rank, dst=rank ^ (1 << step), chunk=0, reduce=True)
-    yield from butterfly.unfold(size, buffer)
+    yield from butterfly.unfold(size, p, buffer)
 
 
 def _scan(first: int, size: int) -> Iterator[Step]:

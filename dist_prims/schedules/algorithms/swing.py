@@ -7,10 +7,15 @@ Swing pairs each rank with one to the left, then to the right, ... at distances 
 
     size 8, step 0    0-1  2-3  4-5  6-7         step 1    0-7  2-1  4-3  6-5         step 2    0-3  2-5  4-7  6-1
 
-In each step the peers are at most about half as far apart as in halving-doubling. No two ranks meet twice, directly or
-through others, so each exchange adds new contributions; :mod:`._butterfly` does the rest.
+In each step the peers are at most about half as far apart as in halving-doubling. If the size is a power of two, no two
+ranks meet twice, directly or through others, so each exchange adds new contributions. For other even sizes some would
+meet twice. A rank then leaves out the blocks that its peer has already, so the number of bytes is still the smallest:
 
-The topologies of this library have hosts and links but no torus. The cost model therefore prices Swing like
+    size 6, all-gather of chunk 0    step 2: 0->3    step 1: 0->5 3->4    step 0: 0->1 3->2, but not 4->5
+
+:mod:`._butterfly` has the exchanges. An odd size has one surplus rank, which adds its data to rank 0 first.
+
+The topologies of this library have hosts and links but no torus. For powers of two the cost model prices Swing like
 halving-doubling, and the gain shows on a real torus only.
 """
 
@@ -19,12 +24,17 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_card import Card, ceil_log2, floor_pow2
+from ..cost_card import Card, ceil_log2
 from ..registry import algorithm
 from ..schedule import Step
 from . import _butterfly as butterfly
 
 __all__: list[str] = []
+
+
+def _even(n: int) -> int:
+    """The largest even number up to n; 1 for one rank."""
+    return max(n - n % 2, 1)
 
 
 def _peers(p: int) -> list[NDArray[np.int64]]:
@@ -36,18 +46,19 @@ def _peers(p: int) -> list[NDArray[np.int64]]:
 @algorithm(
     "all_reduce",
     name="swing",
-    chunks=floor_pow2,
+    chunks=_even,
     card=Card(
-        "2*l + 2*min(n-p, 1)",
-        "2*(p-1)/p + min(n-p, 1)",
-        "as halving_doubling (a torus is not modelled)",
+        "2*E + 2*(n-e)",
+        "2*(e-1)/e + n-e",
+        "even sizes (a torus is not modelled)",
         "De Sensi, Bonato, Saam and Hoefler, Swing, NSDI 2024",
+        {"e": _even, "E": lambda n: ceil_log2(_even(n))},
     ),
 )
 def all_reduce(size: int) -> Iterator[Step]:
-    p = floor_pow2(size)
+    p = _even(size)
     own, everything = np.eye(p, dtype=bool), np.arange(p)
-    yield from butterfly.fold(size, everything)
+    yield from butterfly.fold(size, p, everything)
     yield from butterfly.reduce_scatter(_peers(p), own)
     yield from butterfly.gather(_peers(p), own)
-    yield from butterfly.unfold(size, everything)
+    yield from butterfly.unfold(size, p, everything)

@@ -1,0 +1,164 @@
+"""Hosts and groups of ranks, shared by the hierarchical algorithms: one small schedule, run by many groups at once.
+
+A phase of a hierarchical algorithm is a collective within every host, or between the ranks that have the same share on
+their hosts. Each phase is the schedule of a registered algorithm for a few ranks, spread over all groups:
+
+    hosts of 2 ranks      within hosts     groups 0-1, 2-3, 4-5         the schedule for 2 ranks, three times
+                          between hosts    groups 0-2-4, 1-3-5          the schedule for 3 ranks, twice
+
+Hosts with different numbers of ranks (``unit_groups``): the data is cut into so many units that the ranks of every host
+can share them evenly, and unit u of a host of m ranks belongs to its rank u * m // units.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..contract import ROOTED
+from ..registry import build, lookup
+from ..schedule import Schedule, Step, WideStep
+
+__all__: list[str] = []
+
+Ints = NDArray[np.int64]
+Hosts = Sequence[int] | None
+
+NCCL = "NCCL; Horovod"
+MULTI_LANE = "Traeff and Hunold, Decomposing MPI Collectives for Exploiting Multi-lane Communication, 2020"
+
+
+def fair_share(size: int) -> int:
+    """The default number of ranks a host: the largest divisor of ``size`` up to its square root."""
+    return max(m for m in range(1, math.isqrt(size) + 1) if size % m == 0)
+
+
+def host_sizes(size: int, hosts: Hosts) -> tuple[int, ...]:
+    """The number of ranks of each host."""
+    if hosts is None:
+        each = fair_share(size)
+        return (each,) * (size // each)
+    given = tuple(hosts) if isinstance(hosts, Sequence) else (hosts,)
+    if not all(isinstance(ranks, int) and ranks > 0 for ranks in given) or sum(given) != size:
+        raise ValueError(f"hierarchical: hosts={given} must be the number of ranks of each host (>= 1), {size} in all")
+    return given
+
+
+def equal_hosts(size: int, hosts: Hosts) -> tuple[int, int]:
+    """The number of hosts, and the ranks of each."""
+    shape = host_sizes(size, hosts)
+    if len(set(shape)) > 1:
+        raise ValueError(f"hierarchical: hosts={shape} must have equally many ranks each for this collective")
+    return len(shape), shape[0]
+
+
+def phase(parameter: str, collective: str, name: str, size: int, root: int = 0) -> Schedule:
+    """The small schedule of one phase, whose algorithm the parameter ("inner" or "outer") names.
+
+    Only all_to_all has chunk numbers for phases that need scratch.
+    """
+    if name == "hierarchical" or (collective != "all_to_all" and lookup(collective, name).scratch is not None):
+        raise ValueError(f"hierarchical: {parameter}={name!r} cannot be nested; use a flat algorithm of {collective}")
+    return build(collective, name, size, **({"root": root} if collective in ROOTED else {}))
+
+
+def chunks_of_blocks(collective: str) -> Callable[..., int]:
+    """One chunk for each rank; the function checks the parameters when the schedule is built."""
+
+    def chunks(size: int, inner: str, outer: str, hosts: Hosts) -> int:
+        number, each = equal_hosts(size, hosts)
+        phase("inner", collective, inner, each), phase("outer", collective, outer, number)
+        return size
+
+    return chunks
+
+
+def chunks_of_units(kinds: tuple[str, ...], collective: str) -> Callable[..., int]:
+    """The number of chunks of an algorithm over units: ``kinds`` within the hosts, ``collective`` between them."""
+
+    def chunks(size: int, inner: str, outer: str, hosts: Hosts) -> int:
+        shape = host_sizes(size, hosts)
+        within = [phase("inner", kind, inner, m).chunks for kind in kinds for m in set(shape)]
+        return math.lcm(math.lcm(*shape) * phase("outer", collective, outer, len(shape)).chunks, *within)
+
+    return chunks
+
+
+class Groups:
+    """Many groups of ranks that run the steps of one small schedule at the same time.
+
+    ``ranks[g]``: the ranks of group g; ``first[g]``: its first chunk; ``width``: the number of chunks of the whole
+    schedule that make up one chunk of the small schedule.
+    """
+
+    def __init__(self, ranks: Ints, first: Ints, width: int) -> None:
+        self.ranks, self.first, self.width = ranks, first, width
+        self._small: list[NDArray[Any]] = []  # src, dst and reduce of the last step that was spread,
+        self._wide: list[NDArray[Any]] = []  # and the same columns for all groups
+
+    def spread(self, step: Step) -> Step:
+        """The rows of all groups, each standing for ``width`` chunks.
+
+        Consecutive steps of a ring differ in their chunks only. The other columns are then reused: for 100,000 ranks
+        their computation would be most of the work.
+        """
+        small = [step.src, step.dst, step.reduce]
+        if not self._small or not all(map(np.array_equal, small, self._small)):
+            self._small = [column.copy() for column in small]
+            src, dst = self.ranks[:, step.src].ravel(), self.ranks[:, step.dst].ravel()
+            self._wide = [src, dst, np.tile(step.reduce, len(self.ranks))]
+        src, dst, reduce = self._wide
+        return Step(src, dst, self._chunks(step.chunk), reduce, self._chunks(step.into))
+
+    def _chunks(self, column: Ints) -> Ints:
+        return (self.first[:, None] + column * self.width).ravel()
+
+
+def unit_groups(hosts: tuple[int, ...], chunks: int, schedule: Schedule) -> Groups:
+    """One group for each unit: its owners on all hosts."""
+    units = math.lcm(*hosts)
+    unit, begins = np.arange(units), np.cumsum((0, *hosts[:-1]))
+    owners = begins[None, :] + unit[:, None] * np.array(hosts)[None, :] // units  # owners[unit, host]: a rank
+    return Groups(owners, unit * (chunks // units), chunks // units // schedule.chunks)
+
+
+def between_units(schedule: Schedule, hosts: tuple[int, ...], chunks: int) -> Iterator[Step]:
+    """One collective over hosts for every unit, all at once."""
+    groups = unit_groups(hosts, chunks, schedule)
+    for step in schedule.steps:
+        yield WideStep(groups.spread(step), groups.width)
+
+
+def inside(kind: str, inner: str, hosts: tuple[int, ...], chunks: int) -> Iterator[Step]:
+    """One collective within every host, all hosts at once; hosts of equal size are groups of one schedule."""
+    begins, sizes = np.cumsum((0, *hosts[:-1])), np.array(hosts)
+    schedules = [build(kind, inner, m) for m in sorted(set(hosts))]
+    groups = []
+    for schedule in schedules:
+        first_ranks = begins[sizes == schedule.size]
+        ranks, first = first_ranks[:, None] + np.arange(schedule.size), np.zeros_like(first_ranks)
+        groups.append(Groups(ranks, first, chunks // schedule.chunks))
+    for steps in itertools.zip_longest(*(schedule.steps for schedule in schedules)):
+        wide = [
+            (group.spread(step), group.width) for group, step in zip(groups, steps, strict=True) if step is not None
+        ]
+        spans = np.repeat([width for _, width in wide], [len(step) for step, _ in wide])
+        yield WideStep(Step.concat([step for step, _ in wide]), spans)
+
+
+def between(schedule: Schedule, each: int) -> Iterator[Step]:
+    """One collective over hosts for every place on a host, all at once, on the blocks of the ranks at that place."""
+    place, host = np.arange(each), np.arange(schedule.size)
+    groups = Groups(host[None, :] * each + place[:, None], place, each)
+    yield from map(groups.spread, schedule.steps)
+
+
+def within(schedule: Schedule, hosts: Sequence[int], number: int) -> Iterator[Step]:
+    """One collective within each of ``hosts``, on the blocks of every one of the ``number`` hosts, all at once."""
+    each = schedule.size
+    host, of = (axis.ravel() for axis in np.meshgrid(np.asarray(hosts), np.arange(number), indexing="ij"))
+    groups = Groups(host[:, None] * each + np.arange(each), of * each, 1)
+    yield from map(groups.spread, schedule.steps)

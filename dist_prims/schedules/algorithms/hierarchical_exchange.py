@@ -1,0 +1,97 @@
+"""Hierarchical all-to-all and barrier: every rank exchanges with few ranks of its host, then with few ranks elsewhere.
+
+All-to-all, for hosts with equally many ranks. Rank (h, i) is the one with place i on host h.
+
+1. Within each host, rank (h, i) gives rank (h, j) its blocks for all ranks with place j, one of each host.
+2. Between hosts, rank (h, j) gives rank (d, j) the blocks of all ranks of host h for it, as one message.
+
+    2 hosts of 2 ranks    all_to_all in hosts    0-1        2-3       0 holds the blocks of 0 and 1 for ranks 0 and 2
+                          all_to_all between     0-2  1-3             0 -> 2: two blocks, for rank 2
+
+Every block crosses a link once, as in a flat all-to-all, but in messages of a whole host's blocks: a rank sends m-1
+messages within its host and n/m - 1 to other hosts, instead of n-1. The price is a second copy of the data within the
+host. Blocks between the phases lie in n scratch chunks, the chunk for host d from place i being d * m + i; n further
+ones serve phases that need scratch themselves.
+
+Barrier: a dissemination within each host, after which every rank knows of its whole host, then one between the ranks
+with the same place on their hosts. Fewer messages cross a link than in a flat dissemination.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..cost_card import Card, ceil_log2
+from ..registry import algorithm, lookup
+from ..schedule import Schedule, Step
+from . import _hierarchy as hierarchy
+from ._hierarchy import Hosts, Ints, fair_share
+
+__all__: list[str] = []
+
+
+def _scratch(size: int, inner: str, outer: str, hosts: Hosts) -> int:
+    more = any(lookup("all_to_all", name).scratch is not None for name in (inner, outer))
+    return 2 * size if more else size
+
+
+def _numbers(schedule: Schedule, first: int, held: Ints, arrived: Ints) -> Ints:
+    """numbers[g, c]: the chunk that is chunk c of the small schedule in group g: given, received, or scratch."""
+    groups, more = len(held), schedule.contract.total - 2 * schedule.size
+    scratch = first + np.arange(groups * more).reshape(groups, more)
+    return np.concatenate([held, arrived, scratch], axis=1)
+
+
+def _spread(schedule: Schedule, ranks: Ints, numbers: Ints) -> Iterator[Step]:
+    """The small schedule in every group of ranks[host or place, member], once for each row of chunk numbers."""
+    for step in schedule.steps:
+        src, dst = (np.repeat(ranks[:, ends], len(numbers), axis=0).ravel() for ends in (step.src, step.dst))
+        chunk, into = (np.tile(numbers[:, column], (len(ranks), 1)).ravel() for column in (step.chunk, step.into))
+        yield Step(src, dst, chunk, into=into)
+
+
+@algorithm(
+    "all_to_all",
+    name="hierarchical",
+    chunks=hierarchy.chunks_of_blocks("all_to_all"),
+    scratch=_scratch,
+    card=Card(
+        "max(m-1, 1) + max(n/m - 1, 1)",
+        "(n/m*(m-1) + m*(n/m - 1))/n",
+        "several hosts, small blocks",
+        hierarchy.MULTI_LANE,
+        {"m": fair_share},
+    ),
+)
+def all_to_all(size: int, inner: str = "pairwise", outer: str = "pairwise", hosts: Hosts = None) -> Iterator[Step]:
+    number, each = hierarchy.equal_hosts(size, hosts)
+    small, large = (
+        hierarchy.phase("inner", "all_to_all", inner, each),
+        hierarchy.phase("outer", "all_to_all", outer, number),
+    )
+    ranks = block = np.arange(size).reshape(number, each)  # [host, place]
+    collected, output, more = 2 * size + block, size + block, 3 * size
+    yield from _spread(small, ranks, _numbers(small, more, block, collected))
+    yield from _spread(large, ranks.T, _numbers(large, more, collected.T, output.T))
+
+
+@algorithm(
+    "barrier",
+    name="hierarchical",
+    chunks=lambda size, inner, outer, hosts: hierarchy.chunks_of_blocks("barrier")(size, inner, outer, hosts) // size,
+    card=Card(
+        "M + H",
+        "0",
+        "several hosts",
+        hierarchy.MULTI_LANE,
+        {"M": lambda n: ceil_log2(fair_share(n)), "H": lambda n: ceil_log2(n // fair_share(n))},
+    ),
+)
+def barrier(
+    size: int, inner: str = "dissemination", outer: str = "dissemination", hosts: Hosts = None
+) -> Iterator[Step]:
+    number, each = hierarchy.equal_hosts(size, hosts)
+    rank = np.arange(size).reshape(number, each)
+    for groups, name in ((rank, inner), (rank.T, outer)):
+        schedule = hierarchy.phase("inner" if groups is rank else "outer", "barrier", name, groups.shape[1])
+        yield from map(hierarchy.Groups(groups, np.zeros(len(groups), np.int64), 1).spread, schedule.steps)

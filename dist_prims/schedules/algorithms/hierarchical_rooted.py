@@ -1,0 +1,139 @@
+"""Hierarchical broadcast, reduce, gather and scatter: all ranks of the root's host share the link with the root.
+
+Broadcast: the data crosses each link once, cut into one share for each rank of a host.
+
+1. The root scatters the shares within its host.
+2. The ranks that hold the same share on their hosts broadcast it; all shares run at once.
+3. The ranks of each host all-gather the shares.
+
+    2 hosts of 2 ranks    scatter in the root's host    0-1                  0 and 1 hold chunks 0 and 1
+    root 0                broadcast between             0-2  1-3             so do 2 and 3
+                          all_gather in hosts           0-1        2-3       the root receives nothing: it has all
+
+Reduce is the same backwards: a reduce-scatter within each host, a reduce of every share to its rank on the root's host,
+and a gather to the root. Hosts may have different numbers of ranks, as in :mod:`.hierarchical`.
+
+Gather and scatter are for hosts with equally many ranks. In a gather the ranks with the same place on their hosts
+gather their blocks to the one of them that is on the root's host; then the ranks of that host gather to the root.
+Every block crosses one link once, and scatter runs the same phases backwards.
+
+    2 hosts of 2 ranks    gather between                0-2  1-3             0 holds blocks 0 and 2, 1 blocks 1 and 3
+    root 0                gather in the root's host     0-1
+
+Scatter and gather within the root's host use a binomial tree, which has the fewest messages.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..cost_card import Card, ceil_log2
+from ..registry import algorithm, build
+from ..schedule import Schedule, Step, WideStep
+from . import _hierarchy as hierarchy
+from ._hierarchy import Hosts, fair_share
+
+__all__: list[str] = []
+
+WHERE = {
+    "m": fair_share,
+    "M": lambda n: ceil_log2(fair_share(n)),
+    "H": lambda n: ceil_log2(n // fair_share(n)),
+    "w": lambda n: _most_sent(fair_share(n)),
+    "b": lambda n: _most_sent(n // fair_share(n)),
+}
+
+
+def _most_sent(n: int) -> int:
+    """The chunks that the busiest rank sends in a binomial gather of n ranks."""
+    half = 1 << max(ceil_log2(n) - 1, 0)
+    return max(n - half, half // 2)
+
+
+def _place(hosts: tuple[int, ...], rank: int) -> tuple[int, int]:
+    """(the host of a rank, its place on that host)."""
+    begins = np.cumsum((0, *hosts))
+    host = int(np.searchsorted(begins, rank, side="right")) - 1
+    return host, rank - int(begins[host])
+
+
+def _on_one_host(schedule: Schedule, first_rank: int, chunks: int) -> Iterator[Step]:
+    """One collective over all chunks within the host whose ranks begin with ``first_rank``."""
+    ranks = first_rank + np.arange(schedule.size)
+    groups = hierarchy.Groups(ranks[None, :], np.zeros(1, np.int64), chunks // schedule.chunks)
+    for step in schedule.steps:
+        yield WideStep(groups.spread(step), groups.width)
+
+
+def _without(root: int, step: Step) -> Step:
+    """The step without the messages to the root."""
+    rows, span = step.narrow
+    keep = rows.dst != root
+    return WideStep(rows.take(keep), 1 if span is None else span[keep])
+
+
+_broadcast_chunks = hierarchy.chunks_of_units(("all_gather",), "broadcast")
+_reduce_chunks = hierarchy.chunks_of_units(("reduce_scatter",), "reduce")
+
+
+@algorithm(
+    "broadcast",
+    name="hierarchical",
+    chunks=_broadcast_chunks,
+    card=Card("M + H + m-1", "(2*(m-1) + H)/m", "several hosts, large data", hierarchy.MULTI_LANE, WHERE),
+)
+def broadcast(
+    size: int, root: int = 0, inner: str = "ring", outer: str = "binomial", hosts: Hosts = None
+) -> Iterator[Step]:
+    shape, chunks = hierarchy.host_sizes(size, hosts), _broadcast_chunks(size, inner, outer, hosts)
+    host, place = _place(shape, root)
+    yield from _on_one_host(build("scatter", "binomial", shape[host], root=place), root - place, chunks)
+    yield from hierarchy.between_units(hierarchy.phase("outer", "broadcast", outer, len(shape), host), shape, chunks)
+    for step in hierarchy.inside("all_gather", inner, shape, chunks):
+        yield _without(root, step)
+
+
+@algorithm(
+    "reduce",
+    name="hierarchical",
+    chunks=_reduce_chunks,
+    card=Card("M + H + m-1", "(m-1 + max(min(H, 1), w))/m", "several hosts, large data", hierarchy.MULTI_LANE, WHERE),
+)
+def reduce(
+    size: int, root: int = 0, inner: str = "ring", outer: str = "binomial", hosts: Hosts = None
+) -> Iterator[Step]:
+    shape, chunks = hierarchy.host_sizes(size, hosts), _reduce_chunks(size, inner, outer, hosts)
+    host, place = _place(shape, root)
+    yield from hierarchy.inside("reduce_scatter", inner, shape, chunks)
+    yield from hierarchy.between_units(hierarchy.phase("outer", "reduce", outer, len(shape), host), shape, chunks)
+    yield from _on_one_host(build("gather", "binomial", shape[host], root=place), root - place, chunks)
+
+
+@algorithm(
+    "gather",
+    name="hierarchical",
+    chunks=hierarchy.chunks_of_blocks("gather"),
+    card=Card("M + H", "max(b, w*n/m)/n", "several hosts, small data", hierarchy.MULTI_LANE, WHERE),
+)
+def gather(
+    size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: Hosts = None
+) -> Iterator[Step]:
+    number, each = hierarchy.equal_hosts(size, hosts)
+    host, place = divmod(root, each)
+    yield from hierarchy.between(hierarchy.phase("outer", "gather", outer, number, host), each)
+    yield from hierarchy.within(hierarchy.phase("inner", "gather", inner, each, place), [host], number)
+
+
+@algorithm(
+    "scatter",
+    name="hierarchical",
+    chunks=hierarchy.chunks_of_blocks("scatter"),
+    card=Card("M + H", "(n-1)/n", "several hosts, small data", hierarchy.MULTI_LANE, WHERE),
+)
+def scatter(
+    size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: Hosts = None
+) -> Iterator[Step]:
+    number, each = hierarchy.equal_hosts(size, hosts)
+    host, place = divmod(root, each)
+    yield from hierarchy.within(hierarchy.phase("inner", "scatter", inner, each, place), [host], number)
+    yield from hierarchy.between(hierarchy.phase("outer", "scatter", outer, number, host), each)
