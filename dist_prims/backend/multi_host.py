@@ -12,14 +12,16 @@ same choice, so all use the figures of rank 0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..schedules import Schedule, build
+from ..schedules import Schedule
 from ..schedules.contract import ROOTED
 from ..schedules.native import NativeForm, to_native
 from ..schedules.recommend import recommend
+from ..schedules.registry import build_shared, version
 from ..schedules.topology import Topology
 
 __all__: list[str] = []
@@ -68,13 +70,23 @@ class MultiHostSchedules:
     def choose(self, collective: str, nbytes: int, root: int) -> NativeForm:
         """Return the schedule of the lowest cost for sizes between the powers of two around ``nbytes``."""
         low = 0 if nbytes < 2 else 1 << (nbytes.bit_length() - 1)
-        best = recommend(collective, max(low * 1.5, 1), self.topology).candidates[0]
-        parameters = dict(best.schedule.parameters)
-        if collective in ROOTED:
-            parameters["root"] = self.order.rank_at.index(root)
-        schedule = build(collective, best.schedule.algorithm, self.topology.size, **parameters)
+        algorithm, parameters, segments = _lowest_cost(collective, low, self.topology, version())
+        given = {"root": self.order.rank_at.index(root)} if collective in ROOTED else {}
+        schedule = build_shared(collective, algorithm, self.topology.size, **dict(parameters), **given)
         self._check(schedule)
-        return to_native(schedule, self.rank, low, max(2 * low, 2), _short(schedule), best.segments, self.order.rank_at)
+        return to_native(schedule, self.rank, low, max(2 * low, 2), _short(schedule), segments, self.order.rank_at)
+
+
+@functools.lru_cache(maxsize=1024)
+def _lowest_cost(
+    collective: str, low: int, topology: Topology, _version: int
+) -> tuple[str, tuple[tuple[str, Any], ...], int]:
+    """The algorithm, its parameters and the number of segments for sizes from ``low``, a power of two, to 2 * ``low``.
+
+    The choice does not depend on the root. All groups of the process with the same hosts and cost figures share it.
+    """
+    best = recommend(collective, max(low * 1.5, 1), topology).candidates[0]
+    return best.schedule.algorithm, best.schedule.parameters, best.segments
 
 
 def _short(schedule: Schedule) -> str:

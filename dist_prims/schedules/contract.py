@@ -23,9 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 __all__: list[str] = []
 
@@ -45,8 +46,16 @@ class Holding:
 
     @staticmethod
     def of(chunk: range | Ints, piece: range | Ints, first: int | Ints, last: int | Ints) -> Holding:
-        columns = map(_column, (chunk, piece, first, last))
-        return Holding(*np.broadcast_arrays(*columns))
+        return Holding(*one_length(*map(_column, (chunk, piece, first, last))))
+
+
+def one_length(*given: ArrayLike) -> list[NDArray[Any]]:
+    """Broadcast scalars and columns to one length; ``np.broadcast_arrays`` takes several times as long."""
+    columns = [np.asarray(each) for each in given]
+    shapes = {column.shape for column in columns if column.ndim}
+    if len(shapes) == 1 and len(shape := shapes.pop()) == 1:
+        return [column if column.ndim else np.full(shape, column) for column in columns]
+    return [column.ravel() for column in np.broadcast_arrays(*np.atleast_1d(*columns))]
 
 
 def _column(values: range | int | Ints) -> Ints:

@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from .cost_card import ceil_log2
 from .replay import Loads, patterns, replay
 from .schedule import Schedule, Step
-from .topology import Topology
+from .topology import COLUMNS, LATENCY, Topology
 
 __all__: list[str] = []
 
@@ -71,21 +71,59 @@ def price(schedule: Schedule) -> Cost:
 
 def parts(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments: int = 1) -> Floats:
     """Seconds for each of ``nbytes``, split by the columns of ``topology``: shape (…, 10), busiest resource a tick."""
+    loads = _loads(schedule, topology, segments)
+    sizes = np.asarray(nbytes, np.float64)
+    share = float(schedule.share) / segments
+    every = [_busiest(loads, topology.weights(share * each), segments) for each in sizes.ravel().tolist()]
+    return np.reshape(every, (*sizes.shape, loads.rows.shape[-1]))
+
+
+def _loads(schedule: Schedule, topology: Topology, segments: int) -> Loads:
     loads = replay(schedule, topology)
     if segments < 1 or (segments > 1 and not loads.followed):
         why = "it must be at least 1" if segments < 1 else "the schedule is too large for segments; use segments=1"
         raise ValueError(f"{schedule.collective} {schedule.algorithm}: segments={segments}; {why}")
-    sizes = np.asarray(nbytes, np.float64)
-    share = float(schedule.share) / segments
-    counts, times = loads.ticks(segments)
-    every = [_busiest(counts, times, topology.weights(share * each)) for each in sizes.ravel().tolist()]
-    return np.reshape(every, (*sizes.shape, counts.shape[-1]))
+    return loads
 
 
-def _busiest(counts: NDArray[np.int64], times: NDArray[np.int64], weights: Floats) -> Floats:
-    most = (counts @ weights).argmax(axis=1)
-    spent: Floats = (times @ counts[np.arange(len(counts)), most]) * weights
+def _busiest(loads: Loads, weights: Floats, segments: int) -> Floats:
+    """The seconds of the busiest class of each tick, added over the ticks."""
+    seconds = _each(loads, weights)
+    often = np.zeros(len(loads.rows), np.int64)  # the number of segments and steps that have each row of counts
+    if segments == 1:
+        most = seconds.argmax(axis=1)
+        np.add.at(often, loads.which[np.arange(len(most)), most], loads.repeats)
+    else:
+        most = _windows(_sums(seconds, loads), segments).argmax(axis=1)
+        steps = len(loads.pattern)
+        for segment in range(segments if steps else 0):  # its step is 0 in tick `segment`
+            often += np.bincount(loads.which[loads.pattern, most[segment : segment + steps]], minlength=len(often))
+    spent: Floats = (often @ loads.rows) * weights
     return spent
+
+
+def _each(loads: Loads, weights: Floats) -> Floats:
+    """The seconds of each class in each pattern."""
+    seconds: Floats = (loads.rows @ weights)[loads.which]
+    return seconds
+
+
+def _sums(each: Floats, loads: Loads) -> Floats:
+    """The seconds of each class in the steps before each step, and in all steps."""
+    sums = np.zeros((len(loads.pattern) + 1, each.shape[1]))
+    each[loads.pattern].cumsum(axis=0, out=sums[1:])
+    return sums
+
+
+def _windows(sums: Floats, segments: int) -> Floats:
+    """The seconds of each class in each tick of a pipeline of segments.
+
+    In tick t segment s is at its step t - s, so a tick does the work of up to ``segments`` consecutive steps.
+    """
+    steps = len(sums) - 1
+    tick = np.arange(steps + segments - 1 if steps else 0)
+    windows: Floats = sums[np.minimum(tick + 1, steps)] - sums[np.maximum(tick - segments + 1, 0)]
+    return windows
 
 
 def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments: int = 1) -> Floats:
@@ -109,10 +147,27 @@ def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> 
     The result is 1 for a schedule that is too large to follow rank by rank.
     """
     loads: Loads = replay(schedule, topology)
-    choices = [1 << power for power in range(MOST_SEGMENTS.bit_length() if loads.followed else 1)]
-    times = np.stack([seconds(schedule, nbytes, topology, segments) for segments in choices])
-    fastest = times < times.min(axis=0) * (1 + 1e-9)  # of times equal but for rounding, the fewest segments
-    return np.asarray(np.asarray(choices)[fastest.argmax(axis=0)])
+    choices = np.array([1 << power for power in range(MOST_SEGMENTS.bit_length() if loads.followed else 1)])
+    sizes = np.asarray(nbytes, np.float64)
+    every = [_seconds_by_segments(loads, topology, float(schedule.share) * each, choices) for each in sizes.ravel()]
+    times = np.reshape(every, (-1, len(choices)))
+    fastest = times < times.min(axis=1, keepdims=True) * (1 + 1e-9)  # of times equal but for rounding, the fewest
+    return np.asarray(choices[fastest.argmax(axis=1)].reshape(sizes.shape))
+
+
+def _seconds_by_segments(loads: Loads, topology: Topology, chunk: float, choices: NDArray[np.int64]) -> list[float]:
+    """The seconds for chunks of ``chunk`` bytes for each number of segments, without the split by columns.
+
+    A segment of a message has the latency of the message, and its share of the bytes.
+    """
+    latency, weights = np.zeros(COLUMNS), topology.weights(chunk)
+    latency[LATENCY] = weights[LATENCY]
+    each, each_latency = _each(loads, weights - latency), _each(loads, latency)
+    found = [float((each + each_latency).max(axis=1) @ loads.repeats)]
+    if len(choices) > 1:
+        sums, sums_latency = _sums(each, loads), _sums(each_latency, loads)
+        found += [float(_windows(sums / n + sums_latency, n).max(axis=1).sum()) for n in choices[1:].tolist()]
+    return found
 
 
 def busiest_sender(schedule: Schedule) -> Fraction:

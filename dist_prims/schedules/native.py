@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,15 @@ def to_native(
 
     ``rank_at``: the group's rank for each rank of the schedule; by default they are the same.
     """
-    ranks = range(schedule.size) if rank_at is None else rank_at
+    ranks = tuple(range(schedule.size)) if rank_at is None else tuple(rank_at)
+    name = name if segments == 1 else f"{name} x{segments}"
+    scratch = schedule.contract.total - schedule.chunks
+    return low, high, name, segments, schedule.chunks, scratch, _steps(schedule, rank, ranks), schedule.size
+
+
+@functools.lru_cache(maxsize=32)
+def _steps(schedule: Schedule, rank: int, ranks: tuple[int, ...]) -> list[Any]:
+    """The part of ``rank`` in each step, which is the same for all sizes of the data."""
     program = compile_program(schedule, ranks.index(rank))
     steps: list[Any] = [([], [], [])] * len(schedule.steps)
     place = _places(schedule, ranks)
@@ -58,9 +67,7 @@ def to_native(
             for w in action.writes
         ]
         steps[action.step] = (messages(action.sends), messages(action.receives), writes)
-    name = name if segments == 1 else f"{name} x{segments}"
-    scratch = schedule.contract.total - schedule.chunks
-    return low, high, name, segments, schedule.chunks, scratch, steps, schedule.size
+    return steps
 
 
 def _places(schedule: Schedule, ranks: Sequence[int]) -> NDArray[np.int64]:

@@ -24,6 +24,8 @@ from .schedule import Schedule, Step
 
 __all__: list[str] = []
 
+Ints = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Message:
@@ -86,29 +88,34 @@ def compile_program(schedule: Schedule, rank: int) -> Program:
     >>> first.writes
     (Write(into=2, piece=2, copy=False, sources=(Source(peer=2, index=0),), terms=(1, 1)),)
     """
-    held = np.full((schedule.size, schedule.contract.total), -1)
-    terms = np.zeros(held.shape, np.int32)
+    total = schedule.contract.total
+    held = np.full(schedule.size * total, -1)  # the piece in each chunk of each rank,
+    terms = np.zeros(len(held), np.int32)  # and the number of ranks whose data is in it
     for each in range(schedule.size):
         start = schedule.contract.start(each)
-        held[each, start.chunk], terms[each, start.chunk] = start.piece, 1
+        held[each * total + start.chunk], terms[each * total + start.chunk] = start.piece, 1
+    own = terms[rank * total : (rank + 1) * total]
     actions = []
     for number, step in enumerate(schedule.steps):
-        pieces, counts = held[step.src, step.chunk], terms[step.src, step.chunk]
+        source, target = step.src * total + step.chunk, step.dst * total + step.into
+        pieces, counts = held[source], terms[source]
         mine = (step.src == rank) | (step.dst == rank)
         if mine.any():
             carried = zip(pieces[mine].tolist(), counts[mine].tolist(), strict=True)
-            actions.append(_action(number, step.take(mine), list(carried), terms[rank], rank))
-        held[step.dst, step.into] = pieces
-        _count(terms, step, counts)
+            actions.append(_action(number, step.take(mine), list(carried), own, rank))
+        held[target] = pieces
+        _count(terms, target, step.reduce, counts)
     keep = set(schedule.contract.end(rank).chunk.tolist())
     return Program(rank, tuple(_with_last_reads(actions, keep)))
 
 
-def _count(terms: NDArray[np.int32], step: Step, counts: NDArray[np.int32]) -> None:
+def _count(terms: NDArray[np.int32], target: Ints, reduce: NDArray[np.bool_], counts: NDArray[np.int32]) -> None:
     """Update the terms after a step: a copy replaces the content of a chunk, and a reduction adds to it."""
-    copies, sums = np.flatnonzero(~step.reduce), np.flatnonzero(step.reduce)
-    terms[step.dst[copies], step.into[copies]] = counts[copies]
-    np.add.at(terms, (step.dst[sums], step.into[sums]), counts[sums])
+    if not reduce.all():
+        copies = ~reduce
+        terms[target[copies]] = counts[copies]
+        target, counts = target[reduce], counts[reduce]
+    np.add.at(terms, target, counts)
 
 
 def _action(

@@ -22,7 +22,7 @@ import numpy as np
 from .contract import COLLECTIVES
 from .cost import best_segments, lower_bound, parts, seconds
 from .cost_card import ceil_log2
-from .registry import Algorithm, algorithms, build, lookup, nearest
+from .registry import Algorithm, algorithms, build, build_shared, lookup, nearest
 from .replay import replay
 from .schedule import Schedule
 from .topology import LATENCY, LINK, PROCESSOR, Topology
@@ -170,7 +170,7 @@ class _Search:
 
     def _try(self, name: str, transfers: tuple[float, float], parameters: dict[str, Any]) -> None:
         """Price a candidate, unless it has too many transfers in all or in its largest step."""
-        schedule = build(self.collective, name, self.topology.size, **parameters)
+        schedule = build_shared(self.collective, name, self.topology.size, **parameters)
         total, at_once = transfers
         if total > MOST_TRANSFERS or at_once > MOST_AT_ONCE:
             many = f"{at_once:,.0f} at once" if at_once > MOST_AT_ONCE else f"{total:,.0f}"

@@ -65,6 +65,7 @@ class Algorithm:
 
 _WHOLE = ("barrier", "scan", "exclusive_scan")
 _registry: dict[tuple[str, str], Algorithm] = {}
+_changes = 0
 
 
 def _count(count: Count, size: int, parameters: Mapping[str, Any], default: int) -> int:
@@ -113,8 +114,10 @@ def algorithm(
         signature = inspect.signature(make).parameters
         parameters = {key: par.default for key, par in signature.items() if key not in ("size", "root")}
         trusted = trust or make.__module__.startswith(f"{__package__}.algorithms.")
-        _registry[collective, registered_name] = Algorithm(
-            collective, registered_name, make, chunks, scratch, replicas, card, parameters, trusted
+        _set(
+            collective,
+            registered_name,
+            Algorithm(collective, registered_name, make, chunks, scratch, replicas, card, parameters, trusted),
         )
         return make
 
@@ -131,7 +134,22 @@ def unregister(collective: str, name: str) -> None:
     >>> algorithms("barrier")
     ['dissemination', 'hierarchical']
     """
-    del _registry[collective, name]
+    _set(collective, name, None)
+
+
+def _set(collective: str, name: str, registered: Algorithm | None) -> None:
+    global _changes
+    _changes += 1
+    if registered is None:
+        del _registry[collective, name]
+    else:
+        _registry[collective, name] = registered
+
+
+def version() -> int:
+    """A number that changes when an algorithm is registered or removed; caches of what algorithms make depend on it."""
+    _load()
+    return _changes
 
 
 @functools.cache
@@ -196,3 +214,19 @@ def build(collective: str, algorithm: str, size: int, **parameters: Any) -> Sche
     if not 0 <= root < ranks:
         raise ValueError(f"{collective} {algorithm}: root {root} is out of range; ranks are 0..{ranks - 1}")
     return found(ranks, root, **parameters)
+
+
+def build_shared(collective: str, algorithm: str, size: int, **parameters: Any) -> Schedule:
+    """The same as :func:`build`, but equal calls return one object, for which prices and programs are cached.
+
+    >>> build_shared("all_reduce", "ring", size=4) is build_shared("all_reduce", "ring", size=4)
+    True
+    """
+    return _build_once(version(), collective, algorithm, size, tuple(sorted(parameters.items())))
+
+
+@functools.lru_cache(maxsize=256)
+def _build_once(
+    _version: int, collective: str, algorithm: str, size: int, parameters: tuple[tuple[str, Any], ...]
+) -> Schedule:
+    return build(collective, algorithm, size, **dict(parameters))

@@ -13,10 +13,10 @@ represents its *class*. A pattern can only split classes:
     pattern 0    rank   0 1 2 3          all send one message              classes {0 1 2 3}
     pattern 1           0 1 2 3          0 and 2 send between hosts        classes {0 2} {1 3}
 
-Every class comes from one parent class of the previous pattern. So the counts are stored in one row for each class and
-pattern, and a walk from the last pattern to the first finds the row of each final class in every pattern. Classes are
-needed in place of a step's maximum because of segments: a rank then works on several steps in one tick, and the sum
-must be taken over the same rank.
+A class that is busy in a pattern is replaced by new ones, each with one row of counts and one parent. An idle class
+stays as it is, so only busy resources cost memory. A walk from the last pattern to the first finds the row of each
+final class in every pattern. Classes are needed in place of a step's maximum because of segments: a rank then works on
+several steps in one tick, and the sum must be taken over the same rank.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,48 +45,45 @@ def patterns(steps: Iterator[Step]) -> Iterator[tuple[int, Step]]:
     >>> [number for number, _ in patterns(iter(build("all_reduce", "ring", size=4).steps))]
     [0, 0, 0, 1, 1, 1]
     """
-    recent: list[tuple[int, list[NDArray[np.generic]]]] = []
+    recent: list[tuple[int, list[bytes]]] = []
     seen = 0
     for step in steps:
         rows, span = step.narrow
         columns = [rows.src, rows.dst, rows.reduce, *([] if span is None else [span])]
-        same = [each for each in recent if _equal(each[1], columns)]
+        content = [column.tobytes() for column in columns]  # a copy: a generator may change its own arrays
+        same = [each for each in recent if each[1] == content]
         if not same:
-            same = [(seen, [column.copy() for column in columns])]  # a generator may change its own arrays
+            same = [(seen, content)]
             seen += 1
         recent = [*same, *(each for each in recent if each is not same[0])][:2]
         yield same[0][0], step
 
 
-def _equal(some: list[NDArray[np.generic]], others: list[NDArray[np.generic]]) -> bool:
-    return len(some) == len(others) and all(map(np.array_equal, some, others))
-
-
 @dataclass(frozen=True, eq=False)
 class Loads:
-    """The load of a schedule on a topology. ``pattern``: of each step; ``counts[pattern, class]``: see ``topology``.
+    """The load of a schedule on a topology.
 
-    ``followed``: whether a class has the same resources in every pattern; segments can be priced only then.
-    ``sent``, ``received``: chunks over each host's link in the whole schedule.
+    ``pattern``: of each step. ``rows[which[pattern, class]]``: the counts of a class in a pattern; see ``topology`` for
+    the columns. ``followed``: whether a class has the same resources in every pattern; segments can be priced only
+    then. ``sent``, ``received``: chunks over each host's link in the whole schedule.
     """
 
     pattern: Ints
-    counts: Ints
+    rows: Ints
+    which: Ints
     followed: bool
     sent: Ints
     received: Ints
 
-    def ticks(self, segments: int) -> tuple[Ints, Ints]:
-        """(counts of every class in a tick, number of such ticks) of a pipeline of segments.
+    @property
+    def counts(self) -> Ints:
+        """counts[pattern, class, column], which may be large."""
+        return self.rows[self.which]
 
-        In tick t segment s is at its step t - s, so a tick does the work of up to ``segments`` consecutive steps.
-        """
-        if segments == 1:
-            return self.counts, np.bincount(self.pattern, minlength=len(self.counts))
-        before = np.concatenate([np.zeros_like(self.counts[:1]), self.counts[self.pattern].cumsum(axis=0)])
-        tick = np.arange(len(self.pattern) + segments - 1 if len(self.pattern) else 0)
-        first, last = np.maximum(tick - segments + 1, 0), np.minimum(tick + 1, len(self.pattern))
-        return before[last] - before[first], np.ones(len(tick), np.int64)
+    @cached_property
+    def repeats(self) -> Ints:
+        """The number of steps of each pattern."""
+        return np.bincount(self.pattern, minlength=len(self.which))
 
 
 @functools.lru_cache(maxsize=256)
@@ -110,54 +108,76 @@ def replay(schedule: Schedule, topology: Topology) -> Loads:
             recent[number] = recent.pop(number)
         numbers.append(number)
         links += recent[number]
-    return Loads(np.array(numbers, np.int64), *classes.counts(), *links)
+    return Loads(np.array(numbers, np.int64), *classes.found(), *links)
 
 
 class _Classes:
-    """The classes of resources with equal counts in all patterns so far."""
+    """The classes of resources with equal counts in all patterns so far. Class 0 is idle in all of them."""
 
     def __init__(self) -> None:
         self.followed = True
-        self._rows: list[Ints] = []  # for each pattern: the counts of its classes,
-        self._parents: list[Ints] = []  # and the parent of each class in the previous pattern
-        self._class: Ints | None = None  # the class of each resource
-        self._kept = 0
+        self._class = np.zeros(1, np.int64)  # of each resource
+        self._rows: list[Ints] = [np.zeros((1, COLUMNS), np.int64)]  # counts of class 0; of each pattern's new classes
+        self._parents: list[Ints] = []  # for each pattern: the classes that its new ones replace
+        self._number = 1  # of classes so far, replaced ones included
 
     def add(self, rows: Ints) -> None:
-        if not self.followed:
-            rows = rows[rows @ np.ones(COLUMNS, np.int64) > 0]  # idle resources cannot be the busiest
-        before = np.zeros(len(rows), np.int64) if self._class is None or not self.followed else self._class
+        if not self._parents:
+            self._class = np.zeros(len(rows), np.int64)
+        busy = np.flatnonzero(rows.any(axis=1))
+        rows, before = rows[busy], self._class[busy]
         first, after = _classify([before, *rows.T])
         self._rows.append(rows[first])
-        self._parents.append(before[first])
-        self._class = after
-        self._kept += 1
-        if self.followed and self._kept * len(first) * COLUMNS > MOST_COUNTS:
-            self.followed = False  # too many classes: from now on each pattern has classes of its own
-            self._rows = [rows[_classify([*rows.T])[0]] for rows in self._rows]
-
-    def counts(self) -> tuple[Ints, bool]:
-        """counts[pattern, class], and whether a class has the same resources in all patterns."""
         if not self.followed:
-            table = np.zeros((len(self._rows), max(1, *map(len, self._rows)), COLUMNS), np.int64)
-            for place, rows in zip(table, self._rows, strict=True):
-                place[: len(rows)] = rows
-            return table, False
-        if not self._rows:
-            return np.zeros((0, 1, COLUMNS), np.int64), True
-        now = np.arange(len(self._rows[-1]))
-        found = []
-        for rows, parents in zip(reversed(self._rows), reversed(self._parents), strict=True):
-            found.append(rows[now])
-            now = parents[now]
-        return np.stack(found[::-1]), True
+            return
+        self._parents.append(before[first])
+        self._class[busy] = after + self._number
+        self._number += len(first)
+        if self._is_too_large():
+            self.followed = False  # from now on each pattern has classes of its own
+            self._class[:] = 0
+            self._rows[1:] = [each[_classify([*each.T])[0]] for each in self._rows[1:]]
+
+    def _is_too_large(self) -> bool:
+        most = MOST_COUNTS // (COLUMNS * len(self._parents))
+        return min(self._number, len(self._class)) > most and len(_distinct(self._class)) > most
+
+    def found(self) -> tuple[Ints, Ints, bool]:
+        """``rows``, ``which`` and ``followed`` of :class:`Loads`."""
+        begins = np.cumsum([len(rows) for rows in self._rows])
+        patterns = len(self._rows) - 1
+        if not self.followed:
+            which = np.zeros((patterns, max(1, *(np.diff(begins)))), np.int64)
+            for place, begin, end in zip(which, begins, begins[1:], strict=False):
+                place[: end - begin] = np.arange(begin, end)
+            return np.concatenate(self._rows), which, False
+        now = _distinct(self._class)
+        which = np.zeros((patterns, len(now)), np.int64)
+        for pattern in reversed(range(patterns)):
+            new = now >= begins[pattern]
+            which[pattern, new] = now[new]
+            now[new] = self._parents[pattern][now[new] - begins[pattern]]
+        return np.concatenate(self._rows), which, True
 
 
 def _classify(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """(the first row of each class, the class of each row); rows with equal columns form a class."""
-    one = columns[0]
+    """(the first row of each class, the class of each row); rows with equal columns form a class.
+
+    The columns are the digits of one number for each row, which is made smaller where it would not fit into 63 bits.
+    """
+    one, limit = columns[0], int(columns[0].max(initial=0)) + 1
     for column in columns[1:]:
-        if column.any():
-            one = np.unique(one * (int(column.max()) + 1) + column, return_inverse=True)[1]
+        if base := int(column.max(initial=0)):
+            if limit * (base + 1) >= 1 << 63:
+                one = np.unique(one, return_inverse=True)[1]
+                limit = len(one)
+            one, limit = one * (base + 1) + column, limit * (base + 1)
     _, first, which = np.unique(one, return_index=True, return_inverse=True)
     return first, which
+
+
+def _distinct(numbers: Ints) -> Ints:
+    """The numbers in order, without duplicates; ``np.unique`` would import ``numpy.ma``, which takes 40 ms."""
+    ordered = np.sort(numbers)
+    found: Ints = ordered[np.append(True, ordered[1:] != ordered[:-1])]
+    return found

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .contract import Contract
+from .contract import Contract, one_length
 
 if TYPE_CHECKING:
     from .cost import Cost
@@ -42,6 +42,8 @@ __all__: list[str] = []
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+_COLUMNS = ("src", "dst", "chunk", "into", "reduce")
+_KINDS = (*[np.dtype(np.int64)] * 4, np.dtype(np.bool_))
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -61,12 +63,17 @@ class Step:
     def __init__(
         self, src: ArrayLike, dst: ArrayLike, chunk: ArrayLike, reduce: ArrayLike = False, into: ArrayLike | None = None
     ) -> None:
-        columns = np.broadcast_arrays(*np.atleast_1d(src, dst, chunk, chunk if into is None else into, reduce))
-        for name, column in zip(("src", "dst", "chunk", "into"), columns[:4], strict=True):
-            if column.size and column.dtype.kind not in "iu":
-                raise ValueError(f"Step({name}=...): integers are required, not {column.dtype}")
-            object.__setattr__(self, name, column.ravel().astype(np.int64, copy=False))
-        object.__setattr__(self, "reduce", columns[4].ravel().astype(np.bool_, copy=False))
+        if isinstance(reduce, bool) and isinstance(src, np.ndarray):
+            reduce = np.full(src.shape, reduce)
+        columns: list[Any] = [src, dst, chunk, chunk if into is None else into, reduce]
+        if not _are_columns(columns):
+            columns = one_length(*columns)
+            for name, column in zip(_COLUMNS, columns[:4], strict=False):
+                if column.size and column.dtype.kind not in "iu":
+                    raise ValueError(f"Step({name}=...): integers are required, not {column.dtype}")
+            columns = [column.astype(kind, copy=False) for column, kind in zip(columns, _KINDS, strict=True)]
+        for name, column in zip(_COLUMNS, columns, strict=True):
+            object.__setattr__(self, name, column)
 
     def __len__(self) -> int:
         return len(self.src)
@@ -95,6 +102,12 @@ class Step:
         return Step(*(np.concatenate([getattr(step, name) for step in steps]) for name in names))
 
 
+def _are_columns(given: list[Any]) -> bool:
+    """Whether the columns of a step need no conversion, which takes longer than the rest of most steps."""
+    same = (isinstance(each, np.ndarray) and each.dtype is kind for each, kind in zip(given, _KINDS, strict=True))
+    return all(same) and given[0].ndim == 1 and len({each.shape for each in given}) == 1
+
+
 class WideStep(Step):
     """A step whose rows move several consecutive chunks each: row i moves the ``span[i]`` chunks from chunk[i] on.
 
@@ -119,7 +132,7 @@ class WideStep(Step):
 
     def __getattr__(self, name: str) -> Any:
         """Compute a column on first access."""
-        if name not in ("src", "dst", "chunk", "into", "reduce"):
+        if name not in _COLUMNS:
             raise AttributeError(name)
         column = np.repeat(getattr(self._rows, name), self._span)
         if name in ("chunk", "into"):
@@ -141,7 +154,11 @@ class Steps(Sequence[Step]):
         self._length: int | None = None
 
     def __iter__(self) -> Iterator[Step]:
-        return iter(self._make())
+        length = 0
+        for step in self._make():
+            yield step
+            length += 1
+        self._length = length
 
     def __len__(self) -> int:
         if self._length is None:

@@ -40,6 +40,7 @@ __all__ = ["Level", "Topology"]
 Ints = NDArray[np.int64]
 
 COLUMNS = 10
+_DENSE = 2  # a table with at most so many entries for each message is faster than sorting the messages
 _LEVELS = ("inner", "outer")
 LATENCY, PROCESSOR, LINK = [0, 1, 5, 6], [2, 3, 7, 8], [4, 9]  # the columns of each kind of time
 
@@ -136,46 +137,63 @@ class Topology:
         [1, 0, 0, 1]
         """
         step, span = step.narrow
-        far = step.src != step.dst
-        src, dst = step.src[far], step.dst[far]
-        spans = None if span is None else span[far]
-        pairs = _distinct(src * self.size + dst)
-        sends, receives = pairs // self.size, pairs % self.size
-        between, leaves = self.host_of[sends] != self.host_of[receives], self.host_of[src] != self.host_of[dst]
-        reduced = _count(step.dst, self.size, span, step.reduce)
-        ranks = [
-            np.stack(
-                [
-                    _count(messages, self.size, None, ~between),
-                    _count(messages, self.size, None, between),
-                    _count(chunks, self.size, spans, ~leaves),
-                    reduced,
-                ],
-                axis=1,
-            )
-            for messages, chunks in ((sends, src), (receives, dst))
-        ]
-        links = [_count(self.host_of[chunks], len(self.hosts), spans, leaves) for chunks in (src, dst)]
-        return self._rows(ranks, links, self._has_fan_in(src[leaves], dst[leaves]))
-
-    def _has_fan_in(self, src: Ints, dst: Ints) -> NDArray[np.bool_]:
-        """For each host, whether more than one other host sends to it."""
-        count = len(self.hosts)
-        pairs = _distinct(self.host_of[src] * count + self.host_of[dst])
-        return np.bincount(pairs % count, minlength=count) > 1
-
-    def _rows(self, ranks: list[Ints], links: list[Ints], has_fan_in: NDArray[np.bool_]) -> Ints:
-        cores = [] if self.cores is None else [np.add.reduceat(each, self._machines, axis=0) for each in ranks]
-        blocks = [(0, np.concatenate(ranks)), (4, np.concatenate(links)[:, None])]
-        blocks += [(5, np.concatenate(cores))] if cores else []
-        rows = np.zeros((sum(len(block) for _, block in blocks), COLUMNS), np.int64)
-        at = 0
-        for column, block in blocks:
-            rows[at : at + len(block), column : column + block.shape[1]] = block
-            at += len(block)
-        links_in = rows[2 * self.size + len(self.hosts) :][: len(self.hosts)]
+        size = self.size
+        pairs, chunks = _runs(step.src * size + step.dst, span)
+        is_dense = size**2 <= _DENSE * len(pairs) and not _in_order(pairs)
+        rows, has_fan_in = (self._count_table if is_dense else self._count_messages)(pairs, chunks)
+        links_in = rows[2 * size + len(self.hosts) :]
         links_in[has_fan_in, 9] = links_in[has_fan_in, 4]
-        return rows
+        if step.reduce.any():
+            spans = None if span is None else span[step.reduce]
+            rows[:size, 3] = rows[size : 2 * size, 3] = np.bincount(step.dst[step.reduce], spans, minlength=size)
+        if self.cores is None:
+            return rows
+        cores = np.add.reduceat(rows[: 2 * size, :4].reshape(2, size, 4), self._machines, axis=1).reshape(-1, 4)
+        return np.concatenate([rows, np.pad(cores, ((0, 0), (5, COLUMNS - 9)))])
+
+    def _count_messages(self, pairs: Ints, chunks: Ints | None) -> tuple[Ints, NDArray[np.bool_]]:
+        """The counts of ranks and links, and for each host whether several others send to it, message by message."""
+        order = slice(None) if _in_order(pairs) else np.argsort(pairs, kind="stable")
+        pairs, counted = _runs(pairs[order], None if chunks is None else chunks[order])
+        chunks = np.ones(len(pairs), np.int64) if counted is None else counted
+        size, hosts = self.size, len(self.hosts)
+        src, dst = pairs // size, pairs % size
+        far = src != dst
+        if not far.all():
+            src, dst, chunks = src[far], dst[far], chunks[far]
+        from_host, to_host = self.host_of[src], self.host_of[dst]
+        between = from_host != to_host
+        within, out, one = chunks[~between], chunks[between], np.ones(len(src))
+        from_host, to_host = from_host[between], to_host[between]
+        cells = [  # row, column, how many
+            (src, between, one),
+            (size + dst, between, one),
+            (src[~between], 2, within),
+            (size + dst[~between], 2, within),
+            (2 * size + from_host, 4, out),
+            (2 * size + hosts + to_host, 4, out),
+        ]
+        cell = np.concatenate([row * COLUMNS + column for row, column, _ in cells])
+        total = 2 * (size + hosts) * COLUMNS
+        rows = np.bincount(cell, np.concatenate([many for *_, many in cells]), total).astype(np.int64)
+        routes, _ = _runs(np.sort(to_host * hosts + from_host), None)
+        return rows.reshape(-1, COLUMNS), np.bincount(routes // hosts, minlength=hosts) > 1
+
+    def _count_table(self, pairs: Ints, chunks: Ints | None) -> tuple[Ints, NDArray[np.bool_]]:
+        """The same as ``_count_messages`` from a table of all pairs of ranks, faster where most of them communicate."""
+        size, hosts = self.size, len(self.hosts)
+        first, own = np.cumsum((0, *self.hosts[:-1])), (np.arange(size), self.host_of)
+        table = np.bincount(pairs, chunks, size**2).astype(np.int64, copy=False).reshape(size, size)
+        np.fill_diagonal(table, 0)
+        rows = np.zeros((2 * (size + hosts), COLUMNS), np.int64)
+        for side, by_src in ((rows[:size], table), (rows[size : 2 * size], table.T)):
+            moved, messages = (np.add.reduceat(each, first, axis=1) for each in (by_src, (by_src > 0).astype(np.int64)))
+            side[:, 0], side[:, 2] = messages[own], moved[own]
+            side[:, 1] = messages.sum(axis=1) - side[:, 0]
+        routes = np.add.reduceat(moved, first, axis=0)  # chunks [to host, from host]
+        np.fill_diagonal(routes, 0)
+        rows[2 * size :, 4] = [*routes.sum(axis=0), *routes.sum(axis=1)]
+        return rows, (routes > 0).sum(axis=1) > 1
 
     @cached_property
     def _machines(self) -> Ints:
@@ -189,12 +207,14 @@ class Topology:
         return np.array([*rank, nbytes * self.outer.beta, *cores, nbytes * self.congestion])
 
 
-def _count(places: Ints, size: int, span: Ints | None, which: NDArray[np.bool_]) -> Ints:
-    """The number of occurrences of each place among those that ``which`` marks, each counted ``span`` times."""
-    weights = None if span is None else span[which]
-    return np.bincount(places[which], weights, minlength=size).astype(np.int64)
+def _in_order(keys: Ints) -> bool:
+    return bool((keys[1:] >= keys[:-1]).all())
 
 
-def _distinct(pairs: Ints) -> Ints:
-    """The pairs without duplicates; pairs that are already in order are not sorted."""
-    return pairs if bool((pairs[1:] > pairs[:-1]).all()) else np.unique(pairs)
+def _runs(keys: Ints, counts: Ints | None) -> tuple[Ints, Ints | None]:
+    """The keys without those that repeat the one before, and the sum of the counts of each (None: each counts 1)."""
+    differs = keys[1:] != keys[:-1]
+    if differs.all():
+        return keys, counts
+    first = np.flatnonzero(np.append(True, differs))
+    return keys[first], np.diff(first, append=len(keys)) if counts is None else np.add.reduceat(counts, first)

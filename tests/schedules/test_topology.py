@@ -89,6 +89,34 @@ def test_the_replay_equals_the_plain_count(case: tuple[Schedule, Topology], nbyt
     )
 
 
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(), st.sampled_from([0, 1000, 1e7]))
+def test_the_best_segments_are_the_fastest_of_the_plain_count(case: tuple[Schedule, Topology], nbytes: float) -> None:
+    schedule, topology = case
+    choices = [1 << power for power in range(7)]
+    fastest = min(plain(schedule, nbytes, topology, segments) for segments in choices)
+    found = int(best_segments(schedule, nbytes, topology))
+    assert plain(schedule, nbytes, topology, found) == pytest.approx(fastest, rel=1e-8)
+
+
+@st.composite
+def one_step(draw: st.DrawFn) -> tuple[Topology, np.ndarray, np.ndarray | None]:
+    """A topology, pairs of ranks in any order, and numbers of chunks."""
+    topology = Topology(draw(st.sampled_from(HOSTS)), **LINKS)
+    pairs = np.array(draw(st.lists(st.integers(0, topology.size**2 - 1), max_size=40)), np.int64)
+    spans = draw(st.lists(st.integers(1, 9), min_size=len(pairs), max_size=len(pairs)))
+    return topology, pairs, draw(st.sampled_from([None, np.array(spans, np.int64)]))
+
+
+@settings(deadline=None)
+@given(one_step())
+def test_both_ways_to_count_a_step_are_equal(case: tuple[Topology, np.ndarray, np.ndarray | None]) -> None:
+    topology, pairs, chunks = case
+    by_message, by_table = topology._count_messages(pairs, chunks), topology._count_table(pairs, chunks)
+    for some, others in zip(by_message, by_table, strict=True):
+        assert some.tolist() == others.tolist()
+
+
 @pytest.mark.parametrize(("collective", "name"), REGISTRY)
 def test_counts_are_those_of_every_single_step(collective: str, name: str) -> None:
     """Exactly: recognised patterns and classes against a count of each step as if it were the only one."""

@@ -57,7 +57,8 @@ def _active_blocks(peers: Sequence[Ints], blocks: Bools) -> list[Bools]:
 
 def _exchange(peer: Ints, after: Bools, reduce: bool) -> Step:
     """Send the chunks that only the peer (when reducing) or the sender (when gathering) works on after the step."""
-    src, chunk = np.nonzero(after[peer] & ~after if reduce else after & ~after[peer])
+    sent = after[peer] & ~after if reduce else after & ~after[peer]
+    src, chunk = np.divmod(np.flatnonzero(sent), sent.shape[1])  # np.nonzero takes twice as long
     return Step(src, peer[src], chunk, reduce)
 
 

@@ -31,11 +31,10 @@ __all__: list[str] = []
 )
 def all_reduce(size: int) -> Iterator[Step]:
     rank = np.arange(size)
+    src, dst = np.tile(rank, 2), np.concatenate([(rank + 1) % size, (rank - 1) % size])
     for step in range(size - 1):
-        clockwise = Step(src=rank, dst=(rank + 1) % size, chunk=(rank - step) % size, reduce=True)
-        counter = Step(src=rank, dst=(rank - 1) % size, chunk=size + (rank + step) % size, reduce=True)
-        yield Step.concat([clockwise, counter])
+        clockwise, counter = (rank - step) % size, size + (rank + step) % size
+        yield Step(src, dst, chunk=np.concatenate([clockwise, counter]), reduce=True)
     for step in range(size - 1):
-        clockwise = Step(src=rank, dst=(rank + 1) % size, chunk=(rank + 1 - step) % size)
-        counter = Step(src=rank, dst=(rank - 1) % size, chunk=size + (rank - 1 + step) % size)
-        yield Step.concat([clockwise, counter])
+        clockwise, counter = (rank + 1 - step) % size, size + (rank - 1 + step) % size
+        yield Step(src, dst, chunk=np.concatenate([clockwise, counter]))

@@ -1,0 +1,110 @@
+"""The choice of a schedule between hosts: what roots, sizes and groups share, and that sharing changes no choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dist_prims.backend import multi_host
+from dist_prims.backend.multi_host import ASSUMED, MultiHostSchedules
+from dist_prims.schedules import Schedule, Step, algorithm, build, native, registry, replay, unregister
+from dist_prims.schedules.native import NativeForm, to_native
+from dist_prims.schedules.recommend import recommend
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+SLOW_LINKS = {**ASSUMED, "outer": {"alpha": 1e-3, "beta": 1e-7}, "congestion": 2e-8, "cores": 2}
+
+
+def schedules(names: str, rank: int = 0, measured: Mapping[str, Any] = ASSUMED) -> MultiHostSchedules:
+    return MultiHostSchedules(names.split(), rank, measured, Schedule.verify)
+
+
+def clear() -> None:
+    for cached in (multi_host._lowest_cost, registry._build_once, replay.replay, native._steps):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """The calls of ``recommend`` by the backend."""
+    calls: list[tuple[Any, ...]] = []
+
+    def counted(*given: Any) -> Any:
+        calls.append(given)
+        return recommend(*given)
+
+    multi_host._lowest_cost.cache_clear()
+    monkeypatch.setattr(multi_host, "recommend", counted)
+    yield calls
+    multi_host._lowest_cost.cache_clear()
+
+
+def test_roots_and_groups_of_one_shape_share_a_choice(searches: list[tuple[Any, ...]]) -> None:
+    names = {schedules("a a b b b", rank).choose("broadcast", 5000, root)[2] for rank in range(5) for root in range(5)}
+    schedules("x y x y y").choose("broadcast", 7000, 3)  # other hosts and another order; the same size class
+    assert len(names) == len(searches) == 1
+
+
+def test_other_sizes_collectives_hosts_and_costs_have_choices_of_their_own(searches: list[tuple[Any, ...]]) -> None:
+    schedules("a a b b b").choose("broadcast", 5000, 0)
+    for names, measured, collective, nbytes in (
+        ("a a b b b", ASSUMED, "broadcast", 9000),
+        ("a a b b b", ASSUMED, "reduce", 5000),
+        ("a a a b b", ASSUMED, "broadcast", 5000),
+        ("a a b b b", SLOW_LINKS, "broadcast", 5000),
+    ):
+        before = len(searches)
+        schedules(names, measured=measured).choose(collective, nbytes, 0)
+        assert len(searches) == before + 1
+
+
+def test_a_schedule_is_built_for_each_root() -> None:
+    names, rank = "a b a b b", 1
+    order = schedules(names).order
+    for root in range(5):
+        found = schedules(names, rank).choose("broadcast", 64, root)
+        schedule = build("broadcast", found[2].split("(")[0], 5, root=order.rank_at.index(root))
+        assert plain(found) == plain(to_native(schedule, rank, *found[:4], order.rank_at))
+
+
+def test_an_algorithm_registered_later_is_considered() -> None:
+    group = schedules("a b")
+    before = group.choose("all_reduce", 8, -1)[2]
+
+    @algorithm("all_reduce", name="of_no_cost", chunks=1, trust=True)
+    def of_no_cost(size: int) -> Iterator[Step]:
+        yield from ()
+
+    trusting = MultiHostSchedules(["a", "b"], 0, ASSUMED, lambda schedule: None)
+    assert trusting.choose("all_reduce", 8, -1)[2] == "of_no_cost"
+    unregister("all_reduce", "of_no_cost")
+    assert group.choose("all_reduce", 8, -1)[2] == before
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    hosts=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    collective=st.sampled_from(COLLECTIVES),
+    nbytes=st.integers(0, 35).map(lambda power: (1 << power) - 1),
+    measured=st.sampled_from([ASSUMED, SLOW_LINKS]),
+    data=st.data(),
+)
+def test_a_choice_from_caches_equals_one_without(
+    hosts: list[int], collective: str, nbytes: int, measured: Mapping[str, Any], data: st.DataObject
+) -> None:
+    """Another size, root and rank come first, and leave what they computed in the caches."""
+    names = " ".join(f"host{number}" for number, ranks in enumerate(hosts) for _ in range(ranks))
+    rank, root, other = (data.draw(st.integers(0, sum(hosts) - 1)) for _ in range(3))
+    schedules(names, other, measured).choose(collective, nbytes // 16, other)
+    schedules(names, other, measured).choose(collective, nbytes, other)
+    cached = schedules(names, rank, measured).choose(collective, nbytes, root)
+    clear()
+    assert plain(cached) == plain(schedules(names, rank, measured).choose(collective, nbytes, root))
+
+
+def plain(form: NativeForm) -> str:
+    return repr(form)
