@@ -33,7 +33,7 @@ __all__: list[str] = []
 MOST_TRANSFERS = 150_000_000  # of a schedule: pricing takes some seconds
 MOST_AT_ONCE = 3_000_000  # of a step: some hundred MB
 _TOLERANCE = 0.02  # a smaller relative difference of two prices is not significant
-_MOST_RANKS_FOR_FAN_IN = 256
+_MOST_RANKS_FOR_TIES = 256
 
 # Hierarchical collectives for hosts of any sizes, and the collectives within a host that the parameter inner names.
 _WITHIN = {
@@ -72,7 +72,8 @@ class Candidate:
 class Advice:
     """The candidates, fastest first, those not priced with their numbers of transfers, and the lower bound in seconds.
 
-    Among candidates of nearly equal price the one with the smallest fan-in of hosts comes first.
+    Among candidates of nearly equal price the one with the smallest fan-in of hosts comes first, then the one with the
+    fewest transfers, because each costs the processor more than the price has.
     """
 
     candidates: tuple[Candidate, ...]
@@ -99,7 +100,8 @@ def recommend(collective: str, nbytes: float, topology: Topology) -> Advice:
         raise ValueError(f"{collective} over {topology.size} ranks: every algorithm has too many transfers to price")
     ranked = sorted(search.found, key=lambda candidate: candidate.seconds)
     near = [candidate for candidate in ranked if candidate.seconds <= ranked[0].seconds * (1 + _TOLERANCE)]
-    near.sort(key=lambda candidate: _fan_in(candidate.schedule, topology))
+    if topology.size <= _MOST_RANKS_FOR_TIES:
+        near.sort(key=lambda candidate: (_fan_in(candidate.schedule, topology), _transfers(candidate)))
     ranked[: len(near)] = near
     return Advice(tuple(ranked), tuple(search.left_out), bound(collective, nbytes, topology))
 
@@ -112,18 +114,22 @@ def _has_hierarchies(collective: str, topology: Topology) -> bool:
 
 
 def _fan_in(schedule: Schedule, topology: Topology) -> int:
-    """The largest number of hosts that send to one host in one step; 0, uncounted, above 256 ranks.
+    """The largest number of hosts that send to one host in one step.
 
     Concurrent streams slow each other down on a link, and the price does not include it.
     """
-    if topology.size > _MOST_RANKS_FOR_FAN_IN:
-        return 0
     most, hosts = 0, len(topology.hosts)
     for step in schedule.steps:
         pairs = np.unique(topology.host_of[step.dst] * hosts + topology.host_of[step.src])
         between = pairs[pairs // hosts != pairs % hosts]
         most = max(most, int(np.bincount(between // hosts, minlength=1).max()))
     return most
+
+
+def _transfers(candidate: Candidate) -> tuple[int, int]:
+    """The transfers of all segments, and the steps."""
+    steps = candidate.schedule.steps
+    return sum(map(len, steps)) * candidate.segments, len(steps)
 
 
 @dataclass

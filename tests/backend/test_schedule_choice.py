@@ -67,7 +67,9 @@ def test_a_schedule_is_built_for_each_root() -> None:
     order = schedules(names).order
     for root in range(5):
         found = schedules(names, rank).choose("broadcast", 64, root)
-        schedule = build("broadcast", found[2].split("(")[0], 5, root=order.rank_at.index(root))
+        name, _, chunks = found[2].rstrip(")").partition("(")
+        given = {"chunks": int(chunks)} if chunks else {}
+        schedule = build("broadcast", name, 5, root=order.rank_at.index(root), **given)
         assert plain(found) == plain(to_native(schedule, rank, *found[:4], order.rank_at))
 
 

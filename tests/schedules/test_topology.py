@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -91,12 +92,12 @@ def test_the_replay_equals_the_plain_count(case: tuple[Schedule, Topology], nbyt
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.sampled_from([0, 1000, 1e7]))
-def test_the_best_segments_are_the_fastest_of_the_plain_count(case: tuple[Schedule, Topology], nbytes: float) -> None:
+def test_the_best_segments_are_the_fewest_near_the_fastest(case: tuple[Schedule, Topology], nbytes: float) -> None:
     schedule, topology = case
-    choices = [1 << power for power in range(7)]
-    fastest = min(plain(schedule, nbytes, topology, segments) for segments in choices)
-    found = int(best_segments(schedule, nbytes, topology))
-    assert plain(schedule, nbytes, topology, found) == pytest.approx(fastest, rel=1e-8)
+    times = {1 << power: plain(schedule, nbytes, topology, 1 << power) for power in range(7)}
+    found, limit = int(best_segments(schedule, nbytes, topology)), 1.03 * min(times.values())
+    assert times[found] <= limit * (1 + 1e-8)
+    assert all(times[fewer] >= limit * (1 - 1e-8) for fewer in times if fewer < found)
 
 
 @st.composite
@@ -234,7 +235,7 @@ def test_segments_keep_links_and_processors_busy_at_once() -> None:
         schedule, links = build("broadcast", "two hops", 3), Topology((2, 1), GIGABYTE, GIGABYTE)
         times = [float(seconds(schedule, 8e6, links, segments)) for segments in (1, 2, 4, 8)]
         assert times == pytest.approx([16e-3, 12e-3, 10e-3, 9e-3])
-        assert best_segments(schedule, [8e6, 0], links).tolist() == [64, 1]
+        assert best_segments(schedule, [8e6, 0], links).tolist() == [32, 1]  # 64 are less than 3 % faster
         slow = Topology((2, 1), Level(1e-3, 1e-9), Level(1e-3, 1e-9))
         assert best_segments(schedule, 8e6, slow) == min((1, 2, 4, 8, 16), key=lambda s: plain(schedule, 8e6, slow, s))
         assert parts(schedule, 8e6, slow, 2).sum() == pytest.approx(plain(schedule, 8e6, slow, 2))
@@ -335,8 +336,9 @@ def test_the_recommended_is_the_quickest_and_above_the_bound() -> None:
             for nbytes in (8, 1e8):
                 advice = recommend(collective, nbytes, Topology(hosts, **LINKS))
                 times = [each.seconds for each in advice.candidates]
-                assert times == sorted(times)
-                assert advice.bound <= times[0] * (1 + 1e-12)
+                assert times[0] <= 1.02 * min(times)  # of those, the one with the fewest transfers
+                assert all(some <= 1.02 * other for some, other in itertools.pairwise(times))
+                assert advice.bound <= min(times) * (1 + 1e-12)
                 assert not advice.left_out
     large, small = (recommend("all_reduce", nbytes, Topology((4, 4), **LINKS)).candidates[0] for nbytes in (1e8, 8))
     assert (large.schedule.algorithm, large.bound_by, small.bound_by) == ("hierarchical", "link", "latency")
