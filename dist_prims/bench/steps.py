@@ -110,8 +110,9 @@ def measure(work: MeasuredWork, rounds: int, warmup: int = 2) -> Table:
 
 
 class MeasuredTraining:
-    """Steps of SGD on linear layers. The gradients of the groups must agree with each other in every step. In the
-    first step, when all ranks still have the same model, they must equal the mean of the gradients of single ranks."""
+    """Steps of SGD on linear layers. The gradients of the groups must agree with each other in every step, which all
+    begin with the same weights. In the first step, when all ranks still have the same model, they must equal the mean
+    of the gradients of single ranks."""
 
     what, unit, units = "ddp", "step", 1
 
@@ -133,6 +134,9 @@ class MeasuredTraining:
 
     def prepare(self, round: int) -> None:
         self.input, self.target = torch.randn(self.shape, generator=self.random)
+        for name in (*self.names[1:], _AVERAGER):  # rounding errors would grow from step to step
+            for own, first in zip(self.models[name].parameters(), self.models[self.names[0]].parameters(), strict=True):
+                own.data.copy_(first.data)
 
     def run(self, contender: str) -> None:
         self.optimizers[contender].zero_grad()
