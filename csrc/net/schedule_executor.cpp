@@ -109,12 +109,12 @@ public:
         }
         std::byte* next = without_output ? buffers_->take(without_output, mine_) : nullptr;
         for (const Part& part : parts_) {
-            std::byte* const home = part.output ? part.output : std::exchange(next, next + part.bytes);
-            chunks_.push_back({part.input ? part.input : home, home});
+            std::byte* const target = part.output ? part.output : std::exchange(next, next + part.bytes);
+            chunks_.push_back({part.input ? part.input : target, target});
         }
         for (int chunk = 0; chunk < program.scratch; ++chunk) {
-            std::byte* const home = buffers_->take(longest, mine_);
-            chunks_.push_back({home, home});
+            std::byte* const target = buffers_->take(longest, mine_);
+            chunks_.push_back({target, target});
         }
     }
 
@@ -139,7 +139,7 @@ private:
     // Where the contents of a chunk are, and where the program writes them.
     struct Chunk {
         const std::byte* contents;
-        std::byte* home;
+        std::byte* target;
     };
     // The place of a message, and the bytes before each of its chunks.
     struct ReceiveBuffer {
@@ -263,7 +263,7 @@ private:
         for (const int chunk : message.chunks) {
             if (is_used_[static_cast<std::size_t>(chunk)]) return nullptr;
         }
-        return joined(message, &Chunk::home);
+        return joined(message, &Chunk::target);
     }
 
     // Copies of this rank's own chunks that are operands: another write of this step may overwrite them first.
@@ -297,10 +297,10 @@ private:
         std::optional<Range> range;
         for (const auto& each : step.writes) {
             Chunk& into = chunk(each.into);
-            Range next{&each, into.home, {}, bytes(each.piece)};
+            Range next{&each, into.target, {}, bytes(each.piece)};
             if (next.bytes == 0) continue;
             if (!each.copy) next.operands.push_back(into.contents);
-            into.contents = into.home;
+            into.contents = into.target;
             for (const auto& source : each.sources) next.operands.push_back(operand(source, own));
             if (range && follows(*range, next)) {
                 range->bytes += next.bytes;

@@ -5,9 +5,9 @@ The schedules of a topology number the ranks host by host. Each rank therefore h
     rank      0  1  2  3        on hosts  a  b  a  b
     position  0  2  1  3
 
-The choice is the schedule of the lowest cost on the topology. The cost figures are those that ``python -m
-dist_prims.bench calibrate`` has measured on the machine of rank 0, or assumptions. All ranks of a group must make the
-same choice, so all use the figures of rank 0.
+The choice is the schedule that is recommended for the topology: the lowest cost or nearly so. The cost figures are
+those that ``python -m dist_prims.bench calibrate`` has measured on the machine of rank 0, or assumptions. All ranks of
+a group must make the same choice, so all use the figures of rank 0.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class MultiHostSchedules:
         self.topology = Topology.measured(self.order.hosts, measured)
 
     def choose(self, collective: str, nbytes: int, root: int) -> NativeForm:
-        """Return the schedule of the lowest cost for sizes between the powers of two around ``nbytes``."""
+        """Return the schedule that is recommended for sizes between the powers of two around ``nbytes``."""
         low = 0 if nbytes < 2 else 1 << (nbytes.bit_length() - 1)
-        algorithm, parameters, segments = _lowest_cost(collective, low, self.topology, version())
+        algorithm, parameters, segments = _recommended(collective, low, self.topology, version())
         given = {"root": self.order.rank_at.index(root)} if collective in ROOTED else {}
         schedule = build_shared(collective, algorithm, self.topology.size, **dict(parameters), **given)
         self._check(schedule)
@@ -78,7 +78,7 @@ class MultiHostSchedules:
 
 
 @functools.lru_cache(maxsize=1024)
-def _lowest_cost(
+def _recommended(
     collective: str, low: int, topology: Topology, _version: int
 ) -> tuple[str, tuple[tuple[str, Any], ...], int]:
     """The algorithm, its parameters and the number of segments for sizes from ``low``, a power of two, to 2 * ``low``.

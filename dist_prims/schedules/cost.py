@@ -145,8 +145,8 @@ def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments:
 def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> NDArray[np.int64]:
     """The number of segments for each of ``nbytes``: a power of two up to 64.
 
-    It is the fewest with a time within 3 % of the shortest: every message costs the processor more than the price has.
-    The result is 1 for a schedule that is too large to follow rank by rank.
+    It is the fewest with a time within 3 % of the shortest: the price counts too little for what a message costs the
+    processor. The result is 1 for a schedule that is too large to follow rank by rank.
     """
     loads: Loads = replay(schedule, topology)
     choices = np.array([1 << power for power in range(MOST_SEGMENTS.bit_length() if loads.followed else 1)])

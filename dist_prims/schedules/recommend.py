@@ -73,7 +73,7 @@ class Advice:
     """The candidates, fastest first, those not priced with their numbers of transfers, and the lower bound in seconds.
 
     Among candidates of nearly equal price the one with the smallest fan-in of hosts comes first, then the one with the
-    fewest transfers, because each costs the processor more than the price has.
+    fewest transfers, because the price counts too little for what a transfer costs the processor.
     """
 
     candidates: tuple[Candidate, ...]

@@ -24,7 +24,7 @@ def schedules(names: str, rank: int = 0, measured: Mapping[str, Any] = ASSUMED) 
 
 
 def clear() -> None:
-    for cached in (multi_host._lowest_cost, registry._build_once, replay.replay, native._steps):
+    for cached in (multi_host._recommended, registry._build_once, replay.replay, native._steps):
         cached.cache_clear()
 
 
@@ -37,10 +37,10 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
         calls.append(given)
         return recommend(*given)
 
-    multi_host._lowest_cost.cache_clear()
+    multi_host._recommended.cache_clear()
     monkeypatch.setattr(multi_host, "recommend", counted)
     yield calls
-    multi_host._lowest_cost.cache_clear()
+    multi_host._recommended.cache_clear()
 
 
 def test_roots_and_groups_of_one_shape_share_a_choice(searches: list[tuple[Any, ...]]) -> None:

@@ -1,4 +1,4 @@
-"""Hierarchical collectives: what crosses the links, in how many messages, and whom each rank meets."""
+"""Hierarchical collectives: what crosses the links, in how many messages, and which ranks exchange them."""
 
 from __future__ import annotations
 

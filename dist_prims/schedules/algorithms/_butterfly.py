@@ -10,7 +10,7 @@ Step s of a reduce-scatter: rank r sends its peer the blocks ``blocks[s + 1][pee
 own ``blocks[s + 1][r]``. After s steps its sums cover the 2^s ranks that it exchanged with, directly or indirectly;
 after the last step they cover all ranks. An all-gather runs the same steps backwards and copies instead of adding.
 
-If the number of ranks is not a power of two, a rank may meet a block on two ways. An all-gather then sends only the
+If the number of ranks is not a power of two, a block may reach a rank in two ways. An all-gather then sends only the
 blocks that the peer does not have yet, so every rank receives each block once; a reduce-scatter is its reverse.
 
 The exchanges run over p ranks: a power of two for halving-doubling, an even number for Swing. For any other size the

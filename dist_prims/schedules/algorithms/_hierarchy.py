@@ -27,7 +27,6 @@ __all__: list[str] = []
 Ints = NDArray[np.int64]
 Hosts = Sequence[int] | None
 
-NCCL = "NCCL; Horovod"
 MULTI_LANE = "Traeff and Hunold, Decomposing MPI Collectives for Exploiting Multi-lane Communication, 2020"
 
 

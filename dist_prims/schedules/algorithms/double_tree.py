@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ..cost_card import Card
 from ..registry import algorithm
 from ..schedule import Step
-from .tree import CHUNKS, at_least_one, parents
+from .tree import CHUNKS, at_least_one, parents, renumbered
 
 __all__: list[str] = []
 
@@ -34,12 +34,8 @@ Ints = NDArray[np.int64]
 
 def two_trees(nodes: int) -> tuple[Ints, Ints]:
     """The parents in two trees over places 1..nodes without an inner place in common; the parent of a root is 0."""
-    place = np.arange(1, nodes + 1)
-    one = np.where(parents(nodes + 1) > 0, parents(nodes + 1), 0)
-    moved = np.concatenate([[0], place % nodes + 1 if nodes % 2 else nodes + 1 - place]) if nodes else np.zeros(1, int)
-    two = np.zeros_like(one)
-    two[moved] = moved[one]
-    return one[1:], two[1:]
+    one, place = parents(nodes + 1)[1:] - 1, np.arange(nodes)
+    return one + 1, renumbered(one, (place + 1) % nodes if nodes % 2 else nodes - 1 - place) + 1
 
 
 def _other(vertex: Ints) -> Ints:

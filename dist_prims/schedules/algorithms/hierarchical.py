@@ -46,7 +46,7 @@ _chunks = hierarchy.chunks_of_units(("reduce_scatter", "all_gather"), "all_reduc
     "all_reduce",
     name="hierarchical",
     chunks=_chunks,
-    card=Card("2*(m-1) + 2*(n/m - 1)", "2*(n-1)/n", "several hosts, large data", hierarchy.NCCL, M),
+    card=Card("2*(m-1) + 2*(n/m - 1)", "2*(n-1)/n", "several hosts, large data", "NCCL; Horovod", M),
 )
 def all_reduce(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts = None) -> Iterator[Step]:
     shape, chunks = hierarchy.host_sizes(size, hosts), _chunks(size, inner, outer, hosts)

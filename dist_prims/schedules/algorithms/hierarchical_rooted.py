@@ -31,6 +31,7 @@ from ..cost_card import Card, ceil_log2
 from ..registry import algorithm, build
 from ..schedule import Schedule, Step, WideStep
 from . import _hierarchy as hierarchy
+from . import binomial
 from ._hierarchy import Hosts, fair_share
 
 __all__: list[str] = []
@@ -46,7 +47,7 @@ WHERE = {
 
 def _most_sent(n: int) -> int:
     """The chunks that the busiest rank sends in a binomial gather of n ranks."""
-    half = 1 << max(ceil_log2(n) - 1, 0)
+    half = binomial.HALF["q"](n)
     return max(n - half, half // 2)
 
 

@@ -101,12 +101,12 @@ def _two_trees(size: int) -> tuple[Ints, Ints]:
     """The parents in two trees that have no inner rank in common."""
     if size % 2:
         one = parents(size + 1)[1:] - 1
-        return one, _renumbered(one, (np.arange(size) + 1) % size)
+        return one, renumbered(one, (np.arange(size) + 1) % size)
     one = parents(size)
-    return one, _renumbered(one, size - 1 - np.arange(size))
+    return one, renumbered(one, size - 1 - np.arange(size))
 
 
-def _renumbered(parent: Ints, rank_at: Ints) -> Ints:
+def renumbered(parent: Ints, rank_at: Ints) -> Ints:
     """The same tree with rank ``rank_at[p]`` in place p."""
     moved = np.empty_like(parent)
     moved[rank_at] = np.where(parent < 0, -1, rank_at[parent])
