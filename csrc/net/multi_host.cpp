@@ -231,6 +231,18 @@ std::uint64_t MultiHostGroup::agree(const Call& call, std::chrono::milliseconds 
     return agree_and_reduce(call, term, nullptr, 0, timeout).term;
 }
 
+LinkCosts MultiHostGroup::begin(const Call& call, std::uint64_t network, std::chrono::milliseconds timeout) {
+    LinkCosts costs;
+    if (network && host_segment_.slots.rank() == 0 && hosts_.mine <= 1) {
+        const int peer = hosts_.ranks[1 - hosts_.mine].front();
+        if (hosts_.mine == 0)
+            costs = measure_link(remote, peer, network, timeout);
+        else
+            help_measure_link(remote, peer, network, timeout);
+    }
+    return LinkCosts::unpacked(agree(call, timeout, costs.beta > 0 ? costs.packed() : 0));
+}
+
 void MultiHostGroup::all_reduce(const Call& call, const std::byte* in, std::byte* out,
                                 std::chrono::milliseconds timeout) {
     const std::size_t bytes = call.count * size_of(call.dtype);

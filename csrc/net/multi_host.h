@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "../shm/host_segment.h"
+#include "link_costs.h"
 #include "remote_peers.h"
 #include "router.h"
 
@@ -48,6 +49,10 @@ public:
     // Agrees on the call and reduces its data in the same messages. The data must satisfy is_small().
     bool is_small(std::size_t bytes) const { return bytes <= kSmall && hosts_.ranks.size() <= kFewHosts; }
     void all_reduce(const Call& call, const std::byte* in, std::byte* out, std::chrono::milliseconds timeout);
+
+    // The first agreement of the group, in which all ranks learn what the link between the first two hosts costs.
+    // `network`: see measure_link(); if it is 0 the link is not measured. Either all ranks give 0, or none does.
+    LinkCosts begin(const Call& call, std::uint64_t network, std::chrono::milliseconds timeout);
 
     RemotePeers remote;
     Router router;

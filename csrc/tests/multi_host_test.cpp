@@ -3,6 +3,7 @@
 #include "../net/multi_host.h"
 
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -393,6 +394,31 @@ CASE(an_agreement_sums_the_terms_of_all_ranks) {
         CHECK(fails(CommError::Kind::kMismatch, [&] { group.agree(sum_of(3, rank == 1 ? 7 : 8), 60s, 1); }));
         CHECK(group.agree(sum_of(4, 1), 60s, 1) == 5);
     });
+}
+
+// The leaders of the first two hosts measure, and all ranks learn what they have found. Two hosts with one network have
+// no link.
+CASE(all_ranks_learn_what_the_link_costs) {
+    for (const bool is_one_network : {false, true}) {
+        std::mutex mutex;
+        std::set<std::uint64_t> found;
+        run_group({{2, 3}, {0}, {1, 4}}, [&](MultiHostGroup& group, int rank) {
+            const LinkCosts costs = group.begin(sum_of(0, 1), is_one_network || rank == 0 ? 7 : 8, 60s);
+            CHECK((costs.alpha > 0 && costs.beta > 0) != is_one_network);
+            CHECK(group.begin(sum_of(1, 1), 0, 60s).beta == 0);
+            const std::lock_guard lock(mutex);
+            found.insert(costs.packed());
+        });
+        CHECK(found.size() == 1);
+    }
+}
+
+CASE(costs_of_a_link_are_packed) {
+    for (const LinkCosts costs : {LinkCosts{50e-6, 8.5e-9}, LinkCosts{1, 4e-6}, LinkCosts{1e-9, 1e-15}}) {
+        const LinkCosts unpacked = LinkCosts::unpacked(costs.packed());
+        CHECK(std::abs(unpacked.alpha / costs.alpha - 1) < 1e-6 && std::abs(unpacked.beta / costs.beta - 1) < 1e-6);
+    }
+    CHECK(LinkCosts{}.packed() == (LinkCosts{1e-9, 1e-15}.packed()));  // never 0, which means that there are none
 }
 
 // Without data, an agreement sends 24 bytes for each host; with data, as many more as there are.

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,17 +19,17 @@ from ..autoload import NAME
 from ..collectives.algorithm_choice import parse_ranges
 from ..collectives.proof_before_use import Proofs
 from ..errors import PeerDiedError
-from ..launch.hosts import host_id
-from ..launch.rendezvous import from_rank_0, handshake
+from ..launch.hosts import host_id, network_number
+from ..launch.rendezvous import handshake
 from ..schedules import Schedule, build
 from ..schedules.native import to_native
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from ..tracing import clock
 from ..tracing.session import begin_from_environment
-from . import mpi_library, tcp_endpoint, transport_selection
+from . import link_costs, mpi_library, tcp_endpoint, transport_selection
 from .dump_flight_record import dump_file
 from .extension import extension
-from .multi_host import ASSUMED, MultiHostSchedules
+from .multi_host import MultiHostSchedules
 from .options import BackendOptions, keep_options
 from .tuning import CALIBRATION, tuned
 
@@ -116,11 +116,12 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         _compare_ranks(store, rank, ranks)
     check = functools.partial(Proofs(store, rank).require, timeout=timeout)
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
-    multi_host, engine, tcp, levels = None, None, None, CALIBRATION.read(warn=False) or ASSUMED
+    multi_host, engine, tcp, network = None, None, None, 0
     if len(set(hosts)) > 1:
         clock.register(store, rank)
-        levels = _levels_of_rank_0(store, rank, ranks)
-        multi_host = MultiHostSchedules(hosts, rank, levels, check)
+        known = link_costs.of_rank_0(store, rank, hosts, warn=ranks[0] == 0)
+        network = 0 if known else network_number()
+        multi_host = MultiHostSchedules(hosts, rank, known or link_costs.ASSUMED, check)
         requested = prims_options.engine or os.environ.get("DIST_PRIMS_ENGINE", "")
         # MPI needs the ranks of its world, and those of a merged group are unknown
         requested = "tcp" if request.is_merged and requested != "gloo" else requested
@@ -130,6 +131,13 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
     one_shot = prims_options.one_shot_bytes
     one_shot = tuned(size, warn=ranks[rank] == 0) if one_shot is None else one_shot
     trace = {"name": request.name, "engine": NAME, "token": token, "rank": rank, "ranks": ranks, "hosts": hosts}
+
+    def describe(link: tuple[float, float] | None) -> str:
+        if multi_host and link:
+            multi_host.use(link_costs.measured(hosts, *link))
+        levels = multi_host.costs if multi_host else CALIBRATION.read(warn=False) or link_costs.ASSUMED
+        return json.dumps({**trace, "levels": levels, "one_shot_bytes": one_shot})
+
     backend = extension().PrimsBackend(
         store=store,
         rank=rank,
@@ -147,7 +155,8 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         one_shot_bytes=one_shot,
         group=request.name,
         ranks=ranks,
-        trace=json.dumps({**trace, "levels": levels, "one_shot_bytes": one_shot}),
+        network=network,
+        describe=describe,
         dump=dump_file(request.name, rank),
         ended=monitor.first,
     )
@@ -214,16 +223,6 @@ def _compare_ranks(store: Any, rank: int, ranks: list[int]) -> None:
                 f"split_group: the ranks disagree: rank {rank} of the new group was given the global ranks {ranks}, "
                 f"and rank {other} {found}; pass the same list, in the same order, on each of them"
             )
-
-
-def _levels_of_rank_0(store: Any, rank: int, ranks: list[int]) -> Mapping[str, Any]:
-    """Return the cost figures of rank 0, by which all ranks choose schedules, so that all choose the same."""
-
-    def read() -> str:
-        return json.dumps(CALIBRATION.read(warn=ranks[0] == 0) or ASSUMED)
-
-    levels: Mapping[str, Any] = json.loads(from_rank_0(store, rank, len(ranks), "levels", read))
-    return levels
 
 
 def _short(hosts: list[str]) -> list[str]:

@@ -5,9 +5,8 @@ The schedules of a topology number the ranks host by host. Each rank therefore h
     rank      0  1  2  3        on hosts  a  b  a  b
     position  0  2  1  3
 
-The choice is the schedule that is recommended for the topology: the lowest cost or nearly so. The cost figures are
-those that ``python -m dist_prims.bench calibrate`` has measured on the machine of rank 0, or assumptions. All ranks of
-a group must make the same choice, so all use the figures of rank 0.
+The choice is the schedule that is recommended for the topology: the lowest cost or nearly so, at the costs of
+``link_costs.py``.
 """
 
 from __future__ import annotations
@@ -25,13 +24,6 @@ from ..schedules.registry import build_shared, version
 from ..schedules.topology import Topology
 
 __all__: list[str] = []
-
-# Assumed cost figures, seconds a message and a byte: shared memory, and gloo over a network of 10 Gbit/s.
-ASSUMED: Mapping[str, Any] = {
-    "inner": {"alpha": 3e-6, "beta": 0.2e-9},
-    "outer": {"alpha": 50e-6, "beta": 1e-9},
-    "gamma": 0.1e-9,
-}
 
 
 @dataclass(frozen=True)
@@ -56,16 +48,18 @@ class MultiHostSchedules:
     """The schedules of one group, for one of its ranks. The backend calls ``choose``."""
 
     def __init__(
-        self, names: Sequence[str], rank: int, measured: Mapping[str, Any], check: Callable[[Schedule], None]
+        self, names: Sequence[str], rank: int, costs: Mapping[str, Any], check: Callable[[Schedule], None]
     ) -> None:
-        """``names`` are the hosts by rank, ``measured`` the cost figures.
-
-        ``check`` raises for an incorrect schedule.
-        """
+        """``names`` are the hosts by rank. ``check`` raises for an incorrect schedule."""
         self.order = HostOrder.of(names)
         self.rank = rank
         self._check = check
-        self.topology = Topology.measured(self.order.hosts, measured)
+        self.use(costs)
+
+    def use(self, costs: Mapping[str, Any]) -> None:
+        """Choose by these costs from now on. All ranks of the group must do so between the same two calls."""
+        self.costs = costs
+        self.topology = Topology.measured(self.order.hosts, costs)
 
     def choose(self, collective: str, nbytes: int, root: int) -> NativeForm:
         """Return the schedule that is recommended for sizes between the powers of two around ``nbytes``."""

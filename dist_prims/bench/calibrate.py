@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ..backend.multi_host import ASSUMED, HostOrder
+from ..backend.link_costs import ASSUMED
+from ..backend.multi_host import HostOrder
 from ..backend.tuning import CALIBRATION
 from ..launch import init
 from ..schedules.contract import contract

@@ -26,9 +26,21 @@ def host_id() -> str:
     """
     if override := os.environ.get("DIST_PRIMS_HOST_ID"):
         return override
-    boot = _boot()
+    return f"{socket.gethostname()}-{_network()[:12]}"
+
+
+def network_number() -> int:
+    """Return a number from 1 to 2**64 - 1 that two processes share if they are in one network namespace of one machine.
+
+    >>> 0 < network_number() < 2**64
+    True
+    """
+    return int(_network()[:16], 16) or 1
+
+
+def _network() -> str:
     namespace = os.stat("/proc/self/ns/net").st_ino
-    return f"{socket.gethostname()}-{hashlib.sha256(f'{boot} {namespace}'.encode()).hexdigest()[:12]}"
+    return hashlib.sha256(f"{_boot()} {namespace}".encode()).hexdigest()
 
 
 @functools.cache

@@ -143,3 +143,34 @@ def test_calibrate_and_predict(tmp_path: Path) -> None:
     done = on_hosts(2, 2, PROGRAM + text, env={"DIST_PRIMS_CALIBRATION": str(file)})
     assert done.returncode == 0, done.stderr
     assert len(set(re.findall(r"^\d: (.*)$", done.stdout, re.MULTILINE))) == 1
+
+
+COSTS = """
+import json, os, dist_prims, torch.distributed as dist
+from dist_prims.backend import create
+chosen = []
+make = create.MultiHostSchedules.use
+create.MultiHostSchedules.use = lambda self, costs: chosen.append(costs["outer"]["beta"]) or make(self, costs)
+dist_prims.init("dist_prims", timeout=60)
+dist.new_group()
+print(json.dumps(chosen), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rate", "betas"),
+    [("100mbit", [1e-9, 85e-9, 85e-9]), pytest.param("1gbit", [1e-9, 8.5e-9, 8.5e-9], marks=pytest.mark.slow)],
+)
+def test_a_group_measures_its_link_and_a_later_one_uses_that(rate: str, betas: list[float]) -> None:
+    done = on_hosts(2, 1, COSTS, rate=rate)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [betas] * 2
+
+
+def test_a_calibration_is_used_instead_of_a_measurement(tmp_path: Path) -> None:
+    measured = tmp_path / "calibration.json"
+    measured.write_text(json.dumps({"inner": {"alpha": 1e-6, "beta": 1e-10}, "outer": {"alpha": 1e-5, "beta": 3e-9}}))
+    done = on_hosts(2, 1, COSTS, rate="100mbit", env={"DIST_PRIMS_CALIBRATION": str(measured)})
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [[3e-9, 3e-9]] * 2

@@ -19,7 +19,8 @@ from values import COMPLEX, FLOAT8, FLOATS, INTEGERS, bits, equal, everything, h
 from wrapping import go_round, refuse
 
 import dist_prims
-from dist_prims.backend.multi_host import ASSUMED, HostOrder, MultiHostSchedules
+from dist_prims.backend.link_costs import ASSUMED
+from dist_prims.backend.multi_host import HostOrder, MultiHostSchedules
 from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError
 from dist_prims.launch import RankFailedError
 from dist_prims.schedules import Schedule, build

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.backend.multi_host import ASSUMED
+from dist_prims.backend.link_costs import ASSUMED
 from dist_prims.bench.__main__ import main
 from dist_prims.bench.arguments import sizes
 from dist_prims.bench.cases import CASES, Buffers

@@ -48,7 +48,6 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
                            const std::function<int()>& ended)
     : CollectiveBackend("dist_prims", kTitles, rank, size, setup.timeout),
       setup_(std::move(setup)),
-      trace_group_(setup_.trace),
       gloo_(setup_.make_gloo),
       queue_(std::make_shared<Queue>("rank " + std::to_string(rank))) {
     options_->global_ranks_in_group = setup_.ranks;
@@ -62,7 +61,7 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
         first.count = host_segment_->slots.capacity();
         first.layout = setup_.one_shot_bytes;
         first.by(c10::str("one shot to ", first.layout, ", slot ", first.count));
-        execution_->agree(first, setup_.timeout);
+        trace_group_.emplace(setup_.describe(execution_->begin(first, setup_.network, setup_.timeout)));
     } catch (...) {
         if (execution_) execution_->forward_notice();
         stop_engine();
@@ -157,7 +156,7 @@ WorkPtr PrimsBackend::perform(std::vector<PrimsTask> tasks, const CallOptions& o
     job->done = work->finisher();
     job->run = [this, kept = kept(), tasks = std::move(tasks), timeout = options.timeout, entry, like = AsCaller(),
                 called = tracing() ? trace_now() : 0]() mutable {
-        trace_queued(trace_group_, tasks.front().call, called);
+        trace_queued(*trace_group_, tasks.front().call, called);
         like.run([&] { run(tasks, timeout, entry); });
     };
     if (options.async) {
@@ -193,7 +192,7 @@ void PrimsBackend::run(const std::vector<PrimsTask>& tasks, Milliseconds timeout
     flight_recorder_.start(entry);
     recorded(entry, [&] {
         for (const PrimsTask& task : tasks) {
-            const TraceCall traced(trace_group_, task.call);
+            const TraceCall traced(*trace_group_, task.call);
             task.run(task.call, timeout);
         }
     });
@@ -304,7 +303,7 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
     call.sequence = sequence_++;
     call.tensor_ref = host_segment_->tensor_ref_of(bytes_of(tensor), count * size_of(call.dtype));
     recorded(flight_recorder_.add(entry_of(call, options, sequence_), true), [&] {
-        const TraceCall traced(trace_group_, call);
+        const TraceCall traced(*trace_group_, call);
         host_segment_->slots.open(call, options.timeout);
         all_reduce(*host_segment_, call.dtype, call.op, bytes_of(tensor), bytes_of(tensor), count, call.tensor_ref);
     });
@@ -343,7 +342,7 @@ WorkPtr PrimsBackend::message_with_key(const CallOptions& options, const Tensors
     };
     const auto bytes = static_cast<std::size_t>(tensor.nbytes());
     PointToPoint& p2p = host_segment_->p2p;
-    const TraceCall traced(trace_group_, messages_);
+    const TraceCall traced(*trace_group_, messages_);
     const auto request = outgoing ? p2p.send(peer, key, data.data(), bytes, options.timeout, done)
                                   : p2p.receive(peer, key, data.data(), bytes, options.timeout, done);
     work->comes_from(std::shared_ptr<const int>(request, &request->peer));

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -142,7 +143,7 @@ private:
     void stop_engine();
 
     const Setup setup_;
-    const TraceGroup trace_group_;
+    std::optional<TraceGroup> trace_group_;
     LazyBackend gloo_;
     std::shared_ptr<HostSegment> host_segment_;
     std::shared_ptr<Execution> execution_;

@@ -56,6 +56,9 @@ NativeSchedule schedule_of(const ScheduleTuple& tuple) {
 using MakeChild =
     std::function<BackendPtr(c10::intrusive_ptr<c10d::Store>, std::string, int, int, Milliseconds, std::vector<int>)>;
 
+// Python's function that learns the costs of the link between hosts, alpha and beta, and describes the group.
+using Describe = std::function<std::string(std::optional<std::pair<double, double>>)>;
+
 c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                       Milliseconds timeout, const std::vector<std::string>& hosts,
                                       const BackendPtr& engine, int largest_tag, std::shared_ptr<TcpEndpoint> tcp,
@@ -63,7 +66,7 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
                                       std::function<ScheduleTuple(std::string, std::uint64_t, int)> choose,
                                       const BackendPtr& accelerator, std::size_t slot_bytes, std::size_t one_shot_bytes,
                                       const std::string& group, const std::vector<uint64_t>& ranks,
-                                      const std::string& trace, const std::string& dump,
+                                      std::uint64_t network, Describe describe, const std::string& dump,
                                       const std::function<int()>& ended) {
     Setup setup{
         .timeout = timeout,
@@ -78,12 +81,16 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
             },
         .choose = [choose = std::move(choose)](const std::string& collective, std::uint64_t bytes,
                                                int root) { return schedule_of(choose(collective, bytes, root)); },
+        .network = network,
         .accelerator = accelerator,
         .slot_bytes = slot_bytes,
         .one_shot_bytes = one_shot_bytes,
         .group = group,
         .ranks = ranks,
-        .trace = trace,
+        .describe =
+            [describe = std::move(describe)](const LinkCosts& link) {
+                return describe(link.beta > 0 ? std::optional(std::pair(link.alpha, link.beta)) : std::nullopt);
+            },
         .dump = dump};
     return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(setup), ended);
 }
@@ -146,8 +153,8 @@ PYBIND11_MODULE(_backend, module) {
         .def(py::init(&make), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::arg("hosts"), py::arg("engine"), py::arg("largest_tag"), py::arg("tcp"), py::arg("make_gloo"),
              py::arg("make_child"), py::arg("choose"), py::arg("accelerator"), py::arg("slot_bytes"),
-             py::arg("one_shot_bytes"), py::arg("group"), py::arg("ranks"), py::arg("trace"), py::arg("dump"),
-             py::arg("ended"), Free())
+             py::arg("one_shot_bytes"), py::arg("group"), py::arg("ranks"), py::arg("network"), py::arg("describe"),
+             py::arg("dump"), py::arg("ended"), Free())
         .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
         .def_property_readonly("engine", &PrimsBackend::engine)
         .def_property_readonly("options", &PrimsBackend::getBackendOptions)

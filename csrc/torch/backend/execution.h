@@ -49,6 +49,11 @@ public:
 
     // Returns when all ranks are about to make this call; throws Mismatch on all of them if one is not.
     virtual void agree(const Call& call, Milliseconds timeout) = 0;
+    // The first agreement of the group; see MultiHostGroup::begin().
+    virtual LinkCosts begin(const Call& call, std::uint64_t /*network*/, Milliseconds timeout) {
+        agree(call, timeout);
+        return {};
+    }
 
     // The task of each collective. Inputs are contiguous, outputs may have any layout.
     virtual PrimsTask all_reduce(Call call, const at::Tensor& input, const at::Tensor& output) = 0;

@@ -36,12 +36,15 @@ struct Setup {
     // Makes a group by split or merge.
     std::function<c10::intrusive_ptr<c10d::Backend>(const ChildGroup&)> make_child;
     ChooseSchedule choose;                          // for a group that spans hosts
+    std::uint64_t network = 0;                      // see MultiHostGroup::begin()
     c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null
     std::size_t slot_bytes = 0, one_shot_bytes = 0;
     std::string group;            // its name, and
     std::vector<uint64_t> ranks;  // the global ranks, for the flight recorder and profilers
-    std::string trace;            // the description of the group in traces
-    std::string dump;             // the file to which the flight record is written when a call fails; may be empty
+    // Called when the group is made, with the costs of the link between hosts if they have been measured. Returns the
+    // description of the group in traces.
+    std::function<std::string(const LinkCosts&)> describe;
+    std::string dump;  // the file to which the flight record is written when a call fails; may be empty
 };
 
 Hosts hosts_of(const std::vector<std::string>& names, int rank);

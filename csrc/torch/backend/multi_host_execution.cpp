@@ -30,6 +30,9 @@ public:
           group_(std::move(hosts), *host_segment_, std::move(transport)) {}
 
     void agree(const Call& call, Milliseconds timeout) override { group_.agree(call, timeout); }
+    LinkCosts begin(const Call& call, std::uint64_t network, Milliseconds timeout) override {
+        return group_.begin(call, network, timeout);
+    }
     PrimsTask all_reduce(Call call, const at::Tensor& input, const at::Tensor& tensor) override {
         if (!group_.is_small(call.count * size_of(call.dtype)))
             return by_chosen_schedule(call, {input}, {tensor}, {call.count});

@@ -1,0 +1,64 @@
+"""The costs of messages by which the ranks of a group choose schedules: calibrated, measured, or assumed.
+
+Those that ``python -m dist_prims.bench calibrate`` has measured on the machine of rank 0 come first. Without them the
+link between the first two hosts is measured when the group is made, in some 25 ms at 1 Gbit/s. All ranks use the same
+figures, because all must choose the same schedule.
+
+A schedule determines the order of additions, and with it the last bits of a sum. A measurement varies from run to run,
+so it is rounded to one of a few steps, which are far apart: the usual rates of networks lie near the middle of a step,
+and everything faster than 5 Gbit/s counts as 10 Gbit/s, since there the processors limit the speed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..launch.rendezvous import from_rank_0
+from .tuning import CALIBRATION
+
+__all__: list[str] = []
+
+Costs = Mapping[str, Any]  # as in the file of `bench calibrate`
+
+# Seconds a message and a byte: shared memory, and TCP over a network of 10 Gbit/s.
+ASSUMED: Costs = {
+    "inner": {"alpha": 3e-6, "beta": 0.2e-9},
+    "outer": {"alpha": 50e-6, "beta": 1e-9},
+    "gamma": 0.1e-9,
+}
+
+# The steps of a measured figure: the largest value that belongs to a step, and the value that is used for it.
+_ALPHAS = ((4e-6, 2e-6), (158e-6, 50e-6), (1.58e-3, 500e-6), (15.8e-3, 5e-3), (float("inf"), 50e-3))
+_BETAS = ((1.5e-9, 1e-9), (4.8e-9, 2.7e-9), (15e-9, 8.5e-9), (48e-9, 27e-9), (150e-9, 85e-9), (float("inf"), 850e-9))
+
+_measured: dict[frozenset[str], Costs] = {}  # by the two hosts
+
+
+def of_rank_0(store: Any, rank: int, hosts: Sequence[str], warn: bool) -> Costs:
+    """Return the costs that rank 0 knows for a group on these hosts, by rank; empty if the link is to be measured."""
+
+    def read() -> str:
+        return json.dumps(CALIBRATION.read(warn) or _measured.get(_first_two(hosts), {}))
+
+    costs: Costs = json.loads(from_rank_0(store, rank, len(hosts), "levels", read))
+    return costs
+
+
+def measured(hosts: Sequence[str], alpha: float, beta: float) -> Costs:
+    """Return the costs for a link with these figures. Groups whose first two hosts are the same use them again.
+
+    >>> measured(["a", "b"], alpha=31e-6, beta=8.9e-9)["outer"]  # 1 Gbit/s
+    {'alpha': 5e-05, 'beta': 8.5e-09}
+    """
+    outer = {"alpha": _step(_ALPHAS, alpha), "beta": _step(_BETAS, beta)}
+    return _measured.setdefault(_first_two(hosts), {**ASSUMED, "outer": outer})
+
+
+def _first_two(hosts: Sequence[str]) -> frozenset[str]:
+    return frozenset(list(dict.fromkeys(hosts))[:2])
+
+
+def _step(steps: Sequence[tuple[float, float]], value: float) -> float:
+    return next(used for largest, used in steps if value <= largest)
