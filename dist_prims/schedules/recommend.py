@@ -72,8 +72,8 @@ class Candidate:
 class Advice:
     """The candidates, fastest first, those not priced with their numbers of transfers, and the lower bound in seconds.
 
-    Among candidates of nearly equal price the one with the smallest fan-in of hosts comes first, then the one with the
-    fewest transfers, because the price counts too little for what a transfer costs the processor.
+    Candidates of nearly equal price are ordered by what the price does not include or counts too little: the fan-in of
+    hosts, then the number of hosts to which one host sends, then the number of transfers.
     """
 
     candidates: tuple[Candidate, ...]
@@ -101,7 +101,7 @@ def recommend(collective: str, nbytes: float, topology: Topology) -> Advice:
     ranked = sorted(search.found, key=lambda candidate: candidate.seconds)
     near = [candidate for candidate in ranked if candidate.seconds <= ranked[0].seconds * (1 + _TOLERANCE)]
     if topology.size <= _MOST_RANKS_FOR_TIES:
-        near.sort(key=lambda candidate: (_fan_in(candidate.schedule, topology), _transfers(candidate)))
+        near.sort(key=lambda each: (*_use_of_links(each.schedule, topology), _transfers(each)))
     ranked[: len(near)] = near
     return Advice(tuple(ranked), tuple(search.left_out), bound(collective, nbytes, topology))
 
@@ -113,17 +113,20 @@ def _has_hierarchies(collective: str, topology: Topology) -> bool:
     return collective in _WITHIN or (equal and "hierarchical" in algorithms(collective))
 
 
-def _fan_in(schedule: Schedule, topology: Topology) -> int:
-    """The largest number of hosts that send to one host in one step.
+def _use_of_links(schedule: Schedule, topology: Topology) -> tuple[int, int]:
+    """The largest number of hosts that send to one host in one step, and to which one host sends in all steps.
 
-    Concurrent streams slow each other down on a link, and the price does not include it.
+    Concurrent streams slow each other down on a link. A connection that has been idle begins slowly: TCP first finds
+    out again how fast it may send.
     """
-    most, hosts = 0, len(topology.hosts)
+    fan_in, hosts = 0, len(topology.hosts)
+    reached = np.zeros((hosts, hosts), np.bool_)
     for step in schedule.steps:
         pairs = np.unique(topology.host_of[step.dst] * hosts + topology.host_of[step.src])
-        between = pairs[pairs // hosts != pairs % hosts]
-        most = max(most, int(np.bincount(between // hosts, minlength=1).max()))
-    return most
+        to, by = np.divmod(pairs, hosts)
+        fan_in = max(fan_in, int(np.bincount(to[to != by], minlength=1).max()))
+        reached[by, to] |= to != by
+    return fan_in, int(reached.sum(axis=1).max())
 
 
 def _transfers(candidate: Candidate) -> tuple[int, int]:

@@ -117,7 +117,7 @@ def plain(form: NativeForm) -> str:
 @pytest.mark.parametrize("nbytes", [1 << 16, 1 << 20, 1 << 24])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_each_host_sends_to_one_other_where_the_price_is_the_same(collective: str, nbytes: int) -> None:
-    """halving_doubling costs the same as a ring by the model. Between 4 hosts it took 1.28 times as long, since it sends
+    """halving_doubling costs the same as a ring by the model. Between 4 hosts it took 1.28 times as long: it sends
     to two hosts in turn, and a connection that was idle begins slowly."""
     gigabit = {**ASSUMED, "outer": {"alpha": 5e-5, "beta": 8.5e-9}}
     best = recommend(collective, nbytes, Topology.measured((1, 1, 1, 1), gigabit)).candidates[0]
