@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mpi_kinds import KINDS
 from netns import cluster, needs_hosts, on_hosts
 
 pytestmark = needs_hosts
@@ -69,6 +70,19 @@ def test_sums_over_links(engine: str) -> None:
     done = on_hosts(2, 2, PROGRAM + RIGHT, rate="1gbit", mpirun=engine == "mpi", env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"right on 2 hosts over {engine}\n") == 4
+
+
+@pytest.mark.slow
+def test_sums_over_links_by_open_mpi() -> None:
+    kind = KINDS["Open MPI"]
+    if reason := kind.lacks():
+        pytest.skip(reason)
+    env = {**kind.environ, "TESTS": str(Path(__file__).parents[1] / "helpers")}
+    python = str(kind.home / "bin" / "python")
+    done = on_hosts(2, 2, PROGRAM + RIGHT, rate="1gbit", mpirun=True, env=env, python=python)
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks on 2 hosts by mpirun (Open MPI" in done.stderr
+    assert done.stdout.count("right on 2 hosts over mpi\n") == 4
 
 
 def test_a_host_that_vanishes_is_named_by_all(program: Path) -> None:

@@ -23,7 +23,7 @@ CASES += ["one_library"]
 PROGRAM = str(ROOT / "tests/helpers/mpi_program.py")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["MPICH", pytest.param("Open MPI", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> Kind:
     found = KINDS[request.param]
     if reason := found.lacks():

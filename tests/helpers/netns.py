@@ -99,6 +99,8 @@ def cluster(
     """Start the command; how: "torchrun", "mpirun", "each" (once on each host) or "login" (once, beside the hosts)."""
     name = next(_names)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    if os.path.isabs(command[0]):
+        path = f"{Path(command[0]).parent}:{path}"
     settings = {"PATH": path, "NAME": name, "TIMEOUT": str(timeout), "PYTHONUNBUFFERED": ""}
     with tempfile.TemporaryDirectory() as folder:
         heed = ["env", "--default-signal=INT"]  # a shell that starts tests in the background has it ignored
@@ -120,14 +122,18 @@ def on_hosts(
     timeout: int = 60,
     env: Mapping[str, str] | None = None,
     mpirun: bool = False,
+    python: str = sys.executable,
 ) -> CompletedProcess[str]:
-    """Run a Python program, given as a path or as its text, on so many ranks of each host, to its end."""
+    """Run a Python program, given as a path or as its text, on so many ranks of each host, to its end.
+
+    ``mpirun`` and ``torchrun`` are those beside ``python``, where there are any.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = program if isinstance(program, Path) else Path(folder, "program.py")
         if isinstance(program, str):
             path.write_text(program)
         how = "mpirun" if mpirun else "torchrun"
-        with cluster(hosts, ranks, [sys.executable, str(path)], how=how, rate=rate, timeout=timeout, env=env) as job:
+        with cluster(hosts, ranks, [python, str(path)], how=how, rate=rate, timeout=timeout, env=env) as job:
             return job.result()
 
 

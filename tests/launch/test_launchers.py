@@ -209,6 +209,7 @@ def test_texts_longer_than_a_value_go_in_pieces(text: str, manager: tuple[socket
     assert len(manager[1]) >= 2 + len(text) // 8
 
 
+@pytest.mark.slow
 def test_prterun(tmp_path: Path) -> None:
     kind = KINDS["Open MPI"]
     prterun = kind.home / "bin" / "prterun"
