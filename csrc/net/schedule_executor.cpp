@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "../common/kernels.h"
@@ -88,9 +89,10 @@ std::vector<Part> parts(const RankProgram& program, const ProgramBuffer& buffer,
 // The execution of the program on one segment.
 class SegmentExecution {
 public:
-    SegmentExecution(const RankProgram& program, Router& router, const std::shared_ptr<StagingBuffers>& buffers,
-                     DType dtype, Op op, const ProgramBuffer& buffer, std::size_t segment, std::size_t segments,
-                     std::chrono::milliseconds timeout)
+    // `is_written`: by chunk; no other chunk needs memory of its own.
+    SegmentExecution(const RankProgram& program, const std::vector<bool>& is_written, Router& router,
+                     const std::shared_ptr<StagingBuffers>& buffers, DType dtype, Op op, const ProgramBuffer& buffer,
+                     std::size_t segment, std::size_t segments, std::chrono::milliseconds timeout)
         : program_(program),
           router_(router),
           number_(router.next()),
@@ -102,14 +104,16 @@ public:
           segment_(segment),
           parts_(parts(program, buffer, element_, segment, segments)),
           is_used_(static_cast<std::size_t>(program.chunks + program.scratch)) {
+        const auto needs_memory = [&](std::size_t piece) { return !parts_[piece].output && is_written[piece]; };
         std::size_t longest = 0, without_output = 0;
-        for (const Part& part : parts_) {
-            longest = std::max(longest, part.bytes);
-            if (!part.output) without_output += part.bytes;
+        for (std::size_t piece = 0; piece < parts_.size(); ++piece) {
+            longest = std::max(longest, parts_[piece].bytes);
+            if (needs_memory(piece)) without_output += parts_[piece].bytes;
         }
         std::byte* next = without_output ? buffers_->take(without_output, mine_) : nullptr;
-        for (const Part& part : parts_) {
-            std::byte* const target = part.output ? part.output : std::exchange(next, next + part.bytes);
+        for (std::size_t piece = 0; piece < parts_.size(); ++piece) {
+            const Part& part = parts_[piece];
+            std::byte* const target = needs_memory(piece) ? std::exchange(next, next + part.bytes) : part.output;
             chunks_.push_back({part.input ? part.input : target, target});
         }
         for (int chunk = 0; chunk < program.scratch; ++chunk) {
@@ -266,18 +270,22 @@ private:
         return joined(message, &Chunk::target);
     }
 
-    // Copies of this rank's own chunks that are operands: another write of this step may overwrite them first.
+    // This rank's own chunks that are operands: copies of those that the step overwrites.
     Own own_operands(const RankProgram::Step& step) {
         Own own;
         RankProgram::Message copied{-1, {}, {}};
+        std::set<int> overwritten;
+        for (const auto& write : step.writes) overwritten.insert(write.into);
         for (const auto& write : step.writes) {
             for (const auto& source : write.sources) {
-                if (source.peer >= 0 || !own.emplace(source.index, nullptr).second) continue;
+                if (source.peer >= 0 || !own.emplace(source.index, chunk(source.index).contents).second ||
+                    !overwritten.contains(source.index))
+                    continue;
                 copied.chunks.push_back(source.index);
                 copied.pieces.push_back(write.piece);
             }
         }
-        if (own.empty()) return own;
+        if (copied.chunks.empty()) return own;
         const std::byte* at = pack(copied);
         for (std::size_t each = 0; each < copied.chunks.size(); ++each) {
             own[copied.chunks[each]] = at;
@@ -370,6 +378,10 @@ void execute(const RankProgram& program, Router& router, DType dtype, Op op, con
         sleeping;  // a rank that waits for the network leaves the core to the threads that serve it
     if (router.spans_hosts()) sleeping.emplace();
     const auto buffers = std::make_shared<StagingBuffers>(buffer.owner);
+    std::vector<bool> is_written(static_cast<std::size_t>(program.chunks + program.scratch));
+    for (const RankProgram::Step& step : program.steps) {
+        for (const RankProgram::Write& write : step.writes) is_written[static_cast<std::size_t>(write.into)] = true;
+    }
     const auto all = static_cast<std::size_t>(segments);
     std::array<std::list<SegmentExecution>, kLanes> lanes;  // of each, the oldest segment first
     std::size_t begun = 0, finished = 0;
@@ -380,7 +392,7 @@ void execute(const RankProgram& program, Router& router, DType dtype, Op op, con
             finished += !goes_on;
         }
         if (begun == all || lane.size() == Tags::kSegments / kLanes) return;
-        lane.emplace_back(program, router, buffers, dtype, op, buffer, begun++, all, timeout);
+        lane.emplace_back(program, is_written, router, buffers, dtype, op, buffer, begun++, all, timeout);
         if (lane.back().advance()) return;
         lane.pop_back();  // a program without steps
         ++finished;
