@@ -36,12 +36,13 @@ std::vector<int> Hosts::remote_ranks() const {
 // What a leader contributes for its host: a checksum of the call of its ranks, the sum of their terms and of their
 // data.
 struct MultiHostGroup::LeaderFrame {
-    std::uint64_t checksum = 0, term = 0;
+    std::uint64_t checksum = 0;
+    Terms terms{};
     std::uint32_t differs = 0;  // 1: the ranks of the host have made different calls
     std::uint32_t bytes = 0;    // of the data: a message has no more
     alignas(kCacheLine) std::byte data[kSmall] = {};
 
-    static constexpr std::size_t kHeader = 24;
+    static constexpr std::size_t kHeader = 32;
 };
 
 // Two calls that differ, if any do, and the rank of each; -1: there is none.
@@ -53,7 +54,7 @@ struct MultiHostGroup::Difference {
 // What the leader of a host tells its ranks.
 struct MultiHostGroup::Verdict {
     Difference difference;
-    std::uint64_t term = 0;
+    Terms terms{};
     alignas(kCacheLine) std::byte data[kSmall] = {};
 };
 
@@ -61,8 +62,8 @@ MultiHostGroup::MultiHostGroup(Hosts hosts, HostSegment& host_segment, std::uniq
     : remote(std::move(transport), host_segment.membership, hosts.remote_ranks()),
       router(host_segment.p2p, hosts.local_ranks(), &remote),
       hosts_(std::move(hosts)),
-      terms_(hosts_.sizes()),
-      ranks_(std::accumulate(terms_.begin(), terms_.end(), 0)),
+      sizes_(hosts_.sizes()),
+      ranks_(std::accumulate(sizes_.begin(), sizes_.end(), 0)),
       host_segment_(host_segment) {
     static_assert(sizeof(Verdict) <= kMinSlotBytes && sizeof(Difference) <= kSmall);
     static_assert(offsetof(LeaderFrame, bytes) + sizeof(LeaderFrame::bytes) == LeaderFrame::kHeader);
@@ -96,9 +97,9 @@ MultiHostGroup::LeaderFrame MultiHostGroup::host_frame(const Call& call, std::si
     if (frame.differs) return frame;
     std::vector<const void*> each;
     for (int peer = 0; peer < slots.size(); ++peer) {
-        std::uint64_t term = 0;
-        std::memcpy(&term, slots.theirs(peer), sizeof(term));
-        frame.term += term;
+        Terms terms;
+        std::memcpy(terms.data(), slots.theirs(peer), sizeof(terms));
+        add(frame.terms, terms);
         each.push_back(slots.theirs(peer) + kCacheLine);
     }
     frame.bytes = static_cast<std::uint32_t>(bytes);
@@ -193,20 +194,20 @@ MultiHostGroup::Verdict MultiHostGroup::decide(const Call& call, std::size_t byt
     }
     std::vector<const void*> each;
     for (const LeaderFrame& frame : frames) {
-        verdict.term += frame.term;
+        add(verdict.terms, frame.terms);
         each.push_back(frame.data);
     }
     if (bytes == 0) return verdict;
     const TraceSpan span(TraceKind::kReduce, bytes);
-    fold_terms(call.op, call.dtype, verdict.data, each, terms_, ranks_, call.count);
+    fold_terms(call.op, call.dtype, verdict.data, each, sizes_, ranks_, call.count);
     return verdict;
 }
 
-MultiHostGroup::Verdict MultiHostGroup::agree_and_reduce(const Call& call, std::uint64_t term, const std::byte* in,
+MultiHostGroup::Verdict MultiHostGroup::agree_and_reduce(const Call& call, const Terms& terms, const std::byte* in,
                                                          std::size_t bytes, std::chrono::milliseconds timeout) {
     SlotExchange& slots = host_segment_.slots;
     slots.open(call, timeout + RemotePeers::kLocalMargin, false);
-    std::memcpy(slots.mine(), &term, sizeof(term));
+    std::memcpy(slots.mine(), terms.data(), sizeof(terms));
     if (bytes) std::memcpy(slots.mine() + kCacheLine, in, bytes);
     slots.phase();
     if (slots.rank() == 0) {
@@ -227,8 +228,8 @@ MultiHostGroup::Verdict MultiHostGroup::agree_and_reduce(const Call& call, std::
     return verdict;
 }
 
-std::uint64_t MultiHostGroup::agree(const Call& call, std::chrono::milliseconds timeout, std::uint64_t term) {
-    return agree_and_reduce(call, term, nullptr, 0, timeout).term;
+Terms MultiHostGroup::agree(const Call& call, std::chrono::milliseconds timeout, const Terms& terms) {
+    return agree_and_reduce(call, terms, nullptr, 0, timeout).terms;
 }
 
 LinkCosts MultiHostGroup::begin(const Call& call, std::uint64_t network, std::chrono::milliseconds timeout) {
@@ -240,13 +241,13 @@ LinkCosts MultiHostGroup::begin(const Call& call, std::uint64_t network, std::ch
         else
             help_measure_link(remote, peer, network, timeout);
     }
-    return LinkCosts::unpacked(agree(call, timeout, costs.beta > 0 ? costs.packed() : 0));
+    return LinkCosts::unpacked(agree(call, timeout, {costs.beta > 0 ? costs.packed() : 0, 0})[0]);
 }
 
 void MultiHostGroup::all_reduce(const Call& call, const std::byte* in, std::byte* out,
                                 std::chrono::milliseconds timeout) {
     const std::size_t bytes = call.count * size_of(call.dtype);
-    const Verdict verdict = agree_and_reduce(call, 0, in, bytes, timeout);
+    const Verdict verdict = agree_and_reduce(call, {}, in, bytes, timeout);
     if (bytes) std::memcpy(out, verdict.data, bytes);
 }
 

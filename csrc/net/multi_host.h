@@ -8,7 +8,7 @@
 //     host a   0 1 2 3      post call and data, the leader sums          wait              read verdict and sum
 //     leaders  0 4 8                                        gather all (Bruck)
 //
-// For each host 24 bytes are sent, with a checksum of the call, and the data. Only if checksums differ, a second
+// For each host 32 bytes are sent, with a checksum of the call, and the data. Only if checksums differ, a second
 // gathering brings the calls themselves, for the error.
 //
 // Leaders post the receives of the next agreement at the end of the current one. gloo sends at once if the receive is
@@ -16,6 +16,7 @@
 // message; most messages are shorter.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -36,6 +37,13 @@ struct Hosts {
     std::vector<int> remote_ranks() const;  // the ranks of other hosts
 };
 
+// Two numbers that an agreement adds over all ranks, each modulo 2^64.
+using Terms = std::array<std::uint64_t, 2>;
+
+inline void add(Terms& sum, const Terms& terms) {
+    for (std::size_t each = 0; each < sum.size(); ++each) sum[each] += terms[each];
+}
+
 class MultiHostGroup {
 public:
     static constexpr std::size_t kMinSlotBytes = 4096;  // a Verdict must fit a slot
@@ -43,8 +51,8 @@ public:
     MultiHostGroup(Hosts hosts, HostSegment& host_segment, std::unique_ptr<Transport> transport);
 
     // Returns when all ranks are about to make this call; throws Mismatch on all ranks if one is not. Calls
-    // slots.open() itself. The result is the sum of the terms of all ranks, modulo 2^64.
-    std::uint64_t agree(const Call& call, std::chrono::milliseconds timeout, std::uint64_t term = 0);
+    // slots.open() itself. The result is the sum of the terms of all ranks.
+    Terms agree(const Call& call, std::chrono::milliseconds timeout, const Terms& terms = {});
 
     // Agrees on the call and reduces its data in the same messages. The data must satisfy is_small().
     bool is_small(std::size_t bytes) const { return bytes <= kSmall && hosts_.ranks.size() <= kFewHosts; }
@@ -78,11 +86,11 @@ private:
     LeaderFrames gather_frames(const LeaderFrame& mine, std::chrono::milliseconds timeout);
     Difference find_difference(const Call& call, std::chrono::milliseconds timeout);
     Verdict decide(const Call& call, std::size_t bytes, std::chrono::milliseconds timeout);
-    Verdict agree_and_reduce(const Call& call, std::uint64_t term, const std::byte* in, std::size_t bytes,
+    Verdict agree_and_reduce(const Call& call, const Terms& terms, const std::byte* in, std::size_t bytes,
                              std::chrono::milliseconds timeout);
 
     const Hosts hosts_;
-    const std::vector<int> terms_;  // the number of ranks of each host
+    const std::vector<int> sizes_;  // the number of ranks of each host
     const int ranks_;
     HostSegment& host_segment_;
     GatherRounds next_;  // on leaders

@@ -389,10 +389,10 @@ CASE(an_agreement_sums_the_terms_of_all_ranks) {
     run_group({{0, 3}, {1}, {2, 4}}, [](MultiHostGroup& group, int rank) {
         for (std::uint64_t sequence = 0; sequence < 3; ++sequence) {
             const auto term = static_cast<std::uint64_t>(rank) - 2;  // wraps around
-            CHECK(group.agree(sum_of(sequence, 1), 60s, term + sequence) == 5 * sequence);
+            CHECK(group.agree(sum_of(sequence, 1), 60s, {term + sequence, 1}) == (Terms{5 * sequence, 5}));
         }
-        CHECK(fails(CommError::Kind::kMismatch, [&] { group.agree(sum_of(3, rank == 1 ? 7 : 8), 60s, 1); }));
-        CHECK(group.agree(sum_of(4, 1), 60s, 1) == 5);
+        CHECK(fails(CommError::Kind::kMismatch, [&] { group.agree(sum_of(3, rank == 1 ? 7 : 8), 60s, {1, 0}); }));
+        CHECK(group.agree(sum_of(4, 1), 60s, {1, 0}) == (Terms{5, 0}));
     });
 }
 
@@ -421,7 +421,7 @@ CASE(costs_of_a_link_are_packed) {
     CHECK(LinkCosts{}.packed() == (LinkCosts{1e-9, 1e-15}.packed()));  // never 0, which means that there are none
 }
 
-// Without data, an agreement sends 24 bytes for each host; with data, as many more as there are.
+// Without data, an agreement sends 32 bytes for each host; with data, as many more as there are.
 CASE(an_agreement_is_small) {
     const std::vector<std::vector<int>> hosts{{0, 5}, {1}, {2}, {3}, {4}};
     const auto longest = [&](std::size_t count) {
@@ -435,9 +435,9 @@ CASE(an_agreement_is_small) {
                          })
             .longest;
     };
-    CHECK(longest(0) == 2 * 24);  // of the three rounds, the second has two frames and the last one
-    CHECK(longest(1) == 2 * (24 + 8));
-    CHECK(longest(128) == 2 * (24 + 1024));
+    CHECK(longest(0) == 2 * 32);  // of the three rounds, the second has two frames and the last one
+    CHECK(longest(1) == 2 * (32 + 8));
+    CHECK(longest(128) == 2 * (32 + 1024));
 }
 
 // Rank 1 leaves in the middle. Rank 2, which does not wait for it, learns of that from the others.

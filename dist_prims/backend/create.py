@@ -16,13 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ..autoload import NAME
-from ..collectives.algorithm_choice import parse_ranges
 from ..collectives.proof_before_use import Proofs
 from ..errors import PeerDiedError
 from ..launch.hosts import host_id, network_number
 from ..launch.rendezvous import handshake
-from ..schedules import Schedule, build
-from ..schedules.native import to_native
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from ..tracing import clock
 from ..tracing.session import begin_from_environment
@@ -31,12 +28,12 @@ from .dump_flight_record import dump_file
 from .extension import extension
 from .multi_host import MultiHostSchedules
 from .options import BackendOptions, keep_options
+from .pins import pin_schedules
 from .tuning import CALIBRATION, tuned
 
 __all__: list[str] = []
 
 _SLOT_BYTES = 1 << 20  # size of a slot in shared memory; a rank has two slots
-_PINNED = "DIST_PRIMS_ALL_REDUCE"
 _LARGEST_TAG_OF_GLOO = 2**31 - 1
 _CPU = torch.device("cpu")
 _EXIT_TIME = 0.5  # seconds from the end of a connection to the end of its process
@@ -160,7 +157,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         dump=dump_file(request.name, rank),
         ended=monitor.first,
     )
-    _pin(backend, rank, size, prims_options, multi_host, check)
+    pin_schedules(backend, rank, size, prims_options, multi_host, check)
     return backend
 
 
@@ -231,28 +228,8 @@ def _short(hosts: list[str]) -> list[str]:
     return short if len(set(short)) == len(set(hosts)) else hosts
 
 
-def _unreachable(collective: str, nbytes: int, root: int) -> Any:
+def _unreachable(collective: str, nbytes: int | None, root: int) -> Any:
     raise AssertionError(f"{collective} of {nbytes} bytes: a group on one host has no schedules")
-
-
-def _pin(
-    backend: Any,
-    rank: int,
-    size: int,
-    prims_options: BackendOptions,
-    multi_host: MultiHostSchedules | None,
-    check: Callable[[Schedule], None],
-) -> None:
-    text = prims_options.all_reduce or os.environ.get(_PINNED, "")
-    pins = []
-    for name, low, high in parse_ranges(text, "all_reduce", _PINNED):
-        shape = {"hosts": multi_host.topology.hosts} if multi_host and name == "hierarchical" else {}
-        schedule = build("all_reduce", name, size, **shape)
-        check(schedule)
-        pins.append(
-            to_native(schedule, rank, low, high, name, rank_at=multi_host.order.rank_at if multi_host else None)
-        )
-    backend.pin(pins)
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

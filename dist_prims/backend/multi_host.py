@@ -22,8 +22,26 @@ from ..schedules.native import NativeForm, to_native
 from ..schedules.recommend import recommend
 from ..schedules.registry import build_shared, version
 from ..schedules.topology import Topology
+from ..schedules.trust import is_trusted
 
 __all__: list[str] = []
+
+_Choice = tuple[str, tuple[tuple[str, Any], ...], int]  # an algorithm, its parameters, and the number of segments
+_DIRECT: _Choice = ("direct", (), 1)
+_PAIRWISE: _Choice = ("pairwise", (), 1)
+
+# In these collectives a rank can send each block straight to its receiver. The prediction adds the latencies of all
+# messages of a rank, although those of a direct exchange are in flight at once. So an algorithm that forwards blocks
+# is chosen only if its predicted time is much shorter.
+_EXCHANGES = ("all_to_all", "gather", "scatter")
+_MUCH_SHORTER = 0.6
+# Of an all_to_all: if more ranks of other hosts send to a host at once, and much, the link drops packets, and TCP waits
+# 200 ms before it sends them again. In a pairwise exchange each rank has one sender at a time.
+_MOST_STREAMS, _LARGE = 4, 1 << 19
+
+# A rank needs a schedule for these only if all blocks that it knows have one length, which other ranks cannot know. So
+# no rank may wait for the proof of another, and an algorithm that needs a proof is not chosen.
+_UNKNOWN_LENGTHS = ("all_to_all", "gather")
 
 
 @dataclass(frozen=True)
@@ -61,10 +79,15 @@ class MultiHostSchedules:
         self.costs = costs
         self.topology = Topology.measured(self.order.hosts, costs)
 
-    def choose(self, collective: str, nbytes: int, root: int) -> NativeForm:
-        """Return the schedule that is recommended for sizes between the powers of two around ``nbytes``."""
-        low = 0 if nbytes < 2 else 1 << (nbytes.bit_length() - 1)
-        algorithm, parameters, segments = _recommended(collective, low, self.topology, version())
+    def choose(self, collective: str, nbytes: int | None, root: int) -> NativeForm:
+        """Return the schedule that is recommended for sizes between the powers of two around ``nbytes``.
+
+        Without ``nbytes`` the blocks may differ in length, and no rank knows the lengths of blocks between two others:
+        the schedule then sends each block straight to its receiver.
+        """
+        low = 0 if nbytes is None or nbytes < 2 else 1 << (nbytes.bit_length() - 1)
+        best = _DIRECT if nbytes is None else _recommended(collective, low, self.topology, version())
+        algorithm, parameters, segments = best
         given = {"root": self.order.rank_at.index(root)} if collective in ROOTED else {}
         schedule = build_shared(collective, algorithm, self.topology.size, **dict(parameters), **given)
         self._check(schedule)
@@ -72,15 +95,25 @@ class MultiHostSchedules:
 
 
 @functools.lru_cache(maxsize=1024)
-def _recommended(
-    collective: str, low: int, topology: Topology, _version: int
-) -> tuple[str, tuple[tuple[str, Any], ...], int]:
+def _recommended(collective: str, low: int, topology: Topology, _version: int) -> _Choice:
     """The algorithm, its parameters and the number of segments for sizes from ``low``, a power of two, to 2 * ``low``.
 
     The choice does not depend on the root. All groups of the process with the same hosts and cost figures share it.
     """
-    best = recommend(collective, max(low * 1.5, 1), topology).candidates[0]
+    found = recommend(collective, max(low * 1.5, 1), topology).candidates
+    if collective in _UNKNOWN_LENGTHS:
+        found = tuple(each for each in found if is_trusted(each.schedule))
+    best = found[0]
+    if collective in _EXCHANGES:
+        direct = next((each for each in found if each.name == "direct"), best)
+        if best.seconds >= _MUCH_SHORTER * direct.seconds:
+            return _PAIRWISE if collective == "all_to_all" and low >= _LARGE and _is_crowded(topology) else _DIRECT
     return best.schedule.algorithm, best.schedule.parameters, best.segments
+
+
+def _is_crowded(topology: Topology) -> bool:
+    """Whether too many messages of a direct exchange would be on one link at once."""
+    return max(ranks * (topology.size - ranks) for ranks in topology.hosts) > _MOST_STREAMS
 
 
 def _short(schedule: Schedule) -> str:

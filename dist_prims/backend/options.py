@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 
 from ..autoload import NAME
 from ..collectives.algorithm_choice import parse_ranges
+from ..schedules.contract import COLLECTIVES
+from ..schedules.registry import nearest
 from .transport_selection import CHOICES, ENGINES
 
 __all__: list[str] = []
 
+PINNABLE = tuple(collective for collective in COLLECTIVES if collective not in ("scan", "exclusive_scan"))
+_OTHERS = ("slot_bytes", "one_shot_bytes", "engine")
 _options: dict[str, BackendOptions | None] = {}  # by the name of a group
 
 
 class BackendOptions:
     """Options of a group of the backend, as ``pg_options`` of ``init_process_group`` or ``new_group``.
 
-    - ``all_reduce``: the algorithm, by name or by ranges of sizes as in ``DIST_PRIMS_ALL_REDUCE``, also one that the
-      program registers. A pinned schedule runs in one segment. Other collectives cannot be pinned.
+    - ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``reduce``, ``gather``, ``scatter``,
+      ``all_to_all``, ``barrier``: the algorithm of the collective, also one that the program registers, by name or by
+      ranges of sizes as in ``DIST_PRIMS_ALL_REDUCE``: ``"ring x4:1M-max"`` runs a ring in 4 segments from 1 MB. The
+      default is ``DIST_PRIMS_<COLLECTIVE>``, or the choice of the backend.
     - ``slot_bytes``: the size of a slot in shared memory, of which each rank has two. Larger slots allow larger
       segments. The default is ``DIST_PRIMS_SLOT_BYTES``, or 1 M.
     - ``one_shot_bytes``: up to this size every rank of an all_reduce adds the whole data of all ranks. Above it, each
@@ -28,20 +36,33 @@ class BackendOptions:
     - ``engine``: the transport between hosts, "tcp", "mpi" or "gloo". The default is ``DIST_PRIMS_ENGINE``, or MPI if
       mpirun has started the ranks and all of them can use MPI, else TCP. The option of rank 0 applies to all ranks.
 
-    >>> BackendOptions(all_reduce="ring:1M-max").all_reduce
-    'ring:1M-max'
+    >>> BackendOptions(all_reduce="ring:1M-max", all_gather="bruck").algorithms["all_gather"]
+    'bruck'
     """
 
     def __init__(
-        self, all_reduce: str = "", slot_bytes: int = 0, one_shot_bytes: int | None = None, engine: str = ""
+        self,
+        all_reduce: str = "",
+        slot_bytes: int = 0,
+        one_shot_bytes: int | None = None,
+        engine: str = "",
+        **algorithms: str,
     ) -> None:
         if engine not in ENGINES:
             raise ValueError(f"BackendOptions(engine={engine!r}): {CHOICES}")
-        parse_ranges(all_reduce, "all_reduce", "BackendOptions(all_reduce=...)")
-        self.all_reduce = all_reduce
+        algorithms = {"all_reduce": all_reduce, **algorithms}
+        for collective, text in algorithms.items():
+            if collective not in PINNABLE:
+                raise TypeError(f"BackendOptions: {nearest('option', collective, (*PINNABLE, *_OTHERS))}")
+            parse_ranges(text, collective, f"BackendOptions({collective}=...)")
+        self.algorithms: Mapping[str, str] = MappingProxyType(algorithms)
         self.slot_bytes = slot_bytes
         self.one_shot_bytes = one_shot_bytes
         self.engine = engine
+
+    @property
+    def all_reduce(self) -> str:
+        return self.algorithms["all_reduce"]
 
 
 def keep_options(group_name: str, given: Any) -> BackendOptions:

@@ -92,7 +92,8 @@ class _Bench:
 
     def pin(self, schedule: Schedule, segments: int = 1) -> None:
         """Make every following all_reduce use the schedule."""
-        self.backend.pin([to_native(schedule, self.rank, 0, 1 << 62, "probe", segments, self.order.rank_at)])
+        form = to_native(schedule, self.rank, 0, 1 << 62, "probe", segments, self.order.rank_at)
+        self.backend.pin("all_reduce", "probe", lambda root: [form])
 
     def time(self, tensor: torch.Tensor) -> float:
         """The seconds of one call on the slowest rank."""
@@ -100,7 +101,7 @@ class _Bench:
         began = time.perf_counter()
         dist.all_reduce(tensor)
         spent = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-        self.backend.pin([])
+        self.backend.pin("all_reduce", "", None)
         dist.all_reduce(spent, dist.ReduceOp.MAX)
         return float(spent)
 

@@ -14,7 +14,8 @@ All collectives take these arguments in addition to their own:
   registers. The parameters of the algorithm are further keywords. "cheapest" selects the algorithm with the lowest cost
   for the size; on the backend dist_prims it selects the backend's own collective. The default is, in this order:
 
-  1. the algorithm in ``DIST_PRIMS_<COLLECTIVE>`` for the size (see ``algorithm_choice``)
+  1. the algorithm in ``DIST_PRIMS_<COLLECTIVE>`` for the size (see ``algorithm_choice``); a group of the backend
+     dist_prims reads the variable when it is made
   2. the collective of the group's backend: of dist_prims, or of gloo if gloo supports the call (not for uneven blocks
      and some types and operations)
   3. "cheapest"

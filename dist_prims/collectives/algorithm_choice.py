@@ -1,9 +1,12 @@
 """Selection of an algorithm: the one that an environment variable names for a size, or the one of the lowest cost.
 
     DIST_PRIMS_ALL_REDUCE=ring
-    DIST_PRIMS_ALL_REDUCE="recursive_doubling:0-16K;halving_doubling:16K-1M;ring:1M-max"
+    DIST_PRIMS_ALL_REDUCE="recursive_doubling:0-16K;halving_doubling:16K-1M;ring x4:1M-max"
+    DIST_PRIMS_BROADCAST="hierarchical(inner=direct)"
 
-A range includes its start and excludes its end.
+A range includes its start and excludes its end. Its size is that of the whole data: of the list of blocks, where a
+collective has one block for each rank. Parameters of an algorithm are whole numbers or names. ``x4`` cuts the data into
+4 segments, which follow each other through the steps of the schedule.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from typing import Any, NamedTuple
 
 from ..schedules import algorithms, build, lookup
 from ..schedules.cost import Cost
@@ -41,22 +45,56 @@ def _bytes(text: str, variable: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-@functools.lru_cache(maxsize=64)
-def parse_ranges(text: str, collective: str, variable: str) -> tuple[tuple[str, int, int], ...]:
-    """Parse a setting into (algorithm, start, end) for each range.
+class SizeRange(NamedTuple):
+    """An algorithm with its parameters and number of segments, for sizes from ``low`` to ``high`` bytes."""
 
-    >>> parse_ranges("ring:1M-max", "all_reduce", "DIST_PRIMS_ALL_REDUCE")
-    (('ring', 1048576, 9223372036854775808),)
+    algorithm: str
+    parameters: tuple[tuple[str, Any], ...]
+    segments: int
+    low: int
+    high: int
+
+
+_ALGORITHM = re.compile(r"(?P<name>[^()]+?)\s*(\((?P<parameters>[^()]*)\))?(\s*\bx(?P<segments>\d+))?")
+MOST_SEGMENTS = 1024
+
+
+@functools.lru_cache(maxsize=64)
+def parse_ranges(text: str, collective: str, variable: str) -> tuple[SizeRange, ...]:
+    """Parse a setting into its ranges of sizes.
+
+    >>> parse_ranges("tree(degree=4) x8:1M-max", "all_reduce", "DIST_PRIMS_ALL_REDUCE")
+    (SizeRange(algorithm='tree', parameters=(('degree', 4),), segments=8, low=1048576, high=9223372036854775808),)
     """
-    ranges = []
-    for part in filter(None, (part.strip() for part in text.split(";"))):
-        name, _, span = part.partition(":")
-        low, dash, high = (span or "0-max").partition("-")
-        if not dash:
-            raise ValueError(f"{variable}: {span!r} is not a range; write e.g. {name}:16K-1M")
-        lookup(collective, name.strip())
-        ranges.append((name.strip(), _bytes(low.strip(), variable), _bytes(high.strip(), variable)))
-    return tuple(ranges)
+    return tuple(_range(part, collective, variable) for each in text.split(";") if (part := each.strip()))
+
+
+def _range(part: str, collective: str, variable: str) -> SizeRange:
+    what, _, span = part.partition(":")
+    low, dash, high = (span or "0-max").partition("-")
+    if not dash:
+        raise ValueError(f"{variable}: {span!r} is not a range; write e.g. {what}:16K-1M")
+    found = _ALGORITHM.fullmatch(what.strip())
+    if found is None:
+        raise ValueError(f"{variable}: {what!r} is no algorithm; write e.g. ring, ring x4 or tree(degree=4) x4")
+    lookup(collective, found["name"])
+    segments = int(found["segments"] or 1)
+    if not 1 <= segments <= MOST_SEGMENTS:
+        raise ValueError(f"{variable}: x{segments} is not between 1 and {MOST_SEGMENTS} segments")
+    start, end = _bytes(low.strip(), variable), _bytes(high.strip(), variable)
+    if start >= end:
+        raise ValueError(f"{variable}: the range {span!r} is empty; its end must be larger than its start")
+    if collective == "barrier" and start > 0:
+        raise ValueError(f"{variable}: a barrier has no data, so {part!r} never applies; omit the range")
+    return SizeRange(found["name"], _parameters(found["parameters"] or "", variable), segments, start, end)
+
+
+def _parameters(text: str, variable: str) -> tuple[tuple[str, Any], ...]:
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError(f"{variable}: ({text}) are no parameters; write e.g. tree(degree=4)")
+    values = [(name.strip(), value.strip()) for name, _, value in pairs]
+    return tuple((name, int(value) if value.isdecimal() else value) for name, value in values)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -64,13 +102,16 @@ def _price(registered: Algorithm, size: int) -> Cost:
     return build(registered.collective, registered.name, size).price
 
 
-def configured(collective: str, nbytes: int) -> str | None:
-    """Return the algorithm that the environment names for data of ``nbytes``, or None."""
-    variable = f"DIST_PRIMS_{collective.upper()}"
-    for name, low, high in parse_ranges(os.environ.get(variable, ""), collective, variable):
-        if low <= nbytes < high:
-            return name
-    return None
+def configured(collective: str, nbytes: int) -> SizeRange | None:
+    """Return what the environment names for data of ``nbytes``, or None."""
+    variable = variable_of(collective)
+    ranges = parse_ranges(os.environ.get(variable, ""), collective, variable)
+    return next((each for each in ranges if each.low <= nbytes < each.high), None)
+
+
+def variable_of(collective: str) -> str:
+    """Return the environment variable that names the algorithms of a collective."""
+    return f"DIST_PRIMS_{collective.upper()}"
 
 
 def cheapest(collective: str, size: int, nbytes: int, even: bool = True) -> str:

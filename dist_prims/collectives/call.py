@@ -7,6 +7,7 @@ itself as a Call, and this module contains the common part.
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -120,29 +121,37 @@ def _compiled(*shape: Any) -> Any:
 def perform(call: Call, options: CallOptions) -> AnyWork | None:
     """Make a call by the backend or by a schedule. Return the Work to wait for if it is asynchronous, else None."""
     rank, size = call.group.rank(), call.group.size()
-    algorithm = options.algorithm or configured(call.collective, call.nbytes)
+    algorithm, parameters, segments = options.algorithm, options.parameters, 1
+    if algorithm is None and not is_on_dist_prims(call) and (found := configured(call.collective, call.nbytes)):
+        algorithm, segments, parameters = found.algorithm, found.segments, {**dict(found.parameters), **parameters}
     if algorithm is None or algorithm == CHEAPEST:
-        if options.parameters:
+        if parameters:
             raise ValueError(
-                f"{call.collective} on rank {rank}: unknown argument {', '.join(options.parameters)}; parameters of an "
+                f"{call.collective} on rank {rank}: unknown argument {', '.join(parameters)}; parameters of an "
                 "algorithm need its name (algorithm=)"
             )
         if backend_supports(call) and (is_on_dist_prims(call) or (algorithm is None and not options.segment_bytes)):
             return run_natively(call, options.async_op)
         algorithm = cheapest(call.collective, size, call.nbytes, call.even)
-    parameters = tuple((name, _hashable(value)) for name, value in sorted(options.parameters.items()))
-    shape = (lookup(call.collective, algorithm), size, call.root, parameters, rank)
+    hashable = tuple((name, _hashable(value)) for name, value in sorted(parameters.items()))
+    shape = (lookup(call.collective, algorithm), size, call.root, hashable, rank)
     schedule, program = _schedule_and_program(*shape)
     if is_on_dist_prims(call) and call.collective in FOLLOWED:
         require = functools.partial(proofs_of(call.group).require, schedule, timeout_of(call.group, call.like.device))
         return run_in_backend(call, _compiled(*shape), None if is_trusted(schedule) else require, options.async_op)
+    segment_bytes = options.segment_bytes or (_segment_bytes(call, schedule, segments) if segments > 1 else 0)
     what = f"{call.collective} ({algorithm}) on rank {rank}"
-    job = functools.partial(_job, call, options.segment_bytes, schedule, program)
+    job = functools.partial(_job, call, segment_bytes, schedule, program)
     queue = queue_of(call.group)
     if options.async_op:
         return queue.start(_on_a_stream(job, call.like.device), what)
     queue.run(job, what)
     return None
+
+
+def _segment_bytes(call: Call, schedule: Schedule, segments: int) -> int:
+    """The bytes of a segment if a chunk is cut into ``segments``."""
+    return max(math.ceil(call.nbytes * schedule.share / segments), 1)
 
 
 def _hashable(value: Any) -> Any:

@@ -12,7 +12,6 @@ import functools
 import os
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,6 +31,7 @@ from ..torch_compat import (
     premul_sum,
     reduce_scatter_single,
 )
+from .algorithm_choice import variable_of
 from .flat import cut
 from .reduction import op_named
 
@@ -56,11 +56,8 @@ _REDUCIBLE = {
     _Op.MIN: _INTEGERS,
     _Op.MAX: _INTEGERS,
 }
-_VARIABLES = {
-    name: f"DIST_PRIMS_{name.upper()}" for name in ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
-}
+_VARIABLES = {name: variable_of(name) for name in ("all_reduce", "all_gather", "broadcast", "reduce_scatter")}
 _POLL_INTERVAL = 0.0002  # seconds
-_LONGEST_NAME = 47  # characters of an algorithm's name in the call header of the backend
 
 
 _all_reduces: dict[int, Callable[..., None]] = {}  # by the id of a live group
@@ -152,14 +149,15 @@ def direct_group(collective: str, tensors: Sequence[Any], op: Any, group: dist.P
     """
     target = dist.group.WORLD if group is None else group
     first = tensors[0]
-    if not isinstance(target, dist.ProcessGroup) or _VARIABLES[collective] in os.environ:
+    if not isinstance(target, dist.ProcessGroup):
         return None
     for tensor in tensors:
         is_plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.dtype == first.dtype
         if not is_plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
             return None
     backend = _backend_for(target, first.device)
-    if not _supports(backend, first, op) or (op == _Op.AVG and not _is_dist_prims(backend)):
+    is_other = not _is_dist_prims(backend)  # a group of dist_prims has pinned what the environment names
+    if not _supports(backend, first, op) or (is_other and (op == _Op.AVG or _VARIABLES[collective] in os.environ)):
         return None
     is_plain = op is None or (isinstance(op, _Op.RedOpType) and op != _Op.PREMUL_SUM)
     return target if is_plain else None
@@ -342,10 +340,8 @@ def schedule_name(schedule: Schedule) -> str:
 
 def compiled(schedule: Schedule, rank: int) -> Any:
     """Compile a schedule for execution by the backend on one rank."""
-    name = schedule_name(schedule)
-    if len(name) > _LONGEST_NAME:  # a checksum, because ranks compare their schedules by name
-        name = f"{name[: _LONGEST_NAME - 9]}~{zlib.crc32(name.encode()):08x}"
-    return import_module("dist_prims._backend").NativeSchedule(to_native(schedule, rank, 0, 0, name))
+    form = to_native(schedule, rank, 0, 0, schedule_name(schedule))
+    return import_module("dist_prims._backend").NativeSchedule(form)
 
 
 def run_in_backend(call: Call, schedule: Any, check: Callable[[], None] | None, is_async: bool) -> NativeWork | None:

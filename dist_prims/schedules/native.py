@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from .schedule import Schedule
 
 __all__: list[str] = []
 
+_LONGEST_NAME = 47  # characters of an algorithm's name in the header of a call
+_IN_BLOCKS = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")  # one for each rank
 FOLLOWED = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter")  # by the C++ executor
 # low, high, name, segments, chunks, scratch, steps, ranks
 NativeForm = tuple[int, int, str, int, int, int, list[Any], int]
@@ -40,9 +43,20 @@ def to_native(
     ``rank_at``: the group's rank for each rank of the schedule; by default they are the same.
     """
     ranks = tuple(range(schedule.size)) if rank_at is None else tuple(rank_at)
-    name = name if segments == 1 else f"{name} x{segments}"
-    scratch = schedule.contract.total - schedule.chunks
-    return low, high, name, segments, schedule.chunks, scratch, _steps(schedule, rank, ranks), schedule.size
+    name = shortened(name if segments == 1 else f"{name} x{segments}")
+    chunks = _data_chunks(schedule)
+    scratch = schedule.contract.total - chunks
+    return low, high, name, segments, chunks, scratch, _steps(schedule, rank, ranks), schedule.size
+
+
+def shortened(name: str) -> str:
+    """A name that fits the header of a call; ranks compare schedules by name, so a longer one ends in a checksum."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 9]}~{zlib.crc32(name.encode()):08x}"
+
+
+def _data_chunks(schedule: Schedule) -> int:
+    """The chunks that are no scratch. An all_to_all has its blocks twice: those sent, then those received."""
+    return schedule.chunks * (2 if schedule.collective == "all_to_all" else 1)
 
 
 @functools.lru_cache(maxsize=32)
@@ -50,31 +64,56 @@ def _steps(schedule: Schedule, rank: int, ranks: tuple[int, ...]) -> list[Any]:
     """The part of ``rank`` in each step, which is the same for all sizes of the data."""
     program = compile_program(schedule, ranks.index(rank))
     steps: list[Any] = [([], [], [])] * len(schedule.steps)
-    place = _places(schedule, ranks)
+    place, place_of_piece = _places(schedule, ranks), _places_of_pieces(schedule, ranks, ranks.index(rank))
 
-    def messages(given: Sequence[Message]) -> list[Any]:
-        return [(ranks[each.peer], place[list(each.chunks)], place[list(each.pieces)]) for each in given]
+    def messages(given: Sequence[Message], direction: int) -> list[Any]:
+        """The messages in the order of the distance of the peer, so that no rank is the first that all send to."""
+        found = [(ranks[each.peer], place[list(each.chunks)], place_of_piece(each.pieces)) for each in given]
+        return sorted(found, key=lambda message: direction * (message[0] - rank) % schedule.size)
 
     for action in program.actions:
         writes = [
             (
                 place[w.into],
-                place[w.piece],
+                place_of_piece((w.piece,))[0],
                 w.copy,
                 [(-1, place[s.index]) if s.peer is None else (ranks[s.peer], s.index) for s in w.sources],
                 w.terms,
             )
             for w in action.writes
         ]
-        steps[action.step] = (messages(action.sends), messages(action.receives), writes)
+        steps[action.step] = (messages(action.sends, 1), messages(action.receives, -1), writes)
     return steps
 
 
 def _places(schedule: Schedule, ranks: Sequence[int]) -> NDArray[np.int64]:
     """The executor's number for each chunk: its blocks are ordered by the ranks of the group, not of the schedule."""
     place = np.arange(schedule.contract.total)
-    if schedule.collective in ("all_gather", "reduce_scatter"):
-        block = schedule.chunks // schedule.size
-        data = place[: schedule.chunks]
-        place[: schedule.chunks] = np.asarray(ranks)[data // block] * block + data % block
+    if schedule.collective in _IN_BLOCKS:
+        length = schedule.chunks // schedule.size
+        data = place[: _data_chunks(schedule)]
+        side, chunk = np.divmod(data, schedule.chunks)
+        place[: len(data)] = side * schedule.chunks + np.asarray(ranks)[chunk // length] * length + chunk % length
     return place
+
+
+def _places_of_pieces(
+    schedule: Schedule, ranks: Sequence[int], me: int
+) -> Callable[[Sequence[int]], NDArray[np.int64]]:
+    """The chunk of rank ``me`` that is as long as each of the given pieces.
+
+    In an all_to_all that is the chunk of the same part of the block that this rank sends or receives. A block that it
+    forwards is as long as every other, so the chunk of any block serves.
+    """
+    place = _places(schedule, ranks)
+    if schedule.collective != "all_to_all":
+        return lambda pieces: place[list(pieces)]
+    length = schedule.chunks // schedule.size
+
+    def places(pieces: Sequence[int]) -> NDArray[np.int64]:
+        pair, part = np.divmod(np.asarray(pieces), length)
+        src, dst = np.divmod(pair, schedule.size)
+        chunks: NDArray[np.int64] = np.where(dst == me, schedule.chunks + src * length, dst * length) + part
+        return place[chunks]
+
+    return places

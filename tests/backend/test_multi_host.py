@@ -141,7 +141,8 @@ def test_segments_change_nothing() -> None:
             shape = {"hosts": (2, 2)} if name == "hierarchical" else {}
             schedule = build("all_reduce", name, size, **shape)
             for segments in (1, 2, 7, 64):
-                backend().pin([to_native(schedule, rank, 0, 1 << 62, name, segments)])
+                form = to_native(schedule, rank, 0, 1 << 62, name, segments)
+                backend().pin("all_reduce", name, lambda root, form=form: [form])
                 for count in (257, 1000, 100_003):
                     tensor = held(rank, count)
                     dist.all_reduce(tensor)

@@ -31,7 +31,8 @@ def go_round(largest: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     assert ROUNDS * SEGMENTS > 2 * TAGS
     schedule = build("all_reduce", "ring", size)
-    backend().pin([to_native(schedule, rank, 2048, 1 << 62, "ring", SEGMENTS)])
+    form = to_native(schedule, rank, 2048, 1 << 62, "ring", SEGMENTS)
+    backend().pin("all_reduce", "ring", lambda root: [form])
     after, before = (rank + 1) % size, (rank - 1) % size
     for turn in range(ROUNDS):
         tag = largest - turn if turn % 2 else turn

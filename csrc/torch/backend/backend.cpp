@@ -285,7 +285,7 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
     check_owner();
     const bool is_plain = tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg() &&
                           tensor.is_contiguous() && op.op_ != c10d::ReduceOp::PREMUL_SUM &&
-                          execution_->has_no_schedules();
+                          !execution_->spans_hosts() && !execution_->has_pins(Collective::kAllReduce);
     const CallOptions options = call_options(Collective::kAllReduce, false);
     const auto taken = take(options.title, is_plain);
     if (!taken) {

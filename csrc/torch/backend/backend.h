@@ -55,11 +55,13 @@ public:
         return setup_.tcp ? "tcp" : setup_.engine ? setup_.engine->getBackendName() : "";
     }  // between hosts
 
-    // Pins schedules for the all_reduce of their sizes, and unpins all others.
-    void pin(std::vector<NativeSchedule> schedules) { execution_->pin(std::move(schedules)); }
-    // The name of the schedule of an all_reduce of this size; empty if the slot exchange of one host does it.
-    std::string algorithm(std::uint64_t bytes) {
-        const SchedulePtr found = execution_->schedule_for(Collective::kAllReduce, bytes);
+    // Pins schedules for a collective; see Execution::pin().
+    void pin(Collective collective, const std::string& text, MakePins make) {
+        execution_->pin(collective, text, std::move(make));
+    }
+    // The name of the schedule for data of this size; empty if the slot exchange of one host needs none.
+    std::string algorithm(std::uint64_t bytes, Collective collective, int root) {
+        const SchedulePtr found = execution_->schedule_for(collective, bytes, root);
         return found ? found->name : "";
     }
     // all_reduce in place, with a shorter path than through torch.distributed.

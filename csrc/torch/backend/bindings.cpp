@@ -52,6 +52,10 @@ NativeSchedule schedule_of(const ScheduleTuple& tuple) {
     return {low, high, name, segments, program_of(chunks, scratch, steps, ranks)};
 }
 
+// Python's functions that choose a schedule, and that make the pinned schedules for a root.
+using Choose = std::function<ScheduleTuple(std::string, std::optional<std::uint64_t>, int)>;
+using MakeTuples = std::function<std::vector<ScheduleTuple>(int)>;
+
 // Python's function that makes a group by split or merge.
 using MakeChild =
     std::function<BackendPtr(c10::intrusive_ptr<c10d::Store>, std::string, int, int, Milliseconds, std::vector<int>)>;
@@ -62,8 +66,7 @@ using Describe = std::function<std::string(std::optional<std::pair<double, doubl
 c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                       Milliseconds timeout, const std::vector<std::string>& hosts,
                                       const BackendPtr& engine, int largest_tag, std::shared_ptr<TcpEndpoint> tcp,
-                                      std::function<BackendPtr()> make_gloo, MakeChild make_child,
-                                      std::function<ScheduleTuple(std::string, std::uint64_t, int)> choose,
+                                      std::function<BackendPtr()> make_gloo, MakeChild make_child, Choose choose,
                                       const BackendPtr& accelerator, std::size_t slot_bytes, std::size_t one_shot_bytes,
                                       const std::string& group, const std::vector<uint64_t>& ranks,
                                       std::uint64_t network, Describe describe, const std::string& dump,
@@ -79,7 +82,7 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
             [make_child = std::move(make_child)](const ChildGroup& child) {
                 return make_child(child.store, child.name, child.rank, child.size, child.timeout, child.ranks);
             },
-        .choose = [choose = std::move(choose)](const std::string& collective, std::uint64_t bytes,
+        .choose = [choose = std::move(choose)](const std::string& collective, std::optional<std::uint64_t> bytes,
                                                int root) { return schedule_of(choose(collective, bytes, root)); },
         .network = network,
         .accelerator = accelerator,
@@ -93,6 +96,15 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
             },
         .dump = dump};
     return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(setup), ended);
+}
+
+void pin(PrimsBackend& self, const std::string& collective, const std::string& text, MakeTuples make) {
+    if (!make) return self.pin(collective_of(collective), text, nullptr);
+    self.pin(collective_of(collective), text, [make = std::move(make)](int root) {
+        std::vector<NativeSchedule> schedules;
+        for (const ScheduleTuple& each : make(root)) schedules.push_back(schedule_of(each));
+        return schedules;
+    });
 }
 
 Tensors tensors_of(const std::vector<std::optional<at::Tensor>>& given) {
@@ -162,15 +174,13 @@ PYBIND11_MODULE(_backend, module) {
         // not.
         .def("perform_nocolor_split", [](PrimsBackend&, const py::object& /*device*/) {})
         .def("ended", &PrimsBackend::ended, Free())
-        .def("algorithm", &PrimsBackend::algorithm, Free())
         .def(
-            "pin",
-            [](PrimsBackend& self, const std::vector<ScheduleTuple>& tuples) {
-                std::vector<NativeSchedule> schedules;
-                for (const ScheduleTuple& each : tuples) schedules.push_back(schedule_of(each));
-                self.pin(std::move(schedules));
+            "algorithm",
+            [](PrimsBackend& self, std::uint64_t bytes, const std::string& collective, int root) {
+                return self.algorithm(bytes, collective_of(collective), root);
             },
-            Free())
+            py::arg("nbytes"), py::arg("collective") = "all_reduce", py::arg("root") = -1, Free())
+        .def("pin", &pin, py::arg("collective"), py::arg("text"), py::arg("make"), Free())
         .def(
             "all_reduce_",  // the plain operations as they come: a ReduceOp would be made of each by Python
             [](PrimsBackend& self, at::Tensor tensor, c10d::ReduceOp::RedOpType op) {

@@ -3,7 +3,18 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "../../common/checksum.h"
+
 namespace dist_prims {
+namespace {
+
+std::uint64_t checksum_of(const std::string& text) {
+    Checksum sum;
+    for (const char each : text) sum.add(static_cast<unsigned char>(each));
+    return sum.value();
+}
+
+}  // namespace
 
 const at::Tensor& first_defined(const Tensors& inputs, const Tensors& outputs) {
     for (const Tensors* each : {&inputs, &outputs}) {
@@ -13,16 +24,149 @@ const at::Tensor& first_defined(const Tensors& inputs, const Tensors& outputs) {
     throw std::invalid_argument("a collective needs a tensor");
 }
 
-void Execution::pin(std::vector<NativeSchedule> schedules) {
-    const std::lock_guard lock(pins_guard_);
-    pins_.clear();
-    for (NativeSchedule& each : schedules) pins_.push_back(std::make_shared<const NativeSchedule>(std::move(each)));
-    has_pins_ = !pins_.empty();
+bool Exchange::is_even() const {
+    return std::all_of(counts.begin(), counts.end(), [&](std::size_t count) { return count == counts[0]; });
 }
 
-SchedulePtr Execution::pinned(std::uint64_t bytes) {
+PrimsTask Execution::all_reduce(Call call, const at::Tensor& input, const at::Tensor& output) {
+    return by_schedule(schedule_for(call), call, {input}, {output}, {call.count});
+}
+
+// The root's tensor is changed in place if it can be: some schedules send the root data that it has.
+PrimsTask Execution::broadcast(Call call, const at::Tensor& tensor) {
+    const bool is_root = rank_ == call.root;
+    return by_schedule(schedule_for(call), call, {is_root ? packed(tensor) : at::Tensor()},
+                       {is_root && !is_packed(tensor) ? at::Tensor() : tensor}, {call.count});
+}
+
+PrimsTask Execution::reduce(Call call, const at::Tensor& input, const at::Tensor& output) {
+    return by_schedule(schedule_for(call), call, {input}, {rank_ == call.root ? output : at::Tensor()}, {call.count});
+}
+
+PrimsTask Execution::all_gather(Call call, const at::Tensor& input, const Tensors& outputs) {
+    return by_schedule(schedule_for(call), call, own_block(input), outputs, elements(outputs));
+}
+
+PrimsTask Execution::reduce_scatter(Call call, const Tensors& inputs, const at::Tensor& output) {
+    return by_schedule(schedule_for(call), call, inputs, own_block(output), elements(inputs));
+}
+
+// The ranks agree on the length of a block, and the root has compared its list with it.
+PrimsTask Execution::scatter(Call call, const Tensors& inputs, const at::Tensor& output) {
+    const auto size = static_cast<std::size_t>(size_);
+    return by_schedule(schedule_for(call, size), call, rank_ == call.root ? inputs : Tensors(size), own_block(output),
+                       Counts(size, call.count));
+}
+
+PrimsTask Execution::barrier(const Call& call) {
+    const SchedulePtr schedule = pinned(Collective::kBarrier, 0, -1);
+    if (!schedule) return {call, [this](const Call& call, Milliseconds timeout) { agree(call, timeout); }};
+    Call named = call;
+    named.by(schedule->name);
+    return {named, [this, schedule](const Call& call, Milliseconds timeout) {
+                agree(call, timeout);
+                Call data;  // a message without data would not be sent
+                data.op = Op::kBitOr;
+                execute_schedule(*schedule, data, whole(at::zeros({1}, at::kByte)), timeout);
+            }};
+}
+
+// The list of blocks in which this rank has only its own.
+Tensors Execution::own_block(const at::Tensor& tensor) const {
+    Tensors blocks(static_cast<std::size_t>(size_));
+    blocks[static_cast<std::size_t>(rank_)] = tensor;
+    return blocks;
+}
+
+Exchange Execution::all_to_all_blocks(const Tensors& inputs, const Tensors& outputs) const {
+    const Tensors none(inputs.size());
+    Exchange blocks{inputs, none, elements(inputs), lengths(inputs), lengths(outputs)};
+    blocks.inputs.insert(blocks.inputs.end(), none.begin(), none.end());
+    blocks.outputs.insert(blocks.outputs.end(), outputs.begin(), outputs.end());
+    const Counts received = elements(outputs);
+    blocks.counts.insert(blocks.counts.end(), received.begin(), received.end());
+    return blocks;
+}
+
+Exchange Execution::gather_blocks(int root, const at::Tensor& input, const Tensors& outputs) const {
+    const auto size = static_cast<std::size_t>(size_);
+    const bool is_root = rank_ == root;
+    Exchange blocks{own_block(input), is_root ? outputs : Tensors(size),
+                    is_root ? elements(outputs) : Counts(size, static_cast<std::size_t>(input.numel())), Counts(size),
+                    is_root ? lengths(outputs) : Counts(size)};
+    blocks.outgoing[static_cast<std::size_t>(root)] = input.nbytes();
+    return blocks;
+}
+
+// A rank cannot know whether the blocks of others have one length, and so whether there is a schedule for the call.
+// Each rank therefore adds two terms to the agreement: the difference of its lengths, which tells all ranks whether
+// the lengths of each pair match; and 1 if its blocks differ in length, or else a checksum of the schedule that it
+// would follow. If all pairs match and no rank has blocks of different lengths, all blocks have one length.
+PrimsTask Execution::exchange(Call call, const Exchange& given, PrimsTask::Run uneven) {
+    constexpr int kRankBits = 20;  // no group has so many ranks that their sum of ones reaches the checksums
+    if (const auto pinned = pins(call.collective)) call.by(pinned->text);
+    const auto blocks = std::make_shared<const Exchange>(given);
+    const bool is_even = blocks->is_even();
+    const at::Tensor& like = first_defined(blocks->inputs, blocks->outputs);
+    const std::uint64_t bytes = static_cast<std::uint64_t>(size_) * blocks->counts[0] * like.element_size();
+    const SchedulePtr schedule = is_even ? schedule_for(call.collective, bytes, call.root) : nullptr;
+    const std::uint64_t plan = checksum_of(schedule ? schedule->name : "") << kRankBits;
+    const Terms terms{difference_of_lengths(*blocks), is_even ? plan : 1};
+    return {call, [=, this, uneven = std::move(uneven)](const Call& call, Milliseconds timeout) {
+                const auto [difference, plans] = agree(call, timeout, terms);
+                if (difference != 0) compare_lengths(call, *blocks, timeout);
+                const bool all_even = difference == 0 && plans % (std::uint64_t{1} << kRankBits) == 0;
+                if (all_even && plans != plan * static_cast<std::uint64_t>(size_)) {
+                    Call named = call;
+                    named.by(schedule ? schedule->name : "");
+                    agree(named, timeout);
+                }
+                if (!all_even || !schedule) return uneven(call, timeout);
+                execute_on_blocks(*schedule, call, blocks->inputs, blocks->outputs, blocks->counts, timeout);
+            }};
+}
+
+// A checksum of what this rank sends to each, minus one of what it expects from each. Summed over all ranks, modulo
+// 2^64, it is 0 if all lengths agree: the sender's term of each block then cancels that of its receiver.
+std::uint64_t Execution::difference_of_lengths(const Exchange& blocks) const {
+    const auto mine = static_cast<std::uint64_t>(rank_);
+    std::uint64_t difference = 0;
+    for (std::uint64_t peer = 0; peer < blocks.outgoing.size(); ++peer) {
+        const std::uint64_t sent = blocks.outgoing[peer], expected = blocks.incoming[peer];
+        if (sent) difference += Checksum().add(mine).add(peer).add(sent).value();
+        if (expected) difference -= Checksum().add(peer).add(mine).add(expected).value();
+    }
+    return difference;
+}
+
+void Execution::pin(Collective collective, const std::string& text, MakePins make) {
+    const auto place = static_cast<std::size_t>(collective);
+    auto made = make ? std::make_shared<Pins>(Pins{text, std::move(make), {}}) : nullptr;
     const std::lock_guard lock(pins_guard_);
-    return find(pins_, bytes);
+    has_pins_[place] = made != nullptr;
+    std::swap(pins_[place], made);
+}
+
+std::shared_ptr<Execution::Pins> Execution::pins(Collective collective) {
+    if (!has_pins(collective)) return nullptr;
+    const std::lock_guard lock(pins_guard_);
+    return pins_[static_cast<std::size_t>(collective)];
+}
+
+// Python makes the schedules, without the lock: a signal handler may run there and need a schedule.
+SchedulePtr Execution::pinned(Collective collective, std::uint64_t bytes, int root) {
+    const auto found = pins(collective);
+    if (!found) return nullptr;
+    {
+        const std::lock_guard lock(pins_guard_);
+        if (const auto known = found->by_root.find(root); known != found->by_root.end())
+            return find(known->second, bytes);
+    }
+    std::vector<SchedulePtr> made;
+    for (NativeSchedule& each : found->make(root))
+        made.push_back(std::make_shared<const NativeSchedule>(std::move(each)));
+    const std::lock_guard lock(pins_guard_);
+    return find(found->by_root.try_emplace(root, std::move(made)).first->second, bytes);
 }
 
 SchedulePtr Execution::find(const std::vector<SchedulePtr>& schedules, std::uint64_t bytes) {

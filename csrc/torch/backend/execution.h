@@ -2,14 +2,17 @@
 // (multi_host_execution.cpp).
 //
 // PrimsBackend checks the arguments of a collective and describes it as a Call. An Execution makes the task that runs
-// it.
+// it: by a schedule, if one is pinned for the size or, between hosts, chosen by price.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -31,13 +34,28 @@ struct NativeSchedule {
     RankProgram program;
 };
 using SchedulePtr = std::shared_ptr<const NativeSchedule>;
-// Returns the cheapest schedule for a size.
-using ChooseSchedule = std::function<NativeSchedule(const std::string& collective, std::uint64_t bytes, int root)>;
+// Returns the cheapest schedule for a size; without a size, the schedule for blocks of different lengths.
+using ChooseSchedule =
+    std::function<NativeSchedule(const std::string& collective, std::optional<std::uint64_t> bytes, int root)>;
+// Returns the pinned schedules of a collective for a root, which is -1 where there is none.
+using MakePins = std::function<std::vector<NativeSchedule>(int root)>;
 
 // A collective that is ready to run: its arguments are checked, and it owns its memory.
 struct PrimsTask {
+    using Run = std::function<void(const Call& call, Milliseconds timeout)>;
+
     Call call;
-    std::function<void(const Call& call, Milliseconds timeout)> run;  // agrees on the call first
+    Run run;  // agrees on the call first
+};
+
+// The data of an all_to_all or a gather, of which a rank knows the lengths of its own blocks only. The schedule of an
+// all_to_all has two blocks for each rank: first those that are sent, then those that are received.
+struct Exchange {
+    Tensors inputs, outputs;    // by block of the schedule, undefined where this rank has none
+    Counts counts;              // elements of each block
+    Counts outgoing, incoming;  // bytes that this rank sends to each rank, and expects from each
+
+    bool is_even() const;  // whether all blocks that this rank knows have one length
 };
 
 class Execution {
@@ -47,26 +65,28 @@ public:
     virtual ~Execution() = default;
     Execution(const Execution&) = delete;
 
-    // Returns when all ranks are about to make this call; throws Mismatch on all of them if one is not.
-    virtual void agree(const Call& call, Milliseconds timeout) = 0;
+    // Returns when all ranks are about to make this call; throws Mismatch on all of them if one is not. The result is
+    // the sum of the terms of all ranks.
+    virtual Terms agree(const Call& call, Milliseconds timeout, const Terms& terms) = 0;
+    void agree(const Call& call, Milliseconds timeout) { agree(call, timeout, {}); }
     // The first agreement of the group; see MultiHostGroup::begin().
     virtual LinkCosts begin(const Call& call, std::uint64_t /*network*/, Milliseconds timeout) {
         agree(call, timeout);
         return {};
     }
 
-    // The task of each collective. Inputs are contiguous, outputs may have any layout.
-    virtual PrimsTask all_reduce(Call call, const at::Tensor& input, const at::Tensor& output) = 0;
-    virtual PrimsTask broadcast(Call call, const at::Tensor& tensor) = 0;
-    virtual PrimsTask reduce(Call call, const at::Tensor& input, const at::Tensor& output) = 0;
-    virtual PrimsTask all_gather(Call call, const at::Tensor& input, const Tensors& outputs) = 0;
-    virtual PrimsTask reduce_scatter(Call call, const Tensors& inputs, const at::Tensor& output) = 0;
+    // The task of each collective, by the schedule that schedule_for() returns. Inputs are contiguous, outputs may have
+    // any layout.
+    virtual PrimsTask all_reduce(Call call, const at::Tensor& input, const at::Tensor& output);
+    virtual PrimsTask broadcast(Call call, const at::Tensor& tensor);
+    virtual PrimsTask reduce(Call call, const at::Tensor& input, const at::Tensor& output);
+    virtual PrimsTask all_gather(Call call, const at::Tensor& input, const Tensors& outputs);
+    virtual PrimsTask reduce_scatter(Call call, const Tensors& inputs, const at::Tensor& output);
+    virtual PrimsTask scatter(Call call, const Tensors& inputs, const at::Tensor& output);
     virtual PrimsTask all_to_all(Call call, const Tensors& inputs, const Tensors& outputs) = 0;
     virtual PrimsTask gather(Call call, const at::Tensor& input, const Tensors& outputs) = 0;
-    virtual PrimsTask scatter(Call call, const Tensors& inputs, const at::Tensor& output) = 0;
-    PrimsTask barrier(const Call& call) {
-        return {call, [this](const Call& announced, Milliseconds timeout) { agree(announced, timeout); }};
-    }
+    // The agreement on the call is a barrier. A pinned schedule runs after it.
+    PrimsTask barrier(const Call& call);
     // The task of a collective by a given schedule. The tensors are listed by block, undefined where this rank has
     // none, contiguous or not; `counts` has the elements of each block. `check` is called when all ranks are about to
     // make the call, and throws where it must not be made.
@@ -76,12 +96,12 @@ public:
     // not run in the queue, because it must find a rank that is blocked in a collective.
     virtual void monitored_barrier(Milliseconds limit, bool wait_all_ranks) = 0;
 
-    // Pins schedules for the all_reduce of their sizes, and unpins all others.
-    void pin(std::vector<NativeSchedule> schedules);
-    // The schedule for data of `bytes`; null if the slot exchange executes the collective.
-    virtual SchedulePtr schedule_for(Collective collective, std::uint64_t bytes, int root = -1) = 0;
-    // Whether the slot exchange executes every all_reduce.
-    virtual bool has_no_schedules() const { return false; }
+    // Pins schedules for a collective, in place of those that were pinned for it; null: pins none. `text` describes
+    // them, and `make` is called when a root is first used.
+    void pin(Collective collective, const std::string& text, MakePins make);
+    // The schedule for data of `bytes`; null if the execution needs none.
+    virtual SchedulePtr schedule_for(Collective collective, std::uint64_t bytes, int root) = 0;
+    bool has_pins(Collective collective) const { return has_pins_[static_cast<std::size_t>(collective)]; }
     // Whether such a tensor is reduced in place, as a shared tensor.
     virtual bool reduces_in_place(const at::Tensor&) { return false; }
 
@@ -97,24 +117,44 @@ public:
 
 protected:
     virtual Router& router() = 0;
-    bool has_pins() const { return has_pins_; }
-    SchedulePtr pinned(std::uint64_t bytes);
+    // Throws Mismatch on all ranks if the lengths of two differ. Nothing to do where the exchange itself does so.
+    virtual void compare_lengths(const Call&, const Exchange&, Milliseconds) {}
+    SchedulePtr schedule_for(const Call& call, std::size_t blocks = 1) {
+        return schedule_for(call.collective, call.count * blocks * size_of(call.dtype), call.root);
+    }
+    SchedulePtr pinned(Collective collective, std::uint64_t bytes, int root);
     static SchedulePtr find(const std::vector<SchedulePtr>& schedules, std::uint64_t bytes);
+    Exchange all_to_all_blocks(const Tensors& inputs, const Tensors& outputs) const;
+    Exchange gather_blocks(int root, const at::Tensor& input, const Tensors& outputs) const;
+    // The task of an exchange: by a schedule if all blocks of all ranks have one length, otherwise by `uneven`, which
+    // is called when all ranks are about to make the call.
+    PrimsTask exchange(Call call, const Exchange& blocks, PrimsTask::Run uneven);
     void execute_schedule(const NativeSchedule& schedule, const Call& call, const ProgramBuffer& buffer,
                           Milliseconds timeout) {
         execute(schedule.program, router(), call.dtype, call.op, buffer, schedule.segments, timeout);
     }
+    void execute_on_blocks(const NativeSchedule& schedule, const Call& call, const Tensors& inputs,
+                           const Tensors& outputs, const Counts& counts, Milliseconds timeout);
 
     const std::shared_ptr<HostSegment> host_segment_;
     const int rank_, size_;
 
 private:
-    void execute_on_blocks(const NativeSchedule& schedule, const Call& call, const Tensors& inputs,
-                           const Tensors& outputs, const Counts& counts, Milliseconds timeout);
+    // What is pinned for one collective.
+    struct Pins {
+        std::string text;
+        MakePins make;
+        std::map<int, std::vector<SchedulePtr>> by_root;
+    };
+    static constexpr std::size_t kCollectives = 9;
+
+    std::shared_ptr<Pins> pins(Collective collective);
+    Tensors own_block(const at::Tensor& tensor) const;
+    std::uint64_t difference_of_lengths(const Exchange& blocks) const;
 
     std::mutex pins_guard_;
-    std::vector<SchedulePtr> pins_;
-    std::atomic<bool> has_pins_{false};
+    std::array<std::shared_ptr<Pins>, kCollectives> pins_;
+    std::array<std::atomic<bool>, kCollectives> has_pins_{};
 };
 
 std::shared_ptr<Execution> make_single_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size);

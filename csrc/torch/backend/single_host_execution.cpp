@@ -1,5 +1,6 @@
-// Collectives of a group whose ranks are all on one host: phases of the slot exchange; an all_reduce of a size with a
-// pinned schedule follows that schedule.
+// Collectives of a group whose ranks are all on one host: phases of the slot exchange, or the schedule that is pinned
+// for the size.
+#include <cstring>
 #include <thread>
 
 #include "../../shm/collectives.h"
@@ -13,11 +14,22 @@ public:
     SingleHostExecution(std::shared_ptr<HostSegment> host_segment, int rank, int size)
         : Execution(std::move(host_segment), rank, size), router_(host_segment_->p2p, {}, nullptr) {}
 
-    void agree(const Call& call, Milliseconds timeout) override { dist_prims::barrier(open(call, timeout)); }
+    using Execution::agree;
+    Terms agree(const Call& call, Milliseconds timeout, const Terms& terms) override {
+        SlotExchange& slots = open(call, timeout);
+        std::memcpy(slots.mine(), terms.data(), sizeof(terms));
+        slots.phase();
+        Terms sum{};
+        for (int peer = 0; peer < size_; ++peer) {
+            Terms theirs;
+            std::memcpy(theirs.data(), slots.theirs(peer), sizeof(theirs));
+            add(sum, theirs);
+        }
+        return sum;
+    }
     PrimsTask all_reduce(Call call, const at::Tensor& input, const at::Tensor& tensor) override {
+        if (schedule_for(call)) return Execution::all_reduce(call, input, tensor);
         const std::size_t bytes = call.count * size_of(call.dtype);
-        if (const SchedulePtr schedule = schedule_for(call.collective, bytes))
-            return by_schedule(schedule, call, {input}, {tensor}, {call.count});
         if (input.is_same(tensor)) call.tensor_ref = host_segment_->tensor_ref_of(bytes_of(tensor), bytes);
         return {call, [this, input, output = Output(tensor)](const Call& call, Milliseconds timeout) {
                     open(call, timeout);
@@ -27,12 +39,14 @@ public:
                 }};
     }
     PrimsTask broadcast(Call call, const at::Tensor& tensor) override {
+        if (schedule_for(call)) return Execution::broadcast(call, tensor);
         return {call, [this, output = Output(tensor)](const Call& call, Milliseconds timeout) {
                     dist_prims::broadcast(open(call, timeout), output.flat.nbytes(), call.root, output.data());
                     if (rank_ != call.root) output.deliver();
                 }};
     }
     PrimsTask reduce(Call call, const at::Tensor& input, const at::Tensor& tensor) override {
+        if (schedule_for(call)) return Execution::reduce(call, input, tensor);
         return {call, [this, input, output = Output(tensor)](const Call& call, Milliseconds timeout) {
                     open(call, timeout);
                     dist_prims::reduce(*host_segment_, call.dtype, call.op, call.root, bytes_of(input), output.data(),
@@ -41,6 +55,7 @@ public:
                 }};
     }
     PrimsTask all_gather(Call call, const at::Tensor& input, const Tensors& tensors) override {
+        if (schedule_for(call)) return Execution::all_gather(call, input, tensors);
         return {call, [this, input, outputs = Outputs(tensors), bytes = lengths(tensors)](const Call& call,
                                                                                           Milliseconds timeout) {
                     dist_prims::all_gather(open(call, timeout), bytes_of(input), outputs.places(), bytes);
@@ -48,6 +63,7 @@ public:
                 }};
     }
     PrimsTask reduce_scatter(Call call, const Tensors& inputs, const at::Tensor& tensor) override {
+        if (schedule_for(call)) return Execution::reduce_scatter(call, inputs, tensor);
         return {call, [this, inputs, output = Output(tensor), counts = elements(inputs)](const Call& call,
                                                                                          Milliseconds timeout) {
                     dist_prims::reduce_scatter(open(call, timeout), call.dtype, call.op, blocks_of(inputs),
@@ -56,22 +72,25 @@ public:
                 }};
     }
     PrimsTask all_to_all(Call call, const Tensors& inputs, const Tensors& tensors) override {
-        return {call, [this, inputs, outputs = Outputs(tensors), outgoing = lengths(inputs),
-                       incoming = lengths(tensors)](const Call& call, Milliseconds timeout) {
-                    dist_prims::all_to_all(open(call, timeout), blocks_of(inputs), outgoing, outputs.places(),
-                                           incoming);
-                    outputs.deliver();
-                }};
+        PrimsTask task{call, [this, inputs, outputs = Outputs(tensors), outgoing = lengths(inputs),
+                              incoming = lengths(tensors)](const Call& call, Milliseconds timeout) {
+                           dist_prims::all_to_all(open(call, timeout), blocks_of(inputs), outgoing, outputs.places(),
+                                                  incoming);
+                           outputs.deliver();
+                       }};
+        return has_pins(call.collective) ? exchange(call, all_to_all_blocks(inputs, tensors), task.run) : task;
     }
     PrimsTask gather(Call call, const at::Tensor& input, const Tensors& tensors) override {
-        return {call, [this, input, outputs = Outputs(tensors), incoming = lengths(tensors)](const Call& call,
-                                                                                             Milliseconds timeout) {
-                    dist_prims::gather(open(call, timeout), call.root, bytes_of(input), input.nbytes(),
-                                       outputs.places(), incoming);
-                    outputs.deliver();
-                }};
+        PrimsTask task{call, [this, input, outputs = Outputs(tensors), incoming = lengths(tensors)](
+                                 const Call& call, Milliseconds timeout) {
+                           dist_prims::gather(open(call, timeout), call.root, bytes_of(input), input.nbytes(),
+                                              outputs.places(), incoming);
+                           outputs.deliver();
+                       }};
+        return has_pins(call.collective) ? exchange(call, gather_blocks(call.root, input, tensors), task.run) : task;
     }
     PrimsTask scatter(Call call, const Tensors& inputs, const at::Tensor& tensor) override {
+        if (schedule_for(call, static_cast<std::size_t>(size_))) return Execution::scatter(call, inputs, tensor);
         return {call, [this, inputs, output = Output(tensor)](const Call& call, Milliseconds timeout) {
                     dist_prims::scatter(open(call, timeout), call.root, blocks_of(inputs), output.data(),
                                         output.flat.nbytes());
@@ -106,14 +125,14 @@ public:
         for (int peer = 1; rank_ == 0 && peer < size_; ++peer) send_to(peer);
     }
 
-    SchedulePtr schedule_for(Collective collective, std::uint64_t bytes, int = -1) override {
-        return collective == Collective::kAllReduce ? pinned(bytes) : nullptr;
+    using Execution::schedule_for;
+    SchedulePtr schedule_for(Collective collective, std::uint64_t bytes, int root) override {
+        return pinned(collective, bytes, root);
     }
-    bool has_no_schedules() const override { return !has_pins(); }
     bool reduces_in_place(const at::Tensor& tensor) override {
         const std::size_t bytes = tensor.nbytes();
         return host_segment_->tensor_ref_of(bytes_of(tensor), bytes).is_shared() &&
-               !schedule_for(Collective::kAllReduce, bytes);
+               !pinned(Collective::kAllReduce, bytes, -1);
     }
 
 private:

@@ -1,0 +1,69 @@
+"""Pinned schedules: those that the options of a group, or the environment, name for ranges of sizes."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..collectives.algorithm_choice import SizeRange, parse_ranges, variable_of
+from ..collectives.native import schedule_name
+from ..schedules import Schedule, lookup
+from ..schedules.contract import ROOTED
+from ..schedules.native import NativeForm, shortened, to_native
+from ..schedules.registry import build_shared
+from .multi_host import MultiHostSchedules
+from .options import PINNABLE, BackendOptions
+
+__all__: list[str] = []
+
+
+def pin_schedules(
+    backend: Any,
+    rank: int,
+    size: int,
+    options: BackendOptions,
+    multi_host: MultiHostSchedules | None,
+    check: Callable[[Schedule], None],
+) -> None:
+    """Pin the schedules of every collective in a new group.
+
+    A schedule with a root is for one root. Those of root 0 are made now, so that an algorithm that is wrong, or not for
+    this number of ranks, raises an error here; those of another root when a call first has that root. ``check`` raises
+    for an incorrect schedule; all ranks call it for the same schedules, because they make the same calls.
+    """
+    for collective in PINNABLE:
+        variable = variable_of(collective)
+        text = options.algorithms.get(collective) or os.environ.get(variable, "")
+        if ranges := parse_ranges(text, collective, variable):
+            make = functools.partial(_pinned, collective, ranges, rank, size, multi_host, check)
+            make(0)
+            backend.pin(collective, shortened(text), make)
+
+
+def _pinned(
+    collective: str,
+    ranges: Sequence[SizeRange],
+    rank: int,
+    size: int,
+    multi_host: MultiHostSchedules | None,
+    check: Callable[[Schedule], None],
+    root: int,
+) -> list[NativeForm]:
+    """Return the schedules for a root of the group, which has no meaning for a collective without one."""
+    rank_at = multi_host.order.rank_at if multi_host else tuple(range(size))
+    given: dict[str, Any] = {"root": rank_at.index(root)} if collective in ROOTED else {}
+    forms = []
+    for each in ranges:
+        parameters = {**given, **dict(each.parameters)}
+        if multi_host and "hosts" in lookup(collective, each.algorithm).parameters:
+            parameters.setdefault("hosts", multi_host.topology.hosts)
+        try:
+            schedule = build_shared(collective, each.algorithm, size, **parameters)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{collective} cannot be pinned to {each.algorithm!r}: {error}") from error
+        check(schedule)
+        name = schedule_name(schedule)
+        forms.append(to_native(schedule, rank, each.low, each.high, name, each.segments, rank_at))
+    return forms
