@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..schedules import advice
-from ..schedules.native import FOLLOWED
 from ..schedules.recommend import recommend
 from ..schedules.topology import Level, Topology
 
@@ -16,6 +15,8 @@ __all__: list[str] = []
 
 _LINKS = {"link": "25G", "latency": "10us", "inner_link": "80G", "inner_latency": "1us"}  # the defaults
 _GAMMA = 1e-10  # seconds a byte reduced
+_WITHOUT_CHOICE = ("barrier", "scan", "exclusive_scan")  # the backend chooses no schedule for them
+_EXCHANGES = ("all_to_all", "gather", "scatter")  # see backend/multi_host.py
 
 
 def add(commands: Any) -> None:
@@ -47,13 +48,14 @@ def run(given: argparse.Namespace) -> int:
 
 def _how_to_run(collective: str, hosts: int, algorithm: str) -> str:
     """A sentence that says whether the backend uses the recommendation automatically."""
-    if hosts > 1 and collective in FOLLOWED:
-        return "The backend dist_prims chooses by the same prices, from the file that `bench calibrate` writes."
-    own = "works in shared memory on one host" if hosts == 1 else "sends every block directly to its rank"
+    if hosts > 1 and collective not in _WITHOUT_CHOICE:
+        chooses = "The backend dist_prims chooses by the same prices, from the file that `bench calibrate` writes"
+        unless = ", but sends each block straight to its receiver unless another algorithm takes 0.6 of that time"
+        return f"{chooses}{unless if collective in _EXCHANGES else ''}."
     by_hand = f"dist_prims.{collective}(..., algorithm={algorithm!r}) uses this algorithm on any backend"
-    if collective in ("barrier", "scan", "exclusive_scan"):
+    if collective in _WITHOUT_CHOICE:
         return f"The backend dist_prims uses no schedule for {collective}; {by_hand.replace('exclusive_', '')}."
-    return f"The backend dist_prims uses no schedule here: it {own}; {by_hand}."
+    return f"The backend dist_prims uses no schedule here: it works in shared memory on one host; {by_hand}."
 
 
 def _topology(given: argparse.Namespace) -> tuple[Topology, str]:

@@ -344,6 +344,8 @@ def test_options_the_environment_and_groups_of_a_group(monkeypatch: pytest.Monke
             assert total.eq(each.size()).all()
         for count in (5, 1000):
             every_collective(count, torch.int64, group)
+        if (some := dist.new_group([0, 2], pg_options=options)) != dist.GroupMember.NON_GROUP_MEMBER:
+            every_collective(1000, torch.float32, some)
         tensor = torch.zeros(6)
         dist_prims.all_gather(tensor, torch.full((2,), float(rank)))
         assert tensor.tolist() == [0, 0, 1, 1, 2, 2]

@@ -17,7 +17,11 @@ from dist_prims.schedules.native import NativeForm, to_native
 from dist_prims.schedules.recommend import recommend
 from dist_prims.schedules.topology import Topology
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"),
+    *("all_to_all", "gather", "scatter"),
+)
+GIGABIT = {**ASSUMED, "outer": {"alpha": 5e-5, "beta": 8.5e-9}}
 SLOW_LINKS = {**ASSUMED, "outer": {"alpha": 1e-3, "beta": 1e-7}, "congestion": 2e-8, "cores": 2}
 
 
@@ -89,6 +93,44 @@ def test_an_algorithm_registered_later_is_considered() -> None:
     assert group.choose("all_reduce", 8, -1)[2] == before
 
 
+def names_by_size(names: str, collective: str, measured: Mapping[str, Any] = ASSUMED) -> list[str]:
+    return [schedules(names, 0, measured).choose(collective, 1 << power, 0)[2] for power in (6, 16, 20)]
+
+
+def test_blocks_are_forwarded_only_where_that_is_much_faster() -> None:
+    """On a fast link that is more often the case."""
+    two_hosts = "a a a a b b b b"
+    for collective in ("gather", "scatter"):
+        assert names_by_size("a b", collective, GIGABIT) == ["direct"] * 3
+        assert names_by_size("a b c d", collective, GIGABIT) == ["direct"] * 3  # binomial: two thirds of the time
+        assert names_by_size(two_hosts, collective, GIGABIT) == ["binomial", "direct", "direct"]
+        assert names_by_size(two_hosts, collective) == ["binomial", "binomial", "direct"]
+    small, medium, large = names_by_size(two_hosts, "all_to_all", GIGABIT)
+    assert small.startswith("hierarchical")
+    assert (medium, large) == ("direct", "pairwise")  # 16 streams at once would crowd the link
+    assert names_by_size("a a b b", "all_to_all", GIGABIT)[1:] == ["direct", "direct"]
+
+
+def test_blocks_of_different_lengths_are_sent_to_their_receivers() -> None:
+    for collective in ("all_to_all", "gather"):
+        low, high, name, segments, *_ = schedules("a a b").choose(collective, None, 1)
+        assert (low, high, name, segments) == (0, 2, "direct", 1)
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_an_exchange_waits_for_no_proof(is_trusted: bool) -> None:
+    """A rank whose blocks differ in length chooses nothing, so it would not take part in a proof."""
+
+    def free(size: int, root: int = 0) -> Iterator[Step]:
+        yield from ()
+
+    for collective in ("gather", "scatter"):
+        algorithm(collective, name="free", trust=is_trusted)(free)
+        name = MultiHostSchedules(["a", "b"], 0, ASSUMED, lambda schedule: None).choose(collective, 64, 0)[2]
+        unregister(collective, "free")
+        assert name == ("free" if is_trusted or collective == "scatter" else "direct")
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     hosts=st.lists(st.integers(1, 4), min_size=2, max_size=4),
@@ -119,7 +161,6 @@ def plain(form: NativeForm) -> str:
 def test_each_host_sends_to_one_other_where_the_price_is_the_same(collective: str, nbytes: int) -> None:
     """halving_doubling costs the same as a ring by the model. Between 4 hosts it took 1.28 times as long: it sends
     to two hosts in turn, and a connection that was idle begins slowly."""
-    gigabit = {**ASSUMED, "outer": {"alpha": 5e-5, "beta": 8.5e-9}}
-    best = recommend(collective, nbytes, Topology.measured((1, 1, 1, 1), gigabit)).candidates[0]
+    best = recommend(collective, nbytes, Topology.measured((1, 1, 1, 1), GIGABIT)).candidates[0]
     reached = {(src, dst) for step in best.schedule.steps for src, dst in zip(step.src, step.dst, strict=True)}
     assert len(reached) == 4
