@@ -118,8 +118,24 @@ def _wrong_broadcast(b: Buffers, round: int) -> int:
     return _differ(b.input, b.value(_ROOT, round, len(b.input)))
 
 
+def _wrong_gather_to_root(b: Buffers, round: int) -> int:
+    return _wrong_gather(b, round) if b.rank == _ROOT else 0
+
+
+def _wrong_scatter_of_root(b: Buffers, round: int) -> int:
+    return _differ(b.output, b.value(_ROOT, round, len(b.output), b.rank * len(b.output)))
+
+
 def _blocks(b: Buffers) -> list[torch.Tensor]:
     return [b.block(rank) for rank in range(b.size)]
+
+
+def _blocks_of_root(b: Buffers) -> list[torch.Tensor] | None:
+    return _blocks(b) if b.rank == _ROOT else None
+
+
+def _given_by_root(b: Buffers) -> list[torch.Tensor] | None:
+    return list(b.input.view(b.size, -1)) if b.rank == _ROOT else None
 
 
 def _part(size: int) -> float:
@@ -164,6 +180,20 @@ CASES: dict[str, Case] = {
         _wrong_reduce,
         lambda size: 1.0,
         "sum",
+    ),
+    "gather": Case(
+        _gathered,
+        lambda b, **how: ours.gather(b.input, _blocks_of_root(b), _ROOT, **how),
+        lambda b, group: dist.gather(b.input, _blocks_of_root(b), _ROOT, group=group),
+        _wrong_gather_to_root,
+        _part,
+    ),
+    "scatter": Case(
+        _scattered,
+        lambda b, **how: ours.scatter(b.output, _given_by_root(b), _ROOT, **how),
+        lambda b, group: dist.scatter(b.output, _given_by_root(b), _ROOT, group=group),
+        _wrong_scatter_of_root,
+        _part,
     ),
     "all_to_all": Case(
         _exchanged,

@@ -15,7 +15,7 @@ from ..backend.tcp_endpoint import own_address
 __all__: list[str] = []
 
 Hosts = Sequence[Sequence[int]]  # the ranks of each host
-ONE_WAY = ("broadcast", "reduce")
+ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
 
 
 def least_bytes(collective: str, nbytes: int, hosts: Hosts) -> int:
@@ -28,6 +28,8 @@ def least_bytes(collective: str, nbytes: int, hosts: Hosts) -> int:
     [1200, 900, 900, 1200, 1]
     >>> least_bytes("all_reduce", 1200, [[0], [1], [2]]), least_bytes("all_to_all", 1200, [[0, 1], [2, 3]])
     (1600, 1200)
+    >>> least_bytes("gather", 1200, hosts)  # the root is on the first host
+    300
     """
     sizes = [len(ranks) for ranks in hosts]
     total = sum(sizes)
@@ -35,6 +37,8 @@ def least_bytes(collective: str, nbytes: int, hosts: Hosts) -> int:
         return 1
     if collective == "all_reduce":  # a reduce_scatter and an all_gather in which each host is one rank
         return 2 * nbytes * (len(sizes) - 1) // len(sizes)
+    if collective in ("gather", "scatter"):
+        return nbytes * (total - sizes[0]) // total
     if collective in ONE_WAY:
         return nbytes
     if collective == "all_to_all":

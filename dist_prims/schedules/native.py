@@ -24,7 +24,9 @@ __all__: list[str] = []
 
 _LONGEST_NAME = 47  # characters of an algorithm's name in the header of a call
 _IN_BLOCKS = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")  # one for each rank
-FOLLOWED = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter")  # by the C++ executor
+# The collectives that the C++ executor runs by an algorithm that a call names. The ranks of an all_to_all cannot know
+# whether all of them have blocks of one length before they have compared their calls in Python.
+FOLLOWED = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "gather", "scatter")
 # low, high, name, segments, chunks, scratch, steps, ranks
 NativeForm = tuple[int, int, str, int, int, int, list[Any], int]
 
