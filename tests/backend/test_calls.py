@@ -262,6 +262,20 @@ def test_the_environment_chooses_by_size(monkeypatch: pytest.MonkeyPatch) -> Non
         dist_prims.spawn(lambda: dist_prims.all_reduce(ones()), 1, timeout=60)
 
 
+def test_the_environment_gives_segments_and_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over gloo a segment has a number of bytes: of a chunk, divided by the number of segments."""
+
+    def body() -> None:
+        tensor, rank = ones(3000), dist.get_rank()
+        dist_prims.all_reduce(tensor)
+        assert tensor.eq(2).all()
+        with pytest.raises(MismatchError, match="algorithm tree, chunks=3, segments of 1000 bytes"):
+            dist_prims.all_reduce(tensor, algorithm="tree" if rank else None)
+
+    monkeypatch.setenv("DIST_PRIMS_ALL_REDUCE", "tree(chunks=3) x4")
+    dist_prims.spawn(body, 2, backend="gloo", timeout=60)
+
+
 def test_the_fake_engine() -> None:
     def body() -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
