@@ -57,8 +57,9 @@ private:
     TcpMessage& message_;
 };
 
-TcpLane::TcpLane(Connect connect)
+TcpLane::TcpLane(Connect connect, OnGone on_gone)
     : connect_(std::move(connect)),
+      on_gone_(std::move(on_gone)),
       events_(::epoll_create1(EPOLL_CLOEXEC)),
       wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (events_.descriptor() < 0 || wake_.descriptor() < 0)
@@ -151,6 +152,11 @@ void TcpLane::release(const TcpMessagePtr& message) {
         end_outgoing(message->peer, "a message was given up when a part of it had been sent");
 }
 
+void TcpLane::open(int peer) {
+    const std::lock_guard lock(mutex_);
+    if (closed_.empty()) outgoing(peer);
+}
+
 void TcpLane::add(int peer, Socket socket) {
     const std::lock_guard lock(mutex_);
     if (!closed_.empty() || ended_.count(peer) || incoming_.count(peer)) return;  // the socket is closed here
@@ -196,7 +202,7 @@ void TcpLane::flush(int peer) {
 }
 
 void TcpLane::end_outgoing(int peer, const std::string& reason) {
-    gone_.emplace(peer, Gone{reason, Clock::now()});
+    if (gone_.emplace(peer, Gone{reason, Clock::now()}).second && on_gone_) on_gone_(peer, reason);
     const auto found = outgoing_.find(peer);
     if (found == outgoing_.end()) return;
     found->second.connection.fail(reason);
@@ -208,7 +214,7 @@ void TcpLane::read(int peer) {
     IncomingConnection& connection = found.connection;
     connection.read(inbox_);
     if (!connection.error().empty()) {
-        ended_.emplace(peer, connection.error());
+        if (ended_.emplace(peer, connection.error()).second && on_gone_) on_gone_(peer, connection.error());
         inbox_.fail(peer, connection.error());
         incoming_.erase(peer);
         return;

@@ -29,7 +29,10 @@ public:
     enum class WaitResult { kDone, kAborted, kLate };
     using Connect = std::function<OutgoingConnection(int peer)>;
 
-    explicit TcpLane(Connect connect);
+    using OnGone = std::function<void(int peer, const std::string& reason)>;
+
+    // `on_gone`: see TcpTransport.
+    explicit TcpLane(Connect connect, OnGone on_gone = nullptr);
 
     // These throw TransportError if the lane has been closed.
     void send(const TcpMessagePtr& message);
@@ -42,6 +45,8 @@ public:
     // The message is not needed any more. Its memory is not used afterwards, unless it has an owner.
     void release(const TcpMessagePtr& message);
 
+    // Opens a connection to a rank if there is none.
+    void open(int peer);
     // A connection that another rank has opened.
     void add(int peer, Socket socket);
     // Fails all messages, also those of the future.
@@ -83,6 +88,7 @@ private:
     void handle(const epoll_event& event);
 
     const Connect connect_;
+    const OnGone on_gone_;
     const Socket events_;  // of epoll
     const Socket wake_;    // an eventfd that ends the waits of other threads
 

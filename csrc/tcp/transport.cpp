@@ -48,12 +48,12 @@ private:
     const TcpMessagePtr message_;
 };
 
-TcpTransport::TcpTransport(TcpEndpoint endpoint, int rank, std::function<void()> on_close)
+TcpTransport::TcpTransport(TcpEndpoint endpoint, int rank, std::function<void()> on_close, TcpLane::OnGone on_gone)
     : endpoint_(std::move(endpoint)),
       rank_(rank),
       on_close_(std::move(on_close)),
       data_([this](int peer) { return connect(peer, kData); }),
-      control_([this](int peer) { return connect(peer, kControl); }),
+      control_([this](int peer) { return connect(peer, kControl); }, std::move(on_gone)),
       wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (wake_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "eventfd()");
     thread_ = std::thread([this] { caught([this] { run(); }); });

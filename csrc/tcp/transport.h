@@ -38,8 +38,13 @@ struct TcpEndpoint {
 
 class TcpTransport : public Transport {
 public:
-    // `on_close` is called when the transport has closed all its connections because a time limit has passed.
-    TcpTransport(TcpEndpoint endpoint, int rank, std::function<void()> on_close = nullptr);
+    static constexpr int kLargestTag = 0x7fffffff;
+
+    // `on_close` is called when the transport has closed all its connections because a time limit has passed. `on_gone`
+    // is called by any thread, once or twice, when the connection to or from a rank has ended on the control lane; it
+    // must not call the transport.
+    TcpTransport(TcpEndpoint endpoint, int rank, std::function<void()> on_close = nullptr,
+                 TcpLane::OnGone on_gone = nullptr);
     ~TcpTransport() override;
     TcpTransport(const TcpTransport&) = delete;
 
@@ -48,8 +53,12 @@ public:
     Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) override;
     void move_in_background() override;
 
+    // Opens a connection to a rank on the control lane, so that the end of the rank is noticed.
+    void watch(int peer) { control_.open(peer); }
+    // Fails all messages, also those of the future, and closes all connections.
+    void close(const std::string& reason);
+
 private:
-    static constexpr int kLargestTag = 0x7fffffff;
     enum LaneKind { kData, kControl, kLanes };
     class Handled;
     // A connection whose greeting has not come yet.
@@ -62,7 +71,6 @@ private:
 
     TcpLane& lane_of(int tag) { return tags_.is_control(tag) ? control_ : data_; }
     OutgoingConnection connect(int peer, LaneKind kind) const;
-    void close(const std::string& reason);
     void run();
     void accept();
     void read_greetings();
