@@ -4,6 +4,9 @@ The libraries for MPI are compiled with its header alone and linked to none of i
 mpi4py loads. An mpicc tells where the header is: that of the environment, that of the PATH, and those that the variable
 DIST_PRIMS_MPICC names, with colons between them.
 
+The library for UCX is compiled with its headers alone, too: those of the folder that DIST_PRIMS_UCX names, of the
+package libucx-cu12 in this environment, or of the system.
+
 - DIST_PRIMS_TORCH=folder:folder compiles adapters for these packages of torch as well as for the installed one.
 - DIST_PRIMS_PURE=1 builds a wheel without native libraries: schedules, proofs, pictures. It needs no torch.
 - DIST_PRIMS_SANITIZE=address or =thread compiles core and adapter under that sanitizer, for tests. Give the build a
@@ -81,12 +84,27 @@ def libraries():
     installed = Path(TORCH.origin).parent
     torches = [installed, *map(Path, filter(None, os.environ.get("DIST_PRIMS_TORCH", "").split(":")))]
     families = {} if SANITIZER else mpi_headers()
+    ucx = None if SANITIZER else ucx_headers()
     adapters = {library.file: library for library in (native.adapter(CSRC, torch) for torch in torches)}
     return [
         native.core(CSRC),
+        *([] if ucx is None else [native.ucx(CSRC, ucx)]),
         *(native.mpi(CSRC, family, headers) for family, headers in sorted(families.items())),
         *adapters.values(),
     ]
+
+
+def ucx_headers():
+    """The folders of the headers of UCX, none if the compiler finds them by itself; None if there are no headers."""
+    package = importlib.util.find_spec("libucx")
+    prefixes = [os.environ.get("DIST_PRIMS_UCX"), *(package.submodule_search_locations if package else [])]
+    for folder in [str(Path(prefix, "include")) for prefix in prefixes if prefix]:
+        if Path(folder, "ucp", "api", "ucp.h").is_file():
+            return [folder]
+    if any(Path(folder, "ucp", "api", "ucp.h").is_file() for folder in ("/usr/include", "/usr/local/include")):
+        return []
+    print("dist_prims: built without UCX: no ucp/api/ucp.h is found", file=sys.stderr)
+    return None
 
 
 def mpi_headers():

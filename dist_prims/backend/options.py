@@ -33,8 +33,9 @@ class BackendOptions:
     - ``one_shot_bytes``: up to this size every rank of an all_reduce adds the whole data of all ranks. Above it, each
       rank adds one part, and all ranks read the sums. The default is the value that ``python -m dist_prims tune`` has
       measured on this type of machine, or 32 K.
-    - ``engine``: the transport between hosts, "tcp", "mpi" or "gloo". The default is ``DIST_PRIMS_ENGINE``, or MPI if
-      mpirun has started the ranks and all of them can use MPI, else TCP. The option of rank 0 applies to all ranks.
+    - ``engine``: the transport between hosts, "tcp", "ucx", "mpi" or "gloo". The default is ``DIST_PRIMS_ENGINE``, or
+      MPI if mpirun has started the ranks and all of them can use MPI, else TCP. The option of rank 0 applies to all
+      ranks. If a rank cannot use the requested transport, all ranks raise RuntimeError with that rank and the reason.
 
     >>> BackendOptions(all_reduce="ring:1M-max", all_gather="bruck").algorithms["all_gather"]
     'bruck'

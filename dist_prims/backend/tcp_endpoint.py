@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from ..launch.network import LOOPBACK, address_of, address_towards, interface_addresses, is_loopback
@@ -20,23 +21,38 @@ def make(store: Any, rank: int, size: int) -> Any:
 
     If a rank cannot listen, all ranks raise RuntimeError.
     """
-    endpoint: Any = None
-    try:
-        endpoint = extension().TcpEndpoint(own_address())
-        published = endpoint.address
-    except (OSError, ValueError, RuntimeError) as error:
-        published = f"{_FAILED}{error}"
-    store.set(f"tcp/{rank}", published)
-    found = [answer.decode() for answer in store.multi_get([f"tcp/{each}" for each in range(size)])]
-    for each, answer in enumerate(found):
-        if answer.startswith(_FAILED):
-            raise RuntimeError(
-                f"rank {rank}: rank {each} cannot listen for the ranks of other hosts: {answer[len(_FAILED) :]}; set "
-                "GLOO_SOCKET_IFNAME on that rank to the interface that leads to them, or use DIST_PRIMS_ENGINE=gloo"
-            )
-    endpoint.addresses = found
+
+    def listen() -> tuple[Any, str]:
+        made = extension().TcpEndpoint(own_address())
+        return made, made.address
+
+    remedy = "set GLOO_SOCKET_IFNAME on that rank to the interface that leads to them, or use DIST_PRIMS_ENGINE=gloo"
+    failure = "cannot listen for the ranks of other hosts"
+    endpoint, addresses = exchange(store, rank, size, "tcp", listen, failure, remedy)
+    endpoint.addresses = addresses
     endpoint.token = from_rank_0(store, rank, size, "tcp/token", lambda: secrets.token_hex(16))
     return endpoint
+
+
+def exchange(
+    store: Any, rank: int, size: int, name: str, make_own: Callable[[], tuple[Any, str]], failure: str, remedy: str
+) -> tuple[Any, list[str]]:
+    """Return what ``make_own`` has made on this rank, and the addresses of all ranks.
+
+    ``make_own`` returns an endpoint and its address, which is published under ``name``. If it fails on a rank, all
+    ranks raise RuntimeError with that rank, the ``failure`` and the ``remedy``.
+    """
+    endpoint: Any = None
+    try:
+        endpoint, published = make_own()
+    except (OSError, ValueError, RuntimeError) as error:
+        published = f"{_FAILED}{error}"
+    store.set(f"{name}/{rank}", published)
+    found = [answer.decode() for answer in store.multi_get([f"{name}/{each}" for each in range(size)])]
+    for each, answer in enumerate(found):
+        if answer.startswith(_FAILED):
+            raise RuntimeError(f"rank {rank}: rank {each} {failure}: {answer[len(_FAILED) :]}; {remedy}")
+    return endpoint, found
 
 
 def own_address() -> str:

@@ -1,8 +1,8 @@
-"""Selection of the transport between the hosts of a group: TCP, or MPI where every rank can use it, or gloo.
+"""Selection of the transport between the hosts of a group: TCP, gloo, or MPI or UCX where every rank can use it.
 
-All ranks must use the same transport. MPI may be usable on some ranks only: on one host the extension may not be built,
-or MPI may not support threads. Rank 0 therefore proposes a transport, every rank answers with the reason why it cannot
-use MPI, if any, and rank 0 decides.
+All ranks must use the same transport. MPI or UCX may be usable on some ranks only: on one host a library may not be
+built or installed, or MPI may not support threads. Rank 0 therefore proposes a transport, every rank answers with the
+reason why it cannot use that transport, if any, and rank 0 decides.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import Any
 
 from ..launch.detect_launcher import detect
 from ..launch.rendezvous import from_rank_0
-from . import mpi_library
+from . import mpi_library, ucx_library
 
 __all__: list[str] = []
 
-ENGINES = ("", "tcp", "gloo", "mpi")
-CHOICES = "'tcp', 'mpi' or 'gloo'"
+ENGINES = ("", "tcp", "gloo", "mpi", "ucx")
+CHOICES = "'tcp', 'ucx', 'mpi' or 'gloo'"
+_TITLES = {"mpi": "MPI", "ucx": "UCX"}  # of those that a rank may be unable to use
 
 
 def select(store: Any, rank: int, ranks: Sequence[int], requested: str) -> str:
-    """Return the transport for a group of these ranks: "tcp", "mpi" or "gloo". Every rank calls this, with its store.
+    """Return the transport for a group of these ranks: "tcp", "ucx", "mpi" or "gloo". Every rank calls this, with its
+    store.
 
     ``requested`` is the transport that the user requests, or an empty string; that of rank 0 applies. A requested
     transport that a rank cannot use is an error on all ranks. Without a request, TCP replaces it, with a warning on
@@ -30,19 +32,23 @@ def select(store: Any, rank: int, ranks: Sequence[int], requested: str) -> str:
     """
     size = len(ranks)
     proposed = from_rank_0(store, rank, size, "engine proposed", lambda: _propose(ranks, requested))
-    if proposed != "mpi":
+    if proposed not in _TITLES:
         return proposed
-    store.set(f"engine/{rank}", mpi_library.group_unusable_reason(ranks, rank))
-    return from_rank_0(store, rank, size, "engine", lambda: _decide(_answers(store, size), bool(requested)))
+    store.set(f"engine/{rank}", _unusable_reason(proposed, ranks, rank))
+    return from_rank_0(store, rank, size, "engine", lambda: _decide(proposed, _answers(store, size), bool(requested)))
 
 
 def _propose(ranks: Sequence[int], requested: str) -> str:
     if requested not in ENGINES:
         raise ValueError(f"DIST_PRIMS_ENGINE={requested!r}: {CHOICES}; unset it for MPI where mpirun started the ranks")
-    return requested or ("mpi" if _is_expected(ranks) else "tcp")
+    return requested or ("mpi" if _is_mpi_expected(ranks) else "tcp")
 
 
-def _is_expected(ranks: Sequence[int]) -> bool:
+def _unusable_reason(engine: str, ranks: Sequence[int], rank: int) -> str:
+    return ucx_library.unusable_reason() if engine == "ucx" else mpi_library.group_unusable_reason(ranks, rank)
+
+
+def _is_mpi_expected(ranks: Sequence[int]) -> bool:
     """Whether to propose MPI: it is usable on this rank, or an MPI launcher has started this rank."""
     try:
         started = detect().medium == "MPI"
@@ -52,23 +58,24 @@ def _is_expected(ranks: Sequence[int]) -> bool:
 
 
 def _answers(store: Any, size: int) -> Mapping[int, str]:
-    """Return the reasons of the ranks that cannot use MPI."""
+    """Return the reasons of the ranks that cannot use the proposed transport."""
     answers = {each: store.get(f"engine/{each}").decode() for each in range(size)}
     return {each: answer for each, answer in answers.items() if answer}
 
 
-def _decide(reasons: Mapping[int, str], is_requested: bool) -> str:
+def _decide(proposed: str, reasons: Mapping[int, str], is_requested: bool) -> str:
     if not reasons:
-        return "mpi"
+        return proposed
+    reason = _first_reason(_TITLES[proposed], reasons)
     if is_requested:
-        raise RuntimeError(f"{_first_reason(reasons)}; to use TCP instead: DIST_PRIMS_ENGINE=tcp")
+        raise RuntimeError(f"{reason}; to use TCP instead: DIST_PRIMS_ENGINE=tcp")
     remedy = "set DIST_PRIMS_ENGINE=tcp to use TCP without this warning"
-    warnings.warn(f"{_first_reason(reasons)}; using TCP instead; {remedy}", stacklevel=4)
+    warnings.warn(f"{reason}; using TCP instead; {remedy}", stacklevel=4)
     return "tcp"
 
 
-def _first_reason(reasons: Mapping[int, str]) -> str:
+def _first_reason(title: str, reasons: Mapping[int, str]) -> str:
     """Return the reason of the first rank: the others usually have the same."""
     rank, reason = next(iter(reasons.items()))
     count = f", first of {len(reasons)} ranks" if len(reasons) > 1 else ""
-    return f"MPI cannot be the transport between the hosts of this group (rank {rank}{count}: {reason})"
+    return f"{title} cannot be the transport between the hosts of this group (rank {rank}{count}: {reason})"

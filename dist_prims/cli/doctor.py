@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
+from ..backend import ucx_library
 from ..backend.torch_adapter import describe
 from ..launch.detect_launcher import Launcher, detect
 from ..launch.hosts import host_id
@@ -79,6 +80,7 @@ def _transports() -> Iterator[Fact]:
     yield "gloo", "yes" if dist.is_gloo_available() else "no: this torch was built without it"
     yield "NCCL", _nccl()
     yield "MPI", _mpi()
+    yield "UCX", _ucx()
     yield "shared memory", describe()
 
 
@@ -103,6 +105,11 @@ def _mpi() -> str:
     except RuntimeError as error:
         return f"no: mpi4py is installed, but no MPI library: {error}"
     return f"{library_name(MPI.Get_library_version())} through mpi4py {mpi4py.__version__}"
+
+
+def _ucx() -> str:
+    reason = ucx_library.unusable_reason()
+    return f"no: {reason}" if reason else f"{ucx_library.version()}, over {', '.join(ucx_library.network_devices())}"
 
 
 def _machine() -> Iterator[Fact]:

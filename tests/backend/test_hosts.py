@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from engines import require
 from mpi_kinds import KINDS
 from netns import cluster, needs_hosts, on_hosts
 
@@ -55,6 +56,15 @@ say("ends")
 """
 
 
+WITHOUT_MPI = ["tcp", pytest.param("ucx", marks=pytest.mark.slow)]
+
+
+def over(engine: str, limit: str, **more: str) -> dict[str, str]:
+    """The environment of a fault program whose group has this engine and this timeout in seconds."""
+    require(engine)
+    return {"DIST_PRIMS_ENGINE": engine, "LIMIT": limit, **more}
+
+
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     path = tmp_path / "fault.py"
@@ -62,11 +72,15 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("engine", ["tcp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gloo", "mpi"))])
+SOME_SLOW = ["tcp", "ucx", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gloo", "mpi"))]
+
+
+@pytest.mark.parametrize("engine", SOME_SLOW)
 def test_sums_over_links(engine: str) -> None:
-    """Under mpirun MPI carries what is between the hosts, and otherwise TCP."""
+    """Under mpirun MPI carries what is between the hosts, and otherwise TCP, unless the environment names another."""
+    require(engine)
     env = {"TESTS": str(Path(__file__).parents[1] / "helpers")}
-    env |= {"DIST_PRIMS_ENGINE": engine} if engine == "gloo" else {}
+    env |= {"DIST_PRIMS_ENGINE": engine} if engine in ("gloo", "ucx") else {}
     done = on_hosts(2, 2, PROGRAM + RIGHT, rate="1gbit", mpirun=engine == "mpi", env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"right on 2 hosts over {engine}\n") == 4
@@ -85,9 +99,10 @@ def test_sums_over_links_by_open_mpi() -> None:
     assert done.stdout.count("right on 2 hosts over mpi\n") == 4
 
 
-def test_a_host_that_vanishes_is_named_by_all(program: Path) -> None:
+@pytest.mark.parametrize("engine", WITHOUT_MPI)
+def test_a_host_that_vanishes_is_named_by_all(program: Path, engine: str) -> None:
     """Its link goes down: nobody gets a reset, so all wait until time is up, and no longer."""
-    with cluster(3, 2, [sys.executable, str(program)], rate="1gbit", timeout=60, env={"LIMIT": "4"}) as job:
+    with cluster(3, 2, [sys.executable, str(program)], rate="1gbit", timeout=60, env=over(engine, "4")) as job:
         job.wait_for("begins", 6)
         time.sleep(0.5)
         job.cut(2)
@@ -103,8 +118,10 @@ def test_a_host_that_vanishes_is_named_by_all(program: Path) -> None:
     assert max(waited) < 15
 
 
-def test_a_link_that_slows_down_only_takes_longer(program: Path) -> None:
-    with cluster(2, 1, [sys.executable, str(program)], rate="1gbit", env={"LIMIT": "20", "DIES": "1"}) as job:
+@pytest.mark.parametrize("engine", WITHOUT_MPI)
+def test_a_link_that_slows_down_only_takes_longer(program: Path, engine: str) -> None:
+    env = over(engine, "20", DIES="1")
+    with cluster(2, 1, [sys.executable, str(program)], rate="1gbit", env=env) as job:
         job.wait_for("begins", 2)
         job.slow(1, "20mbit")
         done = job.result()
@@ -113,8 +130,9 @@ def test_a_link_that_slows_down_only_takes_longer(program: Path) -> None:
     )
 
 
-def test_a_death_is_named_on_all_hosts(program: Path) -> None:
-    with cluster(2, 2, [sys.executable, str(program)], env={"LIMIT": "20", "DIES": "3"}) as job:
+@pytest.mark.parametrize("engine", WITHOUT_MPI)
+def test_a_death_is_named_on_all_hosts(program: Path, engine: str) -> None:
+    with cluster(2, 2, [sys.executable, str(program)], env=over(engine, "20", DIES="3")) as job:
         done = job.result()
     found = dict(re.findall(r"^(\d): after [\d.]+ s (.*)$", done.stdout, re.MULTILINE))
     assert {"0", "1"} <= found.keys()  # torchrun ends rank 2 as soon as it sees that its neighbour has died

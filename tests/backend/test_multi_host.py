@@ -1,5 +1,5 @@
 """Groups that span hosts. Here ranks of one machine say that they run on several (``DIST_PRIMS_HOST_ID``): then they
-share no memory and talk over TCP, or over gloo. test_hosts.py has real links between them."""
+share no memory and talk over TCP, UCX or gloo. test_hosts.py has real links between them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from engines import require
 from ranks import press_ctrl_c_soon, span
 from torch.nn.parallel import DistributedDataParallel
 from values import COMPLEX, FLOAT8, FLOATS, INTEGERS, bits, equal, everything, held, noise, summed
@@ -27,9 +28,10 @@ from dist_prims.schedules import Schedule, algorithm, build
 from dist_prims.schedules.contract import COLLECTIVES
 
 
-@pytest.fixture(autouse=True, params=["tcp", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.fixture(autouse=True, params=["tcp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gloo", "ucx"))])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What carries messages between the hosts of a test."""
+    require(request.param)
     monkeypatch.setenv("DIST_PRIMS_ENGINE", request.param)
     return str(request.param)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import re
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dist_prims.backend import ucx_library
+from dist_prims.backend.compile_native import UCX
 from dist_prims.backend.torch_adapter import LIBRARIES
 
 CSRC = Path(__file__).parents[2] / "csrc"
@@ -23,6 +26,21 @@ def build(program: Path, sources: list[Path], *flags: str) -> None:
     command = [COMPILER, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", *map(str, sources), *flags]
     built = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True, timeout=1000)
     assert built.returncode == 0, built.stderr
+
+
+@functools.cache
+def ucx() -> dict[str, str]:
+    """The variables that ucx_test.cpp needs; none where there is no UCX."""
+    if ucx_library.unusable_reason():
+        return {}
+    return {
+        "DIST_PRIMS_TEST_UCX": str(LIBRARIES / UCX),
+        "DIST_PRIMS_TEST_LIBUCP": next(
+            (str(folder / ucx_library._LIBUCP) for folder in ucx_library._folders() if folder.exists()),
+            ucx_library._LIBUCP,
+        ),
+        **ucx_library._WHILE_LOADING,
+    }
 
 
 def run(program: Path, *arguments: str, **environment: str) -> str:
@@ -50,9 +68,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", CASES)
 def test_case(program: Path, case: str) -> None:
-    if case not in run(program, "--list").split():
-        pytest.skip("not compiled for this processor")
-    run(program, case)
+    environment = ucx() if case.startswith("ucx_") else {}
+    if case not in run(program, "--list", **environment).split():
+        pytest.skip(ucx_library.unusable_reason() or "not compiled for this processor")
+    run(program, case, **environment)
 
 
 @pytest.mark.timeout(1200)

@@ -266,7 +266,7 @@ def test_hosts_are_told_apart_by_more_than_their_name() -> None:
 
 def test_the_doctor_tells_what_is_here() -> None:
     text = report()
-    names = ("dist_prims", "Python", "launcher", "rank", "host", "hosts", "gloo", "NCCL", "MPI", "shared memory")
+    names = ("dist_prims", "Python", "launcher", "rank", "host", "hosts", "gloo", "NCCL", "MPI", "UCX", "shared memory")
     for name in (*names, "cores", "memory", "/dev/shm", "open files", "locked memory", "interfaces"):
         assert re.search(rf"^{name} ", text, re.MULTILINE), name
     done = run([sys.executable, "-m", "dist_prims", "doctor"])

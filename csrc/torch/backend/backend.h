@@ -52,7 +52,7 @@ public:
     // The ranks of this host whose processes have ended.
     std::vector<int> ended() const { return host_segment_->membership.ended(); }
     std::string engine() const {
-        return setup_.tcp ? "tcp" : setup_.engine ? setup_.engine->getBackendName() : "";
+        return setup_.ucx ? "ucx" : setup_.tcp ? "tcp" : setup_.engine ? setup_.engine->getBackendName() : "";
     }  // between hosts
 
     // Pins schedules for a collective; see Execution::pin().

@@ -1,5 +1,7 @@
 #include "group_setup.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <map>
 
@@ -18,7 +20,7 @@ std::vector<std::string> titles_of(const std::vector<std::string>& hosts) {
 }
 
 // The transport of the collectives.
-std::unique_ptr<Transport> make_transport(int rank, const Setup& setup) {
+std::unique_ptr<Transport> make_transport(int rank, const Setup& setup, const Hosts& hosts) {
     auto by_engine = std::make_unique<C10dTransport>(setup.engine, setup.largest_tag);
     if (!setup.tcp) return by_engine;
     const auto close_engine = [rank, carrier = std::shared_ptr<C10dTransport>(std::move(by_engine))] {
@@ -29,7 +31,10 @@ std::unique_ptr<Transport> make_transport(int rank, const Setup& setup) {
                 ->wait(std::chrono::milliseconds(1));
         });
     };
-    return std::make_unique<TcpTransport>(std::move(*setup.tcp), rank, close_engine);
+    if (!setup.ucx) return std::make_unique<TcpTransport>(std::move(*setup.tcp), rank, close_engine);
+    const bool has_cores = static_cast<long>(hosts.ranks[hosts.mine].size()) <= ::sysconf(_SC_NPROCESSORS_ONLN);
+    return setup.ucx->own->connect(
+        {std::move(setup.ucx->addresses), std::move(*setup.tcp), rank, has_cores, close_engine});
 }
 
 }  // namespace
@@ -77,9 +82,11 @@ std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::St
 std::shared_ptr<Execution> make_execution(const std::shared_ptr<HostSegment>& host_segment, int rank,
                                           const Setup& setup, Hosts hosts) {
     const int size = static_cast<int>(setup.hosts.size());
-    if (hosts.ranks.size() > 1)
-        return make_multi_host_execution(host_segment, rank, size, std::move(hosts), setup.engine,
-                                         make_transport(rank, setup), setup.choose);
+    if (hosts.ranks.size() > 1) {
+        auto transport = make_transport(rank, setup, hosts);
+        return make_multi_host_execution(host_segment, rank, size, std::move(hosts), setup.engine, std::move(transport),
+                                         setup.choose);
+    }
     host_segment->membership.join_groups_of_process();
     return make_single_host_execution(host_segment, rank, size);
 }

@@ -9,10 +9,17 @@
 
 #include "../../net/multi_host.h"
 #include "../../tcp/transport.h"
+#include "../../ucx/library.h"
 #include "creation_failure.h"
 #include "execution.h"
 
 namespace dist_prims {
+
+// The worker of this rank, and the addresses of the workers of all ranks.
+struct UcxEndpoint {
+    std::unique_ptr<ucx::Endpoint> own;
+    std::vector<std::string> addresses{};
+};
 
 // A group to be made by split or merge.
 struct ChildGroup {
@@ -31,6 +38,8 @@ struct Setup {
     int largest_tag = 0;  // of the engine
     // If not null, the collectives use TCP, and the engine carries only the messages of users.
     std::shared_ptr<TcpEndpoint> tcp;
+    // If neither this nor `tcp` is null, the collectives use UCX, and TCP carries notices and diagnosis.
+    std::shared_ptr<UcxEndpoint> ucx;
     // Makes the gloo group for sparse tensors. All ranks make it together, when it is first needed.
     std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
     // Makes a group by split or merge.

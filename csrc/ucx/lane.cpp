@@ -1,0 +1,444 @@
+#include "lane.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <utility>
+
+#include "../common/checksum.h"
+#include "../common/thread.h"
+
+namespace dist_prims::ucx {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr int kTagBits = 31, kRankBits = 21;
+constexpr ucp_tag_t kAllBits = ~ucp_tag_t{0};
+constexpr ucp_tag_t kSenderBits = ((ucp_tag_t{1} << kRankBits) - 1) << kTagBits;
+
+// What a rank sent before it went may still be on its way through this host.
+constexpr auto kTimeToArrive = 100ms;
+constexpr auto kBetweenLooks = 50ms;
+constexpr auto kTimeToFlush = 200ms, kTimeToClose = 200ms;
+constexpr int kMaxTurns = 64;             // of progress, so that other threads get the lock
+constexpr std::size_t kMuch = 128 << 10;  // bytes
+
+// How a wait polls before it sleeps; shm/wait_policy.h has the same for shared memory. A poll is a call of the kernel.
+constexpr int kPolls = 30, kPollsInBackground = 3;
+constexpr std::chrono::steady_clock::duration kLongYield = 200us, kFirstBackoff = 1ms, kLongestBackoff = 64ms;
+
+}  // namespace
+
+// The lock, and what must be freed without it.
+class Lane::Guard {
+public:
+    explicit Guard(Lane& lane) : lane_(lane), lock(lane.mutex_) {}
+    ~Guard() {
+        const auto dropped = std::exchange(lane_.dropped_, {});
+        lock.unlock();
+    }
+    Guard(const Guard&) = delete;
+
+private:
+    Lane& lane_;
+
+public:
+    std::unique_lock<std::mutex> lock;
+};
+
+// Marks a message as awaited by this thread.
+class Lane::AwaitedScope {
+public:
+    AwaitedScope(Lane& lane, Message& message) : lane_(lane), message_(message) {
+        lane.awaited_.push_back(&message);
+        ++lane.waits_;
+    }
+    ~AwaitedScope() {
+        message_.is_aborted = false;
+        std::erase(lane_.awaited_, &message_);
+        lane_.wake_others();
+    }
+    AwaitedScope(const AwaitedScope&) = delete;
+
+private:
+    Lane& lane_;
+    Message& message_;
+};
+
+// The polling of one wait, which yields its core between two polls. A yield that takes long has given the core to
+// another thread. Waits then sleep at once for a time, since the scheduler favours a thread that wakes up.
+class Lane::Polling {
+public:
+    explicit Polling(Lane& lane) : lane_(lane) {}
+
+    // Returns whether to poll again; false: it is time to sleep.
+    bool again(std::unique_lock<std::mutex>& lock) {
+        if (!lane_.polls_ || polls_++ == (in_background ? kPollsInBackground : kPolls)) return false;
+        const auto now = Clock::now();
+        if (now < lane_.poll_again_) return false;
+        lock.unlock();
+        ::sched_yield();
+        lock.lock();
+        const auto after = Clock::now();
+        const bool is_long = after - now > kLongYield;
+        lane_.backoff_ = is_long ? std::clamp<Clock::duration>(2 * lane_.backoff_, kFirstBackoff, kLongestBackoff)
+                                 : Clock::duration{};
+        if (is_long) lane_.poll_again_ = after + lane_.backoff_;
+        return true;
+    }
+
+private:
+    Lane& lane_;
+    int polls_ = 0;
+};
+
+Lane::Lane(std::unique_ptr<Worker> worker, std::vector<std::string> addresses, int rank, const std::string& token,
+           bool polls)
+    : worker_(std::move(worker)),
+      addresses_(std::move(addresses)),
+      rank_(rank),
+      group_([&] {
+          Checksum sum;
+          for (const char each : token) sum.add(static_cast<unsigned char>(each));
+          return sum.value() << (kTagBits + kRankBits);
+      }()),
+      polls_(polls),
+      wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+      peers_(addresses_.size(), Peer{this}) {
+    if (addresses_.size() > std::size_t{1} << kRankBits) throw std::invalid_argument("too many ranks for UCX");
+    if (wake_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "eventfd()");
+}
+
+Lane::~Lane() {
+    close("the transport has been destroyed");
+    worker_.reset();  // before the memory of messages that have not ended
+}
+
+ucp_tag_t Lane::tag_of(int sender, int tag) const {
+    return group_ | static_cast<ucp_tag_t>(static_cast<unsigned>(sender)) << kTagBits | static_cast<unsigned>(tag);
+}
+
+void Lane::check_open() const {
+    if (!closed_.empty()) throw Transport::TransportError(closed_);
+}
+
+// The connection to a rank; null, and the rank has failed, if there can be none.
+ucp_ep_h Lane::endpoint_to(Peer& peer) {
+    if (peer.endpoint) return peer.endpoint;
+    const std::string& address = addresses_[static_cast<std::size_t>(&peer - peers_.data())];
+    ucp_ep_params_t parameters{};
+    parameters.field_mask =
+        UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
+    parameters.address = reinterpret_cast<const ucp_address_t*>(address.data());
+    parameters.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+    parameters.err_handler = {&Lane::on_error, &peer};
+    const ucs_status_t status = calls()->ep_create(worker_->get(), &parameters, &peer.endpoint);
+    if (status == UCS_OK) return peer.endpoint;
+    peer.endpoint = nullptr;
+    mark_gone(peer, std::string("ucp_ep_create(): ") + calls()->status_string(status));
+    return nullptr;
+}
+
+void Lane::send(const MessagePtr& message) {
+    const Guard guard(*this);
+    check_open();
+    Peer& peer = peer_of(*message);
+    const ucp_ep_h endpoint = peer.gone.empty() ? endpoint_to(peer) : nullptr;
+    if (!endpoint) {
+        message->error = peer.gone;
+        return;
+    }
+    if (!message->owner && message->bytes) {
+        message->copy.reset(new std::byte[message->bytes]);
+        std::memcpy(message->copy.get(), message->data, message->bytes);
+    }
+    ucp_request_param_t parameters{};
+    parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+    parameters.cb.send = &Lane::on_sent;
+    parameters.user_data = message.get();
+    begin(message, calls()->tag_send_nbx(endpoint, message->copy ? message->copy.get() : message->data, message->bytes,
+                                         tag_of(rank_, message->tag), &parameters));
+}
+
+void Lane::receive(const MessagePtr& message) {
+    const Guard guard(*this);
+    check_open();
+    if (!message->owner && message->bytes) message->copy.reset(new std::byte[message->bytes]);
+    const bool is_from_any = message->peer == Transport::kAnyone;
+    ucp_request_param_t parameters{};
+    // Of a receive that is done at once, only the callback knows the length: UCX 1.13 does not fill in `recv_info`.
+    parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+    parameters.cb.recv = &Lane::on_received;
+    parameters.user_data = message.get();
+    const ucs_status_ptr_t result =
+        calls()->tag_recv_nbx(worker_->get(), message->copy ? message->copy.get() : message->data, message->bytes,
+                              tag_of(is_from_any ? 0 : message->peer, message->tag),
+                              is_from_any ? kAllBits & ~kSenderBits : kAllBits, &parameters);
+    begin(message, result);
+    if (message->request && !is_from_any && peer_of(*message).has_failed) {
+        message->error = peer_of(*message).gone;
+        calls()->request_cancel(worker_->get(), message->request);
+    }
+}
+
+// The message has been given to UCX, which has returned `result`.
+void Lane::begin(const MessagePtr& message, ucs_status_ptr_t result) {
+    if (message->is_done || !message->error.empty()) return;  // the callback has run
+    if (!UCS_PTR_IS_PTR(result)) return finish(*message, UCS_PTR_STATUS(result));
+    message->request = result;
+    pending_.emplace(message.get(), message);
+    for (int turn = 0; turn < kMaxTurns && advance(); ++turn) {
+    }
+    wake_others();
+}
+
+void Lane::on_sent(void* request, ucs_status_t status, void* user_data) {
+    auto& message = *static_cast<Message*>(user_data);
+    calls()->request_free(request);
+    message.lane->finish(message, status);
+}
+
+void Lane::on_received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user_data) {
+    auto& message = *static_cast<Message*>(user_data);
+    const ucp_tag_recv_info_t found = *info;
+    calls()->request_free(request);
+    message.lane->finish(message, status, found);
+}
+
+// UCX does not use the memory of the message any more.
+void Lane::finish(Message& message, ucs_status_t status, const ucp_tag_recv_info_t& info) {
+    message.request = nullptr;
+    const bool is_right = message.is_outgoing || info.length == message.bytes || message.may_be_shorter;
+    if (status == UCS_OK && is_right) {
+        if (!message.is_outgoing && message.copy && message.data)
+            std::memcpy(message.data, message.copy.get(), info.length);
+        message.is_done = true;
+    } else if (message.error.empty() && (status == UCS_OK || status == UCS_ERR_MESSAGE_TRUNCATED)) {
+        message.error = "rank " + std::to_string((info.sender_tag & kSenderBits) >> kTagBits) +
+                        " has sent a message of " + std::to_string(info.length) + " bytes, and the receive is for " +
+                        std::to_string(message.bytes);
+    } else if (message.error.empty()) {
+        message.error = calls()->status_string(status);
+    }
+    if (const auto found = pending_.find(&message); found != pending_.end()) {
+        dropped_.push_back(std::move(found->second));
+        pending_.erase(found);
+    }
+}
+
+Lane::WaitResult Lane::wait(Message& message, std::chrono::milliseconds limit) {
+    const auto until = Clock::now() + limit;
+    Guard guard(*this);
+    if (std::exchange(message.is_aborted, false)) return WaitResult::kAborted;
+    const AwaitedScope awaited(*this, message);
+    for (Polling polling(*this);;) {
+        if (message.is_done) return WaitResult::kDone;
+        if (!message.error.empty()) throw Transport::TransportError(message.error);
+        if (message.is_aborted) return WaitResult::kAborted;
+        if (advance()) {
+            wake_others(&message);
+            continue;
+        }
+        if (message.is_done || polling.again(guard.lock)) continue;
+        const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
+        if (left <= 0ms) return WaitResult::kLate;
+        if (!sleep(guard.lock, left)) return WaitResult::kAborted;
+    }
+}
+
+bool Lane::is_done(const Message& message) {
+    const Guard guard(*this);
+    return message.is_done;
+}
+
+void Lane::abort(Message& message) {
+    const Guard guard(*this);
+    message.is_aborted = true;
+    wake_others();
+}
+
+void Lane::release(const MessagePtr& message) {
+    const Guard guard(*this);
+    message->data = nullptr;
+    if (message->request && !message->is_outgoing) calls()->request_cancel(worker_->get(), message->request);
+}
+
+// Wakes the threads whose waits are over, but the one that waits for `own`: each leaves when it sees its message.
+void Lane::wake_others(const Message* own) {
+    const bool wake = std::any_of(awaited_.begin(), awaited_.end(), [&](const Message* each) {
+        return each != own && (each->is_done || each->is_aborted || !each->error.empty());
+    });
+    eventfd_t count = 0;
+    if (std::exchange(is_wake_set_, wake) == wake) return;
+    if (wake)
+        ::eventfd_write(wake_.descriptor(), 1);
+    else
+        ::eventfd_read(wake_.descriptor(), &count);
+}
+
+// UCX calls this within worker_progress().
+void Lane::on_error(void* user_data, ucp_ep_h, ucs_status_t status) {
+    auto& peer = *static_cast<Peer*>(user_data);
+    peer.is_broken = true;
+    peer.lane->has_failures_ = true;
+    peer.lane->mark_gone(peer, calls()->status_string(status));
+}
+
+void Lane::on_gone(int peer, const std::string& reason) {
+    const Guard guard(*this);
+    mark_gone(peers_[static_cast<std::size_t>(peer)], reason);
+}
+
+void Lane::mark_gone(Peer& peer, const std::string& reason) {
+    if (!peer.gone.empty()) return;
+    peer.gone = reason;
+    peer.since = Clock::now();
+    has_failures_ = true;
+}
+
+// UcxCalls UCX, which moves messages. Returns how much there was to do.
+unsigned Lane::advance() {
+    const unsigned count = calls()->worker_progress(worker_->get());
+    if (has_failures_) look_at_failures(count == 0);
+    return count;
+}
+
+void Lane::look_at_failures(bool is_quiet) {
+    has_failures_ = false;
+    const auto now = Clock::now();
+    for (Peer& peer : peers_) {
+        if (peer.is_broken) close_endpoint(peer);
+        if (peer.gone.empty() || peer.has_failed) continue;
+        if (is_quiet && now - peer.since > kTimeToArrive)
+            fail(peer);
+        else
+            has_failures_ = true;
+    }
+    std::erase_if(closing_, [](void* request) {
+        const bool is_done = calls()->request_check_status(request) != UCS_INPROGRESS;
+        if (is_done) calls()->request_free(request);
+        return is_done;
+    });
+    has_failures_ = has_failures_ || !closing_.empty();
+}
+
+// Fails all messages from and to a rank: no more can come.
+void Lane::fail(Peer& peer) {
+    peer.has_failed = true;
+    const int number = static_cast<int>(&peer - peers_.data());
+    fail_all([number](const Message& message) { return message.peer == number; }, peer.gone);
+    close_endpoint(peer);
+    wake_others();
+}
+
+void Lane::fail_all(const std::function<bool(const Message&)>& concerned, const std::string& reason) {
+    std::vector<MessagePtr> found;
+    for (const auto& [key, message] : pending_) {
+        if (concerned(*message) && message->error.empty()) found.push_back(message);
+    }
+    for (const MessagePtr& message : found) {
+        message->error = reason;
+        if (!message->is_outgoing && message->request) calls()->request_cancel(worker_->get(), message->request);
+        dropped_.push_back(message);  // rather than freed here
+    }
+}
+
+// Fails the sends to the rank that are in progress.
+void Lane::close_endpoint(Peer& peer) {
+    peer.is_broken = false;
+    if (!peer.endpoint) return;
+    ucp_request_param_t parameters{};
+    parameters.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+    parameters.flags = UCP_EP_CLOSE_FLAG_FORCE;
+    void* const request = calls()->ep_close_nbx(std::exchange(peer.endpoint, nullptr), &parameters);
+    if (UCS_PTR_IS_PTR(request)) closing_.push_back(request);
+    has_failures_ = true;
+}
+
+void Lane::close(const std::string& reason) {
+    const Guard guard(*this);
+    if (!closed_.empty()) return;
+    closed_ = reason;
+    flush();
+    fail_all([](const Message&) { return true; }, reason);
+    for (Peer& peer : peers_) close_endpoint(peer);
+    complete(closing_, Clock::now() + kTimeToClose);
+    wake_others();
+}
+
+// Gives the network what has been sent: UCX keeps a copy of what a connection does not take at once.
+void Lane::flush() {
+    std::vector<void*> requests;
+    const ucp_request_param_t parameters{};
+    for (Peer& peer : peers_) {
+        if (!peer.endpoint || !peer.gone.empty()) continue;
+        void* const request = calls()->ep_flush_nbx(peer.endpoint, &parameters);
+        if (UCS_PTR_IS_PTR(request)) requests.push_back(request);
+    }
+    complete(requests, Clock::now() + kTimeToFlush);
+    closing_.insert(closing_.end(), requests.begin(), requests.end());  // these end with their endpoints
+}
+
+// Moves messages until the requests have been completed, but not for longer than `until`.
+void Lane::complete(std::vector<void*>& requests, Clock::time_point until) {
+    for (;;) {
+        std::erase_if(requests, [](void* request) {
+            const bool is_done = calls()->request_check_status(request) != UCS_INPROGRESS;
+            if (is_done) calls()->request_free(request);
+            return is_done;
+        });
+        if (requests.empty() || Clock::now() >= until) return;
+        if (!calls()->worker_progress(worker_->get())) ::sched_yield();
+    }
+}
+
+bool Lane::progress() {
+    const Guard guard(*this);
+    if (!closed_.empty()) return true;
+    bool is_armed = false;
+    for (int turn = 0; turn < kMaxTurns && !is_armed; ++turn) is_armed = !advance() && arm();
+    wake_others();
+    return is_armed;
+}
+
+// Returns false if there is something to do first.
+bool Lane::arm() {
+    return calls()->worker_arm(worker_->get()) != UCS_ERR_BUSY;
+}
+
+// Sleeps until something can be moved, a wait is over or a look at failures is due. Returns false if a signal has come.
+bool Lane::sleep(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit) {
+    if (!arm()) return true;
+    pollfd watched[] = {{worker_->descriptor(), POLLIN, 0}, {wake_.descriptor(), POLLIN, 0}};
+    const auto longest = std::min<std::chrono::milliseconds>(limit, kBetweenLooks);
+    lock.unlock();
+    const int count = ::poll(watched, std::size(watched), static_cast<int>(longest.count()));
+    const bool is_interrupted = count < 0 && errno == EINTR;
+    lock.lock();
+    return !is_interrupted;
+}
+
+std::chrono::milliseconds Lane::longest_sleep() {
+    const Guard guard(*this);
+    return has_failures_ ? kBetweenLooks : -1ms;
+}
+
+bool Lane::is_loaded() {
+    const Guard guard(*this);
+    std::size_t bytes = 0;
+    for (const auto& [key, message] : pending_) bytes += message->bytes;
+    return bytes > kMuch;
+}
+
+bool Lane::is_idle_since(std::uint64_t& waits) {
+    const Guard guard(*this);
+    return std::exchange(waits, waits_) == waits_ && awaited_.empty();
+}
+
+}  // namespace dist_prims::ucx

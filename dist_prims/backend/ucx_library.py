@@ -1,0 +1,170 @@
+"""UCX as a transport between hosts: finding its libraries, loading them, and its settings.
+
+UCX is never required. ``libdist_prims_ucx.so`` is linked to no UCX; this module finds a libucp, in this order:
+
+- one that the process has loaded already: two of them would share a libucs;
+- that of the folder ``DIST_PRIMS_UCX``;
+- that of the package ``libucx-cu12`` or ``libucx-cu13``, which needs no CUDA;
+- that of the system, such as Debian's ``libucx0``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..launch.network import address_of
+from . import tcp_endpoint
+from .compile_native import UCX
+from .extension import extension
+from .torch_adapter import LIBRARIES
+
+__all__: list[str] = []
+
+_LIBUCP = "libucp.so.0"
+_LOADED_FIRST = ("libucs.so.0", "libuct.so.0")  # in this order: libucm needs libucs, but is not linked to it
+_REMEDY = "pip install libucx-cu12, or install the system's package (Debian: libucx0)"
+
+# UCX reads these when it is loaded. It must not install signal handlers or threads, nor write to stdout.
+_WHILE_LOADING = {
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_ERROR_SIGNALS": "",
+    "UCX_DEBUG_SIGNO": "0",
+    "UCX_VFS_ENABLE": "n",
+    "UCX_LOG_FILE": "stderr",
+    "UCX_LOG_LEVEL": "fatal",  # the errors of dist_prims report a lost connection
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
+
+# Settings of each worker.
+# - No shared memory: it is for ranks of one host, whose messages do not travel over a transport.
+# - No keepalive: a link that is down for a while is a matter of the timeout, as with TCP.
+# - No connect() that blocks: the thread holds a lock.
+_SETTINGS = {
+    "TLS": "tcp,rc,ud,dc",
+    "KEEPALIVE_INTERVAL": "inf",
+    "TCP_KEEPIDLE": "inf",
+    "TCP_CONN_NB": "y",
+}
+_ACTIVE = "ACTIVE"  # the state of a port in /sys/class/infiniband
+
+
+def unusable_reason() -> str:
+    """Return why UCX cannot be used in this process, with a remedy; an empty string if it can."""
+    try:
+        _library()
+    except (ImportError, OSError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def version() -> str:
+    """Return the version of the UCX that this process has loaded."""
+    return str(_library().version)
+
+
+def make(store: Any, rank: int, size: int) -> Any:
+    """Create the worker of this rank, exchange the addresses of all workers, and return the UcxEndpoint.
+
+    If a rank cannot create a worker, all ranks raise RuntimeError.
+    """
+
+    def endpoint() -> tuple[Any, str]:
+        made = _library().make(list(settings(os.environ).items()))
+        return made, made.address.hex()
+
+    own, addresses = tcp_endpoint.exchange(
+        store, rank, size, "ucx", endpoint, "cannot create a worker of UCX", "see UCX_LOG_LEVEL=info on that rank"
+    )
+    own.addresses = [bytes.fromhex(each) for each in addresses]
+    return own
+
+
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of a worker, without those that the environment has: ``UCX_TLS`` and so on.
+
+    >>> settings({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0,eth1"})
+    {'KEEPALIVE_INTERVAL': 'inf', 'TCP_KEEPIDLE': 'inf', 'TCP_CONN_NB': 'y'}
+    """
+    found = dict(_SETTINGS)
+    if "UCX_NET_DEVICES" not in environment and (devices := network_devices()):
+        found["NET_DEVICES"] = ",".join(devices)
+    return {name: value for name, value in found.items() if f"UCX_{name}" not in environment}
+
+
+def network_devices() -> list[str]:
+    """Return the devices that UCX uses: the interfaces of ``GLOO_SOCKET_IFNAME``, and all active ports for RDMA.
+
+    Without that variable it is the interface at which this rank listens for TCP. UCX would otherwise try all of them,
+    also bridges of containers, which have the same addresses on all hosts.
+    """
+    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    address = "" if named else tcp_endpoint.own_address()
+    interfaces = named or [name for _, name in socket.if_nameindex() if address_of(name) == address]
+    return [*interfaces, *_rdma_ports(Path("/sys/class/infiniband"))]
+
+
+def _rdma_ports(folder: Path) -> list[str]:
+    """Return the active ports below a folder such as /sys/class/infiniband, as UCX names them: ``mlx5_0:1``."""
+    states = sorted(folder.glob("*/ports/*/state"))
+    return [f"{state.parts[-4]}:{state.parts[-2]}" for state in states if _ACTIVE in state.read_text()]
+
+
+@functools.cache
+def _library() -> Any:
+    """Load UCX and the library of this package for it; ImportError, OSError or RuntimeError with a remedy."""
+    file = LIBRARIES / UCX
+    if not file.exists():
+        raise ImportError(
+            "dist_prims was built without UCX, because its headers were not found; install them (pip install "
+            "libucx-cu12, or Debian's libucx-dev) and build dist_prims again"
+        )
+    adapter = extension()
+    with _environment(_WHILE_LOADING):
+        try:
+            library = adapter.UcxLibrary(str(file), _find())
+        except (OSError, RuntimeError) as error:
+            raise OSError(f"UCX does not load: {error}; {_REMEDY}") from error
+    atexit.register(library.close)  # before the destructors of UCX run
+    return library
+
+
+def _find() -> str:
+    """Return the libucp to load, by name or path. The libraries on which it depends are loaded."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(_LIBUCP, os.RTLD_NOLOAD | os.RTLD_NOW)
+        return _LIBUCP
+    for folder in _folders():
+        if (folder / _LIBUCP).exists():
+            for name in _LOADED_FIRST:
+                ctypes.CDLL(str(folder / name), os.RTLD_NOW | os.RTLD_LOCAL)
+            return str(folder / _LIBUCP)
+    return _LIBUCP
+
+
+def _folders() -> Iterator[Path]:
+    if named := os.environ.get("DIST_PRIMS_UCX"):
+        yield Path(named, "lib")
+    package = importlib.util.find_spec("libucx")  # the function does not import it
+    for location in (package and package.submodule_search_locations) or []:
+        yield Path(location, "lib")
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context in which the environment has these variables, where it does not set them itself."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

@@ -1,0 +1,206 @@
+"""The engine over UCX: how it is found, what it leaves alone, and what remains of it. test_multi_host.py and
+test_hosts.py run what all engines must do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import require
+from launching import clean
+from ranks import span
+
+import dist_prims
+from dist_prims.backend import ucx_library
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIST_PRIMS_ENGINE", "ucx")
+
+
+@pytest.fixture
+def needs_ucx() -> None:
+    require("ucx")
+
+
+def engine_of(group: dist.ProcessGroup | None = None) -> str:
+    group = group or dist.group.WORLD
+    assert group is not None
+    return str(group._get_backend(torch.device("cpu")).engine)
+
+
+def total(group: dist.ProcessGroup | None = None, count: int = 5) -> float:
+    tensor = torch.ones(count)
+    dist.all_reduce(tensor, group=group)
+    return tensor[-1].item()
+
+
+def torchrun(folder: Path, program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the text of a program on 3 ranks, in processes of which none has loaded UCX."""
+    path = folder / "program.py"
+    path.write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(path)]
+    environment = clean(DIST_PRIMS_ENGINE="ucx", **environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+
+
+WITHOUT_UCX = """
+import os, torch, torch.distributed as dist, dist_prims
+os.environ["DIST_PRIMS_HOST_ID"] = rank = os.environ["RANK"]
+if rank == "1":
+    os.environ["DIST_PRIMS_UCX"] = os.environ["BROKEN"]
+try:
+    dist_prims.init("dist_prims", timeout=30)
+except RuntimeError as error:
+    print(f"{error}\\n", end="", flush=True)
+os.environ["DIST_PRIMS_ENGINE"] = "tcp"
+dist_prims.init("dist_prims", timeout=30)
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+print(f"over tcp {tensor.item()}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_without_ucx_is_named_on_all_ranks(tmp_path: Path, needs_ucx: None) -> None:
+    """The library of rank 1 is an empty file."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libucp.so.0").touch()
+    done = torchrun(tmp_path, WITHOUT_UCX, BROKEN=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    errors = [line for line in done.stdout.splitlines() if line.startswith(("UCX", "dist_prims: rank"))]
+    assert len(errors) == 3, done.stdout
+    for text in errors:
+        assert "UCX cannot be the transport between the hosts of this group (rank 1: " in text
+        assert "cannot open shared object file" in text
+        assert "pip install libucx-cu12" in text
+        assert "to use TCP instead: DIST_PRIMS_ENGINE=tcp" in text
+    assert done.stdout.count("over tcp 3.0") == 3
+
+
+def test_a_rank_that_cannot_create_a_worker_is_named_on_all_ranks(needs_ucx: None) -> None:
+    def rank() -> str:
+        me = dist.get_rank()
+        dist.destroy_process_group()
+        os.environ |= {"DIST_PRIMS_HOST_ID": "ab"[me]} | ({"UCX_TLS": "no_such_transport"} if me == 1 else {})
+        with pytest.raises(RuntimeError) as error:
+            dist_prims.init("dist_prims", timeout=30)
+        return str(error.value)
+
+    for text in dist_prims.spawn(rank, 2, timeout=60):
+        assert "rank 1 cannot create a worker of UCX: ucp_" in text
+
+
+def test_the_engine_is_an_option_of_a_group(monkeypatch: pytest.MonkeyPatch, needs_ucx: None) -> None:
+    def body() -> None:
+        groups = [dist.new_group(pg_options=dist_prims.BackendOptions(engine=name)) for name in ("ucx", "tcp")]
+        assert [engine_of(group) for group in (None, *groups)] == ["gloo", "ucx", "tcp"]
+        assert [total(group, 100_000) for group in groups] == [2, 2]
+
+    monkeypatch.setenv("DIST_PRIMS_ENGINE", "gloo")
+    span("a b", body)
+
+
+def test_groups_leave_no_descriptors_and_threads(needs_ucx: None) -> None:
+    def body() -> None:
+        def count() -> tuple[int, int]:
+            return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+        def use_a_group() -> None:
+            group = dist.new_group(backend="dist_prims")
+            assert engine_of(group) == "ucx"
+            assert total(group, 100_000) == 3
+            dist.destroy_process_group(group)
+
+        use_a_group()  # what the first one makes for all
+        before = count()
+        for _ in range(20):
+            use_a_group()
+        assert count() == before
+
+    span("a b b", body)
+
+
+def test_signal_handlers_and_the_environment_stay_as_they_are(needs_ucx: None) -> None:
+    def rank() -> None:
+        def caught() -> str:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(line for line in lines if line.startswith("SigCgt"))
+
+        me = dist.get_rank()
+        assert total() == 2
+        dist.destroy_process_group()
+        os.environ["DIST_PRIMS_HOST_ID"] = "ab"[me]
+        before = caught(), {name for name in os.environ if name.startswith("UCX_")}
+        dist_prims.init("dist_prims", timeout=30)
+        assert (engine_of(), total()) == ("ucx", 2)
+        assert (caught(), {name for name in os.environ if name.startswith("UCX_")}) == before
+
+    dist_prims.spawn(rank, 2, timeout=60)
+
+
+def test_forked_children_change_nothing(needs_ucx: None) -> None:
+    """One ends at once, one as an interpreter does, and some are the workers of a DataLoader."""
+
+    def body() -> None:
+        for end in ("os._exit(3)", "sys.exit(3)"):
+            if (child := os.fork()) == 0:
+                try:
+                    exec(end)
+                except SystemExit as left:
+                    os._exit(left.code if isinstance(left.code, int) else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+            assert total(count=100_000) == 2
+        loader = torch.utils.data.DataLoader(list(range(32)), batch_size=4, num_workers=2)  # type: ignore[arg-type]
+        for batch in loader:
+            dist.all_reduce(batch)
+        assert total() == 2
+
+    span("a b", body)
+
+
+PROGRAM = """
+import os, sys, torch, torch.distributed as dist, dist_prims
+os.environ["DIST_PRIMS_HOST_ID"] = os.environ["RANK"]
+dist_prims.init("dist_prims", timeout=30)
+tensor = torch.ones(1_000_000)
+for _ in range(5):
+    tensor.fill_(1)
+    dist.all_reduce(tensor)
+assert dist.group.WORLD._get_backend(torch.device("cpu")).engine == "ucx"
+if (child := os.fork()) == 0:
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+dist.all_reduce(tensor)
+print(f"{tensor[-1].item()}\\n", end="", flush=True)
+"""
+
+
+def test_a_program_may_end_without_destroying_the_group(tmp_path: Path, needs_ucx: None) -> None:
+    """Neither do its ranks crash, nor its forked children, nor does UCX print anything."""
+    done = torchrun(tmp_path, PROGRAM)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["9.0"] * 3
+    assert "ucx" not in done.stderr.lower()
+
+
+def test_active_ports_for_rdma_are_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, state in (
+        ("mlx5_0/ports/1", "4: ACTIVE\n"),
+        ("mlx5_0/ports/2", "1: DOWN\n"),
+        ("mlx5_1/ports/1", "4: ACTIVE\n"),
+    ):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "state").write_text(state)
+    assert ucx_library._rdma_ports(tmp_path) == ["mlx5_0:1", "mlx5_1:1"]
+    assert ucx_library._rdma_ports(tmp_path / "absent") == []
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,eth1")
+    monkeypatch.setattr(ucx_library, "_rdma_ports", lambda _: ["mlx5_0:1"])
+    assert ucx_library.settings({})["NET_DEVICES"] == "eth0,eth1,mlx5_0:1"
+    assert "NET_DEVICES" not in ucx_library.settings({"UCX_NET_DEVICES": "all"})
