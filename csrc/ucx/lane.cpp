@@ -243,6 +243,8 @@ Lane::WaitResult Lane::wait(Message& message, std::chrono::milliseconds limit) {
         if (message.is_aborted) return WaitResult::kAborted;
         if (advance()) {
             wake_others(&message);
+            guard.lock.unlock();  // for other threads: much may be arriving
+            guard.lock.lock();
             continue;
         }
         if (message.is_done || polling.again(guard.lock)) continue;

@@ -56,9 +56,13 @@ _SETTINGS = {
 }
 _ACTIVE = "ACTIVE"  # the state of a port in /sys/class/infiniband
 
+_process: int | None = None  # that has made a worker
+
 
 def unusable_reason() -> str:
     """Return why UCX cannot be used in this process, with a remedy; an empty string if it can."""
+    if _process not in (None, os.getpid()):  # the thread of UCX that accepts connections is not in this process
+        return "this process was forked from one that uses UCX; start it by spawn or forkserver instead of fork"
     try:
         _library()
     except (ImportError, OSError, RuntimeError) as error:
@@ -78,6 +82,8 @@ def make(store: Any, rank: int, size: int) -> Any:
     """
 
     def endpoint() -> tuple[Any, str]:
+        global _process
+        _process = os.getpid()
         made = _library().make(list(settings(os.environ).items()))
         return made, made.address.hex()
 

@@ -108,8 +108,12 @@ def _mpi() -> str:
 
 
 def _ucx() -> str:
-    reason = ucx_library.unusable_reason()
-    return f"no: {reason}" if reason else f"{ucx_library.version()}, over {', '.join(ucx_library.network_devices())}"
+    if reason := ucx_library.unusable_reason():
+        return f"no: {reason}"
+    try:
+        return f"{ucx_library.version()}, over {', '.join(ucx_library.network_devices())}"
+    except ValueError as error:  # the interface that the environment names does not exist
+        return f"{ucx_library.version()}, but {error}"
 
 
 def _machine() -> Iterator[Fact]:

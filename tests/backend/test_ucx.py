@@ -152,6 +152,7 @@ def test_forked_children_change_nothing(needs_ucx: None) -> None:
         for end in ("os._exit(3)", "sys.exit(3)"):
             if (child := os.fork()) == 0:
                 try:
+                    assert "was forked from one that uses UCX" in ucx_library.unusable_reason()
                     exec(end)
                 except SystemExit as left:
                     os._exit(left.code if isinstance(left.code, int) else 1)
