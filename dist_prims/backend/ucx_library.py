@@ -43,16 +43,20 @@ _WHILE_LOADING = {
     "UCX_LOG_LEVEL": "fatal",  # the errors of dist_prims report a lost connection
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
+# UCX replaces mmap(), madvise() and so on in the whole process, to forget memory that it has registered for RDMA.
+_WITHOUT_RDMA = {"UCX_MEM_EVENTS": "n"}
 
 # Settings of each worker.
 # - No shared memory: it is for ranks of one host, whose messages do not travel over a transport.
 # - No keepalive: a link that is down for a while is a matter of the timeout, as with TCP.
 # - No connect() that blocks: the thread holds a lock.
+# - Large reads: all_reduce of 16 MB takes 0.7 of the time with the default of 64K.
 _SETTINGS = {
     "TLS": "tcp,rc,ud,dc",
     "KEEPALIVE_INTERVAL": "inf",
     "TCP_KEEPIDLE": "inf",
     "TCP_CONN_NB": "y",
+    "TCP_RX_SEG_SIZE": "256K",
 }
 _ACTIVE = "ACTIVE"  # the state of a port in /sys/class/infiniband
 
@@ -98,7 +102,7 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the settings of a worker, without those that the environment has: ``UCX_TLS`` and so on.
 
     >>> settings({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0,eth1"})
-    {'KEEPALIVE_INTERVAL': 'inf', 'TCP_KEEPIDLE': 'inf', 'TCP_CONN_NB': 'y'}
+    {'KEEPALIVE_INTERVAL': 'inf', 'TCP_KEEPIDLE': 'inf', 'TCP_CONN_NB': 'y', 'TCP_RX_SEG_SIZE': '256K'}
     """
     found = dict(_SETTINGS)
     if "UCX_NET_DEVICES" not in environment and (devices := network_devices()):
@@ -115,11 +119,11 @@ def network_devices() -> list[str]:
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     address = "" if named else tcp_endpoint.own_address()
     interfaces = named or [name for _, name in socket.if_nameindex() if address_of(name) == address]
-    return [*interfaces, *_rdma_ports(Path("/sys/class/infiniband"))]
+    return [*interfaces, *_rdma_ports()]
 
 
-def _rdma_ports(folder: Path) -> list[str]:
-    """Return the active ports below a folder such as /sys/class/infiniband, as UCX names them: ``mlx5_0:1``."""
+def _rdma_ports(folder: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """Return the active ports for RDMA, as UCX names them: ``mlx5_0:1``."""
     states = sorted(folder.glob("*/ports/*/state"))
     return [f"{state.parts[-4]}:{state.parts[-2]}" for state in states if _ACTIVE in state.read_text()]
 
@@ -134,7 +138,7 @@ def _library() -> Any:
             "libucx-cu12, or Debian's libucx-dev) and build dist_prims again"
         )
     adapter = extension()
-    with _environment(_WHILE_LOADING):
+    with _environment(_WHILE_LOADING if _rdma_ports() else {**_WHILE_LOADING, **_WITHOUT_RDMA}):
         try:
             library = adapter.UcxLibrary(str(file), _find())
         except (OSError, RuntimeError) as error:

@@ -40,6 +40,7 @@ def ucx() -> dict[str, str]:
             ucx_library._LIBUCP,
         ),
         **ucx_library._WHILE_LOADING,
+        **ucx_library._WITHOUT_RDMA,
     }
 
 
