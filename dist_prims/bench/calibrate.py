@@ -6,7 +6,7 @@ A probe is a schedule of a few steps in which ranks only exchange a chunk; the e
 time of a step is the time of a call with many steps minus that of a call without steps.
 
     probe                       one pair alone          all ranks at once
-    exchange of 4 KB            alpha                   number of ranks that run at the same time (cores)
+    exchange of 256 bytes       alpha                   number of ranks that run at the same time (cores)
     exchange of 4 MB            beta (within a host)    beta (of links between hosts); to all other hosts: congestion
     the same, with reduction    gamma
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,7 @@ Ints = NDArray[np.int64]
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
-_SMALL, _LARGE = 4096, 4 << 20  # bytes of a message in a probe
+_SMALL, _LARGE = 256, 4 << 20  # bytes of a message in a probe
 _STEPS = {_SMALL: 32, _LARGE: 4}
 _ROUNDS = 9
 
@@ -217,8 +218,9 @@ def _check(bench: _Bench, topology: Topology, call: float, every: Sequence[int],
         for each in recommend("all_reduce", nbytes, topology).candidates
     ]
     tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in every}
-    for _ in range(rounds):
-        for trial in trials:
+    for number in range(rounds):
+        # in another order each time, the same on all ranks: a trial after one of another size takes longer
+        for trial in random.Random(number).sample(trials, len(trials)):
             tensors[trial.nbytes].fill_(1.0)
             bench.pin(trial.candidate.schedule, trial.candidate.segments)
             trial.times.append(bench.time(tensors[trial.nbytes]))
@@ -237,7 +239,7 @@ def _print(trials: list[_Trial], every: Sequence[int]) -> None:
     print(f"# median error {statistics.median(errors):.1%} over {len(trials)}")
     for nbytes in every:
         of = [trial for trial in trials if trial.nbytes == nbytes]
-        best, chosen = min(of, key=lambda trial: trial.measured), min(of, key=lambda trial: trial.predicted)
+        best, chosen = min(of, key=lambda trial: trial.measured), of[0]  # in the order of recommend()
         print(
             f"# {nbytes:9} bytes: chosen {chosen.candidate.name}, {chosen.measured / best.measured:.2f} times "
             f"the best, {best.candidate.name}"
