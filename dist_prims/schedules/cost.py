@@ -12,7 +12,8 @@ On a topology (``seconds``): a step takes as long as its busiest rank, link or m
     segment 0                step 0    step 1    step 2
     segment 1                          step 0    step 1    step 2
 
-A tick takes as long as its busiest resource, which does the work of both segments, each with half of the bytes.
+A tick takes as long as its busiest resource, which does the work of both segments, each with half of the bytes, and at
+least as long as one message between hosts from start to end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__: list[str] = []
 
 Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64
-_TOLERANCE = 0.03  # a smaller relative difference of two numbers of segments is not significant
+_TOLERANCE = 0.01  # twice as many segments must make a schedule faster by more than this
 
 
 # The terms of a price, in the order of the counts of ``Cost``: the parameters by which each count is multiplied.
@@ -95,10 +96,15 @@ def _busiest(loads: Loads, weights: Floats, segments: int) -> Floats:
         most = seconds.argmax(axis=1)
         np.add.at(often, loads.which[np.arange(len(most)), most], loads.repeats)
     else:
-        most = _windows(_sums(seconds, loads), segments).argmax(axis=1)
+        most = _windows(_sums(seconds, loads), _messages(seconds, loads), segments, loads.message).argmax(axis=1)
         steps = len(loads.pattern)
         for segment in range(segments if steps else 0):  # its step is 0 in tick `segment`
-            often += np.bincount(loads.which[loads.pattern, most[segment : segment + steps]], minlength=len(often))
+            busiest = most[segment : segment + steps]
+            rows = loads.which[loads.pattern, busiest][busiest != loads.message]
+            often += np.bincount(rows, minlength=len(often))
+        _, longest = _longest(_messages(seconds, loads), segments)
+        rows = loads.which[loads.pattern[longest[most == loads.message]], loads.message]
+        often += np.bincount(rows, minlength=len(often))
     spent: Floats = (often @ loads.rows) * weights
     return spent
 
@@ -116,15 +122,33 @@ def _sums(each: Floats, loads: Loads) -> Floats:
     return sums
 
 
-def _windows(sums: Floats, segments: int) -> Floats:
+def _messages(each: Floats, loads: Loads) -> Floats:
+    """The seconds of a message between hosts in each step."""
+    messages: Floats = each[loads.pattern, loads.message]
+    return messages
+
+
+def _windows(sums: Floats, messages: Floats, segments: int, message: int) -> Floats:
     """The seconds of each class in each tick of a pipeline of segments.
 
-    In tick t segment s is at its step t - s, so a tick does the work of up to ``segments`` consecutive steps.
+    In tick t segment s is at its step t - s, so a tick does the work of up to ``segments`` consecutive steps. Their
+    messages between hosts, the class ``message``, take their time side by side.
     """
-    steps = len(sums) - 1
+    steps = len(messages)
     tick = np.arange(steps + segments - 1 if steps else 0)
     windows: Floats = sums[np.minimum(tick + 1, steps)] - sums[np.maximum(tick - segments + 1, 0)]
+    windows[:, message] = _longest(messages, segments)[0]
     return windows
+
+
+def _longest(messages: Floats, segments: int) -> tuple[Floats, NDArray[np.int64]]:
+    """For each tick the seconds of the longest message of the steps in it, and its step."""
+    if not len(messages):
+        return messages, np.zeros(0, np.int64)
+    around = np.pad(messages, segments - 1, constant_values=-1.0)
+    found = np.lib.stride_tricks.sliding_window_view(around, segments).argmax(axis=1)
+    steps = np.arange(len(found)) + found - (segments - 1)
+    return messages[steps], steps
 
 
 def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments: int = 1) -> Floats:
@@ -145,16 +169,17 @@ def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments:
 def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> NDArray[np.int64]:
     """The number of segments for each of ``nbytes``: a power of two up to 64.
 
-    It is the fewest with a time within 3 % of the shortest: the price counts too little for what a message costs the
-    processor. The result is 1 for a schedule that is too large to follow rank by rank.
+    It is the first from which twice as many gain no more than 1 %: the price counts too little for what a message costs
+    the processor. The result is 1 for a schedule that is too large to follow rank by rank.
     """
     loads: Loads = replay(schedule, topology)
     choices = np.array([1 << power for power in range(MOST_SEGMENTS.bit_length() if loads.followed else 1)])
     sizes = np.asarray(nbytes, np.float64)
     every = [_seconds_by_segments(loads, topology, float(schedule.share) * each, choices) for each in sizes.ravel()]
     times = np.reshape(every, (-1, len(choices)))
-    near = times <= times.min(axis=1, keepdims=True) * (1 + _TOLERANCE)
-    return np.asarray(choices[near.argmax(axis=1)].reshape(sizes.shape))
+    gains = times[:, :-1] > times[:, 1:] * (1 + _TOLERANCE)
+    first = np.pad(gains, ((0, 0), (0, 1)), constant_values=False).argmin(axis=1)
+    return np.asarray(choices[first].reshape(sizes.shape))
 
 
 def _seconds_by_segments(loads: Loads, topology: Topology, chunk: float, choices: NDArray[np.int64]) -> list[float]:
@@ -168,7 +193,10 @@ def _seconds_by_segments(loads: Loads, topology: Topology, chunk: float, choices
     found = [float((each + each_latency).max(axis=1) @ loads.repeats)]
     if len(choices) > 1:
         sums, sums_latency = _sums(each, loads), _sums(each_latency, loads)
-        found += [float(_windows(sums / n + sums_latency, n).max(axis=1).sum()) for n in choices[1:].tolist()]
+        messages, messages_latency = _messages(each, loads), _messages(each_latency, loads)
+        for n in choices[1:].tolist():
+            windows = _windows(sums / n + sums_latency, messages / n + messages_latency, n, loads.message)
+            found.append(float(windows.max(axis=1).sum()))
     return found
 
 

@@ -32,7 +32,7 @@ __all__: list[str] = []
 
 MOST_TRANSFERS = 150_000_000  # of a schedule: pricing takes some seconds
 MOST_AT_ONCE = 3_000_000  # of a step: some hundred MB
-_TOLERANCE = 0.02  # a smaller relative difference of two prices is not significant
+_TOLERANCE = 0.05  # a smaller relative difference of two prices is not significant
 _MOST_RANKS_FOR_TIES = 256
 
 # Hierarchical collectives for hosts of any sizes, and the collectives within a host that the parameter inner names.
@@ -72,8 +72,8 @@ class Candidate:
 class Advice:
     """The candidates, fastest first, those not priced with their numbers of transfers, and the lower bound in seconds.
 
-    Candidates of nearly equal price are ordered by what the price does not include or counts too little: the fan-in of
-    hosts, then the number of hosts to which one host sends, then the number of transfers.
+    Candidates of nearly equal price are ordered by what the price does not include or counts too little; see
+    ``_preference``.
     """
 
     candidates: tuple[Candidate, ...]
@@ -101,7 +101,7 @@ def recommend(collective: str, nbytes: float, topology: Topology) -> Advice:
     ranked = sorted(search.found, key=lambda candidate: candidate.seconds)
     near = [candidate for candidate in ranked if candidate.seconds <= ranked[0].seconds * (1 + _TOLERANCE)]
     if topology.size <= _MOST_RANKS_FOR_TIES:
-        near.sort(key=lambda each: (*_use_of_links(each.schedule, topology), _transfers(each)))
+        near.sort(key=lambda each: _preference(each, topology))
     ranked[: len(near)] = near
     return Advice(tuple(ranked), tuple(search.left_out), bound(collective, nbytes, topology))
 
@@ -129,10 +129,16 @@ def _use_of_links(schedule: Schedule, topology: Topology) -> tuple[int, int]:
     return fan_in, int(reached.sum(axis=1).max())
 
 
-def _transfers(candidate: Candidate) -> tuple[int, int]:
-    """The transfers of all segments, and the steps."""
-    steps = candidate.schedule.steps
-    return sum(map(len, steps)) * candidate.segments, len(steps)
+def _preference(candidate: Candidate, topology: Topology) -> tuple[Any, ...]:
+    """The order among candidates of nearly equal price: the smallest comes first.
+
+    The use of links; then those made for hosts, whose messages are contiguous where those of a flat algorithm are often
+    gathered from several places; then the bytes that a rank reduces, the transfers of all segments, and the steps.
+    """
+    schedule = candidate.schedule
+    is_flat = "hosts" not in dict(schedule.parameters)
+    transfers = sum(map(len, schedule.steps)) * candidate.segments
+    return *_use_of_links(schedule, topology), is_flat, schedule.price.reduced, transfers, len(schedule.steps)
 
 
 @dataclass

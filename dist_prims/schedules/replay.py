@@ -65,13 +65,15 @@ class Loads:
 
     ``pattern``: of each step. ``rows[which[pattern, class]]``: the counts of a class in a pattern; see ``topology`` for
     the columns. ``followed``: whether a class has the same resources in every pattern; segments can be priced only
-    then. ``sent``, ``received``: chunks over each host's link in the whole schedule.
+    then. ``message``: the class of a message between hosts. ``sent``, ``received``: chunks over each host's link in the
+    whole schedule.
     """
 
     pattern: Ints
     rows: Ints
     which: Ints
     followed: bool
+    message: int
     sent: Ints
     received: Ints
 
@@ -142,22 +144,23 @@ class _Classes:
         most = MOST_COUNTS // (COLUMNS * len(self._parents))
         return min(self._number, len(self._class)) > most and len(_distinct(self._class)) > most
 
-    def found(self) -> tuple[Ints, Ints, bool]:
-        """``rows``, ``which`` and ``followed`` of :class:`Loads`."""
+    def found(self) -> tuple[Ints, Ints, bool, int]:
+        """``rows``, ``which``, ``followed`` and ``message`` of :class:`Loads`."""
         begins = np.cumsum([len(rows) for rows in self._rows])
         patterns = len(self._rows) - 1
         if not self.followed:
             which = np.zeros((patterns, max(1, *(np.diff(begins)))), np.int64)
             for place, begin, end in zip(which, begins, begins[1:], strict=False):
                 place[: end - begin] = np.arange(begin, end)
-            return np.concatenate(self._rows), which, False
+            return np.concatenate(self._rows), which, False, 0
         now = _distinct(self._class)
+        message = int(np.flatnonzero(now == self._class[-1])[0])  # the last resource
         which = np.zeros((patterns, len(now)), np.int64)
         for pattern in reversed(range(patterns)):
             new = now >= begins[pattern]
             which[pattern, new] = now[new]
             now[new] = self._parents[pattern][now[new] - begins[pattern]]
-        return np.concatenate(self._rows), which, True
+        return np.concatenate(self._rows), which, True, message
 
 
 def _classify(columns: Sequence[Ints]) -> tuple[Ints, Ints]:

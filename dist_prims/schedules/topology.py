@@ -11,10 +11,11 @@ differ: the ranks of a host share its link, and a byte within a host is cheap. S
     link of a host, out and in   bytes that all ranks of the host send to (get from) others; where
                                  several hosts send to one at once: `congestion` more for each byte      link
     cores of a machine           the counts of its ranks, summed, divided by the cores, each way      both
+    a message between hosts      outer.alpha, and the bytes of the busiest link: from start to end    latency, link
 
 A step takes as long as its busiest resource, and the next step begins when it is over. The bytes of one message may be
-on the link while the processor begins the next one. Segments exploit that, and a single step of one message between
-hosts costs ``max(alpha, bytes * beta)``, not the sum.
+on the link while the processor begins the next one, so the last resource is none that segments share: each message of
+theirs takes its own time.
 
 The load of a resource in a step is a row of counts, so that seconds are a product with :meth:`Topology.weights`:
 
@@ -126,15 +127,15 @@ class Topology:
         return np.repeat(np.arange(len(self.hosts)), self.hosts)
 
     def loads(self, step: Step) -> Ints:
-        """The counts of a step: one row for each sending rank, receiving rank, link out, link in, and the cores.
+        """The counts of a step: rows for each sending rank, receiving rank, link out, link in, the cores, a message.
 
         Example: two hosts of one rank each; one sends a chunk to the other, which reduces it (without core columns):
 
         >>> pair = Topology((1, 1), Level(0, 0), Level(0, 0))
         >>> pair.loads(Step(src=0, dst=1, chunk=0, reduce=True))[:, :5].tolist()[:4]
         [[0, 1, 0, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0], [0, 1, 0, 1, 0]]
-        >>> pair.loads(Step(src=0, dst=1, chunk=0, reduce=True))[4:, 4].tolist()  # link out of 0, 1; in of 0, 1
-        [1, 0, 0, 1]
+        >>> pair.loads(Step(src=0, dst=1, chunk=0, reduce=True))[4:, 4].tolist()  # out of 0, 1; in of 0, 1; message
+        [1, 0, 0, 1, 1]
         """
         step, span = step.narrow
         size = self.size
@@ -146,10 +147,13 @@ class Topology:
         if step.reduce.any():
             spans = None if span is None else span[step.reduce]
             rows[:size, 3] = rows[size : 2 * size, 3] = np.bincount(step.dst[step.reduce], spans, minlength=size)
+        message = np.zeros((1, COLUMNS), np.int64)
+        message[0, [4, 9]] = rows[2 * size :, [4, 9]].max(axis=0)
+        message[0, 1] = message[0, 4] > 0
         if self.cores is None:
-            return rows
+            return np.concatenate([rows, message])
         cores = np.add.reduceat(rows[: 2 * size, :4].reshape(2, size, 4), self._machines, axis=1).reshape(-1, 4)
-        return np.concatenate([rows, np.pad(cores, ((0, 0), (5, COLUMNS - 9)))])
+        return np.concatenate([rows, np.pad(cores, ((0, 0), (5, COLUMNS - 9))), message])
 
     def _count_messages(self, pairs: Ints, chunks: Ints | None) -> tuple[Ints, NDArray[np.bool_]]:
         """The counts of ranks and links, and for each host whether several others send to it, message by message."""

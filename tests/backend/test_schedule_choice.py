@@ -103,8 +103,9 @@ def test_blocks_are_forwarded_only_where_that_is_much_faster() -> None:
     for collective in ("gather", "scatter"):
         assert names_by_size("a b", collective, GIGABIT) == ["direct"] * 3
         assert names_by_size("a b c d", collective, GIGABIT) == ["direct"] * 3  # binomial: two thirds of the time
-        assert names_by_size(two_hosts, collective, GIGABIT) == ["binomial", "direct", "direct"]
-        assert names_by_size(two_hosts, collective) == ["binomial", "binomial", "direct"]
+        for costs, forwarded in ((GIGABIT, [True, False, False]), (ASSUMED, [True, True, False])):
+            names = names_by_size(two_hosts, collective, costs)
+            assert [name != "direct" for name in names] == forwarded
     small, medium, large = names_by_size(two_hosts, "all_to_all", GIGABIT)
     assert small.startswith("hierarchical")
     assert (medium, large) == ("direct", "pairwise")  # 16 streams at once would crowd the link
@@ -156,7 +157,7 @@ def plain(form: NativeForm) -> str:
     return repr(form)
 
 
-@pytest.mark.parametrize("nbytes", [1 << 16, 1 << 20, 1 << 24])
+@pytest.mark.parametrize("nbytes", [1 << 20, 1 << 24])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_each_host_sends_to_one_other_where_the_price_is_the_same(collective: str, nbytes: int) -> None:
     """halving_doubling costs the same as a ring by the model. Between 4 hosts it took 1.28 times as long: it sends

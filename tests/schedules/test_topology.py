@@ -32,13 +32,17 @@ def plain(schedule: Schedule, nbytes: float, topology: Topology, segments: int =
     """The same model with nothing clever: each transfer, each resource, each tick."""
     steps = [_plain_step(step, nbytes * float(schedule.share) / segments, topology) for step in schedule.steps]
     ticks = [steps[max(0, last - segments + 1) : last + 1] for last in range(len(steps) + segments - 1 if steps else 0)]
-    return sum(max(sum(tick, Counter()).values(), default=0.0) for tick in ticks)
+    return sum(
+        max([*sum((busy for busy, _ in tick), Counter()).values(), *(message for _, message in tick)]) for tick in ticks
+    )
 
 
-def _plain_step(step: Step, nbytes: float, topology: Topology) -> Counter[tuple[str, int]]:
+def _plain_step(step: Step, nbytes: float, topology: Topology) -> tuple[Counter[tuple[str, int]], float]:
+    """The seconds of each resource, and those of one message between hosts from start to end."""
     host = [number for number, ranks in enumerate(topology.hosts) for _ in range(ranks)]
     rank: Counter[tuple[str, int]] = Counter()
     link: Counter[tuple[str, int]] = Counter()
+    congested: Counter[int] = Counter()
     told = set()
     hosts_to = [
         {host[src] for src, dst, *_ in step.rows() if host[dst] == to} - {to} for to in range(len(topology.hosts))
@@ -55,12 +59,16 @@ def _plain_step(step: Step, nbytes: float, topology: Topology) -> Counter[tuple[
         for way, who in (("out", src), ("in", dst)):
             rank[way, who] += message + (nbytes * topology.inner.beta if near else 0)
             link[f"link {way}", host[who]] += 0 if near else nbytes * topology.outer.beta
-        link["link in", host[dst]] += nbytes * topology.congestion if not near and len(hosts_to[host[dst]]) > 1 else 0
+        congested[host[dst]] += nbytes * topology.congestion if not near and len(hosts_to[host[dst]]) > 1 else 0
+    busiest = max(link.values(), default=0) + max(congested.values(), default=0)
+    message = topology.outer.alpha + busiest if any(host[src] != host[dst] for src, dst, *_ in step.rows()) else 0.0
+    for who, time in congested.items():
+        link["link in", who] += time
     cores: Counter[tuple[str, int]] = Counter()
     for (way, who), time in rank.items():
         if topology.cores is not None:
             cores[f"cores {way}", 0 if topology.one_machine else host[who]] += time / topology.cores
-    return Counter({**rank, **link, **cores})
+    return Counter({**rank, **link, **cores}), message
 
 
 @st.composite
@@ -92,12 +100,12 @@ def test_the_replay_equals_the_plain_count(case: tuple[Schedule, Topology], nbyt
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.sampled_from([0, 1000, 1e7]))
-def test_the_best_segments_are_the_fewest_near_the_fastest(case: tuple[Schedule, Topology], nbytes: float) -> None:
+def test_more_segments_than_the_best_gain_little(case: tuple[Schedule, Topology], nbytes: float) -> None:
     schedule, topology = case
     times = {1 << power: plain(schedule, nbytes, topology, 1 << power) for power in range(7)}
-    found, limit = int(best_segments(schedule, nbytes, topology)), 1.03 * min(times.values())
-    assert times[found] <= limit * (1 + 1e-8)
-    assert all(times[fewer] >= limit * (1 - 1e-8) for fewer in times if fewer < found)
+    found = int(best_segments(schedule, nbytes, topology))
+    assert found == 64 or times[found] <= 1.01 * times[2 * found] * (1 + 1e-8)
+    assert all(times[fewer] >= 1.01 * times[2 * fewer] * (1 - 1e-8) for fewer in times if fewer < found)
 
 
 @st.composite
@@ -153,7 +161,7 @@ def test_links_by_hand() -> None:
 def test_streams_that_meet_by_hand() -> None:
     """Two hosts send a chunk each into the link of a third; in a ring every link has one sender."""
     three = Topology((1, 1, 1), FREE, GIGABYTE, congestion=0.25e-9)
-    assert three.loads(Step(src=[1, 2], dst=[0, 0], chunk=[1, 2]))[:, 9].tolist() == [0] * 9 + [2, 0, 0]
+    assert three.loads(Step(src=[1, 2], dst=[0, 0], chunk=[1, 2]))[:, 9].tolist() == [0] * 9 + [2, 0, 0, 2]
     assert three.loads(Step(src=[0, 1, 2], dst=[1, 2, 0], chunk=0))[:, 9].sum() == 0
     two_shot, ring = build("all_reduce", "two_shot", 3), build("all_reduce", "ring", 3)
     assert seconds(two_shot, 3e6, three) == pytest.approx(2 * 2e-3 * 1.25)
@@ -163,7 +171,7 @@ def test_streams_that_meet_by_hand() -> None:
 def test_ranks_share_a_link_and_cores() -> None:
     cluster = Topology((3, 3), FREE, GIGABYTE)
     side = Step(src=[0, 1, 2], dst=[3, 4, 5], chunk=0)
-    assert cluster.loads(side)[12:, 4].tolist() == [3, 0, 0, 3]
+    assert cluster.loads(side)[12:, 4].tolist() == [3, 0, 0, 3, 3]
     work = Topology((4,), Level(1e-6, 1e-9), FREE)
     ring = build("all_reduce", "ring", 4)
     alone, shared = (Topology((4,), work.inner, FREE, cores=cores) for cores in (4, 2))
@@ -235,7 +243,7 @@ def test_segments_keep_links_and_processors_busy_at_once() -> None:
         schedule, links = build("broadcast", "two hops", 3), Topology((2, 1), GIGABYTE, GIGABYTE)
         times = [float(seconds(schedule, 8e6, links, segments)) for segments in (1, 2, 4, 8)]
         assert times == pytest.approx([16e-3, 12e-3, 10e-3, 9e-3])
-        assert best_segments(schedule, [8e6, 0], links).tolist() == [32, 1]  # 64 are less than 3 % faster
+        assert best_segments(schedule, [8e6, 0], links).tolist() == [64, 1]  # 64 are 1.5 % faster than 32
         slow = Topology((2, 1), Level(1e-3, 1e-9), Level(1e-3, 1e-9))
         assert best_segments(schedule, 8e6, slow) == min((1, 2, 4, 8, 16), key=lambda s: plain(schedule, 8e6, slow, s))
         assert parts(schedule, 8e6, slow, 2).sum() == pytest.approx(plain(schedule, 8e6, slow, 2))
@@ -299,7 +307,7 @@ def test_a_long_ring_is_not_stored() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 10e6
-    assert found.counts.shape[:2] == (4, 2)  # patterns: in, between, between, in; classes: ranks and links
+    assert found.counts.shape[:2] == (4, 3)  # patterns: in, between, between, in; classes: ranks, links, a message
     assert found.sent.tolist() == [2 * 499 * 8] * 500
 
 
@@ -336,8 +344,8 @@ def test_the_recommended_is_the_quickest_and_above_the_bound() -> None:
             for nbytes in (8, 1e8):
                 advice = recommend(collective, nbytes, Topology(hosts, **LINKS))
                 times = [each.seconds for each in advice.candidates]
-                assert times[0] <= 1.02 * min(times)  # of those, the one with the fewest transfers
-                assert all(some <= 1.02 * other for some, other in itertools.pairwise(times))
+                assert times[0] <= 1.05 * min(times)  # of those, the preferred one
+                assert all(some <= 1.05 * other for some, other in itertools.pairwise(times))
                 assert advice.bound <= min(times) * (1 + 1e-12)
                 assert not advice.left_out
     large, small = (recommend("all_reduce", nbytes, Topology((4, 4), **LINKS)).candidates[0] for nbytes in (1e8, 8))
