@@ -36,8 +36,9 @@ _PAIRWISE: _Choice = ("pairwise", (), 1)
 _EXCHANGES = ("all_to_all", "gather", "scatter")
 _MUCH_SHORTER = 0.6
 # Of an all_to_all: if more ranks of other hosts send to a host at once, and much, the link drops packets, and TCP waits
-# 200 ms before it sends them again. In a pairwise exchange each rank has one sender at a time.
-_MOST_STREAMS, _LARGE = 4, 1 << 19
+# 200 ms before it sends them again. In a pairwise exchange each rank has one sender at a time. That a packet of a long
+# block was dropped, TCP notices earlier, by those that follow it: from _VERY_LARGE on so many streams are not too many.
+_MOST_STREAMS, _LARGE, _VERY_LARGE = 4, 1 << 19, 1 << 22
 
 # A rank needs a schedule for these only if all blocks that it knows have one length, which other ranks cannot know. So
 # no rank may wait for the proof of another, and an algorithm that needs a proof is not chosen.
@@ -107,13 +108,14 @@ def _recommended(collective: str, low: int, topology: Topology, _version: int) -
     if collective in _EXCHANGES:
         direct = next((each for each in found if each.name == "direct"), best)
         if best.seconds >= _MUCH_SHORTER * direct.seconds:
-            return _PAIRWISE if collective == "all_to_all" and low >= _LARGE and _is_crowded(topology) else _DIRECT
+            return _PAIRWISE if collective == "all_to_all" and _is_crowded(topology, low) else _DIRECT
     return best.schedule.algorithm, best.schedule.parameters, best.segments
 
 
-def _is_crowded(topology: Topology) -> bool:
+def _is_crowded(topology: Topology, nbytes: int) -> bool:
     """Whether too many messages of a direct exchange would be on one link at once."""
-    return max(ranks * (topology.size - ranks) for ranks in topology.hosts) > _MOST_STREAMS
+    streams = max(ranks * (topology.size - ranks) for ranks in topology.hosts)
+    return streams >= _MOST_STREAMS if _LARGE <= nbytes < _VERY_LARGE else streams > _MOST_STREAMS and nbytes >= _LARGE
 
 
 def _short(schedule: Schedule) -> str:

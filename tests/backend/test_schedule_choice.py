@@ -109,7 +109,8 @@ def test_blocks_are_forwarded_only_where_that_is_much_faster() -> None:
     small, medium, large = names_by_size(two_hosts, "all_to_all", GIGABIT)
     assert small.startswith("hierarchical")
     assert (medium, large) == ("direct", "pairwise")  # 16 streams at once would crowd the link
-    assert names_by_size("a a b b", "all_to_all", GIGABIT)[1:] == ["direct", "direct"]
+    assert names_by_size("a a b b", "all_to_all", GIGABIT)[1:] == ["direct", "pairwise"]
+    assert schedules("a a b b", 0, GIGABIT).choose("all_to_all", 1 << 24, 0)[2] == "direct"
 
 
 def test_blocks_of_different_lengths_are_sent_to_their_receivers() -> None:
