@@ -253,5 +253,5 @@ def test_what_rank_0_fails_at_is_told_to_all(tmp_path: Path) -> None:
     program = [sys.executable, "-c", STORE]
     environ = clean(DIST_PRIMS_ENGINE="carrier pigeon")
     first, second = together(*(([*program, rank, str(tmp_path / "store")], environ) for rank in "01"))
-    assert first.startswith("DIST_PRIMS_ENGINE='carrier pigeon': 'tcp', 'mpi' or 'gloo'")
+    assert first.startswith("DIST_PRIMS_ENGINE='carrier pigeon': 'tcp', 'ucx', 'mpi' or 'gloo'")
     assert second == f"dist_prims: rank 1: the group is not created, because rank 0 failed: ValueError: {first}"
