@@ -34,7 +34,7 @@ __all__: list[str] = []
 
 Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64
-_TOLERANCE = 0.01  # twice as many segments must make a schedule faster by more than this
+_PRICE_OF_DOUBLING = 0.01  # a share of the time, for twice as many segments
 
 
 # The terms of a price, in the order of the counts of ``Cost``: the parameters by which each count is multiplied.
@@ -169,17 +169,17 @@ def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments:
 def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> NDArray[np.int64]:
     """The number of segments for each of ``nbytes``: a power of two up to 64.
 
-    It is the first from which twice as many gain no more than 1 %: the price counts too little for what a message costs
-    the processor. The result is 1 for a schedule that is too large to follow rank by rank.
+    It is that of the shortest time, to which 1 % is added each time the number is doubled, because the price counts too
+    little for what a message costs the processor. The result is 1 for a schedule that is too large to follow rank by
+    rank.
     """
     loads: Loads = replay(schedule, topology)
     choices = np.array([1 << power for power in range(MOST_SEGMENTS.bit_length() if loads.followed else 1)])
     sizes = np.asarray(nbytes, np.float64)
     every = [_seconds_by_segments(loads, topology, float(schedule.share) * each, choices) for each in sizes.ravel()]
     times = np.reshape(every, (-1, len(choices)))
-    gains = times[:, :-1] > times[:, 1:] * (1 + _TOLERANCE)
-    first = np.pad(gains, ((0, 0), (0, 1)), constant_values=False).argmin(axis=1)
-    return np.asarray(choices[first].reshape(sizes.shape))
+    best = (times * (1 + _PRICE_OF_DOUBLING) ** np.arange(len(choices))).argmin(axis=1)
+    return np.asarray(choices[best].reshape(sizes.shape))
 
 
 def _seconds_by_segments(loads: Loads, topology: Topology, chunk: float, choices: NDArray[np.int64]) -> list[float]:

@@ -157,6 +157,6 @@ def test_the_inner_ranks_of_one_tree_are_leaves_of_the_other(nodes: int) -> None
 def test_two_trees_are_as_fast_as_one_link_for_many_ranks() -> None:
     links = Topology((1,) * 64, Level(1e-6, 0), Level(1e-6, 1e-9))
     for collective in ("broadcast", "reduce"):
-        best = recommend(collective, 1e8, links).candidates[0]
+        best = min(recommend(collective, 1e8, links).candidates, key=lambda candidate: candidate.seconds)
         assert best.schedule.algorithm == "double_tree"
         assert best.seconds < 0.1 * 1.2
