@@ -318,7 +318,7 @@ def _bench(given: argparse.Namespace) -> int:
     groups = {name: dist.new_group(backend=name, timeout=timedelta(seconds=_WAIT_SECONDS)) for name in _GROUPS}
     tables = []
     for what in given.what:
-        work: MeasuredWork = MeasuredTraining(groups) if what == "ddp" else Decoding(groups)
+        work: MeasuredWork = MeasuredTraining(groups, width=given.width) if what == "ddp" else Decoding(groups)
         tables.append(measure(work, given.steps))
         del work  # frees a model for each contender
     if dist.get_rank() == 0:
@@ -343,6 +343,9 @@ def _parser() -> argparse.ArgumentParser:
         "--steps", type=positive, default=20, help="runs of each contender: 1 step or 16 tokens each (20)"
     )
     parser.add_argument("--what", type=_works, default=list(_WORKS), help="ddp, decode or both (ddp,decode)")
+    parser.add_argument(
+        "--width", type=positive, default=1024, help="of the 24 layers of ddp: 1024 is 100 MB of gradients, 512 25 MB"
+    )
     parser.add_argument("--json", type=Path, help="write all times")
     return parser
 
