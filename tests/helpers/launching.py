@@ -32,7 +32,8 @@ print(f"rank {place.rank} of {place.size}: {total.item()}", flush=True)
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 LAUNCHER_VARIABLES = re.compile(
-    r"RANK$|^WORLD_SIZE$|^MASTER_|^LOCAL_|^PMI|^OMPI_|^SLURM_|^TORCHELASTIC_|^DIST_PRIMS_|^FLUX_|^PALS_|^MV2_|^MVP_|^PRTE_"
+    r"RANK$|^WORLD_SIZE$|^MASTER_|^LOCAL_|^PMI|^OMPI_|^SLURM_|^TORCHELASTIC_|^FLUX_|^PALS_|^MV2_|^MVP_|^PRTE_"
+    r"|^DIST_PRIMS_(?!MPICC$)"  # with another mpicc than before a script would build the package again
 )
 
 
