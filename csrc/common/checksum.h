@@ -1,8 +1,9 @@
-// A checksum of whole numbers, to compare lists of them between ranks: two different lists have the same checksum with
-// a probability of 2^-64. No protection against intent.
+// A checksum of whole numbers or of a text, to compare them between ranks: two different lists have the same checksum
+// with a probability of 2^-64. No protection against intent.
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace dist_prims {
 
@@ -10,6 +11,10 @@ class Checksum {
 public:
     Checksum& add(std::uint64_t value) {
         sum_ = mixed((sum_ ^ value) + 0x9e3779b97f4a7c15u);
+        return *this;
+    }
+    Checksum& add(const std::string& text) {
+        for (const char each : text) add(std::uint64_t{static_cast<unsigned char>(each)});
         return *this;
     }
     std::uint64_t value() const { return sum_; }

@@ -103,11 +103,7 @@ Lane::Lane(std::unique_ptr<Worker> worker, std::vector<std::string> addresses, i
     : worker_(std::move(worker)),
       addresses_(std::move(addresses)),
       rank_(rank),
-      group_([&] {
-          Checksum sum;
-          for (const char each : token) sum.add(static_cast<unsigned char>(each));
-          return sum.value() << (kTagBits + kRankBits);
-      }()),
+      group_(Checksum().add(token).value() << (kTagBits + kRankBits)),
       polls_(polls),
       wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
       peers_(addresses_.size(), Peer{this}) {
@@ -304,7 +300,7 @@ void Lane::mark_gone(Peer& peer, const std::string& reason) {
     has_failures_ = true;
 }
 
-// UcxCalls UCX, which moves messages. Returns how much there was to do.
+// Lets UCX move messages. Returns how much there was to do.
 unsigned Lane::advance() {
     const unsigned count = calls()->worker_progress(worker_->get());
     if (has_failures_) look_at_failures(count == 0);

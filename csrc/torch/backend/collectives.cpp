@@ -67,8 +67,8 @@ WorkPtr PrimsBackend::all_reduce_incremental(const at::Tensor& tensor,
                                              std::uint64_t number, bool async) {
     const auto record = profiled("allreduce", async, tensor, tensor);
     PrimsTask task = all_reduce_task(tensor, tensor, Op::kSum);
-    if (execution_->schedule_for(Collective::kAllReduce, tensor.nbytes(),
-                                 -1)) {  // it was pinned after the sum had begun
+    const bool is_pinned = execution_->schedule_for(Collective::kAllReduce, tensor.nbytes(), -1) != nullptr;
+    if (is_pinned) {  // after the sum had begun
         incremental->settle();
     } else {
         task.call.by("incremental reduce " + std::to_string(number) + ", round " +

@@ -6,15 +6,6 @@
 #include "../../common/checksum.h"
 
 namespace dist_prims {
-namespace {
-
-std::uint64_t checksum_of(const std::string& text) {
-    Checksum sum;
-    for (const char each : text) sum.add(static_cast<unsigned char>(each));
-    return sum.value();
-}
-
-}  // namespace
 
 const at::Tensor& first_defined(const Tensors& inputs, const Tensors& outputs) {
     for (const Tensors* each : {&inputs, &outputs}) {
@@ -110,7 +101,7 @@ PrimsTask Execution::exchange(Call call, const Exchange& given, PrimsTask::Run u
     const at::Tensor& like = first_defined(blocks->inputs, blocks->outputs);
     const std::uint64_t bytes = static_cast<std::uint64_t>(size_) * blocks->counts[0] * like.element_size();
     const SchedulePtr schedule = is_even ? schedule_for(call.collective, bytes, call.root) : nullptr;
-    const std::uint64_t plan = checksum_of(schedule ? schedule->name : "") << kRankBits;
+    const std::uint64_t plan = Checksum().add(schedule ? schedule->name : "").value() << kRankBits;
     const Terms terms{difference_of_lengths(*blocks), is_even ? plan : 1};
     return {call, [=, this, uneven = std::move(uneven)](const Call& call, Milliseconds timeout) {
                 const auto [difference, plans] = agree(call, timeout, terms);
