@@ -1,5 +1,5 @@
-// A checksum of whole numbers or of a text, to compare them between ranks: two different lists have the same checksum
-// with a probability of 2^-64. No protection against intent.
+// A checksum of whole numbers or of a text, to compare them between ranks: two that differ have the same checksum with
+// a probability of 2^-64. No protection against intent.
 #pragma once
 
 #include <cstdint>

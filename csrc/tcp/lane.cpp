@@ -1,7 +1,6 @@
 #include "lane.h"
 
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -40,31 +39,21 @@ std::uint64_t key_of(std::uint64_t direction, int peer) {
 // Marks a message as awaited by this thread.
 class TcpLane::AwaitedScope {
 public:
-    AwaitedScope(TcpLane& lane, TcpMessage& message) : lane_(lane), message_(message) {
+    AwaitedScope(TcpLane& lane, TcpMessage& message) : message_(message), scope_(lane.waiting_, message) {
         message.is_awaited = true;
-        lane.awaited_.push_back(&message);
-        ++lane.waits_;
     }
-    ~AwaitedScope() {
-        message_.is_awaited = message_.is_aborted = false;
-        std::erase(lane_.awaited_, &message_);
-        lane_.wake_others();
-    }
+    ~AwaitedScope() { message_.is_awaited = false; }
     AwaitedScope(const AwaitedScope&) = delete;
 
 private:
-    TcpLane& lane_;
     TcpMessage& message_;
+    const WaitingThreads<TcpMessage>::Scope scope_;
 };
 
 TcpLane::TcpLane(Connect connect, OnGone on_gone)
-    : connect_(std::move(connect)),
-      on_gone_(std::move(on_gone)),
-      events_(::epoll_create1(EPOLL_CLOEXEC)),
-      wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-    if (events_.descriptor() < 0 || wake_.descriptor() < 0)
-        throw std::system_error(errno, std::generic_category(), "epoll_create1() or eventfd()");
-    watch(events_, EPOLL_CTL_ADD, wake_.descriptor(), kWake, EPOLLIN);
+    : connect_(std::move(connect)), on_gone_(std::move(on_gone)), events_(::epoll_create1(EPOLL_CLOEXEC)) {
+    if (events_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1()");
+    watch(events_, EPOLL_CTL_ADD, waiting_.descriptor(), kWake, EPOLLIN);
 }
 
 void TcpLane::check_open() const {
@@ -81,7 +70,7 @@ void TcpLane::send(const TcpMessagePtr& message) {
     }
     found->connection.push(message);
     if (!found->is_full) flush(message->peer);
-    wake_others();
+    waiting_.wake_others();
 }
 
 void TcpLane::receive(const TcpMessagePtr& message) {
@@ -127,20 +116,7 @@ bool TcpLane::is_done(const TcpMessage& message) {
 void TcpLane::abort(TcpMessage& message) {
     const std::lock_guard lock(mutex_);
     message.is_aborted = true;
-    wake_others();
-}
-
-// Wakes the threads whose waits are over, but the one that waits for `own`: each leaves when it sees its message.
-void TcpLane::wake_others(const TcpMessage* own) {
-    const bool wake = std::any_of(awaited_.begin(), awaited_.end(), [&](const TcpMessage* each) {
-        return each != own && (each->is_done || each->is_aborted || !each->error.empty());
-    });
-    eventfd_t count = 0;
-    if (std::exchange(is_wake_set_, wake) == wake) return;
-    if (wake)
-        ::eventfd_write(wake_.descriptor(), 1);
-    else
-        ::eventfd_read(wake_.descriptor(), &count);
+    waiting_.wake_others();
 }
 
 void TcpLane::release(const TcpMessagePtr& message) {
@@ -173,7 +149,7 @@ void TcpLane::close(const std::string& reason) {
     for (auto& [peer, each] : outgoing_) each.connection.fail(reason);
     outgoing_.clear();
     incoming_.clear();
-    wake_others();
+    waiting_.wake_others();
 }
 
 // The connection to a rank, which is opened if there is none; null if the rank has gone.
@@ -232,7 +208,7 @@ void TcpLane::resume(int peer) {
         if (!each.is_watched && (peer == Transport::kAnyone || peer == from)) stalled.push_back(from);
     }
     for (const int from : stalled) read(from);
-    if (!stalled.empty()) wake_others();
+    if (!stalled.empty()) waiting_.wake_others();
 }
 
 // Sleeps until something can be moved, and moves it. Returns false if a signal has come.
@@ -245,7 +221,7 @@ bool TcpLane::move(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds
     const bool is_interrupted = count < 0 && errno == EINTR;
     lock.lock();
     for (int each = 0; each < count; ++each) handle(events[static_cast<std::size_t>(each)]);
-    wake_others(own);
+    waiting_.wake_others(own);
     return !is_interrupted;
 }
 
@@ -276,7 +252,7 @@ bool TcpLane::is_loaded() {
 
 bool TcpLane::is_idle_since(std::uint64_t& waits) {
     const std::lock_guard lock(mutex_);
-    return std::exchange(waits, waits_) == waits_ && awaited_.empty();
+    return waiting_.is_none_since(waits);
 }
 
 }  // namespace dist_prims

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "connection.h"
+#include "waiting_threads.h"
 
 struct epoll_event;
 
@@ -83,14 +84,12 @@ private:
     void resume(int peer);
     void check_peer(TcpMessage& message);
     void check_open() const;
-    void wake_others(const TcpMessage* own = nullptr);
     bool move(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit, const TcpMessage* own = nullptr);
     void handle(const epoll_event& event);
 
     const Connect connect_;
     const OnGone on_gone_;
     const Socket events_;  // of epoll
-    const Socket wake_;    // an eventfd that ends the waits of other threads
 
     std::mutex mutex_;                  // of all below
     std::map<int, Outgoing> outgoing_;  // by peer
@@ -98,10 +97,8 @@ private:
     std::map<int, Gone> gone_;          // ranks to which nothing can be sent any more
     std::map<int, std::string> ended_;  // ranks from which nothing can come any more, and why
     Inbox inbox_;
-    std::string closed_;                // why; empty as long as the lane is open
-    std::vector<TcpMessage*> awaited_;  // by a thread each
-    bool is_wake_set_ = false;
-    std::uint64_t waits_ = 0;
+    std::string closed_;  // why; empty as long as the lane is open
+    WaitingThreads<TcpMessage> waiting_;
 };
 
 }  // namespace dist_prims

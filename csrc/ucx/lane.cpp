@@ -2,12 +2,10 @@
 
 #include <poll.h>
 #include <sched.h>
-#include <sys/eventfd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <system_error>
 #include <utility>
 
 #include "../common/checksum.h"
@@ -52,25 +50,6 @@ public:
     std::unique_lock<std::mutex> lock;
 };
 
-// Marks a message as awaited by this thread.
-class Lane::AwaitedScope {
-public:
-    AwaitedScope(Lane& lane, Message& message) : lane_(lane), message_(message) {
-        lane.awaited_.push_back(&message);
-        ++lane.waits_;
-    }
-    ~AwaitedScope() {
-        message_.is_aborted = false;
-        std::erase(lane_.awaited_, &message_);
-        lane_.wake_others();
-    }
-    AwaitedScope(const AwaitedScope&) = delete;
-
-private:
-    Lane& lane_;
-    Message& message_;
-};
-
 // The polling of one wait, which yields its core between two polls. A yield that takes long has given the core to
 // another thread. Waits then sleep at once for a time, since the scheduler favours a thread that wakes up.
 class Lane::Polling {
@@ -105,10 +84,8 @@ Lane::Lane(std::unique_ptr<Worker> worker, std::vector<std::string> addresses, i
       rank_(rank),
       group_(Checksum().add(token).value() << (kTagBits + kRankBits)),
       polls_(polls),
-      wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
       peers_(addresses_.size(), Peer{this}) {
     if (addresses_.size() > std::size_t{1} << kRankBits) throw std::invalid_argument("too many ranks for UCX");
-    if (wake_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "eventfd()");
 }
 
 Lane::~Lane() {
@@ -191,7 +168,7 @@ void Lane::begin(const MessagePtr& message, ucs_status_ptr_t result) {
     pending_.emplace(message.get(), message);
     for (int turn = 0; turn < kMaxTurns && advance(); ++turn) {
     }
-    wake_others();
+    waiting_.wake_others();
 }
 
 void Lane::on_sent(void* request, ucs_status_t status, void* user_data) {
@@ -232,13 +209,13 @@ Lane::WaitResult Lane::wait(Message& message, std::chrono::milliseconds limit) {
     const auto until = Clock::now() + limit;
     Guard guard(*this);
     if (std::exchange(message.is_aborted, false)) return WaitResult::kAborted;
-    const AwaitedScope awaited(*this, message);
+    const WaitingThreads<Message>::Scope awaited(waiting_, message);
     for (Polling polling(*this);;) {
         if (message.is_done) return WaitResult::kDone;
         if (!message.error.empty()) throw Transport::TransportError(message.error);
         if (message.is_aborted) return WaitResult::kAborted;
         if (advance()) {
-            wake_others(&message);
+            waiting_.wake_others(&message);
             guard.lock.unlock();  // for other threads: much may be arriving
             guard.lock.lock();
             continue;
@@ -258,26 +235,13 @@ bool Lane::is_done(const Message& message) {
 void Lane::abort(Message& message) {
     const Guard guard(*this);
     message.is_aborted = true;
-    wake_others();
+    waiting_.wake_others();
 }
 
 void Lane::release(const MessagePtr& message) {
     const Guard guard(*this);
     message->data = nullptr;
     if (message->request && !message->is_outgoing) calls()->request_cancel(worker_->get(), message->request);
-}
-
-// Wakes the threads whose waits are over, but the one that waits for `own`: each leaves when it sees its message.
-void Lane::wake_others(const Message* own) {
-    const bool wake = std::any_of(awaited_.begin(), awaited_.end(), [&](const Message* each) {
-        return each != own && (each->is_done || each->is_aborted || !each->error.empty());
-    });
-    eventfd_t count = 0;
-    if (std::exchange(is_wake_set_, wake) == wake) return;
-    if (wake)
-        ::eventfd_write(wake_.descriptor(), 1);
-    else
-        ::eventfd_read(wake_.descriptor(), &count);
 }
 
 // UCX calls this within worker_progress().
@@ -332,7 +296,7 @@ void Lane::fail(Peer& peer) {
     const int number = static_cast<int>(&peer - peers_.data());
     fail_all([number](const Message& message) { return message.peer == number; }, peer.gone);
     close_endpoint(peer);
-    wake_others();
+    waiting_.wake_others();
 }
 
 void Lane::fail_all(const std::function<bool(const Message&)>& concerned, const std::string& reason) {
@@ -367,7 +331,7 @@ void Lane::close(const std::string& reason) {
     fail_all([](const Message&) { return true; }, reason);
     for (Peer& peer : peers_) close_endpoint(peer);
     complete(closing_, Clock::now() + kTimeToClose);
-    wake_others();
+    waiting_.wake_others();
 }
 
 // Gives the network what has been sent: UCX keeps a copy of what a connection does not take at once.
@@ -401,7 +365,7 @@ bool Lane::progress() {
     if (!closed_.empty()) return true;
     bool is_armed = false;
     for (int turn = 0; turn < kMaxTurns && !is_armed; ++turn) is_armed = !advance() && arm();
-    wake_others();
+    waiting_.wake_others();
     return is_armed;
 }
 
@@ -413,7 +377,7 @@ bool Lane::arm() {
 // Sleeps until something can be moved, a wait is over or a look at failures is due. Returns false if a signal has come.
 bool Lane::sleep(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit) {
     if (!arm()) return true;
-    pollfd watched[] = {{worker_->descriptor(), POLLIN, 0}, {wake_.descriptor(), POLLIN, 0}};
+    pollfd watched[] = {{worker_->descriptor(), POLLIN, 0}, {waiting_.descriptor(), POLLIN, 0}};
     const auto longest = std::min<std::chrono::milliseconds>(limit, kBetweenLooks);
     lock.unlock();
     const int count = ::poll(watched, std::size(watched), static_cast<int>(longest.count()));
@@ -436,7 +400,7 @@ bool Lane::is_loaded() {
 
 bool Lane::is_idle_since(std::uint64_t& waits) {
     const Guard guard(*this);
-    return std::exchange(waits, waits_) == waits_ && awaited_.empty();
+    return waiting_.is_none_since(waits);
 }
 
 }  // namespace dist_prims::ucx

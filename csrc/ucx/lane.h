@@ -19,7 +19,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../tcp/socket.h"
+#include "../tcp/waiting_threads.h"
 #include "message.h"
 #include "worker.h"
 
@@ -73,7 +73,6 @@ private:
         bool has_failed = false;      // nothing can come any more either
     };
     class Guard;
-    class AwaitedScope;
     class Polling;
 
     static void on_sent(void* request, ucs_status_t status, void* message);
@@ -95,7 +94,6 @@ private:
     void flush();
     void complete(std::vector<void*>& requests, Clock::time_point until);
     bool arm();
-    void wake_others(const Message* own = nullptr);
     bool sleep(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit);
 
     std::unique_ptr<Worker> worker_;
@@ -103,7 +101,6 @@ private:
     const int rank_;
     const std::uint64_t group_;  // the first bits of all tags
     const bool polls_;
-    const Socket wake_;  // an eventfd that ends the sleep of other threads
 
     std::mutex mutex_;  // of all below, and of the worker
     std::vector<Peer> peers_;
@@ -112,9 +109,7 @@ private:
     std::vector<void*> closing_;                              // requests of UCX that close endpoints
     bool has_failures_ = false;                               // that look_at_failures() has not yet dealt with
     std::string closed_;                                      // why; empty as long as the lane is open
-    std::vector<Message*> awaited_;                           // by a thread each
-    bool is_wake_set_ = false;
-    std::uint64_t waits_ = 0;
+    WaitingThreads<Message> waiting_;
     Clock::time_point poll_again_{};  // until then waits do not poll before they sleep: other threads need the core
     Clock::duration backoff_{};
 };

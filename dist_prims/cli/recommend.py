@@ -49,7 +49,8 @@ def run(given: argparse.Namespace) -> int:
 def _how_to_run(collective: str, hosts: int, algorithm: str) -> str:
     """A sentence that says whether the backend uses the recommendation automatically."""
     if hosts > 1 and collective not in _WITHOUT_CHOICE:
-        chooses = "The backend dist_prims chooses by the same prices, from the file that `bench calibrate` writes"
+        figures = "from the file that `bench calibrate` writes, or else of the link as measured when a group is made"
+        chooses = f"The backend dist_prims chooses by the same prices, {figures}"
         unless = ", but sends each block straight to its receiver unless another algorithm takes 0.6 of that time"
         return f"{chooses}{unless if collective in _EXCHANGES else ''}."
     by_hand = f"dist_prims.{collective}(..., algorithm={algorithm!r}) uses this algorithm on any backend"

@@ -1,0 +1,70 @@
+// The threads that wait for messages of a lane, and the eventfd that ends the sleep of those whose waits are over. The
+// lock of the lane guards all of it.
+#pragma once
+
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "socket.h"
+
+namespace dist_prims {
+
+template <typename Message>
+class WaitingThreads {
+public:
+    // Marks a message as awaited by this thread.
+    class Scope {
+    public:
+        Scope(WaitingThreads& threads, Message& message) : threads_(threads), message_(message) {
+            threads.awaited_.push_back(&message);
+            ++threads.waits_;
+        }
+        ~Scope() {
+            message_.is_aborted = false;
+            std::erase(threads_.awaited_, &message_);
+            threads_.wake_others();
+        }
+        Scope(const Scope&) = delete;
+
+    private:
+        WaitingThreads& threads_;
+        Message& message_;
+    };
+
+    WaitingThreads() : wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+        if (wake_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "eventfd()");
+    }
+
+    // Readable while the wait of some thread is over.
+    int descriptor() const { return wake_.descriptor(); }
+    // Wakes the threads whose waits are over, but the one that waits for `own`: each leaves when it sees its message.
+    void wake_others(const Message* own = nullptr) {
+        const bool wake = std::any_of(awaited_.begin(), awaited_.end(), [&](const Message* each) {
+            return each != own && (each->is_done || each->is_aborted || !each->error.empty());
+        });
+        eventfd_t count = 0;
+        if (std::exchange(is_wake_set_, wake) == wake) return;
+        if (wake)
+            ::eventfd_write(wake_.descriptor(), 1);
+        else
+            ::eventfd_read(wake_.descriptor(), &count);
+    }
+    // Whether no thread waits, and none has since `waits`, the number of waits so far, which is brought up to date.
+    bool is_none_since(std::uint64_t& waits) const {
+        return std::exchange(waits, waits_) == waits_ && awaited_.empty();
+    }
+
+private:
+    const Socket wake_;
+    std::vector<Message*> awaited_;  // by a thread each
+    bool is_wake_set_ = false;
+    std::uint64_t waits_ = 0;
+};
+
+}  // namespace dist_prims
