@@ -101,7 +101,7 @@ def _recommended(collective: str, low: int, topology: Topology, _version: int) -
 
     The choice does not depend on the root. All groups of the process with the same hosts and cost figures share it.
     """
-    found = recommend(collective, max(low * 1.5, 1), topology).candidates
+    found = recommend(collective, max(low * 1.5, 1), topology, only_best=True).candidates
     if collective in _UNKNOWN_LENGTHS:
         found = tuple(each for each in found if is_trusted(each.schedule))
     best = found[0]

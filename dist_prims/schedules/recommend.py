@@ -22,6 +22,7 @@ import numpy as np
 from .contract import COLLECTIVES
 from .cost import best_segments, lower_bound, parts, seconds
 from .cost_card import ceil_log2
+from .path import Path
 from .registry import Algorithm, algorithms, build, build_shared, lookup, nearest
 from .replay import replay
 from .schedule import Schedule
@@ -81,8 +82,10 @@ class Advice:
     bound: float
 
 
-def recommend(collective: str, nbytes: float, topology: Topology) -> Advice:
+def recommend(collective: str, nbytes: float, topology: Topology, only_best: bool = False) -> Advice:
     """Price the candidates for a collective of ``nbytes`` on a topology.
+
+    ``only_best``: without the candidates of which a simple lower bound shows that none of them is the best one.
 
     >>> from dist_prims.schedules.topology import Level
     >>> cluster = Topology((4, 4), Level(1e-6, 1e-10), Level(20e-6, 1e-9))
@@ -92,10 +95,10 @@ def recommend(collective: str, nbytes: float, topology: Topology) -> Advice:
     """
     if collective not in COLLECTIVES:
         raise ValueError(nearest("collective", collective, COLLECTIVES))
-    search = _Search(collective, nbytes, topology)
-    search.flat()
+    search = _Search(collective, nbytes, topology, only_best)
     if _has_hierarchies(collective, topology):
         search.hierarchies()
+    search.flat()
     if not search.found:
         raise ValueError(f"{collective} over {topology.size} ranks: every algorithm has too many transfers to price")
     ranked = sorted(search.found, key=lambda candidate: candidate.seconds)
@@ -122,7 +125,8 @@ def _use_of_links(schedule: Schedule, topology: Topology) -> tuple[int, int]:
     fan_in, hosts = 0, len(topology.hosts)
     reached = np.zeros((hosts, hosts), np.bool_)
     for step in schedule.steps:
-        pairs = np.unique(topology.host_of[step.dst] * hosts + topology.host_of[step.src])
+        messages, _ = step.narrow
+        pairs = np.unique(topology.host_of[messages.dst] * hosts + topology.host_of[messages.src])
         to, by = np.divmod(pairs, hosts)
         fan_in = max(fan_in, int(np.bincount(to[to != by], minlength=1).max()))
         reached[by, to] |= to != by
@@ -148,6 +152,7 @@ class _Search:
     collective: str
     nbytes: float
     topology: Topology
+    only_best: bool
     found: list[Candidate] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
 
@@ -191,6 +196,8 @@ class _Search:
             many = f"{at_once:,.0f} at once" if at_once > MOST_AT_ONCE else f"{total:,.0f}"
             self.left_out.append((_name(schedule), many))
             return
+        if self.only_best and name != "hierarchical" and self._is_too_long(schedule):
+            return
         segments = int(best_segments(schedule, self.nbytes, self.topology))
         spent = parts(schedule, self.nbytes, self.topology, segments)
         latency, processor, link = (float(spent[columns].sum()) for columns in (LATENCY, PROCESSOR, LINK))
@@ -198,6 +205,11 @@ class _Search:
         busiest = int(np.maximum(loads.sent, loads.received).max()) * float(schedule.share) * self.nbytes
         uncut = float(seconds(schedule, self.nbytes, self.topology))
         self.found.append(Candidate(_name(schedule), schedule, segments, latency, processor, link, busiest, uncut))
+
+    def _is_too_long(self, schedule: Schedule) -> bool:
+        """Whether a lower bound is above the price of the best candidate so far, and of those nearly as good."""
+        best = min((each.seconds for each in self.found), default=math.inf)
+        return Path.of(schedule, self.topology).is_longer(self.nbytes, best * (1 + _TOLERANCE))
 
 
 def _name(schedule: Schedule) -> str:

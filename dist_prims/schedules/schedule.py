@@ -64,7 +64,7 @@ class Step:
         self, src: ArrayLike, dst: ArrayLike, chunk: ArrayLike, reduce: ArrayLike = False, into: ArrayLike | None = None
     ) -> None:
         if isinstance(reduce, bool) and isinstance(src, np.ndarray):
-            reduce = np.full(src.shape, reduce)
+            reduce = (np.ones if reduce else np.zeros)(src.shape, np.bool_)
         columns: list[Any] = [src, dst, chunk, chunk if into is None else into, reduce]
         if not _are_columns(columns):
             columns = one_length(*columns)
@@ -72,8 +72,7 @@ class Step:
                 if column.size and column.dtype.kind not in "iu":
                     raise ValueError(f"Step({name}=...): integers are required, not {column.dtype}")
             columns = [column.astype(kind, copy=False) for column, kind in zip(columns, _KINDS, strict=True)]
-        for name, column in zip(_COLUMNS, columns, strict=True):
-            object.__setattr__(self, name, column)
+        self.__dict__.update(zip(_COLUMNS, columns, strict=True))
 
     def __len__(self) -> int:
         return len(self.src)
@@ -88,6 +87,10 @@ class Step:
         columns = (self.src, self.dst, self.chunk, self.into, self.reduce)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
+    def backwards(self) -> Step:
+        """The step that receivers send back and senders add: a reduce-scatter is an all-gather backwards."""
+        return Step(self.dst, self.src, self.chunk, reduce=True)
+
     def take(self, which: ArrayLike) -> Step:
         """The rows that an index array, a slice or a mask selects, in the order of the selection."""
         at: Any = which
@@ -98,21 +101,67 @@ class Step:
         """One step with the transfers of all ``steps``."""
         if not steps:
             return Step([], [], np.empty(0, np.int64))
-        names = ("src", "dst", "chunk", "reduce", "into")
-        return Step(*(np.concatenate([getattr(step, name) for step in steps]) for name in names))
+        if any(isinstance(step, CountedStep) for step in steps):
+            messages = [step.narrow for step in steps]
+            counts = [np.ones(len(rows), np.int64) if span is None else span for rows, span in messages]
+            return CountedStep(_joined([rows for rows, _ in messages]), np.concatenate(counts), lambda: _joined(steps))
+        return _joined(steps)
+
+
+def _joined(steps: Sequence[Step]) -> Step:
+    names = ("src", "dst", "chunk", "reduce", "into")
+    return Step(*(np.concatenate([getattr(step, name) for step in steps]) for name in names))
 
 
 def _are_columns(given: list[Any]) -> bool:
     """Whether the columns of a step need no conversion, which takes longer than the rest of most steps."""
-    same = (isinstance(each, np.ndarray) and each.dtype is kind for each, kind in zip(given, _KINDS, strict=True))
-    return all(same) and given[0].ndim == 1 and len({each.shape for each in given}) == 1
+    shape = getattr(given[0], "shape", ())
+    for each, kind in zip(given, _KINDS, strict=True):
+        if not isinstance(each, np.ndarray) or each.dtype is not kind or each.shape != shape:
+            return False
+    return len(shape) == 1
 
 
-class WideStep(Step):
+class CountedStep(Step):
+    """A step given by its messages: row i stands for ``span[i]`` chunks; ``make`` returns the step with all rows.
+
+    A rank of a large group may send thousands of chunks at once. The columns with one row a chunk are computed on first
+    access; the cost model only counts chunks and uses ``narrow``.
+
+    >>> both = CountedStep(Step(src=0, dst=1, chunk=0), 2, lambda: Step(src=0, dst=1, chunk=[0, 7]))
+    >>> len(both), both.rows()[1]
+    (2, (0, 1, 7, 7, False))
+    """
+
+    def __init__(self, messages: Step, span: ArrayLike, make: Callable[[], Step]) -> None:
+        spans = span if isinstance(span, np.ndarray) else np.full(len(messages), span, np.int64)
+        self.__dict__.update(_messages=messages, _span=spans, _make=make)
+
+    _messages: Step
+    _span: Ints
+    _make: Callable[[], Step]
+
+    def __len__(self) -> int:
+        return int(self._span.sum())
+
+    @property
+    def narrow(self) -> tuple[Step, Ints | None]:
+        return self._messages, self._span
+
+    def __getattr__(self, name: str) -> Any:
+        """Compute the columns on first access."""
+        if name not in _COLUMNS:
+            raise AttributeError(name)
+        step = self._make()
+        self.__dict__.update((each, getattr(step, each)) for each in _COLUMNS)
+        return getattr(step, name)
+
+    def backwards(self) -> Step:
+        return CountedStep(self._messages.backwards(), self._span, lambda: self._make().backwards())
+
+
+class WideStep(CountedStep):
     """A step whose rows move several consecutive chunks each: row i moves the ``span[i]`` chunks from chunk[i] on.
-
-    A rank of a large group may forward thousands of chunks at once. The columns with one row a chunk are computed on
-    first access; the cost model only counts chunks and uses ``narrow``.
 
     >>> wide = WideStep(Step(src=[0, 1], dst=[1, 0], chunk=[0, 4]), span=[2, 1])
     >>> wide.rows()
@@ -120,25 +169,22 @@ class WideStep(Step):
     """
 
     def __init__(self, rows: Step, span: ArrayLike) -> None:
-        object.__setattr__(self, "_rows", rows)
-        object.__setattr__(self, "_span", np.broadcast_to(np.asarray(span, np.int64), len(rows)))
+        wide = np.asarray(span, np.int64)
+        messages, counted = rows.narrow
+        if counted is None:
+            each: ArrayLike = span
+        elif wide.ndim:
+            each = np.diff(np.concatenate([[0], wide.cumsum()])[counted.cumsum()], prepend=0)
+        else:
+            each = counted * wide
+        super().__init__(messages, each, lambda: _repeated(rows, wide))
 
-    _rows: Step
-    _span: Ints
 
-    @property
-    def narrow(self) -> tuple[Step, Ints | None]:
-        return self._rows, self._span
-
-    def __getattr__(self, name: str) -> Any:
-        """Compute a column on first access."""
-        if name not in _COLUMNS:
-            raise AttributeError(name)
-        column = np.repeat(getattr(self._rows, name), self._span)
-        if name in ("chunk", "into"):
-            column = column + np.arange(len(column)) - np.repeat(np.cumsum(self._span) - self._span, self._span)
-        object.__setattr__(self, name, column)
-        return column
+def _repeated(rows: Step, width: Ints) -> Step:
+    span = np.broadcast_to(width, len(rows))
+    within = np.arange(int(span.sum())) - np.repeat(np.cumsum(span) - span, span)
+    src, dst, chunk, into, reduce = (np.repeat(getattr(rows, name), span) for name in _COLUMNS)
+    return Step(src, dst, chunk + within, reduce, into + within)
 
 
 class Steps(Sequence[Step]):

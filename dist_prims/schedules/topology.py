@@ -162,26 +162,20 @@ class Topology:
         chunks = np.ones(len(pairs), np.int64) if counted is None else counted
         size, hosts = self.size, len(self.hosts)
         src, dst = pairs // size, pairs % size
-        far = src != dst
-        if not far.all():
-            src, dst, chunks = src[far], dst[far], chunks[far]
         from_host, to_host = self.host_of[src], self.host_of[dst]
         between = from_host != to_host
-        within, out, one = chunks[~between], chunks[between], np.ones(len(src))
-        from_host, to_host = from_host[between], to_host[between]
-        cells = [  # row, column, how many
-            (src, between, one),
-            (size + dst, between, one),
-            (src[~between], 2, within),
-            (size + dst[~between], 2, within),
-            (2 * size + from_host, 4, out),
-            (2 * size + hosts + to_host, 4, out),
-        ]
-        cell = np.concatenate([row * COLUMNS + column for row, column, _ in cells])
-        total = 2 * (size + hosts) * COLUMNS
-        rows = np.bincount(cell, np.concatenate([many for *_, many in cells]), total).astype(np.int64)
+        within = ~between & (src != dst)
+        rows = np.zeros((COLUMNS, 2 * (size + hosts)), np.int64)
+        for ranks, first in ((src, 0), (dst, size)):
+            inner, place = ranks[within], slice(first, first + size)
+            rows[0, place] = np.bincount(inner, minlength=size)
+            rows[1, place] = np.bincount(ranks[between], minlength=size)
+            rows[2, place] = np.bincount(inner, chunks[within], size)
+        out, from_host, to_host = chunks[between], from_host[between], to_host[between]
+        rows[4, 2 * size : 2 * size + hosts] = np.bincount(from_host, out, hosts)
+        rows[4, 2 * size + hosts :] = np.bincount(to_host, out, hosts)
         routes, _ = _runs(np.sort(to_host * hosts + from_host), None)
-        return rows.reshape(-1, COLUMNS), np.bincount(routes // hosts, minlength=hosts) > 1
+        return rows.T, np.bincount(routes // hosts, minlength=hosts) > 1
 
     def _count_table(self, pairs: Ints, chunks: Ints | None) -> tuple[Ints, NDArray[np.bool_]]:
         """The same as ``_count_messages`` from a table of all pairs of ranks, faster where most of them communicate."""

@@ -39,9 +39,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     """The calls of ``recommend`` by the backend."""
     calls: list[tuple[Any, ...]] = []
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any, **options: Any) -> Any:
         calls.append(given)
-        return recommend(*given)
+        return recommend(*given, **options)
 
     multi_host._recommended.cache_clear()
     monkeypatch.setattr(multi_host, "recommend", counted)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schedule import Step
+from ..schedule import CountedStep, Step
 
 __all__: list[str] = []
 
@@ -58,8 +58,14 @@ def _active_blocks(peers: Sequence[Ints], blocks: Bools) -> list[Bools]:
 def _exchange(peer: Ints, after: Bools, reduce: bool) -> Step:
     """Send the chunks that only the peer (when reducing) or the sender (when gathering) works on after the step."""
     sent = after[peer] & ~after if reduce else after & ~after[peer]
-    src, chunk = np.divmod(np.flatnonzero(sent), sent.shape[1])  # np.nonzero takes twice as long
-    return Step(src, peer[src], chunk, reduce)
+
+    def rows() -> Step:
+        src, chunk = np.divmod(np.flatnonzero(sent), sent.shape[1])  # np.nonzero takes twice as long
+        return Step(src, peer[src], chunk, reduce)
+
+    count = np.count_nonzero(sent, axis=1)
+    src = np.flatnonzero(count)
+    return CountedStep(Step(src, peer[src], np.zeros_like(src), reduce), count[src], rows)
 
 
 def reduce_scatter(peers: Sequence[Ints], blocks: Bools) -> Iterator[Step]:

@@ -10,6 +10,7 @@ Hosts with different numbers of ranks (``unit_groups``): the data is cut into so
 can share them evenly, and unit u of a host of m ranks belongs to its rank u * m // units.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..contract import ROOTED
 from ..registry import build, lookup
-from ..schedule import Schedule, Step, WideStep
+from ..schedule import CountedStep, Schedule, Step, WideStep
 
 __all__: list[str] = []
 
@@ -104,13 +105,23 @@ class Groups:
         Consecutive steps of a ring differ in their chunks only. The other columns are then reused: for 100,000 ranks
         their computation would be most of the work.
         """
+        messages, span = step.narrow
+        src, dst, reduce = self._columns(messages)
+        spread = Step(src, dst, self._chunks(messages.chunk), reduce, self._chunks(messages.into))
+        if span is None:
+            return spread
+        return CountedStep(spread, np.tile(span, len(self.ranks)), lambda: self._all_rows(step))
+
+    def _all_rows(self, step: Step) -> Step:
+        return self.spread(Step(step.src, step.dst, step.chunk, step.reduce, step.into))
+
+    def _columns(self, step: Step) -> list[NDArray[Any]]:
         small = [step.src, step.dst, step.reduce]
         if not self._small or not all(map(np.array_equal, small, self._small)):
             self._small = [column.copy() for column in small]
             src, dst = self.ranks[:, step.src].ravel(), self.ranks[:, step.dst].ravel()
             self._wide = [src, dst, np.tile(step.reduce, len(self.ranks))]
-        src, dst, reduce = self._wide
-        return Step(src, dst, self._chunks(step.chunk), reduce, self._chunks(step.into))
+        return self._wide
 
     def _chunks(self, column: Ints) -> Ints:
         return (self.first[:, None] + column * self.width).ravel()
@@ -160,4 +171,8 @@ def within(schedule: Schedule, hosts: Sequence[int], number: int) -> Iterator[St
     each = schedule.size
     host, of = (axis.ravel() for axis in np.meshgrid(np.asarray(hosts), np.arange(number), indexing="ij"))
     groups = Groups(host[:, None] * each + np.arange(each), of * each, 1)
-    yield from map(groups.spread, schedule.steps)
+    ranks = np.asarray(hosts)[:, None] * each + np.arange(each)
+    once = Groups(ranks, np.zeros(len(ranks), np.int64), 1)  # the same messages for the blocks of one host
+    for step in schedule.steps:
+        messages, span = once.spread(step).narrow
+        yield CountedStep(messages, number if span is None else span * number, functools.partial(groups.spread, step))

@@ -31,7 +31,7 @@ def _pairs(size: int) -> tuple[np.ndarray, np.ndarray]:
 @algorithm("all_reduce", name="direct", chunks=1, card=Card("1", "n-1", "tiny data", SOURCE))
 def all_reduce(size: int) -> Iterator[Step]:
     src, dst = _pairs(size)
-    yield Step(src, dst, chunk=0, reduce=src > 0)
+    yield Step(src, dst, chunk=np.zeros_like(src), reduce=src > 0)
 
 
 def _add_in_rank_order(size: int) -> Step:
@@ -52,9 +52,10 @@ def reduce_scatter(size: int) -> Iterator[Step]:
 
 @algorithm("all_gather", name="direct", card=Card("min(n-1, 1)", "(n-1)/n", "one switch, small data", SOURCE))
 def all_gather(size: int) -> Iterator[Step]:
-    src, dst = _pairs(size)
     if size > 1:
-        yield Step(src, dst, chunk=src).take(src != dst)
+        dst, other = np.repeat(np.arange(size), size - 1), np.tile(np.arange(size - 1), size)
+        src = other + (other >= dst)
+        yield Step(src, dst, chunk=src)
 
 
 @algorithm("gather", name="direct", card=Card("min(n-1, 1)", "min(n-1, 1)/n", "large data", SOURCE))

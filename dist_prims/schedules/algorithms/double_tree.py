@@ -111,4 +111,4 @@ def broadcast(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
 @algorithm("reduce", name="double_tree", chunks=_chunks, card=CARD)
 def reduce(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
     for step in reversed(list(_steps(size, root, chunks))):
-        yield Step(step.dst, step.src, step.chunk, reduce=True)
+        yield step.backwards()

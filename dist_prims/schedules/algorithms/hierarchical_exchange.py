@@ -17,13 +17,14 @@ Barrier: a dissemination within each host, after which every rank knows of its w
 with the same place on their hosts. Fewer messages cross a link than in a flat dissemination.
 """
 
+import functools
 from collections.abc import Iterator
 
 import numpy as np
 
 from ..cost_card import Card, ceil_log2
 from ..registry import algorithm, lookup
-from ..schedule import Schedule, Step
+from ..schedule import CountedStep, Schedule, Step
 from . import _hierarchy as hierarchy
 from ._hierarchy import Hosts, Ints, fair_share
 
@@ -45,9 +46,17 @@ def _numbers(schedule: Schedule, first: int, held: Ints, arrived: Ints) -> Ints:
 def _spread(schedule: Schedule, ranks: Ints, numbers: Ints) -> Iterator[Step]:
     """The small schedule in every group of ranks[host or place, member], once for each row of chunk numbers."""
     for step in schedule.steps:
-        src, dst = (np.repeat(ranks[:, ends], len(numbers), axis=0).ravel() for ends in (step.src, step.dst))
-        chunk, into = (np.tile(numbers[:, column], (len(ranks), 1)).ravel() for column in (step.chunk, step.into))
-        yield Step(src, dst, chunk, into=into)
+        messages, span = step.narrow
+        counted = np.full(len(messages), len(numbers)) if span is None else span * len(numbers)
+        src, dst = ranks[:, messages.src].ravel(), ranks[:, messages.dst].ravel()
+        rows = functools.partial(_rows, step, ranks, numbers)
+        yield CountedStep(Step(src, dst, np.zeros_like(src)), np.tile(counted, len(ranks)), rows)
+
+
+def _rows(step: Step, ranks: Ints, numbers: Ints) -> Step:
+    src, dst = (np.repeat(ranks[:, ends], len(numbers), axis=0).ravel() for ends in (step.src, step.dst))
+    chunk, into = (np.tile(numbers[:, column], (len(ranks), 1)).ravel() for column in (step.chunk, step.into))
+    return Step(src, dst, chunk, into=into)
 
 
 @algorithm(

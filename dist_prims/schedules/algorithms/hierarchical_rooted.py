@@ -29,7 +29,7 @@ import numpy as np
 
 from ..cost_card import Card, ceil_log2
 from ..registry import algorithm, build
-from ..schedule import Schedule, Step, WideStep
+from ..schedule import CountedStep, Schedule, Step, WideStep
 from . import _hierarchy as hierarchy
 from . import binomial
 from ._hierarchy import Hosts, fair_share
@@ -68,9 +68,10 @@ def _on_one_host(schedule: Schedule, first_rank: int, chunks: int) -> Iterator[S
 
 def _without(root: int, step: Step) -> Step:
     """The step without the messages to the root."""
-    rows, span = step.narrow
-    keep = rows.dst != root
-    return WideStep(rows.take(keep), 1 if span is None else span[keep])
+    messages, span = step.narrow
+    keep = messages.dst != root
+    counted = np.ones(len(messages), np.int64) if span is None else span
+    return CountedStep(messages.take(keep), counted[keep], lambda: step.take(step.dst != root))
 
 
 _broadcast_chunks = hierarchy.chunks_of_units(("all_gather",), "broadcast")

@@ -20,10 +20,11 @@ ranks. Halving-doubling has both only for powers of two. Each chunk is added up 
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..cost_card import Card, ceil_log2
 from ..registry import algorithm
-from ..schedule import Step
+from ..schedule import CountedStep, Step
 
 __all__: list[str] = []
 
@@ -40,9 +41,17 @@ def _hops(size: int, aggregate: int | None) -> list[Step]:
         offsets = np.arange(0, size - distance, 2 * distance)
         most = aggregate or len(offsets)
         for some in (offsets[at : at + most] for at in range(0, len(offsets), most)):
-            rank, offset = np.repeat(np.arange(size), len(some)), np.tile(some, size)
-            steps.append(Step(src=rank, dst=(rank + distance) % size, chunk=(rank - offset) % size))
+            steps.append(_hop(size, distance, some))
     return steps
+
+
+def _hop(size: int, distance: int, offsets: NDArray[np.int64]) -> Step:
+    def rows() -> Step:
+        rank, offset = np.repeat(every, len(offsets)), np.tile(offsets, size)
+        return Step(src=rank, dst=(rank + distance) % size, chunk=(rank - offset) % size)
+
+    every = np.arange(size)
+    return CountedStep(Step(every, (every + distance) % size, chunk=every), len(offsets), rows)
 
 
 @algorithm("all_gather", name="pat", card=CARD)
@@ -53,7 +62,7 @@ def all_gather(size: int, aggregate: int | None = None) -> Iterator[Step]:
 @algorithm("reduce_scatter", name="pat", card=CARD)
 def reduce_scatter(size: int, aggregate: int | None = None) -> Iterator[Step]:
     for hop in reversed(_hops(size, aggregate)):
-        yield Step(src=hop.dst, dst=hop.src, chunk=hop.chunk, reduce=True)
+        yield hop.backwards()
 
 
 @algorithm(

@@ -33,7 +33,7 @@ def schedule_page(schedule: Schedule) -> Page:
     >>> page.title, page.data["steps"][0]["chunk"], page.data["proof"]["error"]
     ('all_reduce ring, 3 ranks, 3 chunks, 4 steps', {'from': 0}, None)
     """
-    transfers = sum(len(step.narrow[0]) for step in schedule.steps)
+    transfers = sum(map(len, schedule.steps))
     if transfers > MOST_TRANSFERS:
         raise ValueError(
             f"page: {schedule.collective} {schedule.algorithm} for {schedule.size} ranks has {transfers:,} transfers; "

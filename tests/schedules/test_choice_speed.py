@@ -1,0 +1,80 @@
+"""The search for the best candidate alone: its result is that of pricing all, with a fraction of the steps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dist_prims.schedules import build
+from dist_prims.schedules.contract import COLLECTIVES
+from dist_prims.schedules.cost import best_segments, seconds
+from dist_prims.schedules.path import Path
+from dist_prims.schedules.recommend import recommend
+from dist_prims.schedules.registry import algorithms
+from dist_prims.schedules.schedule import CountedStep, Step, WideStep
+from dist_prims.schedules.topology import Level, Topology
+
+FREE = Level(0, 0)
+TOPOLOGIES = st.builds(
+    Topology,
+    hosts=st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple),
+    inner=st.builds(Level, st.sampled_from([0.0, 1e-6, 1e-4]), st.sampled_from([0.0, 1e-10, 1e-8])),
+    outer=st.builds(Level, st.sampled_from([1e-6, 5e-5]), st.sampled_from([1e-10, 1e-8])),
+    gamma=st.sampled_from([0.0, 1e-9]),
+    cores=st.sampled_from([None, 2]),
+    congestion=st.sampled_from([0.0, 1e-9]),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(TOPOLOGIES, st.sampled_from(COLLECTIVES), st.integers(0, 30))
+def test_the_best_of_all_is_found_without_pricing_all(topology: Topology, collective: str, power: int) -> None:
+    every = recommend(collective, 1 << power, topology).candidates
+    some = recommend(collective, 1 << power, topology, only_best=True).candidates
+    assert (some[0].name, some[0].segments) == (every[0].name, every[0].segments)
+    assert {each.name for each in some} <= {each.name for each in every}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(TOPOLOGIES, st.sampled_from(COLLECTIVES), st.integers(0, 30), st.data())
+def test_a_bound_is_below_the_price(topology: Topology, collective: str, power: int, data: st.DataObject) -> None:
+    flat = [name for name in algorithms(collective) if name != "hierarchical"]
+    schedule = build(collective, data.draw(st.sampled_from(flat)), topology.size)
+    price = float(seconds(schedule, 1 << power, topology, int(best_segments(schedule, 1 << power, topology))))
+    assert not Path(schedule, topology).is_longer(1 << power, price * (1 + 1e-9))
+
+
+def test_a_long_schedule_is_counted_no_further_than_necessary() -> None:
+    cluster = Topology((8,) * 64, Level(5e-6, 3e-10), Level(60e-6, 8e-10), congestion=1e-10)
+    chain = build("broadcast", "chain", 512, chunks=1)
+    path = Path(chain, cluster)
+    assert path.is_longer(1024, 1e-3)
+    assert path._within + path._between < 150
+    assert path.is_longer(1024, 2e-3)  # continues
+    assert 150 < path._within + path._between < len(chain.steps)
+    priced = len(recommend("broadcast", 1024, cluster, only_best=True).candidates)
+    assert priced < len(recommend("broadcast", 1024, cluster).candidates) - 4
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_the_messages_of_a_step_have_the_load_of_its_rows(collective: str) -> None:
+    for name in algorithms(collective):
+        for hosts in ((3, 3), (2, 2, 2, 2), (4, 4, 4), (7,), (1, 1)):
+            given = {"hosts": hosts} if name == "hierarchical" else {}
+            topology = Topology(hosts, FREE, FREE)
+            for step in build(collective, name, topology.size, **given).steps:
+                size = len(step)
+                full = Step(step.src, step.dst, step.chunk, step.reduce, step.into)
+                assert size == len(full)
+                assert topology.loads(step).tolist() == topology.loads(full).tolist()
+
+
+def test_steps_of_messages_are_joined_and_run_backwards() -> None:
+    two = CountedStep(Step([0, 1], [1, 0], [0, 0]), 2, lambda: Step([0, 0, 1, 1], [1, 1, 0, 0], [0, 2, 1, 3]))
+    joined = Step.concat([two, Step(2, 0, 5), WideStep(two, [1, 2, 1, 1])])
+    assert joined.narrow[0].src.tolist() == [0, 1, 2, 0, 1]
+    assert joined.narrow[1].tolist() == [2, 2, 1, 3, 2]  # type: ignore[union-attr]
+    assert len(joined) == len(joined.rows()) == 10
+    assert joined.rows()[5:8] == [(0, 1, 0, 0, False), (0, 1, 2, 2, False), (0, 1, 3, 3, False)]
+    assert two.backwards().rows()[1] == (1, 0, 2, 2, True)
