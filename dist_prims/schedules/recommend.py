@@ -158,8 +158,9 @@ class _Search:
 
     def flat(self) -> None:
         for each in _equal_ranks(self.collective, self.topology.size):
-            for parameters in ({}, {"chunks": 1}) if "chunks" in each.parameters else ({},):
-                self._try(each.name, _growth(each, self.topology.size), parameters)
+            one_chunk = [{"chunks": 1}] if "chunks" in each.parameters else []
+            for parameters in ({}, *one_chunk, *each.variants):
+                self._try(each.name, _growth(each, self.topology.size), dict(parameters))
 
     def hierarchies(self) -> None:
         before = len(self.found)

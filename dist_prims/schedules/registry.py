@@ -19,7 +19,7 @@ import importlib
 import inspect
 import operator
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ Count = int | Callable[..., int] | None
 class Algorithm:
     """A registered algorithm. ``parameters``: names and defaults, apart from size and root.
 
+    ``variants``: further parameters that a choice by price considers.
+
     ``trusted``: the algorithm runs without a proof; see :mod:`.trust`. An algorithm that is registered again is a new
     object, so that caches of the previous one do not apply to it.
     """
@@ -49,6 +51,7 @@ class Algorithm:
     card: Card | None
     parameters: Mapping[str, Any]
     trusted: bool
+    variants: Sequence[Mapping[str, Any]] = ()
 
     def __call__(self, size: int, root: int | None = None, **parameters: Any) -> Schedule:
         given = {**self.parameters, **parameters}
@@ -81,6 +84,7 @@ def algorithm(
     replicas: str = "same",
     card: Card | None = None,
     trust: bool = False,
+    variants: Sequence[Mapping[str, Any]] = (),
 ) -> Callable[[Callable[..., Iterator[Step]]], Callable[..., Iterator[Step]]]:
     """Register a generator function ``make(size, root=..., **parameters)`` that yields the steps.
 
@@ -89,7 +93,8 @@ def algorithm(
 
     ``replicas="may differ"``: ranks may add in different orders, so that their results may differ in the last bits;
     by default ``verify()`` refuses such an algorithm. ``trust=True``: the algorithm runs without a proof. By default it
-    is proved before its first run for a number of ranks, and refused above 512 ranks.
+    is proved before its first run for a number of ranks, and refused above 512 ranks. ``variants``: parameters, other
+    than the defaults, with which a choice by price considers the algorithm too.
 
     >>> from dist_prims.schedules import Step
     >>> @algorithm("all_reduce", name="star", chunks=1)
@@ -117,7 +122,9 @@ def algorithm(
         _set(
             collective,
             registered_name,
-            Algorithm(collective, registered_name, make, chunks, scratch, replicas, card, parameters, trusted),
+            Algorithm(
+                collective, registered_name, make, chunks, scratch, replicas, card, parameters, trusted, tuple(variants)
+            ),
         )
         return make
 

@@ -9,6 +9,11 @@ rank whose lowest set bit is 2^k sends its sum to the rank 2^k before it, so eve
 Gather and scatter send the chunks of a whole subtree in one message; gather sends the nearest first, scatter the
 furthest first. The root has log2 n messages instead of n-1, but a chunk may travel up to log2 n times.
 
+``radix``: the k-nomial tree. In each step a rank that has the data sends it to radix-1 others, so that their number is
+multiplied by the radix. The messages of one step do not wait for each other:
+
+    broadcast from 0 of 9, radix 3    step 0: 0->1 0->2    step 1: 0->3 1->4 2->5 0->6 1->7 2->8
+
 Positions are counted from the root (``place``), so any rank can be the root.
 """
 
@@ -24,40 +29,67 @@ from ..schedule import Step
 __all__: list[str] = []
 
 SOURCE = "folklore; Thakur, Rabenseifner and Gropp 2005"
+Ints = NDArray[np.int64]
+TERNARY = [{"radix": 3}]
 HALF = {"q": lambda n: 1 << max(ceil_log2(n) - 1, 0)}
 
 
-@algorithm("broadcast", name="binomial", chunks=1, card=Card("L", "L", "small data", SOURCE))
-def broadcast(size: int, root: int = 0) -> Iterator[Step]:
-    for step in range(ceil_log2(size)):
-        place = np.arange(min(1 << step, size - (1 << step)))
-        yield Step(src=(root + place) % size, dst=(root + place + (1 << step)) % size, chunk=0)
+def distances(size: int, radix: int) -> list[int]:
+    """The powers of the radix below ``size``: the distance of each step, nearest first."""
+    if radix < 2:
+        raise ValueError(f"radix={radix}; it must be at least 2")
+    found = []
+    distance = 1
+    while distance < size:
+        found.append(distance)
+        distance *= radix
+    return found
 
 
-@algorithm("reduce", name="binomial", chunks=1, card=Card("L", "min(n-1, 1)", "small data", SOURCE))
-def reduce(size: int, root: int = 0) -> Iterator[Step]:
-    for step in range(ceil_log2(size)):
-        place = np.arange(1 << step, size, 2 << step)
-        yield Step(src=(root + place) % size, dst=(root + place - (1 << step)) % size, chunk=0, reduce=True)
+@algorithm("broadcast", name="binomial", chunks=1, card=Card("L", "L", "small data", SOURCE), variants=TERNARY)
+def broadcast(size: int, root: int = 0, radix: int = 2) -> Iterator[Step]:
+    for distance in distances(size, radix):
+        target = np.arange(distance, min(radix * distance, size))
+        yield Step(src=(root + target % distance) % size, dst=(root + target) % size, chunk=0)
 
 
-def _subtrees(size: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(place of a subtree's head, place of one of its members) for the subtrees of 2^step places that are sent."""
+@algorithm("reduce", name="binomial", chunks=1, card=Card("L", "min(n-1, 1)", "small data", SOURCE), variants=TERNARY)
+def reduce(size: int, root: int = 0, radix: int = 2) -> Iterator[Step]:
+    for distance in distances(size, radix):
+        place = np.arange(0, size, distance)
+        place = place[place // distance % radix > 0]
+        parent = place - place // distance % radix * distance
+        yield Step(src=(root + place) % size, dst=(root + parent) % size, chunk=0, reduce=True)
+
+
+def _subtrees(size: int, distance: int, radix: int) -> tuple[Ints, Ints, Ints]:
+    """(place of the parent, of a subtree's head, of a member) for the subtrees of ``distance`` places that are sent."""
     member = np.arange(size)
-    head = member >> step << step
-    is_child = (head >> step & 1) == 1
-    return head[is_child], member[is_child]
+    digit = member // distance % radix
+    member, digit = member[digit > 0], digit[digit > 0]
+    head = member // distance * distance
+    return head - digit * distance, head, member
 
 
-@algorithm("gather", name="binomial", card=Card("L", "max(n-q, q//2)/n", "small data", SOURCE, HALF))
-def gather(size: int, root: int = 0) -> Iterator[Step]:
-    for step in range(ceil_log2(size)):
-        head, member = _subtrees(size, step)
-        yield Step((root + head) % size, (root + head - (1 << step)) % size, chunk=(root + member) % size)
+@algorithm(
+    "gather",
+    name="binomial",
+    card=Card("L", "max(n-q, q//2)/n", "small data", SOURCE, HALF),
+    variants=[{"radix": 3}, {"radix": 4}],
+)
+def gather(size: int, root: int = 0, radix: int = 2) -> Iterator[Step]:
+    for distance in distances(size, radix):
+        parent, head, member = _subtrees(size, distance, radix)
+        yield Step((root + head) % size, (root + parent) % size, chunk=(root + member) % size)
 
 
-@algorithm("scatter", name="binomial", card=Card("L", "(n-1)/n", "small data", SOURCE))
-def scatter(size: int, root: int = 0) -> Iterator[Step]:
-    for step in reversed(range(ceil_log2(size))):
-        head, member = _subtrees(size, step)
-        yield Step((root + head - (1 << step)) % size, (root + head) % size, chunk=(root + member) % size)
+@algorithm(
+    "scatter",
+    name="binomial",
+    card=Card("L", "(n-1)/n", "small data", SOURCE),
+    variants=[{"radix": 3}, {"radix": 4}],
+)
+def scatter(size: int, root: int = 0, radix: int = 2) -> Iterator[Step]:
+    for distance in reversed(distances(size, radix)):
+        parent, head, member = _subtrees(size, distance, radix)
+        yield Step((root + parent) % size, (root + head) % size, chunk=(root + member) % size)

@@ -11,48 +11,82 @@ r + 2^k, in one message, every block that it holds whose i has bit k set:
 
 The first hop reads the input, the last one writes the output, and the hops between go through scratch. A block travels
 up to log2 n times, so the algorithm pays for small blocks only.
+
+``radix``: digits to another base than 2, as in the paper. In step k a rank sends a message for each digit d, from 1 to
+radix-1, to rank r + d * radix^k. All-to-all then moves each block fewer times, in more messages:
+
+    size 9     radix 2: 4 steps, 4 messages, 13 blocks sent     radix 3: 2 steps, 4 messages, 12 blocks
+
+All-gather moves the same bytes in fewer steps, and several messages of a step are on the link one after the other
+without waiting for each other.
 """
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from ..cost_card import Card, ceil_log2
+from ..cost_card import Card
 from ..registry import algorithm
-from ..schedule import Step
+from ..schedule import CountedStep, Step
+from .binomial import distances
 
 __all__: list[str] = []
 
 SOURCE = "Bruck, Ho, Kipnis, Upfal and Weathersby 1997"
 
 
-@algorithm("all_gather", name="bruck", card=Card("L", "(n-1)/n", "small data, any size", SOURCE))
-def all_gather(size: int) -> Iterator[Step]:
-    for distance in (1 << step for step in range(ceil_log2(size))):
-        length = min(distance, size - distance)
-        rank = np.repeat(np.arange(size), length)
-        place = np.tile(np.arange(length), size)
-        yield Step(src=rank, dst=(rank - distance) % size, chunk=(rank + place) % size)
+@algorithm(
+    "all_gather", name="bruck", card=Card("L", "(n-1)/n", "small data, any size", SOURCE), variants=[{"radix": 3}]
+)
+def all_gather(size: int, radix: int = 2) -> Iterator[Step]:
+    for held in distances(size, radix):
+        yield _continued(size, held, min(radix * held, size))
+
+
+def _continued(size: int, held: int, then: int) -> Step:
+    """The step after which each rank holds ``then`` consecutive chunks instead of ``held``."""
+    rank = np.arange(size)
+
+    def rows() -> Step:
+        receiver, place = np.repeat(rank, then - held), np.tile(np.arange(held, then), size)
+        return Step((receiver + place // held * held) % size, receiver, (receiver + place) % size)
+
+    first = np.arange(held, then, held)
+    receiver, place = np.repeat(rank, len(first)), np.tile(first, size)
+    messages = Step((receiver + place) % size, receiver, (receiver + place) % size)
+    return CountedStep(messages, np.minimum(held, then - place), rows)
 
 
 @algorithm(
     "all_to_all",
     name="bruck",
-    scratch=lambda size: size,
+    scratch=lambda size, radix: size,
     card=Card("max(L, 1)", "b/n", "small blocks", SOURCE, {"b": lambda n: sum(i.bit_count() for i in range(n))}),
+    variants=[{"radix": 3}, {"radix": 4}, {"radix": 8}],
 )
-def all_to_all(size: int) -> Iterator[Step]:
-    output, scratch = size, 2 * size
+def all_to_all(size: int, radix: int = 2) -> Iterator[Step]:
     rank = np.arange(size)
-    keep = Step(src=rank, dst=rank, chunk=rank, into=output + rank)
+    keep = Step(src=rank, dst=rank, chunk=rank, into=size + rank)
     if size == 1:
         yield keep
-    for step in range(ceil_log2(size)):
-        distance = np.arange(1, size)
-        distance = distance[(distance >> step & 1) == 1]
-        src, i = np.repeat(rank, len(distance)), np.tile(distance, size)
-        dst = (src + (1 << step)) % size
-        chunk = np.where(i & ((1 << step) - 1), scratch + i, (src + i) % size)
-        into = np.where(i >> step > 1, scratch + i, output + (dst - i) % size)
-        hop = Step(src, dst, chunk, into=into)
-        yield hop if step else Step.concat([keep, hop])
+    for distance in distances(size, radix):
+        hop = _hop(size, distance, radix)
+        yield hop if distance > 1 else Step.concat([keep, hop])
+
+
+def _hop(size: int, distance: int, radix: int) -> Step:
+    """Move the blocks whose way has the digit d at this distance by d * ``distance`` ranks, in one message a digit."""
+    rank, way = np.arange(size), np.arange(size)
+    way = way[way // distance % radix > 0]
+    digit = way // distance % radix
+
+    def rows() -> Step:
+        src, i = np.repeat(rank, len(way)), np.tile(way, size)
+        dst = (src + np.tile(digit, size) * distance) % size
+        chunk = np.where(i % distance > 0, 2 * size + i, (src + i) % size)
+        into = np.where(i // (distance * radix) > 0, 2 * size + i, size + (dst - i) % size)
+        return Step(src, dst, chunk, into=into)
+
+    digits, count = np.unique(digit, return_counts=True)
+    src, far = np.repeat(rank, len(digits)), np.tile(digits * distance, size)
+    return CountedStep(Step(src, (src + far) % size, np.zeros_like(src)), np.tile(count, size), rows)

@@ -32,33 +32,36 @@ from . import _butterfly as butterfly
 __all__: list[str] = []
 
 
-def _even(n: int) -> int:
+def even(n: int) -> int:
     """The largest even number up to n; 1 for one rank."""
     return max(n - n % 2, 1)
 
 
-def _peers(p: int) -> list[NDArray[np.int64]]:
+def peers(p: int) -> list[NDArray[np.int64]]:
     rank = np.arange(p)
     sign = np.where(rank % 2 == 0, 1, -1)
     return [(rank + sign * (1 - (-2) ** (step + 1)) // 3) % p for step in range(ceil_log2(p))]
 
 
+EVEN = {"e": even, "E": lambda n: ceil_log2(even(n))}
+
+
 @algorithm(
     "all_reduce",
     name="swing",
-    chunks=_even,
+    chunks=even,
     card=Card(
         "2*E + 2*(n-e)",
         "2*(e-1)/e + n-e",
         "even sizes (a torus is not modelled)",
         "De Sensi, Bonato, Saam and Hoefler, Swing, NSDI 2024",
-        {"e": _even, "E": lambda n: ceil_log2(_even(n))},
+        EVEN,
     ),
 )
 def all_reduce(size: int) -> Iterator[Step]:
-    p = _even(size)
+    p = even(size)
     own, everything = np.eye(p, dtype=bool), np.arange(p)
     yield from butterfly.fold(size, p, everything)
-    yield from butterfly.reduce_scatter(_peers(p), own)
-    yield from butterfly.gather(_peers(p), own)
+    yield from butterfly.reduce_scatter(peers(p), own)
+    yield from butterfly.gather(peers(p), own)
     yield from butterfly.unfold(size, p, everything)
