@@ -230,7 +230,7 @@ def _short(hosts: list[str]) -> list[str]:
     return short if len(set(short)) == len(set(hosts)) else hosts
 
 
-def _unreachable(collective: str, nbytes: int | None, root: int) -> Any:
+def _unreachable(collective: str, nbytes: int, root: int, is_even: bool) -> Any:
     raise AssertionError(f"{collective} of {nbytes} bytes: a group on one host has no schedules")
 
 

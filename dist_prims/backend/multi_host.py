@@ -39,6 +39,7 @@ _MUCH_SHORTER = 0.6
 # 200 ms before it sends them again. In a pairwise exchange each rank has one sender at a time. That a packet of a long
 # block was dropped, TCP notices earlier, by those that follow it: from _VERY_LARGE on so many streams are not too many.
 _MOST_STREAMS, _LARGE, _VERY_LARGE = 4, 1 << 19, 1 << 22
+_UNEVEN_RANGES = ((0, _LARGE), (_LARGE, _VERY_LARGE), (_VERY_LARGE, 1 << 63))
 
 # A rank needs a schedule for these only if all blocks that it knows have one length, which other ranks cannot know. So
 # no rank may wait for the proof of another, and an algorithm that needs a proof is not chosen.
@@ -80,19 +81,24 @@ class MultiHostSchedules:
         self.costs = costs
         self.topology = Topology.measured(self.order.hosts, costs)
 
-    def choose(self, collective: str, nbytes: int | None, root: int) -> NativeForm:
+    def choose(self, collective: str, nbytes: int, root: int, is_even: bool = True) -> NativeForm:
         """Return the schedule that is recommended for sizes between the powers of two around ``nbytes``.
 
-        Without ``nbytes`` the blocks may differ in length, and no rank knows the lengths of blocks between two others:
-        the schedule then sends each block straight to its receiver.
+        If not ``is_even``, the blocks differ in length, and no rank knows the lengths of blocks between two others: the
+        schedule then sends each block straight to its receiver. ``nbytes`` are those of this rank alone, so ranks may
+        follow different schedules, which send the same messages.
         """
-        low = 0 if nbytes is None or nbytes < 2 else 1 << (nbytes.bit_length() - 1)
-        best = _DIRECT if nbytes is None else _recommended(collective, low, self.topology, version())
-        algorithm, parameters, segments = best
+        low = 0 if nbytes < 2 else 1 << (nbytes.bit_length() - 1)
+        high = max(2 * low, 2)
+        if is_even:
+            algorithm, parameters, segments = _recommended(collective, low, self.topology, version())
+        else:
+            low, high = next(each for each in _UNEVEN_RANGES if nbytes < each[1])
+            algorithm, parameters, segments = _straight(collective, self.topology, low)
         given = {"root": self.order.rank_at.index(root)} if collective in ROOTED else {}
         schedule = build_shared(collective, algorithm, self.topology.size, **dict(parameters), **given)
         self._check(schedule)
-        return to_native(schedule, self.rank, low, max(2 * low, 2), _short(schedule), segments, self.order.rank_at)
+        return to_native(schedule, self.rank, low, high, _short(schedule), segments, self.order.rank_at)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -108,8 +114,13 @@ def _recommended(collective: str, low: int, topology: Topology, _version: int) -
     if collective in _EXCHANGES:
         direct = next((each for each in found if each.name == "direct"), best)
         if best.seconds >= _MUCH_SHORTER * direct.seconds:
-            return _PAIRWISE if collective == "all_to_all" and _is_crowded(topology, low) else _DIRECT
+            return _straight(collective, topology, low)
     return best.schedule.algorithm, best.schedule.parameters, best.segments
+
+
+def _straight(collective: str, topology: Topology, nbytes: int) -> _Choice:
+    """The schedule that sends each block straight to its receiver: all at once, or one after the other."""
+    return _PAIRWISE if collective == "all_to_all" and _is_crowded(topology, nbytes) else _DIRECT
 
 
 def _is_crowded(topology: Topology, nbytes: int) -> bool:

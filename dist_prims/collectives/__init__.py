@@ -24,7 +24,7 @@ All collectives take these arguments in addition to their own:
   transferred. The default is not to cut. The backend dist_prims chooses segments itself.
 
 A named algorithm runs in C++ on the backend dist_prims (all_reduce, all_gather, reduce_scatter, broadcast, reduce,
-gather, scatter), and in Python over point-to-point messages on other backends. Both give the same bits.
+gather, scatter, all_to_all), and in Python over point-to-point messages on other backends. Both give the same bits.
 
 Ranks must agree in collective, operation, dtype, count, root, algorithm and order of calls. If they differ, all ranks
 raise MismatchError before any data is touched. The exception is a call of gloo's own collectives: gloo does not compare

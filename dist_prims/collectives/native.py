@@ -359,6 +359,7 @@ def run_in_backend(call: Call, schedule: Any, check: Callable[[], None] | None, 
         counts=call.blocks,
         op=call.op,
         root=-1 if call.root is None else call.root,
+        is_even=call.even,
         check=check,
         async_op=is_async,
     )

@@ -24,9 +24,8 @@ __all__: list[str] = []
 
 _LONGEST_NAME = 47  # characters of an algorithm's name in the header of a call
 _IN_BLOCKS = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")  # one for each rank
-# The collectives that the C++ executor runs by an algorithm that a call names. The ranks of an all_to_all cannot know
-# whether all of them have blocks of one length before they have compared their calls in Python.
-FOLLOWED = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "gather", "scatter")
+# The collectives that the C++ executor runs by an algorithm that a call names.
+FOLLOWED = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "gather", "scatter", "all_to_all")
 # low, high, name, segments, chunks, scratch, steps, ranks
 NativeForm = tuple[int, int, str, int, int, int, list[Any], int]
 
@@ -65,7 +64,7 @@ def _data_chunks(schedule: Schedule) -> int:
 def _steps(schedule: Schedule, rank: int, ranks: tuple[int, ...]) -> list[Any]:
     """The part of ``rank`` in each step, which is the same for all sizes of the data."""
     program = compile_program(schedule, ranks.index(rank))
-    steps: list[Any] = [([], [], [])] * len(schedule.steps)
+    steps: list[Any] = [([], [], [])] * program.steps
     place, place_of_piece = _places(schedule, ranks), _places_of_pieces(schedule, ranks, ranks.index(rank))
 
     def messages(given: Sequence[Message], direction: int) -> list[Any]:

@@ -15,6 +15,7 @@ number of ranks whose data is in each operand of a sum is computed, which scales
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,8 +75,11 @@ class ProgramAction:
 
 @dataclass(frozen=True)
 class Program:
+    """The actions of one rank, and the number of steps of the schedule."""
+
     rank: int
     actions: tuple[ProgramAction, ...]
+    steps: int
 
 
 def compile_program(schedule: Schedule, rank: int) -> Program:
@@ -88,6 +92,8 @@ def compile_program(schedule: Schedule, rank: int) -> Program:
     >>> first.writes
     (Write(into=2, piece=2, copy=False, sources=(Source(peer=2, index=0),), terms=(1, 1)),)
     """
+    if schedule.part is not None:
+        return _compile_part(schedule, schedule.part(rank), rank)
     total = schedule.contract.total
     held = np.full(schedule.size * total, -1)  # the piece in each chunk of each rank,
     terms = np.zeros(len(held), np.int32)  # and the number of ranks whose data is in it
@@ -95,7 +101,7 @@ def compile_program(schedule: Schedule, rank: int) -> Program:
         start = schedule.contract.start(each)
         held[each * total + start.chunk], terms[each * total + start.chunk] = start.piece, 1
     own = terms[rank * total : (rank + 1) * total]
-    actions = []
+    actions, number = [], -1
     for number, step in enumerate(schedule.steps):
         source, target = step.src * total + step.chunk, step.dst * total + step.into
         pieces, counts = held[source], terms[source]
@@ -105,8 +111,25 @@ def compile_program(schedule: Schedule, rank: int) -> Program:
             actions.append(_action(number, step.take(mine), list(carried), own, rank))
         held[target] = pieces
         _count(terms, target, step.reduce, counts)
+    return _program(schedule, rank, actions, number + 1)
+
+
+def _program(schedule: Schedule, rank: int, actions: list[ProgramAction], steps: int) -> Program:
     keep = set(schedule.contract.end(rank).chunk.tolist())
-    return Program(rank, tuple(_with_last_reads(actions, keep)))
+    return Program(rank, tuple(_with_last_reads(actions, keep)), steps)
+
+
+def _compile_part(schedule: Schedule, steps: Iterator[Step], rank: int) -> Program:
+    """The program of a rank from its own rows: each carries the piece that the sender has in the chunk at the start."""
+    actions, number = [], -1
+    own_terms = np.zeros(schedule.contract.total, np.int32)
+    for number, step in enumerate(steps):
+        carried = []
+        for src, chunk in zip(step.src.tolist(), step.chunk.tolist(), strict=True):
+            start = schedule.contract.start(src)
+            carried.append((int(start.piece[start.chunk == chunk][0]), 1))
+        actions.append(_action(number, step, carried, own_terms, rank))
+    return _program(schedule, rank, actions, number + 1)
 
 
 def _count(terms: NDArray[np.int32], target: Ints, reduce: NDArray[np.bool_], counts: NDArray[np.int32]) -> None:

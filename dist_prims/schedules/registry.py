@@ -52,6 +52,7 @@ class Algorithm:
     parameters: Mapping[str, Any]
     trusted: bool
     variants: Sequence[Mapping[str, Any]] = ()
+    part: Callable[..., Iterator[Step]] | None = None
 
     def __call__(self, size: int, root: int | None = None, **parameters: Any) -> Schedule:
         given = {**self.parameters, **parameters}
@@ -61,8 +62,9 @@ class Algorithm:
         same_bits = self.replicas == "same" and self.collective != "barrier"
         own_contract = contract(self.collective, size, chunks, root, scratch, same_bits=same_bits)
         steps = Steps(functools.partial(self.make, size, **rooted, **given))
+        part = None if self.part is None or not self.trusted else functools.partial(self.part, size)
         return Schedule(
-            self.collective, self.name, size, chunks, own_contract, steps, root, tuple(sorted(parameters.items()))
+            self.collective, self.name, size, chunks, own_contract, steps, root, tuple(sorted(parameters.items())), part
         )
 
 
@@ -85,6 +87,7 @@ def algorithm(
     card: Card | None = None,
     trust: bool = False,
     variants: Sequence[Mapping[str, Any]] = (),
+    part: Callable[..., Iterator[Step]] | None = None,
 ) -> Callable[[Callable[..., Iterator[Step]]], Callable[..., Iterator[Step]]]:
     """Register a generator function ``make(size, root=..., **parameters)`` that yields the steps.
 
@@ -94,7 +97,9 @@ def algorithm(
     ``replicas="may differ"``: ranks may add in different orders, so that their results may differ in the last bits;
     by default ``verify()`` refuses such an algorithm. ``trust=True``: the algorithm runs without a proof. By default it
     is proved before its first run for a number of ranks, and refused above 512 ranks. ``variants``: parameters, other
-    than the defaults, with which a choice by price considers the algorithm too.
+    than the defaults, with which a choice by price considers the algorithm too. ``part(size, rank)``: generates the
+    rows of one rank alone, for algorithms of n^2 rows in which each rank sends what it has at the start. It is not used
+    without ``trust``, because the proof is that of ``make``.
 
     >>> from dist_prims.schedules import Step
     >>> @algorithm("all_reduce", name="star", chunks=1)
@@ -123,7 +128,17 @@ def algorithm(
             collective,
             registered_name,
             Algorithm(
-                collective, registered_name, make, chunks, scratch, replicas, card, parameters, trusted, tuple(variants)
+                collective,
+                registered_name,
+                make,
+                chunks,
+                scratch,
+                replicas,
+                card,
+                parameters,
+                trusted,
+                tuple(variants),
+                part,
             ),
         )
         return make

@@ -230,7 +230,8 @@ class Schedule:
     """The steps of one collective for one number of ranks, and the contract that they must fulfil.
 
     ``chunks``: the number of pieces that the data is split into. ``contract``: the chunk numbers under which each rank
-    finds its input and leaves its output. Other chunk numbers are scratch.
+    finds its input and leaves its output. Other chunk numbers are scratch. ``part``: the rows of one rank in each step,
+    if every row reads a chunk that its sender has from the start and reduces nothing.
 
     >>> from dist_prims.schedules import build
     >>> ring = build("all_reduce", "ring", size=4)
@@ -251,6 +252,7 @@ class Schedule:
     steps: Steps = field(repr=False)
     root: int | None = None
     parameters: tuple[tuple[str, Any], ...] = ()
+    part: Callable[[int], Iterator[Step]] | None = field(default=None, repr=False)
 
     @property
     def share(self) -> Fraction:

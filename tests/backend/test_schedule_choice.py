@@ -115,8 +115,8 @@ def test_blocks_are_forwarded_only_where_that_is_much_faster() -> None:
 
 def test_blocks_of_different_lengths_are_sent_to_their_receivers() -> None:
     for collective in ("all_to_all", "gather"):
-        low, high, name, segments, *_ = schedules("a a b").choose(collective, None, 1)
-        assert (low, high, name, segments) == (0, 2, "direct", 1)
+        low, high, name, segments, *_ = schedules("a a b").choose(collective, 100, 1, is_even=False)
+        assert (low, high, name, segments) == (0, 1 << 19, "direct", 1)
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])

@@ -212,11 +212,11 @@ def test_a_handler_may_ask_for_a_schedule_while_one_is_chosen() -> None:
         asked: list[str] = []
         choose = MultiHostSchedules.choose
 
-        def and_ask(self: MultiHostSchedules, collective: str, nbytes: int, root: int) -> Any:
+        def and_ask(self: MultiHostSchedules, collective: str, nbytes: int, root: int, is_even: bool) -> Any:
             if not asked:
                 asked.append("")
                 asked[0] = backend(group).algorithm(nbytes)
-            return choose(self, collective, nbytes, root)
+            return choose(self, collective, nbytes, root, is_even)
 
         MultiHostSchedules.choose = and_ask  # type: ignore[method-assign]
         group = dist.new_group()

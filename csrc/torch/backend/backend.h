@@ -29,6 +29,7 @@ struct ScheduledCall {
     bool reduces = false;
     c10d::ReduceOp op = c10d::ReduceOp::SUM;
     int root = -1;
+    bool is_even = true;  // whether all ranks that make this call have blocks of one length
     std::function<void()>
         check{};  // called when all ranks are about to make the call; throws where it must not be made
 };
@@ -114,6 +115,7 @@ public:
     WorkPtr barrier(const c10d::BarrierOptions& opts) override;
 
 private:
+    PrimsTask exchange_task(const ScheduledCall& given, Call call);
     PrimsTask all_reduce_task(const at::Tensor& input, const at::Tensor& output, Op op) override;
     PrimsTask broadcast_task(const at::Tensor& tensor, int root) override;
     PrimsTask reduce_task(const at::Tensor& input, const at::Tensor& output, Op op, int root) override;

@@ -54,7 +54,7 @@ NativeSchedule schedule_of(const ScheduleTuple& tuple) {
 }
 
 // Python's functions that choose a schedule, and that make the pinned schedules for a root.
-using Choose = std::function<ScheduleTuple(std::string, std::optional<std::uint64_t>, int)>;
+using Choose = std::function<ScheduleTuple(std::string, std::uint64_t, int, bool)>;
 using MakeTuples = std::function<std::vector<ScheduleTuple>(int)>;
 
 // Python's function that makes a group by split or merge.
@@ -72,6 +72,10 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
                                       std::size_t slot_bytes, std::size_t one_shot_bytes, const std::string& group,
                                       const std::vector<uint64_t>& ranks, std::uint64_t network, Describe describe,
                                       const std::string& dump, const std::function<int()>& ended) {
+    const auto chosen = [choose = std::move(choose)](const std::string& collective, std::uint64_t bytes, int root,
+                                                     bool is_even) {
+        return schedule_of(choose(collective, bytes, root, is_even));
+    };
     Setup setup{
         .timeout = timeout,
         .hosts = hosts,
@@ -84,8 +88,7 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
             [make_child = std::move(make_child)](const ChildGroup& child) {
                 return make_child(child.store, child.name, child.rank, child.size, child.timeout, child.ranks);
             },
-        .choose = [choose = std::move(choose)](const std::string& collective, std::optional<std::uint64_t> bytes,
-                                               int root) { return schedule_of(choose(collective, bytes, root)); },
+        .choose = chosen,
         .network = network,
         .accelerator = accelerator,
         .slot_bytes = slot_bytes,
@@ -96,7 +99,8 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
             [describe = std::move(describe)](const LinkCosts& link) {
                 return describe(link.beta > 0 ? std::optional(std::pair(link.alpha, link.beta)) : std::nullopt);
             },
-        .dump = dump};
+        .dump = dump,
+    };
     return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(setup), ended);
 }
 
@@ -135,12 +139,13 @@ std::function<void()> repeatable(std::function<void()> call) {
 WorkPtr run_schedule(PrimsBackend& self, const std::string& collective, const std::shared_ptr<NativeSchedule>& schedule,
                      const std::vector<std::optional<at::Tensor>>& inputs,
                      const std::vector<std::optional<at::Tensor>>& outputs, const Counts& counts,
-                     std::optional<c10d::ReduceOp::RedOpType> op, int root, std::function<void()> check,
+                     std::optional<c10d::ReduceOp::RedOpType> op, int root, bool is_even, std::function<void()> check,
                      bool async_op) {
     ScheduledCall call{collective_of(collective), schedule, tensors_of(inputs), tensors_of(outputs), counts};
     call.reduces = op.has_value();
     call.op.op_ = op.value_or(c10d::ReduceOp::SUM);  // also PREMUL_SUM: the inputs are multiplied
     call.root = root;
+    call.is_even = is_even;
     call.check = repeatable(std::move(check));
     return self.run_schedule(call, async_op);
 }
@@ -191,8 +196,8 @@ PYBIND11_MODULE(_backend, module) {
             Free())
         .def("all_reduce_", &PrimsBackend::all_reduce_now, Free())
         .def("run_schedule", &run_schedule, py::kw_only(), py::arg("collective"), py::arg("schedule"),
-             py::arg("inputs"), py::arg("outputs"), py::arg("counts"), py::arg("op"), py::arg("root"), py::arg("check"),
-             py::arg("async_op"), Free())
+             py::arg("inputs"), py::arg("outputs"), py::arg("counts"), py::arg("op"), py::arg("root"),
+             py::arg("is_even"), py::arg("check"), py::arg("async_op"), Free())
         .def("incremental_reduce", &IncrementalTensor::make, Free())
         .def("record", &PrimsBackend::record, Free());
     py::class_<TcpEndpoint, std::shared_ptr<TcpEndpoint>>(module, "TcpEndpoint")

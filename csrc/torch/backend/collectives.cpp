@@ -133,13 +133,24 @@ PrimsTask PrimsBackend::scatter_task(const Tensors& inputs, const at::Tensor& ou
 
 WorkPtr PrimsBackend::run_schedule(const ScheduledCall& given, bool async) {
     const auto record = profiled(profiled_name(given.collective), async, given.inputs, given.outputs, given.root);
+    const auto options = call_options(given.collective, async);
     const at::Tensor& like = first_defined(given.inputs, given.outputs);
     Call call = call_of(given.collective, like, sum_of(given.counts));
+    if (given.collective == Collective::kAllToAll) return start(exchange_task(given, call), options, {like});
     if (given.reduces) call.op = checked(name_of(given.collective), given.op, like);
     if (given.counts.size() > 1) call.layout = checksum(given.counts);
     call.root = given.root;
     return start(execution_->by_schedule(given.schedule, call, given.inputs, given.outputs, given.counts, given.check),
-                 call_options(given.collective, async), {like});
+                 options, {like});
+}
+
+// The ranks agree on the number of elements only if each has blocks of one length.
+PrimsTask PrimsBackend::exchange_task(const ScheduledCall& given, Call call) {
+    const auto size = static_cast<std::ptrdiff_t>(given.inputs.size() / 2);
+    const Tensors sent(given.inputs.begin(), given.inputs.begin() + size),
+        received(given.outputs.begin() + size, given.outputs.end());
+    call.count = given.is_even ? call.count / 2 : 0;
+    return execution_->exchange_by(given.schedule, call, execution_->all_to_all_blocks(sent, received), given.check);
 }
 
 }  // namespace dist_prims

@@ -1,6 +1,7 @@
 #include "execution.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 
 #include "../../common/checksum.h"
@@ -17,6 +18,11 @@ const at::Tensor& first_defined(const Tensors& inputs, const Tensors& outputs) {
 
 bool Exchange::is_even() const {
     return std::all_of(counts.begin(), counts.end(), [&](std::size_t count) { return count == counts[0]; });
+}
+
+std::uint64_t Exchange::bytes() const {
+    return std::max(std::accumulate(outgoing.begin(), outgoing.end(), std::uint64_t{0}),
+                    std::accumulate(incoming.begin(), incoming.end(), std::uint64_t{0}));
 }
 
 PrimsTask Execution::all_reduce(Call call, const at::Tensor& input, const at::Tensor& output) {
@@ -113,6 +119,23 @@ PrimsTask Execution::exchange(Call call, const Exchange& given, PrimsTask::Run u
                     agree(named, timeout);
                 }
                 if (!all_even || !schedule) return uneven(call, timeout);
+                execute_on_blocks(*schedule, call, blocks->inputs, blocks->outputs, blocks->counts, timeout);
+            }};
+}
+
+PrimsTask Execution::exchange_by(const SchedulePtr& schedule, Call call, const Exchange& given,
+                                 const std::function<void()>& check) {
+    call.by(schedule->name);
+    const auto blocks = std::make_shared<const Exchange>(given);
+    const Terms terms{difference_of_lengths(*blocks), 0};
+    return {call, [=, this](const Call& call, Milliseconds timeout) {
+                if (agree(call, timeout, terms)[0] != 0) {
+                    compare_lengths(call, *blocks, timeout);
+                    throw CommError(CommError::Kind::kMismatch,
+                                    "rank " + std::to_string(rank_) +
+                                        ": all_to_all: a rank expects a block of another length than is sent to it");
+                }
+                if (check) check();
                 execute_on_blocks(*schedule, call, blocks->inputs, blocks->outputs, blocks->counts, timeout);
             }};
 }

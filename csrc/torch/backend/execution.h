@@ -36,7 +36,7 @@ struct NativeSchedule {
 using SchedulePtr = std::shared_ptr<const NativeSchedule>;
 // Returns the cheapest schedule for a size; without a size, the schedule for blocks of different lengths.
 using ChooseSchedule =
-    std::function<NativeSchedule(const std::string& collective, std::optional<std::uint64_t> bytes, int root)>;
+    std::function<NativeSchedule(const std::string& collective, std::uint64_t bytes, int root, bool is_even)>;
 // Returns the pinned schedules of a collective for a root, which is -1 where there is none.
 using MakePins = std::function<std::vector<NativeSchedule>(int root)>;
 
@@ -55,7 +55,8 @@ struct Exchange {
     Counts counts;              // elements of each block
     Counts outgoing, incoming;  // bytes that this rank sends to each rank, and expects from each
 
-    bool is_even() const;  // whether all blocks that this rank knows have one length
+    bool is_even() const;         // whether all blocks that this rank knows have one length
+    std::uint64_t bytes() const;  // that this rank sends or receives, whichever is more
 };
 
 class Execution {
@@ -92,6 +93,11 @@ public:
     // make the call, and throws where it must not be made.
     PrimsTask by_schedule(const SchedulePtr& schedule, Call call, const Tensors& inputs, const Tensors& outputs,
                           const Counts& counts, const std::function<void()>& check = nullptr);
+    // The same for an all_to_all whose schedule forwards no block, or in which each rank that calls it has blocks of
+    // one length: throws Mismatch on all ranks if two differ on the length of a block.
+    PrimsTask exchange_by(const SchedulePtr& schedule, Call call, const Exchange& blocks,
+                          const std::function<void()>& check);
+    Exchange all_to_all_blocks(const Tensors& inputs, const Tensors& outputs) const;
     // Returns when all ranks are in the barrier, or names the ranks that are not: the first one, or all of them. Does
     // not run in the queue, because it must find a rank that is blocked in a collective.
     virtual void monitored_barrier(Milliseconds limit, bool wait_all_ranks) = 0;
@@ -124,7 +130,6 @@ protected:
     }
     SchedulePtr pinned(Collective collective, std::uint64_t bytes, int root);
     static SchedulePtr find(const std::vector<SchedulePtr>& schedules, std::uint64_t bytes);
-    Exchange all_to_all_blocks(const Tensors& inputs, const Tensors& outputs) const;
     Exchange gather_blocks(int root, const at::Tensor& input, const Tensors& outputs) const;
     // The task of an exchange: by a schedule if all blocks of all ranks have one length, otherwise by `uneven`, which
     // is called when all ranks are about to make the call.

@@ -67,7 +67,7 @@ public:
 
     SchedulePtr schedule_for(Collective collective, std::uint64_t bytes, int root) override {
         if (const SchedulePtr pin = pinned(collective, bytes, root)) return pin;
-        return chosen(collective, bytes, root);
+        return chosen(collective, bytes, root, true);
     }
 
     bool spans_hosts() const override { return true; }
@@ -90,27 +90,28 @@ public:
     }
 
 private:
-    using Key = std::tuple<Collective, int, bool>;  // of a schedule: the collective, the root, whether for a size
+    using Key = std::tuple<Collective, int, bool>;  // of a schedule: the collective, the root, whether for even blocks
 
     Router& router() override { return group_.router; }
-    // The schedule that Python chooses for a size, or without one for blocks of different lengths. Python is called
-    // without the lock: a signal handler may run there and need a schedule.
-    SchedulePtr chosen(Collective collective, std::optional<std::uint64_t> bytes, int root) {
-        const Key key{collective, root, bytes.has_value()};
+    // The schedule that Python chooses for a size. Python is called without the lock: a signal handler may run there
+    // and need a schedule.
+    SchedulePtr chosen(Collective collective, std::uint64_t bytes, int root, bool is_even) {
+        const Key key{collective, root, is_even};
         if (const SchedulePtr known = known_schedule(key, bytes)) return known;
-        const auto made = std::make_shared<const NativeSchedule>(choose_(name_of(collective), bytes, root));
+        const auto made = std::make_shared<const NativeSchedule>(choose_(name_of(collective), bytes, root, is_even));
         if (const SchedulePtr known = known_schedule(key, bytes)) return known;
         const std::lock_guard lock(chosen_guard_);
         return chosen_[key].emplace_back(made);
     }
-    SchedulePtr known_schedule(const Key& key, std::optional<std::uint64_t> bytes) {
+    SchedulePtr known_schedule(const Key& key, std::uint64_t bytes) {
         const std::lock_guard lock(chosen_guard_);
-        return find(chosen_[key], bytes.value_or(0));
+        return find(chosen_[key], bytes);
     }
     PrimsTask exchange_by_schedule(const Call& call, const Exchange& blocks) {
-        const SchedulePtr direct = chosen(call.collective, std::nullopt, call.root);
-        return exchange(call, blocks, [this, direct, blocks](const Call& call, Milliseconds timeout) {
-            execute_on_blocks(*direct, call, blocks.inputs, blocks.outputs, blocks.counts, timeout);
+        // Each rank sends every block to its receiver, in an order of its own choice: the messages are the same.
+        const SchedulePtr uneven = chosen(call.collective, blocks.bytes(), call.root, false);
+        return exchange(call, blocks, [this, uneven, blocks](const Call& call, Milliseconds timeout) {
+            execute_on_blocks(*uneven, call, blocks.inputs, blocks.outputs, blocks.counts, timeout);
         });
     }
     // All ranks learn how much each sends to each and expects from each, and throw Mismatch where the two differ.

@@ -72,7 +72,16 @@ def scatter(size: int, root: int = 0) -> Iterator[Step]:
         yield Step(src=root, dst=others, chunk=others)
 
 
-@algorithm("all_to_all", name="direct", card=Card("1", "(n-1)/n", "one switch", SOURCE))
+def _part(size: int, rank: int) -> Iterator[Step]:
+    """The rows of one rank, in their order in the step: what it receives is one run, of which one row is its own."""
+    every = np.arange(size)
+    before, after = every[:rank], every[rank + 1 :]
+    src = np.concatenate([np.full(rank, rank), every, np.full(len(after), rank)])
+    dst = np.concatenate([before, np.full(size, rank), after])
+    yield Step(src, dst, chunk=dst, into=size + src)
+
+
+@algorithm("all_to_all", name="direct", card=Card("1", "(n-1)/n", "one switch", SOURCE), part=_part)
 def all_to_all(size: int) -> Iterator[Step]:
     src, dst = _pairs(size)
     yield Step(src, dst, chunk=dst, into=size + src)

@@ -1,0 +1,153 @@
+"""Exchanges: blocks of different lengths between hosts, and an all_to_all by the algorithm that a call names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import span
+from values import equal, held
+
+import dist_prims
+from dist_prims.backend.link_costs import ASSUMED
+from dist_prims.backend.multi_host import MultiHostSchedules
+from dist_prims.collectives import channel
+from dist_prims.errors import MismatchError
+from dist_prims.schedules import Schedule, build
+from dist_prims.schedules.program import compile_program
+
+
+def run(layout: str, body: Callable[..., Any]) -> list[Any]:
+    if len(set(layout.split())) > 1:
+        return span(layout, body)
+    return dist_prims.spawn(body, len(layout.split()), backend="dist_prims", timeout=60)
+
+
+def exchange(lengths: Callable[[int, int], int], **options: Any) -> None:
+    """An all_to_all in which rank s sends lengths(s, d) elements to rank d."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = [torch.full((lengths(peer, rank),), -1) for peer in range(size)]
+    sent = [held(10 * rank + peer, lengths(rank, peer)) for peer in range(size)]
+    if options:
+        dist_prims.all_to_all(received, sent, **options)
+    else:
+        dist.all_to_all(received, sent)
+    for peer, found in enumerate(received):
+        equal(found, held(10 * peer + rank, lengths(peer, rank)), (lengths(peer, rank), peer, options))
+
+
+def choices(names: str, nbytes: int, collective: str = "all_to_all") -> tuple[int, int, str]:
+    group = MultiHostSchedules(names.split(), 0, ASSUMED, Schedule.verify)
+    low, high, name, segments, *_ = group.choose(collective, nbytes, 0, is_even=False)
+    assert low <= nbytes < high
+    assert segments == 1
+    return low, high, name
+
+
+def test_large_uneven_exchanges_follow_each_other() -> None:
+    """More than 4 streams into a host at once, of much data, make TCP drop packets."""
+    assert choices("a a b b", 0) == (0, 1 << 19, "direct")
+    assert choices("a a b b", (1 << 19) - 1)[2] == "direct"
+    assert choices("a a b b", 1 << 19) == (1 << 19, 1 << 22, "pairwise")
+    assert choices("a a b b", 1 << 22) == (1 << 22, 1 << 63, "direct")  # 4 streams are not too many for long blocks
+    assert choices("a a a b b b", 1 << 30)[2] == "pairwise"
+    assert choices("a a a b b b", 1 << 30, "gather")[2] == "direct"
+
+
+@pytest.mark.parametrize("large", [{0}, {1, 2}, {0, 1, 2, 3}])
+def test_ranks_may_send_their_blocks_in_different_orders(large: set[int]) -> None:
+    """Each rank knows its own lengths only, so some ranks are pairwise while others are direct."""
+
+    def body() -> None:
+        names: list[str] = []
+        choose = MultiHostSchedules.choose
+
+        def noted(self: MultiHostSchedules, collective: str, nbytes: int, root: int, is_even: bool) -> Any:
+            found = choose(self, collective, nbytes, root, is_even)
+            names.append(found[2])
+            return found
+
+        MultiHostSchedules.choose = noted  # type: ignore[method-assign]
+        group = dist.new_group()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for longest in (25_000, 400_000):  # elements of 8 bytes
+            lengths = lambda src, dst, longest=longest: longest + dst if src in large else 3 * src + dst  # noqa: E731
+            received = [torch.full((lengths(peer, rank),), -1) for peer in range(size)]
+            sent = [held(10 * rank + peer, lengths(rank, peer)) for peer in range(size)]
+            for _ in range(5):
+                dist.all_to_all(received, sent, group=group)
+            for peer, found in enumerate(received):
+                equal(found, held(10 * peer + rank, lengths(peer, rank)), (rank, peer))
+        dist.barrier()
+        if len(large) == 1:
+            assert names[0] == ("pairwise" if rank in large else "direct")
+
+    span("a a b b", body)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_orders_of_an_exchange_have_the_same_messages(size: int) -> None:
+    """One message for each pair of ranks, so that ranks that follow different orders understand each other."""
+    for rank in range(size):
+        found = []
+        for name in ("direct", "pairwise"):
+            actions = compile_program(build("all_to_all", name, size), rank).actions
+            sends = sorted((each.peer, each.pieces) for action in actions for each in action.sends)
+            found.append((sends, sorted((each.peer, each.pieces) for action in actions for each in action.receives)))
+        assert found[0] == found[1]
+        assert [peer for peer, _ in found[0][0]] == [peer for peer in range(size) if peer != rank]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_a_part_of_an_exchange_is_the_program_of_its_rank(size: int) -> None:
+    schedule = build("all_to_all", "direct", size)
+    assert schedule.part is not None
+    whole = Schedule(*(getattr(schedule, name) for name in ("collective", "algorithm", "size", "chunks", "contract")),
+                     schedule.steps)  # fmt: skip
+    for rank in range(size):
+        assert compile_program(schedule, rank) == compile_program(whole, rank)
+
+
+@pytest.mark.parametrize("layout", ["a a a", "a b", "a a b b"])
+def test_a_named_algorithm_runs_in_the_backend(layout: str) -> None:
+    def body() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        channel.Channel.start = None  # type: ignore[assignment, method-assign]  # no message of Python
+        for name in ("bruck", "direct", "pairwise", "hierarchical"):
+            for count in (0, 1, 5000):
+                output = torch.full((count * size,), -1)
+                sent = torch.cat([held(10 * rank + peer, count) for peer in range(size)])
+                work = dist_prims.all_to_all(output, sent, algorithm=name, async_op=count == 1)
+                if work is not None:
+                    work.wait()
+                equal(output, torch.cat([held(10 * peer + rank, count) for peer in range(size)]), (name, count))
+        dist_prims.all_to_all(output, sent, algorithm="bruck", radix=3)
+        for name in ("direct", "pairwise"):
+            exchange(lambda src, dst: 3 * src + dst, algorithm=name)
+            exchange(lambda src, dst: 4000 * (src % 2), algorithm=name)
+
+    run(layout, body)
+
+
+@pytest.mark.parametrize("layout", ["a a a", "a b b"])
+def test_mismatches_of_a_named_algorithm_are_named(layout: str) -> None:
+    def body() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        count = 5 if rank == 2 else 4
+        with pytest.raises(MismatchError, match=rf"{4 * size} elements.*rank 2 calls.*{5 * size} elements"):
+            dist_prims.all_to_all(torch.ones(count * size), torch.ones(count * size), algorithm="bruck")
+        name = "pairwise" if rank == 2 else "direct"
+        with pytest.raises(MismatchError, match=r"direct.*rank 2 calls.*pairwise"):
+            dist_prims.all_to_all(torch.ones(size), torch.ones(size), algorithm=name)
+        expected = [torch.ones(4 + (rank == 2 and peer == 0)) for peer in range(size)]
+        message = "Rank 0 sends 16 bytes to rank 2, which expects 20" if "b" in layout else "another length"
+        with pytest.raises(MismatchError, match=message):
+            dist_prims.all_to_all(expected, [torch.ones(4) for _ in range(size)], algorithm="pairwise")
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        assert total[0] == size
+
+    run(layout, body)
