@@ -1,0 +1,222 @@
+// An in-memory network, and groups over it whose ranks are threads: each host has a segment of its own.
+#pragma once
+
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "../net/multi_host.h"
+#include "../net/schedule_executor.h"
+#include "test_support.h"
+
+namespace dist_prims {
+
+// Carries the messages of all ranks. Like gloo and MPI it matches messages and receives in the order in which they are
+// posted, and writes to the receiver's memory when the message comes. Like gloo's, a wait ends early when it is
+// aborted, and with an error when the other rank has closed.
+class InMemoryNetwork {
+public:
+    static constexpr int kLargestTag = 32767;  // the least that MPI guarantees
+
+    struct Address {
+        int from, to, tag;
+        bool meets(const Address& message) const {
+            return to == message.to && tag == message.tag && (from == Transport::kAnyone || from == message.from);
+        }
+    };
+    struct Receive {
+        Address address;
+        std::byte* data;
+        std::size_t bytes;
+        Transport::Owner owner = nullptr;
+        bool done = false;
+    };
+
+    // Like MPI, it cannot always give up a receive, and may write to its memory as long as it likes.
+    ~InMemoryNetwork() {
+        for (const auto& receive : kept_) std::memset(receive->data, 0xff, receive->bytes);
+    }
+
+    void send(const Address& address, const std::byte* data, std::size_t bytes) {
+        const std::lock_guard lock(mutex);
+        longest = std::max(longest, bytes);
+        const Message message{address, {data, data + bytes}};
+        for (auto each = receives_.begin(); each != receives_.end(); ++each) {
+            if (!(*each)->address.meets(address)) continue;
+            deliver(message, **each);
+            receives_.erase(each);
+            return;
+        }
+        messages_.push_back(message);
+    }
+    void post(const std::shared_ptr<Receive>& receive) {
+        const std::lock_guard lock(mutex);
+        for (auto each = messages_.begin(); each != messages_.end(); ++each) {
+            if (!receive->address.meets(each->address)) continue;
+            deliver(*each, *receive);
+            messages_.erase(each);
+            return;
+        }
+        receives_.push_back(receive);
+    }
+    void cancel(const std::shared_ptr<Receive>& receive) {
+        const std::lock_guard lock(mutex);
+        std::erase(receives_, receive);
+        if (receive->owner && !receive->done) kept_.push_back(receive);
+    }
+    std::size_t kept() {
+        const std::lock_guard lock(mutex);
+        return kept_.size();
+    }
+    void close(int rank) {
+        const std::lock_guard lock(mutex);
+        closed[rank] = true;
+        changed.notify_all();
+    }
+
+    std::mutex mutex;  // of all below
+    std::condition_variable changed;
+    std::map<int, bool> closed;
+    std::size_t longest = 0;  // of the messages that were sent
+
+private:
+    struct Message {
+        Address address;
+        std::vector<std::byte> data;
+    };
+
+    void deliver(const Message& message, Receive& receive) {
+        const bool may_be_shorter = Tags(kLargestTag).is_agreement(message.address.tag);
+        CHECK(message.data.size() == receive.bytes || (may_be_shorter && message.data.size() < receive.bytes));
+        if (!message.data.empty()) std::memcpy(receive.data, message.data.data(), message.data.size());
+        receive.address.from = message.address.from;
+        receive.done = true;
+        changed.notify_all();
+    }
+
+    std::deque<Message> messages_;                   // for which no receive has been posted yet
+    std::deque<std::shared_ptr<Receive>> receives_;  // which no message has met yet
+    std::vector<std::shared_ptr<Receive>> kept_;     // which have been given up
+};
+
+class InMemoryTransport : public Transport {
+public:
+    static constexpr int kLargestTag = InMemoryNetwork::kLargestTag;
+
+    InMemoryTransport(InMemoryNetwork& network, int rank) : network_(network), rank_(rank) {}
+    ~InMemoryTransport() override { network_.close(rank_); }
+
+    int largest_tag() const override { return kLargestTag; }
+
+    Handle send(int to, int tag, const std::byte* data, std::size_t bytes, Owner) override {
+        CHECK(tag >= 0 && tag <= kLargestTag);
+        network_.send({rank_, to, tag}, data, bytes);
+        return std::make_unique<Sent>();
+    }
+    Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) override {
+        CHECK(tag >= 0 && tag <= kLargestTag);
+        return std::make_unique<Awaited>(network_,
+                                         InMemoryNetwork::Receive{{from, rank_, tag}, data, bytes, std::move(owner)});
+    }
+
+private:
+    struct Sent : TransportRequest {
+        bool wait(std::chrono::milliseconds) override { return true; }
+        bool is_done() override { return true; }
+        void abort() override {}
+    };
+    struct Awaited : TransportRequest {
+        Awaited(InMemoryNetwork& network, const InMemoryNetwork::Receive& asked)
+            : network(network), receive(std::make_shared<InMemoryNetwork::Receive>(asked)) {
+            network.post(receive);
+        }
+        ~Awaited() override { network.cancel(receive); }
+
+        bool wait(std::chrono::milliseconds limit) override {
+            std::unique_lock lock(network.mutex);
+            const auto until = Clock::now() + limit;
+            const int from = receive->address.from;
+            while (!receive->done) {
+                if (std::exchange(aborted, false)) return false;
+                if (from >= 0 && network.closed[from]) throw TransportError("connection closed");
+                if (network.changed.wait_until(lock, until) == std::cv_status::timeout)
+                    throw TransportError("time is up");
+            }
+            return true;
+        }
+        bool is_done() override {
+            const std::lock_guard lock(network.mutex);
+            return receive->done;
+        }
+        void abort() override {
+            const std::lock_guard lock(network.mutex);
+            aborted = true;
+            network.changed.notify_all();
+        }
+
+        InMemoryNetwork& network;
+        const std::shared_ptr<InMemoryNetwork::Receive> receive;
+        bool aborted = false;
+    };
+
+    InMemoryNetwork& network_;
+    const int rank_;
+};
+
+using MakeTransport = std::function<std::unique_ptr<Transport>(int rank)>;
+
+// What a run leaves: receives that were given up, and the longest message in bytes.
+struct NetworkUse {
+    std::size_t kept, longest;
+};
+
+// Runs `body(group, rank)` on a thread for each rank of the hosts, over an in-memory network or another.
+template <typename Body>
+NetworkUse run_group(const std::vector<std::vector<int>>& hosts, const Body& body, MakeTransport make = nullptr) {
+    InMemoryNetwork network;
+    if (!make) make = [&](int rank) { return std::make_unique<InMemoryTransport>(network, rank); };
+    std::vector<std::thread> threads;
+    std::map<int, std::string> titled;
+    for (std::size_t host = 0; host < hosts.size(); ++host) {
+        for (const int rank : hosts[host])
+            titled[rank] = "rank " + std::to_string(rank) + " on host " + std::to_string(host);
+    }
+    std::vector<std::string> titles;
+    for (const auto& [rank, title] : titled) titles.push_back(title);
+    for (std::size_t host = 0; host < hosts.size(); ++host) {
+        const auto& here = hosts[host];
+        const int size = static_cast<int>(here.size());
+        const auto memory = memory_for(size, MultiHostGroup::kMinSlotBytes);
+        for (int local_rank = 0; local_rank < size; ++local_rank) {
+            threads.emplace_back([&, host, here, size, local_rank, memory] {
+                const int rank = here[static_cast<std::size_t>(local_rank)];
+                HostSegment host_segment(memory, local_rank, size, MultiHostGroup::kMinSlotBytes,
+                                         RankNames{here, titles});
+                MultiHostGroup group(Hosts{hosts, host}, host_segment, make(rank));
+                body(group, rank);
+            });
+        }
+    }
+    for (std::thread& thread : threads) thread.join();
+    return {network.kept(), network.longest};
+}
+
+inline Call sum_of(std::uint64_t sequence, std::size_t count) {
+    Call call;
+    call.collective = Collective::kAllReduce;
+    call.dtype = DType::kInt64;
+    call.op = Op::kSum;
+    call.sequence = sequence;
+    call.count = count;
+    return call;
+}
+
+}  // namespace dist_prims
