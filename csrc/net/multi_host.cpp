@@ -232,7 +232,7 @@ Terms MultiHostGroup::agree(const Call& call, std::chrono::milliseconds timeout,
     return agree_and_reduce(call, terms, nullptr, 0, timeout).terms;
 }
 
-LinkCosts MultiHostGroup::begin(const Call& call, std::uint64_t network, std::chrono::milliseconds timeout) {
+LinkCosts MultiHostGroup::first_agreement(const Call& call, std::uint64_t network, std::chrono::milliseconds timeout) {
     LinkCosts costs;
     if (network && host_segment_.slots.rank() == 0 && hosts_.mine <= 1) {
         const int peer = hosts_.ranks[1 - hosts_.mine].front();

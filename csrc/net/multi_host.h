@@ -60,7 +60,7 @@ public:
 
     // The first agreement of the group, in which all ranks learn what the link between the first two hosts costs.
     // `network`: see measure_link(); if it is 0 the link is not measured. Either all ranks give 0, or none does.
-    LinkCosts begin(const Call& call, std::uint64_t network, std::chrono::milliseconds timeout);
+    LinkCosts first_agreement(const Call& call, std::uint64_t network, std::chrono::milliseconds timeout);
 
     RemotePeers remote;
     Router router;

@@ -194,9 +194,9 @@ CASE(all_ranks_learn_what_the_link_costs) {
         std::mutex mutex;
         std::set<std::uint64_t> found;
         run_group({{2, 3}, {0}, {1, 4}}, [&](MultiHostGroup& group, int rank) {
-            const LinkCosts costs = group.begin(sum_of(0, 1), is_one_network || rank == 0 ? 7 : 8, 60s);
+            const LinkCosts costs = group.first_agreement(sum_of(0, 1), is_one_network || rank == 0 ? 7 : 8, 60s);
             CHECK((costs.alpha > 0 && costs.beta > 0) != is_one_network);
-            CHECK(group.begin(sum_of(1, 1), 0, 60s).beta == 0);
+            CHECK(group.first_agreement(sum_of(1, 1), 0, 60s).beta == 0);
             const std::lock_guard lock(mutex);
             found.insert(costs.packed());
         });

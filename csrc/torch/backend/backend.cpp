@@ -61,7 +61,7 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
         first.count = host_segment_->slots.capacity();
         first.layout = setup_.one_shot_bytes;
         first.by(c10::str("one shot to ", first.layout, ", slot ", first.count));
-        trace_group_.emplace(setup_.describe(execution_->begin(first, setup_.network, setup_.timeout)));
+        trace_group_.emplace(setup_.describe(execution_->first_agreement(first, setup_.network, setup_.timeout)));
     } catch (...) {
         if (execution_) execution_->forward_notice();
         stop_engine();

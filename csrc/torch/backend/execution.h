@@ -70,8 +70,8 @@ public:
     // the sum of the terms of all ranks.
     virtual Terms agree(const Call& call, Milliseconds timeout, const Terms& terms) = 0;
     void agree(const Call& call, Milliseconds timeout) { agree(call, timeout, {}); }
-    // The first agreement of the group; see MultiHostGroup::begin().
-    virtual LinkCosts begin(const Call& call, std::uint64_t /*network*/, Milliseconds timeout) {
+    // The first agreement of the group; see MultiHostGroup::first_agreement().
+    virtual LinkCosts first_agreement(const Call& call, std::uint64_t /*network*/, Milliseconds timeout) {
         agree(call, timeout);
         return {};
     }

@@ -45,7 +45,7 @@ struct Setup {
     // Makes a group by split or merge.
     std::function<c10::intrusive_ptr<c10d::Backend>(const ChildGroup&)> make_child;
     ChooseSchedule choose;                          // for a group that spans hosts
-    std::uint64_t network = 0;                      // see MultiHostGroup::begin()
+    std::uint64_t network = 0;                      // see MultiHostGroup::first_agreement()
     c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null
     std::size_t slot_bytes = 0, one_shot_bytes = 0;
     std::string group;            // its name, and

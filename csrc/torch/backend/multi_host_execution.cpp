@@ -27,8 +27,8 @@ public:
     Terms agree(const Call& call, Milliseconds timeout, const Terms& terms) override {
         return group_.agree(call, timeout, terms);
     }
-    LinkCosts begin(const Call& call, std::uint64_t network, Milliseconds timeout) override {
-        return group_.begin(call, network, timeout);
+    LinkCosts first_agreement(const Call& call, std::uint64_t network, Milliseconds timeout) override {
+        return group_.first_agreement(call, network, timeout);
     }
     PrimsTask all_reduce(Call call, const at::Tensor& input, const at::Tensor& tensor) override {
         const std::uint64_t bytes = call.count * size_of(call.dtype);
