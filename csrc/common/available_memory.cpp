@@ -63,7 +63,7 @@ std::size_t available_memory() {
     for (std::string line; std::getline(groups, line);) {  // "4:memory:/path", or "0::/path" of the second version
         const std::size_t first = line.find(':'), second = line.find(':', first + 1);
         if (second == std::string::npos || second + 1 == line.size()) continue;
-        const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+        const std::string controllers = std::string(",").append(line, first + 1, second - first - 1).append(",");
         std::string path = line.substr(second + 1);
         if (path.back() == '/') path.pop_back();
         if (controllers == ",,") least = std::min(least, available_in(kSecond, path));

@@ -29,7 +29,7 @@ std::string time_or_null(std::int64_t time) {
 
 std::string text_of(const FlightRecorder::Entry& entry, const std::string& group, const std::string& description) {
     const std::string sizes = entry.dtype[0] ? "[[" + std::to_string(entry.count) + "]]" : "[]";
-    const std::string types = entry.dtype[0] ? "[" + quoted(entry.dtype) + "]" : "[]";
+    const std::string types = entry.dtype[0] ? std::string("[").append(quoted(entry.dtype)).append("]") : "[]";
     const std::string sequence = std::to_string(entry.sequence), none = "0";
     return "{\"frames\": [], \"record_id\": " + std::to_string(entry.id) + ", \"pg_id\": 0, \"process_group\": [" +
            quoted(group) + ", " + quoted(description) +

@@ -281,7 +281,7 @@ std::string Membership::error_text(CommError::Kind kind, int culprit, const std:
 std::string Membership::awaited_text(int culprit) const {
     const WaitGraph::Verdict late = verdict_of(culprit);
     if (!late.is_deadlock && late.has(rank_)) return "for this rank";
-    return late.count ? "(" + text(late) + ")" : "in an earlier call";
+    return late.count ? std::string("(").append(text(late)).append(")") : "in an earlier call";
 }
 
 }  // namespace dist_prims

@@ -49,10 +49,9 @@ struct Member {
 
 template <typename Head, typename Item>
 std::vector<std::byte> encode(const Head& head, const std::vector<Item>& items) {
-    const auto* first = reinterpret_cast<const std::byte*>(&head);
-    const auto* rest = reinterpret_cast<const std::byte*>(items.data());
-    std::vector<std::byte> data(first, first + sizeof(Head));
-    data.insert(data.end(), rest, rest + items.size() * sizeof(Item));
+    std::vector<std::byte> data(sizeof(Head) + items.size() * sizeof(Item));
+    std::memcpy(data.data(), &head, sizeof(Head));
+    if (!items.empty()) std::memcpy(data.data() + sizeof(Head), items.data(), items.size() * sizeof(Item));
     return data;
 }
 

@@ -111,7 +111,7 @@ std::string address_of(const Socket& listening) {
     }
     const auto* const v6 = reinterpret_cast<const sockaddr_in6*>(&storage);
     ::inet_ntop(AF_INET6, &v6->sin6_addr, text.data(), text.size());
-    return "[" + std::string(text.data()) + "]:" + std::to_string(ntohs(v6->sin6_port));
+    return std::string("[").append(text.data()).append("]:").append(std::to_string(ntohs(v6->sin6_port)));
 }
 
 Socket connect_to(const std::string& address) {
