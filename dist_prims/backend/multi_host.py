@@ -19,7 +19,7 @@ from typing import Any
 from ..schedules import Schedule
 from ..schedules.contract import ROOTED
 from ..schedules.native import NativeForm, to_native
-from ..schedules.recommend import recommend
+from ..schedules.recommend import EXCHANGES, MUCH_SHORTER, recommend
 from ..schedules.registry import build_shared, version
 from ..schedules.topology import Topology
 from ..schedules.trust import is_trusted
@@ -30,11 +30,6 @@ _Choice = tuple[str, tuple[tuple[str, Any], ...], int]  # an algorithm, its para
 _DIRECT: _Choice = ("direct", (), 1)
 _PAIRWISE: _Choice = ("pairwise", (), 1)
 
-# In these collectives a rank can send each block straight to its receiver. The prediction adds the latencies of all
-# messages of a rank, although those of a direct exchange are in flight at once. So an algorithm that forwards blocks
-# is chosen only if its predicted time is much shorter.
-_EXCHANGES = ("all_to_all", "gather", "scatter")
-_MUCH_SHORTER = 0.6
 # Of an all_to_all: if more ranks of other hosts send to a host at once, and much, the link drops packets, and TCP waits
 # 200 ms before it sends them again. In a pairwise exchange each rank has one sender at a time. That a packet of a long
 # block was dropped, TCP notices earlier, by those that follow it: from _VERY_LARGE on so many streams are not too many.
@@ -111,9 +106,9 @@ def _recommended(collective: str, low: int, topology: Topology, _version: int) -
     if collective in _UNKNOWN_LENGTHS:
         found = tuple(each for each in found if is_trusted(each.schedule))
     best = found[0]
-    if collective in _EXCHANGES:
+    if collective in EXCHANGES:
         direct = next((each for each in found if each.name == "direct"), best)
-        if best.seconds >= _MUCH_SHORTER * direct.seconds:
+        if best.seconds >= MUCH_SHORTER * direct.seconds:
             return _straight(collective, topology, low)
     return best.schedule.algorithm, best.schedule.parameters, best.segments
 

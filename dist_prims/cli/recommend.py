@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schedules import advice
-from ..schedules.recommend import recommend
+from ..schedules.recommend import EXCHANGES, MUCH_SHORTER, recommend
 from ..schedules.topology import Level, Topology
 
 __all__: list[str] = []
@@ -16,7 +16,6 @@ __all__: list[str] = []
 _LINKS = {"link": "25G", "latency": "10us", "inner_link": "80G", "inner_latency": "1us"}  # the defaults
 _GAMMA = 1e-10  # seconds a byte reduced
 _WITHOUT_CHOICE = ("barrier", "scan", "exclusive_scan")  # the backend chooses no schedule for them
-_EXCHANGES = ("all_to_all", "gather", "scatter")  # see backend/multi_host.py
 
 
 def add(commands: Any) -> None:
@@ -51,8 +50,8 @@ def _how_to_run(collective: str, hosts: int, algorithm: str) -> str:
     if hosts > 1 and collective not in _WITHOUT_CHOICE:
         figures = "from the file that `bench calibrate` writes, or else of the link as measured when a group is made"
         chooses = f"The backend dist_prims chooses by the same prices, {figures}"
-        unless = ", but sends each block straight to its receiver unless another algorithm takes 0.6 of that time"
-        return f"{chooses}{unless if collective in _EXCHANGES else ''}."
+        shorter = f"unless another algorithm takes {MUCH_SHORTER} of that time"
+        return f"{chooses}{f', but sends each block straight to its receiver {shorter}' * (collective in EXCHANGES)}."
     by_hand = f"dist_prims.{collective}(..., algorithm={algorithm!r}) uses this algorithm on any backend"
     if collective in _WITHOUT_CHOICE:
         return f"The backend dist_prims uses no schedule for {collective}; {by_hand.replace('exclusive_', '')}."

@@ -36,6 +36,12 @@ MOST_AT_ONCE = 3_000_000  # of a step: some hundred MB
 _TOLERANCE = 0.05  # a smaller relative difference of two prices is not significant
 _MOST_RANKS_FOR_TIES = 256
 
+# In these collectives a rank can send each block straight to its receiver. The prediction adds the latencies of all
+# messages of a rank, although those of a direct exchange are in flight at once. So the backend chooses an algorithm
+# that forwards blocks only if it is much shorter: if its predicted time is less than this share of that of direct.
+EXCHANGES = ("all_to_all", "gather", "scatter")
+MUCH_SHORTER = 0.6
+
 # Hierarchical collectives for hosts of any sizes, and the collectives within a host that the parameter inner names.
 _WITHIN = {
     "all_reduce": ("reduce_scatter", "all_gather"),
@@ -106,7 +112,8 @@ def recommend(collective: str, nbytes: float, topology: Topology, only_best: boo
     if topology.size <= _MOST_RANKS_FOR_TIES:
         near.sort(key=lambda each: _preference(each, topology))
     ranked[: len(near)] = near
-    return Advice(tuple(ranked), tuple(search.left_out), bound(collective, nbytes, topology))
+    left_out = sorted(search.left_out, key=lambda each: each[0].startswith("hierarchical"))
+    return Advice(tuple(ranked), tuple(left_out), bound(collective, nbytes, topology))
 
 
 def _has_hierarchies(collective: str, topology: Topology) -> bool:
