@@ -1,4 +1,4 @@
-"""Exchanges: blocks of different lengths between hosts, and an all_to_all by the algorithm that a call names."""
+"""Blocks of different lengths, on one host and between hosts, and an all_to_all by the algorithm that a call names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pinning import pin, run
 from ranks import span
-from values import equal, held
+from values import equal, held, summed
 
 import dist_prims
 from dist_prims.backend.link_costs import ASSUMED
@@ -18,12 +19,6 @@ from dist_prims.collectives import channel
 from dist_prims.errors import MismatchError
 from dist_prims.schedules import Schedule, build
 from dist_prims.schedules.program import compile_program
-
-
-def run(layout: str, body: Callable[..., Any]) -> list[Any]:
-    if len(set(layout.split())) > 1:
-        return span(layout, body)
-    return dist_prims.spawn(body, len(layout.split()), backend="dist_prims", timeout=60)
 
 
 def exchange(lengths: Callable[[int, int], int], **options: Any) -> None:
@@ -149,5 +144,64 @@ def test_mismatches_of_a_named_algorithm_are_named(layout: str) -> None:
         total = torch.ones(3)
         dist.all_reduce(total)
         assert total[0] == size
+
+    run(layout, body)
+
+
+@pytest.mark.parametrize("layout", ["a a a", "a a b b"])
+def test_blocks_of_different_lengths(layout: str) -> None:
+    """Pins apply to unequal blocks of all_gather and reduce_scatter, and are left out in an uneven exchange."""
+
+    def body() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for segments in ("", " x3"):
+            pin(all_gather="ring" + segments, reduce_scatter="ring" + segments)
+            counts = [7 * peer for peer in range(size)]
+            blocks = [torch.full((count,), -1) for count in counts]
+            dist.all_gather(blocks, held(rank, counts[rank]))
+            for peer, found in enumerate(blocks):
+                equal(found, held(peer, counts[peer]), ("all_gather", peer))
+            output = torch.empty(counts[rank], dtype=torch.int64)
+            dist.reduce_scatter(output, [held(rank, count) for count in counts])
+            equal(output, summed(size, counts[rank]), "reduce_scatter")
+        for pins in ({}, {"all_to_all": "bruck x2", "gather": "binomial"}):
+            pin(**pins)
+            # rank 0 sends and receives 4 elements of each, the others also 5 of each other: only they know it
+            exchange(lambda src, dst: 4 if 0 in (src, dst) else 5)
+            exchange(lambda src, dst: src * dst)
+            exchange(lambda src, dst: 300)
+            parts = [torch.full((peer + 1,), -1) for peer in range(size)] if rank == 1 else None
+            dist.gather(held(rank, rank + 1), parts, 1)
+            for peer, found in enumerate(parts or []):
+                equal(found, held(peer, peer + 1), ("gather", peer))
+            row = torch.zeros(size, 6, dtype=torch.int64)
+            dist.all_to_all_single(row, torch.arange(6 * size).view(size, 6) + 100 * rank)
+            expected = torch.stack([torch.arange(6 * rank, 6 * rank + 6) + 100 * peer for peer in range(size)])
+            equal(row, expected, "all_to_all_single")
+            strided = torch.zeros(6, size, dtype=torch.int64).t()
+            dist.all_to_all([*strided], [*torch.arange(6 * size).view(size, 6) + 100 * rank])
+            equal(strided, expected, "strided")
+
+    run(layout, body)
+
+
+@pytest.mark.parametrize("layout", ["a a a", "a b b"])
+def test_lengths_that_do_not_match_are_named(layout: str) -> None:
+    def body() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for pins in ({}, {"all_to_all": "bruck", "gather": "binomial", "scatter": "binomial"}):
+            pin(**pins)
+            expected = [torch.ones(4 + (rank == peer == 2)) for peer in range(size)]
+            with pytest.raises(MismatchError, match="Rank 2 sends 16 bytes to rank 2, which expects 20"):
+                dist.all_to_all(expected, [torch.ones(4) for _ in range(size)])
+            longer = 4 + (rank == 1)  # even on every rank, and yet they differ
+            with pytest.raises(MismatchError, match="Rank 0 sends 16 bytes to rank 1, which expects 20"):
+                dist.all_to_all([torch.ones(longer) for _ in range(size)], [torch.ones(longer) for _ in range(size)])
+            own, blocks = torch.ones(longer), [torch.ones(4) for _ in range(size)] if rank == 0 else None
+            with pytest.raises(MismatchError, match="Rank 1 sends 20 bytes to rank 0, which expects 16"):
+                dist.gather(own, blocks, 0)
+            with pytest.raises(MismatchError, match=r"ank 1 calls scatter.*5 elements"):
+                dist.scatter(own, blocks, 0)
+            dist.all_to_all([torch.ones(4) for _ in range(size)], [torch.ones(4) for _ in range(size)])
 
     run(layout, body)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import span
-from values import bits, equal, held, noise, summed
+from pinning import backend, pin, run
+from values import bits, equal, noise
 
 import dist_prims
-from dist_prims.backend.link_costs import ASSUMED
-from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.backend.options import PINNABLE
-from dist_prims.backend.pins import pin_schedules
 from dist_prims.errors import MismatchError
 from dist_prims.launch import RankFailedError
-from dist_prims.launch.hosts import host_id
-from dist_prims.schedules import Schedule, ScheduleError, Step, algorithm, algorithms, build, unregister
+from dist_prims.schedules import ScheduleError, Step, algorithm, algorithms, build, unregister
 from dist_prims.schedules.contract import ROOTED
 
 BackendOptions = dist_prims.BackendOptions
@@ -29,27 +25,6 @@ LAYOUTS = [
     *("a", "a a a", "a a a b", "a b a b"),
     *(pytest.param(each, marks=pytest.mark.slow) for each in ("a a", "a a a a", "a a a a a a a", "a a b b", "a b c")),
 ]
-
-
-def run(layout: str, body: Callable[..., Any], *args: Any) -> list[Any]:
-    if len(set(layout.split())) > 1:
-        return span(layout, body, *args)
-    return dist_prims.spawn(body, len(layout.split()), args, backend="dist_prims", timeout=60)
-
-
-def backend(group: Any = None) -> Any:
-    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
-
-
-def pin(**algorithms_of: str) -> None:
-    """Pin schedules in the default group, as at its creation."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    hosts: list[str] = [""] * size
-    dist.all_gather_object(hosts, host_id())
-    multi_host = MultiHostSchedules(hosts, rank, ASSUMED, Schedule.verify) if len(set(hosts)) > 1 else None
-    for collective in PINNABLE:
-        backend().pin(collective, "", None)
-    pin_schedules(backend(), rank, size, BackendOptions(**algorithms_of), multi_host, Schedule.verify)
 
 
 def possible(collective: str, size: int, hosts: tuple[int, ...]) -> Iterator[str]:
@@ -208,74 +183,6 @@ def test_segments_do_not_change_the_bits(layout: str) -> None:
                 results.append(bits(output))
             found.append(results)
         assert all(each == found[0] for each in found)
-
-    run(layout, body)
-
-
-def exchange_unevenly(lengths: Callable[[int, int], int]) -> None:
-    """An all_to_all in which rank s sends lengths(s, d) elements to rank d."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    received = [torch.full((lengths(peer, rank),), -1) for peer in range(size)]
-    dist.all_to_all(received, [held(10 * rank + peer, lengths(rank, peer)) for peer in range(size)])
-    for peer, found in enumerate(received):
-        equal(found, held(10 * peer + rank, lengths(peer, rank)), (lengths(peer, rank), peer))
-
-
-@pytest.mark.parametrize("layout", ["a a a", "a a b b"])
-def test_blocks_of_different_lengths(layout: str) -> None:
-    """Pins apply to unequal blocks of all_gather and reduce_scatter, and are left out in an uneven exchange."""
-
-    def body() -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        for segments in ("", " x3"):
-            pin(all_gather="ring" + segments, reduce_scatter="ring" + segments)
-            counts = [7 * peer for peer in range(size)]
-            blocks = [torch.full((count,), -1) for count in counts]
-            dist.all_gather(blocks, held(rank, counts[rank]))
-            for peer, found in enumerate(blocks):
-                equal(found, held(peer, counts[peer]), ("all_gather", peer))
-            output = torch.empty(counts[rank], dtype=torch.int64)
-            dist.reduce_scatter(output, [held(rank, count) for count in counts])
-            equal(output, summed(size, counts[rank]), "reduce_scatter")
-        for pins in ({}, {"all_to_all": "bruck x2", "gather": "binomial"}):
-            pin(**pins)
-            # rank 0 sends and receives 4 elements of each, the others also 5 of each other: only they know it
-            exchange_unevenly(lambda src, dst: 4 if 0 in (src, dst) else 5)
-            exchange_unevenly(lambda src, dst: src * dst)
-            exchange_unevenly(lambda src, dst: 300)
-            parts = [torch.full((peer + 1,), -1) for peer in range(size)] if rank == 1 else None
-            dist.gather(held(rank, rank + 1), parts, 1)
-            for peer, found in enumerate(parts or []):
-                equal(found, held(peer, peer + 1), ("gather", peer))
-            row = torch.zeros(size, 6, dtype=torch.int64)
-            dist.all_to_all_single(row, torch.arange(6 * size).view(size, 6) + 100 * rank)
-            expected = torch.stack([torch.arange(6 * rank, 6 * rank + 6) + 100 * peer for peer in range(size)])
-            equal(row, expected, "all_to_all_single")
-            strided = torch.zeros(6, size, dtype=torch.int64).t()
-            dist.all_to_all([*strided], [*torch.arange(6 * size).view(size, 6) + 100 * rank])
-            equal(strided, expected, "strided")
-
-    run(layout, body)
-
-
-@pytest.mark.parametrize("layout", ["a a a", "a b b"])
-def test_lengths_that_do_not_match_are_named(layout: str) -> None:
-    def body() -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        for pins in ({}, {"all_to_all": "bruck", "gather": "binomial", "scatter": "binomial"}):
-            pin(**pins)
-            expected = [torch.ones(4 + (rank == peer == 2)) for peer in range(size)]
-            with pytest.raises(MismatchError, match="Rank 2 sends 16 bytes to rank 2, which expects 20"):
-                dist.all_to_all(expected, [torch.ones(4) for _ in range(size)])
-            longer = 4 + (rank == 1)  # even on every rank, and yet they differ
-            with pytest.raises(MismatchError, match="Rank 0 sends 16 bytes to rank 1, which expects 20"):
-                dist.all_to_all([torch.ones(longer) for _ in range(size)], [torch.ones(longer) for _ in range(size)])
-            own, blocks = torch.ones(longer), [torch.ones(4) for _ in range(size)] if rank == 0 else None
-            with pytest.raises(MismatchError, match="Rank 1 sends 20 bytes to rank 0, which expects 16"):
-                dist.gather(own, blocks, 0)
-            with pytest.raises(MismatchError, match=r"ank 1 calls scatter.*5 elements"):
-                dist.scatter(own, blocks, 0)
-            dist.all_to_all([torch.ones(4) for _ in range(size)], [torch.ones(4) for _ in range(size)])
 
     run(layout, body)
 

@@ -1,0 +1,14 @@
+"""Fixtures of the tests of groups that span hosts."""
+
+from __future__ import annotations
+
+import pytest
+from engines import require
+
+
+@pytest.fixture(params=["tcp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gloo", "ucx"))])
+def host_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What carries messages between the hosts of a test."""
+    require(request.param)
+    monkeypatch.setenv("DIST_PRIMS_ENGINE", request.param)
+    return str(request.param)

@@ -1,0 +1,39 @@
+"""Groups on one host or several, and schedules that are pinned in them after they have been made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import span
+
+import dist_prims
+from dist_prims.backend.link_costs import ASSUMED
+from dist_prims.backend.multi_host import MultiHostSchedules
+from dist_prims.backend.options import PINNABLE
+from dist_prims.backend.pins import pin_schedules
+from dist_prims.launch.hosts import host_id
+from dist_prims.schedules import Schedule
+
+
+def run(layout: str, body: Callable[..., Any], *args: Any) -> list[Any]:
+    if len(set(layout.split())) > 1:
+        return span(layout, body, *args)
+    return dist_prims.spawn(body, len(layout.split()), args, backend="dist_prims", timeout=60)
+
+
+def backend(group: Any = None) -> Any:
+    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+
+
+def pin(**algorithms_of: str) -> None:
+    """Pin schedules in the default group, as at its creation."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    hosts: list[str] = [""] * size
+    dist.all_gather_object(hosts, host_id())
+    multi_host = MultiHostSchedules(hosts, rank, ASSUMED, Schedule.verify) if len(set(hosts)) > 1 else None
+    for collective in PINNABLE:
+        backend().pin(collective, "", None)
+    pin_schedules(backend(), rank, size, dist_prims.BackendOptions(**algorithms_of), multi_host, Schedule.verify)
