@@ -22,10 +22,10 @@ import numpy as np
 from .contract import COLLECTIVES
 from .cost import best_segments, lower_bound, parts, seconds
 from .cost_card import ceil_log2
-from .path import Path
 from .registry import Algorithm, algorithms, build, build_shared, lookup, nearest
 from .replay import replay
 from .schedule import Schedule
+from .step_bounds import StepBounds
 from .topology import LATENCY, LINK, PROCESSOR, Topology
 from .trust import may_be_chosen
 
@@ -217,7 +217,7 @@ class _Search:
     def _is_too_long(self, schedule: Schedule) -> bool:
         """Whether a lower bound is above the price of the best candidate so far, and of those nearly as good."""
         best = min((each.seconds for each in self.found), default=math.inf)
-        return Path.of(schedule, self.topology).is_longer(self.nbytes, best * (1 + _TOLERANCE))
+        return StepBounds.of(schedule, self.topology).is_longer(self.nbytes, best * (1 + _TOLERANCE))
 
 
 def _name(schedule: Schedule) -> str:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from dist_prims.schedules import build
 from dist_prims.schedules.contract import COLLECTIVES
 from dist_prims.schedules.cost import best_segments, seconds
-from dist_prims.schedules.path import Path
 from dist_prims.schedules.recommend import recommend
 from dist_prims.schedules.registry import algorithms
 from dist_prims.schedules.schedule import CountedStep, Step, WideStep
+from dist_prims.schedules.step_bounds import StepBounds
 from dist_prims.schedules.topology import Level, Topology
 
 FREE = Level(0, 0)
@@ -42,17 +42,17 @@ def test_a_bound_is_below_the_price(topology: Topology, collective: str, power: 
     flat = [name for name in algorithms(collective) if name != "hierarchical"]
     schedule = build(collective, data.draw(st.sampled_from(flat)), topology.size)
     price = float(seconds(schedule, 1 << power, topology, int(best_segments(schedule, 1 << power, topology))))
-    assert not Path(schedule, topology).is_longer(1 << power, price * (1 + 1e-9))
+    assert not StepBounds(schedule, topology).is_longer(1 << power, price * (1 + 1e-9))
 
 
 def test_a_long_schedule_is_counted_no_further_than_necessary() -> None:
     cluster = Topology((8,) * 64, Level(5e-6, 3e-10), Level(60e-6, 8e-10), congestion=1e-10)
     chain = build("broadcast", "chain", 512, chunks=1)
-    path = Path(chain, cluster)
-    assert path.is_longer(1024, 1e-3)
-    assert path._within + path._between < 150
-    assert path.is_longer(1024, 2e-3)  # continues
-    assert 150 < path._within + path._between < len(chain.steps)
+    bounds = StepBounds(chain, cluster)
+    assert bounds.is_longer(1024, 1e-3)
+    assert bounds._within + bounds._between < 150
+    assert bounds.is_longer(1024, 2e-3)  # continues
+    assert 150 < bounds._within + bounds._between < len(chain.steps)
     priced = len(recommend("broadcast", 1024, cluster, only_best=True).candidates)
     assert priced < len(recommend("broadcast", 1024, cluster).candidates) - 4
 

@@ -21,7 +21,7 @@ from .topology import Topology
 __all__: list[str] = []
 
 
-class Path:
+class StepBounds:
     """The steps of a schedule within hosts and between them, and the chunks that cross links.
 
     Steps are counted only as far as a limit requires.
@@ -29,7 +29,7 @@ class Path:
     >>> from dist_prims.schedules import build
     >>> from dist_prims.schedules.topology import Level
     >>> cluster = Topology((2, 2), Level(1e-6, 0), Level(10e-6, 0))
-    >>> chain = Path.of(build("broadcast", "chain", 4, chunks=1), cluster)  # 2 steps within hosts, 1 between
+    >>> chain = StepBounds.of(build("broadcast", "chain", 4, chunks=1), cluster)  # 2 steps within hosts, 1 between
     >>> [chain.is_longer(nbytes=8, limit=limit) for limit in (11e-6, 13e-6)]
     [True, False]
     """
@@ -42,9 +42,9 @@ class Path:
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
-    def of(schedule: Schedule, topology: Topology) -> Path:
-        """The path of a schedule; a later limit continues to count where an earlier one stopped."""
-        return Path(schedule, topology)
+    def of(schedule: Schedule, topology: Topology) -> StepBounds:
+        """The bounds of a schedule; a later limit continues to count where an earlier one stopped."""
+        return StepBounds(schedule, topology)
 
     def is_longer(self, nbytes: float, limit: float) -> bool:
         """Whether the schedule takes longer than ``limit`` seconds."""
