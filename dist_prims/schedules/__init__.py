@@ -4,7 +4,7 @@
 >>> COLLECTIVES[:3]
 ('all_reduce', 'reduce_scatter', 'all_gather')
 >>> {collective: len(algorithms(collective)) for collective in COLLECTIVES if "gather" in collective}
-{'all_gather': 7, 'gather': 3}
+{'all_gather': 8, 'gather': 3}
 """
 
 from . import algorithms as _package  # noqa: F401 - first, because the function `algorithm` must not be shadowed

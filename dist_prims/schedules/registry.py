@@ -114,36 +114,28 @@ def algorithm(
     (r0+r1)+r2 4
     >>> unregister("all_reduce", "star")
     """
+    _check_registration(collective, replicas)
+
+    def register(make: Callable[..., Iterator[Step]]) -> Callable[..., Iterator[Step]]:
+        key = collective, name or make.__name__
+        trusted = trust or make.__module__.startswith(f"{__package__}.algorithms.")
+        given = _parameters_of(make)
+        _set(*key, Algorithm(*key, make, chunks, scratch, replicas, card, given, trusted, tuple(variants), part))
+        return make
+
+    return register
+
+
+def _check_registration(collective: str, replicas: str) -> None:
     if collective not in COLLECTIVES:
         raise ValueError(f"algorithm({collective!r}): {nearest('collective', collective, COLLECTIVES)}")
     if replicas not in ("same", "may differ"):
         raise ValueError(f"algorithm(replicas={replicas!r}): use 'same' or 'may differ'")
 
-    def register(make: Callable[..., Iterator[Step]]) -> Callable[..., Iterator[Step]]:
-        registered_name = name or make.__name__
-        signature = inspect.signature(make).parameters
-        parameters = {key: par.default for key, par in signature.items() if key not in ("size", "root")}
-        trusted = trust or make.__module__.startswith(f"{__package__}.algorithms.")
-        _set(
-            collective,
-            registered_name,
-            Algorithm(
-                collective,
-                registered_name,
-                make,
-                chunks,
-                scratch,
-                replicas,
-                card,
-                parameters,
-                trusted,
-                tuple(variants),
-                part,
-            ),
-        )
-        return make
 
-    return register
+def _parameters_of(make: Callable[..., Any]) -> dict[str, Any]:
+    signature = inspect.signature(make).parameters
+    return {key: par.default for key, par in signature.items() if key not in ("size", "root")}
 
 
 def unregister(collective: str, name: str) -> None:
