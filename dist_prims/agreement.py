@@ -8,7 +8,7 @@ call. So no rank waits for data that will not come, and no rank adds data of ano
   operation and the text of the error.
 
 Descriptions travel as fields in a row of fixed size (one collective, :func:`gather_fields`) or, where they may be long,
-as pickled objects (two collectives, :func:`gather_objects`).
+as plain values (one collective, or two for a long value, :func:`gather_values`). Neither is a pickle.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ import torch
 import torch.distributed as dist
 
 from .errors import MismatchError
-from .torch_compat import all_gather_single
+from .plain_values import from_text, to_text
+from .torch_compat import all_gather_single, message_device
 
 __all__: list[str] = []
 
 T = TypeVar("T")
 Field = str | int | float | None
 _WIDTH = 256
+_LENGTH, _FITS = 8, 504  # bytes of a row of gather_values: the length of a value, and of a short value
 
 
 def check_same(
@@ -98,22 +100,71 @@ def first_difference(numbered: Iterable[tuple[int, Sequence[object] | None]]) ->
 
 
 def gather_or_raise(operation: str, value: T, failure: Exception | None, group: dist.ProcessGroup | None) -> list[T]:
-    """The ``value`` of each rank; every rank raises if one gives a ``failure``. It is also a barrier.
+    """The ``value`` of each rank, see :func:`gather_values`; every rank raises if one gives a ``failure``. It is also a
+    barrier.
 
     >>> gather_or_raise("example", 3, None, None)
     [3]
     """
-    found = gather_objects((value, failure_text(failure)), group)
+    found = gather_values((value, failure_text(failure)), group)
     check_failures(operation, failure, [text for _, text in found], group)
     return [each for each, _ in found]
 
 
-def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The ``value`` of each rank, pickled; a group of one rank sends nothing."""
-    found: list[Any] = [value] * dist.get_world_size(group)
-    if len(found) > 1:
-        dist.all_gather_object(found, value, group=group)
-    return found
+def gather_values(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The ``value`` of each rank, which must be plain (see plain_values.py); a group of one rank sends nothing.
+
+    If the value of a rank is not plain, that rank raises TypeError and the others MismatchError.
+    """
+    if dist.get_world_size(group) == 1:
+        return [value]
+    texts, failure = _text_or_failure(value)
+    found = [from_text(text) for text in _gather_texts(texts, group)]
+    check_failures("gather", failure, [text for _, text in found], group)
+    return [each for each, _ in found]
+
+
+def broadcast_value(value: T, source: int, group: dist.ProcessGroup | None) -> T:
+    """The ``value`` of rank ``source`` of the group, on every rank; see :func:`gather_values`."""
+    here = dist.get_rank(group) == source
+    text, failure = _text_or_failure(value) if here else ("", None)
+    device = message_device(group)
+    length = torch.tensor([len(text)], device=device)
+    dist.broadcast(length, group=group, group_src=source)
+    data = _bytes_of(text.encode("ascii"), int(length), device)
+    dist.broadcast(data, group=group, group_src=source)
+    sent: tuple[T, str | None] = from_text(bytes(data.tolist()).decode())
+    texts = [sent[1] if rank == source else None for rank in range(dist.get_world_size(group))]
+    check_failures("broadcast", failure, texts, group)
+    return sent[0]
+
+
+def _text_or_failure(value: Any) -> tuple[str, Exception | None]:
+    """The text of (value, None), or, for a value that is not plain, of (None, text of the error), and the error."""
+    try:
+        return to_text((value, None)), None
+    except TypeError as error:
+        return to_text((None, failure_text(error))), error
+
+
+def _gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    """The text of each rank, of ASCII. The first row of a rank has the length and as much as fits, the second all."""
+    data, device = text.encode("ascii"), message_device(group)
+    first, work = gather_rows(
+        _bytes_of(len(data).to_bytes(_LENGTH, "little") + data[:_FITS], _LENGTH + _FITS, device), group
+    )
+    work.wait()
+    rows = [bytes(row) for row in first.tolist()]
+    lengths = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
+    if max(lengths) <= _FITS:
+        return [row[_LENGTH : _LENGTH + length].decode() for row, length in zip(rows, lengths, strict=True)]
+    every, work = gather_rows(_bytes_of(data, max(lengths), device), group)
+    work.wait()
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(every, lengths, strict=True)]
+
+
+def _bytes_of(data: bytes, width: int, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8).to(device)
 
 
 def gather_fields(

@@ -63,6 +63,18 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def message_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The device of small messages in a group: the processor, if the group has a backend for it.
+
+    >>> message_device(None)
+    device(type='cpu')
+    """
+    types = device_types(group or default_group())
+    if not types or "cpu" in types:
+        return torch.device("cpu")
+    return torch.device(types[0], torch.get_device_module(types[0]).current_device())
+
+
 def exposed_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """The timeout of a group's collectives on a device, if the backend exposes it."""
     timeout = getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)

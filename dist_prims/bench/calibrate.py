@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from ..agreement import broadcast_value, gather_values
 from ..backend.link_costs import ASSUMED
 from ..backend.multi_host import HostOrder
 from ..backend.tuning import CALIBRATION
@@ -137,8 +138,7 @@ def _calibrate(bench: _Bench) -> dict[str, Any]:
         found |= probes.inside()
     if len(hosts) > 1:
         found |= probes.between()
-    boots = [""] * bench.size
-    dist.all_gather_object(boots, Path("/proc/sys/kernel/random/boot_id").read_text())
+    boots = gather_values(Path("/proc/sys/kernel/random/boot_id").read_text(), None)
     found["one_machine"] = len(set(boots)) == 1 and len(hosts) > 1
     sharing = bench.size if found["one_machine"] else max(hosts)
     slowdown = probes.small_from_all() / max(found["outer" if len(hosts) > 1 else "inner"]["alpha"], 1e-9)
@@ -194,9 +194,7 @@ class _Probes:
 
 def _from_rank_0(found: T) -> T:
     """Rank 0's value on every rank, because all ranks must make the same choices."""
-    box = [found]
-    dist.broadcast_object_list(box)
-    return box[0]
+    return broadcast_value(found, 0, None)
 
 
 @dataclass

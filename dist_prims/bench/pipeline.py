@@ -33,6 +33,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional
 
 from .._chart import line_chart
+from ..agreement import broadcast_value
 from ..launch import detect, init, spawn
 from ..models import resnet
 from ..schedules.pipelines import PipelinePlan, Row, draw_gantt, pipeline_plan, pipeline_plans, predict
@@ -98,10 +99,8 @@ class _Cuts:
 
     def __init__(self, model: torch.nn.Module, sample: torch.Tensor) -> None:
         self.model = model
-        box = [[cost.seconds for cost in profile(model, sample)] if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(box)
-        assert box[0] is not None
-        self.seconds = box[0]
+        measured = [cost.seconds for cost in profile(model, sample)] if dist.get_rank() == 0 else []
+        self.seconds = broadcast_value(measured, 0, None)
 
     def __call__(self, stages: int) -> list[torch.nn.Module]:
         return [*split(self.model, stages, balance(self.seconds, stages))]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from ..agreement import gather_values
 from ..backend.tcp_endpoint import own_address
 
 __all__: list[str] = []
@@ -64,8 +65,7 @@ class Stream:
         with contextlib.ExitStack() as sockets:
             listening = sockets.enter_context(socket.create_server((own_address(), 0)))
             listening.settimeout(timeout)
-            addresses: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
-            dist.all_gather_object(addresses, listening.getsockname())
+            addresses: list[tuple[str, int]] = gather_values(listening.getsockname(), None)
             if rank not in firsts:
                 yield cls()
                 return

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..agreement import gather_values
 from ..autoload import register
 from . import mpi_exchange
 from .detect_launcher import Launcher, detect, from_url
@@ -121,8 +122,7 @@ def _existing_group(requested: dict[str, Any]) -> _Joined:
     """Return the default group, which the program may have created itself, if it has the requested arguments."""
     before = _joined
     if before is None or before.group is not dist.group.WORLD:
-        hosts: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(hosts, host_id())
+        hosts = gather_values(host_id(), dist.group.WORLD)
         known = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
         before = _Joined(dist.group.WORLD, Placement.of(dist.get_rank(), hosts), known)
     for name, value in requested.items():

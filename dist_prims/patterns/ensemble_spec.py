@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ..agreement import check_lists, first_difference, gather_objects, gather_or_raise
+from ..agreement import check_lists, first_difference, gather_or_raise, gather_values
 from ..errors import MismatchError
 
 __all__: list[str] = []
@@ -59,6 +59,10 @@ class MemberSpec:
         keys = {key: names[id(each)] for key, each in state.items() if id(each) in names}
         return MemberSpec(*numbered[0], tensors, keys, named[0][2].device.type)
 
+    def as_tuple(self) -> tuple[Any, ...]:
+        """The fields, to be sent to another rank."""
+        return (self.number, self.lines, self.tensors, self.keys, self.device)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that its outputs probably have: that of its first tensor of floats."""
@@ -86,14 +90,14 @@ def agree_on_members(
     rank, size = group.rank(), group.size()
     digest = spec and hashlib.sha256("\n".join(spec.lines).encode()).hexdigest()
     # A rank that has no member takes the spec of the last rank, which always has one.
-    for_others = spec if size > count and rank == size - 1 else None
+    for_others = spec.as_tuple() if spec and size > count and rank == size - 1 else None
     found = gather_or_raise("DistributedEnsemble", (count, digest, for_others), failure, group)
     remedy = "Give the same count of members on every rank"
     check_lists("DistributedEnsemble", [[f"an ensemble of {its} members"] for its, _, _ in found], remedy, group)
     if len({digest for _, digest, _ in found if digest}) > 1:
-        members = gather_objects(spec and (spec.number, spec.lines), group)
+        members = gather_values(spec and (spec.number, spec.lines), group)
         raise MismatchError(f"rank {rank}: {_difference([each for each in members if each])}")
-    return spec or cast(MemberSpec, found[-1][2])
+    return spec or MemberSpec(*cast(tuple[Any, ...], found[-1][2]))
 
 
 @contextmanager

@@ -23,12 +23,12 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..agreement import gather_objects
+from ..agreement import gather_values
 from ..collectives.call import group_of
 from ..collectives.flat import cut
 from ..errors import CommError, MismatchError
@@ -302,7 +302,8 @@ class _Role(NamedTuple):
 
 def _join(model: torch.nn.Module, group: dist.ProcessGroup, server: int, role: _Role) -> list[torch.nn.Parameter]:
     """Check that all ranks have the same model and server; copy the server's parameters to all."""
-    roles = gather_objects(role, group)
+    found: list[Any] = gather_values(tuple(role), group)
+    roles = [_Role(*each) for each in found]
     for rank, each in enumerate(roles):
         begin = f"rank {group.rank()}: ParameterServer: rank {rank} makes {each}"
         if not 0 <= each.server < group.size():

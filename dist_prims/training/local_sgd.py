@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..agreement import check_same, gather_objects
+from ..agreement import check_same, gather_values
 from ..collectives.flat import cut
 from ..torch_compat import default_group
 from .average import average_gradients
@@ -158,7 +158,7 @@ class LocalSGD:
         if not self.optimizer:
             return []
         mine = _state_of(self.optimizer, parameters)
-        return [mine[place] for place in sorted(set(mine).intersection(*gather_objects([*mine], self.group)))]
+        return [mine[place] for place in sorted(set(mine).intersection(*gather_values([*mine], self.group)))]
 
     def _step_outer(self, outer: torch.optim.Optimizer) -> None:
         """The outer gradient is the anchor minus the mean. Where no rank has stepped alone since the last averaging,

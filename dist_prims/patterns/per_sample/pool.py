@@ -193,8 +193,11 @@ def _agree(
     columns: dict[str, torch.Tensor], failure: Exception | None, count: int, group: dist.ProcessGroup
 ) -> dict[str, Kind]:
     """The kinds of the rows; every rank raises if two ranks with rows differ, or if one gives a ``failure``."""
-    mine = {name: Kind.of(rows) for name, rows in columns.items()} or None
-    found = gather_or_raise("over_pool", (count, mine), failure, group)
+    mine = {name: (rows.dtype, tuple(rows.shape[1:])) for name, rows in columns.items()} or None
+    sent: list[Any] = gather_or_raise("over_pool", (count, mine), failure, group)
+    found = [(its, {name: Kind(*each) for name, each in (kinds or {}).items()}) for its, kinds in sent]
     check_lists("over_pool", [[f"{count} items"] for count, _ in found], _REMEDY, group)
-    check_lists("over_pool", [kinds and [f"rows {dict(sorted(kinds.items()))}"] for _, kinds in found], _REMEDY, group)
+    check_lists(
+        "over_pool", [[f"rows {dict(sorted(kinds.items()))}"] if kinds else None for _, kinds in found], _REMEDY, group
+    )
     return next((kinds for _, kinds in found if kinds), {"": Kind(torch.float32, ())})  # the latter: an empty pool

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ...agreement import gather_objects
+from ...agreement import gather_values
 
 __all__: list[str] = []
 
@@ -62,7 +62,8 @@ _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "DamagedCheckpoi
 
 
 def together(operation: str, act: Callable[[], T], group: dist.ProcessGroup, remedy: str = WRITING) -> list[T]:
-    """The results of ``act()`` of all ranks; if it raises on any rank, every rank raises the same kind of error.
+    """The results of ``act()`` of all ranks; if it raises on any rank, every rank raises the same kind of error. The
+    results must be plain values (see plain_values.py).
 
     ``remedy``: the advice in the error text after an OSError.
 
@@ -76,7 +77,7 @@ def together(operation: str, act: Callable[[], T], group: dist.ProcessGroup, rem
     except Exception as error:  # to be sent to the other ranks
         failure = error
     mine = (result, None) if failure is None else (None, (type(failure).__name__, _text(failure, remedy)))
-    found: list[Any] = gather_objects(mine, group)
+    found: list[Any] = gather_values(mine, group)
     failed = [(rank, *error) for rank, (_, error) in enumerate(found) if error is not None]
     if failed:
         # Damage comes first: the caller then tries the checkpoint before this one.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from ...agreement import check_lists, gather_objects, gather_or_raise
+from ...agreement import check_lists, gather_or_raise, gather_values
 from ...collectives.flat import cut
 
 __all__: list[str] = []
@@ -41,7 +41,7 @@ def check_same_model(
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     found = gather_or_raise(operation, (digest, secrets.token_hex(8)), failure, group)
     if len({digest for digest, _ in found}) > 1:
-        check_lists(operation, gather_objects(mine, group), _REMEDY, group)
+        check_lists(operation, gather_values(mine, group), _REMEDY, group)
     if sharded := next((name for name, tensor in tensors if _is_sharded(tensor)), None):
         raise ValueError(
             f"rank {group.rank()}: {operation}: {sharded!r} is sharded already, by ShardedParameters; remove() first"

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...agreement import check_lists, gather_objects, gather_or_raise
+from ...agreement import check_lists, gather_or_raise, gather_values
 from ...collectives.traced_call import in_group
 from ...errors import CommError, MismatchError
 from ...schedules.pipelines import Action, PipelinePlan, Row
@@ -151,7 +151,8 @@ class Pipeline(Owner):
     def rows(self) -> list[Row]:
         """The rows recorded on all ranks since the last call, on rank 0; every rank calls it. Clocks are the hosts'."""
         mine, self._job.rows = self._job.rows, []
-        rows = sorted((row for rows in gather_objects(mine, self._group) for row in rows), key=lambda row: row.begin)
+        found: list[list[Any]] = gather_values([tuple(row) for row in mine], self._group)
+        rows = sorted((Row(*row) for rows in found for row in rows), key=lambda row: row.begin)
         start = rows[0].begin if rows else 0.0
         return [row._replace(begin=row.begin - start, end=row.end - start) for row in rows] if self._rank == 0 else []
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...agreement import broadcast_value
 from ...collectives.call import group_of
 from ...collectives.flat import cut
 from ..gradients.bucket_layout import plan
@@ -179,36 +180,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _state_from(self, owner: int, own: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """The state that a rank owns: first its structure, then its tensors, as bytes."""
         here = self._rank == owner
-        structure: list[Any] = [{n: {key: _Placeholder.of(v) for key, v in each.items()} for n, each in own.items()}]
-        dist.broadcast_object_list(structure, group=self._group, group_src=owner)
+        kinds = {n: {key: _kind_of(value) for key, value in each.items()} for n, each in own.items()}
+        structure = broadcast_value(kinds, owner, self._group)
         found: dict[int, dict[str, Any]] = {}
         tensors = []
-        for number, each in structure[0].items():
+        for number, each in structure.items():
             found[number] = {}
             device = self._parameters[number].device
-            for key, value in each.items():
-                if isinstance(value, _Placeholder):
-                    there = own[number][key].detach().to(device, copy=True) if here else value.tensor.to(device)
-                    tensors.append(there)
-                    value = there
-                found[number][key] = value
+            for key, (is_tensor, *about) in each.items():
+                if is_tensor:
+                    shape, dtype = about
+                    there = torch.empty(shape, dtype=dtype, device=device)
+                    tensors.append(own[number][key].detach().to(device, copy=True) if here else there)
+                    found[number][key] = tensors[-1]
+                else:
+                    (found[number][key],) = about
         broadcast_coalesced(tensors, owner, self._group)
         return found
 
 
-class _Placeholder(NamedTuple):
-    """The place of a tensor in a structure; the tensor itself is sent separately."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(value: Any) -> Any:
-        return _Placeholder(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype)
+def _kind_of(value: Any) -> tuple[Any, ...]:
+    """Shape and dtype of a tensor, which is sent separately, or the value."""
+    return (True, tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (False, value)
 
 
 def balanced(counts: Sequence[int], parts: int) -> list[int]:
