@@ -63,6 +63,7 @@ NAVIGATION = {
         "docs/torch_distributed",
         "docs/tracing",
         "docs/environment",
+        "docs/security",
     ],
     "Patterns of training": ["docs/patterns/*"],
     "Learning": ["docs/course/index", "docs/exercises", "docs/interactive_pages"],

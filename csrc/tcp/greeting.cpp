@@ -1,19 +1,16 @@
 #include "greeting.h"
 
-#include <algorithm>
-
 namespace dist_prims {
 
-Greeting::Greeting(int rank, int lane, const std::string& token) : magic(kMagic), rank(rank), lane(lane) {
-    std::copy_n(token.begin(), std::min(token.size(), kTokenBytes), this->token.begin());
+Greeting::Greeting(int rank, int to, int lane, const std::string& key) : magic(kMagic), rank(rank), lane(lane) {
+    code = authentication_code(
+        key, "greeting " + std::to_string(rank) + " " + std::to_string(to) + " " + std::to_string(lane));
 }
 
-bool Greeting::is_valid(const std::string& expected, int ranks, int lanes) const {
-    const Greeting right(rank, lane, expected);
-    unsigned char difference = 0;
-    for (std::size_t each = 0; each < kTokenBytes; ++each)
-        difference = static_cast<unsigned char>(difference | (token[each] ^ right.token[each]));
-    return difference == 0 && magic == kMagic && rank >= 0 && rank < ranks && lane >= 0 && lane < lanes;
+bool Greeting::is_valid(int to, const std::string& key, int ranks, int lanes) const {
+    if (magic != kMagic || rank < 0 || rank >= ranks || lane < 0 || lane >= lanes) return false;
+    const Greeting right(rank, to, lane, key);
+    return is_equal_in_constant_time(code.data(), right.code.data(), code.size());
 }
 
 }  // namespace dist_prims

@@ -1,29 +1,30 @@
-// The first bytes of a connection: who opened it, for which kind of messages, and the token of the group, which only
-// its ranks know. A connection with another greeting is closed, so a process of another group or job cannot join by
-// mistake.
+// The first bytes of a connection: which rank opened it, for which kind of messages, and a code that only a rank of the
+// group can make. A connection with another greeting is closed, so a process of another group or job cannot join.
+//
+// The code is bound to the two ranks and the lane, so a greeting that another process has read from the network is of
+// no use at another rank.
 #pragma once
 
-#include <array>
-#include <cstddef>
 #include <cstdint>
 #include <string>
+
+#include "../common/authentication.h"
 
 namespace dist_prims {
 
 struct Greeting {
-    static constexpr std::uint64_t kMagic = 0x6470'7463'7000'0001;  // the last digits are the version of the protocol
-    static constexpr std::size_t kTokenBytes = 32;
+    static constexpr std::uint64_t kMagic = 0x6470'7463'7000'0002;  // the last digits are the version of the protocol
 
     Greeting() = default;
-    // A token that is longer than kTokenBytes is cut, one that is shorter is filled with zeros.
-    Greeting(int rank, int lane, const std::string& token);
+    // `key` is that of the group, of any length.
+    Greeting(int rank, int to, int lane, const std::string& key);
 
-    // Whether the sender belongs to the group of this token. The time does not depend on where the tokens differ.
-    bool is_valid(const std::string& token, int ranks, int lanes) const;
+    // Whether the sender knows the key and means this rank.
+    bool is_valid(int to, const std::string& key, int ranks, int lanes) const;
 
     std::uint64_t magic = 0;
     std::int32_t rank = -1, lane = -1;
-    std::array<unsigned char, kTokenBytes> token{};
+    Digest code{};
 };
 
 }  // namespace dist_prims

@@ -66,7 +66,7 @@ TcpTransport::~TcpTransport() {
 }
 
 OutgoingConnection TcpTransport::connect(int peer, LaneKind kind) const {
-    return {endpoint_.addresses.at(static_cast<std::size_t>(peer)), Greeting(rank_, kind, endpoint_.token)};
+    return {endpoint_.addresses.at(static_cast<std::size_t>(peer)), Greeting(rank_, peer, kind, endpoint_.key)};
 }
 
 Transport::Handle TcpTransport::send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner) {
@@ -150,7 +150,7 @@ bool TcpTransport::read_greeting(Newcomer& newcomer) {
     newcomer.bytes += result.bytes;
     if (newcomer.bytes < sizeof(Greeting)) return result.error.empty();
     const Greeting& greeting = newcomer.greeting;
-    if (greeting.is_valid(endpoint_.token, static_cast<int>(endpoint_.addresses.size()), kLanes))
+    if (greeting.is_valid(rank_, endpoint_.key, static_cast<int>(endpoint_.addresses.size()), kLanes))
         (greeting.lane == kData ? data_ : control_).add(greeting.rank, std::move(newcomer.socket));
     return false;
 }

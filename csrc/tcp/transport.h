@@ -29,11 +29,11 @@
 namespace dist_prims {
 
 // What a rank needs to begin: a socket at which it listens, the addresses of all ranks by rank, as address_of() gives
-// them, and the token of the group (see greeting.h).
+// them, and the key of the group (see greeting.h).
 struct TcpEndpoint {
     Socket listening;
     std::vector<std::string> addresses{};
-    std::string token{};
+    std::string key{};
 };
 
 class TcpTransport : public Transport {

@@ -15,7 +15,7 @@ using namespace std::chrono_literals;
 
 namespace {
 
-constexpr const char* kToken = "the token of the group";
+constexpr const char* kKey = "the key of the group";
 
 struct Network {
     std::vector<std::string> addresses;
@@ -27,7 +27,7 @@ struct Network {
             addresses.push_back(address_of(listening.emplace_back(listen_at("127.0.0.1"))));
         for (int rank = 0; rank < size; ++rank)
             ranks.push_back(std::make_unique<TcpTransport>(
-                TcpEndpoint{std::move(listening[static_cast<std::size_t>(rank)]), addresses, kToken}, rank));
+                TcpEndpoint{std::move(listening[static_cast<std::size_t>(rank)]), addresses, kKey}, rank));
     }
     TcpTransport& operator[](std::size_t rank) { return *ranks[rank]; }
 };
@@ -42,6 +42,12 @@ Socket connection_of_another(const std::string& address, const void* bytes, std:
         return part.bytes == 0 || !(result.error.empty() || result.error.find("connected") != std::string::npos);
     });
     return made;
+}
+
+// The end of the connection leaves nothing: its port can be used again at once.
+void end_at_once(const Socket& socket) {
+    const linger none{1, 0};
+    CHECK(::setsockopt(socket.descriptor(), SOL_SOCKET, SO_LINGER, &none, sizeof(none)) == 0);
 }
 
 bool is_closed(const Socket& socket) {
@@ -133,13 +139,14 @@ CASE(tcp_rejects_other_processes) {
     std::vector<std::byte> got(4);
     const auto incoming = receive(network[0], 1, 1, got);
     std::mt19937 random(1);
+    std::size_t resident = 0, descriptors = 0;
     for (int each = 0; each < attempts; ++each) {
-        Greeting greeting(1, 0, kToken);
+        Greeting greeting(1, 0, 0, kKey);
         auto* const bytes = reinterpret_cast<unsigned char*>(&greeting);
         std::size_t count = sizeof(greeting);
-        switch (each % 4) {
+        switch (each % 5) {
             case 0:
-                greeting.token[random() % Greeting::kTokenBytes] ^= static_cast<unsigned char>(1u << random() % 8);
+                greeting.code[random() % greeting.code.size()] ^= static_cast<unsigned char>(1u << random() % 8);
                 break;
             case 1:
                 greeting.magic ^= 1ull << random() % 64;
@@ -150,12 +157,19 @@ CASE(tcp_rejects_other_processes) {
             case 3:
                 for (std::size_t byte = 0; byte < count; ++byte) bytes[byte] = static_cast<unsigned char>(random());
                 count = random() % count;
+                break;
+            case 4:
+                greeting = Greeting(1, 1, 0, kKey);  // to another rank
         }
         const Socket socket = connection_of_another(network.addresses[0], &greeting, count);
-        if (each % 4 != 3) wait_until([&] { return is_closed(socket); });
+        end_at_once(socket);
+        if (each == attempts / 10) resident = resident_bytes(), descriptors = open_descriptors();
+        if (each % 5 != 3) wait_until([&] { return is_closed(socket); });
     }
     CHECK(!incoming->is_done());
-    const Greeting second(1, 0, kToken);
+    CHECK(resident_bytes() < resident + (4 << 20));
+    wait_until([&] { return open_descriptors() <= descriptors; });
+    const Greeting second(1, 0, 0, kKey);
     wait(send(network[1], 0, 1, pattern(4, 1)));
     wait(incoming);
     CHECK(got == pattern(4, 1));

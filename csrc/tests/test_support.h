@@ -1,9 +1,13 @@
 // What the C++ tests share: named cases, checks, and ranks as threads. main.cpp runs the cases.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <thread>
@@ -46,6 +50,19 @@ struct RegisteredCase {
 namespace dist_prims {
 
 constexpr std::size_t kSlot = 1 << 12;  // small, so that much data is several segments
+
+// Of this process.
+inline std::size_t open_descriptors() {
+    const std::filesystem::directory_iterator all("/proc/self/fd");
+    return static_cast<std::size_t>(std::distance(begin(all), end(all)));
+}
+
+inline std::size_t resident_bytes() {
+    std::ifstream file("/proc/self/statm");
+    std::size_t pages = 0;
+    file >> pages >> pages;
+    return pages * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+}
 
 inline std::string text_of(const std::exception_ptr& error) {
     try {

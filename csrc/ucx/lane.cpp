@@ -8,7 +8,7 @@
 #include <cstring>
 #include <utility>
 
-#include "../common/checksum.h"
+#include "../common/authentication.h"
 #include "../common/thread.h"
 
 namespace dist_prims::ucx {
@@ -30,6 +30,13 @@ constexpr std::size_t kMuch = 128 << 10;  // bytes
 // How a wait polls before it sleeps; shm/wait_policy.h has the same for shared memory. A poll is a call of the kernel.
 constexpr int kPolls = 30, kPollsInBackground = 3;
 constexpr std::chrono::steady_clock::duration kLongYield = 200us, kFirstBackoff = 1ms, kLongestBackoff = 64ms;
+
+std::uint64_t group_bits(const std::string& key) {
+    const Digest code = authentication_code(key, "tags of UCX");
+    std::uint64_t bits;
+    std::memcpy(&bits, code.data(), sizeof(bits));
+    return bits;
+}
 
 }  // namespace
 
@@ -77,12 +84,12 @@ private:
     int polls_ = 0;
 };
 
-Lane::Lane(std::unique_ptr<Worker> worker, std::vector<std::string> addresses, int rank, const std::string& token,
+Lane::Lane(std::unique_ptr<Worker> worker, std::vector<std::string> addresses, int rank, const std::string& key,
            bool polls)
     : worker_(std::move(worker)),
       addresses_(std::move(addresses)),
       rank_(rank),
-      group_(Checksum().add(token).value() << (kTagBits + kRankBits)),
+      group_(group_bits(key) << (kTagBits + kRankBits)),
       polls_(polls),
       peers_(addresses_.size(), Peer{this}) {
     if (addresses_.size() > std::size_t{1} << kRankBits) throw std::invalid_argument("too many ranks for UCX");

@@ -6,7 +6,7 @@
 //
 //     tag of UCX, 64 bits:    group 12 | sender 21 | tag 31
 //
-// The bits of the group are from its token, so a message of another group, which a reused port may bring here, meets no
+// The bits of the group are from its key, so a message of another group, which a reused port may bring here, meets no
 // receive.
 #pragma once
 
@@ -30,7 +30,7 @@ public:
     using Clock = std::chrono::steady_clock;
     enum class WaitResult { kDone, kAborted, kLate };
 
-    Lane(std::unique_ptr<Worker> worker, std::vector<std::string> addresses, int rank, const std::string& token,
+    Lane(std::unique_ptr<Worker> worker, std::vector<std::string> addresses, int rank, const std::string& key,
          bool polls);
     ~Lane();
     Lane(const Lane&) = delete;

@@ -47,7 +47,7 @@ private:
 UcxTransport::UcxTransport(std::unique_ptr<Worker> worker, Connections connections)
     : tags_(TcpTransport::kLargestTag),
       is_watched_(connections.addresses.size()),
-      lane_(std::move(worker), std::move(connections.addresses), connections.rank, connections.tcp.token,
+      lane_(std::move(worker), std::move(connections.addresses), connections.rank, connections.tcp.key,
             connections.polls),
       control_(
           std::move(connections.tcp), connections.rank,

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from ..autoload import NAME
 from ..collectives.proof_before_use import Proofs
 from ..errors import PeerDiedError
+from ..launch.group_secret import announce_missing_secret, secret_of_group
+from ..launch.handshake import handshake
 from ..launch.hosts import host_id, network_number
-from ..launch.rendezvous import handshake
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from ..tracing import clock
 from ..tracing.session import begin_from_environment
@@ -108,7 +109,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
     prims_options = keep_options(request.name, request.given)
     rank, size, timeout = request.rank, request.size, request.timeout
     ranks = request.ranks or list(range(size))
-    store, token, hosts = _handshake(dist.PrefixStore(NAME, request.store), rank, size, timeout, monitor)
+    store, token, hosts, key = _handshake(request, monitor)
     if request.is_child:
         _compare_ranks(store, rank, ranks)
     check = functools.partial(Proofs(store, rank).require, timeout=timeout)
@@ -124,7 +125,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         requested = "tcp" if request.is_merged and requested in ("", "mpi") else requested
         selected = transport_selection.select(store, rank, ranks, requested)
         engine = mpi_library.make(ranks, timeout) if selected == "mpi" else make_gloo()
-        tcp = tcp_endpoint.make(store, rank, size) if selected in ("tcp", "ucx") else None
+        tcp = tcp_endpoint.make(store, rank, size, key) if selected in ("tcp", "ucx") else None
         ucx = ucx_library.make(store, rank, size) if selected == "ucx" else None
     one_shot = prims_options.one_shot_bytes
     one_shot = tuned(size, warn=ranks[rank] == 0) if one_shot is None else one_shot
@@ -201,15 +202,23 @@ class _DeathMonitor:
             time.sleep(0.01)
 
 
-def _handshake(
-    store: Any, rank: int, size: int, timeout: timedelta, monitor: _DeathMonitor
-) -> tuple[Any, str, list[str]]:
-    """Return a store that only the ranks of this attempt use, the name of the attempt, and the host of each rank."""
+def _handshake(request: _GroupRequest, monitor: _DeathMonitor) -> tuple[Any, str, list[str], str]:
+    """Return a store that only the ranks of this attempt use, the name of the attempt, the host of each rank, and the
+    key of their connections: empty without a secret."""
+    rank, size, timeout = request.rank, request.size, request.timeout
+    store = dist.PrefixStore(NAME, request.store)
     store.set_timeout(timeout)
     if size == 1:
-        return store, secrets.token_hex(8), [host_id()]
-    name, hosts = handshake(store, rank, size, time.monotonic() + timeout.total_seconds(), monitor.check)
-    return dist.PrefixStore(name, store), name, hosts
+        return store, secrets.token_hex(8), [host_id()], ""
+    secret = secret_of_group(request.store, request.is_merged)
+    if secret is None and rank == 0:
+        announce_missing_secret(request.store)
+    deadline = time.monotonic() + timeout.total_seconds()
+    name, hosts = handshake(store, rank, size, deadline, secret, monitor.check)
+    own = dist.PrefixStore(name, store)
+    if secret is None:
+        return own, name, hosts, ""
+    return extension().SignedStore(own, secret.key("store", name)), name, hosts, secret.key("connections", name).hex()
 
 
 def _compare_ranks(store: Any, rank: int, ranks: list[int]) -> None:

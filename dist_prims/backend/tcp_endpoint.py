@@ -16,10 +16,11 @@ __all__: list[str] = []
 _FAILED = "!"  # begins what a rank publishes instead of an address
 
 
-def make(store: Any, rank: int, size: int) -> Any:
+def make(store: Any, rank: int, size: int, key: str) -> Any:
     """Listen, exchange the addresses of all ranks through the group's store, and return the TcpEndpoint of this rank.
 
-    If a rank cannot listen, all ranks raise RuntimeError.
+    Connections of other processes than the ranks are refused by a ``key`` of the group. Without one rank 0 makes a key,
+    which every process that can read the store can read. If a rank cannot listen, all ranks raise RuntimeError.
     """
 
     def listen() -> tuple[Any, str]:
@@ -30,7 +31,7 @@ def make(store: Any, rank: int, size: int) -> Any:
     failure = "cannot listen for the ranks of other hosts"
     endpoint, addresses = exchange(store, rank, size, "tcp", listen, failure, remedy)
     endpoint.addresses = addresses
-    endpoint.token = from_rank_0(store, rank, size, "tcp/token", lambda: secrets.token_hex(16))
+    endpoint.key = key or from_rank_0(store, rank, size, "tcp/key", lambda: secrets.token_hex(32))
     return endpoint
 
 

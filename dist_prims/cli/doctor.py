@@ -8,6 +8,7 @@ import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from .. import __version__
 from ..backend import ucx_library
 from ..backend.torch_adapter import describe
+from ..launch import secret
 from ..launch.detect_launcher import Launcher, detect
 from ..launch.hosts import host_id
 from ..launch.mpi_exchange import library_name
@@ -58,6 +60,25 @@ def _launch() -> Iterator[Fact]:
     yield "rank", f"{found.rank} of {found.size or 'a number that only MPI can report'}"
     yield "host", host_id()
     yield "hosts", _hosts(found)
+    yield "authentication", _authentication(found)
+
+
+def _authentication(found: Launcher) -> str:
+    """By which secret the ranks will authenticate each other."""
+    try:
+        provided = secret.provided_by_user()
+    except (ValueError, OSError) as error:
+        return f"fails: {error}"
+    if provided:
+        return f"by {provided.source}"
+    if found.size == 1:
+        return "one rank needs none; spawn provides a secret"
+    if found.medium:
+        return f"by a secret that rank 0 sends over {found.medium}"
+    address = urlsplit(found.url or "").hostname
+    if secret.is_one_host(address):
+        return "by a file of this user, since the ranks are on one host"
+    return f"none: the ranks are not authenticated; {secret.REMEDY}"
 
 
 def _hosts(found: Launcher) -> str:

@@ -2,7 +2,8 @@
 
 ``torch.distributed`` needs address, port, rank and size. Every launcher provides them in its own way, so programs
 usually contain code that works on one cluster only. ``init()`` detects the launcher and uses the rendezvous that the
-launcher offers. No process outside the job can join the group: on one host nothing listens beyond loopback.
+launcher offers. Processes that do not have the secret of the job (docs/security.md) cannot join the group. On one host
+its ranks listen at loopback addresses only.
 
 The rendezvous is the first of these that applies:
 
@@ -36,6 +37,8 @@ from .detect_launcher import Launcher, detect, from_url
 from .hosts import Placement, host_id
 from .launcher_rendezvous import rendezvous_of
 from .network import loopback_interface
+from .rendezvous import Rendezvous
+from .secret import REMEDY
 
 __all__: list[str] = []
 
@@ -114,7 +117,7 @@ def init(
     _joined = _Joined(dist.group.WORLD, placement, {**known, "init_method": init_method})
     atexit.unregister(_destroy)
     atexit.register(_destroy)
-    _announce(placement, launcher, found.launcher, backend)
+    _announce(placement, launcher, found, backend)
     return placement
 
 
@@ -142,13 +145,19 @@ def _seconds(timeout: float | timedelta) -> float:
     return seconds
 
 
-def _announce(placement: Placement, launcher: Launcher, name: str, backend: str) -> None:
+def _announce(placement: Placement, launcher: Launcher, found: Rendezvous, backend: str) -> None:
     if placement.rank != 0 or launcher.name == "spawn" or os.environ.get("DIST_PRIMS_QUIET") == "1":
         return
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "the default interface")
     where = "loopback" if interface == loopback_interface() else interface
     ranks, hosts = _count(placement.size, "rank"), _count(len(placement.hosts), "host")
-    print(f"dist_prims: {ranks} on {hosts} by {name}, {backend} over {where}", file=sys.stderr, flush=True)
+    is_open = placement.size > 1 and found.secret is None and not (launcher.url or "").startswith("file:")
+    trust = f"; the ranks are not authenticated, {REMEDY}" if is_open else ""
+    print(
+        f"dist_prims: {ranks} on {hosts} by {found.launcher}, {backend} over {where}{trust}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _count(number: int, noun: str) -> str:

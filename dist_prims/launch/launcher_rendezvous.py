@@ -16,6 +16,7 @@ from . import mpi_exchange, pmi, rendezvous
 from .detect_launcher import Launcher, detect
 from .network import loopback_interface
 from .rendezvous import Rendezvous
+from .secret import remember
 from .text_exchange import rendezvous_by_text
 
 __all__: list[str] = []
@@ -30,6 +31,7 @@ def rendezvous_of(launcher: Launcher, timeout: float) -> Rendezvous:
         found = _by_medium(launcher, timeout)
     else:
         found = rendezvous.rendezvous_at_url(launcher, timeout)
+    remember(found.secret)
     one_host = len(set(found.hosts)) == 1
     if interface := loopback_interface() if one_host else found.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # groups that are created later read it, too

@@ -1,27 +1,12 @@
-"""Rendezvous at a URL: open the store there, and agree on the ranks of *this* attempt by a handshake.
-
-A store outlives the ranks that use it. torchrun keeps one for all attempts of a job, and a file stays after a crash;
-gloo would then read the addresses of dead processes and fail to connect. Neither a restart count (it does not change
-when hosts are added or removed) nor a key that was written earlier is reliable evidence of the current attempt.
-
-The ranks therefore do a handshake in the store:
-
-1. Each rank but 0 writes a random token under its rank.
-2. Rank 0 answers *that token* with a random name for this attempt, and again when a token changes.
-3. Each rank acknowledges the name. When all have, rank 0 publishes the hosts of all ranks.
-
-All later keys have the name as their prefix, under which no key of an earlier attempt can exist.
-"""
+"""Rendezvous at a URL: open the store there, and find the ranks of this attempt by the handshake of handshake.py."""
 
 import contextlib
 import fcntl
-import json
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -30,8 +15,10 @@ import torch.distributed as dist
 
 from .deadline import until
 from .detect_launcher import Launcher
+from .handshake import handshake
 from .hosts import host_id
 from .network import LOOPBACK, interface_towards, listen
+from .secret import Secret, choose, received
 
 __all__: list[str] = []
 
@@ -51,6 +38,7 @@ class Rendezvous:
     hosts: list[str]
     interface: str | None
     launcher: str  # its name for the message of init()
+    secret: Secret | None = field(default=None, repr=False)  # by which the ranks were authenticated
 
 
 def rendezvous_at_url(launcher: Launcher, timeout: float) -> Rendezvous:
@@ -88,6 +76,9 @@ def connect(address: str, port: int, size: int, timeout: float, server: int | No
 
 def _rendezvous_at(url: SplitResult, launcher: Launcher, size: int, deadline: float) -> Rendezvous:
     interface = None
+    secret = (received() if launcher.name == "spawn" else None) or choose(
+        None if url.scheme == "file" else url.hostname or ""
+    )
     if url.scheme == "file":
         _check_file(url.path)
         store: dist.Store = dist.FileStore(url.path, size)
@@ -95,8 +86,9 @@ def _rendezvous_at(url: SplitResult, launcher: Launcher, size: int, deadline: fl
         address, port = LOOPBACK if url.hostname == "localhost" else url.hostname or "", url.port or 0
         store = _tcp_store(launcher, size, address, port, max(1.0, deadline - time.monotonic()))
         interface = interface_towards(address, port)
-    name, hosts = handshake(dist.PrefixStore("dist_prims", store), launcher.rank, size, deadline)
-    return Rendezvous(dist.PrefixStore(f"dist_prims/{name}", store), launcher.rank, hosts, interface, launcher.name)
+    name, hosts = handshake(dist.PrefixStore("dist_prims", store), launcher.rank, size, deadline, secret)
+    found = dist.PrefixStore(f"dist_prims/{name}", store)
+    return Rendezvous(found, launcher.rank, hosts, interface, launcher.name, secret)
 
 
 def _tcp_store(launcher: Launcher, size: int, address: str, port: int, timeout: float) -> dist.Store:
@@ -108,58 +100,6 @@ def _tcp_store(launcher: Launcher, size: int, address: str, port: int, timeout: 
     except OSError as error:
         raise RuntimeError(f"{error.strerror}; if another job uses this port, choose another MASTER_PORT") from error
     return connect(address, port, size, timeout, server.detach())
-
-
-def handshake(
-    store: dist.Store, rank: int, size: int, deadline: float, check: Callable[[], None] = lambda: None
-) -> tuple[str, list[str]]:
-    """Do the handshake. Return the name of this attempt and the hosts of its ranks.
-
-    The wait calls ``check`` at intervals, and passes on the exceptions that ``check`` raises.
-    """
-    token = secrets.token_hex(8)
-    if rank == 0:
-        return token, _answer_all(store, size, token, deadline, check)
-
-    def is_answered() -> bool:
-        check()
-        store.set(f"hello/{rank}", f"{token} {host_id()}")  # repeated, because an old group may still remove its file
-        return store.check([f"welcome/{token}"])
-
-    until(is_answered, deadline, "rank 0")
-    name = store.get(f"welcome/{token}").decode()
-    store.add(f"{name}/acknowledged", 1)
-
-    def is_complete() -> bool:
-        check()
-        return store.check([f"{name}/hosts"])
-
-    until(is_complete, deadline, "the last ranks")
-    return name, json.loads(store.get(f"{name}/hosts"))
-
-
-def _answer_all(store: dist.Store, size: int, name: str, deadline: float, check: Callable[[], None]) -> list[str]:
-    hosts = {0: host_id()}
-    answered: dict[int, str] = {}
-
-    def is_acknowledged() -> bool:
-        check()
-        for rank in range(1, size):
-            if store.check([f"hello/{rank}"]):
-                token, _, hosts[rank] = store.get(f"hello/{rank}").decode().partition(" ")
-                if answered.get(rank) != token:  # the first token, or the last one was of an earlier attempt
-                    store.set(f"welcome/{token}", name)
-                    answered[rank] = token
-        return store.add(f"{name}/acknowledged", 0) == size - 1
-
-    try:
-        until(is_acknowledged, deadline, "the others")
-    except TimeoutError as error:
-        missing = [rank for rank in range(1, size) if rank not in answered]
-        raise TimeoutError(f"no sign of ranks {missing}" if missing else "no acknowledgement of a rank") from error
-    names = [hosts[rank] for rank in range(size)]
-    store.set(f"{name}/hosts", json.dumps(names))
-    return names
 
 
 def _check_file(path: str) -> None:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ..tracing.session import end_from_environment
 from .join import init
 from .payload import Payload, packed, unpacked
+from .secret import Secret, receive
 
 __all__: list[str] = []
 
@@ -48,6 +49,7 @@ class RankSpec:
     timeout: float | None  # of the group
     join: bool
     parent: int
+    secret: Secret
     store: str
     notices: str
     exit_pipe: str  # the rank exits after it has read a byte from this pipe
@@ -93,6 +95,7 @@ def rank_main(spec: RankSpec, payload: Payload) -> NoReturn:
 
 def _set_up(spec: RankSpec) -> None:
     _die_with_parent(spec.parent)
+    receive(spec.secret)
     for number, (name, path) in enumerate(zip(("stdout", "stderr"), spec.streams, strict=True), start=1):
         pipe = os.open(path, os.O_WRONLY)
         os.dup2(pipe, number)  # for the output of C code as well

@@ -20,6 +20,7 @@ from typing import Any
 from .deadline import until
 from .output import Output, is_interactive
 from .payload import Payload, hidden_main, unpacked
+from .secret import Secret
 from .spawn_child import NOTICE, RAISED, RETURNED, SHOW_STACK, RankSpec, rank_main
 
 __all__: list[str] = []
@@ -75,7 +76,7 @@ class RankProcesses:
         """Start all ranks. Return when every rank has joined the group and is about to call the function."""
         deadline = time.monotonic() + self.start_timeout
         context: Any = multiprocessing.get_context(method)
-        payload = Payload(fn, args)
+        payload, secret = Payload(fn, args), Secret.random("spawn")
         for rank in self.ranks:
             spec = RankSpec(
                 rank=rank.number,
@@ -85,6 +86,7 @@ class RankProcesses:
                 timeout=None if self.timeout is None else self.start_timeout + self.timeout,
                 join=join,
                 parent=os.getpid(),
+                secret=secret,
                 store=_path(self.store),
                 notices=_path(self.notices_end),
                 exit_pipe=_path(self.exit_pipe),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .hosts import host_id
 from .network import LOOPBACK, addresses, interface_towards, listen
 from .rendezvous import Rendezvous, connect
+from .secret import REMEDY, Secret, provided_by_user
 
 __all__: list[str] = []
 
@@ -37,13 +38,35 @@ def rendezvous_by_text(exchange: TextExchange, timeout: float, launcher: str) ->
     hosts = exchange.all_texts(host_id(), deadline, "the hosts of all ranks")
     one_host = len(set(hosts)) == 1
     server = listen(LOOPBACK if one_host else "", 0) if exchange.rank == 0 else None
-    offer = [server.getsockname()[1], [LOOPBACK] if one_host else addresses(), secrets.token_hex(8)] if server else None
+    offer = _offer(server, one_host) if server else None
     port: int
     candidates: list[str]
-    port, candidates, name = json.loads(exchange.all_texts(json.dumps(offer), deadline, "the address of rank 0")[0])
+    port, candidates, name, key = json.loads(
+        exchange.all_texts(json.dumps(offer), deadline, "the address of rank 0")[0]
+    )
+    secret = Secret(bytes.fromhex(key), launcher) if key else _same_secret(exchange, name, deadline)
     address = candidates[0] if one_host else _reachable_by_all(exchange, port, candidates, deadline)
     store = connect(address, port, exchange.size, deadline - time.monotonic(), server.detach() if server else None)
-    return Rendezvous(dist.PrefixStore(name, store), exchange.rank, hosts, interface_towards(address, port), launcher)
+    interface = interface_towards(address, port)
+    return Rendezvous(dist.PrefixStore(name, store), exchange.rank, hosts, interface, launcher, secret)
+
+
+def _offer(server: socket.socket, one_host: bool) -> tuple[int, list[str], str, str]:
+    """Port and addresses of rank 0's store, a name for this attempt, and a secret: empty, if the user provides one."""
+    key = "" if provided_by_user() else secrets.token_hex(32)
+    return server.getsockname()[1], [LOOPBACK] if one_host else addresses(), secrets.token_hex(8), key
+
+
+def _same_secret(exchange: TextExchange, name: str, deadline: float) -> Secret:
+    """The user's secret of this rank; RuntimeError on all ranks, if it is not that of rank 0 on one of them."""
+    own = provided_by_user()
+    codes = exchange.all_texts(own.code("text exchange", name) if own else "", deadline, "the codes of all ranks")
+    for rank, code in enumerate(codes):
+        if code != codes[0]:
+            what = "another secret than rank 0" if code else "no secret, and rank 0 has one"
+            raise RuntimeError(f"init: rank {exchange.rank}: rank {rank} of {exchange.size} has {what}; {REMEDY}")
+    assert own, "its code is that of rank 0"
+    return own
 
 
 def _reachable_by_all(exchange: TextExchange, port: int, candidates: list[str], deadline: float) -> str:

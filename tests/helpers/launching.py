@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -96,6 +97,11 @@ def together(*starts: tuple[list[str], Mapping[str, str]]) -> list[str]:
     for process, (_, errors) in zip(processes, ends, strict=True):
         assert process.returncode == 0, errors
     return [out for out, _ in ends]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from launching import LAUNCHER_VARIABLES, MPIRUN, SUM, TORCH, clean, needs_mpirun, run, together
+from launching import LAUNCHER_VARIABLES, MPIRUN, SUM, TORCH, clean, free_port, needs_mpirun, run, together
 
 import dist_prims
 from dist_prims.cli.doctor import report
 from dist_prims.launch import Placement, detect
 from dist_prims.launch.detect_launcher import from_url
+from dist_prims.launch.network import interface_addresses, is_loopback
 
 BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
@@ -290,6 +285,54 @@ def test_the_doctor_knows_the_hosts_that_the_launcher_tells(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert re.search(rf"^hosts +{hosts}$", report(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({}, "one rank needs none; spawn provides a secret"),
+        (TORCH, "none: the ranks are not authenticated; give all ranks the same DIST_PRIMS_SECRET"),
+        ({**TORCH, "MASTER_ADDR": "localhost"}, "by a file of this user, since the ranks are on one host"),
+        ({**TORCH, "DIST_PRIMS_SECRET": "0123456789abcdef"}, "by DIST_PRIMS_SECRET"),
+        ({**TORCH, "DIST_PRIMS_SECRET": "0123"}, "fails: DIST_PRIMS_SECRET has 4 characters"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "3"}, "by a secret that rank 0 sends over PMI"),
+    ],
+)
+def test_the_doctor_says_by_what_the_ranks_are_authenticated(
+    environ: dict[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in filter(LAUNCHER_VARIABLES.search, list(os.environ)):
+        monkeypatch.delenv(name)
+    for name, value in {**environ, "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(rf"^authentication +{words}", report(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("secret", ["", "0123456789abcdef"])
+@pytest.mark.parametrize("by", ["init", "init_process_group"])
+def test_the_start_says_that_the_ranks_are_not_authenticated(by: str, secret: str, tmp_path: Path) -> None:
+    address = next((each for each in interface_addresses() if not is_loopback(each)), None)
+    if address is None:
+        pytest.skip("this host has a loopback address only")
+    plain = (
+        "import torch, torch.distributed as dist\ndist.init_process_group('dist_prims')\ndist.all_reduce(torch.ones(1))"
+    )
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "HOME": str(tmp_path)}
+    variables |= {"DIST_PRIMS_SECRET": secret} if secret else {}
+    program = f"import sys; sys.stderr = sys.stdout\n{SUM if by == 'init' else plain}"
+    outs = together(*(([sys.executable, "-c", program], clean(RANK=rank, **variables)) for rank in "01"))
+    assert [out.count("ranks are not authenticated") for out in outs] == [0 if secret else 1, 0]
+
+
+@needs_mpirun
+def test_a_secret_of_some_ranks_under_mpirun(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    for rank, words in (("0", "rank 1 of 2 has no secret, and rank 0 has one"), ("1", "")):
+        lines = f"import os\nif os.environ['PMI_RANK'] == '{rank}': os.environ['DIST_PRIMS_SECRET'] = 'a' * 32\n"
+        program.write_text(lines + SUM)
+        done = run([str(MPIRUN), "-n", "2", sys.executable, str(program)])
+        assert (done.returncode == 0) == (words == ""), done.stderr
+        assert words in done.stderr
 
 
 @needs_mpirun

@@ -13,6 +13,7 @@
 #include "../ucx/bindings.h"
 #include "backend.h"
 #include "incremental_tensor.h"
+#include "signed_store.h"
 
 namespace py = pybind11;
 
@@ -204,7 +205,12 @@ PYBIND11_MODULE(_backend, module) {
         .def(py::init([](const std::string& ip) { return std::make_shared<TcpEndpoint>(TcpEndpoint{listen_at(ip)}); }))
         .def_property_readonly("address", [](const TcpEndpoint& self) { return address_of(self.listening); })
         .def_readwrite("addresses", &TcpEndpoint::addresses)
-        .def_readwrite("token", &TcpEndpoint::token);
+        .def_readwrite("key", &TcpEndpoint::key);
+    py::class_<SignedStore, c10d::Store, c10::intrusive_ptr<SignedStore>>(module, "SignedStore")
+        .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, const py::bytes& key) {
+                 return c10::make_intrusive<SignedStore>(store, std::string(key));
+             }),
+             py::arg("store"), py::arg("key"));
     py::class_<NativeSchedule, std::shared_ptr<NativeSchedule>>(module, "NativeSchedule")
         .def(py::init([](const ScheduleTuple& tuple) { return std::make_shared<NativeSchedule>(schedule_of(tuple)); }));
     py::class_<IncrementalTensor, std::shared_ptr<IncrementalTensor>>(module, "IncrementalTensor")

@@ -1,0 +1,37 @@
+"""The secret of a group that ``torch.distributed`` makes, by the store that its ranks share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from .secret import REMEDY, Secret, choose, has_rendezvous, remembered
+
+__all__: list[str] = []
+
+
+def secret_of_group(store: Any, is_merged: bool) -> Secret | None:
+    """The secret of a group whose ranks share ``store``; None: they are not authenticated.
+
+    It is that of the ranks which the launcher started, if they met by its rendezvous. The ranks of a merged group may
+    be those of several launchers.
+    """
+    secret = None if is_merged else remembered()
+    return secret or choose(_address_of(store))
+
+
+def announce_missing_secret(store: Any) -> None:
+    """Print that the default group is not authenticated, on rank 0 that makes it; ``init`` has a line of its own."""
+    is_quiet = os.environ.get("DIST_PRIMS_QUIET") == "1" or dist.is_initialized() or has_rendezvous()
+    if not is_quiet and _address_of(store) is not None:
+        print(f"dist_prims: the ranks are not authenticated; {REMEDY}", file=sys.stderr, flush=True)
+
+
+def _address_of(store: Any) -> str | None:
+    """The address of the server of a TCPStore; None for another store."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return str(store.host) if isinstance(store, dist.TCPStore) else None

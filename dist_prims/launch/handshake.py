@@ -1,0 +1,220 @@
+"""Handshake of the ranks in a store: they agree on the ranks of *this* attempt, and that all know the secret.
+
+A store outlives the ranks that use it. torchrun keeps one for all attempts of a job, and a file stays after a crash;
+gloo would then read the addresses of dead processes and fail to connect. Neither a restart count (it does not change
+when hosts are added or removed) nor a key that was written earlier is reliable evidence of the current attempt. And
+every process that can connect to the store can write to it.
+
+1. Each rank but 0 writes a random token under its rank.
+2. Rank 0 answers *that token* with a random name for this attempt, and again when a token changes.
+3. Each rank acknowledges the name. When all have, rank 0 publishes the hosts of all ranks.
+
+If the ranks have a secret, each of these texts carries a code that only the secret can make, over the rank, the token,
+the name and what the text is for. Each attempt has new tokens and a new name, so a text of an earlier attempt has no
+effect. Rank 0 ignores a hello without the right code, with a warning and a note that the writer of the hello can read;
+other ranks ignore an answer without the right code. So another process can neither take the place of a rank nor end the
+attempt by one text.
+
+All later keys have the name as their prefix, under which no key of an earlier attempt can exist.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from .deadline import until
+from .hosts import host_id
+from .secret import REMEDY, Secret
+
+__all__: list[str] = []
+
+_SECONDS_TO_READ = 1.0  # for a rank that is refused, before the store ends with rank 0
+_LONGEST = 1 << 20  # bytes: the hosts of some 20,000 ranks
+_TOKEN = re.compile("[0-9a-f]{16}")
+_REASONS = {
+    "missing": "rank 0 has a secret, and this rank has none",
+    "other": "rank 0 has another secret than this rank",
+    "none": "this rank has a secret, and rank 0 has none",
+}
+
+
+def handshake(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    deadline: float,
+    secret: Secret | None,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[str, list[str]]:
+    """Do the handshake. Return the name of this attempt and the hosts of its ranks.
+
+    The wait calls ``check`` at intervals, and passes on the exceptions that ``check`` raises.
+    """
+    if rank == 0:
+        return _Rank0(store, size, secret).answer_all(deadline, check)
+    return _OtherRank(store, rank, size, secret).join(deadline, check)
+
+
+class _OtherRank:
+    """A rank that waits for the answer of rank 0."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, secret: Secret | None) -> None:
+        self._store, self._rank, self._size, self._secret = store, rank, size, secret
+        self._token = secrets.token_hex(8)
+        self._refusal = ""
+
+    def join(self, deadline: float, check: Callable[[], None]) -> tuple[str, list[str]]:
+        hello = _signed(self._secret, ("hello", self._rank, self._size), self._token, host_id())
+        name, hosts = "", []
+
+        def is_answered() -> bool:
+            nonlocal name
+            check()
+            self._store.set(f"hello/{self._rank}", hello)  # repeated, because an old group may still remove its file
+            name = self._answer()
+            return bool(name)
+
+        def is_complete() -> bool:
+            nonlocal hosts
+            check()
+            if self._store.check([f"{name}/hosts"]):
+                hosts = _verified(self._store.get(f"{name}/hosts"), self._secret, ("hosts", name)) or []
+            return len(hosts) == self._size
+
+        self._wait(is_answered, deadline, "rank 0")
+        acknowledgement = _signed(self._secret, ("acknowledgement", self._rank, self._token), name)
+        self._store.set(f"{name}/acknowledged/{self._rank}", acknowledgement)
+        self._wait(is_complete, deadline, "the last ranks")
+        return name, hosts
+
+    def _wait(self, done: Callable[[], bool], deadline: float, awaited: str) -> None:
+        try:
+            until(done, deadline, awaited)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; {self._refusal}" if self._refusal else str(error)) from None
+
+    def _answer(self) -> str:
+        """The name of this attempt; "" as long as rank 0 has not answered."""
+        key = f"welcome/{self._token}"
+        if not self._store.check([key]):
+            return ""
+        found = self._store.get(key)
+        texts = _verified(found, self._secret, ("welcome", self._rank, self._token))
+        if texts and len(texts) == 1:
+            return texts[0]
+        if not self._refusal:
+            self._note_refusal((_texts(found) or [""])[0])
+        return ""
+
+    def _note_refusal(self, why: str) -> None:
+        """Keep the reason for which rank 0 refuses this rank. A rank with a secret goes on waiting: it may be another
+        process that has written the reason."""
+        reason = _REASONS.get(why, "what should be the answer of rank 0 was written by a process without the secret")
+        self._refusal = f"rank {self._rank} of {self._size} cannot join: {reason}; {REMEDY}"
+        if self._secret is None:
+            raise RuntimeError(self._refusal)
+        _warn(self._refusal)
+
+
+class _Rank0:
+    """Rank 0, which answers the others."""
+
+    def __init__(self, store: dist.Store, size: int, secret: Secret | None) -> None:
+        self._store, self._size, self._secret = store, size, secret
+        self._name = secrets.token_hex(8)
+        self._answered: dict[int, tuple[str, str]] = {}  # token and host by rank
+        self._last: dict[int, bytes] = {}  # hello by rank
+        self._refused: dict[int, str] = {}  # what was wrong, by rank
+
+    def answer_all(self, deadline: float, check: Callable[[], None]) -> tuple[str, list[str]]:
+        def is_acknowledged() -> bool:
+            check()
+            for rank in range(1, self._size):
+                if self._store.check([f"hello/{rank}"]):
+                    self._answer(rank, self._store.get(f"hello/{rank}"))
+            return self._is_acknowledged()
+
+        try:
+            until(is_acknowledged, deadline, "the others")
+        except TimeoutError as error:
+            raise TimeoutError(self._missing()) from error
+        hosts = [host_id(), *(self._answered[rank][1] for rank in range(1, self._size))]
+        self._store.set(f"{self._name}/hosts", _signed(self._secret, ("hosts", self._name), *hosts))
+        return self._name, hosts
+
+    def _answer(self, rank: int, hello: bytes) -> None:
+        if self._last.get(rank) == hello:
+            return
+        self._last[rank] = hello  # the first one, or the one before was of an earlier attempt
+        found = _verified(hello, self._secret, ("hello", rank, self._size))
+        *texts, code = _texts(hello) or [""]
+        if len(texts) != 2 or not _TOKEN.fullmatch(texts[0]):
+            return
+        token, host = texts
+        if not found:
+            return self._refuse(rank, token, has_secret=code != "")
+        self._answered[rank] = token, host
+        self._store.set(f"welcome/{token}", _signed(self._secret, ("welcome", rank, token), self._name))
+
+    def _refuse(self, rank: int, token: str, has_secret: bool) -> None:
+        why = "none" if self._secret is None else "other" if has_secret else "missing"
+        self._store.set(f"welcome/{token}", _signed(None, (), why, ""))
+        if self._secret is None:  # no rank is authenticated, so another process could do more harm than this error
+            time.sleep(_SECONDS_TO_READ)
+            raise RuntimeError(f"rank {rank} of {self._size} has a secret, and rank 0 has none; {REMEDY}")
+        if rank not in self._refused:
+            self._refused[rank] = "another secret than rank 0" if has_secret else "no secret"
+            _warn(f"rank 0 refuses a process as rank {rank} of {self._size}: it has {self._refused[rank]}; {REMEDY}")
+
+    def _is_acknowledged(self) -> bool:
+        keys = [f"{self._name}/acknowledged/{rank}" for rank in range(1, self._size)]
+        if len(self._answered) < self._size - 1 or not self._store.check(keys):
+            return False
+        return all(
+            _verified(found, self._secret, ("acknowledgement", rank, self._answered[rank][0])) == [self._name]
+            for rank, found in enumerate(self._store.multi_get(keys), start=1)
+        )
+
+    def _missing(self) -> str:
+        missing = [rank for rank in range(1, self._size) if rank not in self._answered]
+        if not missing:
+            return "no acknowledgement of a rank"
+        refused = [
+            f"; a process that came as rank {rank} has {self._refused[rank]}"
+            for rank in missing
+            if rank in self._refused
+        ]
+        return f"no sign of ranks {missing}" + (f"{refused[0]}; {REMEDY}" if refused else "")
+
+
+def _signed(secret: Secret | None, context: tuple[str | int, ...], *texts: str) -> str:
+    """The texts and their code in this context, as JSON; the code is empty without a secret."""
+    return json.dumps([*texts, secret.code(*context, *texts) if secret else ""])
+
+
+def _verified(found: bytes, secret: Secret | None, context: tuple[str | int, ...]) -> list[str] | None:
+    """The texts, if they have the right code for this context."""
+    *texts, code = _texts(found) or [""]
+    is_right = secret.is_code(code, *context, *texts) if secret else code == ""
+    return texts if is_right and texts else None
+
+
+def _texts(found: bytes) -> list[str] | None:
+    """The texts and the code; None for anything that :func:`_signed` does not write."""
+    try:
+        texts = json.loads(found) if len(found) <= _LONGEST else None
+    except (ValueError, RecursionError):
+        return None
+    is_right = isinstance(texts, list) and len(texts) > 0 and all(isinstance(each, str) for each in texts)
+    return texts if is_right else None
+
+
+def _warn(text: str) -> None:
+    print(f"dist_prims: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,190 @@
+"""The secret of a job: its ranks know it, and no process of another user does.
+
+A store at a TCP port, and every port at which a rank listens, accepts connections from every process that can reach it.
+The ranks of a job therefore authenticate what they write there with codes (HMAC with SHA-256) that only this secret can
+make. It is the first of these:
+
+1. the one of the launcher, over a channel that other users cannot read: spawn's pipe, MPI's broadcast, PMI;
+2. ``DIST_PRIMS_SECRET``; the file ``DIST_PRIMS_SECRET_FILE``; the file ``~/.config/dist_prims/secret``, if it exists;
+3. for ranks that meet at the loopback interface, a file of this user, which the first rank makes:
+   ``dist_prims/secret`` under ``XDG_CACHE_HOME`` (``~/.cache``).
+
+Over MPI and PMI rank 0 decides: if it has a secret of the user, all ranks need the same. A group that is merged from
+groups of several jobs has no launcher in common, and begins with the second. Ranks without a secret are not
+authenticated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from .network import is_loopback
+
+__all__: list[str] = []
+
+VARIABLE, FILE_VARIABLE = "DIST_PRIMS_SECRET", "DIST_PRIMS_SECRET_FILE"
+REMEDY = f"give all ranks the same {VARIABLE}, such as the output of: openssl rand -hex 32"
+_SHORTEST = 16  # characters: the codes can be read, and a shorter secret could be found by trying
+_MODE = 0o600
+
+
+class Secret:
+    """A secret, and where it is from. Its text does not show it.
+
+    >>> Secret(b"not for logs", "an example")
+    Secret(of an example)
+    """
+
+    __slots__ = ("_key", "source")
+
+    def __init__(self, key: bytes, source: str) -> None:
+        self._key, self.source = key, source
+
+    @staticmethod
+    def random(source: str) -> Secret:
+        return Secret(secrets.token_bytes(32), source)
+
+    def code(self, *parts: str | int) -> str:
+        """The code that shows that the writer of these parts knows the secret.
+
+        >>> Secret(b"1", "").code("a", "bc") == Secret(b"1", "").code("ab", "c")
+        False
+        """
+        return self._digest("code", *parts).hex()
+
+    def is_code(self, found: object, *parts: str | int) -> bool:
+        """Whether ``found`` is the code of these parts. The time does not depend on where it differs."""
+        given = found.encode(errors="replace") if isinstance(found, str) else b""
+        return hmac.compare_digest(given, self.code(*parts).encode())
+
+    def key(self, *purpose: str | int) -> bytes:
+        """A key for one purpose, from which neither the secret nor the key for another purpose can be computed."""
+        return self._digest("key", *purpose)
+
+    def _digest(self, *parts: str | int) -> bytes:
+        return hmac.digest(self._key, json.dumps(parts).encode(), "sha256")
+
+    def __repr__(self) -> str:
+        return f"Secret(of {self.source})"
+
+
+def provided_by_user(environ: Mapping[str, str] = os.environ) -> Secret | None:
+    """The secret that the user has provided, by a variable or a file; ValueError if it cannot be one.
+
+    >>> provided_by_user({"DIST_PRIMS_SECRET": "0123456789abcdef"})
+    Secret(of DIST_PRIMS_SECRET)
+    """
+    if VARIABLE in environ:
+        return Secret(_checked(environ[VARIABLE].encode(), VARIABLE), VARIABLE)
+    if path := environ.get(FILE_VARIABLE):
+        return _read(Path(path), FILE_VARIABLE)
+    with contextlib.suppress(OSError, RuntimeError):  # there is no such file, or no home
+        path = str(Path.home() / ".config" / "dist_prims" / "secret")
+        return _read(Path(path), "the file")
+    return None
+
+
+def of_this_host() -> Secret | None:
+    """The secret of this user for ranks of one host, which is made at its first use; None if it cannot be written."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        path = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dist_prims" / "secret"
+        if not path.exists():
+            _make(path)
+    except (OSError, RuntimeError):  # the latter: there is no home
+        return None
+    return _read(path, "the file")
+
+
+def choose(address: str | None, environ: Mapping[str, str] = os.environ) -> Secret | None:
+    """The secret of ranks that meet at an address without a channel of a launcher; None: there is none.
+
+    Without an address the ranks meet at a file.
+    """
+    return provided_by_user(environ) or (of_this_host() if is_one_host(address, environ) else None)
+
+
+def is_one_host(address: str | None, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ranks that meet at this address are on one host. torchrun provides the number of ranks on this host.
+
+    >>> is_one_host("localhost", {}), is_one_host("host0", {})
+    (True, False)
+    >>> is_one_host("host0", {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"})
+    True
+    """
+    if address is None:
+        return False
+    sizes = [environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE")]
+    return is_loopback(address) or ("TORCHELASTIC_RUN_ID" in environ and None not in sizes and sizes[0] == sizes[1])
+
+
+def _make(path: Path) -> None:
+    """Make the file with a random secret, unless another process has made it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
+    try:
+        with open(descriptor, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)  # appears with its content
+    finally:
+        temporary.unlink()
+
+
+def _read(path: Path, what: str) -> Secret:
+    """Read a file; ValueError if other users may read or write it."""
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid not in (os.geteuid(), 0):
+            raise ValueError(f"{what} {path} belongs to user {found.st_uid}; the secret must be a file of this user")
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            mode = f"{stat.S_IMODE(found.st_mode):o}"
+            raise ValueError(
+                f"{what} {path} has mode {mode}: other users may have read the secret; put a new one into "
+                f"it and call: chmod 600 {path}"
+            )
+        return Secret(_checked(file.read().strip(), f"{what} {path}"), f"{what} {path}")
+
+
+def _checked(key: bytes, what: str) -> bytes:
+    if len(key) < _SHORTEST:
+        raise ValueError(f"{what} has {len(key)} characters, and a secret must have at least {_SHORTEST}; {REMEDY}")
+    return key
+
+
+_of_spawn: Secret | None = None
+_of_ranks: Secret | None = None
+_has_rendezvous = False
+
+
+def receive(secret: Secret) -> None:
+    """Keep the secret that the parent of a spawned rank has sent."""
+    global _of_spawn
+    _of_spawn = secret
+
+
+def received() -> Secret | None:
+    return _of_spawn
+
+
+def remember(secret: Secret | None) -> None:
+    """Keep the secret of the ranks that this process has found by the rendezvous of a launcher."""
+    global _of_ranks, _has_rendezvous
+    _of_ranks, _has_rendezvous = secret, True
+
+
+def remembered() -> Secret | None:
+    return _of_ranks
+
+
+def has_rendezvous() -> bool:
+    """Whether this process has found ranks by the rendezvous of a launcher."""
+    return _has_rendezvous

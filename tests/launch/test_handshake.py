@@ -1,0 +1,190 @@
+"""The handshake of the ranks, here threads with one store, while other processes write to the store."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dist_prims.launch import handshake as module
+from dist_prims.launch.handshake import handshake
+from dist_prims.launch.secret import Secret
+
+OURS, THEIRS = Secret(b"o" * 32, "a test"), Secret(b"t" * 32, "a test")
+
+
+def join(store: dist.Store, rank: int, secret: Secret | None, size: int = 2, seconds: float = 20) -> Any:
+    return handshake(store, rank, size, time.monotonic() + seconds, secret)
+
+
+def both(store: dist.Store, first: Secret | None, second: Secret | None, seconds: float = 2) -> list[str]:
+    """What ranks 0 and 1 end with: a name, or the text of an error."""
+
+    def outcome(rank: int) -> str:
+        try:
+            return str(join(store, rank, (first, second)[rank], seconds=seconds)[0])
+        except (RuntimeError, TimeoutError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(2) as threads:
+        return [*threads.map(outcome, range(2))]
+
+
+@contextmanager
+def repeatedly(act: Callable[[], None]) -> Iterator[None]:
+    """Another process, which acts again and again."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(0.001):
+            act()
+
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(run)
+        try:
+            yield
+        finally:
+            stop.set()
+        done.result()
+
+
+@pytest.mark.parametrize("secret", [None, OURS], ids=["without", "with"])
+def test_ranks_find_each_other(secret: Secret | None) -> None:
+    store = dist.HashStore()
+    names = set()
+    for _ in range(3):  # each time there is what the attempts before have left
+        with ThreadPoolExecutor(4) as threads:
+            found = [*threads.map(lambda rank: join(store, rank, secret, 4), range(4))]
+        assert found == [found[0]] * 4
+        assert len(found[0][1]) == 4
+        names.add(found[0][0])
+    assert len(names) == 3
+
+
+def test_a_rank_without_the_secret(capfd: pytest.CaptureFixture[str]) -> None:
+    first, second = both(dist.HashStore(), OURS, None)
+    assert re.match("TimeoutError: no sign of ranks .1.; a process that came as rank 1 has no secret; give all", first)
+    assert second.startswith("RuntimeError: rank 1 of 2 cannot join: rank 0 has a secret, and this rank has none; give")
+    assert "rank 0 refuses a process as rank 1 of 2: it has no secret" in capfd.readouterr().err
+
+
+def test_a_rank_with_another_secret(capfd: pytest.CaptureFixture[str]) -> None:
+    first, second = both(dist.HashStore(), OURS, THEIRS)
+    assert "a process that came as rank 1 has another secret than rank 0" in first
+    assert second.startswith("TimeoutError: no sign of rank 0; rank 1 of 2 cannot join: rank 0 has another secret")
+    assert capfd.readouterr().err.count("dist_prims:") == 2  # not for each attempt
+
+
+def test_rank_0_without_the_secret(capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    first, second = both(dist.HashStore(), None, OURS, seconds=4)
+    assert first == f"RuntimeError: rank 1 of 2 has a secret, and rank 0 has none; {module.REMEDY}"
+    assert "this rank has a secret, and rank 0 has none" in second
+    assert time.monotonic() - began < 30
+    assert "cannot join" in capfd.readouterr().err  # at once, and the error when the time is over
+
+
+@pytest.mark.parametrize("secret", [None, THEIRS], ids=["without", "another"])
+def test_another_process_cannot_join_as_a_rank(secret: Secret | None) -> None:
+    store = dist.HashStore()
+
+    def intrude() -> None:
+        with pytest.raises((RuntimeError, TimeoutError), match=r"cannot join|no sign of rank 0"):
+            join(store, 1, secret, seconds=1)
+
+    with ThreadPoolExecutor(3) as threads:
+        rank_0 = threads.submit(join, store, 0, OURS)
+        intrude()
+        assert not rank_0.done()
+        again, rank_1 = threads.submit(intrude), threads.submit(join, store, 1, OURS)
+        assert rank_0.result() == rank_1.result()
+        again.result()
+
+
+def test_a_forged_answer_is_ignored(capfd: pytest.CaptureFixture[str]) -> None:
+    store = dist.HashStore()
+
+    def forge() -> None:
+        token = json.loads(store.get("hello/1"))[0]
+        for name, secret in (("stolen", None), ("stolen", THEIRS)):
+            store.set(f"welcome/{token}", module._signed(secret, ("welcome", 1, token), name))
+            store.set(f"{name}/hosts", module._signed(secret, ("hosts", name), "a", "b"))
+
+    with ThreadPoolExecutor(1) as threads:
+        rank_1: Future[Any] = threads.submit(join, store, 1, OURS)
+        with repeatedly(forge):
+            time.sleep(0.5)
+        assert not rank_1.done()
+        name, hosts = join(store, 0, OURS)
+        assert rank_1.result() == (name, hosts)
+    assert "written by a process without the secret" in capfd.readouterr().err
+
+
+def test_texts_of_an_earlier_attempt_have_no_effect() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as threads:
+        rank_1 = threads.submit(join, store, 1, OURS)
+        name, _ = join(store, 0, OURS)
+        rank_1.result()
+    hello, acknowledgement = store.get("hello/1"), store.get(f"{name}/acknowledged/1")
+    token = json.loads(hello)[0]
+
+    def replay() -> None:
+        store.set("hello/1", hello)
+        if store.check([f"welcome/{token}"]):
+            later = json.loads(store.get(f"welcome/{token}"))[0]
+            store.set(f"{later}/acknowledged/1", acknowledgement)
+
+    with repeatedly(replay), pytest.raises(TimeoutError, match="no acknowledgement"):
+        join(store, 0, OURS, seconds=1)
+
+
+def mutated(hello: bytes, number: int, draw: random.Random) -> bytes:
+    """A hello with some bytes changed, removed or repeated, or random bytes, or JSON of another form."""
+    data = bytearray(hello)
+    if number % 4 == 0:
+        return draw.randbytes(draw.randrange(200))
+    if number % 4 == 1:
+        forms: list[Any] = [[], {}, [1], [[]], ["x"] * 5, None, [None, "", ""], ["0" * 16, "h" * 3000, "c"], "[" * 100]
+        return json.dumps(draw.choice(forms)).encode() if draw.random() < 0.9 else b"[" * 100_000
+    for _ in range(draw.randrange(1, 4)):
+        place = draw.randrange(len(data))
+        if number % 4 == 2:
+            data[place] ^= 1 << draw.randrange(8)
+        else:
+            data[place : place + draw.randrange(3)] = data[: draw.randrange(4)]
+    return bytes(data)
+
+
+def greet(count: int) -> None:
+    store, draw = dist.HashStore(), random.Random(1)
+    server = module._Rank0(store, 2, OURS)
+    hello = module._signed(OURS, ("hello", 1, 2), "0" * 16, "host").encode()
+    for number in range(count):
+        text = mutated(hello, number, draw)
+        if module._texts(text) != module._texts(hello):  # more than the spaces between the texts
+            server._answer(1, text)
+    assert not server._answered
+    assert store.num_keys() < 3 * count // 4
+    server._answer(1, hello)
+    assert server._answered == {1: ("0" * 16, "host")}
+
+
+def test_garbage(capfd: pytest.CaptureFixture[str]) -> None:
+    greet(5000)
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_garbage_a_million_times() -> None:
+    greet(1_000_000)

@@ -1,0 +1,218 @@
+"""Processes that do not have the secret of a job, and try to join it over its own ports; the job itself completes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import require
+from launching import clean, free_port
+
+import dist_prims
+
+FORK: Any = multiprocessing.get_context("fork")
+OTHER_USER = 65534
+
+
+def end_of(act: Callable[[], str], home: Path, **environ: str) -> tuple[Any, Any]:
+    """Start a process that acts in an environment of its own: the process, and where it tells how it ended."""
+    mine, theirs = FORK.Pipe(duplex=False)
+
+    def run() -> None:
+        os.environ.clear()
+        os.environ.update(clean(HOME=str(home), XDG_CACHE_HOME=str(home), DIST_PRIMS_QUIET="1", **environ))
+        torch.set_num_threads(1)
+        try:
+            theirs.send(act())
+        except Exception as error:
+            theirs.send(f"{type(error).__name__}: {error}")
+        os._exit(0)
+
+    process = FORK.Process(target=run)
+    process.start()
+    return process, mine
+
+
+def result_of(started: tuple[Any, Any], seconds: float = 60) -> str:
+    process, pipe = started
+    try:
+        assert pipe.poll(seconds), "no result"
+        return str(pipe.recv())
+    finally:
+        process.kill()
+        process.join()
+
+
+def joins(url: str, rank: int, backend: str, seconds: float) -> str:
+    place = dist_prims.init(backend, init_method=url, rank=rank, world_size=2, timeout=seconds)
+    total = torch.tensor(rank + 1)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return f"{total.item()} of {place.size}"
+
+
+def joins_as(user: int, url: str, backend: str) -> str:
+    "x".encode("idna")  # imports what the other user may not read
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    return joins(url, 1, backend, 3)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_a_process_of_another_user_cannot_join_as_a_rank(backend: str, tmp_path: Path) -> None:
+    """On one host the ranks of a user find their secret in a file that other users cannot read."""
+    url = f"tcp://127.0.0.1:{free_port()}"
+    ours, theirs = tmp_path, Path(mkdtemp())
+    os.chown(theirs, OTHER_USER, OTHER_USER)
+    rank_0 = end_of(lambda: joins(url, 0, backend, 40), ours)
+    refused = result_of(end_of(lambda: joins_as(OTHER_USER, url, backend), theirs))
+    rmtree(theirs)
+    assert "rank 0 has another secret than this rank" in refused
+    assert not rank_0[1].poll(0)
+    assert result_of(end_of(lambda: joins(url, 1, backend, 40), ours)) == "3 of 2"
+    assert result_of(rank_0) == "3 of 2"
+
+
+@pytest.mark.parametrize("by", ["init", "init_process_group"])
+def test_a_process_without_the_secret_cannot_join(by: str, tmp_path: Path) -> None:
+    """The secret of the environment, as ranks of several hosts have it; with dist_prims.init and with torch alone."""
+    url = f"tcp://127.0.0.1:{free_port()}"
+    secret = secrets.token_hex(32)
+
+    def with_torch(rank: int, seconds: float) -> str:
+        from datetime import timedelta
+
+        limit = timedelta(seconds=seconds)
+        dist.init_process_group("dist_prims", init_method=url, rank=rank, world_size=2, timeout=limit)
+        total = torch.tensor(rank + 1)
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return f"{total.item()} of 2"
+
+    def member(rank: int, seconds: float) -> str:
+        return with_torch(rank, seconds) if by == "init_process_group" else joins(url, rank, "dist_prims", seconds)
+
+    rank_0 = end_of(lambda: member(0, 40), tmp_path, DIST_PRIMS_SECRET=secret)
+    refused = result_of(end_of(lambda: member(1, 3), tmp_path, DIST_PRIMS_SECRET="another secret of 32 characters"))
+    assert "rank 0 has another secret than this rank" in refused
+    assert secret not in refused
+    if by == "init":  # a TCPStore of torch counts its clients
+        assert not rank_0[1].poll(0)
+        rank_1 = end_of(lambda: member(1, 40), tmp_path, DIST_PRIMS_SECRET=secret)
+        assert [result_of(rank_1), result_of(rank_0)] == ["3 of 2", "3 of 2"]
+    else:
+        rank_0[0].kill()
+        rank_0[0].join()
+
+
+def greetings(port: int, count: int) -> None:
+    """Connections to a port that send garbage, or the beginning of a greeting, or nothing."""
+    for number in range(count):
+        with socket.create_connection(("127.0.0.1", port), 10) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            if number % 8:
+                connection.sendall(secrets.token_bytes(1 + number % 96))
+
+
+def ports_of_this_process() -> set[int]:
+    inodes = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            inodes.add(os.readlink(link).removeprefix("socket:[").rstrip("]"))
+        except FileNotFoundError:
+            continue
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def greet_an_established_group(engine: str, count: int) -> list[Any]:
+    """What the ranks of a group on two hosts get, while another process sends greetings to all their ports."""
+
+    def rank() -> tuple[bool, int, int]:
+        mine = "ab"[dist.get_rank()]
+        dist.destroy_process_group()
+        os.environ.update(DIST_PRIMS_HOST_ID=mine, DIST_PRIMS_ENGINE=engine)
+        of_gloo = watch_ports_of_gloo()
+        before = ports_of_this_process()
+        dist_prims.init("dist_prims", timeout=60)
+        dist.all_reduce(torch.ones(1))
+        ports = ports_of_this_process() - before - of_gloo
+        assert ports
+        for port in ports:
+            greetings(port, 100)
+        descriptors, memory = len(os.listdir("/proc/self/fd")), resident()
+        outsiders = [FORK.Process(target=greetings, args=(port, count // (2 * len(ports)))) for port in ports]
+        for each in outsiders:
+            each.start()
+        sums = [bool((all_reduced(step) == 2 * step + 1).all()) for step in range(50)]
+        while any(each.is_alive() for each in outsiders):
+            time.sleep(0.01)
+        for each in outsiders:
+            each.join()
+            assert each.exitcode == 0
+            each.close()
+        sums += [bool((all_reduced(step) == 2 * step + 1).all()) for step in range(50)]
+        dist.barrier()
+        deadline = time.monotonic() + 10
+        while len(os.listdir("/proc/self/fd")) > descriptors + 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return all(sums), len(os.listdir("/proc/self/fd")) - descriptors, resident() - memory
+
+    return dist_prims.spawn(rank, 2, timeout=1000)
+
+
+def watch_ports_of_gloo() -> set[int]:
+    """The ports at which gloo will listen. It keeps every connection that has not sent what it waits for."""
+    make, found = dist.ProcessGroupGloo, set()
+
+    def making(*args: Any) -> Any:
+        before = ports_of_this_process()
+        made = make(*args)
+        found.update(ports_of_this_process() - before)
+        return made
+
+    dist.ProcessGroupGloo = making  # type: ignore[assignment,misc]
+    return found
+
+
+def all_reduced(step: int) -> torch.Tensor:
+    tensor = torch.full((1000,), step + dist.get_rank())
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.parametrize("engine", ["tcp", "ucx"])
+def test_garbage_at_the_ports_of_a_group(engine: str) -> None:
+    require(engine)
+    for right, descriptors, memory in greet_an_established_group(engine, 4000):
+        assert right
+        assert descriptors <= 2
+        assert memory < 16 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("engine", "count"), [("tcp", 1_000_000), ("ucx", 200_000)])
+def test_much_garbage_at_the_ports_of_a_group(engine: str, count: int) -> None:
+    require(engine)
+    for right, descriptors, memory in greet_an_established_group(engine, count):
+        assert right
+        assert descriptors <= 2
+        assert memory < 16 << 20
