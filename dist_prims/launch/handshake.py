@@ -136,9 +136,8 @@ class _Rank0:
     def answer_all(self, deadline: float, check: Callable[[], None]) -> tuple[str, list[str]]:
         def is_acknowledged() -> bool:
             check()
-            for rank in range(1, self._size):
-                if self._store.check([f"hello/{rank}"]):
-                    self._answer(rank, self._store.get(f"hello/{rank}"))
+            for rank, hello in self._hellos():
+                self._answer(rank, hello)
             return self._is_acknowledged()
 
         try:
@@ -148,6 +147,13 @@ class _Rank0:
         hosts = [host_id(), *(self._answered[rank][1] for rank in range(1, self._size))]
         self._store.set(f"{self._name}/hosts", _signed(self._secret, ("hosts", self._name), *hosts))
         return self._name, hosts
+
+    def _hellos(self) -> list[tuple[int, bytes]]:
+        """The hello of each rank that has written one, in few requests to the store."""
+        keys = {rank: f"hello/{rank}" for rank in range(1, self._size)}
+        if not self._store.check([*keys.values()]):  # of some ranks, or none
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        return [*zip(keys, self._store.multi_get([*keys.values()]), strict=True)] if keys else []
 
     def _answer(self, rank: int, hello: bytes) -> None:
         if self._last.get(rank) == hello:

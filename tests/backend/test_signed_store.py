@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import hmac
+import os
+import re
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from launching import free_port
 
+import dist_prims
+from dist_prims.backend import tcp_endpoint
 from dist_prims.backend.extension import extension
 
 KEY = b"the key of an attempt"
@@ -83,3 +90,70 @@ def test_a_forged_value_is_refused(forged: bytes) -> None:
 def test_a_value_cannot_be_appended_to() -> None:
     with pytest.raises(RuntimeError, match="cannot append"):
         signed(dist.HashStore()).append("a", "1")
+
+
+needs_list_keys = pytest.mark.skipif(not hasattr(dist.TCPStore, "list_keys"), reason="this torch cannot list keys")
+
+
+def make_group(port: int, seconds: float) -> None:
+    """A group of two hosts whose ranks meet at a TCPStore of this host."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    os.environ.update(DIST_PRIMS_HOST_ID="ab"[rank], DIST_PRIMS_ENGINE="tcp")
+    url, limit = f"tcp://127.0.0.1:{port}", timedelta(seconds=seconds)
+    dist.init_process_group("dist_prims", init_method=url, rank=rank, world_size=2, timeout=limit)
+
+
+def at_store(port: int) -> dist.TCPStore:
+    """Another process at the store of the ranks, which reads and writes what it wants."""
+    return dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+@needs_list_keys
+def test_the_address_of_a_rank_cannot_be_replaced() -> None:
+    port = free_port()
+
+    def rank() -> str:
+        make = tcp_endpoint.make
+
+        def replacing(store: Any, rank: int, *rest: Any) -> Any:
+            if rank == 1:
+                store.wait(["tcp/0"])
+                other = at_store(port)
+                (key,) = (each for each in other.list_keys() if each.endswith("/tcp/0"))
+                other.set(key, "127.0.0.1:1")
+            return make(store, rank, *rest)
+
+        tcp_endpoint.make = replacing
+        with pytest.raises(RuntimeError) as caught:
+            make_group(port, 5)
+        return str(caught.value)
+
+    _, refused = dist_prims.spawn(rank, 2, timeout=100)
+    assert refused.startswith("the value of 'tcp/0' in the store was not written by a rank of this group")
+
+
+@needs_list_keys
+def test_the_store_shows_no_key() -> None:
+    """The key of connections is in no value that other processes can read, and every text of the group is signed."""
+    port = free_port()
+    keys = []
+
+    def rank() -> tuple[str, list[tuple[str, bytes]]]:
+        make = tcp_endpoint.make
+        tcp_endpoint.make = lambda *arguments: keys.append(arguments[-1]) or make(*arguments)
+        make_group(port, 30)
+        dist.all_reduce(torch.ones(1))
+        other = at_store(port)
+        found = [(key, other.get(key)) for key in other.list_keys()]
+        dist.barrier()
+        return keys[0], found
+
+    (first, found), (second, _) = dist_prims.spawn(rank, 2, timeout=100)
+    assert first == second
+    assert len(first) == 64
+    values = dict(found)
+    assert not [key for key, value in values.items() if first.encode() in value or bytes.fromhex(first) in value]
+    own = [key for key in values if re.search(r"dist_prims/[0-9a-f]{16}/(?!acknowledged|hosts)", key)]
+    assert [key for key in own if key.endswith("/tcp/0")]
+    assert not [key for key in own if len(values[key]) < 32 and not key.endswith("/read")]

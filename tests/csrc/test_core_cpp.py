@@ -46,7 +46,7 @@ def ucx() -> dict[str, str]:
 
 def run(program: Path, *arguments: str, **environment: str) -> str:
     done = subprocess.run(
-        [str(program), *arguments], capture_output=True, text=True, timeout=300, env=os.environ | environment
+        [str(program), *arguments], capture_output=True, text=True, timeout=1000, env=os.environ | environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -100,7 +100,6 @@ def test_rendezvous_rejects_garbage_a_million_times(program: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_tcp_rejects_other_processes_many_times(program: Path) -> None:
-    """Fewer than a million: each connection occupies a port of the machine for a minute."""
-    run(program, "tcp_rejects_other_processes", DIST_PRIMS_TEST_HELLOS="15000")
+@pytest.mark.timeout(1200)
+def test_tcp_rejects_other_processes_a_million_times(program: Path) -> None:
+    run(program, "tcp_rejects_other_processes", DIST_PRIMS_TEST_HELLOS="1000000")
