@@ -17,6 +17,7 @@ authenticated.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import json
 import os
@@ -85,9 +86,10 @@ def provided_by_user(environ: Mapping[str, str] = os.environ) -> Secret | None:
         return Secret(_checked(environ[VARIABLE].encode(), VARIABLE), VARIABLE)
     if path := environ.get(FILE_VARIABLE):
         return _read(Path(path), FILE_VARIABLE)
-    with contextlib.suppress(OSError, RuntimeError):  # there is no such file, or no home
-        path = str(Path.home() / ".config" / "dist_prims" / "secret")
-        return _read(Path(path), "the file")
+    with contextlib.suppress(RuntimeError):  # there is no home
+        own = Path.home() / ".config" / "dist_prims" / "secret"
+        if os.access(own, os.R_OK):
+            return _read(own, "the file")
     return None
 
 
@@ -96,7 +98,7 @@ def of_this_host() -> Secret | None:
     try:
         base = os.environ.get("XDG_CACHE_HOME", "")
         path = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dist_prims" / "secret"
-        if not path.exists():
+        if not os.path.exists(path):
             _make(path)
     except (OSError, RuntimeError):  # the latter: there is no home
         return None
@@ -139,8 +141,9 @@ def _make(path: Path) -> None:
         temporary.unlink()
 
 
+@functools.cache  # later groups are made without a descriptor: there may be none left
 def _read(path: Path, what: str) -> Secret:
-    """Read a file; ValueError if other users may read or write it."""
+    """Read a file, once in a process; ValueError if other users may read or write it."""
     with path.open("rb") as file:
         found = os.fstat(file.fileno())
         if found.st_uid not in (os.geteuid(), 0):
