@@ -1,5 +1,5 @@
-// The shared memory of the ranks of one host: one segment that holds their membership, slots and ring buffers for
-// messages.
+// The shared memory of the ranks of one host: one segment that holds their membership, slots, ring buffers for messages
+// and the log by which the survivors of a failure agree.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 
 #include "membership.h"
 #include "p2p.h"
+#include "shared_log.h"
 #include "shared_tensors.h"
 #include "slot_exchange.h"
 
@@ -17,7 +18,8 @@ struct HostSegment {
     static std::size_t min_slot_bytes(int size) { return 256 * (static_cast<std::size_t>(size) + 1); }
 
     static std::size_t bytes(int size, std::size_t slot) {
-        return Membership::bytes(size) + SlotExchange::bytes(size, slot) + PointToPoint::bytes(size);
+        return Membership::bytes(size) + SlotExchange::bytes(size, slot) + PointToPoint::bytes(size) +
+               SharedLog::bytes(size);
     }
 
     HostSegment(std::shared_ptr<const Mapping> memory, int rank, int size, std::size_t slot, RankNames names = {})
@@ -26,7 +28,8 @@ struct HostSegment {
               memory, memory->data() + Membership::bytes(size) + SlotExchange::bytes(size, slot), shared_membership_)),
           membership(*shared_membership_),
           slots(memory, memory->data() + Membership::bytes(size), membership, slot),
-          p2p(*shared_p2p_) {
+          p2p(*shared_p2p_),
+          log(memory, memory->data() + bytes(size, slot) - SharedLog::bytes(size), rank, size) {
         if (memory->size() < bytes(size, slot))
             throw std::runtime_error("the shared memory is too small for the ranks");
     }
@@ -51,6 +54,7 @@ public:
     Membership& membership;
     SlotExchange slots;
     PointToPoint& p2p;
+    SharedLog log;
     Importer importer;
     std::size_t one_shot =
         32 << 10;  // bytes up to which one phase, in which every rank reduces everything, is faster than two

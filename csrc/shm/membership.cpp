@@ -187,6 +187,20 @@ int Membership::dead_rank() const {
     return ended.empty() ? -1 : ended.front();
 }
 
+std::vector<int> Membership::named_ranks() const {
+    const auto found = notice();
+    if (!found) return {};
+    if (found->kind == CommError::Kind::kPeerDied || found->kind == CommError::Kind::kLost) return {found->culprit};
+    if (found->kind != CommError::Kind::kTimeout) return {};
+    std::vector<int> ranks;
+    const WaitGraph::Verdict late = verdict_of(found->culprit);
+    const std::size_t known = late.is_deadlock ? 0 : std::min<std::size_t>(late.count, WaitGraph::Verdict::kMost);
+    for (std::size_t each = 0; each < known; ++each) {
+        if (late.ranks[each].rank >= 0) ranks.push_back(late.ranks[each].rank);
+    }
+    return ranks;
+}
+
 void Membership::give_notice(CommError::Kind kind, int culprit) const {
     std::uint64_t none = 0;
     const std::uint64_t error = (static_cast<std::uint64_t>(kind) << 32) | static_cast<std::uint32_t>(culprit + 1);

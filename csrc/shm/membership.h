@@ -112,6 +112,8 @@ public:
     void give_notice(CommError::Kind kind, int culprit) const;
     // The group rank of a process that ended without leave(); -1 if there is none.
     int dead_rank() const;
+    // The group ranks that the error of the group names as dead, lost or late.
+    std::vector<int> named_ranks() const;
 
     // Called at intervals by a wait for the ranks for which `awaited` holds. Throws, and ends the group, if one of
     // those ranks has died or left, or if this wait was stopped or interrupted.

@@ -1,0 +1,83 @@
+#include "shared_log.h"
+
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+
+namespace dist_prims {
+namespace {
+
+std::size_t entry_count(int size) {
+    return 64 + 32 * static_cast<std::size_t>(size);
+}
+
+std::size_t area_bytes(int size) {
+    return 4096 + 64 * static_cast<std::size_t>(size);
+}
+
+}  // namespace
+
+struct SharedLog::Entry {
+    std::atomic<std::uint32_t> place;  // of a Head, from the first area, plus 1
+};
+
+// The text follows.
+struct SharedLog::Head {
+    std::uint32_t rank, length;
+};
+
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "ranks share atomics between processes");
+
+std::size_t SharedLog::bytes(int size) {
+    return entry_count(size) * sizeof(Entry) + static_cast<std::size_t>(size) * area_bytes(size);
+}
+
+SharedLog::SharedLog(std::shared_ptr<const Mapping> memory, std::byte* place, int rank, int size)
+    : memory_(std::move(memory)), place_(place), rank_(rank), size_(size) {}
+
+SharedLog::Entry* SharedLog::entries() const {
+    return reinterpret_cast<Entry*>(place_);
+}
+
+void SharedLog::append(const std::string& text) {
+    const std::lock_guard lock(guard_);
+    const std::uint32_t place = write(text);
+    for (std::size_t each = 0; each < entry_count(size_); ++each) {
+        std::uint32_t none = 0;
+        if (entries()[each].place.compare_exchange_strong(none, place + 1, std::memory_order_acq_rel)) return;
+    }
+    throw std::length_error("rank " + std::to_string(rank_) +
+                            ": the log of this group is full; end the processes and "
+                            "start the group again");
+}
+
+std::uint32_t SharedLog::write(const std::string& text) {
+    const std::size_t needed = (sizeof(Head) + text.size() + alignof(Head) - 1) / alignof(Head) * alignof(Head);
+    if (used_ + needed > area_bytes(size_))
+        throw std::length_error("rank " + std::to_string(rank_) + ": a text of " + std::to_string(text.size()) +
+                                " bytes does not fit into the log of this group any more; end the processes and start "
+                                "the group again");
+    const std::size_t place = static_cast<std::size_t>(rank_) * area_bytes(size_) + used_;
+    std::byte* const at = place_ + entry_count(size_) * sizeof(Entry) + place;
+    const Head head{static_cast<std::uint32_t>(rank_), static_cast<std::uint32_t>(text.size())};
+    std::memcpy(at, &head, sizeof(head));
+    std::memcpy(at + sizeof(head), text.data(), text.size());
+    used_ += needed;
+    return static_cast<std::uint32_t>(place);
+}
+
+std::vector<std::pair<int, std::string>> SharedLog::read() const {
+    std::vector<std::pair<int, std::string>> texts;
+    const std::byte* const areas = place_ + entry_count(size_) * sizeof(Entry);
+    for (std::size_t each = 0; each < entry_count(size_); ++each) {
+        const std::uint32_t place = entries()[each].place.load(std::memory_order_acquire);
+        if (place == 0) break;
+        Head head;
+        std::memcpy(&head, areas + place - 1, sizeof(head));
+        texts.emplace_back(static_cast<int>(head.rank),
+                           std::string(reinterpret_cast<const char*>(areas + place - 1 + sizeof(head)), head.length));
+    }
+    return texts;
+}
+
+}  // namespace dist_prims

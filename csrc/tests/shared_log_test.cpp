@@ -1,0 +1,99 @@
+// The log in shared memory: threads as ranks, a full log, and a process that is killed while it appends.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <map>
+#include <stdexcept>
+
+#include "test_support.h"
+
+using namespace dist_prims;
+
+namespace {
+
+std::shared_ptr<const Mapping> log_memory(int size) {
+    return std::make_shared<Mapping>(make_memory(SharedLog::bytes(size)));
+}
+
+}  // namespace
+
+CASE(log_orders_the_texts_of_all_ranks) {
+    constexpr int kRanks = 4, kTexts = 12;
+    const auto memory = log_memory(kRanks);
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < kRanks; ++rank) {
+        ranks.emplace_back([&, rank] {
+            SharedLog log(memory, memory->data(), rank, kRanks);
+            for (int each = 0; each < kTexts; ++each) log.append(std::string(static_cast<std::size_t>(each), 'x'));
+        });
+    }
+    for (std::thread& each : ranks) each.join();
+    std::map<int, std::size_t> next;
+    const auto texts = SharedLog(memory, memory->data(), 0, kRanks).read();
+    CHECK(texts.size() == kRanks * kTexts);
+    for (const auto& [rank, text] : texts) CHECK(text.size() == next[rank]++);  // those of one rank in its order
+}
+
+CASE(log_that_is_full) {
+    const auto memory = log_memory(1);
+    SharedLog log(memory, memory->data(), 0, 1);
+    bool is_full = false;
+    std::size_t appended = 0;
+    while (!is_full) {
+        try {
+            log.append(std::string(100, 'x'));
+            ++appended;
+        } catch (const std::length_error& error) {
+            check_contains(error.what(), "rank 0");
+            is_full = true;
+        }
+    }
+    CHECK(log.read().size() == appended);
+    const auto other = log_memory(1);
+    SharedLog entries(other, other->data(), 0, 1);
+    is_full = false;
+    for (appended = 0; !is_full; ++appended) {
+        try {
+            entries.append("");
+        } catch (const std::length_error&) {
+            is_full = true;
+        }
+    }
+    CHECK(entries.read().size() == appended - 1);
+}
+
+CASE(log_after_a_death) {
+    constexpr int kTexts = 40;
+    const auto memory = log_memory(2);
+    for (int round = 0; round < 20; ++round) {
+        Descriptor file = make_memory(SharedLog::bytes(2));
+        const pid_t child = ::fork();
+        if (child == 0) {  // the mapping of the parent is not inherited
+            const auto own = std::make_shared<Mapping>(file);
+            SharedLog log(own, own->data(), 1, 2);
+            for (;;) {
+                try {
+                    log.append("child");
+                } catch (const std::length_error&) {
+                    ::pause();
+                }
+            }
+        }
+        const auto own = std::make_shared<Mapping>(file);
+        SharedLog log(own, own->data(), 0, 2);
+        for (int each = 0; each < kTexts; ++each) {
+            log.append("parent");
+            if (each == round) ::kill(child, SIGKILL);
+        }
+        ::kill(child, SIGKILL);
+        int status = 0;
+        CHECK(::waitpid(child, &status, 0) == child);
+        int found = 0;
+        for (const auto& [rank, text] : log.read()) {
+            CHECK(text == (rank == 0 ? "parent" : "child"));
+            found += rank == 0;
+        }
+        CHECK(found == kTexts);
+    }
+}
