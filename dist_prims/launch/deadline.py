@@ -1,10 +1,13 @@
-"""Polling with a deadline."""
+"""Waits with a deadline: for a condition, and for a call that has no deadline of its own."""
 
+import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 __all__: list[str] = []
 
+T = TypeVar("T")
 _SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0001, 0.1  # seconds
 
 
@@ -19,3 +22,38 @@ def until(done: Callable[[], object], deadline: float, awaited: str) -> None:
             raise TimeoutError(f"no sign of {awaited}")
         time.sleep(interval)
         interval = min(2 * interval, _LONGEST_INTERVAL)  # the wait takes at most twice as long as needed
+
+
+def call_in_thread(call: Callable[[], T], seconds: float, discard: Callable[[T], object]) -> T:
+    """Call on a thread of its own, and return the result; after so many seconds raise a TimeoutError.
+
+    The call then continues, and its result is given to ``discard``. This thread handles signals meanwhile.
+
+    >>> call_in_thread(lambda: 1 + 1, 10, discard=print)
+    2
+    """
+    results: list[T] = []
+    failures: list[BaseException] = []
+    guard, is_late = threading.Lock(), False
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:  # raised by the caller of this function
+            failures.append(error)
+            return
+        with guard:
+            if not is_late:
+                return results.append(result)
+        discard(result)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    with guard:
+        is_late = not (results or failures)
+    if failures:
+        raise failures[0]
+    if is_late:
+        raise TimeoutError(f"no result after {seconds:g} s")
+    return results[0]

@@ -35,6 +35,7 @@ def spawn(
     init: bool = True,
     start_method: str | None = None,
     prefix: bool | None = None,
+    min_ranks: int | None = None,
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``nprocs`` ranks that have joined a group, and return the results by rank.
 
@@ -47,6 +48,8 @@ def spawn(
     [3, 3, 3]
 
     When a rank raises or dies, ``spawn`` ends the others and raises :class:`RankFailedError` for the first failure.
+    With ``min_ranks``, deaths are accepted as long as so many ranks are left, which can go on by
+    :func:`dist_prims.shrink`; the result of a rank that has died is None.
 
     ``start_timeout`` is the time in seconds for all ranks to start and join the group, and again for destroying the
     group at the end. ``timeout`` is the time for ``fn``, measured from the moment the last rank has joined. None, the
@@ -64,6 +67,8 @@ def spawn(
     """
     if nprocs < 1:
         raise ValueError(f"spawn: nprocs is {nprocs}; a group has at least one rank")
+    if min_ranks is not None and not 1 <= min_ranks <= nprocs:
+        raise ValueError(f"spawn: min_ranks is {min_ranks}; choose a number from 1 to nprocs, which is {nprocs}")
     for name, seconds in (("start_timeout", start_timeout), ("timeout", timeout)):
         if seconds is not None and not seconds > 0:
             raise ValueError(f"spawn: {name} is {seconds} s; give a positive time")
@@ -71,7 +76,7 @@ def spawn(
     if method not in ("fork", "spawn"):
         raise ValueError(f"spawn: start_method is {method!r}; choose 'fork' or 'spawn'")
     prepare(backend)
-    with RankProcesses(nprocs, start_timeout, timeout, prefix) as processes:
+    with RankProcesses(nprocs, start_timeout, timeout, prefix, min_ranks or nprocs) as processes:
         processes.start(method, fn, args, backend, init)
         results = processes.results()
         processes.finish()

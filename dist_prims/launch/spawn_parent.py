@@ -54,8 +54,10 @@ class RankFailedError(RuntimeError):
 class RankProcesses:
     """The rank processes of one call. No process, and no file shared with one, outlives the ``with`` block."""
 
-    def __init__(self, size: int, start_timeout: float, timeout: float | None, prefix: bool | None) -> None:
-        self.start_timeout, self.timeout = start_timeout, timeout
+    def __init__(
+        self, size: int, start_timeout: float, timeout: float | None, prefix: bool | None, min_ranks: int
+    ) -> None:
+        self.start_timeout, self.timeout, self.min_ranks = start_timeout, timeout, min_ranks
         self.store = _anonymous_file("store")
         self.notices, self.notices_end = os.pipe()
         self.exit_pipe, self.exit_pipe_end = os.pipe()
@@ -100,11 +102,11 @@ class RankProcesses:
         self._watch(lambda rank: rank.kind is not None, "starting", deadline, f"start_timeout={self.start_timeout:g}")
 
     def results(self) -> list[Any]:
-        """Wait until the function has returned on all ranks. Return the results by rank."""
+        """Wait until the function has returned on all ranks. Return the results by rank, None for a lost one."""
         began = max(rank.when for rank in self.ranks) / 1e9
         deadline = None if self.timeout is None else began + self.timeout
         self._watch(lambda rank: rank.kind == RETURNED, "running", deadline, f"timeout={self.timeout}")
-        return [unpacked(_content(rank.report)) for rank in self.ranks]
+        return [None if rank.is_lost else unpacked(_content(rank.report)) for rank in self.ranks]
 
     def finish(self) -> None:
         """Let the ranks destroy their group and exit. Return when all have exited."""
@@ -115,8 +117,9 @@ class RankProcesses:
 
     def _watch(self, done: Callable[["_Rank"], bool], activity: str, deadline: float | None, given: str) -> None:
         outputs = {output.descriptor: output for rank in self.ranks for output in rank.outputs}
-        while busy := [rank for rank in self.ranks if not done(rank)]:
-            watched = [rank.pidfd for rank in self.ranks if rank in busy or rank.exitcode is None]
+        while busy := [rank for rank in self.ranks if not (rank.is_lost or done(rank))]:
+            left_ranks = [rank for rank in self.ranks if not rank.is_lost]
+            watched = [rank.pidfd for rank in left_ranks if rank in busy or rank.exitcode is None]
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = wait([self.notices, *watched, *outputs], left)
             if not ready or left == 0:
@@ -138,7 +141,12 @@ class RankProcesses:
         if ended:
             self._read_notices()  # those that the ranks had sent before they ended
         raised = sorted((rank for rank in self.ranks if rank.kind == RAISED), key=lambda rank: rank.when)
-        failed = [rank for rank in ended if rank.has_died()] + raised
+        ended = [rank for rank in ended if rank.has_died()]
+        if not raised and len(self.ranks) - len(ended) >= self.min_ranks:
+            for rank in ended:
+                rank.is_lost = True
+            return
+        failed = ended + raised
         if failed:
             first, *others = failed
             raise first.failure([other.failure_text() for other in others])
@@ -176,6 +184,7 @@ class _Rank:
         ]
         self.kind: int | None = None  # of its last notice: STARTED, then RETURNED or RAISED
         self.when = 0
+        self.is_lost = False  # it has died, which is accepted
 
     def start(self, process: BaseProcess) -> None:
         with warnings.catch_warnings():  # Python 3.12 warns of a fork with threads, for which rank_main is made
