@@ -29,12 +29,14 @@ if TYPE_CHECKING:  # the same names as in _HOME, for editors and type checkers
     from .errors import CommError as CommError
     from .errors import CommInterruptedError as CommInterruptedError
     from .errors import CommTimeoutError as CommTimeoutError
+    from .errors import LeftOutError as LeftOutError
     from .errors import MismatchError as MismatchError
     from .errors import PeerDiedError as PeerDiedError
     from .errors import PeerLeftError as PeerLeftError
     from .launch import RankFailedError as RankFailedError
     from .launch import init as init
     from .launch.spawn import spawn as spawn
+    from .repair import shrink as shrink
     from .tracing import trace as trace
     from .training import DataPartitioner as DataPartitioner
     from .training import GradientAverager as GradientAverager
@@ -62,6 +64,7 @@ _HOME = {
     "gather": "collectives",
     "GradientAverager": "training",
     "init": "launch",
+    "LeftOutError": "errors",
     "MismatchError": "errors",
     "partition_dataset": "training",
     "PeerDiedError": "errors",
@@ -73,10 +76,11 @@ _HOME = {
     "scan": "collectives",
     "scatter": "collectives",
     "ShardedSampler": "training",
+    "shrink": "repair",
     "spawn": "launch",
     "trace": "tracing",
 }
-_PACKAGES = {"datasets", "errors", "models", "ops", "parallel", "patterns", "schedules", "training"}
+_PACKAGES = {"datasets", "errors", "models", "ops", "parallel", "patterns", "repair", "schedules", "training"}
 _OLD_NAMES = {"Options": "BackendOptions"}  # of version 0.1
 
 __all__ = ["__version__", *_HOME]

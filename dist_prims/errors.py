@@ -17,6 +17,7 @@ __all__ = [
     "CommError",
     "CommInterruptedError",
     "CommTimeoutError",
+    "LeftOutError",
     "MismatchError",
     "PeerDiedError",
     "PeerLeftError",
@@ -140,6 +141,14 @@ class CommInterruptedError(CommError):
     ...         return type(error).__name__
     >>> dist_prims.spawn(interrupt_rank_0, 2, backend="dist_prims", timeout=60)
     ['KeyboardInterrupt', 'CommInterruptedError']
+    """
+
+
+class LeftOutError(CommError):
+    """The other ranks of a group have repaired it without this rank, which did not call ``shrink`` in time.
+
+    >>> issubclass(LeftOutError, CommError)
+    True
     """
 
 

@@ -8,7 +8,7 @@ of dist_prims, and supports torch 2.11 and later.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -161,6 +161,45 @@ def new_local_group(
     c10d._world.pg_group_ranks[made] = {rank: position for position, rank in enumerate(ranks)}
     group: dist.ProcessGroup = made
     return group
+
+
+def replace_group(
+    old: dist.ProcessGroup, backend: Any, store: dist.Store, ranks: Sequence[int], name: str
+) -> dist.ProcessGroup:
+    """Destroy a group, and register one with this backend object in its place.
+
+    ``ranks`` are the ranks of the new group in the old one. If ``old`` is the default group, all groups are destroyed,
+    and the global ranks are those of the new group.
+    """
+    c10d: Any = dist.distributed_c10d
+    world = c10d._world
+    is_default = old is default_group()
+    backend_name, config, devices = world.pg_map[old][0], world.pg_backend_config[old], device_types(old)
+    description, old_ranks = old.group_desc, {position: rank for rank, position in world.pg_group_ranks[old].items()}
+    dist.destroy_process_group(None if is_default else old)
+    prefixed = dist.PrefixStore(f"{name}/", store)
+    group: Any = dist.ProcessGroup(prefixed, backend.rank(), backend.size())
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group._set_default_backend(kind)
+    for device in devices:
+        group._register_backend(torch.device(device), kind, backend)
+    group._set_group_name(name)
+    group._set_group_desc(description)
+    world.pg_map[group] = (backend_name, prefixed)
+    world.pg_names[group] = name
+    world.pg_backend_config[group] = config
+    world.pg_group_ranks[group] = {
+        position if is_default else old_ranks[rank]: position for position, rank in enumerate(ranks)
+    }
+    tag = f"ptd:{name}"
+    for each in ("", tag):
+        world.tags_to_pg.setdefault(each, []).append(group)
+    world.pg_to_tag[group] = tag
+    c10d._register_process_group(name, group)
+    if is_default:
+        c10d._update_default_pg(group)
+    replaced: dist.ProcessGroup = group
+    return replaced
 
 
 def register_fake_backend() -> None:

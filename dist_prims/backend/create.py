@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +25,7 @@ from ..launch.hosts import host_id, network_number
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from ..tracing import clock
 from ..tracing.session import begin_from_environment
-from . import link_costs, mpi_library, tcp_endpoint, transport_selection, ucx_library
+from . import link_costs, mpi_library, quorum_ranks, tcp_endpoint, transport_selection, ucx_library
 from .dump_flight_record import dump_file
 from .extension import extension
 from .multi_host import MultiHostSchedules
@@ -40,7 +41,7 @@ _CPU = torch.device("cpu")
 _EXIT_TIME = 0.5  # seconds from the end of a connection to the end of its process
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _GroupRequest:
     """The parameters of a group on one of its ranks. ``ranks`` are the global ranks; empty if they are unknown."""
 
@@ -53,6 +54,25 @@ class _GroupRequest:
     given: BackendOptions | None  # the options of the caller
     is_child: bool = False  # split or merged
     is_merged: bool = False  # its ranks may be those of several jobs
+    is_repaired: bool = False  # made of the survivors of a group, or grown from one
+
+
+@dataclass(eq=False)
+class MadeGroup:
+    """What is known about a group of this process after it has been made."""
+
+    request: _GroupRequest
+    hosts: list[str]  # by rank
+    attempt: str  # the name of this attempt to make the group
+    addresses: list[str]  # by rank, see quorum_ranks.publish(); empty on one host
+
+
+_groups: weakref.WeakValueDictionary[str, MadeGroup] = weakref.WeakValueDictionary()  # by name; the backend keeps them
+
+
+def made_group(name: str) -> MadeGroup:
+    """Return the group of this name, which must exist in this process."""
+    return _groups[name]
 
 
 def make(options: Any, given: Any = None) -> Any:
@@ -82,13 +102,14 @@ def _make_watched(request: _GroupRequest) -> Any:
 
 
 def _make_child(
-    parent: _GroupRequest, store: Any, name: str, rank: int, size: int, timeout: timedelta, ranks: list[int]
+    made: MadeGroup, store: Any, name: str, rank: int, size: int, timeout: timedelta, ranks: list[int]
 ) -> Any:
     """Create the backend of a group that is split from ``parent``, or merged from it and others; called by C++.
 
     The new group inherits the options of the parent. ``ranks`` are the ranks of the new group in the parent, empty for
     a merged group.
     """
+    parent = made.request
     parent_ranks = parent.ranks or range(parent.size)
     request = _GroupRequest(
         store=store.clone(),  # a timeout is set, and the store may be the parent's
@@ -100,8 +121,19 @@ def _make_child(
         given=parent.given,
         is_child=True,
         is_merged=parent.is_merged or not ranks,
+        is_repaired=parent.is_repaired,
     )
     return _make_watched(request)
+
+
+def make_repaired(
+    options: BackendOptions | None, store: Any, name: str, rank: int, size: int, timeout: timedelta
+) -> Any:
+    """Create the backend of a group that takes the place of another one.
+
+    Its messages between hosts do not use MPI: an MPI that has lost a process cannot go on.
+    """
+    return _make_watched(_GroupRequest(store, name, rank, size, timeout, [], options, is_repaired=True))
 
 
 def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
@@ -114,19 +146,16 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         _compare_ranks(store, rank, ranks)
     check = functools.partial(Proofs(store, rank).require, timeout=timeout)
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
-    multi_host, engine, tcp, ucx, network = None, None, None, None, 0
+    made = MadeGroup(request, hosts, token, [])
+    multi_host, network = None, 0
+    transports: dict[str, Any] = {"engine": None, "tcp": None, "ucx": None}
     if len(set(hosts)) > 1:
         clock.register(store, rank)
         known = link_costs.of_rank_0(store, rank, hosts, warn=ranks[0] == 0)
         network = 0 if known else network_number()
         multi_host = MultiHostSchedules(hosts, rank, known or link_costs.ASSUMED, check)
-        requested = prims_options.engine or os.environ.get("DIST_PRIMS_ENGINE", "")
-        # MPI needs the ranks of its world, and those of a merged group are unknown
-        requested = "tcp" if request.is_merged and requested in ("", "mpi") else requested
-        selected = transport_selection.select(store, rank, ranks, requested)
-        engine = mpi_library.make(ranks, timeout) if selected == "mpi" else make_gloo()
-        tcp = tcp_endpoint.make(store, rank, size, key) if selected in ("tcp", "ucx") else None
-        ucx = ucx_library.make(store, rank, size) if selected == "ucx" else None
+        transports = _transports(request, store, ranks, prims_options.engine, key, make_gloo)
+        made.addresses = quorum_ranks.publish(store, rank, hosts)
     one_shot = prims_options.one_shot_bytes
     one_shot = tuned(size, warn=ranks[rank] == 0) if one_shot is None else one_shot
     trace = {"name": request.name, "engine": NAME, "token": token, "rank": rank, "ranks": ranks, "hosts": hosts}
@@ -143,12 +172,10 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         size=size,
         timeout=timeout,
         hosts=_short(hosts),
-        engine=engine,
-        largest_tag=getattr(engine, "largest_tag", _LARGEST_TAG_OF_GLOO),
-        tcp=tcp,
-        ucx=ucx,
+        **transports,
+        largest_tag=getattr(transports["engine"], "largest_tag", _LARGEST_TAG_OF_GLOO),
         make_gloo=make_gloo,
-        make_child=functools.partial(_make_child, request),
+        make_child=functools.partial(_make_child, made),
         choose=multi_host.choose if multi_host else _unreachable,
         accelerator=_nccl(store, rank, size, timeout),
         slot_bytes=prims_options.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
@@ -161,7 +188,25 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         ended=monitor.first,
     )
     pin_schedules(backend, rank, size, prims_options, multi_host, check)
+    _groups[request.name] = made
     return backend
+
+
+def _transports(
+    request: _GroupRequest, store: Any, ranks: list[int], option: str, key: str, make_gloo: Callable[[], Any]
+) -> dict[str, Any]:
+    """Return what carries the messages between hosts, as arguments of PrimsBackend."""
+    rank, size = request.rank, request.size
+    requested = option or os.environ.get("DIST_PRIMS_ENGINE", "")
+    # MPI needs the ranks of its world: those of a merged group are unknown, and a repaired one may lack some
+    without_mpi = request.is_merged or request.is_repaired
+    requested = "tcp" if without_mpi and requested in ("", "mpi") else requested
+    selected = transport_selection.select(store, rank, ranks, requested)
+    return {
+        "engine": mpi_library.make(ranks, request.timeout) if selected == "mpi" else make_gloo(),
+        "tcp": tcp_endpoint.make(store, rank, size, key) if selected in ("tcp", "ucx") else None,
+        "ucx": ucx_library.make(store, rank, size) if selected == "ucx" else None,
+    }
 
 
 class _DeathMonitor:

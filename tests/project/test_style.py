@@ -36,6 +36,7 @@ LAYERS = {
     "launch": {"agreement", "autoload", "tracing"},
     "backend": {"autoload", "collectives", "errors", "launch", "schedules", "torch_compat", "tracing"},
     "autoload": {"backend", "launch", "torch_compat"},
+    "repair": {"autoload", "backend", "collectives", "errors", "launch", "torch_compat"},
     "ops": {"collectives", "errors", "torch_compat"},
     "parallel": {"agreement", "collectives", "errors", "torch_compat"},
     "training": {"agreement", "backend", "collectives", "errors", "parallel", "schedules", "torch_compat", "tracing"},
@@ -104,6 +105,7 @@ PUBLIC = [
     "gather",
     "GradientAverager",
     "init",
+    "LeftOutError",
     "MismatchError",
     "partition_dataset",
     "PeerDiedError",
@@ -115,6 +117,7 @@ PUBLIC = [
     "scan",
     "scatter",
     "ShardedSampler",
+    "shrink",
     "spawn",
     "trace",
 ]

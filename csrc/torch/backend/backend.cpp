@@ -246,6 +246,14 @@ PrimsBackend::BackendPtr PrimsBackend::merge(const c10::intrusive_ptr<c10d::Stor
         {.store = store, .name = opts->group_name, .rank = rank, .size = size, .timeout = opts->timeout, .ranks = {}});
 }
 
+PrimsBackend::BackendPtr PrimsBackend::shrink(const std::vector<int64_t>& ranks_to_exclude, int /*flags*/,
+                                              const c10::intrusive_ptr<Options>& opts) {
+    check_owner();
+    TORCH_CHECK_VALUE(!opts, "rank ", rank_, ": shrink_group: a shrunk group of this backend has the options of the ",
+                      "group before; leave pg_options out");
+    return setup_.make_shrunk(*this, {ranks_to_exclude.begin(), ranks_to_exclude.end()});
+}
+
 c10d::ErrorType PrimsBackend::getError() {
     const auto notice = host_segment_->membership.notice();
     if (!notice) return c10d::ErrorType::SUCCESS;

@@ -52,6 +52,10 @@ public:
     bool spans_hosts() const { return execution_->spans_hosts(); }
     // The ranks of this host whose processes have ended.
     std::vector<int> ended() const { return host_segment_->membership.ended(); }
+    // The ranks that the error of the group names as dead, lost or late.
+    std::vector<int> named_ranks() const { return host_segment_->membership.named_ranks(); }
+    // The log of the ranks of this host, which can be used after the group has ended.
+    SharedLog& log() { return host_segment_->log; }
     std::string engine() const {
         return setup_.ucx ? "ucx" : setup_.tcp ? "tcp" : setup_.engine ? setup_.engine->getBackendName() : "";
     }  // between hosts
@@ -94,6 +98,10 @@ public:
     // A group with ranks of other groups, which meet at the store.
     BackendPtr merge(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& opts,
                      const int& rank, const int& size) override;
+    bool supportsShrinking() const override { return true; }
+    // The group of the ranks that are not excluded, each of which makes this call. Needs none of the excluded ranks.
+    BackendPtr shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
+                      const c10::intrusive_ptr<Options>& opts) override;
 
     c10d::ErrorType getError() override;
 #ifdef C10D_BACKEND_HAS_HOOKS

@@ -89,6 +89,14 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
             [make_child = std::move(make_child)](const ChildGroup& child) {
                 return make_child(child.store, child.name, child.rank, child.size, child.timeout, child.ranks);
             },
+        .make_shrunk =
+            [](PrimsBackend& from, const std::vector<int>& excluded) {
+                const py::gil_scoped_acquire gil;
+                const auto self = c10::intrusive_ptr<PrimsBackend>::reclaim_copy(&from);
+                return py::module_::import("dist_prims.repair")
+                    .attr("shrink_backend")(self, excluded)
+                    .cast<BackendPtr>();
+            },
         .choose = chosen,
         .network = network,
         .accelerator = accelerator,
@@ -182,6 +190,13 @@ PYBIND11_MODULE(_backend, module) {
         // not.
         .def("perform_nocolor_split", [](PrimsBackend&, const py::object& /*device*/) {})
         .def("ended", &PrimsBackend::ended, Free())
+        .def("set_timeout", &PrimsBackend::setTimeout, Free())
+        .def("named_ranks", &PrimsBackend::named_ranks, Free())
+        .def(
+            "append_to_log", [](PrimsBackend& self, const std::string& text) { self.log().append(text); },
+            py::arg("text"), Free())
+        .def(
+            "read_log", [](PrimsBackend& self) { return self.log().read(); }, Free())
         .def(
             "algorithm",
             [](PrimsBackend& self, std::uint64_t bytes, const std::string& collective, int root) {

@@ -15,6 +15,8 @@
 
 namespace dist_prims {
 
+class PrimsBackend;
+
 // The worker of this rank, and the addresses of the workers of all ranks.
 struct UcxEndpoint {
     std::unique_ptr<ucx::Endpoint> own;
@@ -44,6 +46,8 @@ struct Setup {
     std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
     // Makes a group by split or merge.
     std::function<c10::intrusive_ptr<c10d::Backend>(const ChildGroup&)> make_child;
+    // Makes the group of the ranks of `from` that are not excluded.
+    std::function<c10::intrusive_ptr<c10d::Backend>(PrimsBackend& from, const std::vector<int>& excluded)> make_shrunk;
     ChooseSchedule choose;                          // for a group that spans hosts
     std::uint64_t network = 0;                      // see MultiHostGroup::first_agreement()
     c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null

@@ -1,0 +1,49 @@
+"""The ranks that serve the registers by which the survivors of a group on several hosts agree, and their addresses.
+
+A majority of these ranks decides (:mod:`dist_prims.repair.quorum`), so the group can be repaired after the death of any
+rank where there are at least three, and of any host where there are at least three hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from ..launch.served import listening_address, registers_address
+from .tcp_endpoint import exchange, own_address
+
+__all__: list[str] = []
+
+_MOST = 5  # two of them may be lost
+
+
+def quorum_ranks(hosts: Sequence[str]) -> list[int]:
+    """Return the ranks that serve registers: at first the first rank of each host, then the second ones.
+
+    >>> quorum_ranks(["a", "a", "b", "b"])
+    [0, 2, 1]
+    >>> quorum_ranks(["a", "b"])
+    [0]
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    in_order = [rank for ranks in zip_longest(*by_host.values()) for rank in ranks if rank is not None]
+    count = min(_MOST, len(hosts))
+    return in_order[: count - (count % 2 == 0)]  # an even number tolerates no more losses than one less
+
+
+def publish(store: Any, rank: int, hosts: Sequence[str]) -> list[str]:
+    """Return the address of each rank, at which it listens while its process runs; some ranks serve registers there.
+
+    If a rank cannot listen, all ranks raise RuntimeError.
+    """
+    address_at = registers_address if rank in quorum_ranks(hosts) else listening_address
+
+    def listen() -> tuple[None, str]:
+        return None, address_at(own_address())
+
+    remedy = "set GLOO_SOCKET_IFNAME on that rank to the interface that leads to the other hosts"
+    _, addresses = exchange(store, rank, len(hosts), "repair", listen, "cannot listen for repairs", remedy)
+    return addresses

@@ -1,0 +1,11 @@
+"""Groups that go on after a failure: the survivors form a smaller group, and new ranks join.
+
+>>> import dist_prims
+>>> dist_prims.shrink is shrink
+True
+"""
+
+from .shrink import shrink as shrink
+from .shrink import shrink_backend as shrink_backend
+
+__all__ = ["shrink"]

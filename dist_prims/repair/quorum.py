@@ -1,0 +1,185 @@
+"""Registers on several servers, of which a majority must be reachable: the agreement of survivors on several hosts.
+
+Up to five ranks of a group that spans hosts serve registers, at first the first rank of each host. A record is written
+to all of them, and read from a majority. A decision is made by Paxos. An acceptor is a key of a server, which the
+proposer changes by compare-and-set, so a server needs to know nothing about Paxos:
+
+1. The proposer raises the ballot that each acceptor has promised, and learns the value that it has accepted last.
+2. Where a majority has promised, the proposer lets a majority accept: the value with the highest ballot among the
+   accepted ones, or its own if there is none.
+
+Ranks that reach no majority, as on the smaller side of a network that is cut in two, raise: so no second group forms.
+
+The steps are generators, like those of :mod:`survivors`, which the tests explore in all interleavings.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__: list[str] = []
+
+_TIME_TO_RETURN = 1.0  # seconds
+
+
+class NoMajorityError(Exception):
+    """Less than a majority of the servers can be reached."""
+
+
+@dataclass(frozen=True)
+class CompareAndSet:
+    """Request to change a key of one acceptor from ``expected`` to ``desired``.
+
+    The answer is the value of the key afterwards, or None if the acceptor cannot be reached. "" stands for no value.
+    """
+
+    acceptor: int
+    key: str
+    expected: str
+    desired: str
+
+
+@dataclass(frozen=True)
+class AcceptorState:
+    """The state of an acceptor."""
+
+    promised: int = 0
+    ballot: int = 0  # of the value that it has accepted, 0 for none
+    value: str = ""
+
+    def text(self) -> str:
+        return json.dumps([self.promised, self.ballot, self.value])
+
+    @classmethod
+    def parse(cls, text: str) -> AcceptorState:
+        return cls(*json.loads(text)) if text else cls()
+
+
+Ask = Generator[CompareAndSet, "str | None", Any]
+
+
+def propose(key: str, value: str, rank: int, ranks: int, acceptors: int) -> Ask:
+    """Return the value that stands, which is ``value`` if there was none. Raise NoMajorityError."""
+    majority = acceptors // 2 + 1
+    ballot = ranks + rank
+    while True:
+        states = yield from _ask_all(key, acceptors, functools.partial(_promised, ballot))
+        if accepted := _decided(states, majority):
+            return accepted
+        if sum(state.promised == ballot for state in states) >= majority:
+            last = max(states, key=lambda state: state.ballot)
+            chosen = last.value if last.ballot else value
+            states = yield from _ask_all(key, acceptors, functools.partial(_accepted, ballot, chosen))
+            if sum(state.ballot == ballot for state in states) >= majority:
+                return chosen
+        ballot = (max(state.promised for state in states) // ranks + 1) * ranks + rank
+
+
+def _promised(ballot: int, state: AcceptorState) -> AcceptorState:
+    return AcceptorState(ballot, state.ballot, state.value) if ballot > state.promised else state
+
+
+def _accepted(ballot: int, value: str, state: AcceptorState) -> AcceptorState:
+    return AcceptorState(ballot, ballot, value) if ballot >= state.promised else state
+
+
+def _decided(states: Sequence[AcceptorState], majority: int) -> str:
+    """The value that a majority has accepted with one ballot; empty if there is none."""
+    for state in states:
+        if state.ballot and sum(each.ballot == state.ballot for each in states) >= majority:
+            return state.value
+    return ""
+
+
+def _ask_all(key: str, acceptors: int, change: Callable[[AcceptorState], AcceptorState]) -> Ask:
+    """Change the state of each acceptor that can be reached; return the states afterwards."""
+    states: list[AcceptorState] = []
+    for acceptor in range(acceptors):
+        expected = AcceptorState().text()
+        found = yield CompareAndSet(acceptor, key, "", expected)
+        while found is not None:
+            state = AcceptorState.parse(found)
+            desired = change(state)
+            if desired == state:
+                states.append(state)
+                break
+            expected, found = found, (yield CompareAndSet(acceptor, key, found, desired.text()))
+            if found == desired.text():
+                states.append(desired)
+                break
+    if len(states) <= acceptors // 2:
+        raise NoMajorityError
+    return states
+
+
+class Acceptor:
+    """One of the servers. ``connect`` opens a connection: a function that performs an operation, or raises OSError.
+
+    A call returns None if the server cannot be reached. It is then not called for a second.
+    """
+
+    def __init__(self, connect: Callable[[], Callable[..., Any]]) -> None:
+        self._connect, self._lost = connect, -math.inf
+        self._perform: Callable[..., Any] | None = None
+
+    def call(self, operation: str, *arguments: Any) -> Any:
+        if time.monotonic() < self._lost + _TIME_TO_RETURN:
+            return None
+        try:
+            if self._perform is None:
+                self._perform = self._connect()
+            return self._perform(operation, *arguments)
+        except OSError:
+            self._perform, self._lost = None, time.monotonic()
+            return None
+
+
+class QuorumRegisters:
+    """Registers on servers that may be lost. Every call raises NoMajorityError if a majority of them is."""
+
+    def __init__(self, acceptors: Sequence[Acceptor], rank: int, size: int) -> None:
+        self._acceptors, self._rank, self._size = acceptors, rank, size
+        self._announced = 0
+        self._decisions: dict[str, str] = {}
+
+    def announce(self, text: str) -> None:
+        self._announced += 1
+        self._ask("announce", self._rank, self._announced, text)
+
+    def read(self) -> tuple[Mapping[int, str], Mapping[str, str]]:
+        found: dict[int, tuple[int, str]] = {}
+        for records, decisions in self._ask("read"):
+            for rank, (number, text) in records:
+                found[rank] = max(found.get(rank, (0, "")), (number, text))
+            self._decisions.update(decisions)
+        return {rank: text for rank, (_, text) in found.items()}, self._decisions
+
+    def decide(self, key: str, value: str) -> str:
+        if key not in self._decisions:
+            steps = propose(key, value, self._rank, self._size, len(self._acceptors))
+            try:
+                request = next(steps)
+                while True:
+                    request = steps.send(self._perform(request))
+            except StopIteration as ended:
+                self._decisions[key] = ended.value
+            self._ask("publish", key, self._decisions[key])  # so that others need not propose
+        return self._decisions[key]
+
+    def _perform(self, request: CompareAndSet) -> str | None:
+        acceptor = self._acceptors[request.acceptor]
+        found: str | None = acceptor.call("compare_and_set", request.key, request.expected, request.desired)
+        return found
+
+    def _ask(self, operation: str, *arguments: Any) -> list[Any]:
+        """Return what the servers answer that can be reached, if they are a majority."""
+        answers = [answer for each in self._acceptors if (answer := each.call(operation, *arguments)) is not None]
+        if len(answers) <= len(self._acceptors) // 2:
+            raise NoMajorityError
+        return answers

@@ -1,0 +1,208 @@
+"""The agreement of the survivors of a group: which ranks form the next group, and whether all of them have made it.
+
+The ranks agree by two means that outlive a rank (see :mod:`registers`): a *record* of each rank, which the others read,
+and *decisions*, of which the first value that a rank proposes stands. A round has two decisions:
+
+1. Each rank that is left announces the round. When every rank has announced it or is gone, the members are decided.
+   A rank that is not among them has to stop: it raises.
+2. The members make the group, and announce that they have. When all have, "made" is decided. A rank that cannot make
+   the group, or sees that a member is gone, proposes "failed"; if that is decided, the next round begins among these
+   members.
+
+"Made" can only be decided after all members have announced it, so no member is left without the group. Two groups
+cannot form: the members of a round are decided once, and only they take part in the next round. Whether a rank is gone
+is a guess that only determines how long the others wait. If it is wrong, the rank finds that it is not a member.
+
+The protocol is a generator: it yields what it wants to be done, and receives the answers. So the tests explore all
+interleavings of the same code that runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__: list[str] = []
+
+MADE, FAILED = "made", "failed"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank has announced last."""
+
+    round: int
+    gone: frozenset[int] = frozenset()  # the ranks whose processes have ended, as this rank knows
+    store: str = ""  # the address of the store for the next group, from the first member
+    made: bool = False
+
+    def text(self) -> str:
+        return json.dumps([self.round, sorted(self.gone), self.store, self.made])
+
+    @classmethod
+    def parse(cls, text: str) -> Record:
+        number, gone, store, made = json.loads(text)
+        return cls(number, frozenset(gone), store, made)
+
+
+@dataclass(frozen=True)
+class View:
+    """What a rank sees: the records by rank, the decisions, and what it knows about other ranks itself."""
+
+    records: Mapping[int, Record]
+    decisions: Mapping[str, str]
+    dead: frozenset[int] = frozenset()  # the ranks whose processes have ended
+    suspected: frozenset[int] = frozenset()  # others that are believed to be gone
+    is_late: bool = False  # nothing has changed for the timeout
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Request to replace this rank's record."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Look:
+    """Request for a View. If the request before was the same, it is answered when the view has changed."""
+
+    awaited: str  # the key of the decision that the rank waits for
+
+
+@dataclass(frozen=True)
+class Decide:
+    """Request to propose a value. The answer is the value that stands."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Request to the first member to serve a store for the next group. The answer is its address; empty: failed."""
+
+
+@dataclass(frozen=True)
+class Make:
+    """Request to make the group of these members. The answer is whether it has been made."""
+
+    members: tuple[int, ...]
+    store: str
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Request to discard the group that was made last: another member could not make it."""
+
+
+Request = Announce | Look | Decide | Serve | Make | Discard
+
+
+class LeftOut(Exception):  # not an error of the program: the caller raises one for the user
+    """This rank is not among the members that have been decided."""
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        super().__init__(members)
+        self.members = members
+
+
+class GaveUp(Exception):
+    """The group could not be made several times, although no member was gone."""
+
+
+_MOST_FAILURES = 3  # rounds in which no member is gone
+
+
+def survive(
+    rank: int, ranks: Iterable[int], excluded: frozenset[int] = frozenset()
+) -> Generator[Request, Any, tuple[int, ...]]:
+    """Agree with the other survivors, make the next group, and return its members.
+
+    ``ranks`` are those that may be members, ``excluded`` those of them that are left out even if they are alive.
+    """
+    candidates = tuple(sorted(set(ranks) - excluded))
+    failures = 0
+    for number in itertools.count():
+        members = yield from _decide_members(rank, number, candidates)
+        if rank not in members:
+            raise LeftOut(members)
+        if (yield from _make(rank, number, members)):
+            return members
+        failures += members == candidates
+        if failures == _MOST_FAILURES:
+            raise GaveUp
+        candidates = members
+    raise AssertionError("unreachable")
+
+
+def _decide_members(rank: int, number: int, candidates: tuple[int, ...]) -> Generator[Request, Any, tuple[int, ...]]:
+    key = f"members/{number}"
+    own = Record(number)
+    yield Announce(own)
+    while True:
+        view: View = yield Look(key)
+        if key in view.decisions:
+            return _ranks(view.decisions[key])
+        if view.dead != own.gone:
+            own = dataclasses.replace(own, gone=view.dead)
+            yield Announce(own)
+        here = [each for each in candidates if _is_in(view, each, number) and each not in view.dead]
+        if view.is_late or _is_behind(view, number) or set(candidates) <= set(here) | _gone(view, number):
+            decided: str = yield Decide(key, json.dumps(here))
+            return _ranks(decided)
+
+
+def _make(rank: int, number: int, members: tuple[int, ...]) -> Generator[Request, Any, bool]:
+    key = f"outcome/{number}"
+    own = Record(number)
+    has_made = False
+    if rank == members[0]:
+        address: str = yield Serve()
+        if address:
+            own = dataclasses.replace(own, store=address)
+            yield Announce(own)
+        else:
+            yield Decide(key, FAILED)
+    while True:
+        view: View = yield Look(key)
+        if key in view.decisions:
+            if has_made and view.decisions[key] == FAILED:
+                yield Discard()
+            return view.decisions[key] == MADE
+        waiting = [each for each in members if not (_is_in(view, each, number) and view.records[each].made)]
+        store = view.records[members[0]].store if _is_in(view, members[0], number) else ""
+        if store and not has_made:
+            has_made = yield Make(members, store)
+            if has_made:
+                own = dataclasses.replace(own, made=True)
+                yield Announce(own)
+            else:
+                yield Decide(key, FAILED)
+        elif not waiting:
+            yield Decide(key, MADE)
+        elif view.is_late or _is_behind(view, number) or any(each in _gone(view, number) for each in waiting):
+            yield Decide(key, FAILED)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    return tuple(json.loads(text))
+
+
+def _is_in(view: View, rank: int, number: int) -> bool:
+    return rank in view.records and view.records[rank].round == number
+
+
+def _is_behind(view: View, number: int) -> bool:
+    """Whether another rank is in a later round. This round has been decided then, though this rank cannot see it."""
+    return any(record.round > number for record in view.records.values())
+
+
+def _gone(view: View, number: int) -> set[int]:
+    """The ranks that need not be waited for: a rank that is in this round counts as gone only if its process ended."""
+    known = set(view.dead).union(*(each.gone for each in view.records.values()))
+    return known | {each for each in view.suspected if not _is_in(view, each, number)}

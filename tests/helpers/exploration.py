@@ -1,0 +1,83 @@
+"""Explores all interleavings of processes that are written as generators: they yield requests and receive answers.
+
+The state of a process is what its generators hold. Two paths to the same state are explored once from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a process: the value that it returned, or the exception that it raised."""
+
+    value: Any = None
+    error: type[BaseException] | None = None
+
+
+class Process:
+    """A generator that has received these answers. ``request`` is what it asks for now; None if it has ended."""
+
+    def __init__(self, start: Callable[[], Generator[Any, Any, Any]], answers: tuple[Any, ...] = ()) -> None:
+        self.start, self.answers = start, answers
+        self.request: Any = None
+        self.end: Ended | None = None
+        generator = start()
+        try:
+            self.request = next(generator)
+            for answer in answers:
+                self.request = generator.send(answer)
+        except StopIteration as returned:
+            self.request, self.end = None, Ended(returned.value)
+        except Exception as error:
+            self.request, self.end = None, Ended(error=type(error))
+        self.state: Hashable = self.end or tuple(_frames(generator))
+
+    def after(self, answer: Any) -> Process:
+        return Process(self.start, (*self.answers, answer))
+
+
+def _frames(generator: Any) -> Iterator[Hashable]:
+    while generator is not None:
+        frame = generator.gi_frame
+        yield frame.f_lasti, tuple((name, _text(frame.f_locals[name])) for name in sorted(frame.f_locals))
+        generator = generator.gi_yieldfrom if hasattr(generator.gi_yieldfrom, "gi_frame") else None
+
+
+def _text(value: Any) -> str:
+    """A text of a local variable that does not depend on addresses in memory."""
+    if closure := getattr(value, "__closure__", None):
+        return f"{value.__qualname__}{[_text(cell.cell_contents) for cell in closure]}"
+    return repr(value)
+
+
+State = tuple[Any, ...]
+
+
+def explore(
+    first: State,
+    key: Callable[[State], Hashable],
+    following: Callable[[State], Iterable[State]],
+    check: Callable[[State], None],
+    most: int,
+) -> int:
+    """Visit every state that can be reached, and ``check`` those that nothing follows. Return the number of states.
+
+    Fails if there are more than ``most``.
+    """
+    seen, open_states = {key(first)}, [first]
+    while open_states:
+        state = open_states.pop()
+        is_last = True
+        for after in following(state):
+            is_last = False
+            if (name := key(after)) not in seen:
+                seen.add(name)
+                open_states.append(after)
+        assert len(seen) <= most, "more states than expected"
+        if is_last:
+            check(state)
+    return len(seen)

@@ -1,0 +1,139 @@
+"""Decisions by a majority of servers: every interleaving of two proposers over three acceptors, which may be lost."""
+
+from __future__ import annotations
+
+import functools
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from dist_prims.backend.quorum_ranks import quorum_ranks
+from dist_prims.launch.register_server import RegisterClient, RegisterServer
+from dist_prims.repair.quorum import Acceptor, AcceptorState, NoMajorityError, QuorumRegisters, propose
+from tests.helpers.exploration import Process, explore
+
+ACCEPTORS, PROPOSERS = 3, 2
+MOST_BALLOTS = 3  # of each proposer: two that hinder each other could go on without end
+
+
+class Proposer(NamedTuple):
+    process: Process
+    lost: frozenset[int] = frozenset()  # the acceptors that it cannot reach
+
+
+class State(NamedTuple):
+    proposers: tuple[Proposer, ...]
+    values: tuple[str, ...]  # by acceptor
+    losses: int  # connections that may still be lost
+
+
+def key(state: State) -> Any:
+    return tuple((each.process.state, each.lost) for each in state.proposers), state.values, state.losses
+
+
+def is_too_long(state: State) -> bool:
+    promised = max(AcceptorState.parse(value).promised for value in state.values)
+    return promised >= (MOST_BALLOTS + 1) * PROPOSERS
+
+
+def following(state: State) -> Iterator[State]:
+    if is_too_long(state):
+        return
+    for place, one in enumerate(state.proposers):
+        request = one.process.request
+        if request is None:
+            continue
+        if request.acceptor not in one.lost:
+            value, values = state.values[request.acceptor], list(state.values)
+            if value == request.expected:
+                value = values[request.acceptor] = request.desired
+            yield moved(state, place, one._replace(process=one.process.after(value)))._replace(values=tuple(values))
+        if request.acceptor in one.lost or state.losses:
+            is_new = request.acceptor not in one.lost
+            after = Proposer(one.process.after(None), one.lost | {request.acceptor})
+            yield moved(state, place, after)._replace(losses=state.losses - is_new)
+
+
+def moved(state: State, place: int, one: Proposer) -> State:
+    return state._replace(proposers=(*state.proposers[:place], one, *state.proposers[place + 1 :]))
+
+
+def check(state: State) -> None:
+    ends = [one.process.end for one in state.proposers if one.process.end]
+    assert len(ends) == PROPOSERS or is_too_long(state)
+    assert len({end.value for end in ends if end.error is None}) <= 1, f"two values were decided: {ends}"
+    assert {end.error for end in ends if end.error} <= {NoMajorityError}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "losses", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_all_interleavings(losses: int) -> None:
+    start = [
+        functools.partial(propose, "key", f"value {rank}", rank, PROPOSERS, ACCEPTORS) for rank in range(PROPOSERS)
+    ]
+    first = State(tuple(Proposer(Process(each)) for each in start), ("",) * ACCEPTORS, losses)
+    print(explore(first, key, following, check, most=2_000_000))
+
+
+class LosableServer:
+    """A server of registers that can be lost."""
+
+    def __init__(self) -> None:
+        self.listening, self.is_lost = socket.create_server(("127.0.0.1", 0)), False
+        self.server = RegisterServer(self.listening)
+
+    def connect(self) -> Callable[..., Any]:
+        client = RegisterClient(f"127.0.0.1:{self.listening.getsockname()[1]}", "group", timeout=20)
+
+        def call(*request: Any) -> Any:
+            if self.is_lost:
+                raise ConnectionResetError
+            return client.call(*request)
+
+        return call
+
+
+def registers(servers: list[LosableServer], rank: int) -> QuorumRegisters:
+    return QuorumRegisters([Acceptor(each.connect) for each in servers], rank, 2)
+
+
+def test_registers_on_servers() -> None:
+    """A record is replaced, the first value of a decision stands, and one of three servers may be lost."""
+    servers = [LosableServer() for _ in range(ACCEPTORS)]
+    first, second = registers(servers, 0), registers(servers, 1)
+    first.announce("old")
+    first.announce("new")
+    second.announce("other")
+    assert first.decide("key", "a") == "a"
+    servers[0].is_lost = True
+    late = registers(servers, 1)
+    assert late.read() == ({0: "new", 1: "other"}, {"key": "a"})
+    assert late.decide("key", "b") == "a"
+    assert second.decide("other key", "c") == "c"
+    assert late.read()[1] == {"key": "a", "other key": "c"}
+    servers[1].is_lost = True
+    with pytest.raises(NoMajorityError):
+        registers(servers, 0).read()
+    with pytest.raises(NoMajorityError):
+        registers(servers, 0).decide("third key", "d")
+
+
+def test_a_decision_whose_proposer_has_not_published_it() -> None:
+    """Another rank learns it by proposing."""
+    servers = [LosableServer() for _ in range(ACCEPTORS)]
+    first, second = registers(servers, 0), registers(servers, 1)
+    ask = first._ask
+    first._ask = lambda *request: [] if request[0] == "publish" else ask(*request)  # type: ignore[method-assign]
+    assert first.decide("key", "a") == "a"
+    assert "key" not in second.read()[1]
+    assert second.decide("key", "b") == "a"
+
+
+def test_ranks_of_the_quorum() -> None:
+    assert quorum_ranks(["a"] * 8 + ["b"] * 8) == [0, 8, 1, 9, 2]
+    assert quorum_ranks(["a", "b", "c", "d"]) == [0, 1, 2]
+    assert quorum_ranks(["a", "b"] * 2 + ["c"]) == [0, 1, 4, 2, 3]

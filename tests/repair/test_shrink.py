@@ -1,0 +1,359 @@
+"""shrink() with real processes: deaths, stops, further deaths meanwhile, sub-groups, and what the old group leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dist_prims
+from dist_prims.errors import CommError, LeftOutError, PeerLeftError
+from dist_prims.repair.shrink import next_name
+from tests.helpers.survivors import join_at_rank_0, run_ranks
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def all_reduce_until_failure(tensor: torch.Tensor | None = None) -> None:
+    tensor = torch.ones(1000) if tensor is None else tensor
+
+    def work() -> None:
+        while True:
+            dist.all_reduce(tensor.fill_(1))
+
+    with pytest.raises(CommError):
+        work()
+
+
+def total(group: dist.ProcessGroup | None = None) -> float:
+    """The sum of 1 over all ranks, after a collective of each kind that needs every rank."""
+    dist.barrier(group)
+    small, large = torch.ones(1), torch.ones(300_000)
+    dist.all_reduce(small, group=group)
+    dist.all_reduce(large, group=group)
+    assert (large == small).all()
+    return small.item()
+
+
+def survivors(size: int, dead: set[int], folder: Path, store_at_rank_0: bool = True) -> list[Any]:
+    def body(rank: int) -> Any:
+        if store_at_rank_0:
+            join_at_rank_0(rank, size, folder)
+        dist.barrier()
+        if rank in dead:
+            die()
+        all_reduce_until_failure()
+        group = dist_prims.shrink()
+        assert group is dist.group.WORLD
+        return dist.get_rank(), dist.get_world_size(), total()
+
+    return run_ranks(body, size, folder, join=not store_at_rank_0)
+
+
+@pytest.mark.parametrize(
+    ("size", "dead"), [(2, {0}), (2, {1}), (3, {1}), (4, {0}), (4, {1, 3}), (4, {0, 1, 2}), (7, {0, 4, 5})]
+)
+def test_the_survivors_of_a_host_go_on(size: int, dead: set[int], tmp_path: Path) -> None:
+    """Also without rank 0, which serves the store of the job."""
+    found = survivors(size, dead, tmp_path)
+    left = [outcome for rank, outcome in enumerate(found) if rank not in dead]
+    assert left == [(place, len(left), float(len(left))) for place in range(len(left))]
+    assert all(found[rank] == -signal.SIGKILL for rank in dead)
+
+
+def test_group_functions_after_shrink(tmp_path: Path) -> None:
+    """new_group, split_group and messages work, and global ranks are those of the new default group."""
+
+    def body(rank: int) -> Any:
+        join_at_rank_0(rank, 4, tmp_path)
+        if rank == 0:
+            die()
+        all_reduce_until_failure()
+        dist_prims.shrink()
+        me, size = dist.get_rank(), dist.get_world_size()
+        pair = dist.new_group([0, 2])
+        found = [dist.get_process_group_ranks(dist.group.WORLD), dist.get_backend()]
+        if me in (0, 2):
+            assert total(pair) == 2
+        rest = dist.group.WORLD.split_group([1, 2])
+        if me in (1, 2):
+            assert total(rest) == 2
+        token = torch.tensor([me])
+        if me == 0:
+            dist.send(token, size - 1)
+        elif me == size - 1:
+            dist.recv(token, 0)
+        dist.broadcast(token, 2)
+        objects: list[Any] = [None] * size
+        dist.all_gather_object(objects, me)
+        dist.destroy_process_group()
+        return found, token.item(), objects
+
+    found = run_ranks(body, 4, tmp_path, join=False)
+    assert found[1:] == [([[0, 1, 2], "dist_prims"], 0, [0, 1, 2])] * 3
+
+
+def test_one_failure_after_another(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        join_at_rank_0(rank, 5, tmp_path)
+        sums = []
+        for victim in range(4):
+            if rank == victim:
+                die()
+            all_reduce_until_failure()
+            sums.append(total(dist_prims.shrink()))
+        return sums
+
+    assert run_ranks(body, 5, tmp_path, join=False)[4] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("request_name", ["Announce", "Decide", "Serve", "Make"])
+def test_a_rank_dies_while_the_survivors_agree(
+    request_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first member, which serves the store of the next group, dies at each point of the agreement."""
+    agreement = sys.modules["dist_prims.repair.shrink"]._Agreement  # type: ignore[attr-defined]
+    perform: Callable[..., Any] = agreement._perform
+
+    def body(rank: int) -> Any:
+        def dying(self: Any, request: Any) -> Any:
+            if rank == 0 and type(request).__name__ == request_name:
+                die()
+            return perform(self, request)
+
+        monkeypatch.setattr(agreement, "_perform", dying)
+        join_at_rank_0(rank, 4, tmp_path)
+        if rank == 3:
+            die()
+        all_reduce_until_failure()
+        group = dist_prims.shrink()
+        try:
+            return total(group)
+        except CommError:  # rank 0 has died after all had made the group
+            return total(dist_prims.shrink())
+
+    assert run_ranks(body, 4, tmp_path, join=False) == [-signal.SIGKILL, 2, 2, -signal.SIGKILL]
+
+
+def test_a_stopped_rank_is_left_out(tmp_path: Path) -> None:
+    """It wakes after the others have gone on: it gets an error, and their sums and its memory remain right."""
+
+    def body(rank: int) -> Any:
+        shared = dist_prims.empty(200_000).fill_(1)
+        dist.all_reduce(shared)
+        pid = torch.zeros(3, dtype=torch.int64)
+        pid[rank] = os.getpid()
+        dist.all_reduce(pid)
+        if rank == 2:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        all_reduce_until_failure(shared)
+        if rank == 2:
+            with pytest.raises(LeftOutError, match=r"rank 2: the ranks \[0, 1\] have gone on without this rank"):
+                dist_prims.shrink()
+            return "left out"
+        dist_prims.shrink()
+        again = dist_prims.empty(200_000)
+        for step in range(200):
+            if step == 20 and dist.get_rank() == 0:
+                os.kill(int(pid[2]), signal.SIGCONT)
+            for tensor in (shared, again):
+                dist.all_reduce(tensor.fill_(1))
+                assert (tensor == 2).all()
+        return "went on"
+
+    found = run_ranks(body, 3, tmp_path, group_timeout=2)
+    assert found == ["went on", "went on", "left out"]
+
+
+def test_a_rank_that_computes_is_waited_for(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        if rank == 0:
+            die()
+        if rank == 1:
+            time.sleep(1.5)
+        all_reduce_until_failure()
+        return total(dist_prims.shrink())
+
+    assert run_ranks(body, 3, tmp_path)[1:] == [2, 2]
+
+
+def test_a_rank_that_does_not_call_is_left_out_after_the_timeout(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        if rank == 0:
+            die()
+        all_reduce_until_failure()
+        if rank == 1:
+            time.sleep(2)
+            with pytest.raises(LeftOutError):
+                dist_prims.shrink()
+            return "left out"
+        return total(dist_prims.shrink(timeout=0.5))
+
+    assert run_ranks(body, 3, tmp_path)[1:] == ["left out", 1]
+
+
+def test_a_group_without_failure(tmp_path: Path) -> None:
+    """All ranks remain; a call that has not ended raises."""
+
+    def body(rank: int) -> Any:
+        pending = dist.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None
+        dist_prims.shrink()
+        if pending:
+            with pytest.raises(PeerLeftError):
+                pending.wait()
+        return total()
+
+    assert run_ranks(body, 3, tmp_path) == [3, 3, 3]
+
+
+def test_only_a_sub_group_is_replaced(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        trio = dist.new_group([1, 2, 3], timeout=timedelta(seconds=20))
+        other = dist.new_group([0, 2, 3])
+        if rank == 1:
+            die()
+        if rank == 0:
+            return total(other)
+        with pytest.raises(CommError):
+            dist.all_reduce(torch.ones(1), group=trio)
+        pair = dist_prims.shrink(trio)
+        assert dist.get_process_group_ranks(pair) == [2, 3]
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, 4)
+        found = torch.tensor([rank])
+        dist.broadcast(found, 3, group=pair)
+        assert found == 3
+        assert total(pair) == 2
+        return total(other)
+
+    assert run_ranks(body, 4, tmp_path)[2:] == [3, 3]
+
+
+def test_options_and_pins_remain(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        join_at_rank_0(rank, 3, tmp_path)
+        options = dist_prims.BackendOptions(all_reduce="ring:1M-max")
+        group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=7), pg_options=options)
+        if rank == 2:
+            die()
+        with pytest.raises(CommError):
+            dist.all_reduce(torch.ones(1), group=group)
+        group = dist_prims.shrink(group)
+        backend = group._get_backend(torch.device("cpu"))
+        return backend.algorithm(1 << 20), backend.options._timeout.total_seconds()
+
+    assert run_ranks(body, 3, tmp_path, join=False)[:2] == [("ring", 7.0), ("ring", 7.0)]
+
+
+def test_torch_shrink_group(tmp_path: Path) -> None:
+    """Torch's own function, with the ranks to exclude; the store is a file, which does not end with a rank."""
+
+    def body(rank: int) -> Any:
+        if rank == 1:
+            die()
+        all_reduce_until_failure()
+        group = dist.shrink_group([1])
+        return dist.get_rank(), group.size(), total()
+
+    assert run_ranks(body, 4, tmp_path)[2:] == [(1, 3, 3), (2, 3, 3)]
+
+
+def test_torch_shrink_group_without_a_rank_that_is_alive(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        dist.barrier()
+        if rank == 1:
+            time.sleep(1)
+            return "excluded"
+        dist.shrink_group([1])
+        return total()
+
+    assert run_ranks(body, 3, tmp_path) == [2, "excluded", 2]
+
+
+def test_torch_shrink_group_names_a_further_loss(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        dist.barrier()
+        if rank > 0:
+            die()
+        all_reduce_until_failure()
+        with pytest.raises(CommError, match=r"of the ranks \[0, 2\] that are not excluded only \[0\] are left"):
+            dist.shrink_group([1])
+        return "error"
+
+    assert run_ranks(body, 3, tmp_path)[0] == "error"
+
+
+def test_other_backends_are_refused() -> None:
+    def body() -> str:
+        with pytest.raises(TypeError, match="only groups of the backend dist_prims alone can be repaired"):
+            dist_prims.shrink()
+        return "refused"
+
+    assert dist_prims.spawn(body, 2, backend="gloo", timeout=60) == ["refused", "refused"]
+
+
+def test_abort_leaves_other_groups_usable(tmp_path: Path) -> None:
+    def body(rank: int) -> float:
+        group = dist.new_group([0, 1, 2])
+        assert total(group) == 3
+        group.abort()
+        with pytest.raises(RuntimeError, match="the group has been destroyed"):
+            dist.all_reduce(torch.ones(1), group=group)
+        return total()
+
+    assert run_ranks(body, 3, tmp_path) == [3, 3, 3]
+
+
+def test_nothing_is_left_of_the_old_group(tmp_path: Path) -> None:
+    """Descriptors and mappings, after the survivors have formed a group several times."""
+
+    def body(rank: int) -> Any:
+        if rank == 1:
+            die()
+        all_reduce_until_failure()
+        dist_prims.shrink()
+        total()
+
+        def used() -> tuple[int, int]:
+            maps = Path("/proc/self/maps").read_text()
+            return len(os.listdir("/proc/self/fd")), maps.count("memfd")
+
+        dist_prims.shrink()
+        total()
+        before = used()
+        for _ in range(5):
+            dist_prims.shrink()
+            total()
+        return before, used()
+
+    for before, after in run_ranks(body, 3, tmp_path)[::2]:
+        assert after[1] <= before[1]
+        assert after[0] <= before[0] + 2, (before, after)
+
+
+def test_names() -> None:
+    assert next_name("0") == "0.1"
+    assert next_name("a.b") == "a.b.1"
+    assert next_name("a.b.9") == "a.b.10"
+
+
+def test_a_job_of_spawn_continues() -> None:
+    def body() -> float:
+        if dist.get_rank() == 0:
+            die()
+        all_reduce_until_failure()
+        return total(dist_prims.shrink())
+
+    found = dist_prims.spawn(body, 3, backend="dist_prims", timeout=60, min_ranks=2)
+    assert found == [None, 2, 2]

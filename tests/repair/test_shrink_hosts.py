@@ -1,0 +1,111 @@
+"""shrink() of groups that span hosts: deaths of ranks and of whole hosts, and a quorum that is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dist_prims
+from dist_prims.errors import CommError
+from tests.helpers.survivors import join_at_rank_0, run_ranks
+from tests.repair.test_shrink import all_reduce_until_failure, die, total
+
+
+def survivors(layout: str, dead: set[int], folder: Path) -> list[Any]:
+    """A letter of the layout is the host of a rank."""
+
+    def body(rank: int) -> Any:
+        os.environ["DIST_PRIMS_HOST_ID"] = layout[rank]
+        join_at_rank_0(rank, len(layout), folder)
+        total()
+        if rank in dead:
+            die()
+        all_reduce_until_failure()
+        dist_prims.shrink()
+        found = dist.get_rank(), dist.get_world_size(), total()
+        again = dist_prims.shrink()  # a repaired group can be repaired
+        assert total(again) == found[2]
+        dist.barrier()  # rank 0 serves the store
+        return found
+
+    return run_ranks(body, len(layout), folder, join=False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dead"),
+    [
+        ("aabb", {3}),
+        ("aabb", {0}),
+        ("aabb", {2, 3}),
+        ("abcd", {0}),
+        ("abcd", {3}),
+        ("ab", {1}),
+        ("aabbc", {0, 1}),
+        ("abab", {1}),
+    ],
+)
+@pytest.mark.parametrize("engine", ["tcp", "gloo"])
+def test_the_survivors_of_several_hosts_go_on(
+    layout: str, dead: set[int], engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIST_PRIMS_ENGINE", engine)
+    found = survivors(layout, dead, tmp_path)
+    left = [outcome for rank, outcome in enumerate(found) if rank not in dead]
+    assert left == [(place, len(left), float(len(left))) for place in range(len(left))]
+
+
+@pytest.mark.parametrize(("layout", "dead"), [("ab", {0}), ("aabb", {0, 1}), ("abc", {0, 1})])
+def test_without_a_majority_the_survivors_raise(layout: str, dead: set[int], tmp_path: Path) -> None:
+    """The ranks that serve the stores of the quorum are lost: the survivors cannot know that others do not go on."""
+
+    def body(rank: int) -> Any:
+        os.environ["DIST_PRIMS_HOST_ID"] = layout[rank]
+        join_at_rank_0(rank, len(layout), tmp_path)
+        total()
+        if rank in dead:
+            die()
+        all_reduce_until_failure()
+        began = time.monotonic()
+        with pytest.raises(CommError, match=rf"rank {rank}: shrink: this rank cannot reach a majority of the ranks \["):
+            dist_prims.shrink()
+        assert time.monotonic() - began < 20
+        return "no majority"
+
+    found = run_ranks(body, len(layout), tmp_path, join=False)
+    assert [outcome for rank, outcome in enumerate(found) if rank not in dead] == ["no majority"] * (
+        len(layout) - len(dead)
+    )
+
+
+def test_a_stopped_rank_of_another_host_is_left_out(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        os.environ["DIST_PRIMS_HOST_ID"] = "aab"[rank]
+        join_at_rank_0(rank, 3, tmp_path)
+        group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=2))
+        pid = torch.tensor([os.getpid()])
+        dist.broadcast(pid, 2)
+        dist.all_reduce(torch.ones(1), group=group)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(CommError):
+            dist.all_reduce(torch.ones(1), group=group)
+        if rank == 2:
+            with pytest.raises(CommError):
+                dist_prims.shrink(group)
+            return "left out"
+        group = dist_prims.shrink(group)
+        assert total(group) == 2
+        if rank == 0:
+            os.kill(int(pid), signal.SIGCONT)
+        assert [total(group) for _ in range(20)] == [2] * 20
+        return "went on"
+
+    assert run_ranks(body, 3, tmp_path, join=False) == ["went on", "went on", "left out"]
