@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # the same names as in _HOME, for editors and type checkers
     from .launch import RankFailedError as RankFailedError
     from .launch import init as init
     from .launch.spawn import spawn as spawn
+    from .repair import grow as grow
+    from .repair import join as join
     from .repair import shrink as shrink
     from .tracing import trace as trace
     from .training import DataPartitioner as DataPartitioner
@@ -63,7 +65,9 @@ _HOME = {
     "empty": "backend",
     "gather": "collectives",
     "GradientAverager": "training",
+    "grow": "repair",
     "init": "launch",
+    "join": "repair",
     "LeftOutError": "errors",
     "MismatchError": "errors",
     "partition_dataset": "training",

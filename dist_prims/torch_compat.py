@@ -173,33 +173,50 @@ def replace_group(
     """
     c10d: Any = dist.distributed_c10d
     world = c10d._world
-    is_default = old is default_group()
-    backend_name, config, devices = world.pg_map[old][0], world.pg_backend_config[old], device_types(old)
-    description, old_ranks = old.group_desc, {position: rank for rank, position in world.pg_group_ranks[old].items()}
-    dist.destroy_process_group(None if is_default else old)
+    if old is default_group():
+        dist.destroy_process_group()
+        return install_default_group(backend, store, name)
+    config, description = world.pg_backend_config[old], old.group_desc
+    old_ranks = {position: rank for rank, position in world.pg_group_ranks[old].items()}
+    dist.destroy_process_group(old)
+    members = {old_ranks[rank]: position for position, rank in enumerate(ranks)}
+    return _install_group(backend, store, name, config, description, members)
+
+
+def install_default_group(backend: Any, store: dist.Store, name: str) -> dist.ProcessGroup:
+    """Register a group with this backend object as the default group, of which there must be none."""
+    c10d: Any = dist.distributed_c10d
+    config = str(c10d.BackendConfig(c10d.Backend(backend.name())))
+    members = {rank: rank for rank in range(backend.size())}
+    group = _install_group(backend, store, name, config, "default_pg", members)
+    c10d._update_default_pg(group)
+    return group
+
+
+def _install_group(
+    backend: Any, store: dist.Store, name: str, config: str, description: str, members: dict[int, int]
+) -> dist.ProcessGroup:
+    c10d: Any = dist.distributed_c10d
+    world = c10d._world
     prefixed = dist.PrefixStore(f"{name}/", store)
     group: Any = dist.ProcessGroup(prefixed, backend.rank(), backend.size())
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group._set_default_backend(kind)
-    for device in devices:
-        group._register_backend(torch.device(device), kind, backend)
+    for part in config.split(","):
+        group._register_backend(torch.device(part.partition(":")[0]), kind, backend)
     group._set_group_name(name)
     group._set_group_desc(description)
-    world.pg_map[group] = (backend_name, prefixed)
+    world.pg_map[group] = (backend.name(), prefixed)
     world.pg_names[group] = name
     world.pg_backend_config[group] = config
-    world.pg_group_ranks[group] = {
-        position if is_default else old_ranks[rank]: position for position, rank in enumerate(ranks)
-    }
+    world.pg_group_ranks[group] = members
     tag = f"ptd:{name}"
     for each in ("", tag):
         world.tags_to_pg.setdefault(each, []).append(group)
     world.pg_to_tag[group] = tag
     c10d._register_process_group(name, group)
-    if is_default:
-        c10d._update_default_pg(group)
-    replaced: dist.ProcessGroup = group
-    return replaced
+    installed: dist.ProcessGroup = group
+    return installed
 
 
 def register_fake_backend() -> None:

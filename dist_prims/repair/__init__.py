@@ -5,7 +5,9 @@
 True
 """
 
+from .grow import grow as grow
+from .grow import join as join
 from .shrink import shrink as shrink
 from .shrink import shrink_backend as shrink_backend
 
-__all__ = ["shrink"]
+__all__ = ["grow", "join", "shrink"]

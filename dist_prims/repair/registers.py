@@ -29,29 +29,30 @@ class Registers(Protocol):
 class SharedRegisters:
     """Registers in the shared memory of a group on one host. ``backend`` is the group's, ended or not.
 
-    A text in the log is a record, or a key and a value. The first value of a key in the log stands.
+    A text in the log is the agreement that it belongs to, and a record, or a key and a value. The first value of a key
+    stands.
     """
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
+    def __init__(self, backend: Any, agreement: str) -> None:
+        self._backend, self._agreement = backend, agreement
 
     def announce(self, text: str) -> None:
-        self._backend.append_to_log(json.dumps([text]))
+        self._backend.append_to_log(json.dumps([self._agreement, text]))
 
     def read(self) -> tuple[Mapping[int, str], Mapping[str, str]]:
         records: dict[int, str] = {}
         decisions: dict[str, str] = {}
         for rank, text in self._backend.read_log():
             match json.loads(text):
-                case [record]:
+                case [self._agreement, record]:
                     records[rank] = record
-                case [key, value]:
+                case [self._agreement, key, value]:
                     decisions.setdefault(key, value)
         return records, decisions
 
     def decide(self, key: str, value: str) -> str:
         _, decisions = self.read()
         if key not in decisions:
-            self._backend.append_to_log(json.dumps([key, value]))
+            self._backend.append_to_log(json.dumps([self._agreement, key, value]))
             _, decisions = self.read()
         return decisions[key]

@@ -131,7 +131,7 @@ def survive(
         members = yield from _decide_members(rank, number, candidates)
         if rank not in members:
             raise LeftOut(members)
-        if (yield from _make(rank, number, members)):
+        if (yield from make_together(rank, number, members)):
             return members
         failures += members == candidates
         if failures == _MOST_FAILURES:
@@ -157,7 +157,8 @@ def _decide_members(rank: int, number: int, candidates: tuple[int, ...]) -> Gene
             return _ranks(decided)
 
 
-def _make(rank: int, number: int, members: tuple[int, ...]) -> Generator[Request, Any, bool]:
+def make_together(rank: int, number: int, members: tuple[int, ...]) -> Generator[Request, Any, bool]:
+    """Make a group with these members, and return whether all of them have made it."""
     key = f"outcome/{number}"
     own = Record(number)
     has_made = False

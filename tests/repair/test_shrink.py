@@ -124,7 +124,7 @@ def test_a_rank_dies_while_the_survivors_agree(
     request_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first member, which serves the store of the next group, dies at each point of the agreement."""
-    agreement = sys.modules["dist_prims.repair.shrink"]._Agreement  # type: ignore[attr-defined]
+    agreement = sys.modules["dist_prims.repair.repair_attempt"].RepairAttempt  # type: ignore[attr-defined]
     perform: Callable[..., Any] = agreement._perform
 
     def body(rank: int) -> Any:

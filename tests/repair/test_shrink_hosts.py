@@ -74,7 +74,7 @@ def test_without_a_majority_the_survivors_raise(layout: str, dead: set[int], tmp
             die()
         all_reduce_until_failure()
         began = time.monotonic()
-        with pytest.raises(CommError, match=rf"rank {rank}: shrink: this rank cannot reach a majority of the ranks \["):
+        with pytest.raises(CommError, match=rf"rank {rank}: this rank cannot reach a majority of the ranks \["):
             dist_prims.shrink()
         assert time.monotonic() - began < 20
         return "no majority"

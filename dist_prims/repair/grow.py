@@ -1,0 +1,237 @@
+"""``grow()`` and ``join()``: new ranks join a running group at a point on which all of its ranks agree.
+
+New ranks announce themselves in a store that they and the running ranks can reach:
+
+    new rank                          store                         rank 0 of the running group, in grow()
+    announces a random name    -->    waiting/1: name      -->      finds it
+    sees that it is invited    <--    invited/name         <--      invites it
+    confirms                   -->    ready/name           -->      waits for that, for a short time
+    makes the group            <--    admitted/name        <--      describes the group, and tells the other ranks
+    goes on                    <--    outcome              <--      says whether all running ranks have made it
+
+The running ranks keep their group until all of them have made the new one (:func:`.survivors.make_together`), so they
+go on with it if a new rank dies meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from ..backend.create import made_group, make_repaired
+from ..backend.options import BackendOptions
+from ..launch.deadline import until
+from ..launch.rendezvous import connect
+from ..launch.served import open_store
+from ..torch_compat import default_group, install_default_group, replace_group, timeout_of
+from .repair_attempt import RepairAttempt, store_prefix
+from .shrink import next_name, repairable_backend
+from .survivors import MADE, make_together
+
+__all__: list[str] = []
+
+_PREFIX = "dist_prims/join"
+_CPU = torch.device("cpu")
+_TIME_TO_CONFIRM = 2.0  # seconds for an invited rank
+_TIME_FOR_ADMISSION = 20.0  # seconds after which a rank that has confirmed announces itself again
+_PLAN_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class _Admission:
+    """What a new rank needs to know to make the group."""
+
+    store: str
+    prefix: str
+    name: str
+    rank: int
+    size: int
+    timeout: float  # of the group, in seconds
+    limit: float  # for making it
+    options: dict[str, Any]
+
+    def text(self) -> str:
+        return json.dumps(self.__dict__)
+
+
+def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
+    """Admit the ranks that wait in :func:`join`, and return the default group. All of its ranks must call this.
+
+    >>> import subprocess, sys, tempfile, dist_prims
+    >>> newcomer = '''
+    ... import sys, torch, torch.distributed as dist, dist_prims
+    ... dist_prims.join(sys.argv[1])
+    ... total = torch.ones(1)
+    ... dist.all_reduce(total)
+    ... print("rank", dist.get_rank(), "of", dist.get_world_size(), "has", total.item())
+    ... dist.destroy_process_group()
+    ... '''
+    >>> def run_until_three(place):
+    ...     while dist.get_world_size() < 3:
+    ...         grow(place)
+    ...     dist.all_reduce(torch.ones(1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     place = f"file://{folder}/place"
+    ...     command = [sys.executable, "-c", newcomer, place]
+    ...     other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    ...     found = dist_prims.spawn(run_until_three, 2, (place,), backend="dist_prims", timeout=100)
+    ...     print(other.communicate(timeout=60)[0])
+    rank 2 of 3 has 3.0
+    <BLANKLINE>
+
+    ``at`` is where new ranks announce themselves: a URL, ``file://`` with the path of a file that all ranks can reach
+    and that the job removes at its end, or ``tcp://host:port`` of a TCPStore; or a store. It is used by rank 0 only.
+
+    Without new ranks the call costs a broadcast. Otherwise the new group takes the place of the default group, and all
+    other groups are destroyed. The ranks keep their numbers, and the new ranks have the next ones. If a new rank dies
+    before all have made the group, within ``timeout`` seconds, the ranks go on with the group that they have.
+    """
+    old = default_group()
+    backend = repairable_backend(old, "grow")
+    rank, size = backend.rank(), backend.size()
+    meeting = _meeting(at) if rank == 0 else None
+    tokens = _invite(meeting) if meeting is not None else []
+    agreement, *_ = plan = _broadcast([secrets.token_hex(8), *tokens], old)
+    newcomers = len(plan) - 1
+    if not newcomers:
+        return old
+    name = next_name(old.group_name)
+    made = made_group(old.group_name)
+
+    def admit(address: str) -> None:
+        assert meeting is not None
+        prefix = store_prefix(made.attempt, agreement, 0)
+        for place, token in enumerate(tokens):
+            seconds = timeout_of(old, _CPU).total_seconds()
+            options = _fields(made.request.given)
+            admission = _Admission(address, prefix, name, size + place, size + newcomers, seconds, timeout, options)
+            meeting.set(f"admitted/{token}", admission.text())
+
+    attempt = RepairAttempt(backend, name, timeout, agreement, newcomers, admit)
+    is_made = attempt.run(make_together(rank, 0, tuple(range(size))))
+    if rank == 0 and attempt.store is not None:
+        attempt.store.set(_OUTCOME, MADE)
+    if not is_made:
+        return old
+    return replace_group(old, attempt.backend, attempt.store, range(size), name)
+
+
+_OUTCOME = "outcome"
+
+
+def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
+    """Wait until the running ranks admit this process by :func:`grow`, and return the default group.
+
+    ``at`` is the place at which they look; see there for an example. Raises TimeoutError after ``timeout`` seconds.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("join: this process has a default group already; only a new process can join")
+    meeting, deadline = _meeting(at), time.monotonic() + timeout
+    while True:
+        admission = _wait_for_admission(meeting, deadline)
+        if admission is None:
+            continue
+        try:
+            store = dist.PrefixStore(admission.prefix, open_store(admission.store, admission.size, admission.limit))
+            backend = _make(admission, store)
+        except (OSError, RuntimeError):  # also CommError: a rank has failed, and the running ranks go on without us
+            if time.monotonic() > deadline:
+                raise
+            continue
+        backend.set_timeout(timedelta(seconds=admission.timeout))
+        return install_default_group(backend, store, admission.name)
+
+
+def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | None:
+    """Return what the running ranks admit this process to; None if they have invited it, but gone on without it."""
+    token = secrets.token_hex(16)
+    meeting.set(f"waiting/{meeting.add('waiting', 1)}", token)
+    until(lambda: meeting.check([f"invited/{token}"]), deadline, "the running ranks: none has called grow()")
+    meeting.set(f"ready/{token}", "")
+    try:
+        limit = min(deadline, time.monotonic() + _TIME_FOR_ADMISSION)
+        until(lambda: meeting.check([f"admitted/{token}"]), limit, "the running ranks, which have invited this one")
+    except TimeoutError:
+        if time.monotonic() > deadline:
+            raise
+        return None
+    return _Admission(**json.loads(meeting.get(f"admitted/{token}")))
+
+
+def _make(admission: _Admission, store: dist.Store) -> Any:
+    """Make the group, and return its backend when all running ranks have made it as well."""
+    options = BackendOptions(**admission.options) if admission.options else None
+    limit = timedelta(seconds=admission.limit)
+    backend = make_repaired(options, store, admission.name, admission.rank, admission.size, limit)
+    try:
+        deadline = time.monotonic() + admission.limit
+        until(lambda: store.check([_OUTCOME]), deadline, "the outcome on the running ranks")
+        if store.get(_OUTCOME) != MADE.encode():
+            raise RuntimeError("a running rank could not make the group")
+    except (OSError, RuntimeError):
+        backend.abort()
+        raise
+    return backend
+
+
+def _meeting(at: str | dist.Store) -> dist.Store:
+    if isinstance(at, dist.Store):
+        return dist.PrefixStore(_PREFIX, at)
+    url = urlsplit(at)
+    if url.scheme == "file" and url.path:
+        return dist.PrefixStore(_PREFIX, dist.FileStore(url.path))
+    if url.scheme == "tcp" and url.hostname and url.port:
+        return dist.PrefixStore(_PREFIX, connect(url.hostname, url.port, 1, _TIME_FOR_ADMISSION))
+    raise ValueError(f"the place of new ranks is {at!r}; give file:///path, tcp://host:port, or a store")
+
+
+def _invite(meeting: dist.Store) -> list[str]:
+    """Return the names of the new ranks that are waiting, and have confirmed that they are."""
+    first, last = meeting.add("served", 0) + 1, meeting.add("waiting", 0)
+    if first > last:
+        return []
+    meeting.add("served", last - first + 1)
+    deadline = time.monotonic() + _TIME_TO_CONFIRM
+    keys = [f"waiting/{number}" for number in range(first, last + 1)]
+    try:
+        until(lambda: meeting.check(keys), deadline, "the names of new ranks")
+    except TimeoutError:  # a rank has died between its two calls
+        keys = [key for key in keys if meeting.check([key])]
+    tokens = [meeting.get(key).decode() for key in keys]
+    for token in tokens:
+        meeting.set(f"invited/{token}", "")
+    ready = [f"ready/{token}" for token in tokens]
+    try:
+        until(lambda: meeting.check(ready), deadline, "the new ranks")
+    except TimeoutError:
+        tokens = [token for token in tokens if meeting.check([f"ready/{token}"])]
+    return tokens
+
+
+def _broadcast(texts: list[str], group: dist.ProcessGroup) -> list[str]:
+    """Return the texts of rank 0 on every rank."""
+    data = json.dumps(texts).encode()
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, 0, group=group)
+    buffer = torch.zeros(int(length), dtype=torch.uint8)
+    if dist.get_rank(group) == 0:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dist.broadcast(buffer, 0, group=group)
+    found: list[str] = json.loads(bytes(buffer.tolist()))
+    return found
+
+
+def _fields(options: BackendOptions | None) -> dict[str, Any]:
+    """Return the arguments of BackendOptions that are not the defaults."""
+    if options is None:
+        return {}
+    others = {name: getattr(options, name) for name in ("slot_bytes", "one_shot_bytes", "engine")}
+    return {name: value for name, value in {**options.algorithms, **others}.items() if value not in ("", 0, None)}

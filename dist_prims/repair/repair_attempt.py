@@ -1,0 +1,183 @@
+"""Performs the requests of the survivors' agreement on one rank: registers, processes, stores, and the new group."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..backend.create import made_group, make_repaired
+from ..backend.quorum_ranks import quorum_ranks
+from ..backend.tcp_endpoint import own_address
+from ..errors import CommError, LeftOutError
+from ..launch.deadline import call_in_thread
+from ..launch.network import LOOPBACK
+from ..launch.register_server import RegisterClient
+from ..launch.served import open_store, refused, served_store
+from .quorum import Acceptor, NoMajorityError, QuorumRegisters
+from .registers import Registers, SharedRegisters
+from .survivors import Announce, Decide, Discard, GaveUp, LeftOut, Look, Make, Record, Request, Serve, View
+
+__all__: list[str] = []
+
+_TIME_FOR_SUSPECTS = 0.3  # seconds for a rank that is believed to be gone to show that it is not
+_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0002, 0.005  # seconds between looks
+_FIRST_PROBE, _BETWEEN_PROBES, _PROBE_TIME = 0.02, 0.1, 0.1  # seconds, of the processes on other hosts
+_CALL_TIME = 1.0  # seconds for a server of registers to answer
+
+T = TypeVar("T")
+
+
+def store_prefix(attempt: str, agreement: str, number: int) -> str:
+    """Return the prefix of the keys of a group that is made in this round of an agreement."""
+    return f"repair/{attempt}/{agreement}/{number}"
+
+
+class RepairAttempt:
+    """One rank's part in making the group that takes the place of ``backend``'s.
+
+    ``name`` is the name of the new group. ``timeout`` is in seconds: the longest time in which nothing happens.
+    ``agreement`` names the registers: each agreement of a group has its own. ``newcomers`` is the number of further
+    ranks of the new group, and ``serving`` is called with the address of its store on the rank that serves the store.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        name: str,
+        timeout: float,
+        agreement: str,
+        newcomers: int = 0,
+        serving: Callable[[str], None] = lambda address: None,
+    ) -> None:
+        self._old, self._name, self._timeout = backend, name, timeout
+        self._agreement, self._newcomers, self._serving = agreement, newcomers, serving
+        self._made = made_group(backend.options.group_name)
+        self._rank: int = backend.rank()
+        self._spans_hosts: bool = backend.spans_hosts
+        self._registers = self._make_registers()
+        self._named = frozenset(backend.named_ranks()) - {self._rank}
+        self._began = time.monotonic()
+        self._last_request: Request | None = None
+        self._last_view = View({}, {})
+        self._changed = self._began
+        self._dead: set[int] = set()
+        self._next_probe = self._began + _FIRST_PROBE
+        self._round = 0
+        self._error: Exception | None = None
+        self.backend: Any = None  # of the new group
+        self.store: Any = None
+
+    def run(self, steps: Generator[Request, Any, T]) -> T:
+        """Perform what the generator of an agreement requests, and return its result."""
+        try:
+            request = next(steps)
+            while True:
+                request = steps.send(self._perform(request))
+        except StopIteration as ended:
+            result: T = ended.value
+            return result
+        except LeftOut as left_out:
+            raise LeftOutError(
+                f"rank {self._rank}: the ranks {list(left_out.members)} have gone on without this rank, which did not "
+                "call shrink() in time; end this process, or let it join again by dist_prims.join()"
+            ) from None
+        except GaveUp:
+            raise CommError(f"rank {self._rank}: the group could not be made: {self._error}") from self._error
+        except NoMajorityError:
+            raise CommError(
+                f"rank {self._rank}: this rank cannot reach a majority of the ranks "
+                f"{quorum_ranks(self._made.hosts)}, so others may go on without it; end this process, or start the job "
+                "again"
+            ) from None
+
+    def _make_registers(self) -> Registers:
+        if not self._spans_hosts:
+            return SharedRegisters(self._old, self._agreement)
+        addresses = [self._made.addresses[each] for each in quorum_ranks(self._made.hosts)]
+        name = f"{self._made.attempt}/{self._agreement}"
+        clients = [functools.partial(RegisterClient, each, name, _CALL_TIME) for each in addresses]
+        acceptors = [Acceptor(lambda client=client: client().call) for client in clients]  # type: ignore[misc]
+        return QuorumRegisters(acceptors, self._rank, self._old.size())
+
+    def _perform(self, request: Request) -> Any:
+        is_repeated, self._last_request = request == self._last_request, request
+        match request:
+            case Look():
+                return self._look(is_repeated)
+            case Announce(record):
+                self._round = record.round
+                return self._registers.announce(record.text())
+            case Decide(key, value):
+                return self._registers.decide(key, value)
+            case Serve():
+                return self._serve()
+            case Make(members, store):
+                return self._make(members, store)
+            case Discard():
+                self.backend.abort()
+                self.backend = self.store = None
+        return None
+
+    def _look(self, wait: bool) -> View:
+        """Return what there is to see, or wait until it has changed."""
+        interval = _SHORTEST_INTERVAL
+        while (view := self._view()) == self._last_view and wait:
+            time.sleep(interval)
+            interval = min(2 * interval, _LONGEST_INTERVAL)
+        if view != self._last_view:
+            self._changed, self._last_view = time.monotonic(), view
+        return view
+
+    def _view(self) -> View:
+        records, decisions = self._registers.read()
+        now = time.monotonic()
+        self._dead |= set(self._old.ended()) - {self._rank}
+        if self._spans_hosts and now > self._next_probe:
+            self._probe([rank for rank in range(self._old.size()) if rank not in records])
+        return View(
+            records={rank: Record.parse(text) for rank, text in records.items()},
+            decisions=dict(decisions),
+            dead=frozenset(self._dead),
+            suspected=self._named if now > self._began + _TIME_FOR_SUSPECTS else frozenset(),
+            is_late=now > self._changed + self._timeout,
+        )
+
+    def _probe(self, ranks: list[int]) -> None:
+        """Look whether the processes of these ranks have ended."""
+        gone = refused([self._made.addresses[rank] for rank in ranks], _PROBE_TIME)
+        self._dead |= {rank for rank in ranks if self._made.addresses[rank] in gone}
+        self._next_probe = time.monotonic() + _BETWEEN_PROBES
+
+    def _serve(self) -> str:
+        try:
+            _, address = served_store(own_address() if self._spans_hosts else LOOPBACK)
+            self._serving(address)
+            return address
+        except (OSError, RuntimeError, ValueError) as error:
+            self._error = error
+            return ""
+
+    def _make(self, members: tuple[int, ...], address: str) -> bool:
+        """Make the group. A store whose process is stopped answers nothing: a thread waits for it, and can be left."""
+        timeout = self._made.request.timeout
+        limit = min(self._timeout, timeout.total_seconds())
+        name = store_prefix(self._made.attempt, self._agreement, self._round)
+        rank, size = members.index(self._rank), len(members) + self._newcomers
+
+        def make() -> tuple[Any, Any]:
+            store = dist.PrefixStore(name, open_store(address, size, limit))
+            options, seconds = self._made.request.given, timedelta(seconds=limit)
+            return make_repaired(options, store, self._name, rank, size, seconds), store
+
+        try:
+            self.backend, self.store = call_in_thread(make, limit, discard=lambda made: made[0].abort())
+        except (OSError, RuntimeError, ValueError) as error:  # also CommError
+            self._error = error
+            return False
+        self.backend.set_timeout(timeout)
+        return True

@@ -1,0 +1,217 @@
+"""grow() and join(): new ranks enter a running group, also after a failure, and some die on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dist_prims
+from dist_prims.repair.grow import _meeting
+from tests.helpers.survivors import join_at_rank_0, run_ranks
+from tests.repair.test_shrink import all_reduce_until_failure, die, total
+
+LIMIT = 60.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def grow_to(size: int, place: str) -> dist.ProcessGroup | None:
+    """Called by the running ranks, and by a new rank after it has joined: further ones may be admitted later."""
+    deadline = time.monotonic() + LIMIT
+    while (before := dist.get_world_size()) < size:
+        assert dist_prims.grow(place) is dist.group.WORLD
+        if dist.get_world_size() == before:
+            late = torch.tensor([float(time.monotonic() > deadline)])
+            dist.all_reduce(late)
+            assert not late, f"the group still has {before} ranks"
+    return dist.group.WORLD
+
+
+@pytest.mark.parametrize(("running", "new"), [(1, 1), (2, 1), (3, 2), (1, 4)])
+def test_new_ranks_join(running: int, new: int, tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/place"
+
+    def body(rank: int) -> Any:
+        if rank < running:
+            join_at_rank_0(rank, running, tmp_path)
+            grow_to(running + new, place)
+            assert dist.get_rank() == rank
+        else:
+            dist_prims.join(place, timeout=LIMIT)
+            grow_to(running + new, place)
+        found = dist.get_world_size(), dist.get_process_group_ranks(dist.group.WORLD), total()
+        pair = dist.new_group([0, running])
+        if dist.get_rank() in (0, running):
+            assert total(pair) == 2
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, dist.get_rank())
+        assert ranks == [*range(running + new)]
+        return found
+
+    size = running + new
+    assert run_ranks(body, size, tmp_path, join=False) == [(size, [*range(size)], float(size))] * size
+
+
+def test_without_new_ranks_the_group_stays(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        group = dist.group.WORLD
+        same = [dist_prims.grow(f"file://{tmp_path}/place") is group for _ in range(20)]
+        return all(same), total()
+
+    assert run_ranks(body, 3, tmp_path) == [(True, 3.0)] * 3
+
+
+def test_a_group_shrinks_and_grows_again(tmp_path: Path) -> None:
+    """Rank 0, which has served the stores, dies; then a new rank takes the free place."""
+    place = f"file://{tmp_path}/place"
+
+    def body(rank: int) -> Any:
+        if rank == 3:
+            dist_prims.join(place, timeout=LIMIT)
+        else:
+            join_at_rank_0(rank, 3, tmp_path)
+            if rank == 0:
+                die()
+            all_reduce_until_failure()
+            dist_prims.shrink()
+            grow_to(3, place)
+        sums = [total()]
+        if dist.get_rank() == 0:
+            dist.barrier()
+            die()
+        dist.barrier()
+        all_reduce_until_failure()
+        dist_prims.shrink()
+        return [*sums, total()]
+
+    found = run_ranks(body, 4, tmp_path, join=False)
+    assert found == [-signal.SIGKILL, -signal.SIGKILL, [3, 2], [3, 2]]
+
+
+def test_between_hosts(tmp_path: Path) -> None:
+    """A group on one host becomes one on two hosts, which can be repaired."""
+    place = f"file://{tmp_path}/place"
+
+    def body(rank: int) -> Any:
+        os.environ["DIST_PRIMS_HOST_ID"] = "aab"[rank]
+        if rank == 2:
+            dist_prims.join(place, timeout=LIMIT)
+        else:
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+            join_at_rank_0(rank, 2, tmp_path)
+            grow_to(3, place)
+        sums = [total()]
+        if rank == 1:
+            die()
+        all_reduce_until_failure()
+        dist_prims.shrink()
+        return [*sums, total()]
+
+    assert run_ranks(body, 3, tmp_path, join=False) == [[3, 2], -signal.SIGKILL, [3, 2]]
+
+
+@pytest.mark.parametrize("moment", ["announced", "confirmed", "admitted"])
+def test_a_new_rank_dies_on_the_way(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The running ranks go on with the group that they have, and admit the next rank."""
+    place = f"file://{tmp_path}/place"
+    module: Any = sys.modules["dist_prims.repair.grow"]
+
+    def body(rank: int) -> Any:
+        if rank == 2:
+            until = module.until
+            calls = iter(["announced", "confirmed"])
+
+            def dying(done: Any, deadline: float, awaited: str) -> None:
+                if next(calls) == moment:
+                    die()
+                until(done, deadline, awaited)
+
+            monkeypatch.setattr(module, "until", dying)
+            monkeypatch.setattr(module, "_make", lambda *_: die())
+            dist_prims.join(place, timeout=LIMIT)
+        if rank == 3:
+            wait_until((tmp_path / "first is gone").exists)
+            dist_prims.join(place, timeout=LIMIT)
+            return total()
+        join_at_rank_0(rank, 2, tmp_path)
+        meeting = _meeting(place) if rank == 0 else None
+        if meeting:
+            wait_until(lambda: meeting.add("waiting", 0) == 1)
+        dist.barrier()
+        group = dist.group.WORLD
+        assert dist_prims.grow(place, timeout=2) is group
+        assert total() == 2
+        (tmp_path / "first is gone").touch()
+        grow_to(3, place)
+        return total()
+
+    assert run_ranks(body, 4, tmp_path, join=False) == [3, 3, -signal.SIGKILL, 3]
+
+
+def test_a_running_rank_dies_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others keep their group, whose next call raises; the new rank announces itself again."""
+    place = f"file://{tmp_path}/place"
+    module: Any = sys.modules["dist_prims.repair.repair_attempt"]
+    make = module.make_repaired
+
+    def body(rank: int) -> Any:
+        if rank == 3:
+            dist_prims.join(place, timeout=LIMIT)
+            return total()
+        join_at_rank_0(rank, 3, tmp_path)
+        monkeypatch.setattr(module, "make_repaired", (lambda *_: die()) if rank == 1 else make)
+        with contextlib.suppress(dist_prims.CommError):
+            while dist.get_world_size() == 3:
+                dist_prims.grow(place, timeout=2)
+                dist.barrier()
+        monkeypatch.setattr(module, "make_repaired", make)
+        dist_prims.shrink()
+        grow_to(3, place)
+        return total()
+
+    assert run_ranks(body, 4, tmp_path, join=False) == [3, -signal.SIGKILL, 3, 3]
+
+
+def test_options_of_the_group_are_those_of_new_ranks(tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/place"
+
+    def body(rank: int) -> Any:
+        if rank == 2:
+            dist_prims.join(place, timeout=LIMIT)
+        else:
+            options = dist_prims.BackendOptions(all_reduce="ring:1M-max", slot_bytes=1 << 16)
+            store = dist.FileStore(f"{tmp_path}/store", 2)
+            dist.init_process_group("dist_prims", store=store, rank=rank, world_size=2, pg_options=options)
+            grow_to(3, place)
+        return dist.group.WORLD._get_backend(torch.device("cpu")).algorithm(1 << 20), total()
+
+    assert run_ranks(body, 3, tmp_path, join=False) == [("ring", 3.0)] * 3
+
+
+def test_wrong_use(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give file:///path, tcp://host:port, or a store"):
+        dist_prims.join("nowhere")
+    with pytest.raises(TimeoutError, match=r"none has called grow\(\)"):
+        dist_prims.join(f"file://{tmp_path}/place", timeout=0.2)
+
+    def body(rank: int) -> str:
+        with pytest.raises(RuntimeError, match="only a new process can join"):
+            dist_prims.join(f"file://{tmp_path}/place")
+        return "refused"
+
+    assert run_ranks(body, 1, tmp_path) == ["refused"]
