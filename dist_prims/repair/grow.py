@@ -130,7 +130,12 @@ _OUTCOME = "outcome"
 def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
     """Wait until the running ranks admit this process by :func:`grow`, and return the default group.
 
-    ``at`` is the place at which they look; see there for an example. Raises TimeoutError after ``timeout`` seconds.
+    ``at`` is the place at which they look; the example of :func:`grow` shows both sides. Raises TimeoutError after
+    ``timeout`` seconds.
+
+    >>> join("file:///dev/null/nothing", timeout=1)
+    Traceback (most recent call last):
+    RuntimeError: join: this process has a default group already; only a new process can join
     """
     if dist.is_initialized():
         raise RuntimeError("join: this process has a default group already; only a new process can join")
