@@ -22,6 +22,7 @@ from ..errors import PeerDiedError
 from ..launch.group_secret import announce_missing_secret, secret_of_group
 from ..launch.handshake import handshake
 from ..launch.hosts import host_id, network_number
+from ..launch.secret import Secret
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from ..tracing import clock
 from ..tracing.session import begin_from_environment
@@ -55,6 +56,7 @@ class _GroupRequest:
     is_child: bool = False  # split or merged
     is_merged: bool = False  # its ranks may be those of several jobs
     is_repaired: bool = False  # made of the survivors of a group, or grown from one
+    is_grown: bool = False  # some of its ranks were not started by the launcher of the others
 
 
 @dataclass(eq=False)
@@ -64,7 +66,9 @@ class MadeGroup:
     request: _GroupRequest
     hosts: list[str]  # by rank
     attempt: str  # the name of this attempt to make the group
+    key: bytes  # of the registers by which survivors agree; empty without a secret
     addresses: list[str]  # by rank, see quorum_ranks.publish(); empty on one host
+    registers: Any = None  # those that this rank serves
 
 
 _groups: weakref.WeakValueDictionary[str, MadeGroup] = weakref.WeakValueDictionary()  # by name; the backend keeps them
@@ -122,18 +126,20 @@ def _make_child(
         is_child=True,
         is_merged=parent.is_merged or not ranks,
         is_repaired=parent.is_repaired,
+        is_grown=parent.is_grown,
     )
     return _make_watched(request)
 
 
 def make_repaired(
-    options: BackendOptions | None, store: Any, name: str, rank: int, size: int, timeout: timedelta
+    options: BackendOptions | None, store: Any, name: str, rank: int, size: int, timeout: timedelta, is_grown: bool
 ) -> Any:
     """Create the backend of a group that takes the place of another one.
 
     Its messages between hosts do not use MPI: an MPI that has lost a process cannot go on.
     """
-    return _make_watched(_GroupRequest(store, name, rank, size, timeout, [], options, is_repaired=True))
+    request = _GroupRequest(store, name, rank, size, timeout, [], options, is_repaired=True, is_grown=is_grown)
+    return _make_watched(request)
 
 
 def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
@@ -141,12 +147,13 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
     prims_options = keep_options(request.name, request.given)
     rank, size, timeout = request.rank, request.size, request.timeout
     ranks = request.ranks or list(range(size))
-    store, token, hosts, key = _handshake(request, monitor)
+    store, token, hosts, secret = _handshake(request, monitor)
+    key = secret.key("connections", token).hex() if secret else ""
     if request.is_child:
         _compare_ranks(store, rank, ranks)
     check = functools.partial(Proofs(store, rank).require, timeout=timeout)
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
-    made = MadeGroup(request, hosts, token, [])
+    made = MadeGroup(request, hosts, token, secret.key("registers", token) if secret else b"", [])
     multi_host, network = None, 0
     transports: dict[str, Any] = {"engine": None, "tcp": None, "ucx": None}
     if len(set(hosts)) > 1:
@@ -155,7 +162,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         network = 0 if known else network_number()
         multi_host = MultiHostSchedules(hosts, rank, known or link_costs.ASSUMED, check)
         transports = _transports(request, store, ranks, prims_options.engine, key, make_gloo)
-        made.addresses = quorum_ranks.publish(store, rank, hosts)
+        made.addresses, made.registers = quorum_ranks.publish(store, rank, hosts, token, made.key)
     one_shot = prims_options.one_shot_bytes
     one_shot = tuned(size, warn=ranks[rank] == 0) if one_shot is None else one_shot
     trace = {"name": request.name, "engine": NAME, "token": token, "rank": rank, "ranks": ranks, "hosts": hosts}
@@ -247,23 +254,23 @@ class _DeathMonitor:
             time.sleep(0.01)
 
 
-def _handshake(request: _GroupRequest, monitor: _DeathMonitor) -> tuple[Any, str, list[str], str]:
+def _handshake(request: _GroupRequest, monitor: _DeathMonitor) -> tuple[Any, str, list[str], Secret | None]:
     """Return a store that only the ranks of this attempt use, the name of the attempt, the host of each rank, and the
-    key of their connections: empty without a secret."""
+    secret of the ranks."""
     rank, size, timeout = request.rank, request.size, request.timeout
     store = dist.PrefixStore(NAME, request.store)
     store.set_timeout(timeout)
     if size == 1:
-        return store, secrets.token_hex(8), [host_id()], ""
-    secret = secret_of_group(request.store, request.is_merged)
+        return store, secrets.token_hex(8), [host_id()], None
+    secret = secret_of_group(request.store, request.is_merged or request.is_grown)
     if secret is None and rank == 0:
         announce_missing_secret(request.store)
     deadline = time.monotonic() + timeout.total_seconds()
     name, hosts = handshake(store, rank, size, deadline, secret, monitor.check)
     own = dist.PrefixStore(name, store)
     if secret is None:
-        return own, name, hosts, ""
-    return extension().SignedStore(own, secret.key("store", name)), name, hosts, secret.key("connections", name).hex()
+        return own, name, hosts, None
+    return extension().SignedStore(own, secret.key("store", name)), name, hosts, secret
 
 
 def _compare_ranks(store: Any, rank: int, ranks: list[int]) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ..launch.served import listening_address, registers_address
+from ..launch.register_server import GroupRegisters
+from ..launch.served import listening_address, serve_registers
 from .tcp_endpoint import exchange, own_address
 
 __all__: list[str] = []
@@ -34,16 +35,21 @@ def quorum_ranks(hosts: Sequence[str]) -> list[int]:
     return in_order[: count - (count % 2 == 0)]  # an even number tolerates no more losses than one less
 
 
-def publish(store: Any, rank: int, hosts: Sequence[str]) -> list[str]:
-    """Return the address of each rank, at which it listens while its process runs; some ranks serve registers there.
+def publish(
+    store: Any, rank: int, hosts: Sequence[str], group: str, key: bytes
+) -> tuple[list[str], GroupRegisters | None]:
+    """Return the address of each rank, at which it listens while its process runs, and the registers of this rank.
 
-    If a rank cannot listen, all ranks raise RuntimeError.
+    The ranks of :func:`quorum_ranks` serve registers at their address. If a rank cannot listen, all ranks raise
+    RuntimeError.
     """
-    address_at = registers_address if rank in quorum_ranks(hosts) else listening_address
 
-    def listen() -> tuple[None, str]:
-        return None, address_at(own_address())
+    def listen() -> tuple[GroupRegisters | None, str]:
+        if rank not in quorum_ranks(hosts):
+            return None, listening_address(own_address())
+        address, registers = serve_registers(own_address(), group, key)
+        return registers, address
 
     remedy = "set GLOO_SOCKET_IFNAME on that rank to the interface that leads to the other hosts"
-    _, addresses = exchange(store, rank, len(hosts), "repair", listen, "cannot listen for repairs", remedy)
-    return addresses
+    registers, addresses = exchange(store, rank, len(hosts), "repair", listen, "cannot listen for repairs", remedy)
+    return addresses, registers

@@ -71,7 +71,7 @@ class _OtherRank:
         self._refusal = ""
 
     def join(self, deadline: float, check: Callable[[], None]) -> tuple[str, list[str]]:
-        hello = _signed(self._secret, ("hello", self._rank, self._size), self._token, host_id())
+        hello = signed(self._secret, ("hello", self._rank, self._size), self._token, host_id())
         name, hosts = "", []
 
         def is_answered() -> bool:
@@ -85,11 +85,11 @@ class _OtherRank:
             nonlocal hosts
             check()
             if self._store.check([f"{name}/hosts"]):
-                hosts = _verified(self._store.get(f"{name}/hosts"), self._secret, ("hosts", name)) or []
+                hosts = verified(self._store.get(f"{name}/hosts"), self._secret, ("hosts", name)) or []
             return len(hosts) == self._size
 
         self._wait(is_answered, deadline, "rank 0")
-        acknowledgement = _signed(self._secret, ("acknowledgement", self._rank, self._token), name)
+        acknowledgement = signed(self._secret, ("acknowledgement", self._rank, self._token), name)
         self._store.set(f"{name}/acknowledged/{self._rank}", acknowledgement)
         self._wait(is_complete, deadline, "the last ranks")
         return name, hosts
@@ -106,7 +106,7 @@ class _OtherRank:
         if not self._store.check([key]):
             return ""
         found = self._store.get(key)
-        texts = _verified(found, self._secret, ("welcome", self._rank, self._token))
+        texts = verified(found, self._secret, ("welcome", self._rank, self._token))
         if texts and len(texts) == 1:
             return texts[0]
         if not self._refusal:
@@ -120,7 +120,7 @@ class _OtherRank:
         self._refusal = f"rank {self._rank} of {self._size} cannot join: {reason}; {REMEDY}"
         if self._secret is None:
             raise RuntimeError(self._refusal)
-        _warn(self._refusal)
+        warn(self._refusal)
 
 
 class _Rank0:
@@ -145,7 +145,7 @@ class _Rank0:
         except TimeoutError as error:
             raise TimeoutError(self._missing()) from error
         hosts = [host_id(), *(self._answered[rank][1] for rank in range(1, self._size))]
-        self._store.set(f"{self._name}/hosts", _signed(self._secret, ("hosts", self._name), *hosts))
+        self._store.set(f"{self._name}/hosts", signed(self._secret, ("hosts", self._name), *hosts))
         return self._name, hosts
 
     def _hellos(self) -> list[tuple[int, bytes]]:
@@ -159,7 +159,7 @@ class _Rank0:
         if self._last.get(rank) == hello:
             return
         self._last[rank] = hello  # the first one, or the one before was of an earlier attempt
-        found = _verified(hello, self._secret, ("hello", rank, self._size))
+        found = verified(hello, self._secret, ("hello", rank, self._size))
         *texts, code = _texts(hello) or [""]
         if len(texts) != 2 or not _TOKEN.fullmatch(texts[0]):
             return
@@ -167,24 +167,24 @@ class _Rank0:
         if not found:
             return self._refuse(rank, token, has_secret=code != "")
         self._answered[rank] = token, host
-        self._store.set(f"welcome/{token}", _signed(self._secret, ("welcome", rank, token), self._name))
+        self._store.set(f"welcome/{token}", signed(self._secret, ("welcome", rank, token), self._name))
 
     def _refuse(self, rank: int, token: str, has_secret: bool) -> None:
         why = "none" if self._secret is None else "other" if has_secret else "missing"
-        self._store.set(f"welcome/{token}", _signed(None, (), why, ""))
+        self._store.set(f"welcome/{token}", signed(None, (), why, ""))
         if self._secret is None:  # no rank is authenticated, so another process could do more harm than this error
             time.sleep(_SECONDS_TO_READ)
             raise RuntimeError(f"rank {rank} of {self._size} has a secret, and rank 0 has none; {REMEDY}")
         if rank not in self._refused:
             self._refused[rank] = "another secret than rank 0" if has_secret else "no secret"
-            _warn(f"rank 0 refuses a process as rank {rank} of {self._size}: it has {self._refused[rank]}; {REMEDY}")
+            warn(f"rank 0 refuses a process as rank {rank} of {self._size}: it has {self._refused[rank]}; {REMEDY}")
 
     def _is_acknowledged(self) -> bool:
         keys = [f"{self._name}/acknowledged/{rank}" for rank in range(1, self._size)]
         if len(self._answered) < self._size - 1 or not self._store.check(keys):
             return False
         return all(
-            _verified(found, self._secret, ("acknowledgement", rank, self._answered[rank][0])) == [self._name]
+            verified(found, self._secret, ("acknowledgement", rank, self._answered[rank][0])) == [self._name]
             for rank, found in enumerate(self._store.multi_get(keys), start=1)
         )
 
@@ -200,12 +200,12 @@ class _Rank0:
         return f"no sign of ranks {missing}" + (f"{refused[0]}; {REMEDY}" if refused else "")
 
 
-def _signed(secret: Secret | None, context: tuple[str | int, ...], *texts: str) -> str:
+def signed(secret: Secret | None, context: tuple[str | int, ...], *texts: str) -> str:
     """The texts and their code in this context, as JSON; the code is empty without a secret."""
     return json.dumps([*texts, secret.code(*context, *texts) if secret else ""])
 
 
-def _verified(found: bytes, secret: Secret | None, context: tuple[str | int, ...]) -> list[str] | None:
+def verified(found: bytes, secret: Secret | None, context: tuple[str | int, ...]) -> list[str] | None:
     """The texts, if they have the right code for this context."""
     *texts, code = _texts(found) or [""]
     is_right = secret.is_code(code, *context, *texts) if secret else code == ""
@@ -213,7 +213,7 @@ def _verified(found: bytes, secret: Secret | None, context: tuple[str | int, ...
 
 
 def _texts(found: bytes) -> list[str] | None:
-    """The texts and the code; None for anything that :func:`_signed` does not write."""
+    """The texts and the code; None for anything that :func:`signed` does not write."""
     try:
         texts = json.loads(found) if len(found) <= _LONGEST else None
     except (ValueError, RecursionError):
@@ -222,5 +222,5 @@ def _texts(found: bytes) -> list[str] | None:
     return texts if is_right else None
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
     print(f"dist_prims: {text}", file=sys.stderr, flush=True)

@@ -1,22 +1,28 @@
 """A server of registers: what the survivors of groups on several hosts agree by, see :mod:`dist_prims.repair.quorum`.
 
 A TCPStore would do but for one thing: its client waits without a deadline for a server that is stopped, or whose host
-is cut off. Here every call has a deadline. A request and an answer are one line of JSON each:
+is cut off. Here every call has a deadline. A request and an answer are one line of JSON each, with a code if the group
+has a key (:mod:`.secret`): a process that does not know the key is not served.
 
-    ["announce", group, rank, number, text]       true; the record of a rank, replaced by a higher number
-    ["read", group]                               the records with their numbers by rank, the decisions by key
-    ["compare_and_set", group, key, from, to]     the value of the key afterwards, "" for none
-    ["publish", group, key, value]                true; a decision
+    [group, number, code, ["announce", rank, version, text]]        true; replaces the record with a lower version
+    [group, number, code, ["read"]]                                 records with their versions by rank, decisions
+    [group, number, code, ["compare_and_set", key, from, to]]       the value of the key afterwards
+    [group, number, code, ["publish", key, value]]                  true; a decision
+
+    [code, answer]
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import secrets
 import selectors
 import socket
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +33,30 @@ _MOST_CONNECTIONS = 1024
 _IDLE_TIME = 60.0  # seconds after which a connection is closed
 
 
-@dataclass
-class _GroupRegisters:
+@dataclass(eq=False)
+class GroupRegisters:
+    """The registers of a group. A server serves them as long as a reference exists, and after their first change."""
+
+    key: bytes
     records: dict[int, tuple[int, str]] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
     decisions: dict[str, str] = field(default_factory=dict)
+
+    def perform(self, operation: str, *arguments: Any) -> Any:
+        match operation, arguments:
+            case "announce", (int(rank), int(version), str(text)):
+                self.records[rank] = max(self.records.get(rank, (0, "")), (version, text))
+                return True
+            case "read", ():
+                return list(self.records.items()), self.decisions
+            case "compare_and_set", (str(key), str(expected), str(desired)):
+                if self.values.get(key, "") == expected:
+                    self.values[key] = desired
+                return self.values.get(key, "")
+            case "publish", (str(key), str(value)):
+                self.decisions.setdefault(key, value)
+                return True
+        raise ValueError(f"no operation: {operation}")
 
 
 @dataclass
@@ -46,12 +71,18 @@ class RegisterServer:
 
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
-        self._groups: dict[str, _GroupRegisters] = {}
+        self._groups: weakref.WeakValueDictionary[str, GroupRegisters] = weakref.WeakValueDictionary()
+        self._used: set[GroupRegisters] = set()  # for ranks that read a decision after this rank has gone on
         self._connections: dict[int, _Connection] = {}  # by descriptor
         listening.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ)
         threading.Thread(target=self._run, name="dist_prims registers", daemon=True).start()
+
+    def add(self, group: str, key: bytes) -> GroupRegisters:
+        """Serve the registers of a group to clients with this key, which is empty if the group has no secret."""
+        registers = self._groups[group] = GroupRegisters(key)
+        return registers
 
     def _run(self) -> None:
         while True:
@@ -88,7 +119,7 @@ class RegisterServer:
             for line in lines:
                 answer = json.dumps(self._answer(*json.loads(line))).encode() + b"\n"
                 connection.socket.sendall(answer)  # short: if it does not fit the buffer, the other side does not read
-        except (OSError, ValueError, TypeError, RecursionError):  # no connection, or no request
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):  # no connection, or no request
             self._close(connection)
 
     def _close(self, connection: _Connection) -> None:
@@ -97,22 +128,18 @@ class RegisterServer:
             self._selector.unregister(connection.socket)
         connection.socket.close()
 
-    def _answer(self, operation: str, group: str, *arguments: Any) -> Any:
-        registers = self._groups.setdefault(group, _GroupRegisters())
-        match operation, arguments:
-            case "announce", (int(rank), int(number), str(text)):
-                registers.records[rank] = max(registers.records.get(rank, (0, "")), (number, text))
-                return True
-            case "read", ():
-                return list(registers.records.items()), registers.decisions
-            case "compare_and_set", (str(key), str(expected), str(desired)):
-                if registers.values.get(key, "") == expected:
-                    registers.values[key] = desired
-                return registers.values.get(key, "")
-            case "publish", (str(key), str(value)):
-                registers.decisions.setdefault(key, value)
-                return True
-        raise ValueError(f"no operation: {operation}")
+    def _answer(self, group: str, number: str, code: str, request: list[Any]) -> Any:
+        registers = self._groups[group]
+        if not hmac.compare_digest(_code(registers.key, "request", group, number, request).encode(), code.encode()):
+            raise ValueError("a request with a wrong code")
+        answer = registers.perform(*request)
+        if request[0] != "read":
+            self._used.add(registers)
+        return _code(registers.key, "answer", group, number, answer), answer
+
+
+def _code(key: bytes, *parts: Any) -> str:
+    return hmac.digest(key, json.dumps(parts).encode(), "sha256").hex() if key else ""
 
 
 class RegisterClient:
@@ -120,25 +147,28 @@ class RegisterClient:
 
     >>> listening = socket.create_server(("127.0.0.1", 0))
     >>> server = RegisterServer(listening)
-    >>> client = RegisterClient(f"127.0.0.1:{listening.getsockname()[1]}", "group", timeout=10)
+    >>> registers = server.add("group", b"key")
+    >>> client = RegisterClient(f"127.0.0.1:{listening.getsockname()[1]}", "group", b"key", timeout=10)
     >>> client.call("compare_and_set", "key", "", "first"), client.call("compare_and_set", "key", "", "second")
     ('first', 'first')
     """
 
-    def __init__(self, address: str, group: str, timeout: float) -> None:
+    def __init__(self, address: str, group: str, key: bytes, timeout: float) -> None:
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), timeout)
-        self._group, self._received = group, b""
+        self._group, self._key, self._received = group, key, b""
 
-    def call(self, operation: str, *arguments: Any) -> Any:
-        self._socket.sendall(json.dumps([operation, self._group, *arguments]).encode() + b"\n")
+    def call(self, *request: Any) -> Any:
+        number = secrets.token_hex(8)
+        code = _code(self._key, "request", self._group, number, request)
+        self._socket.sendall(json.dumps([self._group, number, code, request]).encode() + b"\n")
         while b"\n" not in self._received:
             data = self._socket.recv(1 << 16)
             if not data:
                 raise ConnectionError("the server of registers has closed the connection")
             self._received += data
         line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self._socket.close()
+        found, answer = json.loads(line)
+        if not hmac.compare_digest(_code(self._key, "answer", self._group, number, answer).encode(), found.encode()):
+            raise ConnectionError("an answer without the right code: another process listens at this address")
+        return answer

@@ -22,7 +22,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .register_server import RegisterServer
+from .register_server import GroupRegisters, RegisterServer
 from .rendezvous import connect
 
 __all__: list[str] = []
@@ -65,13 +65,15 @@ def listening_address(address: str) -> str:
     return f"{address}:{_sockets[address].getsockname()[1]}"
 
 
-def registers_address(address: str) -> str:
-    """Return the ``address:port`` of this host at which this process serves registers."""
+def serve_registers(address: str, group: str, key: bytes) -> tuple[str, GroupRegisters]:
+    """Serve the registers of a group at an address of this host; return ``address:port`` and the registers.
+
+    >>> address, registers = serve_registers("127.0.0.1", "group", b"")
+    """
+    found = listening_address(address)
     if address not in _servers:
-        found = listening_address(address)
         _servers[address] = RegisterServer(_sockets[address])
-        return found
-    return listening_address(address)
+    return found, _servers[address].add(group, key)
 
 
 def open_store(address: str, size: int, timeout: float) -> dist.Store:

@@ -29,7 +29,10 @@ import torch.distributed as dist
 from ..backend.create import made_group, make_repaired
 from ..backend.options import BackendOptions
 from ..launch.deadline import until
+from ..launch.group_secret import secret_of_group
+from ..launch.handshake import signed, verified, warn
 from ..launch.rendezvous import connect
+from ..launch.secret import REMEDY
 from ..launch.served import open_store
 from ..torch_compat import default_group, install_default_group, replace_group, timeout_of
 from .repair_attempt import RepairAttempt, store_prefix
@@ -87,6 +90,9 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     rank 2 of 3 has 3.0
     <BLANKLINE>
 
+    Where the ranks have a secret (``docs/security.md``), a new rank needs the same: one that the user provides, or, if
+    ``at`` is at the loopback interface, the one of this user; not the one of spawn or MPI.
+
     ``at`` is where new ranks announce themselves: a URL, ``file://`` with the path of a file that all ranks can reach
     and that the job removes at its end, or ``tcp://host:port`` of a TCPStore; or a store. It is used by rank 0 only.
 
@@ -108,12 +114,13 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
 
     def admit(address: str) -> None:
         assert meeting is not None
+        secret = secret_of_group(meeting, True)
         prefix = store_prefix(made.attempt, agreement, 0)
         for place, token in enumerate(tokens):
             seconds = timeout_of(old, _CPU).total_seconds()
             options = _fields(made.request.given)
             admission = _Admission(address, prefix, name, size + place, size + newcomers, seconds, timeout, options)
-            meeting.set(f"admitted/{token}", admission.text())
+            meeting.set(f"admitted/{token}", signed(secret, ("admitted", token), admission.text()))
 
     attempt = RepairAttempt(backend, name, timeout, agreement, newcomers, admit)
     is_made = attempt.run(make_together(rank, 0, tuple(range(size))))
@@ -157,8 +164,8 @@ def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
 
 def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | None:
     """Return what the running ranks admit this process to; None if they have invited it, but gone on without it."""
-    token = secrets.token_hex(16)
-    meeting.set(f"waiting/{meeting.add('waiting', 1)}", token)
+    token, secret = secrets.token_hex(16), secret_of_group(meeting, True)
+    meeting.set(f"waiting/{meeting.add('waiting', 1)}", signed(secret, ("waiting",), token))
     until(lambda: meeting.check([f"invited/{token}"]), deadline, "the running ranks: none has called grow()")
     meeting.set(f"ready/{token}", "")
     try:
@@ -168,14 +175,15 @@ def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | No
         if time.monotonic() > deadline:
             raise
         return None
-    return _Admission(**json.loads(meeting.get(f"admitted/{token}")))
+    found = verified(meeting.get(f"admitted/{token}"), secret, ("admitted", token))
+    return _Admission(**json.loads(found[0])) if found else None
 
 
 def _make(admission: _Admission, store: dist.Store) -> Any:
     """Make the group, and return its backend when all running ranks have made it as well."""
     options = BackendOptions(**admission.options) if admission.options else None
     limit = timedelta(seconds=admission.limit)
-    backend = make_repaired(options, store, admission.name, admission.rank, admission.size, limit)
+    backend = make_repaired(options, store, admission.name, admission.rank, admission.size, limit, is_grown=True)
     try:
         deadline = time.monotonic() + admission.limit
         until(lambda: store.check([_OUTCOME]), deadline, "the outcome on the running ranks")
@@ -210,7 +218,11 @@ def _invite(meeting: dist.Store) -> list[str]:
         until(lambda: meeting.check(keys), deadline, "the names of new ranks")
     except TimeoutError:  # a rank has died between its two calls
         keys = [key for key in keys if meeting.check([key])]
-    tokens = [meeting.get(key).decode() for key in keys]
+    secret = secret_of_group(meeting, True)
+    found = [verified(meeting.get(key), secret, ("waiting",)) for key in keys]
+    if None in found:
+        warn(f"a process that wants to join is refused: it does not know the secret of this job; {REMEDY}")
+    tokens = [texts[0] for texts in found if texts]
     for token in tokens:
         meeting.set(f"invited/{token}", "")
     ready = [f"ready/{token}" for token in tokens]

@@ -141,35 +141,42 @@ class Acceptor:
 
 
 class QuorumRegisters:
-    """Registers on servers that may be lost. Every call raises NoMajorityError if a majority of them is."""
+    """Registers on servers that may be lost. Every call raises NoMajorityError if a majority of them is.
 
-    def __init__(self, acceptors: Sequence[Acceptor], rank: int, size: int) -> None:
-        self._acceptors, self._rank, self._size = acceptors, rank, size
-        self._announced = 0
+    A group has several agreements, one after another, whose keys begin with the name of the agreement. A record belongs
+    to the agreement that its text names.
+    """
+
+    def __init__(self, acceptors: Sequence[Acceptor], agreement: str, rank: int, size: int) -> None:
+        self._acceptors, self._agreement, self._rank, self._size = acceptors, agreement, rank, size
         self._decisions: dict[str, str] = {}
 
     def announce(self, text: str) -> None:
-        self._announced += 1
-        self._ask("announce", self._rank, self._announced, text)
+        self._ask("announce", self._rank, time.monotonic_ns(), json.dumps([self._agreement, text]))
 
     def read(self) -> tuple[Mapping[int, str], Mapping[str, str]]:
         found: dict[int, tuple[int, str]] = {}
         for records, decisions in self._ask("read"):
             for rank, (number, text) in records:
                 found[rank] = max(found.get(rank, (0, "")), (number, text))
-            self._decisions.update(decisions)
-        return {rank: text for rank, (_, text) in found.items()}, self._decisions
+            prefix = f"{self._agreement}/"
+            self._decisions.update(
+                (key.removeprefix(prefix), value) for key, value in decisions.items() if key.startswith(prefix)
+            )
+        records = {rank: json.loads(text) for rank, (_, text) in found.items()}
+        return {rank: text for rank, (name, text) in records.items() if name == self._agreement}, self._decisions
 
     def decide(self, key: str, value: str) -> str:
         if key not in self._decisions:
-            steps = propose(key, value, self._rank, self._size, len(self._acceptors))
+            name = f"{self._agreement}/{key}"
+            steps = propose(name, value, self._rank, self._size, len(self._acceptors))
             try:
                 request = next(steps)
                 while True:
                     request = steps.send(self._perform(request))
             except StopIteration as ended:
                 self._decisions[key] = ended.value
-            self._ask("publish", key, self._decisions[key])  # so that others need not propose
+            self._ask("publish", name, self._decisions[key])  # so that others need not propose
         return self._decisions[key]
 
     def _perform(self, request: CompareAndSet) -> str | None:

@@ -99,10 +99,10 @@ class RepairAttempt:
         if not self._spans_hosts:
             return SharedRegisters(self._old, self._agreement)
         addresses = [self._made.addresses[each] for each in quorum_ranks(self._made.hosts)]
-        name = f"{self._made.attempt}/{self._agreement}"
-        clients = [functools.partial(RegisterClient, each, name, _CALL_TIME) for each in addresses]
+        group, key = self._made.attempt, self._made.key
+        clients = [functools.partial(RegisterClient, each, group, key, _CALL_TIME) for each in addresses]
         acceptors = [Acceptor(lambda client=client: client().call) for client in clients]  # type: ignore[misc]
-        return QuorumRegisters(acceptors, self._rank, self._old.size())
+        return QuorumRegisters(acceptors, self._agreement, self._rank, self._old.size())
 
     def _perform(self, request: Request) -> Any:
         is_repeated, self._last_request = request == self._last_request, request
@@ -171,8 +171,9 @@ class RepairAttempt:
 
         def make() -> tuple[Any, Any]:
             store = dist.PrefixStore(name, open_store(address, size, limit))
-            options, seconds = self._made.request.given, timedelta(seconds=limit)
-            return make_repaired(options, store, self._name, rank, size, seconds), store
+            request, seconds = self._made.request, timedelta(seconds=limit)
+            is_grown = request.is_grown or self._newcomers > 0
+            return make_repaired(request.given, store, self._name, rank, size, seconds, is_grown), store
 
         try:
             self.backend, self.store = call_in_thread(make, limit, discard=lambda made: made[0].abort())

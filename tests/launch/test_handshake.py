@@ -116,8 +116,8 @@ def test_a_forged_answer_is_ignored(capfd: pytest.CaptureFixture[str]) -> None:
     def forge() -> None:
         token = json.loads(store.get("hello/1"))[0]
         for name, secret in (("stolen", None), ("stolen", THEIRS)):
-            store.set(f"welcome/{token}", module._signed(secret, ("welcome", 1, token), name))
-            store.set(f"{name}/hosts", module._signed(secret, ("hosts", name), "a", "b"))
+            store.set(f"welcome/{token}", module.signed(secret, ("welcome", 1, token), name))
+            store.set(f"{name}/hosts", module.signed(secret, ("hosts", name), "a", "b"))
 
     with ThreadPoolExecutor(1) as threads:
         rank_1: Future[Any] = threads.submit(join, store, 1, OURS)
@@ -168,7 +168,7 @@ def mutated(hello: bytes, number: int, draw: random.Random) -> bytes:
 def greet(count: int) -> None:
     store, draw = dist.HashStore(), random.Random(1)
     server = module._Rank0(store, 2, OURS)
-    hello = module._signed(OURS, ("hello", 1, 2), "0" * 16, "host").encode()
+    hello = module.signed(OURS, ("hello", 1, 2), "0" * 16, "host").encode()
     for number in range(count):
         text = mutated(hello, number, draw)
         if module._texts(text) != module._texts(hello):  # more than the spaces between the texts

@@ -215,3 +215,27 @@ def test_wrong_use(tmp_path: Path) -> None:
         return "refused"
 
     assert run_ranks(body, 1, tmp_path) == ["refused"]
+
+
+def test_a_process_without_the_secret_is_not_admitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place = f"file://{tmp_path}/place"
+
+    def body(rank: int) -> Any:
+        monkeypatch.setenv("DIST_PRIMS_SECRET", "another secret, long enough" if rank == 2 else "the secret of the job")
+        if rank == 2:
+            with pytest.raises(TimeoutError, match="none has called grow"):
+                dist_prims.join(place, timeout=3)
+            return "refused"
+        if rank == 3:
+            dist_prims.join(place, timeout=LIMIT)
+        else:
+            join_at_rank_0(rank, 2, tmp_path)
+            meeting = _meeting(place)
+            wait_until(lambda: meeting.add("waiting", 0) == 2)
+            grow_to(3, place)
+        return total()
+
+    assert run_ranks(body, 4, tmp_path, join=False) == [3, 3, "refused", 3]
+    assert "a process that wants to join is refused" in capfd.readouterr().err

@@ -85,9 +85,10 @@ class LosableServer:
     def __init__(self) -> None:
         self.listening, self.is_lost = socket.create_server(("127.0.0.1", 0)), False
         self.server = RegisterServer(self.listening)
+        self.registers = self.server.add("group", b"key")
 
     def connect(self) -> Callable[..., Any]:
-        client = RegisterClient(f"127.0.0.1:{self.listening.getsockname()[1]}", "group", timeout=20)
+        client = RegisterClient(f"127.0.0.1:{self.listening.getsockname()[1]}", "group", b"key", timeout=20)
 
         def call(*request: Any) -> Any:
             if self.is_lost:
@@ -98,7 +99,7 @@ class LosableServer:
 
 
 def registers(servers: list[LosableServer], rank: int) -> QuorumRegisters:
-    return QuorumRegisters([Acceptor(each.connect) for each in servers], rank, 2)
+    return QuorumRegisters([Acceptor(each.connect) for each in servers], "agreement", rank, 2)
 
 
 def test_registers_on_servers() -> None:
@@ -137,3 +138,15 @@ def test_ranks_of_the_quorum() -> None:
     assert quorum_ranks(["a"] * 8 + ["b"] * 8) == [0, 8, 1, 9, 2]
     assert quorum_ranks(["a", "b", "c", "d"]) == [0, 1, 2]
     assert quorum_ranks(["a", "b"] * 2 + ["c"]) == [0, 1, 4, 2, 3]
+
+
+def test_agreements_of_a_group_are_separate() -> None:
+    servers = [LosableServer() for _ in range(ACCEPTORS)]
+    first = QuorumRegisters([Acceptor(each.connect) for each in servers], "first", 0, 2)
+    second = QuorumRegisters([Acceptor(each.connect) for each in servers], "second", 0, 2)
+    first.announce("record")
+    assert first.decide("key", "a") == "a"
+    assert second.read() == ({}, {})
+    assert second.decide("key", "b") == "b"
+    second.announce("other record")
+    assert first.read() == ({}, {"key": "a"})

@@ -119,21 +119,21 @@ def test_one_failure_after_another(tmp_path: Path) -> None:
     assert run_ranks(body, 5, tmp_path, join=False)[4] == [4, 3, 2, 1]
 
 
-@pytest.mark.parametrize("request_name", ["Announce", "Decide", "Serve", "Make"])
-def test_a_rank_dies_while_the_survivors_agree(
-    request_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first member, which serves the store of the next group, dies at each point of the agreement."""
-    agreement = sys.modules["dist_prims.repair.repair_attempt"].RepairAttempt  # type: ignore[attr-defined]
-    perform: Callable[..., Any] = agreement._perform
+@pytest.mark.parametrize("place", range(8))
+def test_a_rank_dies_while_the_survivors_agree(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first member, which serves the store of the next group, dies at each of its requests."""
+    attempt = sys.modules["dist_prims.repair.repair_attempt"].RepairAttempt  # type: ignore[attr-defined]
+    perform: Callable[..., Any] = attempt._perform
 
     def body(rank: int) -> Any:
+        left = iter(range(place))
+
         def dying(self: Any, request: Any) -> Any:
-            if rank == 0 and type(request).__name__ == request_name:
+            if rank == 0 and next(left, None) is None:
                 die()
             return perform(self, request)
 
-        monkeypatch.setattr(agreement, "_perform", dying)
+        monkeypatch.setattr(attempt, "_perform", dying)
         join_at_rank_0(rank, 4, tmp_path)
         if rank == 3:
             die()
@@ -144,7 +144,9 @@ def test_a_rank_dies_while_the_survivors_agree(
         except CommError:  # rank 0 has died after all had made the group
             return total(dist_prims.shrink())
 
-    assert run_ranks(body, 4, tmp_path, join=False) == [-signal.SIGKILL, 2, 2, -signal.SIGKILL]
+    found = run_ranks(body, 4, tmp_path, join=False)
+    assert found in ([-signal.SIGKILL, 2, 2, -signal.SIGKILL], [3, 3, 3, -signal.SIGKILL])
+    assert place > 2 or found[0] == -signal.SIGKILL
 
 
 def test_a_stopped_rank_is_left_out(tmp_path: Path) -> None:
