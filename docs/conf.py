@@ -52,7 +52,7 @@ html_show_sphinx = False
 
 LIST = re.compile(r"\s*([-*] |\d+\. |\.\. )")
 EXAMPLE = re.compile(rf"\s*>>>|{LIST.pattern}")
-DESIGN = ["schedules", "shared_memory", "multi_host", "training", "tracing"]
+DESIGN = ["schedules", "shared_memory", "multi_host", "repair", "training", "tracing"]
 NAVIGATION = {
     "Guide": ["docs/installation", "docs/guide", "docs/pipelines"],
     "How to": [
@@ -60,6 +60,7 @@ NAVIGATION = {
         "docs/all_reduce",
         "docs/data_splitters",
         "docs/multi_host",
+        "docs/repair",
         "docs/torch_distributed",
         "docs/tracing",
         "docs/environment",
