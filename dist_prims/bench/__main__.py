@@ -37,6 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
         from .hosts import main as hosts  # imports the backend
 
         return hosts(words[1:])
+    if words[:1] == ["repair"]:
+        from .repair import main as repair  # imports the backend
+
+        return repair(words[1:])
     parser = _parser()
     given = parser.parse_args(words)
     try:

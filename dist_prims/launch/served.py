@@ -34,6 +34,7 @@ _BACKLOG = 4096  # all ranks may connect at once
 _stores: dict[str, tuple[dist.Store, str]] = {}  # by the address of this host, with the port
 _sockets: dict[str, socket.socket] = {}  # for all but the stores
 _servers: dict[str, RegisterServer] = {}  # at some of these sockets
+_of_parent: list[list[object]] = []  # in a forked child
 _descriptors: dict[int, int] = {}  # of the sockets that are listening, with their inodes
 
 
@@ -133,6 +134,8 @@ def _close_in_child() -> None:
                 os.close(descriptor)
     for each in _sockets.values():
         each.detach()
+    # The destructor of a TCPStore would wait without end for the thread of its server, which the child does not have.
+    _of_parent.append([*_stores.values(), *_servers.values()])
     for known in (_stores, _sockets, _servers, _descriptors):
         known.clear()
 

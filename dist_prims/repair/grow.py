@@ -102,32 +102,39 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     """
     old = default_group()
     backend = repairable_backend(old, "grow")
-    rank, size = backend.rank(), backend.size()
-    meeting = _meeting(at) if rank == 0 else None
-    tokens = _invite(meeting) if meeting is not None else []
-    agreement, *_ = plan = _broadcast([secrets.token_hex(8), *tokens], old)
-    newcomers = len(plan) - 1
-    if not newcomers:
-        return old
-    name = next_name(old.group_name)
+    meeting = _meeting(at) if backend.rank() == 0 else None
+    agreement, *tokens = _broadcast([secrets.token_hex(8), *(_invite(meeting) if meeting else [])], old)
+    return _admit(old, backend, meeting, agreement, tokens, timeout) if tokens else old
+
+
+def _admit(
+    old: dist.ProcessGroup, backend: Any, meeting: dist.Store | None, agreement: str, tokens: list[str], limit: float
+) -> dist.ProcessGroup:
+    """Make the group with the new ranks of these names; return it, or the old one if that fails."""
+    rank, size, name = backend.rank(), backend.size(), next_name(old.group_name)
     made = made_group(old.group_name)
 
-    def admit(address: str) -> None:
-        assert meeting is not None
+    def publish(address: str) -> None:
+        assert meeting is not None, "rank 0 serves the store of the new group"
         secret = secret_of_group(meeting, True)
-        prefix = store_prefix(made.attempt, agreement, 0)
         for place, token in enumerate(tokens):
-            seconds = timeout_of(old, _CPU).total_seconds()
-            options = _fields(made.request.given)
-            admission = _Admission(address, prefix, name, size + place, size + newcomers, seconds, timeout, options)
+            admission = _Admission(
+                store=address,
+                prefix=store_prefix(made.attempt, agreement, 0),
+                name=name,
+                rank=size + place,
+                size=size + len(tokens),
+                timeout=timeout_of(old, _CPU).total_seconds(),
+                limit=limit,
+                options=_fields(made.request.given),
+            )
             meeting.set(f"admitted/{token}", signed(secret, ("admitted", token), admission.text()))
 
-    attempt = RepairAttempt(backend, name, timeout, agreement, newcomers, admit)
-    is_made = attempt.run(make_together(rank, 0, tuple(range(size))))
-    if rank == 0 and attempt.store is not None:
+    attempt = RepairAttempt(backend, name, limit, agreement, len(tokens), publish)
+    if not attempt.run(make_together(rank, 0, tuple(range(size)))):
+        return old  # the new ranks find no outcome, and announce themselves again
+    if rank == 0:
         attempt.store.set(_OUTCOME, MADE)
-    if not is_made:
-        return old
     return replace_group(old, attempt.backend, attempt.store, range(size), name)
 
 
@@ -140,9 +147,14 @@ def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
     ``at`` is the place at which they look; the example of :func:`grow` shows both sides. Raises TimeoutError after
     ``timeout`` seconds.
 
-    >>> join("file:///dev/null/nothing", timeout=1)
-    Traceback (most recent call last):
-    RuntimeError: join: this process has a default group already; only a new process can join
+    >>> import dist_prims
+    >>> def join_in_a_group():
+    ...     try:
+    ...         join("file:///path/of/the/job")
+    ...     except RuntimeError as error:
+    ...         return str(error)
+    >>> dist_prims.spawn(join_in_a_group, 1)
+    ['join: this process has a default group already; only a new process can join']
     """
     if dist.is_initialized():
         raise RuntimeError("join: this process has a default group already; only a new process can join")

@@ -143,3 +143,13 @@ def test_pipelines_beside_what_they_could_reach(tmp_path: Path, capfd: pytest.Ca
     assert "2 micro-batches of 2: images a second: one rank alone" in capfd.readouterr().out
     for picture in ("zb_h1.svg", "sweep.svg"):
         assert xml.etree.ElementTree.parse(tmp_path / picture).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize("hosts", ["1", "2"])
+def test_times_of_repairs(hosts: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The victims are ranks 0 and 1; the survivors check their sum."""
+    assert main(["repair", "--ranks", "3", "--hosts", hosts, "--rounds", "2"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == f"# 3 ranks, {hosts} hosts, 2 rounds: milliseconds after SIGKILL"
+    medians = [float(line.split("median")[1].split()[0]) for line in lines[1:]]
+    assert 0 < medians[0] < medians[1] <= medians[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
+from dist_prims.launch.served import refused, serve_registers, served_store
 from dist_prims.repair.grow import _meeting
 from tests.helpers.survivors import join_at_rank_0, run_ranks
 from tests.repair.test_shrink import all_reduce_until_failure, die, total
@@ -239,3 +241,25 @@ def test_a_process_without_the_secret_is_not_admitted(
 
     assert run_ranks(body, 4, tmp_path, join=False) == [3, 3, "refused", 3]
     assert "a process that wants to join is refused" in capfd.readouterr().err
+
+
+def test_a_forked_child_keeps_nothing_of_what_its_parent_serves() -> None:
+    """The destructor of a TCPStore waits for the thread of its server, which a forked child does not have."""
+
+    def body() -> str:
+        store, address = served_store("127.0.0.1")
+        registers, _ = serve_registers("127.0.0.1", "group", b"")
+        child = os.fork()
+        if child == 0:
+            gc.collect()
+            with contextlib.suppress(BaseException):
+                assert refused([address, registers], 10) == set()  # the parent listens
+            os._exit(0)
+        deadline = time.monotonic() + LIMIT
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            assert time.monotonic() < deadline, "the child does not end"
+            time.sleep(0.01)
+        store.set("key", "value")
+        return store.get("key").decode()
+
+    assert dist_prims.spawn(body, 1, timeout=100) == ["value"]
