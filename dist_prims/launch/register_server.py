@@ -119,7 +119,7 @@ class RegisterServer:
             for line in lines:
                 answer = json.dumps(self._answer(*json.loads(line))).encode() + b"\n"
                 connection.socket.sendall(answer)  # short: if it does not fit the buffer, the other side does not read
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):  # no connection, or no request
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # no connection or request
             self._close(connection)
 
     def _close(self, connection: _Connection) -> None:

@@ -1,0 +1,147 @@
+"""The server of registers: authenticated calls with a deadline, and garbage."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from dist_prims.launch.register_server import RegisterClient, RegisterServer, _code
+
+KEY = b"the key of a group"
+
+
+class Served:
+    """A server with one group."""
+
+    def __init__(self) -> None:
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.server = RegisterServer(self.listening)
+        self.registers = self.server.add("group", KEY)
+        self.address = f"127.0.0.1:{self.listening.getsockname()[1]}"
+
+    def client(self, key: bytes = KEY, group: str = "group", timeout: float = 20) -> RegisterClient:
+        return RegisterClient(self.address, group, key, timeout)
+
+    def answers(self, data: bytes) -> bytes:
+        """What the server sends to a process that sends this and nothing more."""
+        with socket.create_connection(("127.0.0.1", self.listening.getsockname()[1]), 20) as connection:
+            with contextlib.suppress(OSError):
+                connection.sendall(data)
+                connection.shutdown(socket.SHUT_WR)
+            found = b""
+            with contextlib.suppress(ConnectionResetError):
+                while part := connection.recv(1 << 16):
+                    found += part
+            return found
+
+
+def request(key: bytes, *parts: Any, group: str = "group") -> list[Any]:
+    return [group, "1", _code(key, "request", group, "1", parts), parts]
+
+
+def test_calls() -> None:
+    served = Served()
+    client = served.client()
+    assert client.call("read") == [[], {}]
+    assert client.call("announce", 1, 5, "new") is True
+    assert client.call("announce", 1, 4, "late") is True  # a copy of an earlier call
+    assert client.call("compare_and_set", "key", "", "a") == "a"
+    assert client.call("compare_and_set", "key", "b", "c") == "a"
+    assert client.call("publish", "key", "a") is True
+    assert client.call("publish", "key", "b") is True
+    assert client.call("read") == [[[1, [5, "new"]]], {"key": "a"}]
+
+
+@pytest.mark.parametrize(("key", "group"), [(b"another key", "group"), (b"", "group"), (KEY, "another group")])
+def test_a_process_without_the_key_is_refused(key: bytes, group: str) -> None:
+    served = Served()
+    with pytest.raises(ConnectionError, match="has closed the connection"):
+        served.client(key, group).call("announce", 0, 1, "text")
+    assert served.client().call("read") == [[], {}]
+
+
+def test_a_server_without_the_key_is_not_believed() -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        connection, _ = listening.accept()
+        connection.recv(1 << 16)
+        connection.sendall(json.dumps(["0" * 64, "forged"]).encode() + b"\n")
+
+    threading.Thread(target=answer, daemon=True).start()
+    client = RegisterClient(f"127.0.0.1:{listening.getsockname()[1]}", "group", KEY, timeout=20)
+    with pytest.raises(ConnectionError, match="an answer without the right code"):
+        client.call("read")
+
+
+def test_a_server_that_is_stopped() -> None:
+    """It accepts connections, since the kernel does, and answers nothing."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    client = RegisterClient(f"127.0.0.1:{listening.getsockname()[1]}", "group", KEY, timeout=0.2)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        client.call("read")
+    assert time.monotonic() - began < 10
+
+
+def test_registers_end_with_their_group_unless_they_were_changed() -> None:
+    served = Served()
+    client = served.client()
+    unused = served.server.add("unused", b"")
+    assert served.client(b"", "unused").call("read") == [[], {}]
+    del unused
+    gc.collect()
+    with pytest.raises(ConnectionError):
+        served.client(b"", "unused").call("read")
+    client.call("publish", "key", "value")
+    del served.registers
+    gc.collect()
+    assert client.call("read") == [[], {"key": "value"}]
+
+
+def mutations(generator: random.Random) -> bytes:
+    right = json.dumps(request(b"wrong", "announce", 0, 1, "text")).encode()
+    values = [None, 5, -1.5, True, [], {}, "x", [["x"]], "\udc00", 10**400]
+    kind = generator.randrange(5)
+    if kind == 0:
+        return generator.randbytes(generator.randrange(200))
+    if kind == 1:
+        text = bytearray(right + b"\n")
+        text[generator.randrange(len(text))] = generator.randrange(256)
+        return bytes(text)
+    if kind == 2:
+        return json.dumps(generator.choices(values, k=generator.randrange(7))).encode() + b"\n"
+    if kind == 3:
+        parts = json.loads(right)
+        parts[generator.randrange(4)] = generator.choice(values)
+        return json.dumps(parts).encode() + b"\n"
+    return b"[" * generator.randrange(1, 5000) + b"\n"
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [2_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_garbage(count: int) -> None:
+    """Random and changed requests: no answer, no change, no descriptor left; a right client is served."""
+    served, generator = Served(), random.Random(7)
+    client = served.client()
+    assert served.answers(mutations(generator)) == b""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(count):
+        assert served.answers(mutations(generator)) == b""
+    assert client.call("read") == [[], {}]
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_line_without_end_is_refused() -> None:
+    served = Served()
+    assert served.answers(b"x" * (3 << 20)) == b""
+    assert served.client().call("read") == [[], {}]
