@@ -11,6 +11,7 @@ data. Both show in a tenth of the time that their prices take.
 from __future__ import annotations
 
 import functools
+import threading
 
 import numpy as np
 
@@ -24,7 +25,8 @@ __all__: list[str] = []
 class StepBounds:
     """The steps of a schedule within hosts and between them, and the chunks that cross links.
 
-    Steps are counted only as far as a limit requires.
+    Steps are counted only as far as a limit requires. Threads that choose schedules at the same time, for two groups
+    that span hosts, share the bounds of a schedule.
 
     >>> from dist_prims.schedules import build
     >>> from dist_prims.schedules.topology import Level
@@ -35,6 +37,7 @@ class StepBounds:
     """
 
     def __init__(self, schedule: Schedule, topology: Topology) -> None:
+        self._counting = threading.Lock()
         self._topology = topology
         self._share = float(schedule.share)
         self._steps = iter(schedule.steps)
@@ -48,12 +51,13 @@ class StepBounds:
 
     def is_longer(self, nbytes: float, limit: float) -> bool:
         """Whether the schedule takes longer than ``limit`` seconds."""
-        while self._seconds(nbytes * self._share) <= limit:
-            step = next(self._steps, None)
-            if step is None:
-                return False
-            self._count(step)
-        return True
+        with self._counting:
+            while self._seconds(nbytes * self._share) <= limit:
+                step = next(self._steps, None)
+                if step is None:
+                    return False
+                self._count(step)
+            return True
 
     def _seconds(self, chunk: float) -> float:
         """A lower bound for the steps counted so far, with chunks of ``chunk`` bytes."""

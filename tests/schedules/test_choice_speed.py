@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -78,3 +81,22 @@ def test_steps_of_messages_are_joined_and_run_backwards() -> None:
     assert len(joined) == len(joined.rows()) == 10
     assert joined.rows()[5:8] == [(0, 1, 0, 0, False), (0, 1, 2, 2, False), (0, 1, 3, 3, False)]
     assert two.backwards().rows()[1] == (1, 0, 2, 2, True)
+
+
+def test_threads_count_the_steps_of_a_schedule_together() -> None:
+    """Groups on several threads choose at once: each step was counted by one of them only, or raised on the others."""
+    cluster = Topology((8,) * 16, Level(5e-6, 3e-10), Level(60e-6, 8e-10))
+    chain = build("broadcast", "chain", 128, chunks=1)
+    limits = [each * 1e-4 for each in range(1, 25)]
+    expected = [StepBounds(chain, cluster).is_longer(1024, limit) for limit in limits]
+    assert set(expected) == {False, True}
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            bounds = StepBounds(chain, cluster)
+            with ThreadPoolExecutor(8) as threads:
+                found = list(threads.map(lambda limit, bounds=bounds: bounds.is_longer(1024, limit), limits))
+            assert found == expected
+    finally:
+        sys.setswitchinterval(interval)
