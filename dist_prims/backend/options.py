@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -18,7 +19,9 @@ __all__: list[str] = []
 
 PINNABLE = tuple(collective for collective in COLLECTIVES if collective not in ("scan", "exclusive_scan"))
 _OTHERS = ("slot_bytes", "one_shot_bytes", "engine")
-_options: dict[str, BackendOptions | None] = {}  # by the name of a group
+# By the name of a group. The group keeps its options, so a process that makes groups over and over keeps none of a
+# group that has ended, unless the program keeps them itself.
+_options: WeakValueDictionary[str, BackendOptions] = WeakValueDictionary()
 
 
 class BackendOptions:
@@ -68,8 +71,11 @@ class BackendOptions:
 
 def keep_options(group_name: str, given: Any) -> BackendOptions:
     """Store the options of a group, and return them, or the defaults if the caller gave none."""
-    _options[group_name] = given if isinstance(given, BackendOptions) else None
-    return _options[group_name] or BackendOptions()
+    _options.pop(group_name, None)  # of an earlier group of this name
+    if not isinstance(given, BackendOptions):
+        return BackendOptions()
+    _options[group_name] = given
+    return given
 
 
 def options_of(group: dist.ProcessGroup) -> BackendOptions | None:

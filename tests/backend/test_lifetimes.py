@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
+from dist_prims.backend import options, options_of
 from dist_prims.errors import CommError
 
 LIMIT = 50  # seconds, of any wait here
@@ -179,3 +180,22 @@ def test_a_callback_that_raises_ends_nothing(capfd: pytest.CaptureFixture[str]) 
 
     spawn(body, 2)
     assert not re.search("terminate called", capfd.readouterr().err)
+
+
+def test_a_process_keeps_no_options_of_groups_that_have_ended() -> None:
+    def body() -> list[int]:
+        kept = []
+        for with_options in (True, False):
+            for _ in range(5):
+                given = dist_prims.BackendOptions(all_reduce="ring") if with_options else None
+                group = dist.new_group(pg_options=given)
+                assert options_of(group) is given
+                del given
+                dist.barrier(group)
+                dist.destroy_process_group(group)
+                del group
+            gc.collect()
+            kept.append(len(options._options))
+        return kept
+
+    assert spawn(body, 2) == [[0, 0]] * 2
