@@ -1,0 +1,33 @@
+"""What a rank uses while groups are made and destroyed over and over: see tests/helpers/soak.py."""
+
+from __future__ import annotations
+
+import pytest
+from soak import Options, Usage, run
+
+LAYOUTS = pytest.mark.parametrize(
+    ("layout", "engine"), [("a a a", ""), ("a a b", "tcp")], ids=["one host", "two hosts"]
+)
+
+
+def check(usages: list[Usage], bytes_for_each_group: int) -> None:
+    for usage in usages:
+        for name in ("descriptors", "threads", "files"):
+            assert len(usage.values(name)) == 1, usage.text()
+        fewest, *_, most = [*usage.values("mappings")] * 2
+        assert most - fewest <= 8, usage.text()  # heaps of the C library
+        groups = usage.samples[-1].groups - usage.samples[0].groups
+        assert groups >= 40, usage.text()
+        assert usage.growth() <= 8 * 2**20 + groups * bytes_for_each_group, usage.text()
+
+
+@LAYOUTS
+def test_a_rank_uses_no_more_after_many_groups(layout: str, engine: str) -> None:
+    check(run(Options(12, layout=layout, engine=engine)), bytes_for_each_group=8192)
+
+
+@pytest.mark.slow
+@LAYOUTS
+def test_a_rank_uses_no_more_after_minutes(layout: str, engine: str) -> None:
+    usages = run(Options(300 if engine == "" else 120, layout=layout, engine=engine))
+    check(usages, bytes_for_each_group=4096)  # torch keeps 1 to 3 KB for each group that a process has ever made
