@@ -216,11 +216,19 @@ void TraceStep::end() const {
                  .kind = TraceKind::kStep});
 }
 
+std::uint32_t next_trace_group(std::uint32_t last, const std::map<std::uint32_t, std::string>& in_use) {
+    do {
+        ++last;
+    } while (last == 0 || in_use.contains(last));
+    return last;
+}
+
 TraceGroup::TraceGroup(const std::string& description)
     : number_([&] {
           TraceRegistry& own = registry();
           const std::lock_guard lock(own.mutex);
-          own.groups[++own.last_group] = description;
+          own.last_group = next_trace_group(own.last_group, own.groups);
+          own.groups[own.last_group] = description;
           for (const auto& each : own.buffers) {
               if (each->is_open()) each->add_group(own.last_group, description);
           }

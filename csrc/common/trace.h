@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -160,6 +161,10 @@ inline void move_trace_step(int by) {
     if (tracing()) [[unlikely]]
         trace_context.step += by;
 }
+
+// The number of the next group after `last`: not 0, and none that is in use. Numbers begin again at 1 after 2^32 - 1
+// groups of a process.
+std::uint32_t next_trace_group(std::uint32_t last, const std::map<std::uint32_t, std::string>& in_use);
 
 // The description of a group in traces, for as long as the group exists.
 class TraceGroup {

@@ -22,6 +22,19 @@ struct HostSegment {
                SharedLog::bytes(size);
     }
 
+    // For tests: where the counters in new memory begin. To be called before a rank uses the memory.
+    struct Counters {
+        std::uint64_t phase = 0;
+        std::uint64_t ring = 0;  // the bytes written to and read from each ring buffer; a multiple of 64
+        std::uint32_t wakes = 0;
+    };
+    static void set_counters(const Mapping& memory, int size, std::size_t slot, const Counters& counters) {
+        Membership::set_wake_counts(memory.data(), size, counters.wakes);
+        SlotExchange::set_counters(memory.data() + Membership::bytes(size), size, counters.phase);
+        PointToPoint::set_counters(memory.data() + Membership::bytes(size) + SlotExchange::bytes(size, slot), size,
+                                   counters.ring);
+    }
+
     HostSegment(std::shared_ptr<const Mapping> memory, int rank, int size, std::size_t slot, RankNames names = {})
         : shared_membership_(std::make_shared<Membership>(memory, memory->data(), rank, size, std::move(names))),
           shared_p2p_(std::make_shared<PointToPoint>(

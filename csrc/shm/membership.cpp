@@ -46,6 +46,11 @@ std::size_t Membership::bytes(int size) {
     return sizeof(GroupState) + static_cast<std::size_t>(size) * sizeof(RankState) + WaitGraph::bytes(size);
 }
 
+void Membership::set_wake_counts(std::byte* place, int size, std::uint32_t value) {
+    for (int rank = 0; rank < size; ++rank)
+        reinterpret_cast<RankState*>(place + sizeof(GroupState))[rank].wake_count.store(value);
+}
+
 Membership::Membership(std::shared_ptr<const Mapping> memory, std::byte* place, int rank, int size, RankNames names)
     : memory_(std::move(memory)),
       place_(place),

@@ -41,6 +41,9 @@ class Membership {
 public:
     static std::size_t bytes(int size);
 
+    // For tests: lets the wake counts of new memory begin at `value`. To be called before a rank uses the memory.
+    static void set_wake_counts(std::byte* place, int size, std::uint32_t value);
+
     // The cause of the group's end. `culprit` is a group rank.
     struct Notice {
         CommError::Kind kind;

@@ -45,6 +45,13 @@ std::size_t PointToPoint::bytes(int size) {
     return index(size) * index(size) * (sizeof(RingState) + ring_bytes_for(size));
 }
 
+void PointToPoint::set_counters(std::byte* place, int size, std::uint64_t value) {
+    for (std::byte* end = place + bytes(size); place != end; place += sizeof(RingState) + ring_bytes_for(size)) {
+        reinterpret_cast<RingState*>(place)->written.store(value);
+        reinterpret_cast<RingState*>(place)->read.store(value);
+    }
+}
+
 PointToPoint::PointToPoint(std::shared_ptr<const Mapping> memory, std::byte* place,
                            std::shared_ptr<Membership> membership)
     : memory_(std::move(memory)),

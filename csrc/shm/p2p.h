@@ -64,6 +64,10 @@ public:
 
     static std::size_t bytes(int size);
 
+    // For tests: lets the counters of new memory begin at `value`, a multiple of 64. To be called before a rank uses
+    // the memory.
+    static void set_counters(std::byte* place, int size, std::uint64_t value);
+
     // `place` points to bytes(size) of the shared memory.
     PointToPoint(std::shared_ptr<const Mapping> memory, std::byte* place, std::shared_ptr<Membership> membership);
 

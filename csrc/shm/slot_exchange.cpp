@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "../common/counter_order.h"
 #include "../common/thread.h"
 #include "../common/trace.h"
 #include "wait_policy.h"
@@ -27,9 +28,19 @@ std::size_t SlotExchange::bytes(int size, std::size_t capacity) {
     return static_cast<std::size_t>(size) * (sizeof(PhaseEntry) + 2 * round_up(capacity));
 }
 
+void SlotExchange::set_counters(std::byte* place, int size, std::uint64_t value) {
+    for (int rank = 0; rank < size; ++rank) {
+        PhaseEntry& entry = reinterpret_cast<PhaseEntry*>(place)[rank];
+        entry.phase.store(value);
+        entry.calls.store(value);
+    }
+}
+
 SlotExchange::SlotExchange(std::shared_ptr<const Mapping> memory, std::byte* place, Membership& membership,
                            std::size_t capacity)
     : memory_(std::move(memory)), place_(place), membership_(membership), capacity_(round_up(capacity)) {
+    phase_ = entry(rank()).phase.load();
+    calls_ = entry(rank()).calls.load();
     membership.wait_graph().position_by(
         [entries = reinterpret_cast<const PhaseEntry*>(place)](int rank) -> WaitGraph::Position {
             const PhaseEntry& entry = entries[rank];
@@ -76,7 +87,7 @@ void SlotExchange::check_abort() const {
 }
 
 bool SlotExchange::is_behind(int rank) const {
-    return entry(rank).phase.load() < phase_;
+    return precedes(entry(rank).phase.load(), phase_);
 }
 
 bool SlotExchange::any_is_behind() const {

@@ -39,7 +39,11 @@ public:
     // The bytes of shared memory for `size` ranks, with two slots of `capacity` bytes for each.
     static std::size_t bytes(int size, std::size_t capacity);
 
-    // `place` points to bytes(size, capacity) of the shared memory.
+    // For tests: lets the counters of new memory begin at `value`. To be called before a rank uses the memory.
+    static void set_counters(std::byte* place, int size, std::uint64_t value);
+
+    // `place` points to bytes(size, capacity) of the shared memory. The phases continue from the counter in it, which
+    // is 0 in new memory.
     SlotExchange(std::shared_ptr<const Mapping> memory, std::byte* place, Membership& membership, std::size_t capacity);
 
     int rank() const { return membership_.rank(); }

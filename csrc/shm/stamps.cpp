@@ -21,8 +21,10 @@ std::uint64_t random_number() {
 
 }  // namespace
 
-Stamps::Stamps()
-    : exporter_(Exporter::instance()), page_(exporter_.allocate(kCount * sizeof(Stamp))), token_(random_number()) {}
+Stamps::Stamps() : Stamps(random_number()) {}
+
+Stamps::Stamps(std::uint64_t token)
+    : exporter_(Exporter::instance()), page_(exporter_.allocate(kCount * sizeof(Stamp))), token_(token) {}
 
 Stamps::~Stamps() {
     exporter_.release(page_);

@@ -34,7 +34,8 @@ public:
         bool are_set(std::size_t number, std::uint64_t round) const;
     };
 
-    Stamps();
+    Stamps();  // with a random token
+    explicit Stamps(std::uint64_t token);
     ~Stamps();
     Stamps(const Stamps&) = delete;
 

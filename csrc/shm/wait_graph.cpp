@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "../common/counter_order.h"
 #include "../common/process.h"
 
 namespace dist_prims {
@@ -165,7 +166,7 @@ WaitGraph::Waits WaitGraph::waits(int rank) const {
 WaitGraph::Nodes WaitGraph::behind(int rank) const {
     std::vector<std::uint64_t> phases;
     for (int peer = 0; peer < size_; ++peer) phases.push_back(position_(peer).phase);
-    const std::uint64_t least = *std::min_element(phases.begin(), phases.end());
+    const std::uint64_t least = *std::min_element(phases.begin(), phases.end(), precedes);
     Nodes found;
     if (least == phases[static_cast<std::size_t>(rank)]) return found;
     for (int peer = 0; peer < size_; ++peer) {
@@ -284,14 +285,14 @@ std::vector<std::uint64_t> WaitGraph::heartbeats() const {
 WaitGraph::Late WaitGraph::describe(int rank, bool in_collective) const {
     const Position here = position_(rank);
     Position furthest = here;
-    std::uint64_t last_phase = 0;
+    std::uint64_t last_phase = here.phase;
     for (int peer = 0; peer < size_; ++peer) {
         const Position there = position_(peer);
-        if (there.calls > furthest.calls) furthest = there;
-        last_phase = std::max(last_phase, there.phase);
+        if (precedes(furthest.calls, there.calls)) furthest = there;
+        last_phase = std::max(last_phase, there.phase, precedes);
     }
-    if (here.calls < furthest.calls) return {rank, LateState::kHasNotMadeCall, furthest.number};
-    const bool is_in_call = in_collective || here.phase < last_phase;
+    if (precedes(here.calls, furthest.calls)) return {rank, LateState::kHasNotMadeCall, furthest.number};
+    const bool is_in_call = in_collective || precedes(here.phase, last_phase);
     return {rank, is_in_call ? LateState::kIsInCall : LateState::kIsInNoCall, here.number};
 }
 

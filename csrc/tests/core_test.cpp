@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -21,6 +22,7 @@
 #include "../shm/host_segment.h"
 #include "../shm/incremental_reduce.h"
 #include "../shm/rendezvous.h"
+#include "../shm/stamps.h"
 #include "test_support.h"
 
 using namespace dist_prims;
@@ -53,8 +55,8 @@ std::byte* bytes(std::vector<std::int64_t>& data) {
     return reinterpret_cast<std::byte*>(data.data());
 }
 
-void every_collective(int size) {
-    run_ranks(size, [size](HostSegment& host_segment) {
+void every_collective(int size, const HostSegment::Counters& counters = {}) {
+    run_ranks(size, counters, [size](HostSegment& host_segment) {
         SlotExchange& slots = host_segment.slots;
         std::uint64_t sequence = 0;
         const int rank = slots.rank();
@@ -268,8 +270,8 @@ PointToPoint::Done quietly() {
 }
 
 // All ranks to all ranks, tags out of order, lengths from zero to many times the ring.
-void messages_of_all_lengths(int size, bool carried) {
-    run_ranks(size, [&](HostSegment& host_segment) {
+void messages_of_all_lengths(int size, bool carried, const HostSegment::Counters& counters = {}) {
+    run_ranks(size, counters, [&](HostSegment& host_segment) {
         const int rank = host_segment.membership.rank();
         const std::vector<std::size_t> counts{0, 1, 13, 3000, 200000};
         std::vector<std::vector<std::int64_t>> sent, received;
@@ -420,6 +422,65 @@ CASE(incremental_sums_in_any_order) {
 
 CASE(incremental_sums_that_a_peer_cannot_map) {
     for (int size : {2, 3}) incremental_sums(size, false);
+}
+
+// The counters begin near the ends of 32, 63 and 64 bits. A collective of 5000 elements takes some ten phases.
+CASE(collectives_over_the_wrap_of_phases) {
+    for (const std::uint64_t end : {std::uint64_t{1} << 32, std::uint64_t{1} << 63, std::uint64_t{0}}) {
+        for (const std::uint64_t left : {1u, 2u, 30u, 75u}) {
+            for (int size : {1, 2, 3, 4}) every_collective(size, {.phase = end - left});
+        }
+    }
+}
+
+// A ring buffer of 256 KiB, that of up to 4 ranks, is right across the wrap of the bytes in it at 2^64; one whose
+// length is no power of two is not.
+CASE(messages_over_the_wrap_of_ring_positions) {
+    for (const std::uint64_t end : {std::uint64_t{1} << 32, std::uint64_t{1} << 63, std::uint64_t{0}}) {
+        for (int size : {2, 3, 5}) {
+            if (size == 5 && end == 0) continue;
+            for (const bool carried : {false, true}) messages_of_all_lengths(size, carried, {.ring = end - (20 << 10)});
+        }
+    }
+}
+
+// Each time the wake comes between the registration of the sleeper and its sleep, which then returns at once. If the
+// kernel could not tell the wake counts apart, each sleep would last 10 ms.
+CASE(no_wake_up_is_lost_at_the_wrap_of_wake_counts) {
+    constexpr std::uint32_t kTurns = 1000;
+    const auto memory = memory_for(2, kSlot, {.wakes = std::numeric_limits<std::uint32_t>::max() - kTurns / 2});
+    Membership sleeper(memory, memory->data(), 0, 2), waker(memory, memory->data(), 1, 2);
+    const auto began = Clock::now();
+    for (std::uint32_t turn = 0; turn < kTurns; ++turn) {
+        sleeper.sleep([&] {
+            waker.wake(0);
+            return false;
+        });
+    }
+    CHECK(Clock::now() - began < kTurns / 4 * 10ms);
+}
+
+// A stamp is a random token plus the number of the round, so it may pass 2^64 at any time.
+CASE(stamps_over_the_wrap_of_token_and_round) {
+    run_ranks(3, [](HostSegment& host_segment) {
+        constexpr std::uint64_t kLast = std::numeric_limits<std::uint64_t>::max();
+        SlotExchange& slots = host_segment.slots;
+        Stamps stamps(kLast - 3 - static_cast<std::uint64_t>(slots.rank()));
+        open(slots, Collective::kBarrier, 0);
+        stamps.announce(slots);
+        slots.phase();
+        const Stamps::All all = stamps.map_tensors(host_segment, Stamps::announced(slots));
+        CHECK(all.tokens.size() == 3);
+        for (std::uint64_t round = 1; round < 9; ++round) {
+            CHECK(!all.are_set(0, round));
+            slots.phase();
+            stamps.set(0, round);
+            slots.phase();
+            CHECK(all.are_set(0, round));
+            CHECK(!all.are_set(1, round));
+            slots.phase();
+        }
+    });
 }
 
 CASE(messages_on_waiting_threads) {

@@ -101,14 +101,17 @@ bool fails(CommError::Kind kind, const Work& work) {
     return false;
 }
 
-inline std::shared_ptr<const Mapping> memory_for(int size, std::size_t slot = kSlot) {
-    return std::make_shared<const Mapping>(make_memory(HostSegment::bytes(size, slot)));
+inline std::shared_ptr<const Mapping> memory_for(int size, std::size_t slot = kSlot,
+                                                 const HostSegment::Counters& counters = {}) {
+    auto memory = std::make_shared<const Mapping>(make_memory(HostSegment::bytes(size, slot)));
+    HostSegment::set_counters(*memory, size, slot, counters);
+    return memory;
 }
 
 // Runs `body(host_segment)` on one thread for each rank of a host.
 template <typename Body>
-void run_ranks(int size, const Body& body) {
-    const auto memory = memory_for(size);
+void run_ranks(int size, const HostSegment::Counters& counters, const Body& body) {
+    const auto memory = memory_for(size, kSlot, counters);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; ++rank) {
         threads.emplace_back([&, rank] {
@@ -117,6 +120,10 @@ void run_ranks(int size, const Body& body) {
         });
     }
     for (std::thread& thread : threads) thread.join();
+}
+template <typename Body>
+void run_ranks(int size, const Body& body) {
+    run_ranks(size, {}, body);
 }
 
 // A ring over all ranks: reduce_scatter, then all_gather.

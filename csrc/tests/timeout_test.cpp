@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <thread>
@@ -24,11 +25,11 @@ constexpr auto kTimeout = 400ms;
 using Act = std::function<void(HostSegment&)>;
 
 // What the errors of the ranks say. A rank without an act is late: it waits until all others have ended.
-std::vector<std::string> errors_of(const std::vector<Act>& acts) {
+std::vector<std::string> errors_of(const std::vector<Act>& acts, const HostSegment::Counters& counters = {}) {
     const int size = static_cast<int>(acts.size());
     std::vector<std::string> errors(acts.size());
     std::atomic<int> ended{0};
-    run_ranks(size, [&](HostSegment& host_segment) {
+    run_ranks(size, counters, [&](HostSegment& host_segment) {
         const auto rank = static_cast<std::size_t>(host_segment.membership.rank());
         if (acts[rank]) errors[rank] = text_of(caught([&] { acts[rank](host_segment); }));
         ++ended;
@@ -37,8 +38,8 @@ std::vector<std::string> errors_of(const std::vector<Act>& acts) {
     return errors;
 }
 
-void check_named(const std::vector<Act>& acts, const std::string& part) {
-    const auto errors = errors_of(acts);
+void check_named(const std::vector<Act>& acts, const std::string& part, const HostSegment::Counters& counters = {}) {
+    const auto errors = errors_of(acts, counters);
     for (std::size_t rank = 0; rank < acts.size(); ++rank) {
         if (acts[rank]) check_contains(errors[rank], part);
     }
@@ -107,6 +108,15 @@ CASE(a_rank_that_does_not_make_the_call) {
     check_named({collective, nullptr}, "no sign of rank 1, which has not made call number 7");
     check_named({collective, after(200ms, collective), nullptr}, "no sign of rank 2, which has not made call number 7");
     check_named({nullptr, collective, nullptr, collective}, "no sign of rank 0, 2, which have not made call number 7");
+}
+
+// The others have passed the wrap of their counters; the late rank stands before it.
+CASE(a_rank_that_is_late_at_the_wrap_of_phases) {
+    constexpr HostSegment::Counters kLast{.phase = std::numeric_limits<std::uint64_t>::max()};
+    check_named({collective, nullptr}, "no sign of rank 1, which has not made call number 7", kLast);
+    check_named({collective, collective, nullptr}, "no sign of rank 2, which has not made call number 7", kLast);
+    const auto errors = errors_of({by_schedule, by_schedule, collective}, kLast);
+    check_contains(errors[0], "no sign of rank 2, which is in call number 7");
 }
 
 CASE(a_rank_that_leaves_the_others_alone_in_a_call) {

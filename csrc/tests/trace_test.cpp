@@ -9,6 +9,8 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <limits>
+#include <map>
 
 #include "../shm/collectives.h"
 #include "test_support.h"
@@ -150,6 +152,14 @@ CASE(a_trace_has_the_steps_and_messages_of_a_schedule) {
     }
     const auto calls = file.events(TraceKind::kCollective);
     CHECK(calls.size() == kRanks && calls[0].name == 1);
+}
+
+CASE(numbers_of_groups_wrap) {
+    constexpr std::uint32_t kLast = std::numeric_limits<std::uint32_t>::max();
+    const std::map<std::uint32_t, std::string> in_use{{1, ""}, {2, ""}, {4, ""}, {kLast, ""}};
+    CHECK(next_trace_group(kLast - 2, in_use) == kLast - 1);
+    CHECK(next_trace_group(kLast - 1, in_use) == 3);  // 0 means no group
+    CHECK(next_trace_group(3, in_use) == 5);
 }
 
 CASE(a_full_trace_counts_what_it_drops) {

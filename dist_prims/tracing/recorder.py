@@ -31,6 +31,7 @@ __all__: list[str] = []
 
 EVENTS = 1 << 18  # of C++ by default: 16 MiB
 _RESERVED_FOR_TEXTS = 1024
+_MOST_NUMBERS = 2**32 - 1  # of groups: afterwards they begin again
 _POPULATE = 23  # MADV_POPULATE_WRITE, for which the mmap module has no name
 _CORE = Path(__file__).parents[1] / "lib" / "libdist_prims_core.so"
 
@@ -196,7 +197,8 @@ def group_number(group: Any, engine: str, describe: Callable[[], Mapping[str, An
     if found is None:
         description = json.dumps(describe())  # without the lock, because it may ask a store
         with _lock:
-            found = _groups.setdefault(group, {}).setdefault(engine, (next(_group_numbers), description))
+            number = next(_group_numbers) % _MOST_NUMBERS or _MOST_NUMBERS  # 32 bits, and not 0
+            found = _groups.setdefault(group, {}).setdefault(engine, (number, description))
     if (recorder := active) is not None:
         recorder.describe(*found)
     return found[0]

@@ -18,7 +18,9 @@ from ranks import needs_unsorted_groups
 from values import COMPLEX, FLOAT8, FLOATS, INTEGERS, REDUCTIONS, Op, equal, held, noise, summed
 
 import dist_prims
+from dist_prims.collectives.channel import Channel
 from dist_prims.collectives.flat import cut, split_evenly
+from dist_prims.collectives.queue import queue_of
 from dist_prims.collectives.reduction import fold
 from dist_prims.schedules import Step, algorithm, algorithms, build, lookup, unregister
 from dist_prims.schedules.contract import COLLECTIVES
@@ -489,3 +491,33 @@ def test_scans_and_all_to_alls_in_several_chunks(size: int) -> None:
             equal(output, torch.cat(expected), ("all_to_all in halves", count))
 
     dist_prims.spawn(rank_main, size, timeout=120)
+
+
+def tags_of_calls(first: int) -> list[int]:
+    """The tags of the data of 6 calls, the first of which has this number."""
+    tags = set()
+    start = Channel.start
+
+    def noted(channel: Channel, *transfers: Any) -> Any:
+        tags.add(channel._tag)
+        return start(channel, *transfers)
+
+    Channel.start = noted  # type: ignore[method-assign]
+    queue = queue_of(dist.group.WORLD)
+    queue._called = queue._done = first
+    for count in range(1, 7):
+        tensor = held(dist.get_rank(), count)
+        work = dist_prims.all_reduce(tensor, algorithm="ring", async_op=count % 2 == 0)
+        if work is not None:
+            work.wait()
+        equal(tensor, summed(dist.get_world_size(), count), count)
+    return sorted(tags)
+
+
+@pytest.mark.parametrize("first", [2**12 - 3, 2**32 - 3])
+def test_tags_of_calls_wrap(first: int) -> None:
+    """Every MPI supports tags up to 32,767."""
+    for tags in dist_prims.spawn(tags_of_calls, 3, (first,), timeout=60):
+        assert len(tags) == 1 + 6  # the agreement has one
+        assert tags[-1] <= 32_767
+        assert tags[1] == tags[0] + 1, "the first tag of data is used again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 import dist_prims
 from dist_prims.tracing import format as fmt
+from dist_prims.tracing import recorder
 from dist_prims.tracing.analysis import analyse
 from dist_prims.tracing.reader import ProcessTrace, read
 from dist_prims.tracing.report import report
@@ -133,3 +135,22 @@ def test_the_environment_traces_schedules_over_gloo(tmp_path: Path, monkeypatch:
     dist_prims.spawn(gloo_program, 2, backend="gloo", timeout=60)
     (call,) = read(tmp_path).calls()
     assert (call.what, sorted(call.parts)) == ("all_gather", [0, 1])
+
+
+def groups_at_the_end_of_their_numbers(folder: str) -> list[int]:
+    recorder._group_numbers = itertools.count(2**32 - 2)
+    found = []
+    with dist_prims.trace(folder):
+        for count in range(1, 5):
+            group = dist.new_group()
+            dist_prims.all_reduce(torch.ones(count), algorithm="ring", group=group)
+            found.append(recorder.group_number(group, "python", dict))
+    return found
+
+
+def test_numbers_of_groups_wrap(tmp_path: Path) -> None:
+    """A number has 32 bits in the file, and 0 is none."""
+    found = dist_prims.spawn(groups_at_the_end_of_their_numbers, 2, (str(tmp_path),), backend="gloo", timeout=60)
+    assert found == [[2**32 - 2, 2**32 - 1, 1, 2]] * 2
+    calls = read(tmp_path).calls()
+    assert sorted((call.nbytes, sorted(call.parts)) for call in calls) == [(4 * each, [0, 1]) for each in range(1, 5)]
