@@ -23,8 +23,8 @@ std::uint64_t random_number() {
 
 Stamps::Stamps() : Stamps(random_number()) {}
 
-Stamps::Stamps(std::uint64_t token)
-    : exporter_(Exporter::instance()), page_(exporter_.allocate(kCount * sizeof(Stamp))), token_(token) {}
+Stamps::Stamps(std::uint64_t random)
+    : exporter_(Exporter::instance()), page_(exporter_.allocate(kCount * sizeof(Stamp))), token_(random >> 1) {}
 
 Stamps::~Stamps() {
     exporter_.release(page_);

@@ -1,10 +1,11 @@
 // Stamps tell which pieces of an incremental sum each rank has added: one stamp for each piece, in a shared page of
 // each sum and rank.
 //
-// A stamp is the token of its sum and rank, a random number, plus the number of the round. At the end of a round the
-// ranks exchange their tokens and the locations of their stamps, so a value that an earlier sum or another tensor left
-// in the same memory is not taken for a stamp. A first design kept the stamps in front of the data and stamped with the
-// round alone; a second sum on the same data found the stamps of the first.
+// A stamp is the token of its sum and rank, a random number, plus the number of the round. The token is below 2^63, so
+// a stamp is never 0, which is what new memory holds. At the end of a round the ranks exchange their tokens and the
+// locations of their stamps, so a value that an earlier sum or another tensor left in the same memory is not taken for
+// a stamp. A first design kept the stamps in front of the data and stamped with the round alone; a second sum on the
+// same data found the stamps of the first.
 #pragma once
 
 #include <atomic>
@@ -34,8 +35,8 @@ public:
         bool are_set(std::size_t number, std::uint64_t round) const;
     };
 
-    Stamps();  // with a random token
-    explicit Stamps(std::uint64_t token);
+    Stamps();
+    explicit Stamps(std::uint64_t random);  // for tests: with the token that is made of this number
     ~Stamps();
     Stamps(const Stamps&) = delete;
 
