@@ -52,7 +52,7 @@ html_show_sphinx = False
 
 LIST = re.compile(r"\s*([-*] |\d+\. |\.\. )")
 EXAMPLE = re.compile(rf"\s*>>>|{LIST.pattern}")
-DESIGN = ["schedules", "shared_memory", "multi_host", "repair", "training", "tracing"]
+DESIGN = ["schedules", "shared_memory", "multi_host", "repair", "long_life", "training", "tracing"]
 NAVIGATION = {
     "Guide": ["docs/installation", "docs/guide", "docs/pipelines"],
     "How to": [
