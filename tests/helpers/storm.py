@@ -37,8 +37,9 @@ from dist_prims.errors import CommError, LeftOutError
 
 MOST, LEAST = 8, 2  # processes
 STEP_LIMIT = 60.0  # seconds without progress
-GROUP_TIMEOUT = 2.0  # seconds, of a collective
-LATE = 0.6  # seconds, of shrink
+# Seconds: the timeout of a collective, and of shrink, on one host and on several. Between hosts no rank may be left out
+# because the machine is slow: a majority of the registers must be left.
+GROUP_TIMEOUTS, LATE = (2.0, 20.0), (0.6, 10.0)
 
 
 @dataclasses.dataclass
@@ -70,7 +71,7 @@ def run_rank(place: str, number: int, first: tuple[int, int, str] | None, hosts:
         os.environ["DIST_PRIMS_HOST_ID"] = "abcdefgh"[number % hosts]
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     try:
-        _steps(place, number, first, reports)
+        _steps(place, number, first, reports, hosts > 1)
     except LeftOutError:
         reports.send(("left out", number))
     except BaseException:
@@ -80,10 +81,11 @@ def run_rank(place: str, number: int, first: tuple[int, int, str] | None, hosts:
         os._exit(0)
 
 
-def _steps(place: str, number: int, first: tuple[int, int, str] | None, reports: Connection) -> None:
+def _steps(place: str, number: int, first: tuple[int, int, str] | None, reports: Connection, spans_hosts: bool) -> None:
+    group_timeout, late = GROUP_TIMEOUTS[spans_hosts], LATE[spans_hosts]
     if first:
         rank, size, file = first
-        timeout = dist.default_pg_timeout.__class__(seconds=GROUP_TIMEOUT)
+        timeout = dist.default_pg_timeout.__class__(seconds=group_timeout)
         dist.init_process_group(
             "dist_prims", store=dist.FileStore(file, size), rank=rank, world_size=size, timeout=timeout
         )
@@ -95,13 +97,13 @@ def _steps(place: str, number: int, first: tuple[int, int, str] | None, reports:
         try:
             _check_sums(shared, number)
             if step % 10 == 0 and dist.get_world_size() < MOST:
-                dist_prims.grow(place, timeout=GROUP_TIMEOUT)
+                dist_prims.grow(place, timeout=group_timeout)
             step += 1
             reports.send(("step", number, dist.get_world_size(), os.getpid()))
         except LeftOutError:
             raise
         except CommError:
-            _shrink()
+            _shrink(late)
             reports.send(("repair", number, dist.get_world_size(), os.getpid()))
             before = before or used()
         if before and step % 50 == 0:
@@ -110,9 +112,9 @@ def _steps(place: str, number: int, first: tuple[int, int, str] | None, reports:
                 assert count <= before.get(kind, 0) + 3 * MOST, f"{kind}: {before} after the first repair, now {now}"
 
 
-def _shrink() -> None:
+def _shrink(late: float) -> None:
     try:
-        dist_prims.shrink(timeout=LATE)
+        dist_prims.shrink(timeout=late)
     except CommError as error:
         if "cannot reach a majority" in str(error):  # the others have gone on long ago
             raise LeftOutError(str(error)) from error
