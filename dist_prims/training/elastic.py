@@ -92,6 +92,11 @@ class GlobalBatches:
         several = isinstance(items[0], tuple | list) and isinstance(batch, tuple | list)
         return (*(batch if several else (batch,)), weight)
 
+    def resize(self, group: dist.ProcessGroup | None = None) -> None:
+        """Share the batches from the next step on over the ranks of another group."""
+        members = group_of(group, "GlobalBatches.resize")
+        self._rank, self._size = members.rank(), members.size()
+
     def _share(self) -> tuple[list[int], float]:
         start = self.step % len(self) * self._batch
         total = min(self._batch, self._count - start)

@@ -93,6 +93,14 @@ class Checkpoints:
         self._refused: set[int] = set()  # steps whose checkpoint is damaged
         self._ours: set[int] = set()  # steps that this object has saved or restored
 
+    def resize(self, group: dist.ProcessGroup | None = None) -> None:
+        """Save and restore with the ranks of another group from now on, as after ``dist_prims.shrink`` or ``grow``.
+
+        A save that failed has left the earlier checkpoints; files of it are removed by the next save.
+        """
+        self.group = group_of(group, "Checkpoints.resize")
+        self._rank = self.group.rank()
+
     def steps(self) -> list[int]:
         """The steps of the checkpoints that this rank sees, the last one first."""
         return steps_in(os.listdir(self.directory)) if self.directory.is_dir() else []

@@ -22,6 +22,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
+from ...agreement import gather_values
 from .data_rank import place_of
 from .permutation import Permutation
 
@@ -74,13 +75,15 @@ class ShardedIterable(IterableDataset[Any]):
         self._last_read = -1  # the epoch that a worker's copy has given
         self._before: list[list[int]] = []  # samples that each consumer has given, by change of consumers
         self._given: list[int] = []  # by this rank's workers since
+        self._full: list[int] = []  # the same, if every batch had been full
+        self._resizes = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch, or continue it if it has begun, as after ``load_state_dict``."""
         if epoch < 0:
             raise ValueError(f"ShardedIterable: epoch {epoch} is negative")
         if epoch != self.epoch:
-            self.epoch, self._before, self._given = epoch, [], []
+            self.epoch, self._before, self._given, self._full = epoch, [], [], []
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -130,24 +133,34 @@ class ShardedIterable(IterableDataset[Any]):
         """
         self._check_workers(max(workers, 1))
         given = self._given = self._given or [0] * max(workers, 1)
+        full = self._full = self._full or [0] * len(given)
+        resizes = self._resizes
         loader = DataLoader(self, batch_size, num_workers=workers, collate_fn=_Origin(collate), **options)
-        for worker, count, batch in loader:
+        for turn, (worker, count, batch) in enumerate(loader):
+            if resizes != self._resizes:
+                raise RuntimeError(
+                    f"ShardedIterable: rank {self.rank}: resize() was called after batches(); call batches() again"
+                )
             given[worker] += count
+            full[turn % len(full)] += batch_size
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this rank in the epoch, as plain numbers; ``load_state_dict`` takes those of all ranks."""
         state = {name: getattr(self, name) for name in _SAME}
         place = {"epoch": self.epoch, "rank": self.rank, "size": self.size}
-        return {**state, **place, "before": [list(each) for each in self._before], "given": list(self._given)}
+        since = {"given": list(self._given), "full": list(self._full), "resizes": self._resizes}
+        return {**state, **place, "before": [list(each) for each in self._before], **since}
 
     def load_state_dict(self, states: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Resume from the states of all ranks, on any number of ranks and workers; or from the state of this rank, on
         the same number of ranks and workers."""
         if isinstance(states, Mapping) and self.size > 1 and (states["rank"], states["size"]) == (self.rank, self.size):
             self._check_settings(states)
+            self._resizes = int(states.get("resizes", self._resizes))
             self.epoch = int(states["epoch"])
             self._before, self._given = [list(each) for each in states["before"]], list(states["given"])
+            self._full = list(states.get("full", self._given))
             return
         given = [states] if isinstance(states, Mapping) else sorted(states, key=lambda state: int(state["rank"]))
         where = f"ShardedIterable: rank {self.rank} loads a state"
@@ -162,11 +175,44 @@ class ShardedIterable(IterableDataset[Any]):
         workers = {len(state["given"]) for state in given} - {0}
         if len(workers) > 1:
             raise ValueError(f"{where} whose ranks had {sorted(workers)} workers; all ranks must have equally many")
-        self.epoch, self._given = int(given[0]["epoch"]), []
+        self.epoch, self._given, self._full = int(given[0]["epoch"]), [], []
         self._before = [list(each) for each in given[0]["before"]]
         if workers:
             none = [0] * workers.pop()
             self._before.append([count for state in given for count in state["given"] or none])
+
+    def resize(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        states: Sequence[Mapping[str, Any]] | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        """Continue the epoch on the ranks of another group, as after ``dist_prims.shrink``; all of them call this.
+
+        >>> streams = [range(0, 6), range(6, 12)]
+        >>> mine, lost = (ShardedIterable(streams, rank=rank, size=2, seed=1) for rank in range(2))
+        >>> given = [next(data.batches(2)).tolist() for data in (mine, lost)]
+        >>> mine.resize(states=[mine.state_dict()], rank=0, size=1)
+        >>> sorted([*given[0], *given[1], *mine]) == list(range(12))
+        True
+
+        ``states`` are those of the ranks of the old group that are left, by default those of the ranks of ``group``.
+        If new ranks are among these, give the states, as :class:`ReplicatedState` does.
+
+        A lost rank is taken to have given as many full batches as another rank. So no sample is lost. Samples are
+        repeated only where a worker of the lost rank had come to its end before another worker of that rank, or where
+        the ranks that are left had come to theirs before the lost one.
+        """
+        given = [*(gather_values(self.state_dict(), group) if states is None else states)]
+        resizes = max(int(state["resizes"]) for state in given)  # if it failed on some ranks, these have given nothing
+        given = [state for state in given if state["resizes"] == resizes]  # since it succeeded on others
+        self.rank, self.size = place_of("ShardedIterable.resize", group, rank, size)
+        missing = {*range(int(given[0]["size"]))} - {int(state["rank"]) for state in given}
+        full = [max(counts) for counts in zip(*(state["full"] for state in given if state["full"]), strict=False)]
+        self.load_state_dict([*given, *({**given[0], "rank": each, "given": full} for each in missing)])
+        self._resizes = resizes + 1
 
     def _check_settings(self, state: Mapping[str, Any]) -> None:
         for name in _SAME:

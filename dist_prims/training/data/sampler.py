@@ -73,6 +73,7 @@ class ShardedSampler(Sampler[int]):
         self.seed, self.shuffle, self.uneven = seed, shuffle, uneven
         self.rank, self.size = place_of("ShardedSampler", group, rank, size)
         self.epoch = -1
+        self._resizes = 0
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -81,6 +82,31 @@ class ShardedSampler(Sampler[int]):
             raise ValueError(f"ShardedSampler: epoch {epoch} is negative")
         if epoch != self.epoch:
             self._begin(epoch, np.empty(0, np.int64), 0, 0)
+
+    def resize(
+        self, group: dist.ProcessGroup | None = None, *, rank: int | None = None, size: int | None = None
+    ) -> None:
+        """Continue the epoch on the ranks of another group, as after ``dist_prims.shrink`` or ``grow``.
+
+        >>> data, ranks = list(range(10)), 3
+        >>> samplers = [ShardedSampler(data, rank=rank, size=ranks, seed=1) for rank in range(ranks)]
+        >>> given = [index for sampler in samplers for index in list(sampler)[:2]]  # each consumes 2; then rank 1 dies
+        >>> for sampler in samplers:
+        ...     sampler.advance(2)
+        >>> samplers[0].resize(rank=0, size=2), samplers[2].resize(rank=1, size=2)
+        (None, None)
+        >>> sorted([*given, *samplers[0], *samplers[2]]) == data
+        True
+
+        The items that count as consumed on this rank count as consumed on all ranks of the old group, also on those
+        that are lost; the others are distributed over the new ranks. If the last step is to be repeated, load the state
+        from before it first, as :class:`ReplicatedState` does. Iterators made before this call raise RuntimeError: make
+        new ones. A new rank loads the state of another one first.
+        """
+        state = self.state_dict()
+        self.rank, self.size = place_of("ShardedSampler.resize", group, rank, size)
+        self.load_state_dict(state)
+        self._resizes += 1
 
     def _begin(self, epoch: int, gaps: NDArray[np.int64], start: int, consumed: int) -> None:
         order = Permutation(self.count, [self.seed, epoch])  # checks count and seed, shuffled or not
@@ -149,11 +175,21 @@ class ShardedSampler(Sampler[int]):
                 f"ShardedSampler: rank {self.rank} has followed epoch {self.epoch} to its end; call set_epoch() before "
                 "each epoch"
             )
+        resizes = self._resizes
         for batch in loader:
+            self._check_not_resized(resizes)
             self.advance(min(loader.batch_size or 1, self._share(0, self.size) - self._consumed))
             self._followed = self._consumed == self._share(0, self.size)
             yield batch
         self._followed = True
+
+    def _check_not_resized(self, resizes: int) -> None:
+        """RuntimeError if resize() was called after an iterator was made, when it had been called so many times."""
+        if resizes != self._resizes:
+            raise RuntimeError(
+                f"ShardedSampler: rank {self.rank}: resize() was called after this iterator was made, which has the "
+                "items of the old ranks; make a new iterator of the loader"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The position in this epoch, as plain numbers."""
@@ -215,7 +251,7 @@ class _Indices(Iterator[int]):
     """
 
     def __init__(self, sampler: ShardedSampler) -> None:
-        self._sampler = sampler
+        self._sampler, self._resizes = sampler, sampler._resizes
         self._start(0)
 
     def _start(self, ahead: int) -> None:
@@ -224,6 +260,7 @@ class _Indices(Iterator[int]):
         self._rest = self._sampler._indices(self._next)
 
     def __next__(self) -> int:
+        self._sampler._check_not_resized(self._resizes)
         index = next(self._rest)
         self._next += 1
         return index
