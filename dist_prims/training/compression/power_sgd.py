@@ -59,6 +59,11 @@ class PowerSGD(Staged):
         self._steps_before = max(self._steps.values(), default=self._steps_before)
         self._steps, self._starts = {}, {}
 
+    def restart(self) -> None:
+        """Begin as a new compressor, with the warm-up."""
+        self.reset()
+        self._steps_before = 0
+
     def saves(self, rows: int, columns: int) -> bool:
         """Whether a matrix has more elements than what is sent for it."""
         return (rows + columns) * self.rank < rows * columns

@@ -34,7 +34,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from ...collectives.call import group_of
 from ...torch_compat import graph_task_id, knows_group
@@ -42,6 +41,8 @@ from ..compressor import Compressor, Exact
 from ..group_duplicates import duplicate, end_group, ranks_of
 from .averaging import Averaging
 from .backward_end import Ending
+from .compressor_choice import compressor_of, describe, give_up, refuse_shared, restart, take
+from .gradient_hook import hook_gradient
 from .initial_sync import broadcast_coalesced, check_same_model
 from .loss_scaling import unscale
 from .nested_backward import within_a_backward
@@ -52,7 +53,6 @@ from .uneven_batches import Joining
 __all__: list[str] = []
 
 _NO_BACKWARD, _ONCE = -1, -2
-_OWNERS: weakref.WeakValueDictionary[int, GradientAverager] = weakref.WeakValueDictionary()  # by id of a compressor
 
 
 class GradientAverager:
@@ -97,28 +97,20 @@ class GradientAverager:
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = [parameter for _, parameter in model.named_parameters()]
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-        self._prepare(model, bucket_mb, compress)
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        if self._device.type == "cpu":  # not with NCCL: ending its communicator is a collective
-            weakref.finalize(self, self._end_group()).atexit = False
-        self._model, self._overlap = model, overlap
-        self.synchronize()
-
-        sparse = announced_sparse(model, self._parameters)
-        limit = int(bucket_mb * 2**20)
-        self._averaging = Averaging(self._names, self._parameters, self._group, self._compressor, limit, sparse)
-        self._task = _NO_BACKWARD
-        self._outer: weakref.ref[Ending] | None = None  # autograd keeps it alive until backward ends or raises
+        self._model, self._overlap, self._limit = model, overlap, int(bucket_mb * 2**20)
+        self._prepare(model, bucket_mb, compress)
+        self._begin_group()
         self._local = False
         self._joining: Joining | None = None
         self._lock = threading.RLock()  # each device has a thread of autograd
         hook = functools.partial(_arrived, weakref.ref(self))
-        self._hooks = [_hook(each, functools.partial(hook, n)) for n, each in enumerate(self._parameters)]
-        _OWNERS[id(self._compressor)] = self
+        self._hooks = [hook_gradient(each, functools.partial(hook, n)) for n, each in enumerate(self._parameters)]
+        take(self._compressor, self)
         assign(self._parameters, self)
 
     def _prepare(self, model: torch.nn.Module, bucket_mb: float, compress: str | Compressor | None) -> None:
-        """Check the arguments (an error on one rank raises on all), replace former averagers, and make the group."""
+        """Check the arguments (an error on one rank raises on all), and replace former averagers."""
         self._gone = ""  # why this averager is not in use, if it is not
         problem: ValueError | None = None
         former: list[GradientAverager] = []
@@ -127,19 +119,55 @@ class GradientAverager:
             if bucket_mb <= 0:
                 raise ValueError(f"GradientAverager: bucket_mb={bucket_mb} must be positive")
             former = predecessors(model, self._given)
-            _refuse_shared(compress, self._rank, former)
-            self._compressor = _compressor_of(compress)
+            refuse_shared(compress, self._rank, former)
+            self._compressor = compressor_of(compress)
         except ValueError as error:
             problem = error
-        settings = f"bucket_mb={bucket_mb}, compress={_described(compress, self._compressor)}"
-        named = [*model.named_parameters(), *model.named_buffers()]
-        self.name = check_same_model("GradientAverager", [settings], named, self._given, problem)
+        self._settings = f"bucket_mb={bucket_mb}, compress={describe(compress, self._compressor)}"
+        self.name = self._compare(self._given, problem)
         for each in former:
             each.remove()
             each._gone = "a later one of the same parameters has replaced it"
+
+    def _compare(self, group: dist.ProcessGroup, problem: Exception | None = None) -> str:
+        """Compare model and settings with the other ranks; return a name for the averager's group."""
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return check_same_model("GradientAverager", [self._settings], named, group, problem)
+
+    def _begin_group(self) -> None:
+        """Make the averager's own group, take rank 0's values, and begin without any gradient."""
         if agreed := getattr(self._compressor, "agreed", None):
             agreed()
         self._group = duplicate(self._given, self.name)
+        self._finalizer = weakref.finalize(self, self._end_group())
+        self._finalizer.atexit = False
+        if self._device.type != "cpu":  # with NCCL, ending its communicator is a collective
+            self._finalizer.detach()
+        self.synchronize()
+        sparse = announced_sparse(self._model, self._parameters)
+        self._averaging = Averaging(self._names, self._parameters, self._group, self._compressor, self._limit, sparse)
+        self._task = _NO_BACKWARD
+        self._outer: weakref.ref[Ending] | None = None  # autograd keeps it alive until backward ends or raises
+
+    def resize(self, group: dist.ProcessGroup | None = None) -> None:
+        """Average over the ranks of another group, as after ``dist_prims.shrink`` or ``grow``; all of them call this.
+
+        A new rank makes a GradientAverager instead, with the same arguments. As in the constructor, all ranks take the
+        parameters and buffers of rank 0, the lowest of the ranks that were there before. All gradients are discarded,
+        and so is what a compressor has kept: PowerSGD warms up again.
+        """
+        self._check_in_use()
+        if self._joining is not None:
+            raise RuntimeError(f"rank {self._rank}: GradientAverager: resize() is called within join(); leave it first")
+        given = group_of(group, "GradientAverager.resize")
+        self.name = self._compare(given)
+        self._finalizer.detach()
+        self._end_group()()
+        self._given, self._rank, self._ranks = given, given.rank(), ranks_of(given)
+        for parameter in self._parameters:
+            parameter.grad = None
+        restart(self._compressor)
+        self._begin_group()
 
     @torch.no_grad()
     def synchronize(self, source: int = 0) -> None:
@@ -232,8 +260,7 @@ class GradientAverager:
         """Detach from the model and the compressor, and end the averager's group. Every rank calls this, after the same
         step."""
         self._gone = self._gone or "remove() was called"
-        if _OWNERS.get(id(self._compressor)) is self:
-            del _OWNERS[id(self._compressor)]
+        give_up(self._compressor, self)
         for hook in self._hooks:
             if hook is not None:
                 hook.remove()
@@ -334,6 +361,11 @@ class GradientAverager:
 
     def _begin(self, task: int) -> None:
         self._refuse_shown()
+        if self.has_ended():
+            raise RuntimeError(
+                f"rank {self._rank}: GradientAverager: its group has been destroyed, as dist_prims.shrink() and grow() "
+                "do; call resize() on all ranks, or make a new averager"
+            )
         self._averaging.begin()
         if self._joining:
             self._joining.ask(present=True)
@@ -357,43 +389,3 @@ def _arrived(averager: weakref.ref[GradientAverager], number: int, parameter: to
 
 def _nothing(*_: object) -> None:
     return None
-
-
-def _hook(parameter: torch.Tensor, call: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
-    """A hook on a parameter, also on a frozen one: it may be unfrozen later."""
-    if not (parameter.is_floating_point() or parameter.is_complex()):
-        return None
-    frozen = not parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
-    if frozen:
-        parameter.requires_grad_(False)
-    return handle
-
-
-def _compressor_of(compress: str | Compressor | None) -> Compressor:
-    if compress is None:
-        return Exact()
-    if isinstance(compress, str):
-        from ..compression import make  # many programs need none
-
-        return make(compress)
-    return compress
-
-
-def _refuse_shared(compress: str | Compressor | None, rank: int, former: Collection[GradientAverager]) -> None:
-    """ValueError if another averager uses the compressor: its error feedback would add one model's gradients to
-    those of the other, silently where buckets have the same size."""
-    owner = _OWNERS.get(id(compress))
-    if owner is not None and owner not in former:
-        raise ValueError(
-            f"rank {rank}: GradientAverager: another averager uses this {type(compress).__name__}; give each averager "
-            "its own compressor, or remove() the other one"
-        )
-
-
-def _described(compress: str | Compressor | None, compressor: Compressor) -> str:
-    """The compressor as ranks compare it; with its arguments, unless it compares them itself later."""
-    if isinstance(compress, str):
-        return compress
-    return repr(compressor) if hasattr(compressor, "agreed") else type(compress).__name__
