@@ -12,6 +12,7 @@ from .local_sgd import LocalSGD
 from .partition import DataPartitioner, Partition
 from .pipeline import DevicePipeline, Pipeline
 from .pipeline.split_model import split
+from .replicated_state import ReplicatedState
 
 __all__ = [
     "Batches",
@@ -21,6 +22,7 @@ __all__ = [
     "LocalSGD",
     "Partition",
     "Pipeline",
+    "ReplicatedState",
     "ShardedIterable",
     "ShardedSampler",
     "average_gradients",

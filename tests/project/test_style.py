@@ -78,6 +78,8 @@ TRAINING = {
     "local_sgd": {"average", "gradients"},
     "pipeline": {"checkpoint", "gradients"},
     "sharding": {"gradients"},
+    "state_transfer": set(),
+    "replicated_state": {"checkpoint", "data", "gradients", "state_transfer"},
 }
 PURE = {"learn", "schedules", "tracing", "_chart"}  # no torch
 # The files that use private API of torch themselves, instead of torch_compat: one is all about the internals of the
