@@ -92,8 +92,16 @@ def make(options: Any, given: Any = None) -> Any:
         timeout=timedelta(seconds=options.timeout.total_seconds()),
         ranks=list(options.global_ranks_in_group),
         given=given if isinstance(given, BackendOptions) else None,
+        is_grown=_is_world_grown(),
     )
     return _make_watched(request)
+
+
+def _is_world_grown() -> bool:
+    """Whether the default group has ranks that the launcher of the others has not started, so that they do not know
+    its secret."""
+    made = _groups.get(default_group().group_name) if dist.is_initialized() else None
+    return made is not None and made.request.is_grown
 
 
 def _make_watched(request: _GroupRequest) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -263,3 +264,32 @@ def test_a_forked_child_keeps_nothing_of_what_its_parent_serves() -> None:
         return store.get("key").decode()
 
     assert dist_prims.spawn(body, 1, timeout=100) == ["value"]
+
+
+def test_groups_of_a_job_of_spawn_with_a_new_rank(tmp_path: Path) -> None:
+    """The new rank does not know the secret of spawn, so groups that are made later use another one as well."""
+    place = f"file://{tmp_path}/place"
+    program = f"""
+import torch, torch.distributed as dist, dist_prims
+dist_prims.join({place!r}, timeout={LIMIT})
+total = torch.ones(1)
+group = dist.new_group([0, 1, 2])
+dist.barrier(group)
+for tensor in (total, torch.ones(300_000)):
+    dist.all_reduce(tensor, group=group)
+assert total == 3
+dist.barrier()
+"""
+
+    def body() -> float:
+        grow_to(3, place)
+        found = total(dist.new_group([0, 1, 2]))
+        dist.barrier()
+        return found
+
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path) as newcomer:
+        try:
+            assert dist_prims.spawn(body, 2, backend="dist_prims", timeout=LIMIT) == [3, 3]
+            assert newcomer.wait(LIMIT) == 0
+        finally:
+            newcomer.kill()
