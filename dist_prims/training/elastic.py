@@ -48,9 +48,10 @@ class GlobalBatches:
     (3, 3, 1)
 
     A batch is ``(fields..., weight)`` where items are tuples or lists, else ``(batch, weight)``. ``(loss * weight)``,
-    with a mean over the items as loss, has the whole batch's gradient as mean over the ranks. A rank that has no item
-    gets one of another rank's, with weight 0. Each epoch has an order of its own, and ends with a shorter batch where
-    the items do not divide. The state is the number of the step, so it fits any number of ranks.
+    with a mean over the items as loss, has the whole batch's gradient as mean over the ranks. Rank r of n has the items
+    from r * b // n to (r + 1) * b // n of a batch of b items. A rank that has no item gets one of another rank's, with
+    weight 0. Each epoch has an order of its own, and ends with a shorter batch where the items do not divide. The state
+    is the number of the step, so it fits any number of ranks.
     """
 
     def __init__(
