@@ -42,7 +42,10 @@ def run_copy(name: str, folder: Path, launcher: list[str], *arguments: str) -> s
 def test_an_example_holds_on_two_ranks(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["--seeds", "1"] if name == "distillation" else []
     run_forked(Path(shutil.copy(EXAMPLES[name], tmp_path)), *arguments, ranks=2)
-    assert capfd.readouterr().out.strip(), "rank 0 prints nothing"
+    out = capfd.readouterr().out
+    assert out.strip(), "rank 0 prints nothing"
+    if name == "survive":
+        assert re.search(r"step 4: PeerDiedError\n[^$]*\[3, 3, 3, 3(, 2)+(, 3){4,}\]", out), out
 
 
 @pytest.mark.parametrize("name", ["elastic", "uneven"])
