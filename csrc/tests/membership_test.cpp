@@ -8,7 +8,6 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -66,34 +65,6 @@ public:
 
 private:
     Table* const table_;
-};
-
-class Child {
-public:
-    explicit Child(const std::function<void()>& body) : pid_(::fork()) {
-        CHECK(pid_ >= 0);
-        if (pid_ > 0) return;
-        body();
-        ::_exit(0);
-    }
-
-    void send(int signal) const { ::kill(pid_, signal); }
-
-    // The status with which it ends.
-    int status() const {
-        int status = 0;
-        for (const auto until = Clock::now() + 60s; ::waitpid(pid_, &status, WNOHANG) == 0;) {
-            if (Clock::now() > until) {
-                ::kill(pid_, SIGKILL);
-                CHECK(!"a process of the test hangs");
-            }
-            std::this_thread::sleep_for(1ms);
-        }
-        return status;
-    }
-
-private:
-    const pid_t pid_;
 };
 
 RendezvousOptions rendezvous(int rank, int size, std::chrono::milliseconds timeout = 60s) {
@@ -206,7 +177,10 @@ void ends_are_seen(const std::function<void()>& prepare) {
         if (rank == 1) {
             const Child short_lived([] {});
             CHECK(short_lived.status() == 0);
-            const Child long_lived([&] { child_goes_on.await(1); });
+            const Child long_lived([&] {
+                ::prctl(PR_SET_PDEATHSIG, 0);  // it outlives its rank
+                child_goes_on.await(1);
+            });
             shared->stage = 1;
             shared.await(3);  // the others have looked
             ::_exit(0);

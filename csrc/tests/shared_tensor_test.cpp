@@ -1,7 +1,6 @@
 // Memory of tensors that ranks share: its allocation, and what becomes of it when a call fails while a peer is late.
 // Ranks are threads, each with a mapping of its own of the others' memory.
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -427,8 +426,7 @@ void an_incremental_sum_that_ends_early(bool by_an_error) {
 CASE(a_forked_child_has_its_own_shared_tensors) {
     Shared tensor;
     tensor.fill(3);
-    const ::pid_t child = ::fork();
-    if (child == 0) {
+    const Child child([&] {
         Exporter& own = Exporter::instance();
         CHECK(!tensor.ref_of().is_shared());
         std::vector<std::byte*> blocks;
@@ -438,10 +436,8 @@ CASE(a_forked_child_has_its_own_shared_tensors) {
         }
         tensor.owner.reset();
         for (std::byte* block : blocks) own.release(block);
-        ::_exit(0);
-    }
-    int status = 0;
-    CHECK(::waitpid(child, &status, 0) == child && status == 0);
+    });
+    CHECK(child.status() == 0);
     CHECK(tensor.is_all(3) && tensor.ref_of().is_shared());
 }
 

@@ -1,6 +1,9 @@
 // What the C++ tests share: named cases, checks, and ranks as threads. main.cpp runs the cases.
 #pragma once
 
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -8,6 +11,7 @@
 #include <exception>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -90,6 +94,36 @@ void wait_until(const Condition& condition) {
          std::this_thread::sleep_for(std::chrono::milliseconds(1)))
         CHECK(Clock::now() < until);
 }
+
+// A process of a test. It ends with the one that made it: a case that fails leaves none.
+class Child {
+public:
+    explicit Child(const std::function<void()>& body) : pid_(::fork()) {
+        CHECK(pid_ >= 0);
+        if (pid_ > 0) return;
+        ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+        body();
+        ::_exit(0);
+    }
+
+    void send(int signal) const { ::kill(pid_, signal); }
+
+    // The status with which it ends.
+    int status() const {
+        int status = 0;
+        for (const auto until = Clock::now() + std::chrono::seconds(60); ::waitpid(pid_, &status, WNOHANG) == 0;) {
+            if (Clock::now() > until) {
+                ::kill(pid_, SIGKILL);
+                CHECK(!"a process of the test hangs");
+            }
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        return status;
+    }
+
+private:
+    const pid_t pid_;
+};
 
 template <typename Work>
 bool fails(CommError::Kind kind, const Work& work) {

@@ -2,7 +2,6 @@
 #include "../common/trace.h"
 
 #include <fcntl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -195,8 +194,7 @@ CASE(a_forked_child_does_not_write_to_the_trace) {
     const TraceFile file(100);
     CHECK(file.events(TraceKind::kText).size() == 1);  // the description of the group
     const TraceSpan open(TraceKind::kReduce);
-    const pid_t child = ::fork();
-    if (child == 0) {
+    const Child child([&] {
         {
             const TraceSpan span(TraceKind::kCopy);
             const TraceGroup group("{\"name\": \"of the child\"}");
@@ -208,10 +206,9 @@ CASE(a_forked_child_does_not_write_to_the_trace) {
         own.end();
         const bool is_traced = own.events(TraceKind::kCopy).size() == 1 && own.events(TraceKind::kText).empty();
         ::unlink(own.path());
-        ::_exit(is_traced ? 0 : 1);
-    }
-    int status = 0;
-    CHECK(::waitpid(child, &status, 0) == child && status == 0);
+        CHECK(is_traced);
+    });
+    CHECK(child.status() == 0);
     CHECK(file.taken() == 1);
     {
         const TraceSpan span(TraceKind::kCopy);
