@@ -27,6 +27,7 @@ def test_a_rank_uses_no_more_after_many_groups(layout: str, engine: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @LAYOUTS
 def test_a_rank_uses_no_more_after_minutes(layout: str, engine: str) -> None:
     usages = run(Options(300 if engine == "" else 120, layout=layout, engine=engine))

@@ -127,18 +127,17 @@ def mutations(generator: random.Random) -> bytes:
     return b"[" * generator.randrange(1, 5000) + b"\n"
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("count", [2_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [2_000, pytest.param(200_000, marks=pytest.mark.slow)])
 def test_garbage(count: int) -> None:
     """Random and changed requests: no answer, no change, no descriptor left; a right client is served."""
     served, generator = Served(), random.Random(7)
-    client = served.client()
     assert served.answers(mutations(generator)) == b""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(count):
         assert served.answers(mutations(generator)) == b""
-    assert client.call("read") == [[], {}]
     assert len(os.listdir("/proc/self/fd")) <= before
+    assert served.client().call("read") == [[], {}]
 
 
 def test_a_line_without_end_is_refused() -> None:
