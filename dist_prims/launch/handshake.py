@@ -8,6 +8,7 @@ every process that can connect to the store can write to it.
 1. Each rank but 0 writes a random token under its rank.
 2. Rank 0 answers *that token* with a random name for this attempt, and again when a token changes.
 3. Each rank acknowledges the name. When all have, rank 0 publishes the hosts of all ranks.
+4. Each rank deletes its own keys and the answer to it, which no rank reads any more.
 
 If the ranks have a secret, each of these texts carries a code that only the secret can make, over the rank, the token,
 the name and what the text is for. Each attempt has new tokens and a new name, so a text of an earlier attempt has no
@@ -20,6 +21,7 @@ All later keys have the name as their prefix, under which no key of an earlier a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -90,8 +92,12 @@ class _OtherRank:
 
         self._wait(is_answered, deadline, "rank 0")
         acknowledgement = signed(self._secret, ("acknowledgement", self._rank, self._token), name)
-        self._store.set(f"{name}/acknowledged/{self._rank}", acknowledgement)
+        acknowledged = f"{name}/acknowledged/{self._rank}"
+        self._store.set(acknowledged, acknowledgement)
         self._wait(is_complete, deadline, "the last ranks")
+        with contextlib.suppress(RuntimeError):  # a store of the user may be unable to; the keys use memory only
+            for key in (f"hello/{self._rank}", f"welcome/{self._token}", acknowledged):
+                self._store.delete_key(key)
         return name, hosts
 
     def _wait(self, done: Callable[[], bool], deadline: float, awaited: str) -> None:

@@ -70,6 +70,20 @@ def test_ranks_find_each_other(secret: Secret | None) -> None:
     assert len(names) == 3
 
 
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_the_keys_of_the_ranks_are_deleted(kind: str) -> None:
+    """A process that makes groups over and over would otherwise keep three keys of each rank for each group."""
+    make: dict[str, Callable[[], Any]] = {
+        "hash": dist.HashStore,
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    }
+    store = make[kind]()
+    before = store.num_keys()
+    with ThreadPoolExecutor(3) as threads:
+        [*threads.map(lambda rank: join(store.clone(), rank, OURS, 3), range(3))]
+    assert store.num_keys() - before == 1  # the hosts
+
+
 def test_a_rank_without_the_secret(capfd: pytest.CaptureFixture[str]) -> None:
     first, second = both(dist.HashStore(), OURS, None)
     assert re.match("TimeoutError: no sign of ranks .1.; a process that came as rank 1 has no secret; give all", first)
