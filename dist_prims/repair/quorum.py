@@ -4,7 +4,8 @@ Up to five ranks of a group that spans hosts serve registers, at first the first
 to all of them, and read from a majority. A decision is made by Paxos. An acceptor is a key of a server, which the
 proposer changes by compare-and-set, so a server needs to know nothing about Paxos:
 
-1. The proposer raises the ballot that each acceptor has promised, and learns the value that it has accepted last.
+1. The proposer raises the ballot that each acceptor has promised, and learns the value that it has accepted last. A
+   promise counts only if this proposal has raised it: a rank that proposes again, after an error, may have another value.
 2. Where a majority has promised, the proposer lets a majority accept: the value with the highest ballot among the
    accepted ones, or its own if there is none.
 
@@ -69,13 +70,15 @@ def propose(key: str, value: str, rank: int, ranks: int, acceptors: int) -> Ask:
     majority = acceptors // 2 + 1
     ballot = ranks + rank
     while True:
-        states = yield from _ask_all(key, acceptors, functools.partial(_promised, ballot))
+        answers = yield from _ask_all(key, acceptors, functools.partial(_promised, ballot))
+        states = [state for state, _ in answers]
         if accepted := _decided(states, majority):
             return accepted
-        if sum(state.promised == ballot for state in states) >= majority:
+        if sum(is_changed for _, is_changed in answers) >= majority:
             last = max(states, key=lambda state: state.ballot)
             chosen = last.value if last.ballot else value
-            states = yield from _ask_all(key, acceptors, functools.partial(_accepted, ballot, chosen))
+            answers = yield from _ask_all(key, acceptors, functools.partial(_accepted, ballot, chosen))
+            states = [state for state, _ in answers]
             if sum(state.ballot == ballot for state in states) >= majority:
                 return chosen
         ballot = (max(state.promised for state in states) // ranks + 1) * ranks + rank
@@ -98,8 +101,9 @@ def _decided(states: Sequence[AcceptorState], majority: int) -> str:
 
 
 def _ask_all(key: str, acceptors: int, change: Callable[[AcceptorState], AcceptorState]) -> Ask:
-    """Change the state of each acceptor that can be reached; return the states afterwards."""
-    states: list[AcceptorState] = []
+    """Change the state of each acceptor that can be reached; return the states afterwards, and whether each was
+    changed by this call."""
+    answers: list[tuple[AcceptorState, bool]] = []
     for acceptor in range(acceptors):
         expected = AcceptorState().text()
         found = yield CompareAndSet(acceptor, key, "", expected)
@@ -107,15 +111,15 @@ def _ask_all(key: str, acceptors: int, change: Callable[[AcceptorState], Accepto
             state = AcceptorState.parse(found)
             desired = change(state)
             if desired == state:
-                states.append(state)
+                answers.append((state, False))
                 break
             expected, found = found, (yield CompareAndSet(acceptor, key, found, desired.text()))
             if found == desired.text():
-                states.append(desired)
+                answers.append((desired, True))
                 break
-    if len(states) <= acceptors // 2:
+    if len(answers) <= acceptors // 2:
         raise NoMajorityError
-    return states
+    return answers
 
 
 class Acceptor:

@@ -79,6 +79,36 @@ def test_all_interleavings(losses: int) -> None:
     print(explore(first, key, following, check, most=2_000_000))
 
 
+def proposed(values: list[str], value: str, rank: int, reached: Callable[[int], set[int]]) -> str:
+    """The outcome of a proposal whose request of a number reaches these acceptors only; "" if it raises."""
+    steps, number = propose("key", value, rank, 4, ACCEPTORS), 0
+    answer: str | None = None
+    try:
+        while True:
+            request = next(steps) if number == 0 else steps.send(answer)
+            number, answer = number + 1, None
+            if request.acceptor in reached(number):
+                if values[request.acceptor] == request.expected:
+                    values[request.acceptor] = request.desired
+                answer = values[request.acceptor]
+    except StopIteration as ended:
+        return str(ended.value)
+    except NoMajorityError:
+        return ""
+
+
+def test_a_rank_that_proposes_another_value() -> None:
+    """All acceptors promise and one accepts, and shrink() raises. Its next call proposes another value to the others.
+
+    It once took the promises of the first proposal for its own: then there were two values with one ballot.
+    """
+    values = [""] * ACCEPTORS
+    assert proposed(values, "A", 1, lambda number: {0, 1, 2} if number <= 6 else {0}) == ""
+    assert proposed(values, "B", 1, lambda number: {1, 2}) == "B"
+    assert proposed(values, "C", 2, lambda number: {0, 1}) == "B"
+    assert proposed(values, "D", 3, lambda number: {1, 2}) == "B"
+
+
 class LosableServer:
     """A server of registers that can be lost."""
 
