@@ -8,8 +8,8 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -66,9 +66,10 @@ class MadeGroup:
     request: _GroupRequest
     hosts: list[str]  # by rank
     attempt: str  # the name of this attempt to make the group
-    key: bytes  # of the registers by which survivors agree; empty without a secret
+    key: bytes = field(repr=False)  # of the registers by which survivors agree; empty without a secret
     addresses: list[str]  # by rank, see quorum_ranks.publish(); empty on one host
     registers: Any = None  # those that this rank serves
+    failed_grows: int = 0
 
 
 _groups: weakref.WeakValueDictionary[str, MadeGroup] = weakref.WeakValueDictionary()  # by name; the backend keeps them
@@ -104,8 +105,10 @@ def _is_world_grown() -> bool:
     return made is not None and made.request.is_grown
 
 
-def _make_watched(request: _GroupRequest) -> Any:
-    monitor = _DeathMonitor(request.rank, [] if request.is_merged else request.ranks)
+def _make_watched(request: _GroupRequest, ended: Callable[[], list[int]] | None = None) -> Any:
+    """Create the backend. ``ended`` returns the ranks of the new group whose processes have ended."""
+    ended = ended or _ended_by_default_group([] if request.is_merged else request.ranks)
+    monitor = _DeathMonitor(request.rank, ended)
     try:
         return _make(request, monitor)
     except dist.DistError:  # the store ends with the process of its rank
@@ -140,14 +143,23 @@ def _make_child(
 
 
 def make_repaired(
-    options: BackendOptions | None, store: Any, name: str, rank: int, size: int, timeout: timedelta, is_grown: bool
+    options: BackendOptions | None,
+    store: Any,
+    name: str,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    is_grown: bool,
+    ranks: Sequence[int] = (),
+    ended: Callable[[], list[int]] | None = None,
 ) -> Any:
     """Create the backend of a group that takes the place of another one.
 
-    Its messages between hosts do not use MPI: an MPI that has lost a process cannot go on.
+    ``ranks`` are the global ranks, empty for a default group. ``ended`` returns the ranks of the new group whose
+    processes have ended. Messages between hosts do not use MPI: an MPI that has lost a process cannot go on.
     """
-    request = _GroupRequest(store, name, rank, size, timeout, [], options, is_repaired=True, is_grown=is_grown)
-    return _make_watched(request)
+    request = _GroupRequest(store, name, rank, size, timeout, [*ranks], options, is_repaired=True, is_grown=is_grown)
+    return _make_watched(request, ended)
 
 
 def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
@@ -224,27 +236,29 @@ def _transports(
     }
 
 
-class _DeathMonitor:
-    """Detects that a rank has died while its group is created.
+def _ended_by_default_group(ranks: list[int]) -> Callable[[], list[int]]:
+    """Return what tells which ranks of a new group have ended: the default group watches all processes of this host.
 
-    The default group provides the information, because it watches all processes of this host. Where the new group is
-    the default group, or the default group has another backend, no death is detected before the ranks have attached to
-    the shared memory.
+    ``ranks`` are the global ranks of the group; empty if they are unknown. Where the new group is the default group, or
+    the default group has another backend, no death is detected before the ranks have attached to the shared memory.
     """
+    if ranks and dist.is_initialized():
+        default = default_group()
+        if _CPU.type in device_types(default):
+            ended = getattr(backend_of(default, _CPU), "ended", list)
+            return lambda: [ranks.index(rank) for rank in ended() if rank in ranks]
+    return list
 
-    def __init__(self, rank: int, ranks: list[int]) -> None:
-        """``ranks`` are the global ranks of the group; empty if they are unknown."""
-        self._rank = rank
-        self._ranks = ranks
-        self._ended: Callable[[], list[int]] = list
-        if self._ranks and dist.is_initialized():
-            default = default_group()
-            if _CPU.type in device_types(default):
-                self._ended = getattr(backend_of(default, _CPU), "ended", list)
+
+class _DeathMonitor:
+    """Detects that a rank has died while its group is created."""
+
+    def __init__(self, rank: int, ended: Callable[[], list[int]]) -> None:
+        self._rank, self._ended = rank, ended
 
     def first(self) -> int:
         """Return a rank of the new group whose process has ended; -1 if there is none."""
-        return next((self._ranks.index(rank) for rank in self._ended() if rank in self._ranks), -1)
+        return next(iter(self._ended()), -1)
 
     def check(self) -> None:
         """Raise PeerDiedError if a process has ended."""

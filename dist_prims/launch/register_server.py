@@ -28,7 +28,8 @@ from typing import Any
 
 __all__: list[str] = []
 
-_MOST_BYTES = 1 << 20  # of a line
+_MOST_BYTES = 1 << 20  # of the line of a request
+_MOST_BYTES_OF_ANSWER = 1 << 26  # the records of all ranks
 _MOST_CONNECTIONS = 1024
 _IDLE_TIME = 60.0  # seconds after which a connection is closed
 
@@ -37,7 +38,7 @@ _IDLE_TIME = 60.0  # seconds after which a connection is closed
 class GroupRegisters:
     """The registers of a group. A server serves them as long as a reference exists, and after their first change."""
 
-    key: bytes
+    key: bytes = field(repr=False)
     records: dict[int, tuple[int, str]] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
     decisions: dict[str, str] = field(default_factory=dict)
@@ -63,6 +64,7 @@ class GroupRegisters:
 class _Connection:
     socket: socket.socket
     received: bytes = b""
+    unsent: bytes = b""  # of answers
     used: float = 0.0
 
 
@@ -87,9 +89,11 @@ class RegisterServer:
     def _run(self) -> None:
         while True:
             limit = _IDLE_TIME if self._connections else None
-            for key, _ in self._selector.select(limit):
+            for key, events in self._selector.select(limit):
                 if key.data is None:
                     self._accept()
+                elif events & selectors.EVENT_WRITE:
+                    self._send(key.data)
                 else:
                     self._serve(key.data)
             now = time.monotonic()
@@ -117,9 +121,21 @@ class RegisterServer:
                 return
             connection.used = time.monotonic()
             for line in lines:
-                answer = json.dumps(self._answer(*json.loads(line))).encode() + b"\n"
-                connection.socket.sendall(answer)  # short: if it does not fit the buffer, the other side does not read
+                connection.unsent += json.dumps(self._answer(*json.loads(line))).encode() + b"\n"
+            self._send(connection)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # no connection or request
+            self._close(connection)
+
+    def _send(self, connection: _Connection) -> None:
+        """Send what the connection takes. As long as something is left, no further request is read."""
+        try:
+            with contextlib.suppress(BlockingIOError):
+                while connection.unsent:
+                    connection.unsent = connection.unsent[connection.socket.send(connection.unsent) :]
+                    connection.used = time.monotonic()
+            events = selectors.EVENT_WRITE if connection.unsent else selectors.EVENT_READ
+            self._selector.modify(connection.socket, events, connection)
+        except OSError:
             self._close(connection)
 
     def _close(self, connection: _Connection) -> None:
@@ -156,19 +172,35 @@ class RegisterClient:
     def __init__(self, address: str, group: str, key: bytes, timeout: float) -> None:
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), timeout)
-        self._group, self._key, self._received = group, key, b""
+        self._group, self._key, self._timeout = group, key, timeout
 
     def call(self, *request: Any) -> Any:
         number = secrets.token_hex(8)
         code = _code(self._key, "request", self._group, number, request)
+        self._socket.settimeout(self._timeout)
         self._socket.sendall(json.dumps([self._group, number, code, request]).encode() + b"\n")
-        while b"\n" not in self._received:
+        line = self._line(time.monotonic() + self._timeout)
+        try:
+            found, answer = json.loads(line)
+            is_right = hmac.compare_digest(_code(self._key, "answer", self._group, number, answer), found)
+        except (ValueError, TypeError, RecursionError):
+            is_right = False
+        if not is_right:
+            raise ConnectionError("an answer without the right code: another process listens at this address")
+        return answer
+
+    def _line(self, deadline: float) -> bytes:
+        """The next line. Another process than a server may listen there, and send slowly or without end."""
+        received = b""
+        while not received.endswith(b"\n"):
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             data = self._socket.recv(1 << 16)
             if not data:
                 raise ConnectionError("the server of registers has closed the connection")
-            self._received += data
-        line, _, self._received = self._received.partition(b"\n")
-        found, answer = json.loads(line)
-        if not hmac.compare_digest(_code(self._key, "answer", self._group, number, answer).encode(), found.encode()):
-            raise ConnectionError("an answer without the right code: another process listens at this address")
-        return answer
+            received += data
+            if len(received) > _MOST_BYTES_OF_ANSWER or time.monotonic() > deadline:
+                raise ConnectionError("no answer of a server of registers")
+        return received
+
+    def close(self) -> None:
+        self._socket.close()

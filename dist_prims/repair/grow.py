@@ -6,7 +6,7 @@ New ranks announce themselves in a store that they and the running ranks can rea
     announces a random name    -->    waiting/1: name      -->      finds it
     sees that it is invited    <--    invited/name         <--      invites it
     confirms                   -->    ready/name           -->      waits for that, for a short time
-    makes the group            <--    admitted/name        <--      describes the group, and tells the other ranks
+    makes the group            <--    admitted/name        <--      describes the group, after a broadcast of the names
     goes on                    <--    outcome              <--      says whether all running ranks have made it
 
 The running ranks keep their group until all of them have made the new one (:func:`.survivors.make_together`), so they
@@ -15,8 +15,10 @@ go on with it if a new rank dies meanwhile.
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
+import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,9 +28,10 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from ..agreement import broadcast_value, check_failures, failure_text
 from ..backend.create import made_group, make_repaired
 from ..backend.options import BackendOptions
-from ..launch.deadline import until
+from ..launch.deadline import call_in_thread, until
 from ..launch.group_secret import secret_of_group
 from ..launch.handshake import signed, verified, warn
 from ..launch.rendezvous import connect
@@ -43,9 +46,11 @@ __all__: list[str] = []
 
 _PREFIX = "dist_prims/join"
 _CPU = torch.device("cpu")
+_TIME_FOR_PLACE = 5.0  # seconds to reach the store of new ranks
 _TIME_TO_CONFIRM = 2.0  # seconds for an invited rank
 _TIME_FOR_ADMISSION = 20.0  # seconds after which a rank that has confirmed announces itself again
-_PLAN_BYTES = 1 << 16
+_MOST_AT_ONCE = 1024  # ranks that one call admits
+_MOST_FAILURES = 8  # of a group: each one uses space of its registers, which a repair needs
 
 
 @dataclass(frozen=True)
@@ -102,9 +107,26 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     """
     old = default_group()
     backend = repairable_backend(old, "grow")
-    meeting = _meeting(at) if backend.rank() == 0 else None
-    agreement, *tokens = _broadcast([secrets.token_hex(8), *(_invite(meeting) if meeting else [])], old)
+    meeting, tokens, failure = None, list[str](), None
+    if backend.rank() == 0 and made_group(old.group_name).failed_grows < _MOST_FAILURES:
+        try:
+            meeting = _meeting(at, time.monotonic() + _TIME_FOR_PLACE)
+            _require_secret(backend, old.group_name, meeting)
+            tokens = _invite(meeting)
+        except (OSError, RuntimeError, ValueError) as error:
+            failure = error
+    text, agreement, tokens = broadcast_value((failure_text(failure), secrets.token_hex(8), tokens), 0, old)
+    check_failures("grow", failure, [text], old)
     return _admit(old, backend, meeting, agreement, tokens, timeout) if tokens else old
+
+
+def _require_secret(backend: Any, group: str, meeting: dist.Store) -> None:
+    """Raise RuntimeError if the ranks of several hosts have a secret, and a new rank cannot know it."""
+    if backend.spans_hosts and made_group(group).key and secret_of_group(meeting, True) is None:
+        raise RuntimeError(
+            "grow: the running ranks have a secret of their launcher, which a new rank cannot know, and the new group "
+            f"would have none; {REMEDY}"
+        )
 
 
 def _admit(
@@ -132,6 +154,9 @@ def _admit(
 
     attempt = RepairAttempt(backend, name, limit, agreement, len(tokens), publish)
     if not attempt.run(make_together(rank, 0, tuple(range(size)))):
+        made.failed_grows += 1
+        if made.failed_grows == _MOST_FAILURES and rank == 0:
+            warn(f"new ranks have failed {_MOST_FAILURES} times to join; this group admits no more")
         return old  # the new ranks find no outcome, and announce themselves again
     if rank == 0:
         attempt.store.set(_OUTCOME, MADE)
@@ -139,6 +164,7 @@ def _admit(
 
 
 _OUTCOME = "outcome"
+_TIME_FOR_OUTCOME = 5.0  # seconds
 
 
 def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
@@ -158,18 +184,20 @@ def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
     """
     if dist.is_initialized():
         raise RuntimeError("join: this process has a default group already; only a new process can join")
-    meeting, deadline = _meeting(at), time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
+    meeting = _meeting(at, deadline)
     while True:
         admission = _wait_for_admission(meeting, deadline)
         if admission is None:
             continue
-        try:
-            store = dist.PrefixStore(admission.prefix, open_store(admission.store, admission.size, admission.limit))
-            backend = _make(admission, store)
-        except (OSError, RuntimeError):  # also CommError: a rank has failed, and the running ranks go on without us
+        limit = min(admission.limit + _TIME_FOR_OUTCOME, max(deadline - time.monotonic(), 0.1))
+        try:  # a store whose process is stopped answers nothing: a thread waits for it, and can be left
+            made = call_in_thread(functools.partial(_make, admission), limit, discard=lambda made: made[0].abort())
+        except (OSError, RuntimeError) as error:  # also CommError: a rank has failed, and the others go on without us
             if time.monotonic() > deadline:
-                raise
+                raise TimeoutError(f"join: no group within {timeout:g} s: {error}") from error
             continue
+        backend, store = made
         backend.set_timeout(timedelta(seconds=admission.timeout))
         return install_default_group(backend, store, admission.name)
 
@@ -191,8 +219,9 @@ def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | No
     return _Admission(**json.loads(found[0])) if found else None
 
 
-def _make(admission: _Admission, store: dist.Store) -> Any:
-    """Make the group, and return its backend when all running ranks have made it as well."""
+def _make(admission: _Admission) -> tuple[Any, dist.Store]:
+    """Make the group; return its backend and store when all running ranks have made it as well."""
+    store = dist.PrefixStore(admission.prefix, open_store(admission.store, admission.size, admission.limit))
     options = BackendOptions(**admission.options) if admission.options else None
     limit = timedelta(seconds=admission.limit)
     backend = make_repaired(options, store, admission.name, admission.rank, admission.size, limit, is_grown=True)
@@ -204,23 +233,34 @@ def _make(admission: _Admission, store: dist.Store) -> Any:
     except (OSError, RuntimeError):
         backend.abort()
         raise
-    return backend
+    return backend, store
 
 
-def _meeting(at: str | dist.Store) -> dist.Store:
+def _meeting(at: str | dist.Store, deadline: float) -> dist.Store:
     if isinstance(at, dist.Store):
         return dist.PrefixStore(_PREFIX, at)
     url = urlsplit(at)
     if url.scheme == "file" and url.path:
         return dist.PrefixStore(_PREFIX, dist.FileStore(url.path))
     if url.scheme == "tcp" and url.hostname and url.port:
+        server = url.hostname, url.port
+        until(lambda: _is_listening(server), deadline, f"a store at {at}")  # torch would try for longer
         return dist.PrefixStore(_PREFIX, connect(url.hostname, url.port, 1, _TIME_FOR_ADMISSION))
     raise ValueError(f"the place of new ranks is {at!r}; give file:///path, tcp://host:port, or a store")
 
 
+def _is_listening(server: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(server, _TIME_FOR_PLACE).close()
+    except OSError:
+        return False
+    return True
+
+
 def _invite(meeting: dist.Store) -> list[str]:
     """Return the names of the new ranks that are waiting, and have confirmed that they are."""
-    first, last = meeting.add("served", 0) + 1, meeting.add("waiting", 0)
+    first = meeting.add("served", 0) + 1
+    last = min(meeting.add("waiting", 0), first + _MOST_AT_ONCE - 1)
     if first > last:
         return []
     meeting.add("served", last - first + 1)
@@ -238,24 +278,12 @@ def _invite(meeting: dist.Store) -> list[str]:
     for token in tokens:
         meeting.set(f"invited/{token}", "")
     ready = [f"ready/{token}" for token in tokens]
+    deadline = time.monotonic() + _TIME_TO_CONFIRM  # the first wait may have used up its own
     try:
         until(lambda: meeting.check(ready), deadline, "the new ranks")
     except TimeoutError:
         tokens = [token for token in tokens if meeting.check([f"ready/{token}"])]
     return tokens
-
-
-def _broadcast(texts: list[str], group: dist.ProcessGroup) -> list[str]:
-    """Return the texts of rank 0 on every rank."""
-    data = json.dumps(texts).encode()
-    length = torch.tensor([len(data)])
-    dist.broadcast(length, 0, group=group)
-    buffer = torch.zeros(int(length), dtype=torch.uint8)
-    if dist.get_rank(group) == 0:
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.broadcast(buffer, 0, group=group)
-    found: list[str] = json.loads(bytes(buffer.tolist()))
-    return found
 
 
 def _fields(options: BackendOptions | None) -> dict[str, Any]:

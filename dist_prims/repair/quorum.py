@@ -5,7 +5,8 @@ to all of them, and read from a majority. A decision is made by Paxos. An accept
 proposer changes by compare-and-set, so a server needs to know nothing about Paxos:
 
 1. The proposer raises the ballot that each acceptor has promised, and learns the value that it has accepted last. A
-   promise counts only if this proposal has raised it: a rank that proposes again, after an error, may have another value.
+   promise counts only if this proposal has raised it: a rank that proposes again after an error may have another
+   value.
 2. Where a majority has promised, the proposer lets a majority accept: the value with the highest ballot among the
    accepted ones, or its own if there is none.
 
@@ -22,7 +23,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 __all__: list[str] = []
 
@@ -122,26 +123,40 @@ def _ask_all(key: str, acceptors: int, change: Callable[[AcceptorState], Accepto
     return answers
 
 
+class Client(Protocol):
+    """A connection to a server of registers."""
+
+    def call(self, *request: Any) -> Any: ...
+    def close(self) -> None: ...
+
+
 class Acceptor:
-    """One of the servers. ``connect`` opens a connection: a function that performs an operation, or raises OSError.
+    """One of the servers. ``connect`` opens a connection, or raises OSError as its calls may.
 
     A call returns None if the server cannot be reached. It is then not called for a second.
     """
 
-    def __init__(self, connect: Callable[[], Callable[..., Any]]) -> None:
+    def __init__(self, connect: Callable[[], Client]) -> None:
         self._connect, self._lost = connect, -math.inf
-        self._perform: Callable[..., Any] | None = None
+        self._client: Client | None = None
 
     def call(self, operation: str, *arguments: Any) -> Any:
         if time.monotonic() < self._lost + _TIME_TO_RETURN:
             return None
         try:
-            if self._perform is None:
-                self._perform = self._connect()
-            return self._perform(operation, *arguments)
+            if self._client is None:
+                self._client = self._connect()
+            return self._client.call(operation, *arguments)
         except OSError:
-            self._perform, self._lost = None, time.monotonic()
+            self.close()
+            self._lost = time.monotonic()
             return None
+
+    def close(self) -> None:
+        """Close the connection; a further call opens another one."""
+        if self._client is not None:
+            self._client.close()
+        self._client = None
 
 
 class QuorumRegisters:
@@ -182,6 +197,11 @@ class QuorumRegisters:
                 self._decisions[key] = ended.value
             self._ask("publish", name, self._decisions[key])  # so that others need not propose
         return self._decisions[key]
+
+    def close(self) -> None:
+        """Close the connections to the servers."""
+        for each in self._acceptors:
+            each.close()
 
     def _perform(self, request: CompareAndSet) -> str | None:
         acceptor = self._acceptors[request.acceptor]

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ..errors import CommError
+
 __all__: list[str] = []
 
 
@@ -25,6 +27,9 @@ class Registers(Protocol):
     def decide(self, key: str, value: str) -> str:
         """Propose a value; return the one that stands."""
 
+    def close(self) -> None:
+        """Release what the use of the registers needs."""
+
 
 class SharedRegisters:
     """Registers in the shared memory of a group on one host. ``backend`` is the group's, ended or not.
@@ -37,7 +42,7 @@ class SharedRegisters:
         self._backend, self._agreement = backend, agreement
 
     def announce(self, text: str) -> None:
-        self._backend.append_to_log(json.dumps([self._agreement, text]))
+        self._append(self._agreement, text)
 
     def read(self) -> tuple[Mapping[int, str], Mapping[str, str]]:
         records: dict[int, str] = {}
@@ -53,6 +58,15 @@ class SharedRegisters:
     def decide(self, key: str, value: str) -> str:
         _, decisions = self.read()
         if key not in decisions:
-            self._backend.append_to_log(json.dumps([self._agreement, key, value]))
+            self._append(self._agreement, key, value)
             _, decisions = self.read()
         return decisions[key]
+
+    def _append(self, *parts: str) -> None:
+        try:
+            self._backend.append_to_log(json.dumps(parts))
+        except ValueError as error:
+            raise CommError(f"the group cannot be repaired any more: {error}; start the job again") from error
+
+    def close(self) -> None:
+        """The memory belongs to the group."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,9 +18,10 @@ from ..launch.deadline import call_in_thread
 from ..launch.network import LOOPBACK
 from ..launch.register_server import RegisterClient
 from ..launch.served import open_store, refused, served_store
+from ..torch_compat import default_group
 from .quorum import Acceptor, NoMajorityError, QuorumRegisters
 from .registers import Registers, SharedRegisters
-from .survivors import Announce, Decide, Discard, GaveUp, LeftOut, Look, Make, Record, Request, Serve, View
+from .survivors import Announce, Decide, Discard, GaveUp, LeftOut, Look, MadeBefore, Make, Record, Request, Serve, View
 
 __all__: list[str] = []
 
@@ -28,6 +29,7 @@ _TIME_FOR_SUSPECTS = 0.3  # seconds for a rank that is believed to be gone to sh
 _SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0002, 0.005  # seconds between looks
 _FIRST_PROBE, _BETWEEN_PROBES, _PROBE_TIME = 0.02, 0.1, 0.1  # seconds, of the processes on other hosts
 _CALL_TIME = 1.0  # seconds for a server of registers to answer
+_TIME_FOR_MAJORITY = 10.0  # seconds for paused servers of registers to go on
 
 T = TypeVar("T")
 
@@ -57,6 +59,7 @@ class RepairAttempt:
         self._old, self._name, self._timeout = backend, name, timeout
         self._agreement, self._newcomers, self._serving = agreement, newcomers, serving
         self._made = made_group(backend.options.group_name)
+        self._is_default = backend.options.group_name == default_group().group_name
         self._rank: int = backend.rank()
         self._spans_hosts: bool = backend.spans_hosts
         self._registers = self._make_registers()
@@ -87,13 +90,21 @@ class RepairAttempt:
                 "call shrink() in time; end this process, or let it join again by dist_prims.join()"
             ) from None
         except GaveUp:
-            raise CommError(f"rank {self._rank}: the group could not be made: {self._error}") from self._error
+            reason = self._error or "earlier calls have failed"
+            raise CommError(f"rank {self._rank}: the group could not be made: {reason}") from self._error
+        except MadeBefore:
+            raise CommError(
+                f"rank {self._rank}: an earlier call has made the group of the survivors, and this rank has not kept "
+                "it; end this process, or start the job again"
+            ) from None
         except NoMajorityError:
             raise CommError(
                 f"rank {self._rank}: this rank cannot reach a majority of the ranks "
                 f"{quorum_ranks(self._made.hosts)}, so others may go on without it; end this process, or start the job "
                 "again"
             ) from None
+        finally:
+            self._registers.close()
 
     def _make_registers(self) -> Registers:
         if not self._spans_hosts:
@@ -101,8 +112,7 @@ class RepairAttempt:
         addresses = [self._made.addresses[each] for each in quorum_ranks(self._made.hosts)]
         group, key = self._made.attempt, self._made.key
         clients = [functools.partial(RegisterClient, each, group, key, _CALL_TIME) for each in addresses]
-        acceptors = [Acceptor(lambda client=client: client().call) for client in clients]  # type: ignore[misc]
-        return QuorumRegisters(acceptors, self._agreement, self._rank, self._old.size())
+        return QuorumRegisters([Acceptor(client) for client in clients], self._agreement, self._rank, self._old.size())
 
     def _perform(self, request: Request) -> Any:
         is_repeated, self._last_request = request == self._last_request, request
@@ -111,9 +121,9 @@ class RepairAttempt:
                 return self._look(is_repeated)
             case Announce(record):
                 self._round = record.round
-                return self._registers.announce(record.text())
+                return self._by_majority(lambda: self._registers.announce(record.text()))
             case Decide(key, value):
-                return self._registers.decide(key, value)
+                return self._by_majority(lambda: self._registers.decide(key, value))
             case Serve():
                 return self._serve()
             case Make(members, store):
@@ -133,25 +143,45 @@ class RepairAttempt:
             self._changed, self._last_view = time.monotonic(), view
         return view
 
+    def _by_majority(self, act: Callable[[], T]) -> T:
+        """Use the registers. Servers that do not answer for a while may only be paused: try again, unless a majority of
+        their processes has ended."""
+        limit = time.monotonic() + min(self._timeout, _TIME_FOR_MAJORITY)
+        servers = quorum_ranks(self._made.hosts) if self._spans_hosts else []
+        while True:
+            try:
+                return act()
+            except NoMajorityError:
+                self._find_deaths(servers)
+                if sum(each in self._dead for each in servers) > len(servers) // 2 or time.monotonic() > limit:
+                    raise
+                time.sleep(_LONGEST_INTERVAL)
+
     def _view(self) -> View:
-        records, decisions = self._registers.read()
+        texts, decisions = self._by_majority(self._registers.read)
+        records = {rank: Record.parse(text) for rank, text in texts.items()}
+        done = {rank for rank, each in records.items() if each.round == self._round and each.made}
+        self._find_deaths([rank for rank in range(self._old.size()) if rank not in done])
         now = time.monotonic()
-        self._dead |= set(self._old.ended()) - {self._rank}
-        if self._spans_hosts and now > self._next_probe:
-            self._probe([rank for rank in range(self._old.size()) if rank not in records])
         return View(
-            records={rank: Record.parse(text) for rank, text in records.items()},
+            records=records,
             decisions=dict(decisions),
             dead=frozenset(self._dead),
             suspected=self._named if now > self._began + _TIME_FOR_SUSPECTS else frozenset(),
             is_late=now > self._changed + self._timeout,
         )
 
-    def _probe(self, ranks: list[int]) -> None:
-        """Look whether the processes of these ranks have ended."""
-        gone = refused([self._made.addresses[rank] for rank in ranks], _PROBE_TIME)
-        self._dead |= {rank for rank in ranks if self._made.addresses[rank] in gone}
-        self._next_probe = time.monotonic() + _BETWEEN_PROBES
+    def _find_deaths(self, ranks: Iterable[int]) -> None:
+        """Look which processes have ended; those of other hosts at intervals, and only of these ranks."""
+        self._dead |= set(self._old.ended()) - {self._rank}
+        began = time.monotonic()
+        if not self._spans_hosts or began < self._next_probe:
+            return
+        watched = [rank for rank in ranks if rank not in self._dead and rank != self._rank]
+        gone = refused([self._made.addresses[rank] for rank in watched], _PROBE_TIME)
+        self._dead |= {rank for rank in watched if self._made.addresses[rank] in gone}
+        ended = time.monotonic()
+        self._next_probe = ended + max(_BETWEEN_PROBES, 2 * (ended - began))
 
     def _serve(self) -> str:
         try:
@@ -168,12 +198,26 @@ class RepairAttempt:
         limit = min(self._timeout, timeout.total_seconds())
         name = store_prefix(self._made.attempt, self._agreement, self._round)
         rank, size = members.index(self._rank), len(members) + self._newcomers
+        request = self._made.request
+
+        def ended() -> list[int]:
+            self._find_deaths(members)
+            return [place for place, each in enumerate(members) if each in self._dead]
 
         def make() -> tuple[Any, Any]:
             store = dist.PrefixStore(name, open_store(address, size, limit))
-            request, seconds = self._made.request, timedelta(seconds=limit)
-            is_grown = request.is_grown or self._newcomers > 0
-            return make_repaired(request.given, store, self._name, rank, size, seconds, is_grown), store
+            backend = make_repaired(
+                request.given,
+                store,
+                self._name,
+                rank,
+                size,
+                timedelta(seconds=limit),
+                is_grown=request.is_grown or self._newcomers > 0,
+                ranks=[] if self._is_default else [request.ranks[each] for each in members],
+                ended=ended,
+            )
+            return backend, store
 
         try:
             self.backend, self.store = call_in_thread(make, limit, discard=lambda made: made[0].abort())

@@ -9,16 +9,18 @@ import torch
 import torch.distributed as dist
 
 from ..autoload import NAME
+from ..backend.create import made_group
 from ..collectives.call import group_of
 from ..errors import CommError
 from ..torch_compat import backend_of, replace_group, timeout_of
 from .repair_attempt import RepairAttempt
-from .survivors import survive
+from .survivors import OtherMembers, survive
 
 __all__: list[str] = []
 
 _CPU = torch.device("cpu")
 _AGREEMENT = "shrink"
+_SEPARATOR = " after "  # in names of groups
 
 
 def shrink(group: dist.ProcessGroup | None = None, *, timeout: float | None = None) -> dist.ProcessGroup:
@@ -52,41 +54,39 @@ def shrink(group: dist.ProcessGroup | None = None, *, timeout: float | None = No
     """
     old = group_of(group, "shrink")
     limit = timeout_of(old, _CPU).total_seconds() if timeout is None else timeout
+    attempt, members = _attempt(repairable_backend(old, "shrink"), limit)
     name = next_name(old.group_name)
-    attempt, members = _attempt(repairable_backend(old, "shrink"), name, limit)
     return replace_group(old, attempt.backend, attempt.store, members, name)
 
 
 def shrink_backend(backend: Any, excluded: Collection[int]) -> Any:
     """Return the backend of a group without these ranks; called by C++ for ``torch.distributed.shrink_group``."""
-    limit = backend.options._timeout.total_seconds()
-    attempt, members = _attempt(backend, next_name(backend.options.group_name), limit, frozenset(excluded))
-    expected = tuple(rank for rank in range(backend.size()) if rank not in excluded)
-    if members != expected:
-        attempt.backend.abort()
+    try:
+        attempt, _ = _attempt(backend, backend.options._timeout.total_seconds(), frozenset(excluded))
+    except OtherMembers as found:
+        expected = [rank for rank in range(backend.size()) if rank not in excluded]
         raise CommError(
-            f"rank {backend.rank()}: shrink_group: of the ranks {list(expected)} that are not excluded only "
-            f"{list(members)} are left; exclude the others as well, or call dist_prims.shrink()"
-        )
+            f"rank {backend.rank()}: shrink_group: of the ranks {expected} that are not excluded only "
+            f"{list(found.members)} are left; call dist_prims.shrink(), which needs no list"
+        ) from None
     return attempt.backend
 
 
 def _attempt(
-    backend: Any, name: str, limit: float, excluded: frozenset[int] = frozenset()
+    backend: Any, limit: float, excluded: frozenset[int] = frozenset()
 ) -> tuple[RepairAttempt, tuple[int, ...]]:
-    attempt = RepairAttempt(backend, name, limit, _AGREEMENT)
+    attempt = RepairAttempt(backend, next_name(backend.options.group_name), limit, _AGREEMENT)
     backend.abort()  # this rank makes no further calls in the old group, and says so to ranks that wait for it
     return attempt, attempt.run(survive(backend.rank(), range(backend.size()), excluded))
 
 
 def next_name(name: str) -> str:
-    """Return the name of the group that takes the place of one with this name; all ranks form the same.
+    """Return the name of the group that takes the place of the one with this name; all ranks form the same.
 
-    >>> next_name("0"), next_name("0.1")
-    ('0.1', '0.2')
+    It contains the name of the attempt that has made the old group, which is random: torch counts the groups that it
+    makes, and begins again with a new default group, so a counter would give the name of another group.
     """
-    base, _, number = name.rpartition(".")
-    return f"{base}.{int(number) + 1}" if base and number.isdigit() else f"{name}.1"
+    return f"{name.partition(_SEPARATOR)[0]}{_SEPARATOR}{made_group(name).attempt[:8]}"
 
 
 def repairable_backend(group: dist.ProcessGroup, operation: str) -> Any:

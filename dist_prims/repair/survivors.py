@@ -111,6 +111,18 @@ class LeftOut(Exception):  # not an error of the program: the caller raises one 
         self.members = members
 
 
+class OtherMembers(Exception):
+    """Further ranks are gone than those that are excluded."""
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        super().__init__(members)
+        self.members = members
+
+
+class MadeBefore(Exception):
+    """An earlier call on this rank has made the group, and has not kept it."""
+
+
 class GaveUp(Exception):
     """The group could not be made several times, although no member was gone."""
 
@@ -123,14 +135,17 @@ def survive(
 ) -> Generator[Request, Any, tuple[int, ...]]:
     """Agree with the other survivors, make the next group, and return its members.
 
-    ``ranks`` are those that may be members, ``excluded`` those of them that are left out even if they are alive.
+    ``ranks`` are those that may be members, ``excluded`` those of them that are left out even if they are alive. With
+    excluded ranks all others must be left. If not, no group is made, so that another call can make one.
     """
-    candidates = tuple(sorted(set(ranks) - excluded))
+    candidates = expected = tuple(sorted(set(ranks) - excluded))
     failures = 0
     for number in itertools.count():
         members = yield from _decide_members(rank, number, candidates)
         if rank not in members:
             raise LeftOut(members)
+        if excluded and members != expected:
+            raise OtherMembers(members)
         if (yield from make_together(rank, number, members)):
             return members
         failures += members == candidates
@@ -172,9 +187,12 @@ def make_together(rank: int, number: int, members: tuple[int, ...]) -> Generator
     while True:
         view: View = yield Look(key)
         if key in view.decisions:
-            if has_made and view.decisions[key] == FAILED:
+            is_made = view.decisions[key] == MADE
+            if is_made and not has_made:
+                raise MadeBefore
+            if has_made and not is_made:
                 yield Discard()
-            return view.decisions[key] == MADE
+            return is_made
         waiting = [each for each in members if not (_is_in(view, each, number) and view.records[each].made)]
         store = view.records[members[0]].store if _is_in(view, members[0], number) else ""
         if store and not has_made:

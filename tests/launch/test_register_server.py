@@ -83,6 +83,43 @@ def test_a_server_without_the_key_is_not_believed() -> None:
         client.call("read")
 
 
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\n", b"[1, 2]\n", b"5\n", b'["\xc3\xa9", 1]\n', b"["])
+def test_another_process_at_the_address_of_a_rank_that_has_died(answer: bytes) -> None:
+    """Its answers are those of a lost server. One that sends a byte now and then does not delay the deadline."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def send() -> None:
+        connection, _ = listening.accept()
+        with contextlib.suppress(OSError):
+            for _ in range(1000 if answer == b"[" else 1):
+                connection.sendall(answer)
+                time.sleep(0.02)
+
+    threading.Thread(target=send, daemon=True).start()
+    client = RegisterClient(f"127.0.0.1:{listening.getsockname()[1]}", "group", KEY, timeout=0.3)
+    began = time.monotonic()
+    with pytest.raises((ConnectionError, TimeoutError)):
+        client.call("read")
+    assert time.monotonic() - began < 10
+
+
+def test_an_answer_that_does_not_fit_the_buffers() -> None:
+    """The server sends the rest when the client has read, and serves others meanwhile."""
+    served = Served()
+    client, other = served.client(), served.client()
+    for rank in range(20):
+        client.call("announce", rank, 1, "x" * 900_000)
+    receive = client._line
+
+    def receive_late(deadline: float) -> bytes:
+        assert other.call("publish", "key", "value") is True
+        return receive(deadline)
+
+    client._line = receive_late  # type: ignore[method-assign]
+    records, _ = client.call("read")
+    assert [text for _, (_, text) in records] == ["x" * 900_000] * 20
+
+
 def test_a_server_that_is_stopped() -> None:
     """It accepts connections, since the kernel does, and answers nothing."""
     listening = socket.create_server(("127.0.0.1", 0))

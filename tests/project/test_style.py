@@ -36,7 +36,7 @@ LAYERS = {
     "launch": {"agreement", "autoload", "tracing"},
     "backend": {"autoload", "collectives", "errors", "launch", "schedules", "torch_compat", "tracing"},
     "autoload": {"backend", "launch", "torch_compat"},
-    "repair": {"autoload", "backend", "collectives", "errors", "launch", "torch_compat"},
+    "repair": {"agreement", "autoload", "backend", "collectives", "errors", "launch", "torch_compat"},
     "ops": {"collectives", "errors", "torch_compat"},
     "parallel": {"agreement", "collectives", "errors", "torch_compat"},
     "training": {"agreement", "backend", "collectives", "errors", "parallel", "schedules", "torch_compat", "tracing"},

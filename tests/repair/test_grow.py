@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
+from dist_prims.launch.secret import Secret, remember
 from dist_prims.launch.served import refused, serve_registers, served_store
 from dist_prims.repair.grow import _meeting
 from tests.helpers.survivors import join_at_rank_0, run_ranks
@@ -152,7 +153,7 @@ def test_a_new_rank_dies_on_the_way(moment: str, tmp_path: Path, monkeypatch: py
             dist_prims.join(place, timeout=LIMIT)
             return total()
         join_at_rank_0(rank, 2, tmp_path)
-        meeting = _meeting(place) if rank == 0 else None
+        meeting = _meeting(place, time.monotonic() + LIMIT) if rank == 0 else None
         if meeting:
             wait_until(lambda: meeting.add("waiting", 0) == 1)
         dist.barrier()
@@ -177,7 +178,7 @@ def test_a_running_rank_dies_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
             dist_prims.join(place, timeout=LIMIT)
             return total()
         join_at_rank_0(rank, 3, tmp_path)
-        monkeypatch.setattr(module, "make_repaired", (lambda *_: die()) if rank == 1 else make)
+        monkeypatch.setattr(module, "make_repaired", (lambda *_, **__: die()) if rank == 1 else make)
         with contextlib.suppress(dist_prims.CommError):
             while dist.get_world_size() == 3:
                 dist_prims.grow(place, timeout=2)
@@ -235,7 +236,7 @@ def test_a_process_without_the_secret_is_not_admitted(
             dist_prims.join(place, timeout=LIMIT)
         else:
             join_at_rank_0(rank, 2, tmp_path)
-            meeting = _meeting(place)
+            meeting = _meeting(place, time.monotonic() + LIMIT)
             wait_until(lambda: meeting.add("waiting", 0) == 2)
             grow_to(3, place)
         return total()
@@ -293,3 +294,34 @@ dist.barrier()
             assert newcomer.wait(LIMIT) == 0
         finally:
             newcomer.kill()
+
+
+@pytest.mark.parametrize("place", ["nowhere", "tcp://127.0.0.1:1"])
+def test_a_place_that_cannot_be_used(place: str, tmp_path: Path) -> None:
+    """Rank 0 alone uses it. All ranks raise, and keep their group."""
+
+    def body(rank: int) -> Any:
+        expected: type[Exception] = dist_prims.MismatchError
+        if rank == 0:
+            expected = ValueError if place == "nowhere" else TimeoutError
+        with pytest.raises(expected):
+            dist_prims.grow(place)
+        return total()
+
+    assert run_ranks(body, 2, tmp_path) == [2, 2]
+
+
+def test_ranks_with_a_secret_of_their_launcher_do_not_lose_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between hosts a new rank without the secret was admitted, and the new group had none."""
+    for name in ("DIST_PRIMS_SECRET", "DIST_PRIMS_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def body(rank: int) -> Any:
+        os.environ["DIST_PRIMS_HOST_ID"] = "ab"[rank]
+        remember(Secret(b"k" * 32, "MPI"))
+        dist.init_process_group("dist_prims", init_method=f"file://{tmp_path}/start", rank=rank, world_size=2)
+        with pytest.raises(RuntimeError, match="have a secret of their launcher, which a new rank cannot know"):
+            dist_prims.grow(f"file://{tmp_path}/place")
+        return total()
+
+    assert run_ranks(body, 2, tmp_path, join=False) == [2, 2]

@@ -117,15 +117,16 @@ class LosableServer:
         self.server = RegisterServer(self.listening)
         self.registers = self.server.add("group", b"key")
 
-    def connect(self) -> Callable[..., Any]:
-        client = RegisterClient(f"127.0.0.1:{self.listening.getsockname()[1]}", "group", b"key", timeout=20)
+    def connect(self) -> RegisterClient:
+        server = self
 
-        def call(*request: Any) -> Any:
-            if self.is_lost:
-                raise ConnectionResetError
-            return client.call(*request)
+        class LosableClient(RegisterClient):
+            def call(self, *request: Any) -> Any:
+                if server.is_lost:
+                    raise ConnectionResetError
+                return super().call(*request)
 
-        return call
+        return LosableClient(f"127.0.0.1:{self.listening.getsockname()[1]}", "group", b"key", timeout=20)
 
 
 def registers(servers: list[LosableServer], rank: int) -> QuorumRegisters:

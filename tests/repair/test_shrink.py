@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 import dist_prims
 from dist_prims.errors import CommError, LeftOutError, PeerLeftError
-from dist_prims.repair.shrink import next_name
 from tests.helpers.survivors import join_at_rank_0, run_ranks
 
 
@@ -122,7 +121,7 @@ def test_one_failure_after_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", range(8))
 def test_a_rank_dies_while_the_survivors_agree(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first member, which serves the store of the next group, dies at each of its requests."""
-    attempt = sys.modules["dist_prims.repair.repair_attempt"].RepairAttempt  # type: ignore[attr-defined]
+    attempt = importlib.import_module("dist_prims.repair.repair_attempt").RepairAttempt
     perform: Callable[..., Any] = attempt._perform
 
     def body(rank: int) -> Any:
@@ -344,10 +343,75 @@ def test_nothing_is_left_of_the_old_group(tmp_path: Path) -> None:
         assert after[0] <= before[0] + 2, (before, after)
 
 
-def test_names() -> None:
-    assert next_name("0") == "0.1"
-    assert next_name("a.b") == "a.b.1"
-    assert next_name("a.b.9") == "a.b.10"
+def test_names_of_repaired_groups_are_their_own(tmp_path: Path) -> None:
+    """torch counts the groups from 0 again after a repair. The default group and a later group "0" once both became
+    "0.1", and the second repair failed."""
+
+    def body(rank: int) -> Any:
+        if rank == 3:
+            die()
+        all_reduce_until_failure()
+        dist_prims.shrink()
+        default = dist.group.WORLD
+        assert default is not None
+        other = dist_prims.shrink(dist.new_group([0, 1, 2]))
+        assert other.group_name != default.group_name
+        return total(), total(other)
+
+    assert run_ranks(body, 4, tmp_path) == [(3, 3)] * 3 + [-signal.SIGKILL]
+
+
+def test_shrink_after_a_refused_shrink_group(tmp_path: Path) -> None:
+    """``shrink_group`` with too few excluded ranks makes no group, and its error advises to call ``shrink``."""
+
+    def body(rank: int) -> Any:
+        if rank >= 2:
+            die()
+        all_reduce_until_failure()
+        with pytest.raises(CommError, match=r"only \[0, 1\] are left; call dist_prims\.shrink"):
+            dist.distributed_c10d.shrink_group([3])
+        dist_prims.shrink()
+        return total()
+
+    assert run_ranks(body, 4, tmp_path) == [2, 2, -signal.SIGKILL, -signal.SIGKILL]
+
+
+def test_a_rank_dies_as_it_makes_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others see the exit of the process, and do not wait for the timeout of 100 s. It does not serve the store."""
+    attempt = importlib.import_module("dist_prims.repair.repair_attempt").RepairAttempt
+
+    def body(rank: int) -> Any:
+        if rank == 3:
+            die()
+        all_reduce_until_failure()
+        if rank == 1:
+            monkeypatch.setattr(attempt, "_make", lambda *_: die())
+        began = time.monotonic()
+        dist_prims.shrink(timeout=100)
+        assert time.monotonic() - began < 50
+        return total()
+
+    assert run_ranks(body, 4, tmp_path) == [2, -signal.SIGKILL, 2, -signal.SIGKILL]
+
+
+def test_groups_split_from_a_repaired_sub_group(tmp_path: Path) -> None:
+    """Their deaths are those of the members: rank 1, which is dead, was once taken for the second member."""
+
+    def body(rank: int) -> Any:
+        group = dist.new_group([1, 2, 3])
+        if rank == 1:
+            die()
+        if rank == 0:
+            return 0
+        with pytest.raises(CommError):
+            total(group)
+        repaired = dist_prims.shrink(group)
+        part: Any = repaired.split_group([0, 1], timeout=timedelta(seconds=60), group_name="part")
+        sum_of_part = torch.ones(1)
+        part.allreduce([sum_of_part]).wait()
+        return sum_of_part.item()
+
+    assert run_ranks(body, 4, tmp_path) == [0, -signal.SIGKILL, 2, 2]
 
 
 def test_a_job_of_spawn_continues() -> None:

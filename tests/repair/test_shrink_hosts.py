@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -60,6 +62,50 @@ def test_the_survivors_of_several_hosts_go_on(
     found = survivors(layout, dead, tmp_path)
     left = [outcome for rank, outcome in enumerate(found) if rank not in dead]
     assert left == [(place, len(left), float(len(left))) for place in range(len(left))]
+
+
+def test_a_host_is_lost_as_it_makes_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others see that its address refuses connections, although it has announced itself before."""
+    attempt = importlib.import_module("dist_prims.repair.repair_attempt").RepairAttempt
+
+    def body(rank: int) -> Any:
+        os.environ["DIST_PRIMS_HOST_ID"] = "abcde"[rank]
+        join_at_rank_0(rank, 5, tmp_path)
+        total()
+        if rank == 4:
+            die()
+        all_reduce_until_failure()
+        if rank == 2:
+            monkeypatch.setattr(attempt, "_make", lambda *_: die())
+        began = time.monotonic()
+        dist_prims.shrink(timeout=100)
+        assert time.monotonic() - began < 50
+        found = total()
+        dist.barrier()  # rank 0 serves the store
+        return found
+
+    assert run_ranks(body, 5, tmp_path, join=False) == [3, 3, -signal.SIGKILL, 3, -signal.SIGKILL]
+
+
+def test_a_pause_of_most_servers(tmp_path: Path) -> None:
+    """Servers of registers that do not answer for 2.5 s are not lost."""
+
+    def body(rank: int) -> Any:
+        os.environ["DIST_PRIMS_HOST_ID"] = "abcc"[rank]
+        join_at_rank_0(rank, 4, tmp_path)
+        total()
+        if rank == 3:
+            die()
+        all_reduce_until_failure()
+        if rank < 2:
+            subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist_prims.shrink(timeout=100)
+        found = total()
+        dist.barrier()
+        return found
+
+    assert run_ranks(body, 4, tmp_path, join=False) == [3, 3, 3, -signal.SIGKILL]
 
 
 @pytest.mark.parametrize(("layout", "dead"), [("ab", {0}), ("aabb", {0, 1}), ("abc", {0, 1})])
