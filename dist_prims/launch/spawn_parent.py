@@ -142,7 +142,8 @@ class RankProcesses:
             self._read_notices()  # those that the ranks had sent before they ended
         raised = sorted((rank for rank in self.ranks if rank.kind == RAISED), key=lambda rank: rank.when)
         ended = [rank for rank in ended if rank.has_died()]
-        if not raised and len(self.ranks) - len(ended) >= self.min_ranks:
+        have_started = all(rank.kind is not None for rank in self.ranks)  # before, the others would wait for a lost one
+        if have_started and not raised and len(self.ranks) - len(ended) >= self.min_ranks:
             for rank in ended:
                 rank.is_lost = True
             return

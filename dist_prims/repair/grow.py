@@ -31,12 +31,13 @@ import torch.distributed as dist
 from ..agreement import broadcast_value, check_failures, failure_text
 from ..backend.create import made_group, make_repaired
 from ..backend.options import BackendOptions
+from ..backend.tcp_endpoint import own_address
 from ..launch.deadline import call_in_thread, until
 from ..launch.group_secret import secret_of_group
 from ..launch.handshake import signed, verified, warn
 from ..launch.rendezvous import connect
 from ..launch.secret import REMEDY
-from ..launch.served import open_store
+from ..launch.served import open_store, served_store
 from ..torch_compat import default_group, install_default_group, replace_group, timeout_of
 from .repair_attempt import RepairAttempt, store_prefix
 from .shrink import next_name, repairable_backend
@@ -111,7 +112,7 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     if backend.rank() == 0 and made_group(old.group_name).failed_grows < _MOST_FAILURES:
         try:
             meeting = _meeting(at, time.monotonic() + _TIME_FOR_PLACE)
-            _require_secret(backend, old.group_name, meeting)
+            _require_secret(backend, old.group_name)
             tokens = _invite(meeting)
         except (OSError, RuntimeError, ValueError) as error:
             failure = error
@@ -120,13 +121,15 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     return _admit(old, backend, meeting, agreement, tokens, timeout) if tokens else old
 
 
-def _require_secret(backend: Any, group: str, meeting: dist.Store) -> None:
-    """Raise RuntimeError if the ranks of several hosts have a secret, and a new rank cannot know it."""
-    if backend.spans_hosts and made_group(group).key and secret_of_group(meeting, True) is None:
-        raise RuntimeError(
-            "grow: the running ranks have a secret of their launcher, which a new rank cannot know, and the new group "
-            f"would have none; {REMEDY}"
-        )
+def _require_secret(backend: Any, group: str) -> None:
+    """Raise RuntimeError if the ranks of several hosts have a secret, and the group with new ranks would have none."""
+    if backend.spans_hosts and made_group(group).key:
+        store, _ = served_store(own_address())
+        if secret_of_group(store, True) is None:
+            raise RuntimeError(
+                "grow: the running ranks have a secret of their launcher, which a new rank cannot know, and the new "
+                f"group would have none; {REMEDY}"
+            )
 
 
 def _admit(

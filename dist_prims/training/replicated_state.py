@@ -156,16 +156,19 @@ class ReplicatedState:
         is_current = members.rank() in current
         is_repeated = self._begun is not None and self.step == step
         has_computed = self._begun is not None and self.step == step - 1
+        positions = self._gather_positions(members, is_repeated, has_position=is_current or has_computed)
         if is_repeated:
             self._roll_back()
+        random: dict[str, Any] = {}
         if len(current) < members.size():
             random = self._transfer(min(current), members, take=not is_current)
-            if not (is_current or is_repeated or has_computed):
-                randomness.derive(random, members.rank())
-        self._resize_targets(members, is_repeated, has_position=is_current or has_computed)
+        # The state is whole now, and no collective follows: if a rank dies, the next call finds these steps done.
+        self.step, self._begun, self.group = step, None, members
+        if random and not (is_repeated or has_computed):
+            randomness.derive(random, members.rank())
+        self._resize_targets(members, positions)
         for module in self._modules.values():
             module.zero_grad()
-        self.step, self._begun, self.group = step, None, members
 
     def _snapshot(self) -> _Snapshot:
         return _Snapshot(
@@ -212,18 +215,24 @@ class ReplicatedState:
         random: dict[str, Any] = received["random"]
         return random
 
-    def _resize_targets(self, group: dist.ProcessGroup, is_repeated: bool, has_position: bool) -> None:
-        """Share the data over the ranks. The position in a stream is each rank's own.
+    def _gather_positions(
+        self, group: dist.ProcessGroup, is_repeated: bool, has_position: bool
+    ) -> list[dict[str, dict[str, Any]]]:
+        """The positions in the streams, of each rank that has one. The position in a stream is each rank's own.
 
         A rank that repeats the step has the positions from before it, and one that takes the state after the step has
         computed it: its positions are right as they are.
         """
-        if self._streams:
-            begun = self._begun.states if is_repeated and self._begun else {}
-            own = {name: begun.get(name) or stream.state_dict() for name, stream in self._streams.items()}
-            found = [each for each in gather_values(own if has_position else None, group) if each]
-            for name, stream in self._streams.items():
-                stream.resize(group, states=[each[name] for each in found])
+        if not self._streams:
+            return []
+        begun = self._begun.states if is_repeated and self._begun else {}
+        own = {name: begun.get(name) or stream.state_dict() for name, stream in self._streams.items()}
+        return [each for each in gather_values(own if has_position else None, group) if each]
+
+    def _resize_targets(self, group: dist.ProcessGroup, positions: list[dict[str, dict[str, Any]]]) -> None:
+        """Share the data over the ranks."""
+        for name, stream in self._streams.items():
+            stream.resize(group, states=[each[name] for each in positions])
         for name, target in self._others().items():
             if name not in self._streams and not isinstance(target, torch.Tensor) and hasattr(target, "resize"):
                 target.resize(group)

@@ -60,10 +60,11 @@ def _structure(state: Any, tensors: list[torch.Tensor]) -> Any:
     if type(state) in (torch.Tensor, torch.nn.Parameter):
         tensors.append(state.detach())
         return {"tensor": len(tensors) - 1}
-    if type(state) in _MAPPINGS.values():
+    if isinstance(state, dict):  # one of another type arrives as a dict
+        kind = next((name for name, each in _MAPPINGS.items() if each is type(state)), "dict")
         items = [(key, _structure(value, tensors)) for key, value in state.items()]
         attributes = _structure(getattr(state, "__dict__", None), tensors)  # the versions of modules
-        return {"mapping": type(state).__name__, "items": items, "attributes": attributes}
+        return {"mapping": kind, "items": items, "attributes": attributes}
     if type(state) in (list, tuple):
         return type(state)(_structure(value, tensors) for value in state)
     return state
@@ -80,7 +81,7 @@ def _with_tensors(structure: Any, tensors: dict[int, torch.Tensor]) -> Any:
     state = _MAPPINGS[structure["mapping"]]()
     for key, value in structure["items"]:
         state[key] = _with_tensors(value, tensors)
-    if structure["attributes"] is not None:
+    if structure["attributes"] is not None and hasattr(state, "__dict__"):
         vars(state).update(_with_tensors(structure["attributes"], tensors))
     return state
 

@@ -200,3 +200,16 @@ def test_a_rank_that_dies_before_it_has_joined_is_named() -> None:
     dist.Backend.register_backend("mortal", make, devices=["cpu"])
     with pytest.raises(RankFailedError, match="rank 0 exited with status 3 before its function began"):
         dist_prims.spawn(of_a_module, 1, backend="mortal", timeout=60)
+
+
+def test_a_death_before_all_have_joined_is_no_loss() -> None:
+    """With ``min_ranks`` the others would wait for the lost rank in the rendezvous, until the time to start is over."""
+
+    def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        if rank == 1:
+            os._exit(3)
+        time.sleep(1000)
+
+    dist.Backend.register_backend("mortal_rank", make, devices=["cpu"])
+    with pytest.raises(RankFailedError, match="rank 1 exited with status 3 before its function began"):
+        dist_prims.spawn(of_a_module, 3, backend="mortal_rank", timeout=60, start_timeout=60, min_ranks=2)

@@ -148,7 +148,6 @@ def check(state: State) -> None:
         (3, Budget(suspicions=1)),
         (3, Budget(failures=1)),
         pytest.param(3, Budget(deaths=2), marks=pytest.mark.slow),
-        pytest.param(3, Budget(deaths=1, timeouts=1), marks=pytest.mark.slow),
     ],
 )
 def test_all_interleavings(size: int, budget: Budget) -> None:

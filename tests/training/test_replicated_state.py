@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
 import signal
 import time
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -19,12 +21,14 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 import dist_prims
+from dist_prims.collectives.call import group_of
 from dist_prims.errors import CommError, LeftOutError, MismatchError
 from dist_prims.launch.deadline import until
 from dist_prims.training import GradientAverager, ReplicatedState, ShardedIterable, ShardedSampler
 from dist_prims.training.checkpoint import randomness
 from dist_prims.training.elastic import GlobalBatches
 from dist_prims.training.sharding import ZeroOptimizer
+from dist_prims.training.state_transfer import transfer
 from tests.helpers.survivors import run_ranks
 
 STEPS, FAILS_AT = 7, 3
@@ -255,6 +259,71 @@ def test_another_rank_dies_in_resize(tmp_path: Path) -> None:
     assert [found.pop(2), found.pop(0)] == [-signal.SIGKILL] * 2
     assert [sizes for sizes, _ in found] == [[4] * 3 + [2] * 4] * 2
     assert [weights for _, weights in found] == expected(found[0][0], [{0, 2}], tmp_path)
+
+
+class DiesAfterTheTransfer:
+    """A target whose ``resize`` is called when the state has been sent, on a rank that then dies."""
+
+    def __init__(self, dies: bool) -> None:
+        self.dies = dies
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def resize(self, group: dist.ProcessGroup) -> None:
+        if self.dies:
+            die()
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["a running rank", "a new rank"])
+def test_the_source_of_a_state_dies_after_it_was_sent(is_new: bool, tmp_path: Path) -> None:
+    """The rank that has received it goes on with it. It was once refused, or counted as the state of step 0, because
+    the positions in the data were exchanged after the state was loaded."""
+
+    def body(rank: int) -> Any:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        stream = ShardedIterable([range(10), range(10)])
+        dies = DiesAfterTheTransfer(False)
+        state = ReplicatedState({"model": model, "optimizer": optimizer, "data": stream, "dies": dies})
+
+        def step() -> None:
+            with state.attempt():
+                model.weight.grad = -torch.ones(1, 1)
+                optimizer.step()
+
+        if not is_new:
+            state.resize()
+        elif rank == 0:
+            state.group = dist.group.WORLD  # as after an earlier resize
+        if not is_new or rank == 0:
+            for _ in range(5 + (rank == 0)):
+                step()
+        if not is_new and rank == 1:
+            fail(state, lambda: None)
+        dies.dies = rank == 0
+        with contextlib.suppress(CommError):
+            state.resize()
+        dist_prims.shrink()
+        state.resize()
+        return state.step, model.weight.item()
+
+    assert run_ranks(body, 2, tmp_path) == [-signal.SIGKILL, (6, 6.0)]
+
+
+def test_mappings_arrive_as_they_are(tmp_path: Path) -> None:
+    """Those of another type than torch's own states have arrive as dicts."""
+    kinds = [{"a": 1}, OrderedDict(b=2), Counter("c"), defaultdict(int, {"d": 3})]
+
+    def body(rank: int) -> Any:
+        found = transfer(kinds if rank == 0 else None, 0, group_of(None, "test"), take=True)
+        return [type(each) for each in found], found == kinds
+
+    assert run_ranks(body, 2, tmp_path) == [([dict, OrderedDict, Counter, dict], True)] * 2
 
 
 def fail(state: ReplicatedState, after: Callable[[], object]) -> None:
