@@ -142,6 +142,8 @@ def test_a_handler_ends_a_group_across_hosts(wait: str) -> None:
 
     def body() -> None:
         group = dist.new_group()
+        # Python chooses the schedule now. A handler that comes while it chooses ends no call that others know of.
+        WAITS["all_reduce"](group)
         if dist.get_rank() == 2:
             store().wait(["over"], timedelta(seconds=LIMIT))
             began = time.monotonic()

@@ -170,6 +170,7 @@ def test_stages_carry_what_later_ones_need_and_no_more() -> None:
     assert [stage.gives for stage in stages] == [*expected[1:], ()]
 
 
+@pytest.mark.timeout(480)  # takes 24 s on two quiet cores
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_resnet_is_cut_anywhere(stages: int) -> None:
     torch.manual_seed(0)

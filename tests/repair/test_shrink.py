@@ -25,12 +25,12 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def all_reduce_until_failure(tensor: torch.Tensor | None = None) -> None:
+def all_reduce_until_failure(tensor: torch.Tensor | None = None, group: dist.ProcessGroup | None = None) -> None:
     tensor = torch.ones(1000) if tensor is None else tensor
 
     def work() -> None:
         while True:
-            dist.all_reduce(tensor.fill_(1))
+            dist.all_reduce(tensor.fill_(1), group=group)
 
     with pytest.raises(CommError):
         work()
