@@ -58,13 +58,36 @@ struct MultiHostGroup::Verdict {
     alignas(kCacheLine) std::byte data[kSmall] = {};
 };
 
+// The first `count` frames as a message.
+MultiHostGroup::Message MultiHostGroup::packed(const LeaderFrames& frames, std::size_t count) {
+    Message message;
+    for (std::size_t each = 0; each < count; ++each) {
+        const auto* first = reinterpret_cast<const std::byte*>(&frames[each]);
+        message.insert(message.end(), first, first + LeaderFrame::kHeader);
+        message.insert(message.end(), frames[each].data, frames[each].data + frames[each].bytes);
+    }
+    return message;
+}
+
+// Appends the `count` frames of a message.
+void MultiHostGroup::unpack(const Message& message, std::size_t count, LeaderFrames& frames) {
+    const std::byte* from = message.data();
+    for (std::size_t each = 0; each < count; ++each) {
+        LeaderFrame& frame = frames.emplace_back();
+        std::memcpy(static_cast<void*>(&frame), from, LeaderFrame::kHeader);
+        std::memcpy(frame.data, from + LeaderFrame::kHeader, frame.bytes);
+        from += LeaderFrame::kHeader + frame.bytes;
+    }
+}
+
 MultiHostGroup::MultiHostGroup(Hosts hosts, HostSegment& host_segment, std::unique_ptr<Transport> transport)
     : remote(std::move(transport), host_segment.membership, hosts.remote_ranks()),
       router(host_segment.p2p, hosts.local_ranks(), &remote),
       hosts_(std::move(hosts)),
       sizes_(hosts_.sizes()),
       ranks_(std::accumulate(sizes_.begin(), sizes_.end(), 0)),
-      host_segment_(host_segment) {
+      host_segment_(host_segment),
+      rounds_(gather_rounds(hosts_.ranks.size())) {
     static_assert(sizeof(Verdict) <= kMinSlotBytes && sizeof(Difference) <= kSmall);
     static_assert(offsetof(LeaderFrame, bytes) + sizeof(LeaderFrame::bytes) == LeaderFrame::kHeader);
     if (host_segment.slots.rank() == 0) post_receives();
@@ -75,16 +98,30 @@ int MultiHostGroup::leader(std::size_t distance) const {
     return hosts_.ranks[(hosts_.mine + distance) % hosts_.ranks.size()].front();
 }
 
+// The rounds of Bruck's all-gather of radix 4. A leader that has the frames of `have` hosts receives up to three times
+// as many at once, so up to 4 hosts take one round. Radix 2 sends fewer messages to 4 hosts and more, and waits for each
+// round in turn.
+std::vector<MultiHostGroup::Round> MultiHostGroup::gather_rounds(std::size_t hosts) {
+    constexpr std::size_t kRadix = 4;
+    std::vector<Round> rounds;
+    for (std::size_t have = 1; have < hosts; have *= kRadix) {
+        Round& round = rounds.emplace_back();
+        for (std::size_t distance = have; distance < std::min(have * kRadix, hosts); distance += have)
+            round.push_back({distance, std::min(have, hosts - distance)});
+    }
+    return rounds;
+}
+
 // Posts the receives of the next agreement.
 void MultiHostGroup::post_receives() {
-    const std::size_t hosts = hosts_.ranks.size();
-    next_ = {};
-    for (std::size_t have = 1; have < hosts; have *= 2) {
-        const std::size_t largest = std::min(have, hosts - have) * (LeaderFrame::kHeader + kSmall);
-        const auto message = std::make_shared<Message>(largest);
-        next_.messages.push_back(message);
-        next_.requests.push_back(remote.receive(leader(have), remote.tags.agreement(), message->data(), largest,
-                                                std::chrono::milliseconds::zero(), message));
+    next_.clear();
+    for (const Round& round : rounds_) {
+        for (const Exchange& each : round) {
+            const std::size_t largest = each.frames * (LeaderFrame::kHeader + kSmall);
+            const auto message = std::make_shared<Message>(largest);
+            next_.push_back({message, remote.receive(leader(each.distance), remote.tags.agreement(), message->data(),
+                                                     largest, std::chrono::milliseconds::zero(), message)});
+        }
     }
 }
 
@@ -118,34 +155,27 @@ MultiHostGroup::Difference MultiHostGroup::host_difference(const Call& call) con
     return {call, slots.call(peer), membership.number(0), membership.number(peer)};
 }
 
-// The frames of all hosts, by host: Bruck's all-gather among the leaders. Each round doubles the frames that a leader
-// has. A message has the frames one after the other, of each only the header and the data that there is.
+// The frames of all hosts, by host. A message has the frames one after the other, of each only the header and the data
+// that there is.
 MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(const LeaderFrame& mine, std::chrono::milliseconds timeout) {
     const std::size_t hosts = hosts_.ranks.size();
-    GatherRounds now = std::move(next_);
+    std::vector<PostedReceive> now = std::move(next_);
     const auto began = Clock::now();
     LeaderFrames frames{mine};
     frames.reserve(hosts);
     std::vector<RemotePeers::Handle> sent;
     try {
-        for (std::size_t have = 1, round = 0; have < hosts; have *= 2, ++round) {
-            const auto message = std::make_shared<Message>();
-            const std::size_t exchanged = std::min(have, hosts - have);
-            for (std::size_t each = 0; each < exchanged; ++each) {
-                const auto* first = reinterpret_cast<const std::byte*>(&frames[each]);
-                message->insert(message->end(), first, first + LeaderFrame::kHeader);
-                message->insert(message->end(), frames[each].data, frames[each].data + frames[each].bytes);
+        auto receive = now.begin();
+        for (const Round& round : rounds_) {
+            for (const Exchange& each : round) {
+                const auto message = std::make_shared<Message>(packed(frames, each.frames));
+                sent.push_back(remote.send(leader(hosts - each.distance), remote.tags.agreement(), message->data(),
+                                           message->size(), timeout, message));
             }
-            sent.push_back(remote.send(leader(hosts - have), remote.tags.agreement(), message->data(), message->size(),
-                                       timeout, message));
-            if (round == 0) post_receives();  // while the messages are in flight
-            remote.wait(now.requests[round], timeout, began);
-            const std::byte* from = now.messages[round]->data();
-            for (std::size_t each = 0; each < exchanged; ++each) {
-                LeaderFrame& frame = frames.emplace_back();
-                std::memcpy(static_cast<void*>(&frame), from, LeaderFrame::kHeader);
-                std::memcpy(frame.data, from + LeaderFrame::kHeader, frame.bytes);
-                from += LeaderFrame::kHeader + frame.bytes;
+            if (receive == now.begin()) post_receives();  // while the messages are in flight
+            for (const Exchange& each : round) {
+                remote.wait(receive->request, timeout, began);
+                unpack(*receive++->message, each.frames, frames);
             }
         }
         for (const auto& request : sent) remote.wait(request);

@@ -2,11 +2,11 @@
 // the routes to the others.
 //
 // The first rank of each host is its leader. Everything that all ranks must agree on is combined in three steps: up to
-// the leader of each host through shared memory, among the leaders in log2(hosts) rounds of messages, and down again.
+// the leader of each host through shared memory, among the leaders in log4(hosts) rounds of messages, and down again.
 // That includes each call, and data so small that it adds nothing to the time of the message.
 //
 //     host a   0 1 2 3      post call and data, the leader sums          wait              read verdict and sum
-//     leaders  0 4 8                                        gather all (Bruck)
+//     leaders  0 4 8                                        gather all (Bruck, radix 4)
 //
 // For each host 32 bytes are sent, with a checksum of the call, and the data. Only if checksums differ, a second
 // gathering brings the calls themselves, for the error.
@@ -73,11 +73,19 @@ private:
     struct Verdict;
     using LeaderFrames = std::vector<LeaderFrame>;
     using Message = std::vector<std::byte>;
-    // The receives of one agreement, by round.
-    struct GatherRounds {
-        std::vector<std::shared_ptr<Message>> messages;
-        std::vector<RemotePeers::Handle> requests;
+    // A message of a round: the frames of so many hosts, from the leader `distance` places after the receiver.
+    struct Exchange {
+        std::size_t distance, frames;
     };
+    using Round = std::vector<Exchange>;
+    struct PostedReceive {
+        std::shared_ptr<Message> message;
+        RemotePeers::Handle request;
+    };
+
+    static std::vector<Round> gather_rounds(std::size_t hosts);
+    static Message packed(const LeaderFrames& frames, std::size_t count);
+    static void unpack(const Message& message, std::size_t count, LeaderFrames& frames);
 
     int leader(std::size_t distance) const;
     LeaderFrame host_frame(const Call& call, std::size_t bytes) const;
@@ -93,7 +101,8 @@ private:
     const std::vector<int> sizes_;  // the number of ranks of each host
     const int ranks_;
     HostSegment& host_segment_;
-    GatherRounds next_;  // on leaders
+    const std::vector<Round> rounds_;
+    std::vector<PostedReceive> next_;  // on leaders: those of the next agreement, in the order of the rounds
 };
 
 }  // namespace dist_prims

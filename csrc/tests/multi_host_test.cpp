@@ -214,7 +214,7 @@ CASE(costs_of_a_link_are_packed) {
 
 // Without data, an agreement sends 32 bytes for each host; with data, as many more as there are.
 CASE(an_agreement_is_small) {
-    const std::vector<std::vector<int>> hosts{{0, 5}, {1}, {2}, {3}, {4}};
+    const std::vector<std::vector<int>> hosts{{0, 6}, {1}, {2}, {3}, {4}, {5}};
     const auto longest = [&](std::size_t count) {
         return run_group(hosts,
                          [count](MultiHostGroup& group, int) {
@@ -222,11 +222,11 @@ CASE(an_agreement_is_small) {
                              auto* bytes = reinterpret_cast<std::byte*>(data.data());
                              if (count == 0) return void(group.agree(sum_of(0, 1), 60s));
                              group.all_reduce(sum_of(0, count), bytes, bytes, 60s);
-                             for (const std::int64_t each : data) CHECK(each == 6);
+                             for (const std::int64_t each : data) CHECK(each == 7);
                          })
             .longest;
     };
-    CHECK(longest(0) == 2 * 32);  // of the three rounds, the second has two frames and the last one
+    CHECK(longest(0) == 2 * 32);  // a message of the first round has one frame, and one of the second round two
     CHECK(longest(1) == 2 * (32 + 8));
     CHECK(longest(128) == 2 * (32 + 1024));
 }
