@@ -17,8 +17,9 @@ from ..errors import CommError, LeftOutError
 from ..launch.deadline import call_in_thread
 from ..launch.network import LOOPBACK
 from ..launch.register_server import RegisterClient
-from ..launch.served import open_store, refused, served_store
+from ..launch.served import open_store, served_store
 from ..torch_compat import default_group
+from .process_probe import ProcessProbe
 from .quorum import Acceptor, NoMajorityError, QuorumRegisters
 from .registers import Registers, SharedRegisters
 from .survivors import Announce, Decide, Discard, GaveUp, LeftOut, Look, MadeBefore, Make, Record, Request, Serve, View
@@ -27,7 +28,7 @@ __all__: list[str] = []
 
 _TIME_FOR_SUSPECTS = 0.3  # seconds for a rank that is believed to be gone to show that it is not
 _SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0002, 0.005  # seconds between looks
-_FIRST_PROBE, _BETWEEN_PROBES, _PROBE_TIME = 0.02, 0.1, 0.1  # seconds, of the processes on other hosts
+_FIRST_PROBE = 0.02  # seconds until it is looked whether processes on other hosts have ended
 _CALL_TIME = 1.0  # seconds for a server of registers to answer
 _TIME_FOR_MAJORITY = 10.0  # seconds for paused servers of registers to go on
 
@@ -69,7 +70,7 @@ class RepairAttempt:
         self._last_view = View({}, {})
         self._changed = self._began
         self._dead: set[int] = set()
-        self._next_probe = self._began + _FIRST_PROBE
+        self._probe = ProcessProbe(self._made.addresses, _FIRST_PROBE) if self._spans_hosts else None
         self._round = 0
         self._error: Exception | None = None
         self.backend: Any = None  # of the new group
@@ -174,14 +175,8 @@ class RepairAttempt:
     def _find_deaths(self, ranks: Iterable[int]) -> None:
         """Look which processes have ended; those of other hosts at intervals, and only of these ranks."""
         self._dead |= set(self._old.ended()) - {self._rank}
-        began = time.monotonic()
-        if not self._spans_hosts or began < self._next_probe:
-            return
-        watched = [rank for rank in ranks if rank not in self._dead and rank != self._rank]
-        gone = refused([self._made.addresses[rank] for rank in watched], _PROBE_TIME)
-        self._dead |= {rank for rank in watched if self._made.addresses[rank] in gone}
-        ended = time.monotonic()
-        self._next_probe = ended + max(_BETWEEN_PROBES, 2 * (ended - began))
+        if self._probe:
+            self._dead |= self._probe.ended([rank for rank in ranks if rank not in self._dead and rank != self._rank])
 
     def _serve(self) -> str:
         try:
@@ -194,7 +189,7 @@ class RepairAttempt:
 
     def _make(self, members: tuple[int, ...], address: str) -> bool:
         """Make the group. A store whose process is stopped answers nothing: a thread waits for it, and can be left."""
-        timeout = self._made.request.timeout
+        timeout: timedelta = self._old.options._timeout
         limit = min(self._timeout, timeout.total_seconds())
         name = store_prefix(self._made.attempt, self._agreement, self._round)
         rank, size = members.index(self._rank), len(members) + self._newcomers

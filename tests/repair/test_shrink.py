@@ -257,6 +257,18 @@ def test_options_and_pins_remain(tmp_path: Path) -> None:
     assert run_ranks(body, 3, tmp_path, join=False)[:2] == [("ring", 7.0), ("ring", 7.0)]
 
 
+def test_the_timeout_of_a_call_is_not_that_of_the_group(tmp_path: Path) -> None:
+    """The group that the second call made once had the timeout of the first call."""
+
+    def body(rank: int) -> Any:
+        for _ in range(3):
+            dist_prims.shrink(timeout=20)
+        group: Any = dist.group.WORLD
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds(), total()
+
+    assert run_ranks(body, 2, tmp_path) == [(60, 2)] * 2
+
+
 def test_torch_shrink_group(tmp_path: Path) -> None:
     """Torch's own function, with the ranks to exclude; the store is a file, which does not end with a rank."""
 
