@@ -80,6 +80,17 @@ def made_group(name: str) -> MadeGroup:
     return _groups[name]
 
 
+def find_made_group(group: dist.ProcessGroup) -> MadeGroup | None:
+    """Return what is known about a group if it is one of this backend.
+
+    The backend keeps the name with which it was made. torch's ``shrink_group`` gives the group of a new backend another.
+    """
+    if _CPU.type not in device_types(group):
+        return None
+    options = getattr(backend_of(group, _CPU), "options", None)
+    return _groups.get(getattr(options, "group_name", ""))
+
+
 def make(options: Any, given: Any = None) -> Any:
     """Create the backend for a group.
 
@@ -101,7 +112,7 @@ def make(options: Any, given: Any = None) -> Any:
 def _is_world_grown() -> bool:
     """Whether the default group has ranks that the launcher of the others has not started, so that they do not know
     its secret."""
-    made = _groups.get(default_group().group_name) if dist.is_initialized() else None
+    made = find_made_group(default_group()) if dist.is_initialized() else None
     return made is not None and made.request.is_grown
 
 

@@ -109,10 +109,10 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     old = default_group()
     backend = repairable_backend(old, "grow")
     meeting, tokens, failure = None, list[str](), None
-    if backend.rank() == 0 and made_group(old.group_name).failed_grows < _MOST_FAILURES:
+    if backend.rank() == 0 and made_group(backend.options.group_name).failed_grows < _MOST_FAILURES:
         try:
             meeting = _meeting(at, time.monotonic() + _TIME_FOR_PLACE)
-            _require_secret(backend, old.group_name)
+            _require_secret(backend)
             tokens = _invite(meeting)
         except (OSError, RuntimeError, ValueError) as error:
             failure = error
@@ -121,9 +121,9 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     return _admit(old, backend, meeting, agreement, tokens, timeout) if tokens else old
 
 
-def _require_secret(backend: Any, group: str) -> None:
+def _require_secret(backend: Any) -> None:
     """Raise RuntimeError if the ranks of several hosts have a secret, and the group with new ranks would have none."""
-    if backend.spans_hosts and made_group(group).key:
+    if backend.spans_hosts and made_group(backend.options.group_name).key:
         store, _ = served_store(own_address())
         if secret_of_group(store, True) is None:
             raise RuntimeError(
@@ -136,8 +136,8 @@ def _admit(
     old: dist.ProcessGroup, backend: Any, meeting: dist.Store | None, agreement: str, tokens: list[str], limit: float
 ) -> dist.ProcessGroup:
     """Make the group with the new ranks of these names; return it, or the old one if that fails."""
-    rank, size, name = backend.rank(), backend.size(), next_name(old.group_name)
-    made = made_group(old.group_name)
+    rank, size, name = backend.rank(), backend.size(), next_name(backend.options.group_name)
+    made = made_group(backend.options.group_name)
 
     def publish(address: str) -> None:
         assert meeting is not None, "rank 0 serves the store of the new group"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..backend.create import made_group, make_repaired
+from ..backend.create import find_made_group, made_group, make_repaired
 from ..backend.quorum_ranks import quorum_ranks
 from ..backend.tcp_endpoint import own_address
 from ..errors import CommError, LeftOutError
@@ -60,7 +60,7 @@ class RepairAttempt:
         self._old, self._name, self._timeout = backend, name, timeout
         self._agreement, self._newcomers, self._serving = agreement, newcomers, serving
         self._made = made_group(backend.options.group_name)
-        self._is_default = backend.options.group_name == default_group().group_name
+        self._is_default = find_made_group(default_group()) is self._made
         self._rank: int = backend.rank()
         self._spans_hosts: bool = backend.spans_hosts
         self._registers = self._make_registers()

@@ -55,8 +55,7 @@ def shrink(group: dist.ProcessGroup | None = None, *, timeout: float | None = No
     old = group_of(group, "shrink")
     limit = timeout_of(old, _CPU).total_seconds() if timeout is None else timeout
     attempt, members = _attempt(repairable_backend(old, "shrink"), limit)
-    name = next_name(old.group_name)
-    return replace_group(old, attempt.backend, attempt.store, members, name)
+    return replace_group(old, attempt.backend, attempt.store, members, attempt.backend.options.group_name)
 
 
 def shrink_backend(backend: Any, excluded: Collection[int]) -> Any:
