@@ -219,6 +219,36 @@ def _install_group(
     return installed
 
 
+def known_groups() -> list[dist.ProcessGroup]:
+    """The groups of this process that torch lists.
+
+    >>> default_group() in known_groups()
+    True
+    """
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def replace_members(group: dist.ProcessGroup, store: dist.Store, ranks: dict[int, int]) -> None:
+    """Tell torch that a group has other members: the store that they share, and their ranks in it by global rank.
+
+    torch 2.15 asks the backend for the rank and the size of a group, but keeps the store and the global ranks of the
+    members before.
+    """
+    world: Any = dist.distributed_c10d._world
+    world.pg_map[group] = world.pg_map[group][0], dist.PrefixStore(f"{group.group_name}/", store)
+    world.pg_group_ranks[group] = ranks
+
+
+def group_count() -> int:
+    """The number of groups that ``new_group`` has made in this process, by which it names the next one."""
+    return int(dist.distributed_c10d._world.group_count)
+
+
+def count_groups_from(number: int) -> None:
+    """Let ``new_group`` count from here: all members of the default group must count alike."""
+    dist.distributed_c10d._world.group_count = number
+
+
 def register_fake_backend() -> None:
     """Make torch's backend "fake" known, which sends nothing."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")

@@ -9,6 +9,7 @@
 #include "backend/group_setup.cpp"
 #include "backend/incremental_tensor.cpp"
 #include "backend/multi_host_execution.cpp"
+#include "backend/reconfigure.cpp"
 #include "backend/signed_store.cpp"
 #include "backend/single_host_execution.cpp"
 #include "backend/window.cpp"

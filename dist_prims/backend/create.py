@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -57,6 +58,8 @@ class _GroupRequest:
     is_merged: bool = False  # its ranks may be those of several jobs
     is_repaired: bool = False  # made of the survivors of a group, or grown from one
     is_grown: bool = False  # some of its ranks were not started by the launcher of the others
+    is_reconfigured: bool = False  # torch's own store for it may be one that some of its ranks do not use
+    is_foreign: bool = False  # its ranks may not be in the default group, and have no global ranks
 
 
 @dataclass(eq=False)
@@ -106,7 +109,18 @@ def make(options: Any, given: Any = None) -> Any:
         given=given if isinstance(given, BackendOptions) else None,
         is_grown=_is_world_grown(),
     )
+    if getattr(options, "enable_reconfigure", False):  # since torch 2.15
+        return _make_without_members(request)
     return _make_watched(request)
+
+
+def _make_without_members(request: _GroupRequest) -> Any:
+    """Create the backend of a group that has no members until its first reconfigure: inside, a group of this rank."""
+    ranks = [request.ranks[request.rank] if request.ranks else request.rank]
+    alone = dataclasses.replace(request, store=dist.HashStore(), rank=0, size=1, ranks=ranks)
+    backend = _make_watched(alone, ended=list)
+    backend.await_members(request.rank, request.size)
+    return backend
 
 
 def _is_world_grown() -> bool:
@@ -118,7 +132,7 @@ def _is_world_grown() -> bool:
 
 def _make_watched(request: _GroupRequest, ended: Callable[[], list[int]] | None = None) -> Any:
     """Create the backend. ``ended`` returns the ranks of the new group whose processes have ended."""
-    ended = ended or _ended_by_default_group([] if request.is_merged else request.ranks)
+    ended = ended or _ended_by_default_group([] if request.is_merged or request.is_foreign else request.ranks)
     monitor = _DeathMonitor(request.rank, ended)
     try:
         return _make(request, monitor)
@@ -136,6 +150,8 @@ def _make_child(
     a merged group.
     """
     parent = made.request
+    if parent.is_reconfigured and ranks:
+        store = dist.PrefixStore(f"{name}/", parent.store)
     parent_ranks = parent.ranks or range(parent.size)
     request = _GroupRequest(
         store=store.clone(),  # a timeout is set, and the store may be the parent's
@@ -149,6 +165,7 @@ def _make_child(
         is_merged=parent.is_merged or not ranks,
         is_repaired=parent.is_repaired,
         is_grown=parent.is_grown,
+        is_foreign=parent.is_foreign,
     )
     return _make_watched(request)
 
@@ -163,13 +180,28 @@ def make_repaired(
     is_grown: bool,
     ranks: Sequence[int] = (),
     ended: Callable[[], list[int]] | None = None,
+    is_reconfigured: bool = False,
+    is_foreign: bool = False,
 ) -> Any:
     """Create the backend of a group that takes the place of another one.
 
-    ``ranks`` are the global ranks, empty for a default group. ``ended`` returns the ranks of the new group whose
-    processes have ended. Messages between hosts do not use MPI: an MPI that has lost a process cannot go on.
+    ``ranks`` are the global ranks, empty for a default group, and for one whose ranks have none (``is_foreign``).
+    ``ended`` returns the ranks of the new group whose processes have ended. Messages between hosts do not use MPI: an
+    MPI that has lost a process cannot go on.
     """
-    request = _GroupRequest(store, name, rank, size, timeout, [*ranks], options, is_repaired=True, is_grown=is_grown)
+    request = _GroupRequest(
+        store,
+        name,
+        rank,
+        size,
+        timeout,
+        [*ranks],
+        options,
+        is_repaired=True,
+        is_grown=is_grown,
+        is_reconfigured=is_reconfigured,
+        is_foreign=is_foreign,
+    )
     return _make_watched(request, ended)
 
 

@@ -7,6 +7,8 @@ True
 
 from .grow import grow as grow
 from .grow import join as join
+from .reconfigure import reconfigure_handle as reconfigure_handle
+from .reconfigure import reconfigured_backend as reconfigured_backend
 from .shrink import shrink as shrink
 from .shrink import shrink_backend as shrink_backend
 

@@ -95,4 +95,7 @@ def repairable_backend(group: dist.ProcessGroup, operation: str) -> Any:
             f"{operation}: the group has the backend {dist.get_backend_config(group)}; only groups of the backend "
             f"{NAME} alone can be repaired"
         )
-    return backend_of(group, _CPU)
+    backend = backend_of(group, _CPU)
+    if getattr(backend, "awaits_members", False):  # no adapter before torch 2.15 has it
+        raise RuntimeError(f"{operation}: the group has no members yet; call reconfigure first")
+    return backend

@@ -47,21 +47,22 @@ constexpr Titles kTitles{
 PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Setup setup,
                            const std::function<int()>& ended)
     : CollectiveBackend("dist_prims", kTitles, rank, size, setup.timeout),
-      setup_(std::move(setup)),
-      gloo_(setup_.make_gloo),
+      setup_(std::make_unique<const Setup>(std::move(setup))),
+      gloo_(std::make_unique<LazyBackend>(setup_->make_gloo)),
       queue_(std::make_shared<Queue>("rank " + std::to_string(rank))) {
-    options_->global_ranks_in_group = setup_.ranks;
-    options_->group_name = setup_.group;
+    options_->global_ranks_in_group = setup_->ranks;
+    options_->group_name = setup_->group;
     const GroupCreation creation(store, rank);
     try {
-        Hosts hosts = hosts_of(setup_.hosts, rank);
-        host_segment_ = make_host_segment(store, rank, setup_, hosts, creation, ended);
-        execution_ = make_execution(host_segment_, rank, setup_, std::move(hosts));
+        Hosts hosts = hosts_of(setup_->hosts, rank);
+        host_segment_ = make_host_segment(store, rank, *setup_, hosts, creation, ended);
+        execution_ = make_execution(host_segment_, rank, *setup_, std::move(hosts));
         Call first;  // the ranks must agree on this as on everything
         first.count = host_segment_->slots.capacity();
-        first.layout = setup_.one_shot_bytes;
+        first.layout = setup_->one_shot_bytes;
         first.by(c10::str("one shot to ", first.layout, ", slot ", first.count));
-        trace_group_.emplace(setup_.describe(execution_->first_agreement(first, setup_.network, setup_.timeout)));
+        const LinkCosts link = execution_->first_agreement(first, setup_->network, setup_->timeout);
+        trace_group_ = std::make_unique<const TraceGroup>(setup_->describe(link));
     } catch (...) {
         if (execution_) execution_->forward_notice();
         stop_engine();
@@ -79,13 +80,13 @@ PrimsBackend::~PrimsBackend() {
     static_cast<void>(new std::shared_ptr<HostSegment>(std::move(host_segment_)));
     static_cast<void>(new std::shared_ptr<Execution>(std::move(execution_)));
     static_cast<void>(new std::shared_ptr<Queue>(std::move(queue_)));
-    static_cast<void>(new Setup(setup_));
-    gloo_.leak();
+    static_cast<void>(setup_.release());
+    gloo_->leak();
 }
 
 void PrimsBackend::setTimeout(Milliseconds timeout) {
     CollectiveBackend::setTimeout(timeout);
-    for (const auto& each : {setup_.engine, gloo_.made(), setup_.accelerator}) {
+    for (const auto& each : {setup_->engine, gloo_->made(), setup_->accelerator}) {
         if (each) each->setTimeout(timeout);
     }
 }
@@ -118,17 +119,23 @@ c10::weak_intrusive_ptr<PrimsBackend> PrimsBackend::kept() {
 
 // Ends the engine. MPI writes to the memory of a message until it is shut down; gloo needs no call.
 void PrimsBackend::stop_engine() {
-    if (setup_.engine && setup_.engine->getBackendName() == "mpi") setup_.engine->shutdown();
+    if (setup_->engine && setup_->engine->getBackendName() == "mpi") setup_->engine->shutdown();
 }
 
 c10d::Backend* PrimsBackend::delegate(const Tensors& tensors) {
     for (const auto& tensor : tensors) {
         if (tensor.is_cpu()) continue;
-        TORCH_CHECK(setup_.accelerator, "rank ", rank_, ": a tensor is on ", tensor.device(),
+        check_owner();
+        TORCH_CHECK(setup_->accelerator, "rank ", rank_, ": a tensor is on ", tensor.device(),
                     ", and this torch has no NCCL for it; move it to the CPU first");
-        return setup_.accelerator.get();
+        return setup_->accelerator.get();
     }
     return nullptr;
+}
+
+c10d::Backend* PrimsBackend::gloo() {
+    check_owner();
+    return gloo_->get(rank_);
 }
 
 // Takes the queue for a call that runs on this thread, if that is wanted and the queue is idle.
@@ -213,7 +220,7 @@ void PrimsBackend::recorded(std::uint64_t entry, const Work& work) {
 }
 
 void PrimsBackend::write_record() const {
-    if (!setup_.dump.empty()) std::ofstream(setup_.dump) << record();
+    if (!setup_->dump.empty()) std::ofstream(setup_->dump) << record();
 }
 
 PrimsBackend::BackendPtr PrimsBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -227,12 +234,12 @@ PrimsBackend::BackendPtr PrimsBackend::split(const c10::intrusive_ptr<c10d::Stor
     }
     const auto place = std::find(ranks.begin(), ranks.end(), rank_);
     if (place == ranks.end()) return nullptr;
-    return setup_.make_child({.store = store,
-                              .name = opts->group_name,
-                              .rank = static_cast<int>(place - ranks.begin()),
-                              .size = static_cast<int>(ranks.size()),
-                              .timeout = opts->timeout,
-                              .ranks = ranks});
+    return setup_->make_child({.store = store,
+                               .name = opts->group_name,
+                               .rank = static_cast<int>(place - ranks.begin()),
+                               .size = static_cast<int>(ranks.size()),
+                               .timeout = opts->timeout,
+                               .ranks = ranks});
 }
 
 PrimsBackend::BackendPtr PrimsBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
@@ -242,7 +249,7 @@ PrimsBackend::BackendPtr PrimsBackend::merge(const c10::intrusive_ptr<c10d::Stor
     TORCH_CHECK_VALUE(rank >= 0 && rank < size, "merge_remote_group: this is call number ", rank + 1,
                       " with this store, for a group of ", size,
                       " ranks; pass the number of all ranks as size, and a store or a PrefixStore for this group only");
-    return setup_.make_child(
+    return setup_->make_child(
         {.store = store, .name = opts->group_name, .rank = rank, .size = size, .timeout = opts->timeout, .ranks = {}});
 }
 
@@ -251,7 +258,7 @@ PrimsBackend::BackendPtr PrimsBackend::shrink(const std::vector<int64_t>& ranks_
     check_owner();
     TORCH_CHECK_VALUE(!opts, "rank ", rank_, ": shrink_group: a shrunk group of this backend has the options of the ",
                       "group before; leave pg_options out");
-    return setup_.make_shrunk(*this, {ranks_to_exclude.begin(), ranks_to_exclude.end()});
+    return setup_->make_shrunk(*this, {ranks_to_exclude.begin(), ranks_to_exclude.end()});
 }
 
 c10d::ErrorType PrimsBackend::getError() {

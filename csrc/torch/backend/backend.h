@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -57,7 +58,7 @@ public:
     // The log of the ranks of this host, which can be used after the group has ended.
     SharedLog& log() { return host_segment_->log; }
     std::string engine() const {
-        return setup_.ucx ? "ucx" : setup_.tcp ? "tcp" : setup_.engine ? setup_.engine->getBackendName() : "";
+        return setup_->ucx ? "ucx" : setup_->tcp ? "tcp" : setup_->engine ? setup_->engine->getBackendName() : "";
     }  // between hosts
 
     // Pins schedules for a collective; see Execution::pin().
@@ -80,16 +81,16 @@ public:
     std::uint64_t next_incremental() { return incrementals_++; }
     // The last calls of this rank, as JSON.
     std::string record() const {
-        return flight_recorder_.json(rank_, setup_.group, "dist_prims",
-                                     c10::str("[", c10::Join(", ", setup_.ranks), "]"));
+        return flight_recorder_.json(rank_, setup_->group, "dist_prims",
+                                     c10::str("[", c10::Join(", ", setup_->ranks), "]"));
     }
 
     bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
     at::Tensor allocateTensor(long size, at::TensorOptions options) override;
     std::shared_ptr<c10::Allocator> getMemAllocator() override { return shared_tensor_allocator(); }
-    bool supportsCoalescing() const override { return setup_.accelerator != nullptr; }
-    void startCoalescing() override { setup_.accelerator->startCoalescing(); }
-    WorkPtr endCoalescing() override { return setup_.accelerator->endCoalescing(); }
+    bool supportsCoalescing() const override { return setup_->accelerator != nullptr; }
+    void startCoalescing() override { setup_->accelerator->startCoalescing(); }
+    WorkPtr endCoalescing() override { return setup_->accelerator->endCoalescing(); }
 
     bool supportsSplitting() const override { return true; }
     // The group of these ranks of this one, in this order; null on the other ranks, which need not call it.
@@ -103,6 +104,20 @@ public:
     BackendPtr shrink(const std::vector<int64_t>& ranks_to_exclude, int flags,
                       const c10::intrusive_ptr<Options>& opts) override;
 
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+    // The group has no members until the first reconfigure(): its calls raise. Until then it has this rank and size.
+    void await_members(int rank, int size);
+    bool awaits_members() const { return awaits_members_; }
+    bool supportsReconfigure() const override { return true; }
+    // Names this process to the other members. It remains the same for the life of the object.
+    c10d::ReconfigureHandle get_reconfigure_handle() const override;
+    // Ends the group, and makes one of the processes of these handles in its place; see repair/reconfigure.py. No other
+    // thread may use the group meanwhile.
+    WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override;
+    // Throws if a reconfigure() of this object has used the number.
+    void use_uuid(std::int64_t uuid);
+#endif
+
     c10d::ErrorType getError() override;
 #ifdef C10D_BACKEND_HAS_HOOKS
     bool supportsAbortHooks() const override { return true; }
@@ -115,7 +130,9 @@ public:
     // A signal of a window, or the wait for one.
     WorkPtr signal(c10d::OpType type, const char* title, int peer, std::uint64_t window, Milliseconds timeout);
     int process_of(int rank) const { return host_segment_->membership.process(rank); }
-    void check_alive(const char* what) const;  // throws if the group has ended
+    // Throws if the group has ended, or has been reconfigured since it was this one.
+    void check_alive(const char* what, std::uint64_t group) const;
+    std::uint64_t group_number() const { return reconfigured_; }
 #endif
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
@@ -153,14 +170,21 @@ private:
     void write_record() const;
     void run_abort_hooks() const;
     void stop_engine();
+    c10d::Backend* gloo();
+    void take_group_of(PrimsBackend& made);
 
-    const Setup setup_;
-    std::optional<TraceGroup> trace_group_;
-    LazyBackend gloo_;
+    // take_group_of() exchanges these.
+    std::unique_ptr<const Setup> setup_;
+    std::unique_ptr<const TraceGroup> trace_group_;
+    std::unique_ptr<LazyBackend> gloo_;
     std::shared_ptr<HostSegment> host_segment_;
     std::shared_ptr<Execution> execution_;
     std::shared_ptr<Queue> queue_;
     std::atomic<std::uint64_t> incrementals_{0}, windows_{0};
+
+    std::uint64_t reconfigured_ = 0;  // so many times
+    std::set<std::int64_t> used_uuids_;
+    mutable std::string handle_;  // empty until it is first needed
     FlightRecorder flight_recorder_;
     mutable std::mutex hooks_guard_;
     std::map<int64_t, std::shared_ptr<const std::function<void()>>> abort_hooks_;  // Python's need the GIL to be copied

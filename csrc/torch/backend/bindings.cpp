@@ -97,6 +97,20 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
                     .attr("shrink_backend")(self, excluded)
                     .cast<BackendPtr>();
             },
+        .make_handle =
+            [](int rank) {
+                const py::gil_scoped_acquire gil;
+                return py::module_::import("dist_prims.repair").attr("reconfigure_handle")(rank).cast<std::string>();
+            },
+        .make_reconfigured =
+            [](PrimsBackend& from, const Reconfiguration& request) {
+                const py::gil_scoped_acquire gil;
+                const auto self = c10::intrusive_ptr<PrimsBackend>::reclaim_copy(&from);
+                return py::module_::import("dist_prims.repair")
+                    .attr("reconfigured_backend")(self, request.uuid, request.own, request.handles, request.is_ordered,
+                                                  request.timeout)
+                    .cast<BackendPtr>();
+            },
         .choose = chosen,
         .network = network,
         .accelerator = accelerator,
@@ -190,6 +204,11 @@ PYBIND11_MODULE(_backend, module) {
         // not.
         .def("perform_nocolor_split", [](PrimsBackend&, const py::object& /*device*/) {})
         .def("ended", &PrimsBackend::ended, Free())
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+        .def("await_members", &PrimsBackend::await_members, py::arg("rank"), py::arg("size"))
+        .def_property_readonly("awaits_members", &PrimsBackend::awaits_members)
+        .def("use_uuid", &PrimsBackend::use_uuid, py::arg("uuid"))
+#endif
         .def("set_timeout", &PrimsBackend::setTimeout, Free())
         .def("named_ranks", &PrimsBackend::named_ranks, Free())
         .def(

@@ -40,7 +40,7 @@ WorkPtr PrimsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& 
     const at::Tensor& tensor = tensors.at(0);
     if (tensor.is_cpu() && tensor.layout() != at::kStrided) {
         const auto record = profiled("allreduce_sparse", opts.asyncOp, tensors, tensors);
-        return gloo_.get(rank_)->allreduce(tensors, opts);
+        return gloo()->allreduce(tensors, opts);
     }
     return CollectiveBackend::allreduce(tensors, opts);
 }
@@ -48,11 +48,11 @@ WorkPtr PrimsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& 
 WorkPtr PrimsBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
     auto* const backend = delegate(tensors);
     const auto record = profiled("allreduce_sparse", opts.asyncOp, tensors, tensors);
-    return (backend ? backend : gloo_.get(rank_))->allreduce(tensors, opts);
+    return (backend ? backend : gloo())->allreduce(tensors, opts);
 }
 
 WorkPtr PrimsBackend::barrier(const c10d::BarrierOptions& opts) {
-    if (setup_.accelerator && opts.device && !opts.device->is_cpu()) return setup_.accelerator->barrier(opts);
+    if (setup_->accelerator && opts.device && !opts.device->is_cpu()) return setup_->accelerator->barrier(opts);
     return CollectiveBackend::barrier(opts);
 }
 

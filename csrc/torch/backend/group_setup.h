@@ -32,6 +32,15 @@ struct ChildGroup {
     std::vector<int> ranks;  // the ranks of the split group in its parent; empty for a merged group
 };
 
+// The members that a group is to have.
+struct Reconfiguration {
+    std::int64_t uuid = 0;
+    std::string own;                   // the handle of this process
+    std::vector<std::string> handles;  // of all members
+    bool is_ordered = true;            // whether the ranks have the order of the handles
+    Milliseconds timeout{0};
+};
+
 struct Setup {
     Milliseconds timeout{0};
     std::vector<std::string> hosts;  // by rank: the host's name
@@ -48,6 +57,9 @@ struct Setup {
     std::function<c10::intrusive_ptr<c10d::Backend>(const ChildGroup&)> make_child;
     // Makes the group of the ranks of `from` that are not excluded.
     std::function<c10::intrusive_ptr<c10d::Backend>(PrimsBackend& from, const std::vector<int>& excluded)> make_shrunk;
+    // Makes the text that names this process to other members of a group, and a group of other members.
+    std::function<std::string(int rank)> make_handle;
+    std::function<c10::intrusive_ptr<c10d::Backend>(PrimsBackend& from, const Reconfiguration&)> make_reconfigured;
     ChooseSchedule choose;                          // for a group that spans hosts
     std::uint64_t network = 0;                      // see MultiHostGroup::first_agreement()
     c10::intrusive_ptr<c10d::Backend> accelerator;  // for tensors that are not on the CPU; may be null

@@ -74,6 +74,7 @@ std::vector<Registration> exchange(PrimsBackend& backend, const Registration& mi
 void PrimsWindow::tensor_register(const at::Tensor& tensor, bool owning) {
     TORCH_CHECK_VALUE(tensors_.empty(), "window: rank ", backend_->getRank(),
                       " has registered a tensor already; call tensor_deregister first");
+    backend_->check_alive("tensor_register", group_);
     const auto registrations = exchange(*backend_, registration_of(tensor));
     std::vector<RemoteTensor> tensors;
     for (std::size_t rank = 0; rank < registrations.size(); ++rank) {
@@ -93,6 +94,7 @@ void PrimsWindow::tensor_register(const at::Tensor& tensor, bool owning) {
 
 void PrimsWindow::tensor_deregister() {
     TORCH_CHECK_VALUE(!tensors_.empty(), "window: rank ", backend_->getRank(), " has registered no tensor");
+    backend_->check_alive("tensor_deregister", group_);
     exchange(*backend_, {});  // no rank uses the tensors any more
     tensors_.clear();
     kept_.reset();
@@ -121,7 +123,7 @@ WorkPtr PrimsWindow::put(const at::Tensor& tensor, int64_t to, int64_t offset, b
     const int64_t room = c10::multiply_integers(target.shape);
     TORCH_CHECK_VALUE(offset >= 0 && offset <= room && tensor.numel() <= room - offset, "put: ", tensor.numel(),
                       " elements at offset ", offset, " do not fit into the ", room, " elements of rank ", to);
-    backend_->check_alive("put");
+    backend_->check_alive("put", group_);
     const at::Tensor flat = packed(tensor);
     if (flat.nbytes() > 0)
         std::memcpy(target.data + static_cast<std::size_t>(offset) * tensor.element_size(), bytes_of(flat),
@@ -144,6 +146,7 @@ WorkPtr PrimsWindow::wait_signal(int64_t from, bool async, const c10d::WaitSigna
 
 WorkPtr PrimsWindow::message(c10d::OpType type, const char* title, int64_t peer, bool async, Milliseconds timeout) {
     check_rank(title, peer);
+    backend_->check_alive(title, group_);
     auto work = backend_->signal(type, title, static_cast<int>(peer), number_, timeout);
     if (!async) work->wait();
     return work;
@@ -176,8 +179,10 @@ WorkPtr PrimsBackend::signal(c10d::OpType type, const char* title, int peer, std
     return message_with_key(options, {kNothing}, peer, PointToPoint::kSignalFlag | window);
 }
 
-void PrimsBackend::check_alive(const char* what) const {
+void PrimsBackend::check_alive(const char* what, std::uint64_t group) const {
     check_owner();
+    TORCH_CHECK(group == reconfigured_, what, ": rank ", rank_, ": the group has other members since this window was ",
+                "made; make a new window");
     host_segment_->membership.check_abort([what] { return std::string(what); });
 }
 

@@ -17,7 +17,7 @@ class PrimsWindow : public c10d::Window {
 public:
     // `number` counts the windows of the group; the ranks make them in the same order.
     PrimsWindow(c10::intrusive_ptr<PrimsBackend> backend, std::uint64_t number)
-        : backend_(std::move(backend)), number_(number) {}
+        : backend_(std::move(backend)), number_(number), group_(backend_->group_number()) {}
 
     void tensor_register(const at::Tensor& tensor, bool owning) override;
     void tensor_deregister() override;
@@ -42,7 +42,7 @@ private:
     WorkPtr message(c10d::OpType type, const char* title, int64_t peer, bool async, Milliseconds timeout);
 
     const c10::intrusive_ptr<PrimsBackend> backend_;
-    const std::uint64_t number_;
+    const std::uint64_t number_, group_;
     Importer importer_;
     std::vector<RemoteTensor> tensors_;  // by rank; empty: none is registered
     at::Tensor kept_;                    // the tensor of this rank, if the window owns it

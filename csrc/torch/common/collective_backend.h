@@ -227,6 +227,8 @@ protected:
     void check_owner() const {
         TORCH_CHECK(owner_ == this_process(), "rank ", rank_, ": this process was forked from a rank and is none ",
                     "itself; use the group in process ", owner_, ", or start ranks with dist_prims.spawn");
+        TORCH_CHECK(!awaits_members_, "rank ", rank_, ": the group was made with enable_reconfigure=True and has no ",
+                    "members yet; call reconfigure first");
     }
     const char* title(Collective collective) const { return titles_.collectives[static_cast<std::size_t>(collective)]; }
     CallOptions call_options(Collective collective, bool async) const {
@@ -273,6 +275,7 @@ protected:
     const Titles& titles_;
     const c10::intrusive_ptr<Options> options_;
     const int owner_ = this_process();
+    bool awaits_members_ = false;  // until the first reconfigure
     std::atomic<std::uint64_t> sequence_{0}, messages_{0};
 
 private:

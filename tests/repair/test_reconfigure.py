@@ -1,0 +1,696 @@
+"""``reconfigure`` of torch 2.15: the program gives a group other members, on one host and between hosts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dist_prims
+from dist_prims.errors import CommError, PeerDiedError, PeerLeftError
+from tests.helpers.survivors import join_at_rank_0, run_ranks
+
+newest: Any = dist  # names that the pinned torch does not have
+pytestmark = pytest.mark.skipif(not hasattr(newest, "_reconfigure"), reason="this torch has no reconfigure (2.15 has)")
+
+ALONE = "reconfigure first"  # in the errors of a group that has no members yet
+
+
+class Meeting:
+    """How the test programs exchange handles: by files, so no store of a group is needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._numbers = folder, count()
+
+    def handles(self, own: int, members: Collection[int], group: Any = None) -> list[str]:
+        """Publish the handle of this process, and return those of the members. All members call it equally often."""
+        number = next(self._numbers)
+        self.write(f"handle{number}.{own}", newest._get_reconfigure_handle(group))
+        return [self.read(f"handle{number}.{each}") for each in members]
+
+    def write(self, name: str, text: str = "") -> None:
+        new = self._folder / f"{name}.new{os.getpid()}"
+        new.write_text(text)
+        new.rename(self._folder / name)
+
+    def read(self, name: str) -> str:
+        deadline = time.monotonic() + 60
+        while not (self._folder / name).exists():
+            assert time.monotonic() < deadline, f"no {name}"
+            time.sleep(0.005)
+        return (self._folder / name).read_text()
+
+    def barrier(self, name: str, own: int, members: Collection[int]) -> None:
+        self.write(f"{name}.{own}")
+        for each in members:
+            self.read(f"{name}.{each}")
+
+
+def start(rank: int, size: int, folder: Path, name: str = "start", **options: Any) -> None:
+    """Make a default group without members."""
+    options = {"timeout": timedelta(seconds=60), "enable_reconfigure": True, **options}
+    dist.init_process_group("dist_prims", f"file://{folder}/{name}", rank=rank, world_size=size, **options)
+
+
+def reconfigure(uuid: int, handles: Sequence[str] | set[str], seconds: float = 60, group: Any = None) -> None:
+    work = newest._reconfigure(uuid, handles, group=group, timeout=timedelta(seconds=seconds))
+    assert work.wait()
+    assert work.is_completed()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def until_failure() -> None:
+    def work() -> None:
+        while True:
+            dist.all_reduce(torch.ones(1000))
+
+    with pytest.raises(CommError):
+        work()
+
+
+def total(group: dist.ProcessGroup | None = None) -> float:
+    """The sum of 1 over all ranks, after several kinds of collectives, small and large."""
+    dist.barrier(group)
+    small, large, shared = torch.ones(1), torch.ones(300_000), dist_prims.empty(100_000).fill_(1)
+    for tensor in (small, large, shared):
+        dist.all_reduce(tensor, group=group)
+    size = dist.get_world_size(group)
+    assert small == size
+    assert large.eq(size).all()
+    assert shared.eq(size).all()
+    gathered = torch.empty(size, dtype=torch.int64)
+    dist.all_gather_into_tensor(gathered, torch.tensor([dist.get_rank(group)]), group=group)
+    assert gathered.tolist() == list(range(size))
+    return small.item()
+
+
+def place() -> tuple[int, int, float]:
+    return dist.get_rank(), dist.get_world_size(), total()
+
+
+def test_a_group_without_members(tmp_path: Path) -> None:
+    """Its calls raise, and say what is missing; rank and size are those of init_process_group."""
+
+    def body(rank: int) -> Any:
+        start(rank, 2, tmp_path)
+        assert newest._supports_reconfigure()
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, 2)
+        ones, other = torch.ones(1), 1 - rank
+        refused: list[Callable[[], Any]] = [
+            lambda: dist.all_reduce(ones),
+            lambda: dist.all_reduce(ones, async_op=True),
+            lambda: dist.all_reduce(torch.eye(2).to_sparse()),
+            lambda: dist_prims.all_reduce_(ones),
+            lambda: dist.barrier(),
+            lambda: dist.monitored_barrier(),
+            lambda: dist.send(ones, other),
+            lambda: dist.irecv(ones, other),
+            lambda: newest._new_window(),
+            lambda: dist_prims.shrink(),
+            lambda: dist_prims.grow(f"file://{tmp_path}/place"),
+        ]
+        for call in refused:
+            with pytest.raises(RuntimeError, match=ALONE):
+                call()
+        handles = Meeting(tmp_path).handles(rank, range(2))
+        reconfigure(1, handles)
+        return place()
+
+    assert run_ranks(body, 2, tmp_path, join=False) == [(0, 2, 2), (1, 2, 2)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_ranks_have_the_order_of_the_handles(size: int, tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        start(rank, size, tmp_path)
+        meeting = Meeting(tmp_path)
+        reconfigure(1, meeting.handles(rank, range(size))[::-1])
+        assert place() == (size - 1 - rank, size, size)
+        reconfigure(2, set(meeting.handles(rank, range(size))))  # in no order: by the ranks of the beginning
+        return place()
+
+    assert run_ranks(body, size, tmp_path, join=False) == [(rank, size, size) for rank in range(size)]
+
+
+@pytest.mark.parametrize("excluded", [0, 1, 2])
+def test_without_a_rank_that_is_alive(excluded: int, tmp_path: Path) -> None:
+    """The excluded rank gets an error from the old group, whose members have changed without it."""
+
+    def body(rank: int) -> Any:
+        start(rank, 3, tmp_path)
+        handles = Meeting(tmp_path).handles(rank, range(3))
+        reconfigure(1, handles)
+        assert total() == 3
+        if rank == excluded:
+            with pytest.raises(PeerLeftError):
+                dist.all_reduce(torch.ones(1))
+            return "excluded"
+        reconfigure(2, [each for number, each in enumerate(handles) if number != excluded])
+        return place()
+
+    found = run_ranks(body, 3, tmp_path, join=False)
+    assert found.pop(excluded) == "excluded"
+    assert found == [(0, 2, 2), (1, 2, 2)]
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_a_dead_rank_is_replaced(dead: int, tmp_path: Path) -> None:
+    """Also rank 0, whose process serves the store of the job. The group was made without enable_reconfigure."""
+
+    def body(rank: int) -> Any:
+        meeting, alive = Meeting(tmp_path), [each for each in range(4) if each != dead]
+        if rank == 3:
+            start(0, 1, tmp_path)
+        else:
+            join_at_rank_0(rank, 3, tmp_path)
+            total(dist.new_group([0, 1, 2]))  # the new process has counted no group
+            if rank == dead:
+                die()
+            until_failure()
+        handles = dict(zip(alive, meeting.handles(rank, alive), strict=True))
+        members = [3 if each == dead else each for each in range(3)]  # the new process has the place of the dead one
+        reconfigure(1, [handles[each] for each in members])
+        assert dist.get_rank() == members.index(rank)
+        pair = dist.new_group([0, 2])  # the job has lost its store with rank 0, and the new process had another one
+        if dist.get_rank() != 1:
+            assert total(pair) == 2
+        return total()
+
+    found = run_ranks(body, 4, tmp_path, join=False)
+    assert found.pop(dead) == -signal.SIGKILL
+    assert found == [3, 3, 3]
+
+
+def test_new_ranks_are_added_and_leave(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        start(rank, 2, tmp_path) if rank < 2 else start(rank - 2, 2, tmp_path, "others")
+        meeting = Meeting(tmp_path)
+        handles = meeting.handles(rank, range(4))
+        sums = []
+        for uuid, members in enumerate(([0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 0], [0, 1, 2, 3])):
+            if rank in members:
+                reconfigure(uuid, [handles[each] for each in members])
+                assert dist.get_rank() == members.index(rank)
+                sums.append(total())
+            meeting.barrier(f"step{uuid}", rank, range(4))
+        return sums
+
+    assert run_ranks(body, 4, tmp_path, join=False) == [[2, 3, 4, 2, 4], [2, 3, 4, 4], [3, 4, 4], [4, 2, 4]]
+
+
+def test_groups_of_one_rank_and_of_all(tmp_path: Path) -> None:
+    """Groups that exist at the same time have different uuids; then their ranks merge."""
+
+    def body(rank: int) -> Any:
+        start(rank, 3, tmp_path)
+        meeting, sums = Meeting(tmp_path), []
+        for step in range(3):
+            own = newest._get_reconfigure_handle()
+            reconfigure(10 * step + rank, [own])
+            sums.append(total())
+            reconfigure(10 * step + 5, meeting.handles(rank, range(3)))
+            sums.append(total())
+        return sums
+
+    assert run_ranks(body, 3, tmp_path, join=False) == [[1, 3] * 3] * 3
+
+
+def test_a_uuid_is_used_once(tmp_path: Path) -> None:
+    """The error comes before the group ends."""
+
+    def body(rank: int) -> Any:
+        start(rank, 2, tmp_path)
+        handles = Meeting(tmp_path).handles(rank, range(2))
+        reconfigure(1, handles)
+        with pytest.raises(RuntimeError, match="uuid 1 was already used"):
+            reconfigure(1, handles)
+        return total()
+
+    assert run_ranks(body, 2, tmp_path, join=False) == [2, 2]
+
+
+def test_wrong_handles(tmp_path: Path) -> None:
+    """A ValueError says what is wrong; the group goes on, and the uuid can be used."""
+
+    def body(rank: int) -> Any:
+        start(rank, 2, tmp_path)
+        handles = Meeting(tmp_path).handles(rank, range(2))
+        reconfigure(1, handles)
+        for wrong, message in (
+            ([], "is not among those of the members"),
+            ([handles[1 - rank]], "is not among those of the members"),
+            ([*handles, handles[0]], "listed twice"),
+            ([*handles, "gloo:0:1:0:"], "'gloo:0:1:0:' is no handle of this backend"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                reconfigure(2, wrong)
+            assert total() == 2
+        reconfigure(2, handles)
+        return total()
+
+    assert run_ranks(body, 2, tmp_path, join=False) == [2, 2]
+
+
+def test_members_that_disagree(tmp_path: Path) -> None:
+    """No group is made, no rank waits for longer than the timeout, and a further call makes the group."""
+
+    def body(rank: int) -> Any:
+        start(rank, 3, tmp_path)
+        meeting = Meeting(tmp_path)
+        handles = meeting.handles(rank, range(3))
+        mine = handles if rank < 2 else [handles[0], handles[2], handles[1]]
+        began = time.monotonic()
+        expected = "passed other handles with this uuid|call reconfigure again with another uuid"
+        with pytest.raises((ValueError, CommError), match=expected) as found:
+            reconfigure(1, mine, seconds=3)
+        outcome = found.type
+        assert time.monotonic() - began < 30
+        meeting.barrier("failed", rank, range(3))
+        reconfigure(2, handles)
+        return outcome, total()
+
+    found = run_ranks(body, 3, tmp_path, join=False)
+    assert [each[1] for each in found] == [3, 3, 3]
+    assert {each[0] for each in found} == {ValueError, CommError}
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_member_that_has_died(dead: int, tmp_path: Path) -> None:
+    """The others do not wait for the timeout, and go on without it."""
+
+    def body(rank: int) -> Any:
+        start(rank, 3, tmp_path)
+        meeting = Meeting(tmp_path)
+        handles = meeting.handles(rank, range(3))
+        reconfigure(1, handles)
+        dist.barrier()
+        if rank == dead:
+            die()
+        until_failure()
+        began = time.monotonic()
+        with pytest.raises(PeerDiedError, match=f"rank {dead} has died|process of new rank {dead} has ended"):
+            reconfigure(2, handles, seconds=60)
+        assert time.monotonic() - began < 30
+        with pytest.raises(RuntimeError, match="the group has been destroyed"):
+            dist.all_reduce(torch.ones(1))
+        handles.pop(dead)
+        reconfigure(3, handles)
+        return place()
+
+    found = run_ranks(body, 3, tmp_path, join=False)
+    assert found.pop(dead) == -signal.SIGKILL
+    assert found == [(0, 2, 2), (1, 2, 2)]
+
+
+def test_a_member_that_does_not_come(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        start(rank, 3, tmp_path)
+        meeting = Meeting(tmp_path)
+        handles = meeting.handles(rank, range(3))
+        if rank < 2:
+            began = time.monotonic()
+            with pytest.raises(CommError, match=r"no sign of ranks \[2\]" if rank == 0 else "no sign of the last"):
+                reconfigure(1, handles, seconds=2)
+            assert 1.9 < time.monotonic() - began < 30
+        meeting.barrier("late", rank, range(3))
+        reconfigure(2, handles)
+        return total()
+
+    assert run_ranks(body, 3, tmp_path, join=False) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_member_dies_as_it_makes_the_group(victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("dist_prims.repair.reconfigure")
+
+    def body(rank: int) -> Any:
+        start(rank, 3, tmp_path)
+        meeting = Meeting(tmp_path)
+        handles = meeting.handles(rank, range(3))
+        reconfigure(1, handles)
+        if rank == victim:
+            monkeypatch.setattr(module, "make_repaired", lambda *_, **__: die())
+        began = time.monotonic()
+        with pytest.raises(CommError):
+            reconfigure(2, handles, seconds=60)
+        assert time.monotonic() - began < 30
+        handles.pop(victim)
+        reconfigure(3, handles)
+        return place()
+
+    found = run_ranks(body, 3, tmp_path, join=False)
+    assert found.pop(victim) == -signal.SIGKILL
+    assert found == [(0, 2, 2), (1, 2, 2)]
+
+
+def test_ranks_that_wait_in_the_old_group(tmp_path: Path) -> None:
+    """A rank that waits for one that reconfigures gets an error, and can come too; so does what is not waited for."""
+
+    def body(rank: int) -> Any:
+        start(rank, 3, tmp_path)
+        handles = Meeting(tmp_path).handles(rank, range(3))
+        reconfigure(1, handles)
+        if rank == 0:
+            pending = [dist.all_reduce(torch.ones(1), async_op=True), dist.irecv(torch.ones(1), 2)]
+            time.sleep(0.5)
+            reconfigure(2, handles)
+            for each in pending:
+                assert each is not None
+                with pytest.raises(PeerLeftError):
+                    each.wait()
+        else:
+            with pytest.raises(PeerLeftError):
+                dist.recv(torch.ones(1), 0) if rank == 1 else dist.broadcast(torch.ones(1), 0)
+            reconfigure(2, handles)
+        return total()
+
+    assert run_ranks(body, 3, tmp_path, join=False) == [3, 3, 3]
+
+
+def test_after_abort(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        start(rank, 3, tmp_path)
+        handles = Meeting(tmp_path).handles(rank, range(3))
+        reconfigure(1, handles)
+        total()
+        dist.group.WORLD._get_backend(torch.device("cpu")).abort()  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+        reconfigure(2, handles)
+        return total()
+
+    assert run_ranks(body, 3, tmp_path, join=False) == [3, 3, 3]
+
+
+def test_group_functions_afterwards(tmp_path: Path) -> None:
+    """Global ranks are those of the new members; options and the timeout remain; messages and objects arrive."""
+
+    def body(rank: int) -> Any:
+        start(rank, 4, tmp_path, pg_options=dist_prims.BackendOptions(all_reduce="ring:1M-max"))
+        handles = Meeting(tmp_path).handles(rank, range(4))
+        reconfigure(1, handles)
+        if rank == 1:
+            return "excluded"
+        reconfigure(2, handles[3:] + handles[2:3] + handles[:1], seconds=50)
+        me, size = dist.get_rank(), dist.get_world_size()
+        assert dist.get_process_group_ranks(dist.group.WORLD) == [0, 1, 2]
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        assert backend.algorithm(1 << 20) == "ring"
+        assert backend.options._timeout == timedelta(seconds=60)
+        assert backend.options.global_ranks_in_group == [0, 1, 2]
+        pair = dist.new_group([0, 2])
+        if me in (0, 2):
+            assert total(pair) == 2
+        token = torch.tensor([me])
+        if me == 0:
+            dist.send(token, size - 1)
+        elif me == size - 1:
+            dist.recv(token, 0)
+        dist.broadcast(token, 2)
+        objects: list[Any] = [None] * size
+        dist.all_gather_object(objects, (me, rank))
+        sparse = torch.eye(2).to_sparse()
+        dist.all_reduce(sparse)
+        assert sparse.to_dense()[0, 0] == 3
+        dist.monitored_barrier()
+        dist.destroy_process_group()
+        return objects, token.item()
+
+    found = run_ranks(body, 4, tmp_path, join=False)
+    assert found.pop(1) == "excluded"
+    assert found == [([(0, 3), (1, 2), (2, 0)], 0)] * 3
+
+
+def test_shrink_and_grow_afterwards(tmp_path: Path) -> None:
+    """The repairs of this library work on a group that was reconfigured, and reconfigure works on a repaired one."""
+
+    def body(rank: int) -> Any:
+        start(rank, 4, tmp_path)
+        meeting = Meeting(tmp_path)
+        reconfigure(1, meeting.handles(rank, range(4)))
+        assert dist_prims.grow(f"file://{tmp_path}/place") is dist.group.WORLD
+        if rank == 0:
+            die()
+        until_failure()
+        dist_prims.shrink()
+        assert total() == 3
+        handles = meeting.handles(rank, range(1, 4))  # of the new group object
+        reconfigure(2, handles)
+        assert total() == 3
+        if rank == 3:
+            die()
+        until_failure()
+        dist_prims.shrink()
+        return place()
+
+    found = run_ranks(body, 4, tmp_path, join=False)
+    assert found == [-signal.SIGKILL, (0, 2, 2), (1, 2, 2), -signal.SIGKILL]
+
+
+def test_a_sub_group(tmp_path: Path) -> None:
+    """Only that group changes. Its global ranks are known, because all members are in one default group."""
+
+    def body(rank: int) -> Any:
+        trio, pair = dist.new_group([1, 2, 3]), dist.new_group([0, 3])
+        meeting = Meeting(tmp_path)
+        handles = dict(enumerate(meeting.handles(rank, range(4), trio if rank else pair)))
+        if rank == 0:
+            return total(), total(pair)
+        reconfigure(1, [handles[each] for each in (3, 1)] if rank != 2 else [handles[2]], group=trio)
+        if rank != 2:
+            assert dist.get_process_group_ranks(trio) == [3, 1]
+            token = torch.tensor([rank])
+            dist.broadcast(token, 3, group=trio)
+            assert token == 3
+        assert total(trio) == (1 if rank == 2 else 2)
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, 4)
+        return total(), total(pair) if rank == 3 else 0
+
+    assert run_ranks(body, 4, tmp_path) == [(4, 2), (4, 0), (4, 0), (4, 2)]
+
+
+def test_a_sub_group_takes_a_rank_of_another_job(tmp_path: Path) -> None:
+    """Its members have no global ranks in common; ranks within the group work."""
+
+    def body(rank: int) -> Any:
+        start(rank, 2, tmp_path) if rank < 2 else start(0, 1, tmp_path, "other")
+        meeting = Meeting(tmp_path)
+        group = None
+        if rank < 2:
+            reconfigure(1, meeting.handles(rank, range(2)))
+            group = dist.new_group([0, 1])
+        else:
+            next(meeting._numbers)
+        reconfigure(2, meeting.handles(rank, range(3), group), group=group)
+        found = torch.ones(1)
+        dist.all_reduce(found, group=group)
+        dist.broadcast(found, group_src=2, group=group)
+        part: Any = (group or dist.group.WORLD).split_group([1, 2], group_name="part")  # type: ignore[union-attr]
+        if part:
+            part.allreduce([found]).wait()
+        return dist.get_rank(group), dist.get_world_size(group), found.item()
+
+    assert run_ranks(body, 3, tmp_path, join=False) == [(0, 3, 3), (1, 3, 6), (2, 3, 6)]
+
+
+def test_windows_of_the_old_group_raise(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        start(rank, 2, tmp_path)
+        handles = Meeting(tmp_path).handles(rank, range(2))
+        reconfigure(1, handles)
+        old = newest._new_window(dist_prims.empty(4096).zero_())
+        reconfigure(2, handles)
+        with pytest.raises(RuntimeError, match="make a new window"):
+            old.put(torch.ones(1), 0, 0, False)
+        with pytest.raises(RuntimeError, match="make a new window"):
+            old.signal(1 - rank, False)
+        tensor = dist_prims.empty(4096).zero_()
+        new = newest._new_window(tensor)
+        new.put(torch.ones(1), 1 - rank, 0, False)
+        new.signal(1 - rank, False)
+        new.wait_signal(1 - rank, False)
+        return tensor[0].item()
+
+    assert run_ranks(body, 2, tmp_path, join=False) == [1, 1]
+
+
+def test_nothing_is_left_of_the_old_groups(tmp_path: Path) -> None:
+    """Descriptors, mappings and threads, after many calls; each takes less than a second."""
+
+    def body(rank: int) -> Any:
+        start(rank, 3, tmp_path)
+        handles = Meeting(tmp_path).handles(rank, range(3))
+
+        def used() -> tuple[int, int, int]:
+            maps = Path("/proc/self/maps").read_text()
+            return len(os.listdir("/proc/self/fd")), maps.count("memfd"), len(os.listdir("/proc/self/task"))
+
+        found = []
+        for uuid in range(12):
+            reconfigure(uuid, handles)
+            assert total() == 3
+            found.append(used())
+        return found[2], found[-1]
+
+    for before, after in run_ranks(body, 3, tmp_path, join=False):
+        assert after[0] <= before[0] + 2, (before, after)
+        assert after[1] <= before[1], (before, after)
+        assert after[2] <= before[2] + 1, (before, after)
+
+
+def on_host(name: str) -> None:
+    os.environ["DIST_PRIMS_HOST_ID"] = name
+
+
+def test_between_hosts(tmp_path: Path) -> None:
+    """A group of one host becomes one of two hosts; a rank dies; a new rank takes its place on a third host."""
+
+    def body(rank: int) -> Any:
+        on_host("aabbc"[rank])
+        meeting = Meeting(tmp_path)
+        start(rank, 4, tmp_path) if rank < 4 else start(0, 1, tmp_path, "new")
+        handles = meeting.handles(rank, range(5))
+        if rank < 2:
+            reconfigure(1, handles[:2])
+            assert total() == 2
+        if rank < 4:
+            reconfigure(2, handles[:4])
+            assert total() == 4
+            backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+            assert backend.spans_hosts
+            assert backend.engine == "tcp"
+            if rank == 0:
+                die()
+            until_failure()
+        reconfigure(3, [handles[4], *handles[1:4]])
+        assert total() == 4
+        token = torch.tensor([dist.get_rank()])
+        dist.broadcast(token, 3)
+        if dist.get_rank() == 0:
+            dist.send(token + 4, 3)
+        elif dist.get_rank() == 3:
+            dist.recv(token, 0)
+            assert token == 7
+        return place()
+
+    found = run_ranks(body, 5, tmp_path, join=False)
+    assert found == [-signal.SIGKILL, (1, 4, 4), (2, 4, 4), (3, 4, 4), (0, 4, 4)]
+
+
+def test_a_member_on_another_host_has_died(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        on_host("abc"[rank])
+        start(rank, 3, tmp_path)
+        handles = Meeting(tmp_path).handles(rank, range(3))
+        reconfigure(1, handles)
+        dist.barrier()
+        if rank == 2:
+            die()
+        until_failure()
+        began = time.monotonic()
+        with pytest.raises(PeerDiedError):
+            reconfigure(2, handles, seconds=60)
+        assert time.monotonic() - began < 30
+        reconfigure(3, handles[:2])
+        return place()
+
+    assert run_ranks(body, 3, tmp_path, join=False) == [(0, 2, 2), (1, 2, 2), -signal.SIGKILL]
+
+
+def test_a_stopped_member_does_not_stop_the_others(tmp_path: Path) -> None:
+    """It serves the store: the call ends at its timeout. The stopped rank wakes in a group that has ended."""
+
+    def body(rank: int) -> Any:
+        start(rank, 3, tmp_path)
+        meeting = Meeting(tmp_path)
+        handles = meeting.handles(rank, range(3))
+        reconfigure(1, handles)
+        if rank == 0:
+            meeting.write("pid", str(os.getpid()))
+            meeting.read("done")
+            with pytest.raises(CommError):
+                dist.all_reduce(torch.ones(1))
+            return "left"
+        pid = int(meeting.read("pid"))
+        if rank == 1:
+            os.kill(pid, signal.SIGSTOP)
+            meeting.write("stopped")
+        meeting.read("stopped")
+        began = time.monotonic()
+        with pytest.raises(CommError):
+            reconfigure(2, handles, seconds=2)
+        assert time.monotonic() - began < 30
+        reconfigure(3, handles[1:])
+        found = place()
+        if rank == 1:
+            os.kill(pid, signal.SIGCONT)
+            meeting.write("done")
+        return found
+
+    assert run_ranks(body, 3, tmp_path, join=False) == ["left", (0, 2, 2), (1, 2, 2)]
+
+
+def test_gradients_after_reconfigure(tmp_path: Path) -> None:
+    """DistributedDataParallel is made again with the group of new members."""
+
+    def body(rank: int) -> Any:
+        start(rank, 3, tmp_path)
+        handles = Meeting(tmp_path).handles(rank, range(3))
+        found = []
+        for uuid, members in enumerate((handles, handles[:2])):
+            if rank >= len(members):
+                break
+            reconfigure(uuid, members)
+            torch.manual_seed(0)
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+            model(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
+            gradient = model.module.weight.grad
+            assert gradient is not None
+            found.append(gradient[0, 0].item())
+            del model
+        return found
+
+    assert run_ranks(body, 3, tmp_path, join=False) == [[1, 0.5], [1, 0.5], [1]]
+
+
+def test_another_thread_that_waits(tmp_path: Path) -> None:
+    """A wait on another thread for work of the old group ends with an error."""
+
+    def body(rank: int) -> Any:
+        start(rank, 2, tmp_path)
+        handles = Meeting(tmp_path).handles(rank, range(2))
+        reconfigure(1, handles)
+        errors: list[BaseException] = []
+        if rank == 0:
+            work: Any = dist.all_reduce(torch.ones(1), async_op=True)
+
+            def wait() -> None:
+                try:
+                    work.wait()
+                except CommError as error:
+                    errors.append(error)
+
+            waiter = threading.Thread(target=wait)
+            waiter.start()
+            time.sleep(0.2)
+        reconfigure(2, handles)
+        if rank == 0:
+            waiter.join(30)
+            assert len(errors) == 1
+        return total()
+
+    assert run_ranks(body, 2, tmp_path, join=False) == [2, 2]
