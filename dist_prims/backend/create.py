@@ -86,7 +86,7 @@ def made_group(name: str) -> MadeGroup:
 def find_made_group(group: dist.ProcessGroup) -> MadeGroup | None:
     """Return what is known about a group if it is one of this backend.
 
-    The backend keeps the name with which it was made. torch's ``shrink_group`` gives the group of a new backend another.
+    A backend keeps the name with which it was made; the group that torch's ``shrink_group`` makes has another one.
     """
     if _CPU.type not in device_types(group):
         return None

@@ -1,4 +1,4 @@
-"""``reconfigure`` of torch 2.15: the program gives a group other members, on one host and between hosts."""
+"""``reconfigure`` of torch 2.15: the program gives a group other members."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 import dist_prims
 from dist_prims.errors import CommError, PeerDiedError, PeerLeftError
 from tests.helpers.survivors import join_at_rank_0, run_ranks
+from tests.repair.test_shrink import all_reduce_until_failure, die
 
 newest: Any = dist  # names that the pinned torch does not have
 pytestmark = pytest.mark.skipif(not hasattr(newest, "_reconfigure"), reason="this torch has no reconfigure (2.15 has)")
@@ -67,19 +68,6 @@ def reconfigure(uuid: int, handles: Sequence[str] | set[str], seconds: float = 6
     work = newest._reconfigure(uuid, handles, group=group, timeout=timedelta(seconds=seconds))
     assert work.wait()
     assert work.is_completed()
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def until_failure() -> None:
-    def work() -> None:
-        while True:
-            dist.all_reduce(torch.ones(1000))
-
-    with pytest.raises(CommError):
-        work()
 
 
 def total(group: dist.ProcessGroup | None = None) -> float:
@@ -180,7 +168,7 @@ def test_a_dead_rank_is_replaced(dead: int, tmp_path: Path) -> None:
             total(dist.new_group([0, 1, 2]))  # the new process has counted no group
             if rank == dead:
                 die()
-            until_failure()
+            all_reduce_until_failure()
         handles = dict(zip(alive, meeting.handles(rank, alive), strict=True))
         members = [3 if each == dead else each for each in range(3)]  # the new process has the place of the dead one
         reconfigure(1, [handles[each] for each in members])
@@ -300,7 +288,7 @@ def test_a_member_that_has_died(dead: int, tmp_path: Path) -> None:
         dist.barrier()
         if rank == dead:
             die()
-        until_failure()
+        all_reduce_until_failure()
         began = time.monotonic()
         with pytest.raises(PeerDiedError, match=f"rank {dead} has died|process of new rank {dead} has ended"):
             reconfigure(2, handles, seconds=60)
@@ -355,6 +343,36 @@ def test_a_member_dies_as_it_makes_the_group(victim: int, tmp_path: Path, monkey
     found = run_ranks(body, 3, tmp_path, join=False)
     assert found.pop(victim) == -signal.SIGKILL
     assert found == [(0, 2, 2), (1, 2, 2)]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("delay", [0.05, 0.3, 0.6])
+def test_a_rank_dies_at_some_moment(victim: int, delay: float, tmp_path: Path) -> None:
+    """The others go on without it, whatever call it was in; some may have made a group that others have not."""
+
+    def body(rank: int) -> Any:
+        start(rank, 4, tmp_path)
+        handles = Meeting(tmp_path).handles(rank, range(4))
+        reconfigure(0, handles)
+        if rank == victim:
+            threading.Timer(delay, die).start()
+
+        def work() -> None:
+            for uuid in range(1, 1000):
+                reconfigure(uuid, handles)
+                assert total() == 4
+
+        began = time.monotonic()
+        with pytest.raises(CommError):
+            work()
+        handles.pop(victim)
+        reconfigure(1000, handles)
+        assert time.monotonic() - began < 40
+        return place()
+
+    found = run_ranks(body, 4, tmp_path, join=False)
+    assert found.pop(victim) == -signal.SIGKILL
+    assert found == [(0, 3, 3), (1, 3, 3), (2, 3, 3)]
 
 
 def test_ranks_that_wait_in_the_old_group(tmp_path: Path) -> None:
@@ -445,7 +463,7 @@ def test_shrink_and_grow_afterwards(tmp_path: Path) -> None:
         assert dist_prims.grow(f"file://{tmp_path}/place") is dist.group.WORLD
         if rank == 0:
             die()
-        until_failure()
+        all_reduce_until_failure()
         dist_prims.shrink()
         assert total() == 3
         handles = meeting.handles(rank, range(1, 4))  # of the new group object
@@ -453,7 +471,7 @@ def test_shrink_and_grow_afterwards(tmp_path: Path) -> None:
         assert total() == 3
         if rank == 3:
             die()
-        until_failure()
+        all_reduce_until_failure()
         dist_prims.shrink()
         return place()
 
@@ -550,65 +568,6 @@ def test_nothing_is_left_of_the_old_groups(tmp_path: Path) -> None:
         assert after[0] <= before[0] + 2, (before, after)
         assert after[1] <= before[1], (before, after)
         assert after[2] <= before[2] + 1, (before, after)
-
-
-def on_host(name: str) -> None:
-    os.environ["DIST_PRIMS_HOST_ID"] = name
-
-
-def test_between_hosts(tmp_path: Path) -> None:
-    """A group of one host becomes one of two hosts; a rank dies; a new rank takes its place on a third host."""
-
-    def body(rank: int) -> Any:
-        on_host("aabbc"[rank])
-        meeting = Meeting(tmp_path)
-        start(rank, 4, tmp_path) if rank < 4 else start(0, 1, tmp_path, "new")
-        handles = meeting.handles(rank, range(5))
-        if rank < 2:
-            reconfigure(1, handles[:2])
-            assert total() == 2
-        if rank < 4:
-            reconfigure(2, handles[:4])
-            assert total() == 4
-            backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-            assert backend.spans_hosts
-            assert backend.engine == "tcp"
-            if rank == 0:
-                die()
-            until_failure()
-        reconfigure(3, [handles[4], *handles[1:4]])
-        assert total() == 4
-        token = torch.tensor([dist.get_rank()])
-        dist.broadcast(token, 3)
-        if dist.get_rank() == 0:
-            dist.send(token + 4, 3)
-        elif dist.get_rank() == 3:
-            dist.recv(token, 0)
-            assert token == 7
-        return place()
-
-    found = run_ranks(body, 5, tmp_path, join=False)
-    assert found == [-signal.SIGKILL, (1, 4, 4), (2, 4, 4), (3, 4, 4), (0, 4, 4)]
-
-
-def test_a_member_on_another_host_has_died(tmp_path: Path) -> None:
-    def body(rank: int) -> Any:
-        on_host("abc"[rank])
-        start(rank, 3, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(3))
-        reconfigure(1, handles)
-        dist.barrier()
-        if rank == 2:
-            die()
-        until_failure()
-        began = time.monotonic()
-        with pytest.raises(PeerDiedError):
-            reconfigure(2, handles, seconds=60)
-        assert time.monotonic() - began < 30
-        reconfigure(3, handles[:2])
-        return place()
-
-    assert run_ranks(body, 3, tmp_path, join=False) == [(0, 2, 2), (1, 2, 2), -signal.SIGKILL]
 
 
 def test_a_stopped_member_does_not_stop_the_others(tmp_path: Path) -> None:
