@@ -2,20 +2,18 @@
 
 torch 2.15 has no public function for it yet, but ``torch.distributed._reconfigure`` and two others:
 
-1. Each process that is to be a member gets its *handle*, a text, and the program takes it to the other members.
-2. Each member calls reconfigure with the handles of all members and a uuid, a number of this call. The ranks have the
+1. Each future member gets its *handle*, a string, and the program sends it to the other members.
+2. Each member calls reconfigure with the handles of all members and a uuid, the number of this call. The ranks have the
    order of the handles.
-3. The calls return when the group is made. A member may be a process of the group before, of another group, or a new
-   one, which has made a group with ``enable_reconfigure=True``: such a group has no members until its first
-   reconfigure.
+3. The calls return when the group is made. A member is a process of the old group, of another group, or a new process
+   that has made a group with ``enable_reconfigure=True``. Such a group has no members until its first reconfigure.
 
-Here the survivors need not agree (:mod:`.survivors`), because the program says which processes are left. What remains
-is to make the group, by the same function as after a repair. A handle contains the address of a store that its process
-serves; the members meet at the store of the first handle. So the store of the job is not needed, which may have ended
-with its process.
+The survivors need no agreement (:mod:`.survivors`), because the program chooses the members. The group is made by the
+same function as after a repair. A handle contains the address of a store that its process serves, and the members meet
+at the store of the first handle. The store of the job, which may have ended with its process, is not needed.
 
-The group of before ends when reconfigure begins: a rank that still waits in one of its calls gets an error, and can
-come too.
+The old group ends when reconfigure begins: a rank that waits in one of its calls gets an error, and can then call
+reconfigure as well.
 """
 
 from __future__ import annotations
@@ -108,11 +106,11 @@ def reconfigured_backend(
     if not is_default and world and all(each.world == world for each in members):
         ranks = [each.global_rank for each in members]
     kind = {"ranks": ranks, "is_grown": not one_launcher, "is_foreign": not (is_default or ranks)}
-    made, store = _make(old.request, uuid, rank, members, timeout, kind)
+    made, store, groups = _make(old.request, uuid, rank, members, timeout, kind)
     made.set_timeout(backend.options._timeout)
     if is_default:
         ranks = list(range(len(members)))
-        count_groups_from(max(int(each) for each in store.multi_get([f"groups/{place}" for place in ranks])))
+        count_groups_from(groups)
     if group:  # torch does not list those of ProcessGroup.split_group
         replace_members(group, store, {each: place for place, each in enumerate(ranks)} or {own_rank: rank})
     return made
@@ -143,15 +141,16 @@ def _require_secret(members: Sequence[_Handle], one_launcher: bool) -> None:
     """Raise RuntimeError if this process has a secret that other members do not know, and the group would have none."""
     if remembered() and not one_launcher and secret_of_group(served_store(own_address())[0], True) is None:
         raise RuntimeError(
-            "reconfigure: a member has not the secret that this process has of its launcher, and the group would have "
-            f"none; {REMEDY}"
+            "reconfigure: a member does not have the secret that the launcher of this process has given to its ranks, "
+            f"and the group would have none; {REMEDY}"
         )
 
 
 def _make(
     request: Any, uuid: int, rank: int, members: Sequence[_Handle], timeout: timedelta, kind: dict[str, Any]
-) -> tuple[Any, dist.Store]:
-    """Make the group; return its backend, and a store that its members share. ``kind`` goes to :func:`make_repaired`.
+) -> tuple[Any, dist.Store, int]:
+    """Make the group; return its backend, a store that its members share, and the number of groups that the member with
+    the most has made. ``kind`` is for :func:`make_repaired`.
 
     A store whose process is stopped answers nothing: a thread waits for it, and can be left.
     """
@@ -161,17 +160,18 @@ def _make(
     def ended() -> list[int]:
         return sorted(probe.ended([each for each in range(size) if each != rank]))
 
-    def make() -> tuple[Any, dist.Store]:
+    def make() -> tuple[Any, dist.Store, int]:
         store = dist.PrefixStore(f"{_PURPOSE}/{uuid}", open_store(members[0].address, size, limit))
         _compare(store, members)
         store.set(f"groups/{rank}", str(group_count()))
         made = make_repaired(
             request.given, store, request.name, rank, size, timeout, ended=ended, is_reconfigured=True, **kind
         )
-        return made, store
+        groups = store.multi_get([f"groups/{each}" for each in range(size)])
+        return made, store, max(map(int, groups))
 
     try:
-        made, store = call_in_thread(make, limit + _TIME_FOR_REASON, discard=lambda late: late[0].abort())
+        return call_in_thread(make, limit + _TIME_FOR_REASON, discard=lambda late: late[0].abort())
     except ConnectionRefusedError:
         raise PeerDiedError(
             f"rank {rank}: reconfigure: the process of new rank 0 has ended; leave its handle out, and call "
@@ -184,7 +184,6 @@ def _make(
             f"rank {rank}: reconfigure: the group could not be made within {limit:g} s: {error}; find out which "
             "processes are left, and call reconfigure again with another uuid"
         ) from error
-    return made, store
 
 
 def _compare(store: dist.Store, members: Sequence[_Handle]) -> None:

@@ -376,7 +376,7 @@ def test_a_rank_dies_at_some_moment(victim: int, delay: float, tmp_path: Path) -
 
 
 def test_ranks_that_wait_in_the_old_group(tmp_path: Path) -> None:
-    """A rank that waits for one that reconfigures gets an error, and can come too; so does what is not waited for."""
+    """A rank that waits for one that reconfigures gets an error, and can call as well; asynchronous calls raise."""
 
     def body(rank: int) -> Any:
         start(rank, 3, tmp_path)

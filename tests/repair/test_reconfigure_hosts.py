@@ -116,7 +116,7 @@ def test_a_member_without_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
             remember(Secret(b"k" * 32, "MPI"))
         start(rank, 2, tmp_path)
         handles = Meeting(tmp_path).handles(rank, range(2))
-        with pytest.raises(RuntimeError, match="has not the secret" if rank == 0 else "reconfigure again"):
+        with pytest.raises(RuntimeError, match="does not have the secret" if rank == 0 else "reconfigure again"):
             reconfigure(1, handles, seconds=2)
         os.environ["DIST_PRIMS_SECRET"] = "0123456789abcdef"
         reconfigure(2, handles)

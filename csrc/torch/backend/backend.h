@@ -130,7 +130,7 @@ public:
     // A signal of a window, or the wait for one.
     WorkPtr signal(c10d::OpType type, const char* title, int peer, std::uint64_t window, Milliseconds timeout);
     int process_of(int rank) const { return host_segment_->membership.process(rank); }
-    // Throws if the group has ended, or has been reconfigured since it was this one.
+    // Throws if the group has ended, or if reconfigure() has replaced the group with this number.
     void check_alive(const char* what, std::uint64_t group) const;
     std::uint64_t group_number() const { return reconfigured_; }
 #endif
@@ -182,7 +182,7 @@ private:
     std::shared_ptr<Queue> queue_;
     std::atomic<std::uint64_t> incrementals_{0}, windows_{0};
 
-    std::uint64_t reconfigured_ = 0;  // so many times
+    std::uint64_t reconfigured_ = 0;  // the number of groups that reconfigure() has made for this object
     std::set<std::int64_t> used_uuids_;
     mutable std::string handle_;  // empty until it is first needed
     FlightRecorder flight_recorder_;

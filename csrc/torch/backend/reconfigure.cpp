@@ -1,8 +1,8 @@
-// Other members for a group that exists (torch.distributed's reconfigure, torch 2.15 or later).
+// Replaces the members of a group (torch.distributed's reconfigure, torch 2.15 or later).
 //
-// torch keeps the object of a group and lets its backend exchange the members. Here a new backend is made by the
-// ordinary rendezvous, as for a repair (repair/reconfigure.py), and the old object takes its group over. So no call of
-// a group has to ask for its members, and a call that is still under way in the old group keeps that group's memory.
+// torch keeps the object of the group and expects its backend to replace the members. A second backend is made by the
+// ordinary rendezvous, as for a repair (repair/reconfigure.py), and the first one takes its group over. The path of a
+// collective is therefore the same as before. Work of the old group owns what it waits for, and remains valid.
 #include "backend.h"
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
@@ -41,8 +41,8 @@ void PrimsBackend::use_uuid(std::int64_t uuid) {
                 " was already used; each call needs another one, which all members pass");
 }
 
-// `made` gets the group of this object, which has ended: no job and no message of it is left that would call members of
-// this object.
+// Exchanges the groups of this object and `made`. The group of this object has ended: it has no job and no message left
+// that would use this object.
 void PrimsBackend::take_group_of(PrimsBackend& made) {
     rank_ = made.rank_;
     size_ = made.size_;
