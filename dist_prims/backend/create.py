@@ -58,8 +58,13 @@ class _GroupRequest:
     is_merged: bool = False  # its ranks may be those of several jobs
     is_repaired: bool = False  # made of the survivors of a group, or grown from one
     is_grown: bool = False  # some of its ranks were not started by the launcher of the others
-    is_reconfigured: bool = False  # torch's own store for it may be one that some of its ranks do not use
+    is_reconfigured: bool = False  # its ranks may have had other groups before, with other names and stores of torch
     is_foreign: bool = False  # its ranks may not be in the default group, and have no global ranks
+
+    @property
+    def common_name(self) -> str:
+        """The name by which all ranks know the group; empty if they may know it by different names."""
+        return "" if self.is_merged or self.is_reconfigured else self.name
 
 
 @dataclass(eq=False)
@@ -165,6 +170,7 @@ def _make_child(
         is_merged=parent.is_merged or not ranks,
         is_repaired=parent.is_repaired,
         is_grown=parent.is_grown,
+        is_reconfigured=parent.is_reconfigured,
         is_foreign=parent.is_foreign,
     )
     return _make_watched(request)
@@ -178,12 +184,13 @@ def make_repaired(
     size: int,
     timeout: timedelta,
     is_grown: bool,
+    is_merged: bool = False,
     ranks: Sequence[int] = (),
     ended: Callable[[], list[int]] | None = None,
     is_reconfigured: bool = False,
     is_foreign: bool = False,
 ) -> Any:
-    """Create the backend of a group that takes the place of another one.
+    """Create the backend of a group that takes the place of another one, which may have been merged.
 
     ``ranks`` are the global ranks, empty for a default group, and for one whose ranks have none (``is_foreign``).
     ``ended`` returns the ranks of the new group whose processes have ended. Messages between hosts do not use MPI: an
@@ -197,6 +204,7 @@ def make_repaired(
         timeout,
         [*ranks],
         options,
+        is_merged=is_merged,
         is_repaired=True,
         is_grown=is_grown,
         is_reconfigured=is_reconfigured,
@@ -331,7 +339,7 @@ def _handshake(request: _GroupRequest, monitor: _DeathMonitor) -> tuple[Any, str
     if secret is None and rank == 0:
         announce_missing_secret(request.store)
     deadline = time.monotonic() + timeout.total_seconds()
-    name, hosts = handshake(store, rank, size, deadline, secret, monitor.check)
+    name, hosts = handshake(store, rank, size, deadline, secret, request.common_name, monitor.check)
     own = dist.PrefixStore(name, store)
     if secret is None:
         return own, name, hosts, None

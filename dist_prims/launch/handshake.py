@@ -11,8 +11,10 @@ every process that can connect to the store can write to it.
 4. Each rank deletes its own keys and the answer to it, which no rank reads any more.
 
 If the ranks have a secret, each of these texts carries a code that only the secret can make, over the rank, the token,
-the name and what the text is for. Each attempt has new tokens and a new name, so a text of an earlier attempt has no
-effect. Rank 0 ignores a hello without the right code, with a warning and a note that the writer of the hello can read;
+the name, the group and what the text is for. Each attempt has new tokens and a new name, so a text of an earlier
+attempt has no effect, and neither has one of another group of the job.
+
+Rank 0 ignores a hello without the right code, with a warning and a note that the writer of the hello can read;
 other ranks ignore an answer without the right code. So another process can neither take the place of a rank nor end the
 attempt by one text.
 
@@ -53,12 +55,15 @@ def handshake(
     size: int,
     deadline: float,
     secret: Secret | None,
+    group: str,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[str, list[str]]:
     """Do the handshake. Return the name of this attempt and the hosts of its ranks.
 
+    ``group`` is a name that all ranks of the group know, and by which it differs from the other groups of the job.
     The wait calls ``check`` at intervals, and passes on the exceptions that ``check`` raises.
     """
+    secret = secret.of_group(group) if secret else None
     if rank == 0:
         return _Rank0(store, size, secret).answer_all(deadline, check)
     return _OtherRank(store, rank, size, secret).join(deadline, check)

@@ -22,6 +22,7 @@ from .secret import Secret, choose, received
 
 __all__: list[str] = []
 
+_GROUP = "the ranks of a launcher"  # for codes: the group of this rendezvous has no name
 _SECONDS_TO_READ = 10.0  # enough, because all ranks are connected to the store
 
 
@@ -86,7 +87,7 @@ def _rendezvous_at(url: SplitResult, launcher: Launcher, size: int, deadline: fl
         address, port = LOOPBACK if url.hostname == "localhost" else url.hostname or "", url.port or 0
         store = _tcp_store(launcher, size, address, port, max(1.0, deadline - time.monotonic()))
         interface = interface_towards(address, port)
-    name, hosts = handshake(dist.PrefixStore("dist_prims", store), launcher.rank, size, deadline, secret)
+    name, hosts = handshake(dist.PrefixStore("dist_prims", store), launcher.rank, size, deadline, secret, _GROUP)
     found = dist.PrefixStore(f"dist_prims/{name}", store)
     return Rendezvous(found, launcher.rank, hosts, interface, launcher.name, secret)
 

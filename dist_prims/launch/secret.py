@@ -69,6 +69,14 @@ class Secret:
         """A key for one purpose, from which neither the secret nor the key for another purpose can be computed."""
         return self._digest("key", *purpose)
 
+    def of_group(self, name: str) -> Secret:
+        """The secret of the ranks of one group: a code that is made with it is none in another group.
+
+        >>> Secret(b"1", "").of_group("a").code("b") == Secret(b"1", "").of_group("b").code("b")
+        False
+        """
+        return Secret(self.key("group", name), self.source)
+
     def _digest(self, *parts: str | int) -> bytes:
         return hmac.digest(self._key, json.dumps(parts).encode(), "sha256")
 

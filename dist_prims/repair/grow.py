@@ -65,6 +65,7 @@ class _Admission:
     size: int
     timeout: float  # of the group, in seconds
     limit: float  # for making it
+    is_reconfigured: bool
     options: dict[str, Any]
 
     def text(self) -> str:
@@ -151,6 +152,7 @@ def _admit(
                 size=size + len(tokens),
                 timeout=timeout_of(old, _CPU).total_seconds(),
                 limit=limit,
+                is_reconfigured=made.request.is_reconfigured,
                 options=_fields(made.request.given),
             )
             meeting.set(f"admitted/{token}", signed(secret, ("admitted", token), admission.text()))
@@ -227,7 +229,16 @@ def _make(admission: _Admission) -> tuple[Any, dist.Store]:
     store = dist.PrefixStore(admission.prefix, open_store(admission.store, admission.size, admission.limit))
     options = BackendOptions(**admission.options) if admission.options else None
     limit = timedelta(seconds=admission.limit)
-    backend = make_repaired(options, store, admission.name, admission.rank, admission.size, limit, is_grown=True)
+    backend = make_repaired(
+        options,
+        store,
+        admission.name,
+        admission.rank,
+        admission.size,
+        limit,
+        is_grown=True,
+        is_reconfigured=admission.is_reconfigured,
+    )
     try:
         deadline = time.monotonic() + admission.limit
         until(lambda: store.check([_OUTCOME]), deadline, "the outcome on the running ranks")

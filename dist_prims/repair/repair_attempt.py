@@ -209,6 +209,8 @@ class RepairAttempt:
                 size,
                 timedelta(seconds=limit),
                 is_grown=request.is_grown or self._newcomers > 0,
+                is_merged=request.is_merged,
+                is_reconfigured=request.is_reconfigured,
                 ranks=[] if self._is_default else [request.ranks[each] for each in members],
                 ended=ended,
             )

@@ -169,6 +169,19 @@ def test_two_groups_merge(layout: str) -> None:
         dist_prims.spawn(body, 3, backend="dist_prims", timeout=60)
 
 
+def test_a_merged_group_may_have_a_name_of_its_own_on_each_rank() -> None:
+    """torch derives the name from that of each part, so the codes of the handshake cannot contain it."""
+
+    def body() -> None:
+        rank, world = dist.get_rank(), dist.group.WORLD
+        part = world.split_group([rank], timeout=LIMIT, group_name=f"part {rank}")
+        merged = part.merge_remote_group(dist.PrefixStore("merged", world.get_group_store()), 2, LIMIT)
+        assert str(rank) in merged.group_name
+        assert total(merged, rank) == 1
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
+
+
 def test_a_merge_with_too_many_calls_or_too_few_fails() -> None:
     def body() -> None:
         rank, world = dist.get_rank(), dist.group.WORLD

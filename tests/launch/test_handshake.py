@@ -22,8 +22,10 @@ from dist_prims.launch.secret import Secret
 OURS, THEIRS = Secret(b"o" * 32, "a test"), Secret(b"t" * 32, "a test")
 
 
-def join(store: dist.Store, rank: int, secret: Secret | None, size: int = 2, seconds: float = 20) -> Any:
-    return handshake(store, rank, size, time.monotonic() + seconds, secret)
+def join(
+    store: dist.Store, rank: int, secret: Secret | None, size: int = 2, seconds: float = 20, group: str = "0"
+) -> Any:
+    return handshake(store, rank, size, time.monotonic() + seconds, secret, group)
 
 
 def both(store: dist.Store, first: Secret | None, second: Secret | None, seconds: float = 2) -> list[str]:
@@ -143,8 +145,15 @@ def test_a_forged_answer_is_ignored(capfd: pytest.CaptureFixture[str]) -> None:
     assert "written by a process without the secret" in capfd.readouterr().err
 
 
+class _KeepingStore(dist.HashStore):
+    """A store whose texts another process has copied before they are deleted."""
+
+    def delete_key(self, key: str) -> bool:
+        return True
+
+
 def test_texts_of_an_earlier_attempt_have_no_effect() -> None:
-    store = dist.HashStore()
+    store = _KeepingStore()
     with ThreadPoolExecutor(1) as threads:
         rank_1 = threads.submit(join, store, 1, OURS)
         name, _ = join(store, 0, OURS)
@@ -160,6 +169,55 @@ def test_texts_of_an_earlier_attempt_have_no_effect() -> None:
 
     with repeatedly(replay), pytest.raises(TimeoutError, match="no acknowledgement"):
         join(store, 0, OURS, seconds=1)
+
+
+def copy_texts(source: dist.Store, target: dist.Store) -> None:
+    """Copy what a rank 1 and a rank 0 have written there, as far as it exists."""
+
+    def copy(key: str) -> str:
+        if not source.check([key]):
+            return ""
+        target.set(key, source.get(key))
+        return str(json.loads(source.get(key))[0])
+
+    for store in (source, target):
+        token = json.loads(store.get("hello/1"))[0] if store.check(["hello/1"]) else ""
+        name = copy(f"welcome/{token}")
+        copy(f"{name}/acknowledged/1")
+        copy(f"{name}/hosts")
+    copy("hello/1")
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("a", "a")], ids=["names differ", "names are the same"])
+def test_texts_of_another_group_have_no_effect(names: tuple[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    """A process without the secret copied all texts between two groups of a job, and rank 1 of one group and rank 0 of
+    the other one formed a group. Only the names in the codes prevent that."""
+    both = dist.HashStore()
+    a, b = dist.PrefixStore("a", both), dist.PrefixStore("b", both)
+
+    def copy() -> None:
+        copy_texts(a, b)
+        copy_texts(b, a)
+
+    def outcome(store: dist.Store, rank: int, group: str, seconds: float) -> str:
+        try:
+            return str(join(store, rank, OURS, seconds=seconds, group=group)[0])
+        except TimeoutError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as threads:
+        with repeatedly(copy):
+            ends = [threads.submit(outcome, a, 1, names[0], 2), threads.submit(outcome, b, 0, names[1], 2)]
+            found = [end.result() for end in ends]
+        if names[0] == names[1]:
+            assert found[0] == found[1]
+            return
+        assert found[0].startswith("no sign of rank 0")
+        assert found[1].startswith("no sign of ranks [1]")
+        for store, name in ((a, "a"), (b, "b")):  # which the right ranks can still form
+            ranks = [threads.submit(join, store, rank, OURS, group=name) for rank in range(2)]
+            assert ranks[0].result() == ranks[1].result()
+    assert "rank 0 refuses a process as rank 1 of 2: it has another secret" in capfd.readouterr().err
 
 
 def mutated(hello: bytes, number: int, draw: random.Random) -> bytes:
@@ -181,7 +239,7 @@ def mutated(hello: bytes, number: int, draw: random.Random) -> bytes:
 
 def greet(count: int) -> None:
     store, draw = dist.HashStore(), random.Random(1)
-    server = module._Rank0(store, 2, OURS)
+    server = module._Rank0(store, 2, OURS)  # whose secret is that of the group
     hello = module.signed(OURS, ("hello", 1, 2), "0" * 16, "host").encode()
     for number in range(count):
         text = mutated(hello, number, draw)
