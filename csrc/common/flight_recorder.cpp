@@ -1,6 +1,6 @@
 #include "flight_recorder.h"
 
-#include <algorithm>
+#include <bit>
 #include <chrono>
 
 namespace dist_prims {
@@ -61,6 +61,7 @@ std::uint64_t FlightRecorder::add(Entry entry, bool at_once) {
 }
 
 FlightRecorder::Entry* FlightRecorder::find(std::uint64_t id) {
+    static_assert(std::has_single_bit(kEntries), "the numbers of entries wrap at 2^64");
     Entry& entry = ring_[id % kEntries];
     return entry.id == id ? &entry : nullptr;  // or it was overwritten since
 }
@@ -84,8 +85,10 @@ void FlightRecorder::end(std::uint64_t id, bool well) {
 std::vector<FlightRecorder::Entry> FlightRecorder::entries() const {
     const std::lock_guard lock(mutex_);
     std::vector<Entry> found;
-    for (std::uint64_t id = next_ - std::min<std::uint64_t>(next_, kEntries); id < next_; ++id)
-        found.push_back(ring_[id % kEntries]);
+    for (std::uint64_t id = next_ - kEntries; id != next_; ++id) {  // right across the wrap from 2^64 - 1 to 0
+        const Entry& entry = ring_[id % kEntries];
+        if (entry.created != 0) found.push_back(entry);
+    }
     return found;
 }
 

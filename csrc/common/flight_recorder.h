@@ -25,6 +25,9 @@ public:
         bool point_to_point = false;
     };
 
+    FlightRecorder() = default;
+    explicit FlightRecorder(std::uint64_t first) : next_(first) {}  // for tests: the number of the first entry
+
     // Adds an entry and returns its number for start() and end(). `at_once`: the call starts now.
     std::uint64_t add(Entry entry, bool at_once);
     void start(std::uint64_t id);  // no effect if the call has started already

@@ -27,6 +27,7 @@ namespace {
 
 constexpr std::uint64_t kMagic = 0x3130454341525444;  // "DTRACE01"
 constexpr std::size_t kHeaderBytes = 4096;
+constexpr std::uint64_t kMostTaken = std::uint64_t{1} << 63;  // slots that are counted
 constexpr std::uint8_t kNameText = 1, kGroupText = 2;
 
 // A piece of a text, in a slot.
@@ -121,7 +122,10 @@ void TraceBuffer::detach() {
 std::byte* TraceBuffer::take() {
     auto* header = reinterpret_cast<Header*>(memory_);
     const std::uint64_t number = header->next.fetch_add(1, std::memory_order_relaxed);
-    if (number >= capacity_) return nullptr;  // the reader computes the number of dropped events from `next`
+    if (number >= capacity_) {  // the reader computes the number of dropped events from `next`
+        if (number > kMostTaken) header->next.store(kMostTaken, std::memory_order_relaxed);  // never 0 again
+        return nullptr;
+    }
     return memory_ + offset_ + number * sizeof(TraceEvent);
 }
 

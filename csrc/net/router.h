@@ -1,10 +1,12 @@
 // Messages to any rank of a group: in shared memory to the ranks of this host, through the transport to the others.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "../shm/p2p.h"
 #include "remote_peers.h"
+#include "tags.h"
 
 namespace dist_prims {
 
@@ -21,7 +23,7 @@ public:
         : p2p_(p2p), local_ranks_(std::move(local_ranks)), remote_(remote) {}
 
     // The next number for messages that belong together, such as those of a segment of data. All ranks count alike.
-    std::uint64_t next() { return next_++; }
+    std::uint64_t next() { return std::exchange(next_, Tags::segment_after(next_)); }
 
     // `owner` of the memory: see Transport.
     RoutedRequest send(int to, std::uint64_t number, const std::byte* data, std::size_t bytes,

@@ -26,6 +26,7 @@ namespace dist_prims {
 class Tags {
 public:
     static constexpr std::uint64_t kSegments = 1020;
+    static constexpr std::uint64_t kNumbers = kSegments << 50;  // of segments
 
     explicit Tags(int largest) : first_(largest - kReserved + 1) {
         if (first_ <= 0)
@@ -42,6 +43,9 @@ public:
     bool is_agreement(int tag) const { return tag == agreement(); }
     // Whether the tag is one of those that tell of failures.
     bool is_control(int tag) const { return tag >= notice() && tag <= diagnosis(); }
+    // The number of the segment after `number`. Numbers begin again at a multiple of kSegments, so that the tags stay
+    // in turn, and below the flags of PointToPoint's tags, with which a number shares a word on one host.
+    static std::uint64_t segment_after(std::uint64_t number) { return number + 1 == kNumbers ? 0 : number + 1; }
     // `number` of the segment; all ranks count alike.
     int data(std::uint64_t number) const { return first_ + kSingle + static_cast<int>(number % kSegments); }
 

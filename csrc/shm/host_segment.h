@@ -27,9 +27,10 @@ struct HostSegment {
         std::uint64_t phase = 0;
         std::uint64_t ring = 0;  // the bytes written to and read from each ring buffer; a multiple of 64
         std::uint32_t wakes = 0;
+        std::uint64_t heartbeats = 0;
     };
     static void set_counters(const Mapping& memory, int size, std::size_t slot, const Counters& counters) {
-        Membership::set_wake_counts(memory.data(), size, counters.wakes);
+        Membership::set_counters(memory.data(), size, counters.wakes, counters.heartbeats);
         SlotExchange::set_counters(memory.data() + Membership::bytes(size), size, counters.phase);
         PointToPoint::set_counters(memory.data() + Membership::bytes(size) + SlotExchange::bytes(size, slot), size,
                                    counters.ring);

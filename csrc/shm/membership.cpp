@@ -46,9 +46,10 @@ std::size_t Membership::bytes(int size) {
     return sizeof(GroupState) + static_cast<std::size_t>(size) * sizeof(RankState) + WaitGraph::bytes(size);
 }
 
-void Membership::set_wake_counts(std::byte* place, int size, std::uint32_t value) {
+void Membership::set_counters(std::byte* place, int size, std::uint32_t wakes, std::uint64_t heartbeats) {
     for (int rank = 0; rank < size; ++rank)
-        reinterpret_cast<RankState*>(place + sizeof(GroupState))[rank].wake_count.store(value);
+        reinterpret_cast<RankState*>(place + sizeof(GroupState))[rank].wake_count.store(wakes);
+    WaitGraph::set_heartbeats(place + bytes(size) - WaitGraph::bytes(size), size, heartbeats);
 }
 
 Membership::Membership(std::shared_ptr<const Mapping> memory, std::byte* place, int rank, int size, RankNames names)

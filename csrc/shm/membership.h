@@ -41,8 +41,9 @@ class Membership {
 public:
     static std::size_t bytes(int size);
 
-    // For tests: lets the wake counts of new memory begin at `value`. To be called before a rank uses the memory.
-    static void set_wake_counts(std::byte* place, int size, std::uint32_t value);
+    // For tests: where the wake counts and the heartbeats in new memory begin. To be called before a rank uses the
+    // memory.
+    static void set_counters(std::byte* place, int size, std::uint32_t wakes, std::uint64_t heartbeats);
 
     // The cause of the group's end. `culprit` is a group rank.
     struct Notice {

@@ -35,7 +35,8 @@ std::size_t index(int rank) {
 
 }  // namespace
 
-// The state of one ring buffer: the bytes written and read since the beginning.
+// The state of one ring buffer: the bytes written and read since the beginning, modulo 2^64. Only their difference is
+// used, so it is right for every length of the ring: the writer and the reader each keep their offset in it themselves.
 struct PointToPoint::RingState {
     alignas(kCacheLine) std::atomic<std::uint64_t> written;
     alignas(kCacheLine) std::atomic<std::uint64_t> read;
@@ -60,7 +61,9 @@ PointToPoint::PointToPoint(std::shared_ptr<const Mapping> memory, std::byte* pla
       membership_(*shared_membership_),
       ring_bytes_(ring_bytes_for(membership_.size())),
       outgoing_(index(membership_.size())),
-      incoming_(index(membership_.size())) {
+      incoming_(index(membership_.size())),
+      write_offsets_(index(membership_.size())),
+      read_offsets_(index(membership_.size())) {
     membership_.wait_graph().verify_by(
         [this](int rank, const WaitGraph::Wait& wait) { return is_blocked(rank, wait); });
 }
@@ -81,6 +84,11 @@ PointToPoint::RingState& PointToPoint::ring_state(int from, int to) const {
 
 std::byte* PointToPoint::ring(int from, int to) const {
     return place_ + index(from * membership_.size() + to) * (sizeof(RingState) + ring_bytes_) + sizeof(RingState);
+}
+
+// No part of a message crosses the end of the ring, so an offset reaches it exactly.
+std::size_t PointToPoint::next_offset(std::size_t offset) const {
+    return offset == ring_bytes_ ? 0 : offset;
 }
 
 PointToPoint::Handle PointToPoint::send(int to, Tag tag, const std::byte* data, std::size_t bytes,
@@ -148,25 +156,29 @@ bool PointToPoint::progress() {
 bool PointToPoint::push(int to) {
     RingState& ring_state = this->ring_state(membership_.rank(), to);
     std::byte* ring = this->ring(membership_.rank(), to);
+    std::size_t& offset = write_offsets_[index(to)];
     std::uint64_t written = ring_state.written.load(std::memory_order_relaxed);
     const std::uint64_t before = written;
+    const auto advance = [&](std::size_t bytes) {
+        written += bytes;
+        offset = next_offset(offset + bytes);
+    };
     auto& queue = outgoing_[index(to)];
     while (!queue.empty()) {
         const Handle request = queue.front();
         const std::size_t free = ring_bytes_ - (written - ring_state.read.load());
         if (free == 0) break;  // all lengths are padded: what is free is a multiple of a line
-        std::byte* at = ring + written % ring_bytes_;
         if (!request->header_sent) {
             const MessageHeader header{request->tag, request->bytes};
-            std::memcpy(at, &header, sizeof(header));
-            written += sizeof(header);
+            std::memcpy(ring + offset, &header, sizeof(header));
+            advance(sizeof(header));
             request->header_sent = true;
         } else {
-            const std::size_t space = std::min({free, ring_bytes_ - written % ring_bytes_, kPiece});
+            const std::size_t space = std::min({free, ring_bytes_ - offset, kPiece});
             const std::size_t now = std::min(space, request->bytes - request->moved);
-            std::memcpy(at, request->data + request->moved, now);
+            std::memcpy(ring + offset, request->data + request->moved, now);
             request->moved += now;
-            written += padded(now);
+            advance(padded(now));
         }
         if (request->moved == request->bytes) {
             queue.pop_front();
@@ -184,26 +196,30 @@ bool PointToPoint::push(int to) {
 bool PointToPoint::pull(int from) {
     RingState& ring_state = this->ring_state(from, membership_.rank());
     const std::byte* ring = this->ring(from, membership_.rank());
+    std::size_t& offset = read_offsets_[index(from)];
     std::uint64_t read = ring_state.read.load(std::memory_order_relaxed);
     const std::uint64_t before = read;
+    const auto advance = [&](std::size_t bytes) {
+        read += bytes;
+        offset = next_offset(offset + bytes);
+    };
     IncomingHandle& message = incoming_[index(from)];
     while (const std::size_t here = ring_state.written.load() - read) {
-        const std::byte* at = ring + read % ring_bytes_;
         if (!message) {
             if (!has_posted_receive(from)) break;
             MessageHeader header;
-            std::memcpy(&header, at, sizeof(header));
+            std::memcpy(&header, ring + offset, sizeof(header));
             message =
                 std::make_shared<IncomingMessage>(IncomingMessage{from, header.tag, header.bytes, 0, nullptr, nullptr});
             match_posted(message);
-            read += sizeof(header);
+            advance(sizeof(header));
         } else {
-            const std::size_t now = std::min({here, ring_bytes_ - read % ring_bytes_, message->bytes - message->moved});
+            const std::size_t now = std::min({here, ring_bytes_ - offset, message->bytes - message->moved});
             const bool direct = message->request && !message->buffer && message->bytes == message->request->bytes;
             if (!direct && !message->buffer && !buffer_unexpected(*message)) return true;
-            std::memcpy((direct ? message->request->data : message->buffer.get()) + message->moved, at, now);
+            std::memcpy((direct ? message->request->data : message->buffer.get()) + message->moved, ring + offset, now);
             message->moved += now;
-            read += padded(now);
+            advance(padded(now));
         }
         ring_state.read.store(read);
         if (message->moved < message->bytes) continue;

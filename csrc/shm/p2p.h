@@ -39,8 +39,10 @@ public:
     static constexpr int kAnyone = -1;
     using Tag = std::uint64_t;
     static constexpr Tag kCollectiveFlag = Tag{1} << 63;  // a bit above the tags of users
-    static constexpr Tag kSignalFlag = Tag{1}
-                                       << 61;  // of messages without data: the signals of windows, by their number
+    static constexpr Tag kSignalFlag = Tag{1} << 61;      // of signals of windows, which are messages without data
+    // By the number of the window, which begins again at 0 after 2^61 windows.
+    static constexpr Tag signal_tag(std::uint64_t window) { return kSignalFlag | (window & (kSignalFlag - 1)); }
+
     // Records the result (null: success). Returns a callback, which runs later without the lock and may block; may
     // return none.
     using Done = std::function<std::function<void()>(std::exception_ptr)>;
@@ -109,6 +111,7 @@ private:
 
     RingState& ring_state(int from, int to) const;
     std::byte* ring(int from, int to) const;
+    std::size_t next_offset(std::size_t offset) const;
     Handle post(LocalRequest request);
     void start(const Handle& request);
     bool match_unexpected(const Handle& request);
@@ -146,6 +149,8 @@ private:
     std::list<Handle> posted_receives_;         // receives without a matching message
     std::vector<IncomingHandle> incoming_;      // by sender: the message that is partly read
     std::list<IncomingHandle> unexpected_;      // messages without a matching receive
+    std::vector<std::size_t> write_offsets_;    // by receiver: where the next bytes go in its ring
+    std::vector<std::size_t> read_offsets_;     // by sender: where the next bytes are in its ring
     std::vector<std::function<void()>> callbacks_;
     std::exception_ptr closed_;
     int waiting_ = 0;

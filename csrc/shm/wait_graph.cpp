@@ -48,6 +48,10 @@ std::size_t WaitGraph::bytes(int size) {
     return static_cast<std::size_t>(size) * sizeof(RankEntry);
 }
 
+void WaitGraph::set_heartbeats(std::byte* place, int size, std::uint64_t value) {
+    for (int rank = 0; rank < size; ++rank) reinterpret_cast<RankEntry*>(place)[rank].heartbeats.store(value);
+}
+
 WaitGraph::RankEntry& WaitGraph::entry(int rank) const {
     return reinterpret_cast<RankEntry*>(place_)[rank];
 }

@@ -74,6 +74,9 @@ public:
 
     static std::size_t bytes(int size);
 
+    // For tests: lets the heartbeats in new memory begin at `value`. To be called before a rank uses the memory.
+    static void set_heartbeats(std::byte* place, int size, std::uint64_t value);
+
     // `place`: bytes(size) of the shared memory, which outlives this.
     WaitGraph(std::byte* place, int rank, int size) : place_(place), rank_(rank), size_(size) {}
     ~WaitGraph();

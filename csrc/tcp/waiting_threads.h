@@ -37,7 +37,8 @@ public:
         Message& message_;
     };
 
-    WaitingThreads() : wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    // `waits`: the number of waits so far; tests begin near the end of the counter.
+    explicit WaitingThreads(std::uint64_t waits = 0) : wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)), waits_(waits) {
         if (wake_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "eventfd()");
     }
 
@@ -64,7 +65,7 @@ private:
     const Socket wake_;
     std::vector<Message*> awaited_;  // by a thread each
     bool is_wake_set_ = false;
-    std::uint64_t waits_ = 0;
+    std::uint64_t waits_;
 };
 
 }  // namespace dist_prims

@@ -15,9 +15,11 @@
 #include <thread>
 #include <vector>
 
+#include "../common/flight_recorder.h"
 #include "../common/kernels.h"
 #include "../common/packets.h"
 #include "../common/queue.h"
+#include "../net/router.h"
 #include "../shm/collectives.h"
 #include "../shm/host_segment.h"
 #include "../shm/incremental_reduce.h"
@@ -55,10 +57,11 @@ std::byte* bytes(std::vector<std::int64_t>& data) {
     return reinterpret_cast<std::byte*>(data.data());
 }
 
-void every_collective(int size, const HostSegment::Counters& counters = {}) {
-    run_ranks(size, counters, [size](HostSegment& host_segment) {
+// `sequence`: the number of the first call.
+void every_collective(int size, const HostSegment::Counters& counters = {}, std::uint64_t sequence = 0) {
+    run_ranks(size, counters, [size, first = sequence](HostSegment& host_segment) {
         SlotExchange& slots = host_segment.slots;
-        std::uint64_t sequence = 0;
+        std::uint64_t sequence = first;
         const int rank = slots.rank();
         const std::size_t n = static_cast<std::size_t>(size);
         for (std::size_t count : {0u, 1u, 13u, 500u, 5000u}) {
@@ -433,12 +436,50 @@ CASE(collectives_over_the_wrap_of_phases) {
     }
 }
 
-// A ring buffer of 256 KiB, that of up to 4 ranks, is right across the wrap of the bytes in it at 2^64; one whose
-// length is no power of two is not.
+// Eight calls from the fourth last number on: the ranks compare the numbers, and the errors name them.
+CASE(collectives_over_the_wrap_of_call_numbers) {
+    constexpr std::uint64_t kLast = std::numeric_limits<std::uint64_t>::max();
+    for (int size : {1, 2, 3}) every_collective(size, {}, kLast - 3);
+    run_ranks(2, [](HostSegment& host_segment) {
+        SlotExchange& slots = host_segment.slots;
+        open(slots, Collective::kBarrier, slots.rank() == 0 ? kLast : 0);
+        const std::string error = text_of(caught([&] { barrier(slots); }));
+        check_contains(error, "barrier() as call number 0");
+        check_contains(error, "barrier() as call number 18446744073709551615");
+    });
+}
+
+// The recorder keeps the last entries, and finds each by its number, across the wrap from 2^64 - 1 to 0.
+CASE(flight_records_over_the_wrap_of_entries) {
+    constexpr std::uint64_t kFirst = std::numeric_limits<std::uint64_t>::max() - 1;
+    FlightRecorder recorder(kFirst);
+    const auto record = [&] { return recorder.json(0, "0", "", "[0]"); };
+    const auto count = [&](const std::string& part) {
+        const std::string text = record();
+        std::size_t found = 0;
+        for (std::size_t at = 0; (at = text.find(part, at)) != std::string::npos; ++at) ++found;
+        return found;
+    };
+    CHECK(count("record_id") == 0);
+    for (std::uint64_t each = 0; each < 4; ++each) {
+        const std::uint64_t id = recorder.add({.sequence = each, .title = "call"}, false);
+        CHECK(id == kFirst + each);
+        recorder.start(id);
+        if (each != 2) recorder.end(id, true);
+        CHECK(count("record_id") == each + 1);
+    }
+    CHECK(count("completed\"") == 3 && count("started\"") == 1);
+    CHECK(record().find("18446744073709551614") < record().find("18446744073709551615"));
+    CHECK(record().find("18446744073709551615") < record().find("\"record_id\": 0,"));
+    for (std::uint64_t each = 4; each < 1030; ++each) recorder.add({.sequence = each, .title = "call"}, true);
+    recorder.end(kFirst, false);  // it is overwritten
+    CHECK(count("record_id") == 1024 && count("failed") == 0 && count("started\"") == 1024);
+}
+
+// A ring buffer of 256 KiB is that of up to 4 ranks; that of 5 or 7 has a length that is no power of two.
 CASE(messages_over_the_wrap_of_ring_positions) {
     for (const std::uint64_t end : {std::uint64_t{1} << 32, std::uint64_t{1} << 63, std::uint64_t{0}}) {
-        for (int size : {2, 3, 5}) {
-            if (size == 5 && end == 0) continue;
+        for (int size : {2, 3, 5, 7}) {
             for (const bool carried : {false, true}) messages_of_all_lengths(size, carried, {.ring = end - (20 << 10)});
         }
     }
@@ -470,7 +511,8 @@ CASE(no_stamp_is_zero) {
         slots.phase();
         const Stamps::All all = stamps.map_tensors(host_segment, Stamps::announced(slots));
         CHECK(all.tokens.size() == 3);
-        for (std::uint64_t round = 1; round < 9; ++round) {
+        for (std::uint64_t turn = 0; turn < 16; ++turn) {  // the first rounds of a sum, and the last
+            const std::uint64_t round = turn < 8 ? turn + 1 : (std::uint64_t{1} << 63) - 16 + turn;
             CHECK(!all.are_set(0, round));
             slots.phase();
             stamps.set(0, round);
@@ -479,6 +521,50 @@ CASE(no_stamp_is_zero) {
             CHECK(!all.are_set(1, round));
             slots.phase();
         }
+    });
+}
+
+// On one host a number is part of the tag, beside two flags. The messages of a segment are received last one first.
+CASE(messages_over_the_end_of_segment_numbers) {
+    constexpr std::uint64_t kBefore = 40, kCount = 80;
+    const auto after = [](std::uint64_t number) { return Tags::segment_after(number); };
+    CHECK(after(0) == 1 && after(Tags::kNumbers - 2) == Tags::kNumbers - 1 && after(Tags::kNumbers - 1) == 0);
+    static_assert(Tags::kNumbers % Tags::kSegments == 0 && Tags::kNumbers < PointToPoint::kSignalFlag);
+    run_ranks(3, [&](HostSegment& host_segment) {
+        const int rank = host_segment.membership.rank();
+        Router router(host_segment.p2p, {}, nullptr);
+        std::vector<std::uint64_t> numbers{Tags::kNumbers - kBefore};
+        while (numbers.size() < kCount) numbers.push_back(after(numbers.back()));
+        const std::vector<std::uint64_t> sent = numbers;
+        std::vector<std::uint64_t> received(kCount);
+        std::vector<Router::RoutedRequest> requests;
+        const auto place = [](const std::uint64_t& each) {
+            return const_cast<std::byte*>(reinterpret_cast<const std::byte*>(&each));
+        };
+        for (std::size_t each = 0; each < kCount; ++each)
+            requests.push_back(router.send((rank + 1) % 3, numbers[each], place(sent[each]), 8, 60s));
+        for (std::size_t each = kCount; each-- > 0;)
+            requests.push_back(router.receive((rank + 2) % 3, numbers[each], place(received[each]), 8, 60s));
+        router.wait(requests);
+        CHECK(received == sent);
+    });
+}
+
+// The signals of windows have the numbers of their windows as tags, which begin again below the flag.
+CASE(signals_over_the_end_of_window_numbers) {
+    constexpr std::uint64_t kEnd = PointToPoint::kSignalFlag;
+    run_ranks(2, [](HostSegment& host_segment) {
+        std::vector<PointToPoint::Handle> requests;
+        for (const std::uint64_t window : {kEnd - 2, kEnd - 1, kEnd, kEnd + 1}) {
+            const PointToPoint::Tag tag = PointToPoint::signal_tag(window);
+            const int peer = 1 - host_segment.membership.rank();
+            requests.push_back(host_segment.p2p.send(peer, tag, nullptr, 0, 60s, {}));
+            requests.push_back(host_segment.p2p.receive(peer, tag, nullptr, 0, 60s, {}));
+            const std::string text = host_segment.p2p.text(*requests.back());
+            check_contains(text, "wait_signal(from rank " + std::to_string(peer) + ", window " +
+                                     std::to_string(window % kEnd) + ")");
+        }
+        for (const auto& request : requests) CHECK(host_segment.p2p.wait(request, 60s) && !request->error);
     });
 }
 

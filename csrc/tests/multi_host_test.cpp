@@ -17,10 +17,12 @@ using namespace std::chrono_literals;
 
 namespace {
 
-void sums(const std::vector<std::vector<int>>& hosts, int size, const MakeTransport& make = nullptr) {
-    const auto body = [size](MultiHostGroup& group, int rank) {
+// `first`: the number of the first call.
+void sums(const std::vector<std::vector<int>>& hosts, int size, const MakeTransport& make = nullptr,
+          std::uint64_t first = 0) {
+    const auto body = [size, first](MultiHostGroup& group, int rank) {
         const RankProgram program = ring(size, rank);
-        std::uint64_t sequence = 0;
+        std::uint64_t sequence = first;
         for (const std::size_t count : {0u, 1u, 5u, 100u, 3000u}) {
             for (const int segments : {1, 3}) {
                 std::vector<std::int64_t> data(count);
@@ -54,6 +56,10 @@ CASE(sums_over_tcp) {
     });
 }
 
+CASE(sums_over_the_wrap_of_call_numbers) {
+    sums({{0, 2}, {1}}, 3, nullptr, std::numeric_limits<std::uint64_t>::max() - 3);
+}
+
 // No two classes of messages share a tag, for any numbers of segments, and all tags are valid for the transport.
 void tags_of_classes_differ(int largest) {
     const Tags tags(largest);
@@ -68,6 +74,12 @@ void tags_of_classes_differ(int largest) {
     CHECK(*found.begin() == tags.largest_of_users() + 1);
     CHECK(*found.rbegin() == largest);
     CHECK(tags.largest_of_users() > 0);
+    std::uint64_t number = Tags::kNumbers - Tags::kSegments - 1;
+    for (std::uint64_t each = 0; each < 2 * Tags::kSegments; ++each) {  // in turn across the end of the numbers
+        const int before = tags.data(number), now = tags.data(number = Tags::segment_after(number));
+        CHECK(now == (before == largest ? before + 1 - static_cast<int>(Tags::kSegments) : before + 1));
+    }
+    CHECK(number == Tags::kSegments - 1);
 }
 
 CASE(a_transport_with_too_few_tags_is_refused) {

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <random>
 
@@ -57,6 +58,25 @@ bool is_closed(const Socket& socket) {
 }
 
 }  // namespace
+
+// A wait that has come and gone is noticed, also the one that takes the counter from 2^64 - 1 to 0.
+CASE(a_wait_is_noticed_at_the_wrap_of_waits) {
+    WaitingThreads<TcpMessage> threads(std::numeric_limits<std::uint64_t>::max() - 1);
+    std::uint64_t waits = 0;
+    CHECK(!threads.is_none_since(waits) && threads.is_none_since(waits));
+    for (int each = 0; each < 4; ++each) {
+        TcpMessage message;
+        {
+            const WaitingThreads<TcpMessage>::Scope awaited(threads, message);
+            CHECK(!threads.is_none_since(waits) && !threads.is_none_since(waits));
+        }
+        CHECK(threads.is_none_since(waits));
+        {
+            const WaitingThreads<TcpMessage>::Scope awaited(threads, message);
+        }
+        CHECK(!threads.is_none_since(waits) && threads.is_none_since(waits));
+    }
+}
 
 CASE(tcp_carries_messages_of_every_size) {
     carries_messages_of_every_size<Network>();

@@ -47,6 +47,11 @@ public:
         std::memcpy(&found, bytes().data() + 64, sizeof(found));
         return found;
     }
+    void set_taken(std::uint64_t value) const {
+        const int file = ::open(path_, O_WRONLY);
+        CHECK(::pwrite(file, &value, sizeof(value), 64) == sizeof(value));
+        ::close(file);
+    }
     std::vector<TraceEvent> events(TraceKind kind) const {
         const std::string all = bytes();
         std::vector<TraceEvent> found;
@@ -169,6 +174,19 @@ CASE(a_full_trace_counts_what_it_drops) {
     file.end();
     CHECK(file.taken() == 25);
     CHECK(file.events(TraceKind::kCopy).size() == 10);
+}
+
+// The count of taken slots stops at 2^63. At its wrap to 0 it would give out the slots of the first events again.
+CASE(a_trace_stops_counting_slots_before_the_counter_wraps) {
+    constexpr std::uint64_t kMost = std::uint64_t{1} << 63;
+    for (const std::uint64_t taken : {kMost - 2, kMost + 3, std::numeric_limits<std::uint64_t>::max() - 1}) {
+        const TraceFile file(10);
+        file.set_taken(taken);
+        for (int each = 0; each < 25; ++each) const TraceSpan span(TraceKind::kCopy, 1);
+        file.end();
+        CHECK(file.taken() == kMost || file.taken() == kMost + 1);
+        CHECK(file.events(TraceKind::kCopy).empty());
+    }
 }
 
 CASE(a_trace_may_end_while_threads_write) {

@@ -34,8 +34,8 @@ def _group(name: str, ranks: Ranks) -> Iterator[str]:
     missing = sorted(set(range(size)) - set(ranks))
     yield f"group {name}, {size} ranks" + (f"; no record of rank {_names(missing)}" if missing else "")
     made = {rank: (_last(found) or {"collective_seq_id": 0})["collective_seq_id"] for rank, found in ranks.items()}
-    furthest = max(made, key=made.__getitem__)
-    for rank in sorted(rank for rank in made if made[rank] < made[furthest]):
+    furthest = _furthest(made)
+    for rank in sorted(rank for rank in made if made[rank] != made[furthest]):
         calls = f"{made[rank]} call{'s' * (made[rank] != 1)}"
         yield f"  rank {rank} is behind: it has made {calls}, rank {furthest} has made {made[furthest]}"
     by_number: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -48,6 +48,15 @@ def _group(name: str, ranks: Ranks) -> Iterator[str]:
         for entry in found["entries"]:
             if entry["is_p2p"] and entry["state"] != "completed":
                 yield f"  message {entry['p2p_seq_id']} of rank {rank}: {_text(entry)}"
+
+
+def _furthest(made: dict[int, int]) -> int:
+    """The first rank that has made the most calls. Their numbers have 64 bits, and go on at 0 after 2^64 - 1."""
+    furthest = next(iter(made))
+    for rank, number in made.items():
+        if 0 < (number - made[furthest]) % 2**64 < 2**63:
+            furthest = rank
+    return furthest
 
 
 def _last(found: dict[str, Any]) -> dict[str, Any] | None:

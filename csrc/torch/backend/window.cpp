@@ -176,7 +176,7 @@ WorkPtr PrimsBackend::signal(c10d::OpType type, const char* title, int peer, std
     check_owner();
     static const at::Tensor kNothing = at::empty({0}, at::kByte);
     const CallOptions options{type, title, timeout == c10d::kUnsetTimeout ? options_->timeout : timeout, true};
-    return message_with_key(options, {kNothing}, peer, PointToPoint::kSignalFlag | window);
+    return message_with_key(options, {kNothing}, peer, PointToPoint::signal_tag(window));
 }
 
 void PrimsBackend::check_alive(const char* what, std::uint64_t group) const {
