@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -21,7 +22,7 @@ from ..autoload import NAME
 from ..collectives.proof_before_use import Proofs
 from ..errors import PeerDiedError
 from ..launch.group_secret import announce_missing_secret, secret_of_group
-from ..launch.handshake import handshake
+from ..launch.handshake import HOSTS, handshake
 from ..launch.hosts import host_id, network_number
 from ..launch.secret import Secret
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
@@ -220,8 +221,9 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
     ranks = request.ranks or list(range(size))
     store, token, hosts, secret = _handshake(request, monitor)
     key = secret.key("connections", token).hex() if secret else ""
+    temporary = _TemporaryKeys(store, [HOSTS] if rank == 0 and size > 1 else [])
     if request.is_child:
-        _compare_ranks(store, rank, ranks)
+        _compare_ranks(temporary, rank, ranks)
     check = functools.partial(Proofs(store, rank).require, timeout=timeout)
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
     made = MadeGroup(request, hosts, token, secret.key("registers", token) if secret else b"", [])
@@ -229,11 +231,11 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
     transports: dict[str, Any] = {"engine": None, "tcp": None, "ucx": None}
     if len(set(hosts)) > 1:
         clock.register(store, rank)
-        known = link_costs.of_rank_0(store, rank, hosts, warn=ranks[0] == 0)
+        known = link_costs.of_rank_0(temporary, rank, hosts, warn=ranks[0] == 0)
         network = 0 if known else network_number()
         multi_host = MultiHostSchedules(hosts, rank, known or link_costs.ASSUMED, check)
-        transports = _transports(request, store, ranks, prims_options.engine, key, make_gloo)
-        made.addresses, made.registers = quorum_ranks.publish(store, rank, hosts, token, made.key)
+        transports = _transports(request, temporary, ranks, prims_options.engine, key, make_gloo)
+        made.addresses, made.registers = quorum_ranks.publish(temporary, rank, hosts, token, made.key)
     one_shot = prims_options.one_shot_bytes
     one_shot = tuned(size, warn=ranks[rank] == 0) if one_shot is None else one_shot
     trace = {"name": request.name, "engine": NAME, "token": token, "rank": rank, "ranks": ranks, "hosts": hosts}
@@ -265,9 +267,32 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         dump=dump_file(request.name, rank),
         ended=monitor.first,
     )
+    temporary.delete()
     pin_schedules(backend, rank, size, prims_options, multi_host, check)
     _groups[request.name] = made
     return backend
+
+
+class _TemporaryKeys:
+    """A store for values that no rank reads after the first agreement of the group.
+
+    Each rank deletes those that it has set: a process that makes groups over and over would otherwise keep them all.
+    """
+
+    def __init__(self, store: Any, keys: list[str]) -> None:
+        self._store, self._keys = store, keys
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        self._keys.append(key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def delete(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a store of the user may be unable to; the keys use memory only
+            for key in self._keys:
+                self._store.delete_key(key)
 
 
 def _transports(

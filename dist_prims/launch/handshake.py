@@ -8,7 +8,8 @@ every process that can connect to the store can write to it.
 1. Each rank but 0 writes a random token under its rank.
 2. Rank 0 answers *that token* with a random name for this attempt, and again when a token changes.
 3. Each rank acknowledges the name. When all have, rank 0 publishes the hosts of all ranks.
-4. Each rank deletes its own keys and the answer to it, which no rank reads any more.
+4. Each rank deletes its own keys and the answer to it, which no rank reads any more. The hosts stay until the ranks
+   have met by other means: ``backend/create.py`` deletes them.
 
 If the ranks have a secret, each of these texts carries a code that only the secret can make, over the rank, the token,
 the name, the group and what the text is for. Each attempt has new tokens and a new name, so a text of an earlier
@@ -39,6 +40,7 @@ from .secret import REMEDY, Secret
 
 __all__: list[str] = []
 
+HOSTS = "hosts"  # the key of the hosts of all ranks, below the name of the attempt
 _SECONDS_TO_READ = 1.0  # for a rank that is refused, before the store ends with rank 0
 _LONGEST = 1 << 20  # bytes: the hosts of some 20,000 ranks
 _TOKEN = re.compile("[0-9a-f]{16}")
@@ -91,8 +93,8 @@ class _OtherRank:
         def is_complete() -> bool:
             nonlocal hosts
             check()
-            if self._store.check([f"{name}/hosts"]):
-                hosts = verified(self._store.get(f"{name}/hosts"), self._secret, ("hosts", name)) or []
+            if self._store.check([f"{name}/{HOSTS}"]):
+                hosts = verified(self._store.get(f"{name}/{HOSTS}"), self._secret, ("hosts", name)) or []
             return len(hosts) == self._size
 
         self._wait(is_answered, deadline, "rank 0")
@@ -156,7 +158,7 @@ class _Rank0:
         except TimeoutError as error:
             raise TimeoutError(self._missing()) from error
         hosts = [host_id(), *(self._answered[rank][1] for rank in range(1, self._size))]
-        self._store.set(f"{self._name}/hosts", signed(self._secret, ("hosts", self._name), *hosts))
+        self._store.set(f"{self._name}/{HOSTS}", signed(self._secret, ("hosts", self._name), *hosts))
         return self._name, hosts
 
     def _hellos(self) -> list[tuple[int, bytes]]:

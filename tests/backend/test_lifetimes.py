@@ -7,15 +7,19 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import span
 
 import dist_prims
-from dist_prims.backend import options, options_of
+from dist_prims.backend import create, options, options_of
+from dist_prims.backend.extension import extension
 from dist_prims.errors import CommError
+from dist_prims.torch_compat import default_group, group_store
 
 LIMIT = 50  # seconds, of any wait here
 
@@ -180,6 +184,36 @@ def test_a_callback_that_raises_ends_nothing(capfd: pytest.CaptureFixture[str]) 
 
     spawn(body, 2)
     assert not re.search("terminate called", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(("layout", "left"), [("a a a", 0), ("a a b", 3)])
+@pytest.mark.parametrize("late", [None, 0, 1, 2])
+def test_a_group_leaves_no_key_in_the_store(layout: str, left: int, late: int | None) -> None:
+    """On one host it once left 8, and between hosts 17; gloo leaves one of each rank. Each key is there until the last
+    rank has read it."""
+
+    def late_extension() -> Any:
+        time.sleep(0.4)
+        return extension()
+
+    def body() -> list[int]:
+        found = []
+        store = group_store(default_group())
+        assert store is not None
+        if dist.get_rank() == late:
+            create.extension = late_extension
+        for _ in range(3):
+            group = dist.new_group()
+            total = torch.ones(1)
+            dist.all_reduce(total, group=group)
+            assert total.item() == 3
+            dist.destroy_process_group(group)
+            dist.barrier()
+            found.append(store.num_keys())
+            dist.barrier()
+        return [after - before for before, after in pairwise(found)]
+
+    assert span(layout, body) == [[left, left]] * 3
 
 
 def test_a_process_keeps_no_options_of_groups_that_have_ended() -> None:

@@ -137,22 +137,31 @@ def test_the_address_of_a_rank_cannot_be_replaced() -> None:
 def test_the_store_shows_no_key() -> None:
     """The key of connections is in no value that other processes can read, and every text of the group is signed."""
     port = free_port()
-    keys = []
 
-    def rank() -> tuple[str, list[tuple[str, bytes]]]:
-        make = tcp_endpoint.make
-        tcp_endpoint.make = lambda *arguments: keys.append(arguments[-1]) or make(*arguments)
+    def rank() -> tuple[str, dict[str, bytes]]:
+        make, keys, found = tcp_endpoint.make, [], dict[str, bytes]()
+
+        def looking(*arguments: Any) -> Any:
+            made, other = make(*arguments), at_store(port)
+            keys.append(arguments[-1])
+            names = [name for name in other.list_keys() if not re.search("/(hello|welcome|acknowledged)/", name)]
+            found.update((name, other.get(name)) for name in names)  # before the ranks delete them
+            return made
+
+        tcp_endpoint.make = looking
         make_group(port, 30)
         dist.all_reduce(torch.ones(1))
         other = at_store(port)
-        found = [(key, other.get(key)) for key in other.list_keys()]
         dist.barrier()
+        left = [name for name in other.list_keys() if "/tcp/" in name]
+        found.update((name, other.get(name)) for name in other.list_keys())
+        dist.barrier()
+        assert not left
         return keys[0], found
 
-    (first, found), (second, _) = dist_prims.spawn(rank, 2, timeout=100)
+    (first, values), (second, _) = dist_prims.spawn(rank, 2, timeout=100)
     assert first == second
     assert len(first) == 64
-    values = dict(found)
     assert not [key for key, value in values.items() if first.encode() in value or bytes.fromhex(first) in value]
     own = [key for key in values if re.search(r"dist_prims/[0-9a-f]{16}/(?!acknowledged|hosts)", key)]
     assert [key for key in own if key.endswith("/tcp/0")]

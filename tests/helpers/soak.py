@@ -11,8 +11,8 @@ and mappings of files, and measures its resident memory. The first quarter of th
 - descriptors, threads, and the mappings of files are the same in all samples;
 - resident memory grows by no more than a few KB for each group.
 
-torch itself keeps memory for each group that a process has ever made, which the same run over gloo shows: keys of the
-store and tables of names.
+torch itself keeps memory for each group that a process has ever made: tables of names, and over gloo keys of the store.
+docs/design/long_life.md lists it.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
         first.by(c10::str("one shot to ", first.layout, ", slot ", first.count));
         const LinkCosts link = execution_->first_agreement(first, setup_->network, setup_->timeout);
         trace_group_ = std::make_unique<const TraceGroup>(setup_->describe(link));
+        delete_rendezvous_key(*store, rank, hosts_of(setup_->hosts, rank));
     } catch (...) {
         if (execution_) execution_->forward_notice();
         stop_engine();

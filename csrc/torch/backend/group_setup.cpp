@@ -37,6 +37,11 @@ std::unique_ptr<Transport> make_transport(int rank, const Setup& setup, const Ho
         {std::move(setup.ucx->addresses), std::move(*setup.tcp), rank, has_cores, close_engine});
 }
 
+// Of the word by which the ranks of this host find each other.
+std::string rendezvous_key(const Hosts& hosts) {
+    return "shared memory/" + std::to_string(hosts.ranks[hosts.mine].front());
+}
+
 }  // namespace
 
 Hosts hosts_of(const std::vector<std::string>& names, int rank) {
@@ -60,7 +65,7 @@ std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::St
     const RankNames names = hosts.ranks.size() == 1 ? RankNames{} : RankNames{here, titles_of(setup.hosts)};
     const std::size_t slot =
         std::max({setup.slot_bytes, HostSegment::min_slot_bytes(local_size), MultiHostGroup::kMinSlotBytes});
-    const std::string key = "shared memory/" + std::to_string(here.front());
+    const std::string key = rendezvous_key(hosts);
     const auto ended_local_rank = [&] {
         const int culprit = ended();
         return culprit < 0 ? -1 : local_rank_of[static_cast<std::size_t>(culprit)];
@@ -77,6 +82,11 @@ std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::St
     host_segment->membership.watch(std::move(attached.exits));
     host_segment->membership.on_wait([creation] { creation.look(); });
     return host_segment;
+}
+
+void delete_rendezvous_key(c10d::Store& store, int rank, const Hosts& hosts) {
+    const std::vector<int>& here = hosts.ranks[hosts.mine];
+    if (here.size() > 1 && rank == here.front()) caught([&] { store.deleteKey(rendezvous_key(hosts)); });
 }
 
 std::shared_ptr<Execution> make_execution(const std::shared_ptr<HostSegment>& host_segment, int rank,

@@ -80,6 +80,9 @@ std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::St
                                                const Setup& setup, const Hosts& hosts, const GroupCreation& creation,
                                                const std::function<int()>& ended);
 
+// Deletes the key of that rendezvous, after the first agreement of all ranks: none of them reads it any more.
+void delete_rendezvous_key(c10d::Store& store, int rank, const Hosts& hosts);
+
 std::shared_ptr<Execution> make_execution(const std::shared_ptr<HostSegment>& host_segment, int rank,
                                           const Setup& setup, Hosts hosts);
 
