@@ -47,7 +47,7 @@ __all__: list[str] = []
 
 _PREFIX = "dist_prims/join"
 _CPU = torch.device("cpu")
-_TIME_FOR_PLACE = 5.0  # seconds to reach the store of new ranks
+_TIME_FOR_MEETING = 5.0  # seconds to reach the store of new ranks
 _TIME_TO_CONFIRM = 2.0  # seconds for an invited rank
 _TIME_FOR_ADMISSION = 20.0  # seconds after which a rank that has confirmed announces itself again
 _MOST_AT_ONCE = 1024  # ranks that one call admits
@@ -112,7 +112,7 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     meeting, tokens, failure = None, list[str](), None
     if backend.rank() == 0 and made_group(backend.options.group_name).failed_grows < _MOST_FAILURES:
         try:
-            meeting = _meeting(at, time.monotonic() + _TIME_FOR_PLACE)
+            meeting = _meeting(at, time.monotonic() + _TIME_FOR_MEETING)
             _require_secret(backend)
             tokens = _invite(meeting)
         except (OSError, RuntimeError, ValueError) as error:
@@ -143,12 +143,12 @@ def _admit(
     def publish(address: str) -> None:
         assert meeting is not None, "rank 0 serves the store of the new group"
         secret = secret_of_group(meeting, True)
-        for place, token in enumerate(tokens):
+        for number, token in enumerate(tokens):
             admission = _Admission(
                 store=address,
                 prefix=store_prefix(made.attempt, agreement, 0),
                 name=name,
-                rank=size + place,
+                rank=size + number,
                 size=size + len(tokens),
                 timeout=timeout_of(old, _CPU).total_seconds(),
                 limit=limit,
@@ -265,7 +265,7 @@ def _meeting(at: str | dist.Store, deadline: float) -> dist.Store:
 
 def _is_listening(server: tuple[str, int]) -> bool:
     try:
-        socket.create_connection(server, _TIME_FOR_PLACE).close()
+        socket.create_connection(server, _TIME_FOR_MEETING).close()
     except OSError:
         return False
     return True
