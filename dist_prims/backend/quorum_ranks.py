@@ -26,12 +26,18 @@ def quorum_ranks(hosts: Sequence[str]) -> list[int]:
     [0, 2, 1]
     >>> quorum_ranks(["a", "b"])
     [0]
+
+    With three hosts or more, each host has at most two of them, so the others have a majority.
+
+    >>> quorum_ranks(["a", "a", "a", "b", "c"])
+    [0, 3, 4]
     """
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
+    most_of_host = _MOST // 2 if len(by_host) > 2 else _MOST
     in_order = [rank for ranks in zip_longest(*by_host.values()) for rank in ranks if rank is not None]
-    count = min(_MOST, len(hosts))
+    count = min(_MOST, sum(min(len(ranks), most_of_host) for ranks in by_host.values()))
     return in_order[: count - (count % 2 == 0)]  # an even number tolerates no more losses than one less
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -169,6 +171,16 @@ def test_ranks_of_the_quorum() -> None:
     assert quorum_ranks(["a"] * 8 + ["b"] * 8) == [0, 8, 1, 9, 2]
     assert quorum_ranks(["a", "b", "c", "d"]) == [0, 1, 2]
     assert quorum_ranks(["a", "b"] * 2 + ["c"]) == [0, 1, 4, 2, 3]
+
+
+def test_of_three_hosts_and_more_each_can_be_lost() -> None:
+    """Of 4 ranks on one host and 1 on each of two others, 3 of 5 registers were once on the first host."""
+    for hosts in (3, 4, 5, 6):
+        for ranks in itertools.product((1, 2, 4), repeat=hosts):
+            names = [str(host) for host, count in enumerate(ranks) for _ in range(count)]
+            servers = collections.Counter(names[rank] for rank in quorum_ranks(names))
+            assert servers.total() in (3, 5)
+            assert 2 * max(servers.values()) < servers.total()
 
 
 def test_agreements_of_a_group_are_separate() -> None:

@@ -51,6 +51,7 @@ def survivors(layout: str, dead: set[int], folder: Path) -> list[Any]:
         ("abcd", {3}),
         ("ab", {1}),
         ("aabbc", {0, 1}),
+        ("aaabc", {0, 1, 2}),
         ("abab", {1}),
     ],
 )
