@@ -79,6 +79,7 @@ class MadeGroup:
     addresses: list[str]  # by rank, see quorum_ranks.publish(); empty on one host
     registers: Any = None  # those that this rank serves
     failed_grows: int = 0
+    undecided_grow: str = ""  # the agreement of a call of grow() whose outcome this rank does not know
 
 
 _groups: weakref.WeakValueDictionary[str, MadeGroup] = weakref.WeakValueDictionary()  # by name; the backend keeps them

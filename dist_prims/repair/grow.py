@@ -158,7 +158,9 @@ def _admit(
             meeting.set(f"admitted/{token}", signed(secret, ("admitted", token), admission.text()))
 
     attempt = RepairAttempt(backend, name, limit, agreement, len(tokens), publish)
+    made.undecided_grow = agreement  # remains if run() raises, for shrink()
     if not attempt.run(make_together(rank, 0, tuple(range(size)))):
+        made.undecided_grow = ""
         made.failed_grows += 1
         if made.failed_grows == _MOST_FAILURES and rank == 0:
             warn(f"new ranks have failed {_MOST_FAILURES} times to join; this group admits no more")

@@ -94,9 +94,9 @@ class RepairAttempt:
             reason = self._error or "earlier calls have failed"
             raise CommError(f"rank {self._rank}: the group could not be made: {reason}") from self._error
         except MadeBefore:
-            raise CommError(
-                f"rank {self._rank}: an earlier call has made the group of the survivors, and this rank has not kept "
-                "it; end this process, or start the job again"
+            raise LeftOutError(
+                f"rank {self._rank}: the other ranks have gone on with a group that an earlier call, which has failed "
+                "on this rank, was to make; end this process, or let it join again by dist_prims.join()"
             ) from None
         except NoMajorityError:
             raise CommError(

@@ -14,7 +14,7 @@ from ..collectives.call import group_of
 from ..errors import CommError
 from ..torch_compat import backend_of, replace_group, timeout_of
 from .repair_attempt import RepairAttempt
-from .survivors import OtherMembers, survive
+from .survivors import OtherMembers, prevent, survive
 
 __all__: list[str] = []
 
@@ -74,8 +74,12 @@ def shrink_backend(backend: Any, excluded: Collection[int]) -> Any:
 def _attempt(
     backend: Any, limit: float, excluded: frozenset[int] = frozenset()
 ) -> tuple[RepairAttempt, tuple[int, ...]]:
-    attempt = RepairAttempt(backend, next_name(backend.options.group_name), limit, _AGREEMENT)
+    name = backend.options.group_name
+    attempt = RepairAttempt(backend, next_name(name), limit, _AGREEMENT)
     backend.abort()  # this rank makes no further calls in the old group, and says so to ranks that wait for it
+    if undecided := made_group(name).undecided_grow:
+        RepairAttempt(backend, next_name(name), limit, undecided).run(prevent(0))
+        made_group(name).undecided_grow = ""
     return attempt, attempt.run(survive(backend.rank(), range(backend.size()), excluded))
 
 

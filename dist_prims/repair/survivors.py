@@ -120,7 +120,7 @@ class OtherMembers(Exception):
 
 
 class MadeBefore(Exception):
-    """An earlier call on this rank has made the group, and has not kept it."""
+    """An earlier call on this rank, which has raised, was part of making a group that the others have."""
 
 
 class GaveUp(Exception):
@@ -206,6 +206,17 @@ def make_together(rank: int, number: int, members: tuple[int, ...]) -> Generator
             yield Decide(key, MADE)
         elif view.is_late or _is_behind(view, number) or any(each in _gone(view, number) for each in waiting):
             yield Decide(key, FAILED)
+
+
+def prevent(number: int) -> Generator[Request, Any, None]:
+    """Let the group of this round fail if its outcome has not been decided; raise MadeBefore if it has been made.
+
+    For a rank whose call of :func:`make_together` has raised. Without this it would form a second group with the
+    survivors of the old one.
+    """
+    decided: str = yield Decide(f"outcome/{number}", FAILED)
+    if decided == MADE:
+        raise MadeBefore
 
 
 def _ranks(text: str) -> tuple[int, ...]:
