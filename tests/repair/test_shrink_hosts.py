@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from engines import require
 
 import dist_prims
 from dist_prims.errors import CommError
@@ -33,6 +34,8 @@ def survivors(layout: str, dead: set[int], folder: Path) -> list[Any]:
         all_reduce_until_failure()
         dist_prims.shrink()
         found = dist.get_rank(), dist.get_world_size(), total()
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        assert not backend.spans_hosts or backend.engine == os.environ.get("DIST_PRIMS_ENGINE", "tcp")
         again = dist_prims.shrink()  # a repaired group can be repaired
         assert total(again) == found[2]
         dist.barrier()  # rank 0 serves the store
@@ -41,24 +44,27 @@ def survivors(layout: str, dead: set[int], folder: Path) -> list[Any]:
     return run_ranks(body, len(layout), folder, join=False)
 
 
+LOSSES = [
+    ("aabb", {3}),
+    ("aabb", {0}),
+    ("aabb", {2, 3}),
+    ("abcd", {0}),
+    ("abcd", {3}),
+    ("ab", {1}),
+    ("aabbc", {0, 1}),
+    ("aaabc", {0, 1, 2}),
+    ("abab", {1}),
+]
+LOSSES_BY_ENGINE = {"tcp": LOSSES, "gloo": LOSSES, "ucx": [("aabb", {0}), ("aabb", {2, 3}), ("abcd", {3})]}
+
+
 @pytest.mark.parametrize(
-    ("layout", "dead"),
-    [
-        ("aabb", {3}),
-        ("aabb", {0}),
-        ("aabb", {2, 3}),
-        ("abcd", {0}),
-        ("abcd", {3}),
-        ("ab", {1}),
-        ("aabbc", {0, 1}),
-        ("aaabc", {0, 1, 2}),
-        ("abab", {1}),
-    ],
+    ("engine", "layout", "dead"), [(engine, *each) for engine, losses in LOSSES_BY_ENGINE.items() for each in losses]
 )
-@pytest.mark.parametrize("engine", ["tcp", "gloo"])
 def test_the_survivors_of_several_hosts_go_on(
-    layout: str, dead: set[int], engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, layout: str, dead: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    require(engine)
     monkeypatch.setenv("DIST_PRIMS_ENGINE", engine)
     found = survivors(layout, dead, tmp_path)
     left = [outcome for rank, outcome in enumerate(found) if rank not in dead]
