@@ -2,24 +2,41 @@
 
 Each round starts a group and kills one of its ranks, a different one in each round, while all of them do collectives.
 The survivors call ``shrink`` when they get the error. Times are those of the last survivor.
+
+Under a launcher, start one process on each host: each starts its part of the ranks, so that the launcher does not see
+the deaths. The hosts must be network namespaces of one machine, which share a clock:
+
+    ./launch_scripts/netns-hosts.sh 2 1 1gbit -- python -m dist_prims.bench repair --ranks 4
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import multiprocessing
 import os
+import secrets
 import signal
 import statistics
 import struct
-import tempfile
 import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..backend.tcp_endpoint import own_address
 from ..errors import CommError
-from ..launch import init, spawn
+from ..launch.detect_launcher import detect
+from ..launch.launcher_rendezvous import rendezvous_of
+from ..launch.network import LOOPBACK
+from ..launch.rendezvous import from_rank_0
+from ..launch.secret import VARIABLE
+from ..launch.served import open_store, served_store
 from ..repair import shrink
 from .arguments import positive
 
@@ -27,55 +44,145 @@ __all__: list[str] = []
 
 _BEFORE = 20  # collectives before the death
 _TIMEOUT = 100.0  # seconds of a round
+_NAMES = "error", "shrink has returned", "next all_reduce"
+
+
+@dataclass(frozen=True)
+class _Processes:
+    """The processes that a launcher has started, one on each host, or this process alone."""
+
+    number: int  # of this process
+    count: int
+    store: Any
+    address: str  # of a store for the ranks
+    secret: str = field(repr=False)  # of the ranks
+
+    def gather(self, key: str, value: Any) -> list[Any]:
+        self.store.set(f"{key}/{self.number}", json.dumps(value))
+        return [json.loads(self.store.get(f"{key}/{each}")) for each in range(self.count)]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One round, as the ranks need it."""
+
+    number: int
+    ranks: int
+    victim: int
+    host_names: list[str]  # by rank; empty if they are the hosts of the processes
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dist_prims.bench repair", description=__doc__)
-    parser.add_argument("--ranks", type=positive, default=4)
+    parser = argparse.ArgumentParser(
+        prog="python -m dist_prims.bench repair",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=positive, default=4, help="ranks on all hosts together (4)")
     parser.add_argument("--hosts", type=positive, default=1, help="hosts that the ranks of this machine stand for (1)")
     parser.add_argument("--rounds", type=positive, default=50)
     given = parser.parse_args(words)
-    if given.ranks < max(2, given.hosts):
+    processes = _join()
+    if processes.count > 1 and given.hosts > 1:
+        parser.error("under a launcher the hosts are those of the processes: omit --hosts")
+    if len({*processes.gather("boot", Path("/proc/sys/kernel/random/boot_id").read_text())}) > 1:
+        parser.error("the hosts must be network namespaces of one machine: clocks of several machines differ")
+    hosts = max(given.hosts, processes.count)
+    if given.ranks < max(2, hosts):
         parser.error(f"--ranks {given.ranks}: give at least 2, and one for each host")
+    names = [f"host{rank * hosts // given.ranks}" for rank in range(given.ranks)] if given.hosts > 1 else []
     rounds = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(given.rounds):
-            victim = number % given.ranks if given.hosts == 1 or given.ranks > 2 else 1
-            arguments = (victim, given.hosts, f"{folder}/{number}")
-            found = spawn(
-                _round, given.ranks, arguments, backend="dist_prims", timeout=_TIMEOUT, min_ranks=given.ranks - 1
-            )
-            rounds.append([max(times) for times in zip(*filter(None, found), strict=True)])
-    print(f"# {given.ranks} ranks, {given.hosts} hosts, {given.rounds} rounds: milliseconds after SIGKILL")
-    for name, times in zip(("error", "shrink has returned", "next all_reduce"), zip(*rounds, strict=True), strict=True):
-        ordered = sorted(times)
-        print(f"{name:20} median {statistics.median(ordered):7.1f}   least {ordered[0]:7.1f}   most {ordered[-1]:7.1f}")
+    for number in range(given.rounds):
+        victim = number % given.ranks if hosts == 1 or given.ranks > 2 else 1
+        found = _times_of_ranks(_Round(number, given.ranks, victim, names), processes)
+        rounds.append([max(times) for times in zip(*found, strict=True)])
+    if processes.number == 0:
+        _print(f"{given.ranks} ranks, {hosts} hosts, {given.rounds} rounds", rounds)
+    processes.gather("end", None)  # the first process serves the store
     return 0
 
 
-def _round(victim: int, hosts: int, file: str) -> list[float]:
+def _join() -> _Processes:
+    launcher = detect()
+    if launcher.size == 1:
+        return _Processes(0, 1, *served_store(LOOPBACK), _new_secret())
+    found = rendezvous_of(launcher, _TIMEOUT)
+    count = len(found.hosts)
+
+    def of_first(key: str, make: Any) -> str:
+        return from_rank_0(found.store, found.rank, count, key, make)
+
+    address, secret = of_first("store", lambda: served_store(own_address())[1]), of_first("secret", _new_secret)
+    return _Processes(found.rank, count, found.store, address, secret)
+
+
+def _new_secret() -> str:
+    return os.environ.get(VARIABLE) or secrets.token_hex(16)
+
+
+def _times_of_ranks(given: _Round, processes: _Processes) -> list[list[float]]:
+    """Run the ranks of this process; return the times of all ranks that survive."""
+    first, last = (given.ranks * each // processes.count for each in (processes.number, processes.number + 1))
+    context = multiprocessing.get_context("fork")
+    started = []
+    try:
+        for rank in range(first, last):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_run_rank, args=(given, rank, processes, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            started.append((rank, process, ours))
+        own = [_outcome(rank, ours) for rank, _, ours in started if rank != given.victim]
+        return [times for part in processes.gather(f"times/{given.number}", own) for times in part]
+    finally:
+        for _, process, ours in started:
+            process.kill()
+            process.join()
+            ours.close()
+
+
+def _outcome(rank: int, reports: Connection) -> list[float]:
+    if not reports.poll(_TIMEOUT):
+        raise TimeoutError(f"rank {rank} has not ended its round within {_TIMEOUT:g} s")
+    try:
+        times: list[float] = reports.recv()
+    except EOFError:
+        raise RuntimeError(f"rank {rank} has failed; see its output") from None
+    return times
+
+
+def _run_rank(given: _Round, rank: int, processes: _Processes, reports: Connection) -> None:
+    """The program of a forked rank."""
+    try:
+        reports.send(_measure(given, rank, processes))
+        signal.pause()  # the parent kills it when all ranks have their times
+    finally:
+        os._exit(1)
+
+
+def _measure(given: _Round, rank: int, processes: _Processes) -> list[float]:
     """The times of one rank in milliseconds."""
     torch.set_num_threads(1)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if hosts > 1:
-        dist.destroy_process_group()
-        os.environ["DIST_PRIMS_HOST_ID"] = f"host{rank * hosts // size}"
-        init("dist_prims", timeout=_TIMEOUT)
+    os.environ[VARIABLE] = processes.secret
+    if given.host_names:
+        os.environ.update(DIST_PRIMS_HOST_ID=given.host_names[rank], MASTER_ADDR=LOOPBACK)
+    store = dist.PrefixStore(f"round{given.number}", open_store(processes.address, given.ranks, _TIMEOUT))
+    timeout = timedelta(seconds=_TIMEOUT)
+    dist.init_process_group("dist_prims", store=store, rank=rank, world_size=given.ranks, timeout=timeout)
     tensor = torch.ones(1000)
     for _ in range(_BEFORE):
         dist.all_reduce(tensor.fill_(1))
-    if rank == victim:
-        Path(file).write_bytes(struct.pack("d", time.monotonic()))
+    if rank == given.victim:
+        store.set("death", struct.pack("d", time.monotonic()).hex())
         os.kill(os.getpid(), signal.SIGKILL)
     times = [_time_of_error(tensor)]
     shrink()
     times.append(time.monotonic())
     dist.all_reduce(tensor.fill_(1))
     times.append(time.monotonic())
-    if not (tensor == size - 1).all():
-        raise RuntimeError(f"rank {rank}: the sum of {size - 1} survivors is {tensor[0].item()}")
-    dist.barrier()
-    [death] = struct.unpack("d", Path(file).read_bytes())
+    if not (tensor == given.ranks - 1).all():
+        raise RuntimeError(f"rank {rank}: the sum of {given.ranks - 1} survivors is {tensor[0].item()}")
+    [death] = struct.unpack("d", bytes.fromhex(store.get("death").decode()))
     return [(moment - death) * 1e3 for moment in times]
 
 
@@ -85,3 +192,10 @@ def _time_of_error(tensor: torch.Tensor) -> float:
             dist.all_reduce(tensor.fill_(1))
     except CommError:
         return time.monotonic()
+
+
+def _print(title: str, rounds: list[list[float]]) -> None:
+    print(f"# {title}: milliseconds after SIGKILL")
+    for name, times in zip(_NAMES, zip(*rounds, strict=True), strict=True):
+        ordered = sorted(times)
+        print(f"{name:20} median {statistics.median(ordered):7.1f}   least {ordered[0]:7.1f}   most {ordered[-1]:7.1f}")

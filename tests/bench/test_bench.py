@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from netns import cluster, needs_hosts
 
 import dist_prims
 from dist_prims.backend.link_costs import ASSUMED
@@ -153,3 +154,14 @@ def test_times_of_repairs(hosts: str, capfd: pytest.CaptureFixture[str]) -> None
     assert lines[0] == f"# 3 ranks, {hosts} hosts, 2 rounds: milliseconds after SIGKILL"
     medians = [float(line.split("median")[1].split()[0]) for line in lines[1:]]
     assert 0 < medians[0] < medians[1] <= medians[2]
+
+
+@needs_hosts
+def test_times_of_repairs_between_namespaces() -> None:
+    """A process on each host starts the ranks of the host, so that torchrun does not see the deaths."""
+    command = [sys.executable, "-m", "dist_prims.bench", "repair", "--ranks", "3", "--rounds", "2"]
+    with cluster(2, 1, command, rate="1gbit", timeout=100) as job:
+        done = job.result()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("# 3 ranks, 2 hosts, 2 rounds: milliseconds after SIGKILL\n")
+    assert done.stdout.count("median") == 3
