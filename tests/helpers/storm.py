@@ -1,11 +1,18 @@
-"""A storm of failures: ranks are killed, stopped and started at random moments while the others use their group.
+"""A storm of failures: ranks are killed, stopped and started, and hosts cut off, while the others use their group.
 
     python -m tests.helpers.storm --events 100 --seed 1
+    ./launch_scripts/netns-hosts.sh 3 1 none --login -- python -m tests.helpers.storm --events 20 --hosts 3 --cuts
 
 Each process repeats: an all_reduce of numbers that tell who took part, checked against the members of the group; from
-time to time ``grow``; after an error ``shrink``. The parent sends the signals, starts new processes, and fails if a sum
-is wrong, if the group makes no progress for a while, or if a process has more descriptors and mappings at its end than
-after its first steps.
+time to time ``grow``; after an error ``shrink``. The parent sends the signals, cuts the links of hosts, starts new
+processes, and fails if
+
+- a sum is wrong,
+- two groups that have taken the place of the same group make steps: one group would have become two,
+- the group makes no progress for a while,
+- a process has more descriptors and mappings at its end than after its first steps.
+
+It disturbs only what a group must survive: a majority of the ranks that serve registers is left.
 """
 
 from __future__ import annotations
@@ -33,13 +40,31 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
+from dist_prims.backend.create import made_group
+from dist_prims.backend.quorum_ranks import quorum_ranks
 from dist_prims.errors import CommError, LeftOutError
+from tests.helpers.storm_hosts import NamedHosts, NamespaceHosts
 
 MOST, LEAST = 8, 2  # processes
 STEP_LIMIT = 60.0  # seconds without progress
-# Seconds: the timeout of a collective, and of shrink, on one host and on several. Between hosts no rank may be left out
-# because the machine is slow: a majority of the registers must be left.
-GROUP_TIMEOUTS, LATE = (2.0, 20.0), (0.6, 10.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds."""
+
+    collective: float  # the timeout of the group
+    shrink: float
+    stop: float  # the longest stop of a process
+    cut: float = 0.0  # the longest cut of a host
+
+
+ON_ONE_HOST = Times(collective=1.0, shrink=0.6, stop=2.0)
+# Between hosts no rank may be left out because the machine is slow: a majority of the registers must be left.
+ON_NAMED_HOSTS = Times(collective=20.0, shrink=10.0, stop=2.0)
+# Here a cut must cost seconds. Some cuts and stops are shorter than the timeout, and others longer.
+ON_NAMESPACES = Times(collective=3.0, shrink=4.0, stop=4.0, cut=14.0)
+
 # What a process may have more of each kind than after its first repair, when the group may have been small. Between
 # hosts it has up to four connections with each other rank.
 FOR_EACH_RANK = 3, 6
@@ -47,14 +72,30 @@ FOR_EACH_RANK = 3, 6
 
 @dataclasses.dataclass
 class Outcome:
-    """What a storm has seen."""
+    """What a storm has done, and what its processes have reported."""
 
     kills: int = 0
     stops: int = 0
+    cuts: int = 0
     joins: int = 0
     steps: int = 0
     repairs: int = 0
     left_out: int = 0
+
+    def events(self) -> int:
+        return self.kills + self.stops + self.cuts + self.joins
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """What a process of a storm is given."""
+
+    number: int
+    place: str  # where new ranks join
+    hosts: NamedHosts
+    host: int
+    times: Times
+    first: tuple[int, int, str] | None  # its rank, the size and the store, if it belongs to the first group
 
 
 def used() -> dict[str, int]:
@@ -67,16 +108,14 @@ def used() -> dict[str, int]:
     return dict(found)
 
 
-def run_rank(place: str, number: int, first: tuple[int, int, str] | None, hosts: int, reports: Connection) -> None:
-    """The program of a process. ``first`` is its rank, the size and the store, if it belongs to the first group."""
+def run_rank(own: Process, reports: Connection) -> None:
+    """The program of a process."""
     torch.set_num_threads(1)
-    if hosts > 1:
-        os.environ["DIST_PRIMS_HOST_ID"] = "abcdefgh"[number % hosts]
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
     try:
-        _steps(place, number, first, reports, hosts > 1)
+        own.hosts.enter(own.host)
+        _steps(own, reports)
     except LeftOutError:
-        reports.send(("left out", number))
+        reports.send(("left out",))
     except BaseException:
         reports.send(("failed", traceback.format_exc()))
         raise
@@ -84,35 +123,35 @@ def run_rank(place: str, number: int, first: tuple[int, int, str] | None, hosts:
         os._exit(0)
 
 
-def _steps(place: str, number: int, first: tuple[int, int, str] | None, reports: Connection, spans_hosts: bool) -> None:
-    group_timeout, late = GROUP_TIMEOUTS[spans_hosts], LATE[spans_hosts]
-    if first:
-        rank, size, file = first
-        timeout = dist.default_pg_timeout.__class__(seconds=group_timeout)
+def _steps(own: Process, reports: Connection) -> None:
+    if own.first:
+        rank, size, file = own.first
+        timeout = dist.default_pg_timeout.__class__(seconds=own.times.collective)
         dist.init_process_group(
             "dist_prims", store=dist.FileStore(file, size), rank=rank, world_size=size, timeout=timeout
         )
     else:
-        dist_prims.join(place, timeout=120)
+        dist_prims.join(own.place, timeout=120)
     shared, step = dist_prims.empty(70_000), 0
     before: dict[str, int] = {}
     while True:
         try:
-            _check_sums(shared, number)
+            members = _check_sums(shared, own.number)
+            name = dist.distributed_c10d._get_default_group().group_name
+            reports.send(("step", name, made_group(name).attempt, members))
             if step % 10 == 0 and dist.get_world_size() < MOST:
-                dist_prims.grow(place, timeout=group_timeout)
+                dist_prims.grow(own.place, timeout=own.times.collective)
             step += 1
-            reports.send(("step", number, dist.get_world_size(), os.getpid()))
         except LeftOutError:
             raise
         except CommError:
-            _shrink(late)
-            reports.send(("repair", number, dist.get_world_size(), os.getpid()))
+            _shrink(own.times.shrink)
+            reports.send(("repair",))
             before = before or used()
         if before and step % 50 == 0:
             now = used()
             for kind, count in now.items():
-                allowed = before.get(kind, 0) + FOR_EACH_RANK[spans_hosts] * MOST
+                allowed = before.get(kind, 0) + FOR_EACH_RANK[own.hosts.count > 1] * MOST
                 assert count <= allowed, f"{kind}: {before} after the first repair, now {now}"
 
 
@@ -120,13 +159,13 @@ def _shrink(late: float) -> None:
     try:
         dist_prims.shrink(timeout=late)
     except CommError as error:
-        if "cannot reach a majority" in str(error):  # the others have gone on long ago
+        if "cannot reach a majority" in str(error):  # it is cut off, or the others have gone on long ago
             raise LeftOutError(str(error)) from error
         raise
 
 
-def _check_sums(shared: torch.Tensor, number: int) -> None:
-    """One collective for each path: slots, large data, shared tensors."""
+def _check_sums(shared: torch.Tensor, number: int) -> list[int]:
+    """One collective for each path: slots, large data, shared tensors. Return the members of the group."""
     size = dist.get_world_size()
     numbers = torch.zeros(size, dtype=torch.int64)
     numbers[dist.get_rank()] = number + 1
@@ -136,44 +175,55 @@ def _check_sums(shared: torch.Tensor, number: int) -> None:
     for tensor in (shared, torch.empty(50_000)):
         dist.all_reduce(tensor.fill_(number + 1))
         assert (tensor == expected).all(), f"wrong sum: {tensor.unique()} instead of {expected}"
+    return (numbers - 1).tolist()
 
 
 class Storm:
     """The parent: it starts the processes, and disturbs them."""
 
-    def __init__(self, seed: int, hosts: int, folder: Path) -> None:
+    def __init__(self, seed: int, hosts: NamedHosts, folder: Path) -> None:
         self.random, self.hosts, self.folder = random.Random(seed), hosts, folder
+        self.times = ON_NAMESPACES if hosts.can_be_cut else ON_NAMED_HOSTS if hosts.count > 1 else ON_ONE_HOST
         self.context = multiprocessing.get_context("fork")
-        self.place = f"file://{folder}/place"
         self.started = 0
         self.processes: dict[int, tuple[Any, Connection]] = {}
+        self.host_of: dict[int, int] = {}
         self.in_group: dict[int, float] = {}  # the time of the last report, of those that have made a step
+        self.killed: set[int] = set()
         self.stopped: dict[int, float] = {}  # when they continue
+        self.cut: dict[int, float] = {}  # hosts, and when their links are mended
+        self.successors: dict[str, tuple[str, list[int]]] = {}  # the group that has taken the place of each one
+        self.members: list[int] = []  # of the last group
+        self.most = MOST
+        self.progress = time.monotonic()
         self.outcome = Outcome()
 
     def start(self, first: tuple[int, int, str] | None = None) -> None:
         number, self.started = self.started, self.started + 1
+        on_host = collections.Counter(self.host_of[each] for each in self.processes)
+        reached = [host for host in range(self.hosts.count) if host not in self.cut]
+        host = min(reached, key=lambda host: (on_host[host], self.random.random()))
         ours, theirs = self.context.Pipe(duplex=False)
-        arguments = (self.place, number, first, self.hosts, theirs)
-        process = self.context.Process(target=run_rank, args=arguments, daemon=True)
+        own = Process(number, f"file://{self.folder}/place", self.hosts, host, self.times, first)
+        process = self.context.Process(target=run_rank, args=(own, theirs), daemon=True)
         process.start()
         theirs.close()
         self.processes[number] = process, ours
+        self.host_of[number] = host
+        self.outcome.joins += first is None
 
     def run(self, events: int, size: int = 4) -> Outcome:
         for rank in range(size):
             self.start((rank, size, f"{self.folder}/store"))
-        progress = time.monotonic()
-        done = 0
+        self.progress = time.monotonic()
         try:
-            while done < events:
-                if self.read_reports(self.random.uniform(0.005, 0.25)):
-                    progress = time.monotonic()
-                assert time.monotonic() < progress + STEP_LIMIT, f"no progress after {done} events: {self.state()}"
+            while self.outcome.events() < events or (self.hosts.can_be_cut and not self.outcome.cuts):
+                self.let_go_on()
                 if not self.is_recovering():
-                    done += self.disturb()
-                elif len(self.processes) < LEAST + 3:
-                    self.start()
+                    self.disturb()
+            self.expect_steps()
+            while self.is_recovering():
+                self.let_go_on()
             return self.outcome
         finally:
             for process, _ in self.processes.values():
@@ -182,49 +232,93 @@ class Storm:
                 process.join(20)
                 reports.close()
 
+    def let_go_on(self) -> None:
+        """Read reports for a random while; start processes if there are too few."""
+        if self.read_reports(self.random.uniform(0.005, 0.15)):
+            self.progress = time.monotonic()
+        assert time.monotonic() < self.progress + STEP_LIMIT, f"no progress after {self.outcome}: {self.state()}"
+        if self.is_recovering() and len(self.processes) < LEAST + 3 + self.hosts.can_be_cut:  # two ranks on each host
+            self.start()
+
     def is_recovering(self) -> bool:
         """Whether fewer ranks make steps than there must be: another loss could end the job."""
         now = time.monotonic()
         alive = [number for number, when in self.in_group.items() if when > now - 0.5 and number not in self.stopped]
-        return len(alive) < LEAST + 1 + (self.hosts > 1)
+        return len(alive) < LEAST + 1 + (self.hosts.count > 1)
 
-    def disturb(self) -> int:
-        number = self.random.choice([*self.in_group])
-        process, _ = self.processes[number]
-        kind = self.random.choices(["kill", "stop", "join"], [2, 1, 2])[0]
+    def expect_steps(self) -> None:
+        """The group is recovering until it makes steps that begin after this call."""
+        self.read_reports(0.3)
+        self.in_group = dict.fromkeys(self.in_group, 0.0)
+
+    def may_lose(self, lost: set[int]) -> bool:
+        """Whether the group must go on if it loses these processes too: see the table in docs/repair.md."""
+
+        def is_left(number: int) -> bool:
+            is_away = number in lost or number in self.stopped or self.host_of[number] in self.cut
+            return number in self.in_group and not is_away
+
+        hosts = [str(self.host_of[number]) for number in self.members]
+        servers = [self.members[rank] for rank in quorum_ranks(hosts)] if len({*hosts}) > 1 else []
+        has_majority = not servers or 2 * sum(map(is_left, servers)) > len(servers)
+        return has_majority and sum(map(is_left, self.members)) >= LEAST
+
+    def disturb(self) -> None:
+        """Do something to a random process or host, if the group must survive it."""
+        [kind] = self.random.choices(["kill", "stop", "join", "cut"], [4, 3, 3, 3 * self.hosts.can_be_cut])
         if kind == "join":
-            if len(self.processes) >= MOST:
-                return 0
+            if len(self.processes) >= self.most:
+                self.most = self.random.randint(LEAST + 4, MOST)  # so that there are small groups as well
+                return
             self.start()
-            self.outcome.joins += 1
-        elif number in self.stopped:
-            return 0
-        elif kind == "kill":
+        elif kind == "cut":
+            host = self.host_of[self.random.choice([*self.processes])]
+            if self.cut or not self.may_lose({each for each in self.members if self.host_of[each] == host}):
+                return
+            self.hosts.cut(host)
+            self.cut[host] = time.monotonic() + self.random.uniform(0.1, self.times.cut)
+            self.outcome.cuts += 1
+        elif not self.harm(self.random.choice([*self.in_group]), kind):
+            return
+        if self.hosts.count > 1:  # a majority of the registers must be left: the next event waits for steps
+            self.expect_steps()
+
+    def harm(self, number: int, kind: str) -> bool:
+        """Kill or stop a process, and return whether it was done."""
+        process, _ = self.processes[number]
+        if number in self.stopped or not self.may_lose({number}):
+            return False
+        if kind == "kill":
             process.kill()
             self.outcome.kills += 1
+            self.killed.add(number)
             self.in_group.pop(number)
         else:
             os.kill(process.pid, signal.SIGSTOP)
-            self.stopped[number] = time.monotonic() + self.random.uniform(0.1, 4)
+            self.stopped[number] = time.monotonic() + self.random.uniform(0.1, self.times.stop)
             self.outcome.stops += 1
-        if self.hosts > 1:  # a majority of the registers must be left: the next event waits for steps after this one
-            self.read_reports(0.3)
-            self.in_group = dict.fromkeys(self.in_group, 0.0)
-        return 1
+        return True
 
     def read_reports(self, seconds: float) -> int:
         """Read what the processes report for a while; return the number of steps."""
         until, steps = time.monotonic() + seconds, 0
         while (left := until - time.monotonic()) > 0:
-            for number, when in [*self.stopped.items()]:
-                if time.monotonic() > when:
-                    self.stopped.pop(number)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(self.processes[number][0].pid, signal.SIGCONT)
+            self.end_disturbances()
             by_reports = {reports: number for number, (_, reports) in self.processes.items()}
             for ready in wait([*by_reports], min(left, 0.05)):
                 steps += self.read(by_reports[ready], ready)
         return steps
+
+    def end_disturbances(self) -> None:
+        """Continue processes and mend links whose time has come."""
+        now = time.monotonic()
+        for number in [number for number, when in self.stopped.items() if now > when]:
+            self.stopped.pop(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[number][0].pid, signal.SIGCONT)
+        for host in [host for host, when in self.cut.items() if now > when]:
+            self.cut.pop(host)
+            self.hosts.mend(host)
 
     def read(self, number: int, reports: Any) -> int:
         try:
@@ -240,33 +334,47 @@ class Storm:
         if kind == "left out":
             self.outcome.left_out += 1
             return 0
-        self.in_group[number] = time.monotonic()
+        if number not in self.killed:  # what it has reported before
+            self.in_group[number] = time.monotonic()
         if kind == "repair":
             self.outcome.repairs += 1
             return 0
+        self.note_group(*rest)
         self.outcome.steps += 1
         return 1
+
+    def note_group(self, name: str, attempt: str, members: list[int]) -> None:
+        """A group has made a step. Only one may take the place of the one before, whose attempt its name contains."""
+        predecessor = name.partition(" after ")[2]
+        only = self.successors.setdefault(predecessor, (attempt, members))
+        assert only == (attempt, members), f"two groups after {predecessor or 'none'}: {only} and {(attempt, members)}"
+        if attempt[:8] not in self.successors:
+            self.members = members
 
     def state(self) -> str:
         return json.dumps(
             {
                 "processes": {number: process.pid for number, (process, _) in self.processes.items()},
+                "hosts": {number: self.host_of[number] for number in self.processes},
                 "in the group": [*self.in_group],
+                "last group": self.members,
                 "stopped": [*self.stopped],
+                "cut": [*self.cut],
             }
         )
 
 
-def storm(events: int, seed: int, hosts: int = 1) -> Outcome:
+def storm(events: int, seed: int, hosts: int = 1, cuts: bool = False) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        return Storm(seed, hosts, Path(folder)).run(events)
+        return Storm(seed, NamespaceHosts(hosts) if cuts else NamedHosts(hosts), Path(folder)).run(events)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--cuts", action="store_true", help="the hosts are those of netns-hosts.sh --login")
     given = parser.parse_args()
-    print(storm(given.events, given.seed, given.hosts))
+    print(json.dumps(dataclasses.asdict(storm(given.events, given.seed, given.hosts, given.cuts))))
     sys.exit(0)

@@ -1,24 +1,59 @@
-"""Storms of failures: no hang, no wrong sum, nothing left. `tests/helpers/storm.py` is the program."""
+"""Storms of failures: no hang, no wrong sum, no second group, nothing left. `tests/helpers/storm.py` is the program.
+
+All storms of the slow tier together have 1,000 events and more.
+"""
 
 from __future__ import annotations
 
-import pytest
+import json
+import sys
 
-from tests.helpers.storm import storm
+import pytest
+from netns import cluster, needs_hosts
+
+from tests.helpers.storm import Outcome, storm
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("seed", "hosts"), [(1, 1), (2, 3)])
 def test_a_short_storm(seed: int, hosts: int) -> None:
     found = storm(20, seed, hosts)
-    assert found.kills + found.stops + found.joins >= 20
+    assert found.events() >= 20
     assert found.repairs > 0
     assert found.steps > 0
 
 
+@needs_hosts
+@pytest.mark.timeout(300)
+def test_a_short_storm_with_cuts() -> None:
+    found = storm_with_cuts(8, 5, timeout=250)
+    assert found.events() >= 8
+    assert found.cuts > 0
+    assert found.repairs > 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("events", "seed", "hosts"), [(800, 3, 1), (200, 4, 3)])
+@pytest.mark.parametrize(("events", "seed", "hosts"), [(400, 3, 1), (400, 6, 1), (140, 4, 3)])
 def test_a_long_storm(events: int, seed: int, hosts: int) -> None:
     found = storm(events, seed, hosts)
     assert min(found.kills, found.stops, found.joins) > events // 10
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_long_storm_with_cuts() -> None:
+    found = storm_with_cuts(80, 7, timeout=3500)
+    assert min(found.kills, found.stops, found.cuts, found.joins) > 5
+    assert found.left_out > 0  # processes on a host that was cut off
+
+
+def storm_with_cuts(events: int, seed: int, timeout: int) -> Outcome:
+    """Three hosts, so that a majority is left when one is cut off."""
+    options = f"--events {events} --seed {seed} --hosts 3 --cuts"
+    command = [sys.executable, "-m", "tests.helpers.storm", *options.split()]
+    with cluster(3, 1, command, how="login", timeout=timeout) as job:
+        done = job.result()
+    assert done.returncode == 0, done.stderr
+    return Outcome(**json.loads(done.stdout))
