@@ -19,6 +19,7 @@ import secrets
 import signal
 import statistics
 import struct
+import tempfile
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -54,7 +55,7 @@ class _Processes:
     number: int  # of this process
     count: int
     store: Any
-    address: str  # of a store for the ranks
+    address: str  # of a store for the ranks, or, of one process, a folder for their files
     secret: str = field(repr=False)  # of the ranks
 
     def gather(self, key: str, value: Any) -> list[Any]:
@@ -82,7 +83,11 @@ def main(words: list[str]) -> int:
     parser.add_argument("--hosts", type=positive, default=1, help="hosts that the ranks of this machine stand for (1)")
     parser.add_argument("--rounds", type=positive, default=50)
     given = parser.parse_args(words)
-    processes = _join()
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(parser, given, _join(folder))
+
+
+def _run(parser: argparse.ArgumentParser, given: argparse.Namespace, processes: _Processes) -> int:
     if processes.count > 1 and given.hosts > 1:
         parser.error("under a launcher the hosts are those of the processes: omit --hosts")
     if len({*processes.gather("boot", Path("/proc/sys/kernel/random/boot_id").read_text())}) > 1:
@@ -102,10 +107,10 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _join() -> _Processes:
+def _join(folder: str) -> _Processes:
     launcher = detect()
     if launcher.size == 1:
-        return _Processes(0, 1, *served_store(LOOPBACK), _new_secret())
+        return _Processes(0, 1, dist.HashStore(), folder, _new_secret())
     found = rendezvous_of(launcher, _TIMEOUT)
     count = len(found.hosts)
 
@@ -166,7 +171,11 @@ def _measure(given: _Round, rank: int, processes: _Processes) -> list[float]:
     os.environ[VARIABLE] = processes.secret
     if given.host_names:
         os.environ.update(DIST_PRIMS_HOST_ID=given.host_names[rank], MASTER_ADDR=LOOPBACK)
-    store = dist.PrefixStore(f"round{given.number}", open_store(processes.address, given.ranks, _TIMEOUT))
+    store: Any
+    if processes.count == 1:
+        store = dist.FileStore(f"{processes.address}/{given.number}", given.ranks)
+    else:
+        store = dist.PrefixStore(f"round{given.number}", open_store(processes.address, given.ranks, _TIMEOUT))
     timeout = timedelta(seconds=_TIMEOUT)
     dist.init_process_group("dist_prims", store=store, rank=rank, world_size=given.ranks, timeout=timeout)
     tensor = torch.ones(1000)
