@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
-import threading
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,76 +14,12 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.errors import CommError, PeerDiedError, PeerLeftError
+from dist_prims.errors import PeerLeftError
+from tests.helpers.reconfigured import ALONE, Meeting, needs_reconfigure, newest, place, reconfigure, start, total
 from tests.helpers.survivors import join_at_rank_0, run_ranks
 from tests.repair.test_shrink import all_reduce_until_failure, die
 
-newest: Any = dist  # names that the pinned torch does not have
-pytestmark = pytest.mark.skipif(not hasattr(newest, "_reconfigure"), reason="this torch has no reconfigure (2.15 has)")
-
-ALONE = "reconfigure first"  # in the errors of a group that has no members yet
-
-
-class Meeting:
-    """How the test programs exchange handles: by files, so no store of a group is needed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._numbers = folder, count()
-
-    def handles(self, own: int, members: Collection[int], group: Any = None) -> list[str]:
-        """Publish the handle of this process, and return those of the members. All members call it equally often."""
-        number = next(self._numbers)
-        self.write(f"handle{number}.{own}", newest._get_reconfigure_handle(group))
-        return [self.read(f"handle{number}.{each}") for each in members]
-
-    def write(self, name: str, text: str = "") -> None:
-        new = self._folder / f"{name}.new{os.getpid()}"
-        new.write_text(text)
-        new.rename(self._folder / name)
-
-    def read(self, name: str) -> str:
-        deadline = time.monotonic() + 60
-        while not (self._folder / name).exists():
-            assert time.monotonic() < deadline, f"no {name}"
-            time.sleep(0.005)
-        return (self._folder / name).read_text()
-
-    def barrier(self, name: str, own: int, members: Collection[int]) -> None:
-        self.write(f"{name}.{own}")
-        for each in members:
-            self.read(f"{name}.{each}")
-
-
-def start(rank: int, size: int, folder: Path, name: str = "start", **options: Any) -> None:
-    """Make a default group without members."""
-    options = {"timeout": timedelta(seconds=60), "enable_reconfigure": True, **options}
-    dist.init_process_group("dist_prims", f"file://{folder}/{name}", rank=rank, world_size=size, **options)
-
-
-def reconfigure(uuid: int, handles: Sequence[str] | set[str], seconds: float = 60, group: Any = None) -> None:
-    work = newest._reconfigure(uuid, handles, group=group, timeout=timedelta(seconds=seconds))
-    assert work.wait()
-    assert work.is_completed()
-
-
-def total(group: dist.ProcessGroup | None = None) -> float:
-    """The sum of 1 over all ranks, after several kinds of collectives, small and large."""
-    dist.barrier(group)
-    small, large, shared = torch.ones(1), torch.ones(300_000), dist_prims.empty(100_000).fill_(1)
-    for tensor in (small, large, shared):
-        dist.all_reduce(tensor, group=group)
-    size = dist.get_world_size(group)
-    assert small == size
-    assert large.eq(size).all()
-    assert shared.eq(size).all()
-    gathered = torch.empty(size, dtype=torch.int64)
-    dist.all_gather_into_tensor(gathered, torch.tensor([dist.get_rank(group)]), group=group)
-    assert gathered.tolist() == list(range(size))
-    return small.item()
-
-
-def place() -> tuple[int, int, float]:
-    return dist.get_rank(), dist.get_world_size(), total()
+pytestmark = needs_reconfigure
 
 
 def test_a_group_without_members(tmp_path: Path) -> None:
@@ -229,189 +161,6 @@ def test_a_uuid_is_used_once(tmp_path: Path) -> None:
         return total()
 
     assert run_ranks(body, 2, tmp_path, join=False) == [2, 2]
-
-
-def test_wrong_handles(tmp_path: Path) -> None:
-    """A ValueError says what is wrong; the group goes on, and the uuid can be used."""
-
-    def body(rank: int) -> Any:
-        start(rank, 2, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(2))
-        reconfigure(1, handles)
-        for wrong, message in (
-            ([], "is not among those of the members"),
-            ([handles[1 - rank]], "is not among those of the members"),
-            ([*handles, handles[0]], "listed twice"),
-            ([*handles, "gloo:0:1:0:"], "'gloo:0:1:0:' is no handle of this backend"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                reconfigure(2, wrong)
-            assert total() == 2
-        reconfigure(2, handles)
-        return total()
-
-    assert run_ranks(body, 2, tmp_path, join=False) == [2, 2]
-
-
-def test_members_that_disagree(tmp_path: Path) -> None:
-    """No group is made, no rank waits for longer than the timeout, and a further call makes the group."""
-
-    def body(rank: int) -> Any:
-        start(rank, 3, tmp_path)
-        meeting = Meeting(tmp_path)
-        handles = meeting.handles(rank, range(3))
-        mine = handles if rank < 2 else [handles[0], handles[2], handles[1]]
-        began = time.monotonic()
-        expected = "passed other handles with this uuid|call reconfigure again with another uuid"
-        with pytest.raises((ValueError, CommError), match=expected) as found:
-            reconfigure(1, mine, seconds=3)
-        outcome = found.type
-        assert time.monotonic() - began < 30
-        meeting.barrier("failed", rank, range(3))
-        reconfigure(2, handles)
-        return outcome, total()
-
-    found = run_ranks(body, 3, tmp_path, join=False)
-    assert [each[1] for each in found] == [3, 3, 3]
-    assert {each[0] for each in found} == {ValueError, CommError}
-
-
-@pytest.mark.parametrize("dead", [0, 2])
-def test_a_member_that_has_died(dead: int, tmp_path: Path) -> None:
-    """The others do not wait for the timeout, and go on without it."""
-
-    def body(rank: int) -> Any:
-        start(rank, 3, tmp_path)
-        meeting = Meeting(tmp_path)
-        handles = meeting.handles(rank, range(3))
-        reconfigure(1, handles)
-        dist.barrier()
-        if rank == dead:
-            die()
-        all_reduce_until_failure()
-        began = time.monotonic()
-        with pytest.raises(PeerDiedError, match=f"rank {dead} has died|process of new rank {dead} has ended"):
-            reconfigure(2, handles, seconds=60)
-        assert time.monotonic() - began < 30
-        with pytest.raises(RuntimeError, match="the group has been destroyed"):
-            dist.all_reduce(torch.ones(1))
-        handles.pop(dead)
-        reconfigure(3, handles)
-        return place()
-
-    found = run_ranks(body, 3, tmp_path, join=False)
-    assert found.pop(dead) == -signal.SIGKILL
-    assert found == [(0, 2, 2), (1, 2, 2)]
-
-
-def test_a_member_that_does_not_come(tmp_path: Path) -> None:
-    def body(rank: int) -> Any:
-        start(rank, 3, tmp_path)
-        meeting = Meeting(tmp_path)
-        handles = meeting.handles(rank, range(3))
-        if rank < 2:
-            began = time.monotonic()
-            with pytest.raises(CommError, match=r"no sign of ranks \[2\]" if rank == 0 else "no sign of the last"):
-                reconfigure(1, handles, seconds=2)
-            assert 1.9 < time.monotonic() - began < 30
-        meeting.barrier("late", rank, range(3))
-        reconfigure(2, handles)
-        return total()
-
-    assert run_ranks(body, 3, tmp_path, join=False) == [3, 3, 3]
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_member_dies_as_it_makes_the_group(victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("dist_prims.repair.reconfigure")
-
-    def body(rank: int) -> Any:
-        start(rank, 3, tmp_path)
-        meeting = Meeting(tmp_path)
-        handles = meeting.handles(rank, range(3))
-        reconfigure(1, handles)
-        if rank == victim:
-            monkeypatch.setattr(module, "make_repaired", lambda *_, **__: die())
-        began = time.monotonic()
-        with pytest.raises(CommError):
-            reconfigure(2, handles, seconds=60)
-        assert time.monotonic() - began < 30
-        handles.pop(victim)
-        reconfigure(3, handles)
-        return place()
-
-    found = run_ranks(body, 3, tmp_path, join=False)
-    assert found.pop(victim) == -signal.SIGKILL
-    assert found == [(0, 2, 2), (1, 2, 2)]
-
-
-@pytest.mark.parametrize("victim", [0, 1, 3])
-@pytest.mark.parametrize("delay", [0.05, 0.3, 0.6])
-def test_a_rank_dies_at_some_moment(victim: int, delay: float, tmp_path: Path) -> None:
-    """The others go on without it, whatever call it was in; some may have made a group that others have not."""
-
-    def body(rank: int) -> Any:
-        start(rank, 4, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(4))
-        reconfigure(0, handles)
-        if rank == victim:
-            threading.Timer(delay, die).start()
-
-        def work() -> None:
-            for uuid in range(1, 1000):
-                reconfigure(uuid, handles)
-                assert total() == 4
-
-        began = time.monotonic()
-        with pytest.raises(CommError):
-            work()
-        handles.pop(victim)
-        reconfigure(1000, handles)
-        assert time.monotonic() - began < 40
-        return place()
-
-    found = run_ranks(body, 4, tmp_path, join=False)
-    assert found.pop(victim) == -signal.SIGKILL
-    assert found == [(0, 3, 3), (1, 3, 3), (2, 3, 3)]
-
-
-def test_ranks_that_wait_in_the_old_group(tmp_path: Path) -> None:
-    """A rank that waits for one that reconfigures gets an error, and can call as well; asynchronous calls raise."""
-
-    def body(rank: int) -> Any:
-        start(rank, 3, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(3))
-        reconfigure(1, handles)
-        if rank == 0:
-            pending = [dist.all_reduce(torch.ones(1), async_op=True), dist.irecv(torch.ones(1), 2)]
-            time.sleep(0.5)
-            reconfigure(2, handles)
-            for each in pending:
-                assert each is not None
-                with pytest.raises(PeerLeftError):
-                    each.wait()
-        else:
-            with pytest.raises(PeerLeftError):
-                dist.recv(torch.ones(1), 0) if rank == 1 else dist.broadcast(torch.ones(1), 0)
-            reconfigure(2, handles)
-        return total()
-
-    assert run_ranks(body, 3, tmp_path, join=False) == [3, 3, 3]
-
-
-def test_after_abort(tmp_path: Path) -> None:
-    def body(rank: int) -> Any:
-        start(rank, 3, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(3))
-        reconfigure(1, handles)
-        total()
-        dist.group.WORLD._get_backend(torch.device("cpu")).abort()  # type: ignore[union-attr]
-        with pytest.raises(RuntimeError):
-            dist.all_reduce(torch.ones(1))
-        reconfigure(2, handles)
-        return total()
-
-    assert run_ranks(body, 3, tmp_path, join=False) == [3, 3, 3]
 
 
 def test_group_functions_afterwards(tmp_path: Path) -> None:
@@ -570,39 +319,6 @@ def test_nothing_is_left_of_the_old_groups(tmp_path: Path) -> None:
         assert after[2] <= before[2] + 1, (before, after)
 
 
-def test_a_stopped_member_does_not_stop_the_others(tmp_path: Path) -> None:
-    """It serves the store: the call ends at its timeout. The stopped rank wakes in a group that has ended."""
-
-    def body(rank: int) -> Any:
-        start(rank, 3, tmp_path)
-        meeting = Meeting(tmp_path)
-        handles = meeting.handles(rank, range(3))
-        reconfigure(1, handles)
-        if rank == 0:
-            meeting.write("pid", str(os.getpid()))
-            meeting.read("done")
-            with pytest.raises(CommError):
-                dist.all_reduce(torch.ones(1))
-            return "left"
-        pid = int(meeting.read("pid"))
-        if rank == 1:
-            os.kill(pid, signal.SIGSTOP)
-            meeting.write("stopped")
-        meeting.read("stopped")
-        began = time.monotonic()
-        with pytest.raises(CommError):
-            reconfigure(2, handles, seconds=2)
-        assert time.monotonic() - began < 30
-        reconfigure(3, handles[1:])
-        found = place()
-        if rank == 1:
-            os.kill(pid, signal.SIGCONT)
-            meeting.write("done")
-        return found
-
-    assert run_ranks(body, 3, tmp_path, join=False) == ["left", (0, 2, 2), (1, 2, 2)]
-
-
 def test_gradients_after_reconfigure(tmp_path: Path) -> None:
     """DistributedDataParallel is made again with the group of new members."""
 
@@ -624,32 +340,3 @@ def test_gradients_after_reconfigure(tmp_path: Path) -> None:
         return found
 
     assert run_ranks(body, 3, tmp_path, join=False) == [[1, 0.5], [1, 0.5], [1]]
-
-
-def test_another_thread_that_waits(tmp_path: Path) -> None:
-    """A wait on another thread for work of the old group ends with an error."""
-
-    def body(rank: int) -> Any:
-        start(rank, 2, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(2))
-        reconfigure(1, handles)
-        errors: list[BaseException] = []
-        if rank == 0:
-            work: Any = dist.all_reduce(torch.ones(1), async_op=True)
-
-            def wait() -> None:
-                try:
-                    work.wait()
-                except CommError as error:
-                    errors.append(error)
-
-            waiter = threading.Thread(target=wait)
-            waiter.start()
-            time.sleep(0.2)
-        reconfigure(2, handles)
-        if rank == 0:
-            waiter.join(30)
-            assert len(errors) == 1
-        return total()
-
-    assert run_ranks(body, 2, tmp_path, join=False) == [2, 2]

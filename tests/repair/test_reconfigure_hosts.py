@@ -17,10 +17,11 @@ from dist_prims.backend.tcp_endpoint import own_address
 from dist_prims.errors import PeerDiedError
 from dist_prims.launch.network import is_loopback
 from dist_prims.launch.secret import Secret, remember
+from tests.helpers.reconfigured import Meeting, needs_reconfigure, place, reconfigure, start, total
 from tests.helpers.survivors import run_ranks
-from tests.repair.test_reconfigure import Meeting, place, reconfigure, start, total
-from tests.repair.test_reconfigure import pytestmark as pytestmark
 from tests.repair.test_shrink import all_reduce_until_failure, die
+
+pytestmark = needs_reconfigure
 
 
 def without_secret_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
