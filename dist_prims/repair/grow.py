@@ -49,7 +49,7 @@ _PREFIX = "dist_prims/join"
 _CPU = torch.device("cpu")
 _TIME_FOR_MEETING = 5.0  # seconds to reach the store of new ranks
 _TIME_TO_CONFIRM = 2.0  # seconds for an invited rank
-_TIME_FOR_ADMISSION = 20.0  # seconds after which a rank that has confirmed announces itself again
+_TIME_FOR_ADMISSION = 20.0  # seconds after which a new rank announces itself again
 _MOST_AT_ONCE = 1024  # ranks that one call admits
 _MOST_FAILURES = 8  # of a group: each one uses space of its registers, which a repair needs
 
@@ -212,8 +212,7 @@ def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
 def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | None:
     """Return what the running ranks admit this process to; None if they have invited it, but gone on without it."""
     token, secret = secrets.token_hex(16), secret_of_group(meeting, True)
-    meeting.set(f"waiting/{meeting.add('waiting', 1)}", signed(secret, ("waiting",), token))
-    until(lambda: meeting.check([f"invited/{token}"]), deadline, "the running ranks: none has called grow()")
+    _announce(meeting, token, signed(secret, ("waiting",), token), deadline)
     meeting.set(f"ready/{token}", "")
     try:
         limit = min(deadline, time.monotonic() + _TIME_FOR_ADMISSION)
@@ -224,6 +223,20 @@ def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | No
         return None
     found = verified(meeting.get(f"admitted/{token}"), secret, ("admitted", token))
     return _Admission(**json.loads(found[0])) if found else None
+
+
+def _announce(meeting: dist.Store, token: str, text: str, deadline: float) -> None:
+    """Announce this process until the running ranks invite it: the rank that reads an announcement may die."""
+    while True:
+        meeting.set(f"waiting/{meeting.add('waiting', 1)}", text)
+        limit = min(deadline, time.monotonic() + _TIME_FOR_ADMISSION)
+        try:
+            until(lambda: meeting.check([f"invited/{token}"]), limit, "the running ranks: none has called grow()")
+        except TimeoutError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            return
 
 
 def _make(admission: _Admission) -> tuple[Any, dist.Store]:
@@ -290,7 +303,8 @@ def _invite(meeting: dist.Store) -> list[str]:
     found = [verified(meeting.get(key), secret, ("waiting",)) for key in keys]
     if None in found:
         warn(f"a process that wants to join is refused: it does not know the secret of this job; {REMEDY}")
-    tokens = [texts[0] for texts in found if texts]
+    announced = dict.fromkeys(texts[0] for texts in found if texts)  # some of them several times
+    tokens = [token for token in announced if not meeting.check([f"invited/{token}"])]
     for token in tokens:
         meeting.set(f"invited/{token}", "")
     ready = [f"ready/{token}" for token in tokens]

@@ -173,6 +173,25 @@ def test_a_new_rank_dies_on_the_way(moment: str, tmp_path: Path, monkeypatch: py
     assert run_ranks(body, 4, tmp_path, join=False) == [3, 3, -signal.SIGKILL, 3]
 
 
+def test_the_rank_that_has_read_an_announcement_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new rank announced itself once. If rank 0 died before it had invited the new rank, that one waited in vain."""
+    place = f"file://{tmp_path}/place"
+    monkeypatch.setattr(sys.modules["dist_prims.repair.grow"], "_TIME_FOR_ADMISSION", 0.5)
+
+    def body(rank: int) -> Any:
+        if rank == 1:
+            dist_prims.join(place, timeout=LIMIT)
+        else:
+            join_at_rank_0(rank, 1, tmp_path)
+            meeting = _meeting(place, time.monotonic() + LIMIT)
+            wait_until(lambda: meeting.add("waiting", 0) == 1)
+            meeting.add("served", 1)  # the first step of an earlier rank 0
+            grow_to(2, place)
+        return total()
+
+    assert run_ranks(body, 2, tmp_path, join=False) == [2, 2]
+
+
 def test_a_running_rank_dies_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others keep their group, whose next call raises; the new rank announces itself again."""
     place = f"file://{tmp_path}/place"
