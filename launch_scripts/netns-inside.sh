@@ -8,7 +8,8 @@ cluster() { # NAME HOSTS RANKS RATE how command
     local how=$5 host list="" launcher=() command
     export HOSTS=$2 RANKS=$3 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     mount -t tmpfs tmpfs /var/run # where ip keeps the namespaces; not seen outside
-    printf '%s\n' "127.0.0.1 localhost" "10.0.0.254 switch" >/var/run/hosts
+    # torch looks up the names of callers, which appear as ::ffff:ADDRESS; without a line that is a query to a name server
+    printf '%s\n' "127.0.0.1 localhost" "::ffff:127.0.0.1 localhost.mapped" "10.0.0.254 switch" >/var/run/hosts
     mount --bind /var/run/hosts /etc/hosts
     mkdir /var/run/bin
     printf '#!/bin/sh\nexec bash "%s" ssh "$@"\n' "$here/netns-inside.sh" >/var/run/bin/ssh
@@ -55,7 +56,7 @@ add_host() { # NAME ADDRESS RATE
     ip -n "$1" link set lo up
     ip netns exec "$1" sysctl -qw net.ipv4.tcp_congestion_control=reno # which every kernel has
     shape "$1" "$3"
-    printf '%s\n' "$2 $1" "::ffff:$2 $1.mapped" >>/var/run/hosts # the latter is the name of a caller that torch looks up, and would warn about
+    printf '%s\n' "$2 $1" "::ffff:$2 $1.mapped" >>/var/run/hosts
 }
 
 # Both directions of a host's link. A burst passes at once: if it is long, small transfers travel free; if it is shorter
