@@ -99,8 +99,8 @@ int MultiHostGroup::leader(std::size_t distance) const {
 }
 
 // The rounds of Bruck's all-gather of radix 4. A leader that has the frames of `have` hosts receives up to three times
-// as many at once, so up to 4 hosts take one round. Radix 2 sends fewer messages to 4 hosts and more, and waits for
-// each round in turn.
+// as many at once, so up to 4 hosts take one round. Between 4 hosts and more, radix 2 sends fewer messages in more
+// rounds, each of which waits for the one before.
 std::vector<MultiHostGroup::Round> MultiHostGroup::gather_rounds(std::size_t hosts) {
     constexpr std::size_t kRadix = 4;
     std::vector<Round> rounds;

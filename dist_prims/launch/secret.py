@@ -70,7 +70,7 @@ class Secret:
         return self._digest("key", *purpose)
 
     def of_group(self, name: str) -> Secret:
-        """The secret of the ranks of one group: a code that is made with it is none in another group.
+        """The secret of the ranks of one group: a code that is made with it is invalid in another group.
 
         >>> Secret(b"1", "").of_group("a").code("b") == Secret(b"1", "").of_group("b").code("b")
         False

@@ -28,7 +28,7 @@ __all__: list[str] = []
 
 _TIME_FOR_SUSPECTS = 0.3  # seconds for a rank that is believed to be gone to show that it is not
 _SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.0002, 0.005  # seconds between looks
-_FIRST_PROBE = 0.02  # seconds until it is looked whether processes on other hosts have ended
+_FIRST_PROBE = 0.02  # seconds until the first probe of the processes on other hosts
 _CALL_TIME = 1.0  # seconds for a server of registers to answer
 _TIME_FOR_MAJORITY = 10.0  # seconds for paused servers of registers to go on
 
