@@ -7,12 +7,13 @@
 namespace dist_prims {
 namespace {
 
+// Room for a repair in several rounds, and for 32 calls of grow() that fail, with up to three texts of a rank each.
 std::size_t entry_count(int size) {
-    return 64 + 32 * static_cast<std::size_t>(size);
+    return 64 + 128 * static_cast<std::size_t>(size);
 }
 
 std::size_t area_bytes(int size) {
-    return 4096 + 64 * static_cast<std::size_t>(size);
+    return (16 << 10) + 64 * static_cast<std::size_t>(size);
 }
 
 }  // namespace

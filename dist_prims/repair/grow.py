@@ -51,7 +51,8 @@ _TIME_FOR_MEETING = 5.0  # seconds to reach the store of new ranks
 _TIME_TO_CONFIRM = 2.0  # seconds for an invited rank
 _TIME_FOR_ADMISSION = 20.0  # seconds after which a new rank announces itself again
 _MOST_AT_ONCE = 1024  # ranks that one call admits
-_MOST_FAILURES = 8  # of a group: each one uses space of its registers, which a repair needs
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds for a new rank that could not make a group
+_MOST_FAILURES = 32  # of a group on one host: each one uses space of its log, which a repair needs
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     old = default_group()
     backend = repairable_backend(old, "grow")
     meeting, tokens, failure = None, list[str](), None
-    if backend.rank() == 0 and made_group(backend.options.group_name).failed_grows < _MOST_FAILURES:
+    if backend.rank() == 0 and not _is_full(backend):
         try:
             meeting = _meeting(at, time.monotonic() + _TIME_FOR_MEETING)
             _require_secret(backend)
@@ -120,6 +121,11 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     text, agreement, tokens = broadcast_value((failure_text(failure), secrets.token_hex(8), tokens), 0, old)
     check_failures("grow", failure, [text], old)
     return _admit(old, backend, meeting, agreement, tokens, timeout) if tokens else old
+
+
+def _is_full(backend: Any) -> bool:
+    """Whether the group admits no more ranks. Between hosts the registers have no limit."""
+    return not backend.spans_hosts and made_group(backend.options.group_name).failed_grows >= _MOST_FAILURES
 
 
 def _require_secret(backend: Any) -> None:
@@ -162,7 +168,7 @@ def _admit(
     if not attempt.run(make_together(rank, 0, tuple(range(size)))):
         made.undecided_grow = ""
         made.failed_grows += 1
-        if made.failed_grows == _MOST_FAILURES and rank == 0:
+        if rank == 0 and _is_full(backend):
             warn(f"new ranks have failed {_MOST_FAILURES} times to join; this group admits no more")
         return old  # the new ranks find no outcome, and announce themselves again
     if rank == 0:
@@ -193,6 +199,7 @@ def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
         raise RuntimeError("join: this process has a default group already; only a new process can join")
     deadline = time.monotonic() + timeout
     meeting = _meeting(at, deadline)
+    pause = _FIRST_PAUSE
     while True:
         admission = _wait_for_admission(meeting, deadline)
         if admission is None:
@@ -203,6 +210,9 @@ def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
         except (OSError, RuntimeError) as error:  # also CommError: a rank has failed, and the others go on without us
             if time.monotonic() > deadline:
                 raise TimeoutError(f"join: no group within {timeout:g} s: {error}") from error
+            # A failed attempt costs the running ranks time: the timeout of grow(), if they cannot reach this rank.
+            time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
+            pause = min(2 * pause, _LONGEST_PAUSE)
             continue
         backend, store = made
         backend.set_timeout(timedelta(seconds=admission.timeout))
