@@ -1,5 +1,7 @@
 """Explores all interleavings of processes that are written as generators: they yield requests and receive answers.
 
+An answer that is an exception is raised in the process.
+
 The state of a process is what its generators hold. Two paths to the same state are explored once from there on.
 """
 
@@ -29,7 +31,7 @@ class Process:
         try:
             self.request = next(generator)
             for answer in answers:
-                self.request = generator.send(answer)
+                self.request = generator.throw(answer) if isinstance(answer, Exception) else generator.send(answer)
         except StopIteration as returned:
             self.request, self.end = None, Ended(returned.value)
         except Exception as error:

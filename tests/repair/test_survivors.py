@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,13 +19,18 @@ from dist_prims.repair.survivors import (
     GaveUp,
     LeftOut,
     Look,
+    MadeBefore,
     Make,
     Record,
     Serve,
     View,
+    make_together,
+    prevent,
     survive,
 )
 from tests.helpers.exploration import Process, explore
+
+GROW, SHRINK = "grow", "shrink"  # agreements
 
 
 class Budget(NamedTuple):
@@ -35,28 +40,43 @@ class Budget(NamedTuple):
     timeouts: int = 0  # that fire although a rank is only slow
     suspicions: int = 0  # of a rank that is only slow
     failures: int = 0  # to make a group, although all members are there
+    cuts: int = 0  # of a rank in grow(), which raises
+
+
+class CutOff(Exception):
+    """The rank cannot reach the others."""
+
+
+class Begin(NamedTuple):
+    """Request to the model: what follows is another agreement of the group."""
+
+    agreement: str
 
 
 class Rank(NamedTuple):
     process: Process
     is_alive: bool = True
     last: Any = None  # the last request and the view that answered it, if it was a Look
+    agreement: str = ""
 
 
 class State(NamedTuple):
     ranks: tuple[Rank, ...]
-    records: tuple[tuple[int, Record], ...]
-    decisions: tuple[tuple[str, str], ...]
+    records: tuple[tuple[tuple[str, int], Record], ...]  # by agreement and rank
+    decisions: tuple[tuple[tuple[str, str], str], ...]  # by agreement and key
     budget: Budget
 
 
-def start(size: int, budget: Budget) -> State:
-    ranks = [Rank(Process(functools.partial(survive, rank, range(size)))) for rank in range(size)]
+Program = Callable[[int, range], Generator[Any, Any, Any]]  # of a rank
+
+
+def start(program: Program, size: int, budget: Budget) -> State:
+    ranks = [Rank(Process(functools.partial(program, rank, range(size)))) for rank in range(size)]
     return State(tuple(ranks), (), (), budget)
 
 
 def key(state: State) -> Any:
-    ranks = tuple((each.process.state, each.is_alive, repr(each.last)) for each in state.ranks)
+    ranks = tuple((each.process.state, each.is_alive, repr(each.last), each.agreement) for each in state.ranks)
     return ranks, state.records, state.decisions, state.budget
 
 
@@ -72,8 +92,15 @@ def steps(state: State, all_late: bool = False) -> Iterator[State]:
         if state.budget.deaths:
             budget = state.budget._replace(deaths=state.budget.deaths - 1)
             yield changed(state, rank, one._replace(is_alive=False), budget)
+        if isinstance(one.process.request, Begin):
+            agreement = one.process.request.agreement
+            yield changed(state, rank, Rank(one.process.after(None), agreement=agreement), state.budget)
+            continue
+        if state.budget.cuts and one.agreement == GROW:
+            budget = state.budget._replace(cuts=state.budget.cuts - 1)
+            yield changed(state, rank, Rank(one.process.after(CutOff()), agreement=GROW), budget)
         for answer, last, after, budget in answers(state, rank, all_late):
-            yield changed(after, rank, Rank(one.process.after(answer), True, last), budget)
+            yield changed(after, rank, one._replace(process=one.process.after(answer), last=last), budget)
 
 
 def changed(state: State, rank: int, one: Rank, budget: Budget) -> State:
@@ -81,18 +108,19 @@ def changed(state: State, rank: int, one: Rank, budget: Budget) -> State:
 
 
 def answers(state: State, rank: int, all_late: bool) -> Iterator[tuple[Any, Any, State, Budget]]:
-    budget, request = state.budget, state.ranks[rank].process.request
+    budget, request, agreement = state.budget, state.ranks[rank].process.request, state.ranks[rank].agreement
     match request:
         case Announce(record):
-            records = {**dict(state.records), rank: record}
+            records = {**dict(state.records), (agreement, rank): record}
             yield None, None, state._replace(records=tuple(sorted(records.items()))), budget
         case Decide(name, value):
-            decisions = {name: value, **dict(state.decisions)}
-            yield decisions[name], None, state._replace(decisions=tuple(sorted(decisions.items()))), budget
+            decisions = {(agreement, name): value, **dict(state.decisions)}
+            after = state._replace(decisions=tuple(sorted(decisions.items())))
+            yield decisions[agreement, name], None, after, budget
         case Look():
-            for view, after in views(state, rank, all_late):
+            for view, left in views(state, rank, all_late):
                 if state.ranks[rank].last != (request, view):
-                    yield view, (request, view), state, after
+                    yield view, (request, view), state, left
         case Serve():
             yield "address", None, state, budget
             if budget.failures:
@@ -110,7 +138,10 @@ def answers(state: State, rank: int, all_late: bool) -> Iterator[tuple[Any, Any,
 def views(state: State, rank: int, all_late: bool) -> Iterator[tuple[View, Budget]]:
     budget = state.budget
     dead = frozenset(each for each, one in enumerate(state.ranks) if not one.is_alive)
-    view = View(dict(state.records), dict(state.decisions), dead)
+    agreement = state.ranks[rank].agreement
+    records = {each: record for (name, each), record in state.records if name == agreement}
+    decisions = {each: value for (name, each), value in state.decisions if name == agreement}
+    view = View(records, decisions, dead)
     yield view, budget
     last = state.ranks[rank].last
     if last and last[1].dead != dead:
@@ -152,4 +183,41 @@ def check(state: State) -> None:
 )
 def test_all_interleavings(size: int, budget: Budget) -> None:
     """Every rank ends; those that go on are in one group, and no member is left without it."""
-    explore(start(size, budget), key, following, check, most=3_000_000)
+    explore(start(survive, size, budget), key, following, check, most=3_000_000)
+
+
+def grow_then_shrink(rank: int, ranks: range) -> Generator[Any, Any, Any]:
+    """What the running ranks do if a call of grow() fails on one of them: shrink() afterwards, by another agreement."""
+    yield Begin(GROW)
+    is_made: bool | None = None
+    try:
+        is_made = yield from make_together(rank, 0, tuple(ranks))
+    except CutOff:
+        yield from prevent(0)
+    if is_made:
+        return GROW
+    yield Begin(SHRINK)
+    return (yield from survive(rank, ranks))
+
+
+def check_one_group(state: State) -> None:
+    ends = {rank: one.process.end for rank, one in enumerate(state.ranks) if one.is_alive}
+    assert all(ends.values()), f"a rank waits without end: {ends}"
+    groups = {end.value for end in ends.values() if end and end.error is None}
+    assert len(groups) <= 1, f"two groups: {ends}"
+    assert {end.error for end in ends.values() if end and end.error} <= {LeftOut, GaveUp, MadeBefore, CutOff}, ends
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("size", "budget"),
+    [
+        (2, Budget(cuts=2)),
+        (2, Budget(cuts=1, deaths=1, timeouts=1)),
+        pytest.param(3, Budget(cuts=1), marks=pytest.mark.slow),
+    ],
+)
+def test_all_interleavings_of_a_call_of_grow_that_fails(size: int, budget: Budget) -> None:
+    """A rank that is cut off in grow() does not know whether the others have made the group. Its shrink() forms no
+    second one."""
+    explore(start(grow_then_shrink, size, budget), key, following, check_one_group, most=3_000_000)
