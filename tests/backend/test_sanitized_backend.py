@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sanitized import build_all
 
 ROOT = Path(__file__).parents[2]
 HELPERS = ROOT / "tests/helpers"
@@ -16,7 +17,7 @@ COMPILER = os.environ.get("CXX", "c++")
 
 LIBRARIES = {"address": ["libasan.so", "libstdc++.so.6"], "thread": ["libtsan.so"]}  # ASAN looks up what throws
 OPTIONS = {
-    "address": {"ASAN_OPTIONS": "detect_leaks=0:handle_segv=2", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"},
+    "address": {"ASAN_OPTIONS": "detect_leaks=0:handle_segv=2", "UBSAN_OPTIONS": "print_stacktrace=1"},
     "thread": {"TSAN_OPTIONS": f"suppressions={HELPERS}/fuzzing/thread.supp:die_after_fork=0:history_size=4"},
 }
 
@@ -71,19 +72,6 @@ def test_the_fuzz(seed: int) -> None:
     assert output.splitlines()[-1].endswith(" 0 failed")
 
 
-def build(sanitizer: str, into: Path) -> None:
-    """Make a copy of the package with an extension under a sanitizer.
-
-    The extension is built in a folder that git ignores; the next build compiles only what has changed.
-    """
-    folder = ROOT / "build" / f"sanitized-{sanitizer}"
-    command = [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={folder}/lib", f"--build-temp={folder}"]
-    done = run(command, 900, ROOT, DIST_PRIMS_SANITIZE=sanitizer)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    shutil.copytree(ROOT / "dist_prims", into, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    shutil.copytree(folder / "lib" / "dist_prims" / "lib", into / "lib", dirs_exist_ok=True)
-
-
 def library(name: str) -> str:
     """The path of a library of the compiler's."""
     found = run([COMPILER, f"-print-file-name={name}"], 60, ROOT).stdout.strip()
@@ -110,10 +98,12 @@ def test_the_fuzz_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
         **OPTIONS[sanitizer],
     }
-    build(sanitizer, tmp_path / "dist_prims")
+    package = tmp_path / "dist_prims"
+    shutil.copytree(ROOT / "dist_prims", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(build_all(sanitizer), package / "lib", dirs_exist_ok=True)
     python = [*(without_random_addresses() if sanitizer == "thread" else []), sys.executable]
     planted = run([*python, "-c", ALONE + PLANTED[sanitizer]], 300, tmp_path, **environment)
     assert REPORTED[sanitizer] in planted.stderr, planted.stderr
-    output = fuzz(python, 2, seconds=75, limit=600, **environment)
+    output = fuzz(python, 2, seconds=45, limit=600, **environment)
     assert f"extension {tmp_path}" in output.splitlines()[0]
     assert output.splitlines()[-1].endswith(" 0 failed")
