@@ -82,15 +82,20 @@ def _whole(n: int, size: int) -> tuple[int, int]:
 
 
 def _gathered(n: int, size: int) -> tuple[int, int]:
-    return n // size, n // size * size
+    return _share(n, size), _share(n, size) * size
 
 
 def _scattered(n: int, size: int) -> tuple[int, int]:
-    return n // size * size, n // size
+    return _share(n, size) * size, _share(n, size)
 
 
 def _exchanged(n: int, size: int) -> tuple[int, int]:
-    return n // size * size, n // size * size
+    return _share(n, size) * size, _share(n, size) * size
+
+
+def _share(n: int, size: int) -> int:
+    """The elements of one rank, at least one: a call without elements is not worth a comparison."""
+    return max(n // size, 1)
 
 
 def _wrong_sum(b: Buffers, round: int) -> int:

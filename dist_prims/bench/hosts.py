@@ -96,7 +96,12 @@ def _heading(facts: Mapping[str, Any], groups: Sequence[str]) -> str:
 
 def _row(collective: str, nbytes: int, lines: Sequence[Line]) -> str:
     gloo, *ours, stream = lines
-    cells = [collective, format_bytes(nbytes), format_duration(gloo.median), format_duration(stream.median)]
+    cells = [
+        collective,
+        format_bytes(max(nbytes, gloo.nbytes)),  # at least an element of each rank
+        format_duration(gloo.median),
+        format_duration(stream.median),
+    ]
     for line in ours:
         by_stream = statistics.median(map(float.__truediv__, line.seconds, stream.seconds))
         cells += [format_duration(line.median), f"{line.ratio:.2f}", f"{by_stream:.2f}"]
