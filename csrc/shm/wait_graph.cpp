@@ -315,7 +315,12 @@ std::shared_ptr<WaitGraphs> WaitGraphs::of_this_process() {
 
 void WaitGraphs::add(WaitGraph& graph) {
     const std::lock_guard lock(mutex_);
-    ids_[&graph] = ++next_id_;
+    ids_[&graph] = next_id_++;
+}
+
+void WaitGraphs::number_from(std::uint64_t id) {
+    const std::lock_guard lock(mutex_);
+    next_id_ = id;
 }
 
 void WaitGraphs::remove(WaitGraph& graph) {

@@ -173,6 +173,8 @@ public:
 
     void add(WaitGraph& graph);
     void remove(WaitGraph& graph);
+    // For tests: the number of the next graph.
+    void number_from(std::uint64_t id);
 
     // For a rank that is blocked in the group of `origin`, in the graphs of all other groups.
     void heartbeat(const WaitGraph& origin);

@@ -92,6 +92,11 @@ void PrimsBackend::setTimeout(Milliseconds timeout) {
     }
 }
 
+void PrimsBackend::number_from(std::uint64_t first) {
+    sequence_ = messages_ = incrementals_ = first;
+    WaitGraphs::of_this_process()->number_from(first);
+}
+
 void PrimsBackend::shutdown() {
     if (owner_ != this_process()) return;  // a forked child has nothing to end
     const bool held = Py_IsInitialized() && PyGILState_Check();

@@ -211,6 +211,7 @@ PYBIND11_MODULE(_backend, module) {
 #endif
         .def("set_timeout", &PrimsBackend::setTimeout, Free())
         .def("named_ranks", &PrimsBackend::named_ranks, Free())
+        .def("number_from", &PrimsBackend::number_from, py::arg("first"))
         .def(
             "append_to_log", [](PrimsBackend& self, const std::string& text) { self.log().append(text); },
             py::arg("text"), Free())
