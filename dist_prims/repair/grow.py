@@ -237,11 +237,12 @@ def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | No
 
 def _announce(meeting: dist.Store, token: str, text: str, deadline: float) -> None:
     """Announce this process until the running ranks invite it: the rank that reads an announcement may die."""
+    awaited = "the running ranks: none has called grow(), or they have refused this process, see their warnings"
     while True:
         meeting.set(f"waiting/{meeting.add('waiting', 1)}", text)
         limit = min(deadline, time.monotonic() + _TIME_FOR_ADMISSION)
         try:
-            until(lambda: meeting.check([f"invited/{token}"]), limit, "the running ranks: none has called grow()")
+            until(lambda: meeting.check([f"invited/{token}"]), limit, awaited)
         except TimeoutError:
             if time.monotonic() > deadline:
                 raise
