@@ -70,9 +70,7 @@ def check(state: State) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "losses", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("losses", [0, *(pytest.param(losses, marks=pytest.mark.slow) for losses in (1, 2, 3))])
 def test_all_interleavings(losses: int) -> None:
     start = [
         functools.partial(propose, "key", f"value {rank}", rank, PROPOSERS, ACCEPTORS) for rank in range(PROPOSERS)
