@@ -3,7 +3,7 @@
 New ranks announce themselves in a store that they and the running ranks can reach:
 
     new rank                          store                         rank 0 of the running group, in grow()
-    announces a random name    -->    waiting/1: name      -->      finds it
+    announces name and host    -->    waiting/1: both      -->      finds them
     sees that it is invited    <--    invited/name         <--      invites it
     confirms                   -->    ready/name           -->      waits for that, for a short time
     makes the group            <--    admitted/name        <--      describes the group, after a broadcast of the names
@@ -35,6 +35,7 @@ from ..backend.tcp_endpoint import own_address
 from ..launch.deadline import call_in_thread, until
 from ..launch.group_secret import secret_of_group
 from ..launch.handshake import signed, verified, warn
+from ..launch.hosts import host_id
 from ..launch.rendezvous import connect
 from ..launch.secret import REMEDY
 from ..launch.served import open_store, served_store
@@ -110,17 +111,20 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     """
     old = default_group()
     backend = repairable_backend(old, "grow")
-    meeting, tokens, failure = None, list[str](), None
+    meeting, tokens, failure, is_remote = None, list[str](), None, False
     if backend.rank() == 0 and not _is_full(backend):
         try:
             meeting = _meeting(at, time.monotonic() + _TIME_FOR_MEETING)
-            _require_secret(backend)
-            tokens = _invite(meeting)
+            _require_secret(backend, backend.spans_hosts)
+            announced = _announced(meeting)
+            is_remote = any(host != host_id() for host in announced.values())
+            _require_secret(backend, is_remote)
+            tokens = _invite(meeting, [*announced])
         except (OSError, RuntimeError, ValueError) as error:
             failure = error
     text, agreement, tokens = broadcast_value((failure_text(failure), secrets.token_hex(8), tokens), 0, old)
     check_failures("grow", failure, [text], old)
-    return _admit(old, backend, meeting, agreement, tokens, timeout) if tokens else old
+    return _admit(old, backend, meeting, agreement, tokens, timeout, is_remote) if tokens else old
 
 
 def _is_full(backend: Any) -> bool:
@@ -128,9 +132,9 @@ def _is_full(backend: Any) -> bool:
     return not backend.spans_hosts and made_group(backend.options.group_name).failed_grows >= _MOST_FAILURES
 
 
-def _require_secret(backend: Any) -> None:
-    """Raise RuntimeError if the ranks of several hosts have a secret, and the group with new ranks would have none."""
-    if backend.spans_hosts and made_group(backend.options.group_name).key:
+def _require_secret(backend: Any, spans_hosts: bool) -> None:
+    """Raise RuntimeError if the ranks have a secret, and the group with new ranks on several hosts would have none."""
+    if spans_hosts and made_group(backend.options.group_name).key:
         store, _ = served_store(own_address())
         if secret_of_group(store, True) is None:
             raise RuntimeError(
@@ -140,9 +144,18 @@ def _require_secret(backend: Any) -> None:
 
 
 def _admit(
-    old: dist.ProcessGroup, backend: Any, meeting: dist.Store | None, agreement: str, tokens: list[str], limit: float
+    old: dist.ProcessGroup,
+    backend: Any,
+    meeting: dist.Store | None,
+    agreement: str,
+    tokens: list[str],
+    limit: float,
+    is_remote: bool,
 ) -> dist.ProcessGroup:
-    """Make the group with the new ranks of these names; return it, or the old one if that fails."""
+    """Make the group with the new ranks of these names; return it, or the old one if that fails.
+
+    ``is_remote``, on rank 0: some of the new ranks are on other hosts.
+    """
     rank, size, name = backend.rank(), backend.size(), next_name(backend.options.group_name)
     made = made_group(backend.options.group_name)
 
@@ -163,7 +176,7 @@ def _admit(
             )
             meeting.set(f"admitted/{token}", signed(secret, ("admitted", token), admission.text()))
 
-    attempt = RepairAttempt(backend, name, limit, agreement, len(tokens), publish)
+    attempt = RepairAttempt(backend, name, limit, agreement, len(tokens), is_remote, publish)
     made.undecided_grow = agreement  # remains if run() raises, for shrink()
     if not attempt.run(make_together(rank, 0, tuple(range(size)))):
         made.undecided_grow = ""
@@ -222,7 +235,7 @@ def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
 def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | None:
     """Return what the running ranks admit this process to; None if they have invited it, but gone on without it."""
     token, secret = secrets.token_hex(16), secret_of_group(meeting, True)
-    _announce(meeting, token, signed(secret, ("waiting",), token), deadline)
+    _announce(meeting, token, signed(secret, ("waiting",), token, host_id()), deadline)
     meeting.set(f"ready/{token}", "")
     try:
         limit = min(deadline, time.monotonic() + _TIME_FOR_ADMISSION)
@@ -297,12 +310,12 @@ def _is_listening(server: tuple[str, int]) -> bool:
     return True
 
 
-def _invite(meeting: dist.Store) -> list[str]:
-    """Return the names of the new ranks that are waiting, and have confirmed that they are."""
+def _announced(meeting: dist.Store) -> dict[str, str]:
+    """Return the names of the new ranks that have announced themselves, with their hosts."""
     first = meeting.add("served", 0) + 1
     last = min(meeting.add("waiting", 0), first + _MOST_AT_ONCE - 1)
     if first > last:
-        return []
+        return {}
     meeting.add("served", last - first + 1)
     deadline = time.monotonic() + _TIME_TO_CONFIRM
     keys = [f"waiting/{number}" for number in range(first, last + 1)]
@@ -314,12 +327,16 @@ def _invite(meeting: dist.Store) -> list[str]:
     found = [verified(meeting.get(key), secret, ("waiting",)) for key in keys]
     if None in found:
         warn(f"a process that wants to join is refused: it does not know the secret of this job; {REMEDY}")
-    announced = dict.fromkeys(texts[0] for texts in found if texts)  # some of them several times
-    tokens = [token for token in announced if not meeting.check([f"invited/{token}"])]
+    announced = {texts[0]: texts[1] for texts in found if texts and len(texts) == 2}  # some of them several times
+    return {token: host for token, host in announced.items() if not meeting.check([f"invited/{token}"])}
+
+
+def _invite(meeting: dist.Store, tokens: list[str]) -> list[str]:
+    """Invite the new ranks of these names; return those that have confirmed that they are waiting."""
     for token in tokens:
         meeting.set(f"invited/{token}", "")
     ready = [f"ready/{token}" for token in tokens]
-    deadline = time.monotonic() + _TIME_TO_CONFIRM  # the first wait may have used up its own
+    deadline = time.monotonic() + _TIME_TO_CONFIRM
     try:
         until(lambda: meeting.check(ready), deadline, "the new ranks")
     except TimeoutError:

@@ -45,7 +45,8 @@ class RepairAttempt:
 
     ``name`` is the name of the new group. ``timeout`` is in seconds: the longest time in which nothing happens.
     ``agreement`` names the registers: each agreement of a group has its own. ``newcomers`` is the number of further
-    ranks of the new group, and ``serving`` is called with the address of its store on the rank that serves the store.
+    ranks of the new group; ``is_remote``: some of them are on other hosts, which cannot reach the loopback address.
+    ``serving`` is called with the address of the store on the rank that serves it.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RepairAttempt:
         timeout: float,
         agreement: str,
         newcomers: int = 0,
+        is_remote: bool = False,
         serving: Callable[[str], None] = lambda address: None,
     ) -> None:
         self._old, self._name, self._timeout = backend, name, timeout
@@ -63,6 +65,7 @@ class RepairAttempt:
         self._is_default = find_made_group(default_group()) is self._made
         self._rank: int = backend.rank()
         self._spans_hosts: bool = backend.spans_hosts
+        self._serves_hosts = self._spans_hosts or is_remote
         self._registers = self._make_registers()
         self._named = frozenset(backend.named_ranks()) - {self._rank}
         self._began = time.monotonic()
@@ -180,7 +183,7 @@ class RepairAttempt:
 
     def _serve(self) -> str:
         try:
-            _, address = served_store(own_address() if self._spans_hosts else LOOPBACK)
+            _, address = served_store(own_address() if self._serves_hosts else LOOPBACK)
             self._serving(address)
             return address
         except (OSError, RuntimeError, ValueError) as error:

@@ -180,7 +180,8 @@ def test_many_failures(
         join_at_rank_0(rank, 2, tmp_path)
         group = dist.group.WORLD
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_invite", lambda _: [secrets.token_hex(16)])
+            patch.setattr(module, "_announced", lambda _: {})
+            patch.setattr(module, "_invite", lambda *_: [secrets.token_hex(16)])
             for _ in range(40):
                 assert dist_prims.grow(place, timeout=0.05) is group
         (tmp_path / "others have failed").touch()
