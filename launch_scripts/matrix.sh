@@ -15,7 +15,8 @@ fi
 [ $# -gt 0 ] || set -- 2.11.0 2.13.0 2.15.0
 python=${PYTHON:-python3}
 smoke=(tests/backend/test_backend.py tests/backend/test_torch_adapter.py tests/backend/test_window.py
-    tests/repair/test_shrink.py tests/repair/test_shrink_group.py tests/repair/test_grow.py tests/repair/test_grow_failures.py tests/repair/test_grow_hosts.py
+    tests/repair/test_shrink.py tests/repair/test_shrink_group.py
+    tests/repair/test_grow.py tests/repair/test_grow_failures.py tests/repair/test_grow_hosts.py
     tests/repair/test_reconfigure.py tests/repair/test_reconfigure_failures.py tests/repair/test_reconfigure_hosts.py
     tests/collectives/test_collectives.py tests/training/test_gradients.py
     tests/pipeline/test_pipeline.py tests/project/test_package.py)
