@@ -112,7 +112,7 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     old = default_group()
     backend = repairable_backend(old, "grow")
     meeting, tokens, failure, is_remote = None, list[str](), None, False
-    if backend.rank() == 0 and not _is_full(backend):
+    if backend.rank() == 0 and not _has_failed_too_often(backend):
         try:
             meeting = _meeting(at, time.monotonic() + _TIME_FOR_MEETING)
             _require_secret(backend, backend.spans_hosts)
@@ -127,8 +127,8 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     return _admit(old, backend, meeting, agreement, tokens, timeout, is_remote) if tokens else old
 
 
-def _is_full(backend: Any) -> bool:
-    """Whether the group admits no more ranks. Between hosts the registers have no limit."""
+def _has_failed_too_often(backend: Any) -> bool:
+    """Whether the group admits no more ranks. The registers of several hosts have room for any number of failures."""
     return not backend.spans_hosts and made_group(backend.options.group_name).failed_grows >= _MOST_FAILURES
 
 
@@ -176,12 +176,12 @@ def _admit(
             )
             meeting.set(f"admitted/{token}", signed(secret, ("admitted", token), admission.text()))
 
-    attempt = RepairAttempt(backend, name, limit, agreement, len(tokens), is_remote, publish)
+    attempt = RepairAttempt(backend, name, limit, agreement, len(tokens), is_remote=is_remote, serving=publish)
     made.undecided_grow = agreement  # remains if run() raises, for shrink()
     if not attempt.run(make_together(rank, 0, tuple(range(size)))):
         made.undecided_grow = ""
         made.failed_grows += 1
-        if rank == 0 and _is_full(backend):
+        if rank == 0 and _has_failed_too_often(backend):
             warn(f"new ranks have failed {_MOST_FAILURES} times to join; this group admits no more")
         return old  # the new ranks find no outcome, and announce themselves again
     if rank == 0:

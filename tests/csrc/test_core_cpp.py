@@ -29,11 +29,11 @@ def build(program: Path, libraries: Path, *flags: str) -> None:
     common = [COMPILER, "-std=c++20", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
     objects = {source: program.with_name(f"{source.stem}.o") for source in TESTS}
 
-    def compile(source: Path) -> None:
+    def compile_one(source: Path) -> None:
         command([*common, "-c", str(source), "-o", str(objects[source])])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile, TESTS))
+        list(pool.map(compile_one, TESTS))
     link = [f"-L{libraries}", "-ldist_prims_core", f"-Wl,-rpath,{libraries}", "-o", str(program)]
     command([*common, *map(str, objects.values()), *link])
 

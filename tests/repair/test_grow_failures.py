@@ -185,7 +185,7 @@ def test_many_failures(
             for _ in range(40):
                 assert dist_prims.grow(place, timeout=0.05) is group
         (tmp_path / "others have failed").touch()
-        if hosts == "aaa":  # a repaired group begins anew
+        if hosts == "aaa":  # the repaired group has had no failure
             dist_prims.shrink()
         grow_to(3, place)
         return total()
