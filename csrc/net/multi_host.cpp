@@ -3,46 +3,22 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
-#include <numeric>
-
-#include "../common/kernels.h"
-#include "../common/trace.h"
+#include <stdexcept>
 
 namespace dist_prims {
 
-std::vector<int> Hosts::local_ranks() const {
-    std::size_t size = 0;
-    for (const auto& each : ranks) size += each.size();
-    std::vector<int> found(size, -1);
-    for (std::size_t local_rank = 0; local_rank < ranks[mine].size(); ++local_rank)
-        found[static_cast<std::size_t>(ranks[mine][local_rank])] = static_cast<int>(local_rank);
-    return found;
-}
+// What a leader tells the others of the call of its host, before its data.
+struct MultiHostGroup::FrameHeader {
+    std::uint64_t checksum = 0;  // of the call
+    Terms terms{};               // the sum of those of its ranks
+    std::uint32_t differs = 0;   // 1: the ranks of the host have made different calls
+    std::uint32_t bytes = 0;     // of the data
+};
 
-std::vector<int> Hosts::sizes() const {
-    std::vector<int> found;
-    for (const auto& each : ranks) found.push_back(static_cast<int>(each.size()));
-    return found;
-}
-
-std::vector<int> Hosts::remote_ranks() const {
-    std::vector<int> found;
-    for (std::size_t host = 0; host < ranks.size(); ++host) {
-        if (host != mine) found.insert(found.end(), ranks[host].begin(), ranks[host].end());
-    }
-    return found;
-}
-
-// What a leader contributes for its host: a checksum of the call of its ranks, the sum of their terms and of their
-// data.
+// A frame in a message, which is valid until the next agreement.
 struct MultiHostGroup::LeaderFrame {
-    std::uint64_t checksum = 0;
-    Terms terms{};
-    std::uint32_t differs = 0;  // 1: the ranks of the host have made different calls
-    std::uint32_t bytes = 0;    // of the data: a message has no more
-    alignas(kCacheLine) std::byte data[kSmall] = {};
-
-    static constexpr std::size_t kHeader = 32;
+    FrameHeader header;
+    const std::byte* data;
 };
 
 // Two calls that differ, if any do, and the rank of each; -1: there is none.
@@ -51,46 +27,48 @@ struct MultiHostGroup::Difference {
     std::int32_t rank = -1, other_rank = -1;
 };
 
-// What the leader of a host tells its ranks.
+// What the leader of a host tells its ranks. The result of the data follows in the slot if it has `moved`.
 struct MultiHostGroup::Verdict {
+    static constexpr std::size_t kRoom = 1024;
+
     Difference difference;
     Terms terms{};
-    alignas(kCacheLine) std::byte data[kSmall] = {};
+    bool moved = false;
 };
 
-// The first `count` frames as a message.
-MultiHostGroup::Message MultiHostGroup::packed(const LeaderFrames& frames, std::size_t count) {
-    Message message;
-    for (std::size_t each = 0; each < count; ++each) {
-        const auto* first = reinterpret_cast<const std::byte*>(&frames[each]);
-        message.insert(message.end(), first, first + LeaderFrame::kHeader);
-        message.insert(message.end(), frames[each].data, frames[each].data + frames[each].bytes);
-    }
-    return message;
-}
+// The data of a call, which is null if none travels with the agreement.
+struct MultiHostGroup::Data {
+    const Piggyback* piggyback;
+    Terms terms, wanted;
+};
 
-// Appends the `count` frames of a message.
-void MultiHostGroup::unpack(const Message& message, std::size_t count, LeaderFrames& frames) {
-    const std::byte* from = message.data();
-    for (std::size_t each = 0; each < count; ++each) {
-        LeaderFrame& frame = frames.emplace_back();
-        std::memcpy(static_cast<void*>(&frame), from, LeaderFrame::kHeader);
-        std::memcpy(frame.data, from + LeaderFrame::kHeader, frame.bytes);
-        from += LeaderFrame::kHeader + frame.bytes;
+// Contents are lost if the memory grows.
+std::byte* MultiHostGroup::Message::reserve(std::size_t wanted) {
+    if (wanted > capacity) {
+        memory = std::make_unique_for_overwrite<std::byte[]>(wanted);
+        capacity = wanted;
     }
+    bytes = wanted;
+    return memory.get();
 }
 
 MultiHostGroup::MultiHostGroup(Hosts hosts, HostSegment& host_segment, std::unique_ptr<Transport> transport)
     : remote(std::move(transport), host_segment.membership, hosts.remote_ranks()),
       router(host_segment.p2p, hosts.local_ranks(), &remote),
       hosts_(std::move(hosts)),
-      sizes_(hosts_.sizes()),
-      ranks_(std::accumulate(sizes_.begin(), sizes_.end(), 0)),
       host_segment_(host_segment),
       rounds_(gather_rounds(hosts_.ranks.size())) {
-    static_assert(sizeof(Verdict) <= kMinSlotBytes && sizeof(Difference) <= kSmall);
-    static_assert(offsetof(LeaderFrame, bytes) + sizeof(LeaderFrame::bytes) == LeaderFrame::kHeader);
+    static_assert(sizeof(FrameHeader) == 32);
+    static_assert(sizeof(Verdict) <= Verdict::kRoom && sizeof(Difference) <= kSmall);
+    static_assert(kMostData + kCacheLine <= kMinSlotBytes && kMostData + Verdict::kRoom <= kMinSlotBytes);
     if (host_segment.slots.rank() == 0) post_receives();
+}
+
+// Rounds after the first forward what they have received, so all hosts must get the same.
+bool MultiHostGroup::can_carry(Collective collective, std::size_t bytes) const {
+    if (Piggyback::most_bytes(hosts_, collective, bytes) > kMostData) return false;
+    return rounds_.size() == 1 ||
+           (Piggyback::is_for_all(collective) && bytes <= kSmall && hosts_.ranks.size() <= kFewHosts);
 }
 
 // The leader of the host `distance` places after this one.
@@ -112,38 +90,65 @@ std::vector<MultiHostGroup::Round> MultiHostGroup::gather_rounds(std::size_t hos
     return rounds;
 }
 
-// Posts the receives of the next agreement.
+// The most bytes of a message.
+std::size_t MultiHostGroup::largest_message(const Exchange& exchange) const {
+    return exchange.frames * (sizeof(FrameHeader) + (rounds_.size() == 1 ? kMostData : kSmall));
+}
+
+// Posts the receives of the next agreement, into the memory of those of the last one.
 void MultiHostGroup::post_receives() {
-    next_.clear();
+    auto posted = next_.begin();
     for (const Round& round : rounds_) {
         for (const Exchange& each : round) {
-            const std::size_t largest = each.frames * (LeaderFrame::kHeader + kSmall);
-            const auto message = std::make_shared<Message>(largest);
-            next_.push_back({message, remote.receive(leader(each.distance), remote.tags.agreement(), message->data(),
-                                                     largest, std::chrono::milliseconds::zero(), message)});
+            if (posted == next_.end()) posted = next_.insert(posted, {std::make_shared<Message>(), nullptr});
+            const std::size_t largest = largest_message(each);
+            std::byte* const memory = posted->message->reserve(largest);
+            posted->request = remote.receive(leader(each.distance), remote.tags.agreement(), memory, largest,
+                                             std::chrono::milliseconds::zero(), posted->message);
+            ++posted;
         }
     }
 }
 
-// The frame of this host: combines what its ranks have posted in the first phase.
-MultiHostGroup::LeaderFrame MultiHostGroup::host_frame(const Call& call, std::size_t bytes) const {
+// Combines what the ranks of this host have posted in the first phase.
+MultiHostGroup::FrameHeader MultiHostGroup::host_header(const Call& call) const {
     const SlotExchange& slots = host_segment_.slots;
-    LeaderFrame frame;
-    frame.checksum = call.checksum();
-    frame.differs = slots.differs() >= 0;
-    if (frame.differs) return frame;
-    std::vector<const void*> each;
+    FrameHeader header;
+    header.checksum = call.checksum();
+    header.differs = slots.differs() >= 0;
     for (int peer = 0; peer < slots.size(); ++peer) {
         Terms terms;
         std::memcpy(terms.data(), slots.theirs(peer), sizeof(terms));
-        add(frame.terms, terms);
-        each.push_back(slots.theirs(peer) + kCacheLine);
+        add(header.terms, terms);
     }
-    frame.bytes = static_cast<std::uint32_t>(bytes);
-    if (bytes == 0) return frame;
-    const TraceSpan span(TraceKind::kReduce, bytes);
-    fold_terms(call.op, call.dtype, frame.data, each, {}, ranks_, call.count);
-    return frame;
+    return header;
+}
+
+// Memory for a message of the current agreement.
+MultiHostGroup::MessagePtr MultiHostGroup::outgoing_message() {
+    if (outgoing_used_ == outgoing_.size()) outgoing_.push_back(std::make_shared<Message>());
+    return outgoing_[outgoing_used_++];
+}
+
+// Makes the frame for each host: the header, and the data if there is any.
+void MultiHostGroup::pack_frames(FrameHeader header, const Piggyback* data) {
+    const SlotExchange& slots = host_segment_.slots;
+    std::vector<const std::byte*> rows;
+    for (int peer = 0; peer < slots.size(); ++peer) rows.push_back(slots.theirs(peer) + kCacheLine);
+    frames_.assign(hosts_.ranks.size(), nullptr);
+    MessagePtr without_data, same;
+    for (std::size_t to = 0; to < frames_.size(); ++to) {
+        const std::size_t bytes = data ? data->message_bytes(hosts_.mine, to) : 0;
+        MessagePtr& known = bytes == 0 ? without_data : same;
+        if (!known || (bytes && data->is_addressed())) {
+            known = outgoing_message();
+            header.bytes = static_cast<std::uint32_t>(bytes);
+            std::byte* const memory = known->reserve(sizeof(header) + bytes);
+            std::memcpy(memory, &header, sizeof(header));
+            if (bytes) data->pack(to, rows, memory + sizeof(header));
+        }
+        frames_[to] = known;
+    }
 }
 
 // The call of this host, and another one if its ranks have made different calls.
@@ -155,24 +160,54 @@ MultiHostGroup::Difference MultiHostGroup::host_difference(const Call& call) con
     return {call, slots.call(peer), membership.number(0), membership.number(peer)};
 }
 
-// The frames of all hosts, by host. A message has the frames one after the other, of each only the header and the data
-// that there is.
-MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(const LeaderFrame& mine, std::chrono::milliseconds timeout) {
+// Appends the `count` frames of a message.
+void MultiHostGroup::unpack(const Message& message, std::size_t count, LeaderFrames& frames) {
+    const std::byte* from = message.memory.get();
+    for (std::size_t each = 0; each < count; ++each) {
+        LeaderFrame& frame = frames.emplace_back();
+        std::memcpy(&frame.header, from, sizeof(frame.header));
+        frame.data = from + sizeof(frame.header);
+        from = frame.data + frame.header.bytes;
+    }
+}
+
+// A message of these frames, one after the other.
+MultiHostGroup::MessagePtr MultiHostGroup::joined(const LeaderFrames& frames) {
+    std::size_t bytes = 0;
+    for (const LeaderFrame& each : frames) bytes += sizeof(each.header) + each.header.bytes;
+    MessagePtr message = outgoing_message();
+    std::byte* to = message->reserve(bytes);
+    for (const LeaderFrame& each : frames) {
+        std::memcpy(to, &each.header, sizeof(each.header));
+        to += sizeof(each.header);
+        if (each.header.bytes) std::memcpy(to, each.data, each.header.bytes);
+        to += each.header.bytes;
+    }
+    return message;
+}
+
+// Sends frames_ and returns those of all hosts, by host.
+MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(std::chrono::milliseconds timeout) {
     const std::size_t hosts = hosts_.ranks.size();
-    std::vector<PostedReceive> now = std::move(next_);
+    std::swap(now_, next_);
     const auto began = Clock::now();
-    LeaderFrames frames{mine};
+    LeaderFrames frames;
     frames.reserve(hosts);
+    unpack(*frames_[hosts_.mine], 1, frames);
     std::vector<RemotePeers::Handle> sent;
     try {
-        auto receive = now.begin();
+        auto receive = now_.begin();
         for (const Round& round : rounds_) {
+            const bool is_first = receive == now_.begin();
             for (const Exchange& each : round) {
-                const auto message = std::make_shared<Message>(packed(frames, each.frames));
-                sent.push_back(remote.send(leader(hosts - each.distance), remote.tags.agreement(), message->data(),
-                                           message->size(), timeout, message));
+                const std::size_t distance = hosts - each.distance;
+                const auto first = frames.begin();
+                const MessagePtr message = is_first ? frames_[(hosts_.mine + distance) % hosts]
+                                                    : joined({first, first + static_cast<std::ptrdiff_t>(each.frames)});
+                sent.push_back(remote.send(leader(distance), remote.tags.agreement(), message->memory.get(),
+                                           message->bytes, timeout, message));
             }
-            if (receive == now.begin()) post_receives();  // while the messages are in flight
+            if (is_first) post_receives();  // while the messages are in flight
             for (const Exchange& each : round) {
                 remote.wait(receive->request, timeout, began);
                 unpack(*receive++->message, each.frames, frames);
@@ -183,6 +218,7 @@ MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(const LeaderFrame& mi
         remote.end();
         throw;
     }
+    outgoing_used_ = 0;
     const auto first = frames.begin();
     std::rotate(first, first + static_cast<std::ptrdiff_t>((hosts - hosts_.mine) % hosts), frames.end());
     return frames;
@@ -191,11 +227,15 @@ MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(const LeaderFrame& mi
 // The first two calls that differ: a second gathering, of the calls themselves.
 MultiHostGroup::Difference MultiHostGroup::find_difference(const Call& call, std::chrono::milliseconds timeout) {
     const Difference mine = host_difference(call);
-    LeaderFrame frame;
-    frame.bytes = sizeof(mine);
-    std::memcpy(frame.data, &mine, sizeof(mine));
+    const MessagePtr message = outgoing_message();
+    std::byte* const memory = message->reserve(sizeof(FrameHeader) + sizeof(mine));
+    FrameHeader header;
+    header.bytes = sizeof(mine);
+    std::memcpy(memory, &header, sizeof(header));
+    std::memcpy(memory + sizeof(header), &mine, sizeof(mine));
+    frames_.assign(hosts_.ranks.size(), message);
     Difference found;
-    for (const LeaderFrame& each : gather_frames(frame, timeout)) {
+    for (const LeaderFrame& each : gather_frames(timeout)) {
         Difference theirs;
         std::memcpy(static_cast<void*>(&theirs), each.data, sizeof(theirs));
         if (found.rank < 0) found = theirs;
@@ -211,37 +251,43 @@ MultiHostGroup::Difference MultiHostGroup::find_difference(const Call& call, std
     return found;
 }
 
-// On a leader, after the ranks of its host have posted their calls.
-MultiHostGroup::Verdict MultiHostGroup::decide(const Call& call, std::size_t bytes, std::chrono::milliseconds timeout) {
+// On a leader, after the ranks of its host have posted their calls. `result`: where that of the data is to be written.
+MultiHostGroup::Verdict MultiHostGroup::decide(const Call& call, const Data& data, std::byte* result,
+                                               std::chrono::milliseconds timeout) {
     Verdict verdict;
-    const LeaderFrames frames = gather_frames(host_frame(call, bytes), timeout);
+    const FrameHeader header = host_header(call);
+    pack_frames(header, header.differs ? nullptr : data.piggyback);
+    const LeaderFrames frames = gather_frames(timeout);
     const bool all_agree = std::all_of(frames.begin(), frames.end(), [&](const LeaderFrame& frame) {
-        return !frame.differs && frame.checksum == frames[0].checksum;
+        return !frame.header.differs && frame.header.checksum == frames[0].header.checksum;
     });
     if (!all_agree) {
         verdict.difference = find_difference(call, timeout);
         return verdict;
     }
-    std::vector<const void*> each;
+    std::vector<const std::byte*> messages;
     for (const LeaderFrame& frame : frames) {
-        add(verdict.terms, frame.terms);
-        each.push_back(frame.data);
+        add(verdict.terms, frame.header.terms);
+        messages.push_back(frame.data);
     }
-    if (bytes == 0) return verdict;
-    const TraceSpan span(TraceKind::kReduce, bytes);
-    fold_terms(call.op, call.dtype, verdict.data, each, sizes_, ranks_, call.count);
+    if (!data.piggyback || verdict.terms != data.wanted) return verdict;
+    for (std::size_t host = 0; host < frames.size(); ++host) {
+        if (frames[host].header.bytes != data.piggyback->message_bytes(host, hosts_.mine))
+            throw std::logic_error("data of another length than the call has came with an agreement");
+    }
+    data.piggyback->combine(messages, result);
+    verdict.moved = true;
     return verdict;
 }
 
-MultiHostGroup::Verdict MultiHostGroup::agree_and_reduce(const Call& call, const Terms& terms, const std::byte* in,
-                                                         std::size_t bytes, std::chrono::milliseconds timeout) {
+Terms MultiHostGroup::run(const Call& call, const Data& data, std::chrono::milliseconds timeout) {
     SlotExchange& slots = host_segment_.slots;
     slots.open(call, timeout + RemotePeers::kLocalMargin, false);
-    std::memcpy(slots.mine(), terms.data(), sizeof(terms));
-    if (bytes) std::memcpy(slots.mine() + kCacheLine, in, bytes);
+    std::memcpy(slots.mine(), data.terms.data(), sizeof(data.terms));
+    if (data.piggyback) data.piggyback->post(slots.mine() + kCacheLine);
     slots.phase();
     if (slots.rank() == 0) {
-        const Verdict verdict = decide(call, bytes, timeout);
+        const Verdict verdict = decide(call, data, slots.mine() + Verdict::kRoom, timeout);
         std::memcpy(slots.mine(), &verdict, sizeof(verdict));
         slots.phase();
     } else {
@@ -252,14 +298,19 @@ MultiHostGroup::Verdict MultiHostGroup::agree_and_reduce(const Call& call, const
     Verdict verdict;
     std::memcpy(static_cast<void*>(&verdict), slots.theirs(0), sizeof(verdict));
     const Difference& found = verdict.difference;
-    if (found.other_rank >= 0)
-        throw_mismatch(host_segment_.membership.number(slots.rank()), found.rank, found.call, found.other_rank,
-                       found.other);
-    return verdict;
+    if (found.other_rank >= 0) throw_mismatch(rank(), found.rank, found.call, found.other_rank, found.other);
+    if (verdict.moved) data.piggyback->deliver(slots.theirs(0) + Verdict::kRoom);
+    return verdict.terms;
 }
 
 Terms MultiHostGroup::agree(const Call& call, std::chrono::milliseconds timeout, const Terms& terms) {
-    return agree_and_reduce(call, terms, nullptr, 0, timeout).terms;
+    return run(call, {nullptr, terms, {}}, timeout);
+}
+
+Terms MultiHostGroup::agree_and_move(const Call& call, const ProgramBuffer& buffer, std::chrono::milliseconds timeout,
+                                     const Terms& terms, const Terms& wanted) {
+    const Piggyback piggyback(hosts_, rank(), call, buffer);
+    return run(call, {&piggyback, terms, wanted}, timeout);
 }
 
 LinkCosts MultiHostGroup::first_agreement(const Call& call, std::uint64_t network, std::chrono::milliseconds timeout) {
@@ -272,13 +323,6 @@ LinkCosts MultiHostGroup::first_agreement(const Call& call, std::uint64_t networ
             help_measure_link(remote, peer, network, timeout);
     }
     return LinkCosts::unpacked(agree(call, timeout, {costs.beta > 0 ? costs.packed() : 0, 0})[0]);
-}
-
-void MultiHostGroup::all_reduce(const Call& call, const std::byte* in, std::byte* out,
-                                std::chrono::milliseconds timeout) {
-    const std::size_t bytes = call.count * size_of(call.dtype);
-    const Verdict verdict = agree_and_reduce(call, {}, in, bytes, timeout);
-    if (bytes) std::memcpy(out, verdict.data, bytes);
 }
 
 }  // namespace dist_prims

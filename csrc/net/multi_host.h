@@ -3,16 +3,16 @@
 //
 // The first rank of each host is its leader. Everything that all ranks must agree on is combined in three steps: up to
 // the leader of each host through shared memory, among the leaders in log4(hosts) rounds of messages, and down again.
-// That includes each call, and data so small that it adds nothing to the time of the message.
+// That includes each call, and data for which these messages are the fastest way (see piggyback.h).
 //
-//     host a   0 1 2 3      post call and data, the leader sums          wait              read verdict and sum
-//     leaders  0 4 8                                        gather all (Bruck, radix 4)
+//     host a   0 1 2 3      post call and data                    wait                 read verdict and result
+//     leaders  0 4 8                                   gather all (Bruck, radix 4)
 //
 // For each host 32 bytes are sent, with a checksum of the call, and the data. Only if checksums differ, a second
-// gathering brings the calls themselves, for the error.
+// gathering brings the calls themselves, for the error. Then no rank has written its output.
 //
-// Leaders post the receives of the next agreement at the end of the current one. gloo sends at once if the receive is
-// posted; otherwise it sends a request first, which doubles the time. These receives are as large as the largest
+// Leaders post the receives of the next agreement in the middle of the current one. gloo sends at once if the receive
+// is posted; otherwise it sends a request first, which doubles the time. These receives are as large as the largest
 // message; most messages are shorter.
 #pragma once
 
@@ -22,20 +22,13 @@
 #include <vector>
 
 #include "../shm/host_segment.h"
+#include "hosts.h"
 #include "link_costs.h"
+#include "piggyback.h"
 #include "remote_peers.h"
 #include "router.h"
 
 namespace dist_prims {
-
-struct Hosts {
-    std::vector<std::vector<int>> ranks;  // by host, in order
-    std::size_t mine = 0;                 // the index of this host
-
-    std::vector<int> local_ranks() const;   // by rank of the group: the rank on this host, or -1
-    std::vector<int> sizes() const;         // the number of ranks of each host
-    std::vector<int> remote_ranks() const;  // the ranks of other hosts
-};
 
 // Two numbers that an agreement adds over all ranks, each modulo 2^64.
 using Terms = std::array<std::uint64_t, 2>;
@@ -46,7 +39,8 @@ inline void add(Terms& sum, const Terms& terms) {
 
 class MultiHostGroup {
 public:
-    static constexpr std::size_t kMinSlotBytes = 4096;  // a Verdict must fit a slot
+    static constexpr std::size_t kMostData = 128 << 10;  // in a message of an agreement, and in a slot
+    static constexpr std::size_t kMinSlotBytes = kMostData + 4096;
 
     MultiHostGroup(Hosts hosts, HostSegment& host_segment, std::unique_ptr<Transport> transport);
 
@@ -54,9 +48,17 @@ public:
     // slots.open() itself. The result is the sum of the terms of all ranks.
     Terms agree(const Call& call, std::chrono::milliseconds timeout, const Terms& terms = {});
 
-    // Agrees on the call and reduces its data in the same messages. The data must satisfy is_small().
-    bool is_small(std::size_t bytes) const { return bytes <= kSmall && hosts_.ranks.size() <= kFewHosts; }
-    void all_reduce(const Call& call, const std::byte* in, std::byte* out, std::chrono::milliseconds timeout);
+    // Whether the data of a collective can travel with the agreement; `bytes` are those of the data as a schedule
+    // counts it.
+    bool can_carry(Collective collective, std::size_t bytes) const;
+    // The same for data so small that it adds nothing to the time of the agreement.
+    bool is_small(Collective collective, std::size_t bytes) const {
+        return bytes <= kSmall && can_carry(collective, bytes);
+    }
+    // Agrees on the call and moves its data in the same messages, unless the sum of the terms is not `wanted`: then no
+    // output is written. can_carry() must hold.
+    Terms agree_and_move(const Call& call, const ProgramBuffer& buffer, std::chrono::milliseconds timeout,
+                         const Terms& terms = {}, const Terms& wanted = {});
 
     // The first agreement of the group, in which all ranks learn what the link between the first two hosts costs.
     // `network`: see measure_link(); if it is 0 the link is not measured. Either all ranks give 0, or none does.
@@ -66,43 +68,58 @@ public:
     Router router;
 
 private:
+    // Data that is the same for all hosts may be forwarded, by so many bytes a host, in a group of few hosts.
     static constexpr std::size_t kSmall = 1024, kFewHosts = 64;
 
+    struct FrameHeader;
     struct LeaderFrame;
     struct Difference;
     struct Verdict;
+    struct Data;
     using LeaderFrames = std::vector<LeaderFrame>;
-    using Message = std::vector<std::byte>;
+    // Memory of a message, which is used again for later ones.
+    struct Message {
+        std::unique_ptr<std::byte[]> memory;
+        std::size_t capacity = 0, bytes = 0;
+
+        std::byte* reserve(std::size_t wanted);
+    };
+    using MessagePtr = std::shared_ptr<Message>;
     // A message of a round: the frames of so many hosts, from the leader `distance` places after the receiver.
     struct Exchange {
         std::size_t distance, frames;
     };
     using Round = std::vector<Exchange>;
     struct PostedReceive {
-        std::shared_ptr<Message> message;
+        MessagePtr message;
         RemotePeers::Handle request;
     };
 
     static std::vector<Round> gather_rounds(std::size_t hosts);
-    static Message packed(const LeaderFrames& frames, std::size_t count);
-    static void unpack(const Message& message, std::size_t count, LeaderFrames& frames);
 
     int leader(std::size_t distance) const;
-    LeaderFrame host_frame(const Call& call, std::size_t bytes) const;
+    int rank() const { return host_segment_.membership.number(host_segment_.slots.rank()); }
+    std::size_t largest_message(const Exchange& exchange) const;
+    FrameHeader host_header(const Call& call) const;
     Difference host_difference(const Call& call) const;
     void post_receives();
-    LeaderFrames gather_frames(const LeaderFrame& mine, std::chrono::milliseconds timeout);
+    MessagePtr outgoing_message();
+    void pack_frames(FrameHeader header, const Piggyback* data);
+    static void unpack(const Message& message, std::size_t count, LeaderFrames& frames);
+    MessagePtr joined(const LeaderFrames& frames);
+    LeaderFrames gather_frames(std::chrono::milliseconds timeout);
     Difference find_difference(const Call& call, std::chrono::milliseconds timeout);
-    Verdict decide(const Call& call, std::size_t bytes, std::chrono::milliseconds timeout);
-    Verdict agree_and_reduce(const Call& call, const Terms& terms, const std::byte* in, std::size_t bytes,
-                             std::chrono::milliseconds timeout);
+    Verdict decide(const Call& call, const Data& data, std::byte* result, std::chrono::milliseconds timeout);
+    Terms run(const Call& call, const Data& data, std::chrono::milliseconds timeout);
 
     const Hosts hosts_;
-    const std::vector<int> sizes_;  // the number of ranks of each host
-    const int ranks_;
     HostSegment& host_segment_;
     const std::vector<Round> rounds_;
-    std::vector<PostedReceive> next_;  // on leaders: those of the next agreement, in the order of the rounds
+    // On leaders:
+    std::vector<MessagePtr> frames_;    // the own frame of the current agreement, by the host that gets it
+    std::vector<MessagePtr> outgoing_;  // those of frames_ and of later rounds, the first outgoing_used_ in use
+    std::size_t outgoing_used_ = 0;
+    std::vector<PostedReceive> now_, next_;  // of the current and the next agreement, in the order of the rounds
 };
 
 }  // namespace dist_prims

@@ -15,7 +15,9 @@ namespace dist_prims {
 
 struct HostSegment {
     // The minimum slot size. Some collectives post a list of lengths, or a piece for each rank, in one slot.
-    static std::size_t min_slot_bytes(int size) { return 256 * (static_cast<std::size_t>(size) + 1); }
+    static std::size_t min_slot_bytes(int size) {
+        return std::max<std::size_t>(4096, 256 * (static_cast<std::size_t>(size) + 1));
+    }
 
     static std::size_t bytes(int size, std::size_t slot) {
         return Membership::bytes(size) + SlotExchange::bytes(size, slot) + PointToPoint::bytes(size) +

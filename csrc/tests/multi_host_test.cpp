@@ -29,8 +29,8 @@ void sums(const std::vector<std::vector<int>>& hosts, int size, const MakeTransp
                 for (std::size_t i = 0; i < count; ++i) data[i] = rank + static_cast<std::int64_t>(i);
                 auto* bytes = reinterpret_cast<std::byte*>(data.data());
                 const Call call = sum_of(sequence++, count);
-                if (group.is_small(count * 8)) {
-                    group.all_reduce(call, bytes, bytes, 60s);
+                if (group.is_small(call.collective, count * 8)) {
+                    group.agree_and_move(call, ProgramBuffer::whole(bytes, count), 60s);
                 } else {
                     group.agree(call, 60s);
                     execute(program, group.router, call.dtype, call.op, ProgramBuffer::whole(bytes, count), segments,
@@ -106,7 +106,7 @@ CASE(tags_are_used_again_and_again) {
                 group.agree(call, 60s);
                 execute(program, group.router, call.dtype, call.op, ProgramBuffer::whole(bytes, count), kMany, 60s);
             } else {
-                group.all_reduce(call, bytes, bytes, 60s);
+                group.agree_and_move(call, ProgramBuffer::whole(bytes, count), 60s);
             }
             for (std::size_t i = 0; i < count; ++i) CHECK(data[i] == 6 * static_cast<std::int64_t>(i + sequence));
         }
@@ -148,8 +148,8 @@ void means(const std::vector<std::vector<int>>& hosts, int size) {
             Call call = sum_of(sequence++, count);
             call.dtype = DType::kFloat16;
             call.op = Op::kAvg;
-            if (group.is_small(count * 2)) {
-                group.all_reduce(call, bytes, bytes, 60s);
+            if (group.is_small(call.collective, count * 2)) {
+                group.agree_and_move(call, ProgramBuffer::whole(bytes, count), 60s);
             } else {
                 group.agree(call, 60s);
                 execute(ring(size, rank), group.router, call.dtype, call.op, ProgramBuffer::whole(bytes, count), 2,
@@ -177,7 +177,7 @@ CASE(a_mismatch_in_the_size_of_small_data_names_both_calls) {
             auto* bytes = reinterpret_cast<std::byte*>(data.data());
             std::string error;
             try {
-                group.all_reduce(sum_of(0, data.size()), bytes, bytes, 60s);
+                group.agree_and_move(sum_of(0, data.size()), ProgramBuffer::whole(bytes, data.size()), 60s);
             } catch (const CommError& caught) {
                 error = caught.what();
             }
@@ -233,7 +233,7 @@ CASE(an_agreement_is_small) {
                              std::vector<std::int64_t> data(count, 1);
                              auto* bytes = reinterpret_cast<std::byte*>(data.data());
                              if (count == 0) return void(group.agree(sum_of(0, 1), 60s));
-                             group.all_reduce(sum_of(0, count), bytes, bytes, 60s);
+                             group.agree_and_move(sum_of(0, count), ProgramBuffer::whole(bytes, count), 60s);
                              for (const std::int64_t each : data) CHECK(each == 7);
                          })
             .longest;

@@ -257,7 +257,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         largest_tag=getattr(transports["engine"], "largest_tag", _LARGEST_TAG_OF_GLOO),
         make_gloo=make_gloo,
         make_child=functools.partial(_make_child, made),
-        choose=multi_host.choose if multi_host else _unreachable,
+        choose=multi_host.choose_or_piggyback if multi_host else _unreachable,
         accelerator=_nccl(store, rank, size, timeout),
         slot_bytes=prims_options.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
         one_shot_bytes=one_shot,

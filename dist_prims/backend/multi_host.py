@@ -19,6 +19,7 @@ from typing import Any
 from ..schedules import Schedule
 from ..schedules.contract import ROOTED
 from ..schedules.native import NativeForm, to_native
+from ..schedules.piggyback import added_seconds
 from ..schedules.recommend import EXCHANGES, MUCH_SHORTER, recommend
 from ..schedules.registry import build_shared, version
 from ..schedules.topology import Topology
@@ -76,6 +77,13 @@ class MultiHostSchedules:
         self.costs = costs
         self.topology = Topology.measured(self.order.hosts, costs)
 
+    def choose_or_piggyback(
+        self, collective: str, nbytes: int, root: int, is_even: bool = True
+    ) -> tuple[NativeForm, bool]:
+        """Return the schedule of :meth:`choose`, and whether the messages of the agreement carry the data sooner."""
+        schedule = self.choose(collective, nbytes, root, is_even)
+        return schedule, is_even and _recommended(collective, _octave(nbytes), self.topology, version())[1]
+
     def choose(self, collective: str, nbytes: int, root: int, is_even: bool = True) -> NativeForm:
         """Return the schedule that is recommended for sizes between the powers of two around ``nbytes``.
 
@@ -83,10 +91,10 @@ class MultiHostSchedules:
         schedule then sends each block straight to its receiver. ``nbytes`` are those of this rank alone, so ranks may
         follow different schedules, which send the same messages.
         """
-        low = 0 if nbytes < 2 else 1 << (nbytes.bit_length() - 1)
+        low = _octave(nbytes)
         high = max(2 * low, 2)
         if is_even:
-            algorithm, parameters, segments = _recommended(collective, low, self.topology, version())
+            algorithm, parameters, segments = _recommended(collective, low, self.topology, version())[0]
         else:
             low, high = next(each for each in _UNEVEN_RANGES if nbytes < each[1])
             algorithm, parameters, segments = _straight(collective, self.topology, low)
@@ -96,21 +104,29 @@ class MultiHostSchedules:
         return to_native(schedule, self.rank, low, high, _short(schedule), segments, self.order.rank_at)
 
 
+def _octave(nbytes: int) -> int:
+    """The largest power of two up to ``nbytes``; 0 for less than two bytes."""
+    return 0 if nbytes < 2 else 1 << (nbytes.bit_length() - 1)
+
+
 @functools.lru_cache(maxsize=1024)
-def _recommended(collective: str, low: int, topology: Topology, _version: int) -> _Choice:
+def _recommended(collective: str, low: int, topology: Topology, _version: int) -> tuple[_Choice, bool]:
     """The algorithm, its parameters and the number of segments for sizes from ``low``, a power of two, to 2 * ``low``.
 
-    The choice does not depend on the root. All groups of the process with the same hosts and cost figures share it.
+    The second result is whether the schedule takes longer than the data adds to the agreement. The choice does not
+    depend on the root. All groups of the process with the same hosts and cost figures share it.
     """
-    found = recommend(collective, max(low * 1.5, 1), topology, only_best=True).candidates
+    nbytes = max(low * 1.5, 1)
+    found = recommend(collective, nbytes, topology, only_best=True).candidates
     if collective in _UNKNOWN_LENGTHS:
         found = tuple(each for each in found if is_trusted(each.schedule))
     best = found[0]
+    choice: _Choice = (best.schedule.algorithm, best.schedule.parameters, best.segments)
     if collective in EXCHANGES:
         direct = next((each for each in found if each.name == "direct"), best)
         if best.seconds >= MUCH_SHORTER * direct.seconds:
-            return _straight(collective, topology, low)
-    return best.schedule.algorithm, best.schedule.parameters, best.segments
+            choice, best = _straight(collective, topology, low), direct
+    return choice, best.seconds > added_seconds(collective, nbytes, topology)
 
 
 def _straight(collective: str, topology: Topology, nbytes: int) -> _Choice:

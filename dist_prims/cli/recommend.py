@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schedules import advice
+from ..schedules.piggyback import added_seconds, fits
 from ..schedules.recommend import EXCHANGES, MUCH_SHORTER, recommend
 from ..schedules.topology import Level, Topology
 
@@ -42,7 +43,15 @@ def run(given: argparse.Namespace) -> int:
     found = recommend(given.collective, count, topology)
     print(f"{advice.describe(given.collective, count, topology, source)}\n\n{advice.report(found)}")
     print(_how_to_run(given.collective, given.hosts, found.candidates[0].schedule.algorithm))
+    if given.hosts > 1 and given.collective not in _WITHOUT_CHOICE and fits(given.collective, count, topology):
+        print(_with_agreement(added_seconds(given.collective, count, topology), found.candidates[0].seconds))
     return 0
+
+
+def _with_agreement(added: float, best: float) -> str:
+    """A sentence on data that the backend sends in the messages by which the ranks agree on the call."""
+    adds = f"The data adds {advice.format_duration(added)} to the messages by which the ranks agree on the call"
+    return f"{adds}, so the backend {'sends it in them and needs no schedule' if added < best else 'uses a schedule'}."
 
 
 def _how_to_run(collective: str, hosts: int, algorithm: str) -> str:

@@ -218,12 +218,12 @@ def test_ranks_that_would_exchange_by_different_schedules_are_told() -> None:
         rank = dist.get_rank()
         if rank == 2:
             algorithm("all_to_all", name="mine", trust=True)(lambda size: iter(()))
-        sent = [torch.full((4,), float(rank)) for _ in range(4)]
-        received = [torch.zeros(4) for _ in range(4)]
+        sent = [torch.full((400,), float(rank)) for _ in range(4)]
+        received = [torch.zeros(400) for _ in range(4)]
         with pytest.raises(MismatchError, match=r"all_to_all\(.*, by \w.*rank 2 calls all_to_all\(.*, by mine\)"):
             dist.all_to_all(received, sent)
         assert not torch.stack(received).any()
-        uneven = [torch.full((4 + (rank != peer),), float(rank)) for peer in range(4)]
+        uneven = [torch.full((400 + (rank != peer),), float(rank)) for peer in range(4)]
         received = [torch.zeros_like(each) for each in uneven]
         dist.all_to_all(received, uneven)  # no rank needs a schedule of its own
         assert [each[0].item() for each in received] == [0, 1, 2, 3]

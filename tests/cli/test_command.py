@@ -311,3 +311,20 @@ def test_plan_tells_whether_the_backend_takes_the_advice(
     """For an all_to_all it once advised a schedule that never ran."""
     assert main(["recommend", "--hosts", hosts, "--ranks", "2", "--collective", collective]) == 0
     assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--hosts 2 --bytes 8K", "needs no schedule"),
+        ("--hosts 4 --ranks 1 --bytes 64K --link 1G --collective broadcast", "so the backend uses a schedule"),
+        ("--hosts 2 --bytes 1M", ""),
+        ("--hosts 5 --bytes 1K", ""),
+    ],
+)
+def test_recommend_tells_whether_data_travels_with_the_agreement(
+    given: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recommend", *given.split()]) == 0
+    found = capsys.readouterr().out
+    assert message in found if message else "agree on the call" not in found

@@ -46,8 +46,10 @@ RankProgram program_of(int chunks, int scratch, const Steps& steps, int ranks) {
     return program;
 }
 
-// A schedule as Python passes it: low, high, name, segments, chunks, scratch, steps, ranks.
+// A schedule as Python passes it: low, high, name, segments, chunks, scratch, steps, ranks; and whether it takes longer
+// than the messages of the agreement would.
 using ScheduleTuple = std::tuple<std::uint64_t, std::uint64_t, std::string, int, int, int, Steps, int>;
+using ChosenTuple = std::tuple<ScheduleTuple, bool>;
 
 NativeSchedule schedule_of(const ScheduleTuple& tuple) {
     const auto& [low, high, name, segments, chunks, scratch, steps, ranks] = tuple;
@@ -55,7 +57,7 @@ NativeSchedule schedule_of(const ScheduleTuple& tuple) {
 }
 
 // Python's functions that choose a schedule, and that make the pinned schedules for a root.
-using Choose = std::function<ScheduleTuple(std::string, std::uint64_t, int, bool)>;
+using Choose = std::function<ChosenTuple(std::string, std::uint64_t, int, bool)>;
 using MakeTuples = std::function<std::vector<ScheduleTuple>(int)>;
 
 // Python's function that makes a group by split or merge.
@@ -75,7 +77,10 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
                                       const std::string& dump, const std::function<int()>& ended) {
     const auto chosen = [choose = std::move(choose)](const std::string& collective, std::uint64_t bytes, int root,
                                                      bool is_even) {
-        return schedule_of(choose(collective, bytes, root, is_even));
+        const auto [schedule, is_slower_than_piggyback] = choose(collective, bytes, root, is_even);
+        NativeSchedule found = schedule_of(schedule);
+        found.is_slower_than_piggyback = is_slower_than_piggyback;
+        return found;
     };
     Setup setup{
         .timeout = timeout,

@@ -109,11 +109,17 @@ PrimsTask Execution::exchange(Call call, const Exchange& given, PrimsTask::Run u
     const SchedulePtr schedule = is_even ? schedule_for(call.collective, bytes, call.root) : nullptr;
     const std::uint64_t plan = Checksum().add(schedule ? schedule->name : "").value() << kRankBits;
     const Terms terms{difference_of_lengths(*blocks), is_even ? plan : 1};
+    const Terms wanted{0, plan * static_cast<std::uint64_t>(size_)};
     return {call, [=, this, uneven = std::move(uneven)](const Call& call, Milliseconds timeout) {
-                const auto [difference, plans] = agree(call, timeout, terms);
+                const bool moves = schedule && schedule->is_piggyback;
+                const Terms found = moves ? agree_and_move_blocks(call, blocks->inputs, blocks->outputs, blocks->counts,
+                                                                  timeout, terms, wanted)
+                                          : agree(call, timeout, terms);
+                if (moves && found == wanted) return;
+                const auto [difference, plans] = found;
                 if (difference != 0) compare_lengths(call, *blocks, timeout);
                 const bool all_even = difference == 0 && plans % (std::uint64_t{1} << kRankBits) == 0;
-                if (all_even && plans != plan * static_cast<std::uint64_t>(size_)) {
+                if (all_even && plans != wanted[1]) {
                     Call named = call;
                     named.by(schedule ? schedule->name : "");
                     agree(named, timeout);
@@ -192,6 +198,11 @@ SchedulePtr Execution::find(const std::vector<SchedulePtr>& schedules, std::uint
 PrimsTask Execution::by_schedule(const SchedulePtr& schedule, Call call, const Tensors& inputs, const Tensors& outputs,
                                  const Counts& counts, const std::function<void()>& check) {
     call.by(schedule->name);
+    if (schedule->is_piggyback) {
+        return {call, [=, this](const Call& call, Milliseconds timeout) {
+                    agree_and_move_blocks(call, inputs, outputs, counts, timeout);
+                }};
+    }
     return {call, [=, this](const Call& call, Milliseconds timeout) {
                 agree(call, timeout);
                 if (check) check();
@@ -214,8 +225,11 @@ ProgramBuffer in_blocks(const Tensors& inputs, const Tensors& outputs, const Cou
     return buffer;
 }
 
-void Execution::execute_on_blocks(const NativeSchedule& schedule, const Call& call, const Tensors& inputs,
-                                  const Tensors& outputs, const Counts& counts, Milliseconds timeout) {
+namespace {
+
+// Runs `move` on blocks in packed memory, in place of those that are not packed or that overlap others.
+template <typename Move>
+void on_packed_blocks(const Tensors& inputs, const Tensors& outputs, const Counts& counts, const Move& move) {
     Tensors from = inputs, to = outputs;
     for (at::Tensor& each : from) {
         if (each.defined()) each = packed(each);
@@ -224,10 +238,31 @@ void Execution::execute_on_blocks(const NativeSchedule& schedule, const Call& ca
     for (at::Tensor& each : to) {
         if (each.defined() && (overlap || !is_packed(each))) each = at::empty(each.sizes(), each.options());
     }
-    execute_schedule(schedule, call, in_blocks(from, to, counts), timeout);
+    if (!move(in_blocks(from, to, counts))) return;
     for (std::size_t block = 0; block < to.size(); ++block) {
         if (!to[block].is_same(outputs[block])) outputs[block].copy_(to[block]);
     }
+}
+
+}  // namespace
+
+void Execution::execute_on_blocks(const NativeSchedule& schedule, const Call& call, const Tensors& inputs,
+                                  const Tensors& outputs, const Counts& counts, Milliseconds timeout) {
+    on_packed_blocks(inputs, outputs, counts, [&](const ProgramBuffer& buffer) {
+        execute_schedule(schedule, call, buffer, timeout);
+        return true;
+    });
+}
+
+Terms Execution::agree_and_move_blocks(const Call& call, const Tensors& inputs, const Tensors& outputs,
+                                       const Counts& counts, Milliseconds timeout, const Terms& terms,
+                                       const Terms& wanted) {
+    Terms found{};
+    on_packed_blocks(inputs, outputs, counts, [&](const ProgramBuffer& buffer) {
+        found = agree_and_move(call, buffer, timeout, terms, wanted);
+        return found == wanted;
+    });
+    return found;
 }
 
 }  // namespace dist_prims

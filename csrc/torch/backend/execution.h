@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -31,7 +32,9 @@ struct NativeSchedule {
     std::uint64_t low = 0, high = 0;  // the sizes in bytes: low <= size < high
     std::string name;
     int segments = 1;
-    RankProgram program;
+    RankProgram program{};
+    bool is_slower_than_piggyback = false;
+    bool is_piggyback = false;  // no program: the data travels in the messages of the agreement (net/piggyback.h)
 };
 using SchedulePtr = std::shared_ptr<const NativeSchedule>;
 // Returns the cheapest schedule for a size; without a size, the schedule for blocks of different lengths.
@@ -123,6 +126,11 @@ public:
 
 protected:
     virtual Router& router() = 0;
+    // See MultiHostGroup::agree_and_move(). Only called for a schedule that is_piggyback.
+    virtual Terms agree_and_move(const Call&, const ProgramBuffer&, Milliseconds, const Terms& /*terms*/,
+                                 const Terms& /*wanted*/) {
+        throw std::logic_error("data that travels with an agreement, in a group on one host");
+    }
     // Throws Mismatch on all ranks if the lengths of two differ. Nothing to do where the exchange itself does so.
     virtual void compare_lengths(const Call&, const Exchange&, Milliseconds) {}
     SchedulePtr schedule_for(const Call& call, std::size_t blocks = 1) {
@@ -140,6 +148,10 @@ protected:
     }
     void execute_on_blocks(const NativeSchedule& schedule, const Call& call, const Tensors& inputs,
                            const Tensors& outputs, const Counts& counts, Milliseconds timeout);
+    // Agrees on the call and moves the blocks with it, if the sum of the terms of all ranks is `wanted`. Returns the
+    // sum.
+    Terms agree_and_move_blocks(const Call& call, const Tensors& inputs, const Tensors& outputs, const Counts& counts,
+                                Milliseconds timeout, const Terms& terms = {}, const Terms& wanted = {});
 
     const std::shared_ptr<HostSegment> host_segment_;
     const int rank_, size_;

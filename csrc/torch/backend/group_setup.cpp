@@ -63,8 +63,8 @@ std::shared_ptr<HostSegment> make_host_segment(const c10::intrusive_ptr<c10d::St
     const std::vector<int> local_rank_of = hosts.local_ranks();
     const int local_rank = local_rank_of[static_cast<std::size_t>(rank)], local_size = static_cast<int>(here.size());
     const RankNames names = hosts.ranks.size() == 1 ? RankNames{} : RankNames{here, titles_of(setup.hosts)};
-    const std::size_t slot =
-        std::max({setup.slot_bytes, HostSegment::min_slot_bytes(local_size), MultiHostGroup::kMinSlotBytes});
+    std::size_t slot = std::max(setup.slot_bytes, HostSegment::min_slot_bytes(local_size));
+    if (hosts.ranks.size() > 1) slot = std::max(slot, MultiHostGroup::kMinSlotBytes);
     const std::string key = rendezvous_key(hosts);
     const auto ended_local_rank = [&] {
         const int culprit = ended();

@@ -1,5 +1,5 @@
-// Collectives of a group that spans hosts: all are schedules, but for an all_reduce that is complete with the
-// agreement.
+// Collectives of a group that spans hosts: by a schedule, or in the messages of the agreement where these take less
+// time.
 #include <algorithm>
 #include <future>
 #include <map>
@@ -30,15 +30,6 @@ public:
     LinkCosts first_agreement(const Call& call, std::uint64_t network, Milliseconds timeout) override {
         return group_.first_agreement(call, network, timeout);
     }
-    PrimsTask all_reduce(Call call, const at::Tensor& input, const at::Tensor& tensor) override {
-        const std::uint64_t bytes = call.count * size_of(call.dtype);
-        if (!group_.is_small(bytes) || pinned(call.collective, bytes, call.root))
-            return Execution::all_reduce(call, input, tensor);
-        return {call, [this, input, output = Output(tensor)](const Call& call, Milliseconds timeout) {
-                    group_.all_reduce(call, bytes_of(input), output.data(), timeout);
-                    output.deliver();
-                }};
-    }
     PrimsTask all_to_all(Call call, const Tensors& inputs, const Tensors& outputs) override {
         return exchange_by_schedule(call, all_to_all_blocks(inputs, outputs));
     }
@@ -67,7 +58,9 @@ public:
 
     SchedulePtr schedule_for(Collective collective, std::uint64_t bytes, int root) override {
         if (const SchedulePtr pin = pinned(collective, bytes, root)) return pin;
-        return chosen(collective, bytes, root, true);
+        if (group_.is_small(collective, bytes)) return piggyback_;
+        const SchedulePtr found = chosen(collective, bytes, root, true);
+        return found->is_slower_than_piggyback && group_.can_carry(collective, bytes) ? piggyback_ : found;
     }
 
     bool spans_hosts() const override { return true; }
@@ -93,6 +86,10 @@ private:
     using Key = std::tuple<Collective, int, bool>;  // of a schedule: the collective, the root, whether for even blocks
 
     Router& router() override { return group_.router; }
+    Terms agree_and_move(const Call& call, const ProgramBuffer& buffer, Milliseconds timeout, const Terms& terms,
+                         const Terms& wanted) override {
+        return group_.agree_and_move(call, buffer, timeout, terms, wanted);
+    }
     // The schedule that Python chooses for a size. Python is called without the lock: a signal handler may run there
     // and need a schedule.
     SchedulePtr chosen(Collective collective, std::uint64_t bytes, int root, bool is_even) {
@@ -122,7 +119,7 @@ private:
         std::uint64_t* const mine = lists + static_cast<std::size_t>(rank_) * row;
         std::copy(blocks.incoming.begin(), blocks.incoming.end(),
                   std::copy(blocks.outgoing.begin(), blocks.outgoing.end(), mine));
-        const SchedulePtr schedule = schedule_for(Collective::kAllGather, tensor.nbytes(), -1);
+        const SchedulePtr schedule = chosen(Collective::kAllGather, tensor.nbytes(), -1, true);
         Call lengths;
         lengths.dtype = DType::kUInt64;
         lengths.count = size * row;
@@ -138,6 +135,8 @@ private:
     const c10::intrusive_ptr<c10d::Backend> engine_;
     const ChooseSchedule choose_;
     MultiHostGroup group_;
+    const SchedulePtr piggyback_ = std::make_shared<const NativeSchedule>(
+        NativeSchedule{.low = 0, .high = UINT64_MAX, .name = "piggyback", .is_piggyback = true});
     std::mutex chosen_guard_;
     std::map<Key, std::vector<SchedulePtr>> chosen_;
 };

@@ -1,0 +1,178 @@
+#include "piggyback.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "../common/kernels.h"
+#include "../common/trace.h"
+
+namespace dist_prims {
+namespace {
+
+constexpr int kEvery = -1;  // the only target if blocks are not addressed to a rank
+
+void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+    if (bytes) std::memcpy(to, from, bytes);
+}
+
+}  // namespace
+
+Piggyback::Piggyback(const Hosts& hosts, int rank, const Call& call, const ProgramBuffer& buffer)
+    : hosts_(hosts),
+      rank_(rank),
+      call_(call),
+      buffer_(buffer),
+      shape_(shape_of(call.collective)),
+      element_(size_of(call.dtype)) {}
+
+Piggyback::Shape Piggyback::shape_of(Collective collective) {
+    switch (collective) {
+        case Collective::kAllReduce:
+            return {.reduces = true, .addressed = false, .from_root = false, .to_root = false};
+        case Collective::kReduce:
+            return {.reduces = true, .addressed = false, .from_root = false, .to_root = true};
+        case Collective::kReduceScatter:
+            return {.reduces = true, .addressed = true, .from_root = false, .to_root = false};
+        case Collective::kBroadcast:
+            return {.reduces = false, .addressed = false, .from_root = true, .to_root = false};
+        case Collective::kGather:
+            return {.reduces = false, .addressed = false, .from_root = false, .to_root = true};
+        case Collective::kScatter:
+            return {.reduces = false, .addressed = true, .from_root = true, .to_root = false};
+        case Collective::kAllToAll:
+            return {.reduces = false, .addressed = true, .from_root = false, .to_root = false};
+        case Collective::kAllGather:
+        case Collective::kBarrier:
+            break;
+    }
+    return {.reduces = false, .addressed = false, .from_root = false, .to_root = false};
+}
+
+std::size_t Piggyback::most_bytes(const Hosts& hosts, Collective collective, std::size_t bytes) {
+    return collective == Collective::kAllToAll ? static_cast<std::size_t>(hosts.largest()) * bytes : bytes;
+}
+
+bool Piggyback::is_for_all(Collective collective) {
+    const Shape shape = shape_of(collective);
+    return !shape.addressed && !shape.to_root;
+}
+
+bool Piggyback::is_root_on(std::size_t host) const {
+    return std::ranges::find(hosts_.ranks[host], call_.root) != hosts_.ranks[host].end();
+}
+
+// The ranks of a host that have a row.
+std::vector<int> Piggyback::sources(std::size_t host) const {
+    if (!shape_.from_root) return hosts_.ranks[host];
+    return is_root_on(host) ? std::vector<int>{call_.root} : std::vector<int>{};
+}
+
+// The ranks of a host that get blocks of their own, or kEvery if all get the same.
+std::vector<int> Piggyback::targets(std::size_t host) const {
+    if (shape_.addressed) return hosts_.ranks[host];
+    return shape_.to_root && !is_root_on(host) ? std::vector<int>{} : std::vector<int>{kEvery};
+}
+
+std::size_t Piggyback::block_count(int source, int target) const {
+    const auto& blocks = buffer_.blocks;
+    return blocks[blocks.size() == 1 ? 0 : static_cast<std::size_t>(target == kEvery ? source : target)].count;
+}
+
+std::size_t Piggyback::offset_in_row(int target) const {
+    std::size_t before = 0;
+    for (int each = 0; each < target; ++each) before += block_bytes(0, each);
+    return before;
+}
+
+void Piggyback::post(std::byte* row) const {
+    for (const auto& block : buffer_.blocks) {
+        const std::size_t bytes = block.input ? block.count * element_ : 0;
+        copy(row, block.input, bytes);
+        row += bytes;
+    }
+}
+
+// Where the blocks for this rank begin in the result of its host.
+std::size_t Piggyback::offset_in_result() const {
+    std::size_t before = 0;
+    for (const int target : targets(hosts_.mine)) {
+        if (target == kEvery || target == rank_) break;
+        before += shape_.reduces ? block_bytes(0, target) : bytes_of_all_sources(target);
+    }
+    return before;
+}
+
+std::size_t Piggyback::bytes_of_all_sources(int target) const {
+    std::size_t bytes = 0;
+    for (std::size_t host = 0; host < hosts_.ranks.size(); ++host) {
+        for (const int source : sources(host)) bytes += block_bytes(source, target);
+    }
+    return bytes;
+}
+
+void Piggyback::deliver(const std::byte* result) const {
+    result += offset_in_result();
+    for (const auto& block : buffer_.blocks) {
+        const std::size_t bytes = block.output ? block.count * element_ : 0;
+        copy(block.output, result, bytes);
+        result += bytes;
+    }
+}
+
+std::size_t Piggyback::message_bytes(std::size_t from, std::size_t to) const {
+    std::size_t bytes = 0;
+    for (const int target : targets(to)) {
+        if (shape_.reduces) {
+            bytes += block_bytes(0, target);
+        } else {
+            for (const int source : sources(from)) bytes += block_bytes(source, target);
+        }
+    }
+    return bytes;
+}
+
+void Piggyback::pack(std::size_t to, const std::vector<const std::byte*>& rows, std::byte* message) const {
+    const TraceSpan span(shape_.reduces ? TraceKind::kReduce : TraceKind::kCopy, message_bytes(hosts_.mine, to));
+    const std::vector<int>& here = hosts_.ranks[hosts_.mine];
+    const std::vector<int> from = sources(hosts_.mine);
+    for (const int target : targets(to)) {
+        std::vector<const void*> each;
+        const std::size_t offset = shape_.addressed ? offset_in_row(target) : 0;
+        for (std::size_t local_rank = 0; local_rank < here.size(); ++local_rank) {
+            if (std::ranges::find(from, here[local_rank]) == from.end()) continue;
+            each.push_back(rows[local_rank] + offset);
+            if (shape_.reduces) continue;
+            const std::size_t bytes = block_bytes(here[local_rank], target);
+            copy(message, rows[local_rank] + offset, bytes);
+            message += bytes;
+        }
+        if (!shape_.reduces) continue;
+        fold_terms(call_.op, call_.dtype, message, each, {}, hosts_.size(), block_count(0, target));
+        message += block_bytes(0, target);
+    }
+}
+
+void Piggyback::combine(const std::vector<const std::byte*>& messages, std::byte* result) const {
+    const std::size_t bytes = message_bytes(hosts_.mine, hosts_.mine);
+    const TraceSpan span(shape_.reduces ? TraceKind::kReduce : TraceKind::kCopy, bytes);
+    if (!shape_.reduces) return combine_blocks(messages, result);
+    if (bytes == 0) return;
+    fold_terms(call_.op, call_.dtype, result, {messages.begin(), messages.end()}, hosts_.sizes(), hosts_.size(),
+               bytes / element_);
+}
+
+void Piggyback::combine_blocks(std::vector<const std::byte*> messages, std::byte* result) const {
+    const std::vector<std::size_t> host_of = hosts_.by_rank();
+    for (const int target : targets(hosts_.mine)) {
+        for (int source = 0; source < hosts_.size(); ++source) {
+            if (shape_.from_root && source != call_.root) continue;
+            const std::size_t bytes = block_bytes(source, target);
+            const std::byte*& next = messages[host_of[static_cast<std::size_t>(source)]];
+            copy(result, next, bytes);
+            next += bytes;
+            result += bytes;
+        }
+    }
+}
+
+}  // namespace dist_prims

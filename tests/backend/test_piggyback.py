@@ -1,0 +1,154 @@
+"""Collectives between hosts whose data travels in the messages of the agreement, and the choice of which do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pinning import backend, pin
+from ranks import span
+from values import equal, held, summed
+
+from dist_prims import MismatchError
+from dist_prims.backend.link_costs import ASSUMED
+from dist_prims.backend.multi_host import MultiHostSchedules
+from dist_prims.schedules import Schedule
+from dist_prims.schedules.piggyback import MOST_BYTES, added_seconds, fits
+from dist_prims.schedules.recommend import bound
+from dist_prims.schedules.topology import Level, Topology
+
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"),
+    *("all_to_all", "gather", "scatter"),
+)
+GIGABIT = {**ASSUMED, "outer": {"alpha": 5e-5, "beta": 8.5e-9}}
+NAME = "piggyback"
+
+
+def travels(layout: str, collective: str, nbytes: int, costs: Any = ASSUMED) -> bool:
+    group = MultiHostSchedules(layout.split(), 0, costs, Schedule.verify)
+    return group.choose_or_piggyback(collective, nbytes, 0)[1]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("layout", ["a b", "a a b b", "a a b b c c"])
+def test_small_data_travels_with_the_agreement(layout: str, collective: str) -> None:
+    assert all(travels(layout, collective, nbytes) for nbytes in (1, 2048, 8192))
+
+
+def test_a_schedule_is_better_where_it_sends_less() -> None:
+    """A host that broadcasts to three others by messages of its own sends three times as much as a chain does."""
+    assert not travels("a b c d", "broadcast", 1 << 16, GIGABIT)
+    assert not travels("a b c d", "all_reduce", 1 << 16, GIGABIT)
+    assert travels("a b c d", "gather", 1 << 16, GIGABIT)
+    assert travels("a b", "broadcast", 1 << 16, GIGABIT)
+
+
+def test_blocks_of_different_lengths_are_not_known_to_all() -> None:
+    group = MultiHostSchedules(["a", "b"], 0, ASSUMED, Schedule.verify)
+    assert group.choose_or_piggyback("all_to_all", 64, 0, is_even=False)[1] is False
+
+
+@given(
+    st.sampled_from(COLLECTIVES),
+    st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    st.integers(1, 1 << 20),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_link_carries_at_least_what_must_cross_it(
+    collective: str, hosts: list[int], nbytes: int, one_machine: bool
+) -> None:
+    topology = Topology(
+        tuple(hosts), Level(0, 0), Level(0, 1e-9), cores=2 if one_machine else None, one_machine=one_machine
+    )
+    added = added_seconds(collective, nbytes, topology)
+    assert added >= bound(collective, nbytes, topology) * (1 - 1e-9)
+    crowded = Topology(tuple(hosts), Level(0, 1e-10), Level(0, 1e-9), gamma=1e-10, congestion=1e-10)
+    assert added_seconds(collective, nbytes, crowded) > added
+
+
+def collectives_of(count: int, root: int) -> None:
+    """Every collective with ``count`` elements of each rank, some into tensors that are not contiguous."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    every = [held(peer, count) for peer in range(size)]
+    tensor = held(rank, count)
+    dist.all_reduce(tensor)
+    equal(tensor, summed(size, count), "all_reduce")
+    tensor = held(root, count) if rank == root else torch.zeros(count, dtype=held(rank, count).dtype)
+    dist.broadcast(tensor, root)
+    equal(tensor, held(root, count), "broadcast")
+    spaced = torch.zeros(count, 2, dtype=tensor.dtype)[:, 0]
+    spaced.copy_(held(rank, count))
+    dist.reduce(spaced, root)
+    equal(spaced, summed(size, count) if rank == root else held(rank, count), "reduce")
+    outputs = [torch.zeros(count, 2, dtype=tensor.dtype)[:, 1] for _ in range(size)]
+    dist.all_gather(outputs, held(rank, count))
+    equal(torch.stack(list(outputs)), torch.stack(every), "all_gather")
+    gathered = [torch.zeros_like(tensor) for _ in range(size)] if rank == root else None
+    dist.gather(held(rank, count), gathered, dst=root)
+    if gathered is not None:
+        equal(torch.stack(gathered), torch.stack(every), "gather")
+    dist.scatter(tensor.zero_(), every if rank == root else None, src=root)
+    equal(tensor, every[rank], "scatter")
+    dist.reduce_scatter(tensor, [each + rank for each in every])
+    equal(tensor, size * every[rank] + size * (size - 1) // 2, "reduce_scatter")
+    outputs = [torch.zeros_like(tensor) for _ in range(size)]
+    dist.all_to_all(outputs, [held(rank, count) + 100 * peer for peer in range(size)])
+    equal(torch.stack(outputs), torch.stack([each + 100 * rank for each in every]), "all_to_all")
+    same = torch.cat([held(rank, count) + 100 * peer for peer in range(size)])
+    dist.all_to_all_single(same, same.clone())
+    equal(same, torch.cat([each + 100 * rank for each in every]), "all_to_all_single")
+
+
+@pytest.mark.usefixtures("host_engine")
+@pytest.mark.parametrize("layout", ["a b", "a b b c", "a b a c b d", "a b c d e"])
+def test_every_collective_gives_the_same_as_by_a_schedule(layout: str) -> None:
+    def body() -> None:
+        size = dist.get_world_size()
+        for count in (0, 1, 33, 700):
+            collectives_of(count, count % size)
+
+    span(layout, body)
+
+
+def test_the_name_tells_how_data_travels() -> None:
+    def body() -> None:
+        names = [backend().algorithm(nbytes, "all_gather") for nbytes in (64, 8192, 1 << 22)]
+        assert [name == NAME for name in names] == [True, True, False]
+        two_by_two = Topology((2, 2), Level(0, 0), Level(0, 0))
+        for collective, most in (("broadcast", MOST_BYTES), ("all_to_all", MOST_BYTES // 2)):
+            assert fits(collective, most, two_by_two)
+            assert not fits(collective, most + 1, two_by_two)
+            assert backend().algorithm(most + 1, collective, 0 if collective == "broadcast" else -1) != NAME
+        pin(all_gather="ring")
+        assert backend().algorithm(64, "all_gather") == "ring"
+        collectives_of(5, 1)
+
+    span("a a b b", body)
+
+
+@pytest.mark.usefixtures("host_engine")
+def test_one_rank_with_other_lengths_is_told_and_others_are_too() -> None:
+    """The blocks of ranks 0, 1 and 3 could travel with the agreement. Rank 2 has other lengths, or another call."""
+
+    def body() -> None:
+        rank = dist.get_rank()
+        for _ in range(3):
+            received = [torch.full((8,), -1.0) for _ in range(4)]
+            with pytest.raises(MismatchError, match="Rank 2 sends"):
+                dist.all_to_all(received, [torch.ones(8 + (rank == peer == 2)) for peer in range(4)])
+            with pytest.raises(MismatchError, match="rank 2 calls broadcast"):
+                dist.broadcast(torch.ones(2000), 0) if rank == 2 else dist.all_gather(received, torch.ones(8))
+            assert (torch.stack(received) == -1).all()
+            uneven = [torch.full((8 + (rank == peer),), float(rank)) for peer in range(4)]
+            results = [torch.zeros_like(each) for each in uneven]
+            dist.all_to_all(results, uneven)
+            assert [each[0].item() for each in results] == [0, 1, 2, 3]
+            collectives_of(20, 2)
+
+    span("a b b c", body)
