@@ -10,7 +10,7 @@ agreement is the time of these bytes on the link, and of the additions of the le
 >>> from dist_prims.schedules.topology import Level
 >>> cluster = Topology((2, 2), Level(1e-6, 1e-10), Level(50e-6, 8e-9), gamma=1e-10)
 >>> round(1e6 * added_seconds("all_reduce", 8192, cluster)), round(1e6 * added_seconds("all_reduce", 65536, cluster))
-(71, 571)
+(69, 551)
 """
 
 from __future__ import annotations
