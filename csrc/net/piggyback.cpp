@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <initializer_list>
 
 #include "../common/kernels.h"
 #include "../common/trace.h"
@@ -26,26 +27,16 @@ Piggyback::Piggyback(const Hosts& hosts, int rank, const Call& call, const Progr
       element_(size_of(call.dtype)) {}
 
 Piggyback::Shape Piggyback::shape_of(Collective collective) {
-    switch (collective) {
-        case Collective::kAllReduce:
-            return {.reduces = true, .addressed = false, .from_root = false, .to_root = false};
-        case Collective::kReduce:
-            return {.reduces = true, .addressed = false, .from_root = false, .to_root = true};
-        case Collective::kReduceScatter:
-            return {.reduces = true, .addressed = true, .from_root = false, .to_root = false};
-        case Collective::kBroadcast:
-            return {.reduces = false, .addressed = false, .from_root = true, .to_root = false};
-        case Collective::kGather:
-            return {.reduces = false, .addressed = false, .from_root = false, .to_root = true};
-        case Collective::kScatter:
-            return {.reduces = false, .addressed = true, .from_root = true, .to_root = false};
-        case Collective::kAllToAll:
-            return {.reduces = false, .addressed = true, .from_root = false, .to_root = false};
-        case Collective::kAllGather:
-        case Collective::kBarrier:
-            break;
-    }
-    return {.reduces = false, .addressed = false, .from_root = false, .to_root = false};
+    using enum Collective;
+    const auto is_one_of = [collective](std::initializer_list<Collective> listed) {
+        return std::ranges::find(listed, collective) != listed.end();
+    };
+    return {
+        .reduces = is_one_of({kAllReduce, kReduce, kReduceScatter}),
+        .addressed = is_one_of({kReduceScatter, kScatter, kAllToAll}),
+        .from_root = is_one_of({kBroadcast, kScatter}),
+        .to_root = is_one_of({kReduce, kGather}),
+    };
 }
 
 std::size_t Piggyback::most_bytes(const Hosts& hosts, Collective collective, std::size_t bytes) {
