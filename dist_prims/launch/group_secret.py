@@ -23,6 +23,16 @@ def secret_of_group(store: Any, is_merged: bool) -> Secret | None:
     return secret or choose(_address_of(store))
 
 
+def would_lose_secret(address: str) -> bool:
+    """Whether the ranks have a secret of their launcher, and would have none in a group with ranks that lack it and
+    meet them at this address.
+
+    The secret of this user for one host is not meant: between hosts, ranks without a launcher have none at all.
+    """
+    secret = remembered()
+    return secret is not None and secret.is_of_launcher and choose(address) is None
+
+
 def announce_missing_secret(store: Any) -> None:
     """Print that the default group is not authenticated, on rank 0 that makes it; ``init`` has a line of its own."""
     is_quiet = os.environ.get("DIST_PRIMS_QUIET") == "1" or dist.is_initialized() or has_rendezvous()

@@ -41,16 +41,19 @@ class Secret:
 
     >>> Secret(b"not for logs", "an example")
     Secret(of an example)
+
+    ``is_of_launcher``: the ranks have it over the channel of their launcher, and no other process can find it.
     """
 
-    __slots__ = ("_key", "source")
+    __slots__ = ("_key", "is_of_launcher", "source")
 
-    def __init__(self, key: bytes, source: str) -> None:
-        self._key, self.source = key, source
+    def __init__(self, key: bytes, source: str, is_of_launcher: bool = False) -> None:
+        self._key, self.source, self.is_of_launcher = key, source, is_of_launcher
 
     @staticmethod
-    def random(source: str) -> Secret:
-        return Secret(secrets.token_bytes(32), source)
+    def of_launcher(name: str) -> Secret:
+        """A new random secret."""
+        return Secret(secrets.token_bytes(32), name, is_of_launcher=True)
 
     def code(self, *parts: str | int) -> str:
         """The code that shows that the writer of these parts knows the secret.
@@ -75,7 +78,7 @@ class Secret:
         >>> Secret(b"1", "").of_group("a").code("b") == Secret(b"1", "").of_group("b").code("b")
         False
         """
-        return Secret(self.key("group", name), self.source)
+        return Secret(self.key("group", name), self.source, self.is_of_launcher)
 
     def _digest(self, *parts: str | int) -> bytes:
         return hmac.digest(self._key, json.dumps(parts).encode(), "sha256")

@@ -78,7 +78,7 @@ class RankProcesses:
         """Start all ranks. Return when every rank has joined the group and is about to call the function."""
         deadline = time.monotonic() + self.start_timeout
         context: Any = multiprocessing.get_context(method)
-        payload, secret = Payload(fn, args), Secret.random("spawn")
+        payload, secret = Payload(fn, args), Secret.of_launcher("spawn")
         for rank in self.ranks:
             spec = RankSpec(
                 rank=rank.number,

@@ -44,7 +44,8 @@ def rendezvous_by_text(exchange: TextExchange, timeout: float, launcher: str) ->
     port, candidates, name, key = json.loads(
         exchange.all_texts(json.dumps(offer), deadline, "the address of rank 0")[0]
     )
-    secret = Secret(bytes.fromhex(key), launcher) if key else _same_secret(exchange, name, deadline)
+    of_launcher = Secret(bytes.fromhex(key), launcher, is_of_launcher=True) if key else None
+    secret = of_launcher or _same_secret(exchange, name, deadline)
     address = candidates[0] if one_host else _reachable_by_all(exchange, port, candidates, deadline)
     store = connect(address, port, exchange.size, deadline - time.monotonic(), server.detach() if server else None)
     interface = interface_towards(address, port)

@@ -33,12 +33,13 @@ from ..backend.create import made_group, make_repaired
 from ..backend.options import BackendOptions
 from ..backend.tcp_endpoint import own_address
 from ..launch.deadline import call_in_thread, until
-from ..launch.group_secret import secret_of_group
+from ..launch.group_secret import secret_of_group, would_lose_secret
 from ..launch.handshake import signed, verified, warn
-from ..launch.hosts import host_id
+from ..launch.hosts import host_id, network_number
+from ..launch.network import is_loopback
 from ..launch.rendezvous import connect
 from ..launch.secret import REMEDY
-from ..launch.served import open_store, served_store
+from ..launch.served import open_store
 from ..torch_compat import default_group, install_default_group, replace_group, timeout_of
 from .repair_attempt import RepairAttempt, store_prefix
 from .shrink import next_name, repairable_backend
@@ -72,6 +73,14 @@ class _Admission:
 
     def text(self) -> str:
         return json.dumps(self.__dict__)
+
+
+@dataclass(frozen=True)
+class _NewRank:
+    """Where a process is that wants to join."""
+
+    host: str
+    network: str  # its network namespace, as a number
 
 
 def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
@@ -115,10 +124,10 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     if backend.rank() == 0 and not _has_failed_too_often(backend):
         try:
             meeting = _meeting(at, time.monotonic() + _TIME_FOR_MEETING)
-            _require_secret(backend, backend.spans_hosts)
-            announced = _announced(meeting)
-            is_remote = any(host != host_id() for host in announced.values())
-            _require_secret(backend, is_remote)
+            if backend.spans_hosts and would_lose_secret(own_address()):
+                raise RuntimeError(f"grow: {_SECRET_WOULD_BE_LOST}")
+            announced = {token: new for token, new in _announced(meeting).items() if not _is_refused(new)}
+            is_remote = any(new.host != host_id() for new in announced.values())
             tokens = _invite(meeting, [*announced])
         except (OSError, RuntimeError, ValueError) as error:
             failure = error
@@ -132,15 +141,27 @@ def _has_failed_too_often(backend: Any) -> bool:
     return not backend.spans_hosts and made_group(backend.options.group_name).failed_grows >= _MOST_FAILURES
 
 
-def _require_secret(backend: Any, spans_hosts: bool) -> None:
-    """Raise RuntimeError if the ranks have a secret, and the group with new ranks on several hosts would have none."""
-    if spans_hosts and made_group(backend.options.group_name).key:
-        store, _ = served_store(own_address())
-        if secret_of_group(store, True) is None:
-            raise RuntimeError(
-                "grow: the running ranks have a secret of their launcher, which a new rank cannot know, and the new "
-                f"group would have none; {REMEDY}"
-            )
+_SECRET_WOULD_BE_LOST = (
+    "the running ranks have a secret of their launcher, which a new rank cannot know, and a group of several hosts "
+    f"would have none; {REMEDY}"
+)
+
+
+def _is_refused(new: _NewRank) -> bool:
+    """Whether a new rank cannot be admitted because of its host; a warning says why. The running ranks go on."""
+    if new.host == host_id():
+        return False
+    if is_loopback(own_address()) and new.network != str(network_number()):
+        reason = (
+            "the running ranks listen at the loopback interface, as init() chooses for one host; start them with "
+            "GLOO_SOCKET_IFNAME set to the interface that leads to the other hosts"
+        )
+    elif would_lose_secret(own_address()):
+        reason = _SECRET_WOULD_BE_LOST
+    else:
+        return False
+    warn(f"a process on {new.host} that wants to join is refused: {reason}")
+    return True
 
 
 def _admit(
@@ -186,6 +207,8 @@ def _admit(
         return old  # the new ranks find no outcome, and announce themselves again
     if rank == 0:
         attempt.store.set(_OUTCOME, MADE)
+        if made.key and not made_group(name).key:
+            warn(f"the new ranks are on another host, and the ranks are no longer authenticated; {REMEDY}")
     return replace_group(old, attempt.backend, attempt.store, range(size), name)
 
 
@@ -235,7 +258,7 @@ def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
 def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | None:
     """Return what the running ranks admit this process to; None if they have invited it, but gone on without it."""
     token, secret = secrets.token_hex(16), secret_of_group(meeting, True)
-    _announce(meeting, token, signed(secret, ("waiting",), token, host_id()), deadline)
+    _announce(meeting, token, signed(secret, ("waiting",), token, host_id(), str(network_number())), deadline)
     meeting.set(f"ready/{token}", "")
     try:
         limit = min(deadline, time.monotonic() + _TIME_FOR_ADMISSION)
@@ -310,8 +333,8 @@ def _is_listening(server: tuple[str, int]) -> bool:
     return True
 
 
-def _announced(meeting: dist.Store) -> dict[str, str]:
-    """Return the names of the new ranks that have announced themselves, with their hosts."""
+def _announced(meeting: dist.Store) -> dict[str, _NewRank]:
+    """Return the new ranks that have announced themselves, by their names."""
     first = meeting.add("served", 0) + 1
     last = min(meeting.add("waiting", 0), first + _MOST_AT_ONCE - 1)
     if first > last:
@@ -327,8 +350,8 @@ def _announced(meeting: dist.Store) -> dict[str, str]:
     found = [verified(meeting.get(key), secret, ("waiting",)) for key in keys]
     if None in found:
         warn(f"a process that wants to join is refused: it does not know the secret of this job; {REMEDY}")
-    announced = {texts[0]: texts[1] for texts in found if texts and len(texts) == 2}  # some of them several times
-    return {token: host for token, host in announced.items() if not meeting.check([f"invited/{token}"])}
+    announced = {texts[0]: _NewRank(*texts[1:]) for texts in found if texts and len(texts) == 3}  # some several times
+    return {token: new for token, new in announced.items() if not meeting.check([f"invited/{token}"])}
 
 
 def _invite(meeting: dist.Store, tokens: list[str]) -> list[str]:

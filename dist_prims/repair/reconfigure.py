@@ -33,7 +33,7 @@ from ..backend.create import find_made_group, made_group, make_repaired
 from ..backend.tcp_endpoint import own_address
 from ..errors import CommError, PeerDiedError
 from ..launch.deadline import call_in_thread
-from ..launch.group_secret import secret_of_group
+from ..launch.group_secret import would_lose_secret
 from ..launch.secret import REMEDY, remembered
 from ..launch.served import open_store, served_store
 from ..torch_compat import count_groups_from, default_group, group_count, known_groups, replace_members
@@ -139,7 +139,7 @@ def _have_one_launcher(members: Sequence[_Handle]) -> bool:
 
 def _require_secret(members: Sequence[_Handle], one_launcher: bool) -> None:
     """Raise RuntimeError if this process has a secret that other members do not know, and the group would have none."""
-    if remembered() and not one_launcher and secret_of_group(served_store(own_address())[0], True) is None:
+    if not one_launcher and would_lose_secret(own_address()):
         raise RuntimeError(
             "reconfigure: a member does not have the secret that the launcher of this process has given to its ranks, "
             f"and the group would have none; {REMEDY}"

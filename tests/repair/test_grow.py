@@ -260,7 +260,7 @@ def test_ranks_with_a_secret_of_their_launcher_do_not_lose_it(tmp_path: Path, mo
 
     def body(rank: int) -> Any:
         os.environ["DIST_PRIMS_HOST_ID"] = "ab"[rank]
-        remember(Secret(b"k" * 32, "MPI"))
+        remember(Secret(b"k" * 32, "MPI", is_of_launcher=True))
         dist.init_process_group("dist_prims", init_method=f"file://{tmp_path}/start", rank=rank, world_size=2)
         with pytest.raises(RuntimeError, match="have a secret of their launcher, which a new rank cannot know"):
             dist_prims.grow(f"file://{tmp_path}/place")

@@ -96,7 +96,7 @@ def test_members_with_the_secret_of_one_launcher(tmp_path: Path, monkeypatch: py
 
     def body(rank: int) -> Any:
         on_host("ab"[rank])
-        remember(Secret(b"k" * 32, "MPI"))
+        remember(Secret(b"k" * 32, "MPI", is_of_launcher=True))
         start(rank, 2, tmp_path)
         handles = Meeting(tmp_path).handles(rank, range(2))
         reconfigure(1, handles)
@@ -114,7 +114,7 @@ def test_a_member_without_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def body(rank: int) -> Any:
         on_host("ab"[rank])
         if rank == 0:
-            remember(Secret(b"k" * 32, "MPI"))
+            remember(Secret(b"k" * 32, "MPI", is_of_launcher=True))
         start(rank, 2, tmp_path)
         handles = Meeting(tmp_path).handles(rank, range(2))
         with pytest.raises(RuntimeError, match="does not have the secret" if rank == 0 else "reconfigure again"):
