@@ -10,6 +10,7 @@
 #include <set>
 #include <utility>
 
+#include "../common/kept_memory.h"
 #include "../common/kernels.h"
 #include "../common/trace.h"
 
@@ -34,8 +35,8 @@ public:
     std::byte* take(std::size_t bytes, std::vector<Buffer>& taken) {
         auto found = std::find_if(free_.begin(), free_.end(), [&](const Buffer& each) { return each.bytes >= bytes; });
         if (found == free_.end()) {
-            all_.push_back(std::make_unique_for_overwrite<std::byte[]>(bytes));
-            taken.push_back({all_.back().get(), bytes});
+            all_.push_back(KeptMemory::take(bytes));
+            taken.push_back({all_.back().data(), all_.back().bytes()});
         } else {
             taken.push_back(*found);
             free_.erase(found);
@@ -49,7 +50,7 @@ public:
 
 private:
     const std::shared_ptr<const void> data_;
-    std::vector<std::unique_ptr<std::byte[]>> all_;
+    std::vector<KeptMemory> all_;
     std::list<Buffer> free_;
 };
 

@@ -1,0 +1,84 @@
+#include "kept_memory.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, bytes)
+#define ASAN_UNPOISON_MEMORY_REGION(address, bytes)
+#endif
+
+#include <algorithm>
+#include <list>
+#include <mutex>
+#include <utility>
+
+namespace dist_prims {
+
+// A child that was forked while another thread held the lock must not wait for it: without the lock nothing is kept.
+class KeptMemory::Pool {
+public:
+    std::unique_ptr<std::byte[]> find(std::size_t& bytes) {
+        const std::unique_lock lock(guard_, std::try_to_lock);
+        if (!lock) return nullptr;
+        // The newest that fits is in the cache. Twice as many bytes may be needed for a later request.
+        const auto fits = [&](const Entry& each) { return each.bytes >= bytes && each.bytes / 2 <= bytes; };
+        const auto found = std::find_if(entries_.begin(), entries_.end(), fits);
+        if (found == entries_.end()) return nullptr;
+        Entry entry = std::move(*found);
+        entries_.erase(found);
+        kept_ -= entry.bytes;
+        ASAN_UNPOISON_MEMORY_REGION(entry.data.get(), entry.bytes);
+        bytes = entry.bytes;
+        return std::move(entry.data);
+    }
+
+    void keep(std::unique_ptr<std::byte[]> data, std::size_t bytes) {
+        const std::unique_lock lock(guard_, std::try_to_lock);
+        if (!lock) return;
+        ASAN_POISON_MEMORY_REGION(data.get(), bytes);  // so that a late access is found
+        kept_ += bytes;
+        entries_.push_front({std::move(data), bytes});
+        while (kept_ > kMost) {
+            Entry& oldest = entries_.back();
+            kept_ -= oldest.bytes;
+            ASAN_UNPOISON_MEMORY_REGION(oldest.data.get(), oldest.bytes);
+            entries_.pop_back();
+        }
+    }
+
+    std::size_t kept() {
+        const std::lock_guard lock(guard_);
+        return kept_;
+    }
+
+private:
+    struct Entry {
+        std::unique_ptr<std::byte[]> data;
+        std::size_t bytes;
+    };
+
+    std::mutex guard_;
+    std::list<Entry> entries_;  // the newest first
+    std::size_t kept_ = 0;
+};
+
+KeptMemory::Pool& KeptMemory::pool() {
+    static Pool& pool = *new Pool;  // threads may use it until the process has ended
+    return pool;
+}
+
+KeptMemory KeptMemory::take(std::size_t bytes) {
+    std::unique_ptr<std::byte[]> found = bytes < kLeast ? nullptr : pool().find(bytes);
+    if (!found) found = std::make_unique_for_overwrite<std::byte[]>(bytes);
+    return {std::move(found), bytes};
+}
+
+KeptMemory::~KeptMemory() {
+    if (data_ && bytes_ >= kLeast && bytes_ <= kMost) pool().keep(std::move(data_), bytes_);
+}
+
+std::size_t KeptMemory::kept() {
+    return pool().kept();
+}
+
+}  // namespace dist_prims
