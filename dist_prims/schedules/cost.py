@@ -13,7 +13,8 @@ On a topology (``seconds``): a step takes as long as its busiest rank, link or m
     segment 1                          step 0    step 1    step 2
 
 A tick takes as long as its busiest resource, which does the work of both segments, each with half of the bytes, and at
-least as long as one message between hosts from start to end.
+least as long as one message between hosts from start to end. A rank copies and reduces between the steps of its two
+last segments rather than while it waits for another host, so the steps within hosts cost those of one more segment.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__: list[str] = []
 
 Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64
-_PRICE_OF_DOUBLING = 0.01  # a share of the time, for twice as many segments
+_SECONDS_OF_A_STEP = 10e-6  # what a step of a segment costs a processor: system calls and wake-ups
 
 
 # The terms of a price, in the order of the counts of ``Cost``: the parameters by which each count is multiplied.
@@ -105,8 +106,15 @@ def _busiest(loads: Loads, weights: Floats, segments: int) -> Floats:
         _, longest = _longest(_messages(seconds, loads), segments)
         rows = loads.which[loads.pattern[longest[most == loads.message]], loads.message]
         often += np.bincount(rows, minlength=len(often))
+        inside = _inside_hosts(loads)
+        np.add.at(often, loads.which[inside, seconds[inside].argmax(axis=1)], loads.repeats[inside])
     spent: Floats = (often @ loads.rows) * weights
     return spent
+
+
+def _inside_hosts(loads: Loads) -> NDArray[np.int64]:
+    """The patterns without a message between hosts."""
+    return np.flatnonzero(~loads.rows[loads.which[:, loads.message]].any(axis=1))
 
 
 def _each(loads: Loads, weights: Floats) -> Floats:
@@ -169,16 +177,15 @@ def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments:
 def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> NDArray[np.int64]:
     """The number of segments for each of ``nbytes``: a power of two up to 64.
 
-    It is that of the shortest time, to which 1 % is added each time the number is doubled, because the price counts too
-    little for what a message costs the processor. The result is 1 for a schedule that is too large to follow rank by
-    rank.
+    It is that of the shortest time, to which 10 µs of the processor are added for each step of each segment. The
+    result is 1 for a schedule that is too large to follow rank by rank.
     """
     loads: Loads = replay(schedule, topology)
     choices = np.array([1 << power for power in range(MOST_SEGMENTS.bit_length() if loads.followed else 1)])
     sizes = np.asarray(nbytes, np.float64)
     every = [_seconds_by_segments(loads, topology, float(schedule.share) * each, choices) for each in sizes.ravel()]
-    times = np.reshape(every, (-1, len(choices)))
-    best = (times * (1 + _PRICE_OF_DOUBLING) ** np.arange(len(choices))).argmin(axis=1)
+    times = np.reshape(every, (-1, len(choices))) + _SECONDS_OF_A_STEP * len(loads.pattern) * choices
+    best = times.argmin(axis=1)
     return np.asarray(choices[best].reshape(sizes.shape))
 
 
@@ -194,9 +201,11 @@ def _seconds_by_segments(loads: Loads, topology: Topology, chunk: float, choices
     if len(choices) > 1:
         sums, sums_latency = _sums(each, loads), _sums(each_latency, loads)
         messages, messages_latency = _messages(each, loads), _messages(each_latency, loads)
+        inside = _inside_hosts(loads)
         for n in choices[1:].tolist():
             windows = _windows(sums / n + sums_latency, messages / n + messages_latency, n, loads.message)
-            found.append(float(windows.max(axis=1).sum()))
+            last = (each / n + each_latency)[inside].max(axis=1) @ loads.repeats[inside]
+            found.append(float(windows.max(axis=1).sum() + last))
     return found
 
 
