@@ -35,7 +35,7 @@ __all__: list[str] = []
 
 Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64
-_SECONDS_OF_A_STEP = 10e-6  # what a step of a segment costs a processor: system calls and wake-ups
+_SECONDS_OF_A_STEP = 30e-6  # what a step of a segment costs a processor: system calls and wake-ups
 
 
 # The terms of a price, in the order of the counts of ``Cost``: the parameters by which each count is multiplied.
@@ -177,7 +177,7 @@ def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments:
 def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> NDArray[np.int64]:
     """The number of segments for each of ``nbytes``: a power of two up to 64.
 
-    It is that of the shortest time, to which 10 µs of the processor are added for each step of each segment. The
+    It is that of the shortest time, to which 30 µs of the processor are added for each step of each segment. The
     result is 1 for a schedule that is too large to follow rank by rank.
     """
     loads: Loads = replay(schedule, topology)
