@@ -35,7 +35,8 @@ __all__: list[str] = []
 
 Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64
-_SECONDS_OF_A_STEP = 30e-6  # what a step of a segment costs a processor: system calls and wake-ups
+_SECONDS_OF_A_STEP = 10e-6  # what a step of a segment costs a processor: system calls and wake-ups
+_LEAST_SECONDS = 0.5e-3  # for each segment: where the processor decides, shorter ones make a call slower
 
 
 # The terms of a price, in the order of the counts of ``Cost``: the parameters by which each count is multiplied.
@@ -177,14 +178,16 @@ def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments:
 def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> NDArray[np.int64]:
     """The number of segments for each of ``nbytes``: a power of two up to 64.
 
-    It is that of the shortest time, to which 30 µs of the processor are added for each step of each segment. The
-    result is 1 for a schedule that is too large to follow rank by rank.
+    It is that of the shortest time, to which 10 µs of the processor are added for each step of each segment, and no
+    segment takes less than 0.5 ms. The result is 1 for a schedule that is too large to follow rank by rank.
     """
     loads: Loads = replay(schedule, topology)
     choices = np.array([1 << power for power in range(MOST_SEGMENTS.bit_length() if loads.followed else 1)])
     sizes = np.asarray(nbytes, np.float64)
     every = [_seconds_by_segments(loads, topology, float(schedule.share) * each, choices) for each in sizes.ravel()]
-    times = np.reshape(every, (-1, len(choices))) + _SECONDS_OF_A_STEP * len(loads.pattern) * choices
+    times = np.reshape(every, (-1, len(choices)))
+    is_short = (choices > 1) & (times / choices < _LEAST_SECONDS)
+    times = np.where(is_short, np.inf, times + _SECONDS_OF_A_STEP * len(loads.pattern) * choices)
     best = times.argmin(axis=1)
     return np.asarray(choices[best].reshape(sizes.shape))
 

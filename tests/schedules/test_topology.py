@@ -104,7 +104,11 @@ def test_the_replay_equals_the_plain_count(case: tuple[Schedule, Topology], nbyt
 def test_the_best_segments_are_those_of_the_shortest_time(case: tuple[Schedule, Topology], nbytes: float) -> None:
     schedule, topology = case
     times = {segments: plain(schedule, nbytes, topology, segments) for segments in (1, 2, 4, 8, 16, 32, 64)}
-    times = {segments: time + 30e-6 * segments * len(schedule.steps) for segments, time in times.items()}
+    times = {
+        segments: time + 10e-6 * segments * len(schedule.steps)
+        for segments, time in times.items()
+        if segments == 1 or time / segments > 0.5e-3 * (1 - 1e-9)
+    }
     assert times[int(best_segments(schedule, nbytes, topology))] <= min(times.values()) * (1 + 1e-8)
 
 
@@ -243,7 +247,7 @@ def test_segments_keep_links_and_processors_busy_at_once() -> None:
         schedule, links = build("broadcast", "two hops", 3), Topology((2, 1), GIGABYTE, GIGABYTE)
         times = [float(seconds(schedule, 8e6, links, segments)) for segments in (1, 2, 4, 8)]
         assert times == pytest.approx([16e-3, 16e-3, 12e-3, 10e-3])
-        assert best_segments(schedule, [8e6, 0], links).tolist() == [16, 1]  # 32 save 0.5 ms, and cost 0.96
+        assert best_segments(schedule, [8e6, 0], links).tolist() == [16, 1]  # of 0.56 ms; 32 would be shorter than 0.5
         slow = Topology((2, 1), Level(4e-4, 1e-9), Level(4e-4, 1e-9))
         assert best_segments(schedule, 8e6, slow) == min((1, 2, 4, 8, 16), key=lambda s: plain(schedule, 8e6, slow, s))
         assert parts(schedule, 8e6, slow, 2).sum() == pytest.approx(plain(schedule, 8e6, slow, 2))
