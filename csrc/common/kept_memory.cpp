@@ -14,13 +14,14 @@
 
 namespace dist_prims {
 
-// A child that was forked while another thread held the lock must not wait for it: without the lock nothing is kept.
+// No call but kept() waits for the lock, which a forked child may have inherited locked: a call that does not get the
+// lock uses malloc.
 class KeptMemory::Pool {
 public:
     std::unique_ptr<std::byte[]> find(std::size_t& bytes) {
         const std::unique_lock lock(guard_, std::try_to_lock);
         if (!lock) return nullptr;
-        // The newest that fits is in the cache. Twice as many bytes may be needed for a later request.
+        // The newest that fits is most likely in the cache. Memory of more than twice the size is left for others.
         const auto fits = [&](const Entry& each) { return each.bytes >= bytes && each.bytes / 2 <= bytes; };
         const auto found = std::find_if(entries_.begin(), entries_.end(), fits);
         if (found == entries_.end()) return nullptr;

@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <cstring>
-#include <optional>
 #include <random>
 #include <thread>
 #include <vector>

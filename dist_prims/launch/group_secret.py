@@ -24,10 +24,10 @@ def secret_of_group(store: Any, is_merged: bool) -> Secret | None:
 
 
 def would_lose_secret(address: str) -> bool:
-    """Whether the ranks have a secret of their launcher, and would have none in a group with ranks that lack it and
-    meet them at this address.
+    """Whether the ranks have a secret of their launcher, and would have none in a group with other ranks that is made
+    at this address.
 
-    The secret of this user for one host is not meant: between hosts, ranks without a launcher have none at all.
+    The secret of this user for one host does not count: ranks on several hosts cannot have it.
     """
     secret = remembered()
     return secret is not None and secret.is_of_launcher and choose(address) is None

@@ -55,6 +55,10 @@ _TIME_FOR_ADMISSION = 20.0  # seconds after which a new rank announces itself ag
 _MOST_AT_ONCE = 1024  # ranks that one call admits
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds for a new rank that could not make a group
 _MOST_FAILURES = 32  # of a group on one host: each one uses space of its log, which a repair needs
+_SECRET_WOULD_BE_LOST = (
+    "the running ranks have a secret of their launcher, which a new rank cannot know, and a group of several hosts "
+    f"would have none; {REMEDY}"
+)
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,10 @@ class _Admission:
 
 @dataclass(frozen=True)
 class _NewRank:
-    """Where a process is that wants to join."""
+    """A process that wants to join."""
 
     host: str
-    network: str  # its network namespace, as a number
+    network: str  # the number of its network namespace
 
 
 def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
@@ -111,6 +115,9 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
     Where the ranks have a secret (``docs/security.md``), a new rank needs the same: one that the user provides, or, if
     ``at`` is at the loopback interface, the one of this user; not the one of spawn or MPI.
 
+    A group on one host refuses a new rank of another host, with a warning, if that rank cannot reach the others or
+    would cost them the secret of their launcher (``docs/repair.md``).
+
     ``at`` is where new ranks announce themselves: a URL, ``file://`` with the path of a file that all ranks can reach
     and that the job removes at its end, or ``tcp://host:port`` of a TCPStore; or a store. It is used by rank 0 only.
 
@@ -139,12 +146,6 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
 def _has_failed_too_often(backend: Any) -> bool:
     """Whether the group admits no more ranks. The registers of several hosts have room for any number of failures."""
     return not backend.spans_hosts and made_group(backend.options.group_name).failed_grows >= _MOST_FAILURES
-
-
-_SECRET_WOULD_BE_LOST = (
-    "the running ranks have a secret of their launcher, which a new rank cannot know, and a group of several hosts "
-    f"would have none; {REMEDY}"
-)
 
 
 def _is_refused(new: _NewRank) -> bool:

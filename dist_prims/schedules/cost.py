@@ -13,8 +13,8 @@ On a topology (``seconds``): a step takes as long as its busiest rank, link or m
     segment 1                          step 0    step 1    step 2
 
 A tick takes as long as its busiest resource, which does the work of both segments, each with half of the bytes, and at
-least as long as one message between hosts from start to end. A rank copies and reduces between the steps of its two
-last segments rather than while it waits for another host, so the steps within hosts cost those of one more segment.
+least as long as one message between hosts from start to end. A rank that waits for a message from another host does not
+copy or reduce, so the steps within hosts overlap one segment less: their time for one segment is added.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__: list[str] = []
 
 Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64
-_SECONDS_OF_A_STEP = 10e-6  # what a step of a segment costs a processor: system calls and wake-ups
-_LEAST_SECONDS = 0.5e-3  # for each segment: where the processor decides, shorter ones make a call slower
+_SECONDS_OF_A_STEP = 10e-6  # of a processor for a step of a segment: system calls and wake-ups
+_LEAST_SECONDS = 0.5e-3  # of a segment; shorter ones are slower where the processor is the limit
 
 
 # The terms of a price, in the order of the counts of ``Cost``: the parameters by which each count is multiplied.

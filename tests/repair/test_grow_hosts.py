@@ -10,7 +10,7 @@ import pytest
 from netns import cluster, needs_hosts
 
 PROGRAM = """
-import os, sys, time, torch, torch.distributed as dist, dist_prims
+import os, sys, torch, torch.distributed as dist, dist_prims
 from dist_prims.launch.secret import Secret, remember
 
 place, kind = "file://" + sys.argv[1], sys.argv[2]
@@ -66,7 +66,7 @@ if __name__ == "__main__":
 
 
 def grow_on_host_0(folder: Path, kind: str) -> CompletedProcess[str]:
-    """Ranks of host 0 admit a rank of host 1; ``kind`` says how they have made their group."""
+    """Run ``grow`` on host 0 and ``join`` on host 1; ``kind`` says how the ranks of host 0 have made their group."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, str(program), str(folder / "place"), kind]

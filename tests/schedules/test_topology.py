@@ -32,7 +32,7 @@ def plain(schedule: Schedule, nbytes: float, topology: Topology, segments: int =
     """The same model with nothing clever: each transfer, each resource, each tick."""
     steps = [_plain_step(step, nbytes * float(schedule.share) / segments, topology) for step in schedule.steps]
     ticks = [steps[max(0, last - segments + 1) : last + 1] for last in range(len(steps) + segments - 1 if steps else 0)]
-    inside = [max(busy.values(), default=0) for busy, message in steps if not message]  # of one more segment
+    inside = [max(busy.values(), default=0) for busy, message in steps if not message]  # added for one segment
     return sum(
         max([*sum((busy for busy, _ in tick), Counter()).values(), *(message for _, message in tick)]) for tick in ticks
     ) + (sum(inside) if segments > 1 else 0)
