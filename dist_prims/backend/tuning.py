@@ -103,10 +103,17 @@ class MeasurementFile:
         if isinstance(found, dict):
             where = f"{found.get('host')} ({found['machine']})"
             _warn(warn, f"{path} is ignored: it was measured on {where}, and this is {here}")
-        elif path and self.variable not in os.environ and (others := sorted(path.parent.glob(f"{self.stem}*.json"))):
+        elif path and self.variable not in os.environ and (others := self._others(path.parent)):
             reason = "measured on another type of machine, or by a version that did not record the type"
             _warn(warn, f"{', '.join(map(str, others))}: ignored, {reason}; this is {here}")
         return None
+
+    def _others(self, folder: Path) -> list[Path]:
+        """Return the user's files of this kind, for the message; none if the folder cannot be read."""
+        try:
+            return sorted(folder.glob(f"{self.stem}*.json"))
+        except OSError:  # for example no descriptor is left, which the making of the group then says on all ranks
+            return []
 
     def check_writable(self, path: Path | None = None) -> None:
         """Raise OSError, with a remedy, if the file cannot be written. Call this before a measurement."""

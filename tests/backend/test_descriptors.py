@@ -63,8 +63,18 @@ def test_many_groups_under_a_low_limit_still_see_a_death(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("poor", [0, 2])
 @pytest.mark.parametrize("spare", [0, 1, 2, 3])
-def test_none_is_left_to_make_a_group(poor: int, spare: int, tmp_path: Path) -> None:
-    """All ranks say why, soon, and none spins until then; or the group is made, and then a death is seen."""
+@pytest.mark.parametrize("has_folder", [False, True], ids=["no folder", "folder"])
+def test_none_is_left_to_make_a_group(
+    poor: int, spare: int, has_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks say why, soon, and none spins until then; or the group is made, and then a death is seen.
+
+    Past bug: a folder of measurements, which is read first, ended the poor rank with an OSError, and the others waited
+    until the timeout of the group.
+    """
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    if has_folder:
+        (tmp_path / "dist_prims").mkdir()
 
     def body(rank: int) -> Any:
         join_at_rank_0(rank, 4, tmp_path)
