@@ -104,6 +104,6 @@ def test_the_fuzz_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
     python = [*(without_random_addresses() if sanitizer == "thread" else []), sys.executable]
     planted = run([*python, "-c", ALONE + PLANTED[sanitizer]], 300, tmp_path, **environment)
     assert REPORTED[sanitizer] in planted.stderr, planted.stderr
-    output = fuzz(python, 2, seconds=45, limit=600, **environment)
+    output = fuzz(python, 2, seconds=25, limit=600, **environment)
     assert f"extension {tmp_path}" in output.splitlines()[0]
     assert output.splitlines()[-1].endswith(" 0 failed")

@@ -69,9 +69,10 @@ def check(state: State) -> None:
     assert {end.error for end in ends if end.error} <= {NoMajorityError}
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("losses", [0, *(pytest.param(losses, marks=pytest.mark.slow) for losses in (1, 2, 3))])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("losses", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_interleavings(losses: int) -> None:
+    """With up to so many losses: that includes all interleavings with fewer."""
     start = [
         functools.partial(propose, "key", f"value {rank}", rank, PROPOSERS, ACCEPTORS) for rank in range(PROPOSERS)
     ]
