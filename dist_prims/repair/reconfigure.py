@@ -34,6 +34,7 @@ from ..backend.tcp_endpoint import own_address
 from ..errors import CommError, PeerDiedError
 from ..launch.deadline import call_in_thread
 from ..launch.group_secret import would_lose_secret
+from ..launch.handshake import warn
 from ..launch.secret import REMEDY, remembered
 from ..launch.served import open_store, served_store
 from ..torch_compat import count_groups_from, default_group, group_count, known_groups, replace_members
@@ -108,6 +109,8 @@ def reconfigured_backend(
     kind = {"ranks": ranks, "is_grown": not one_launcher, "is_foreign": not (is_default or ranks)}
     made, store, groups = _make(old.request, uuid, rank, members, timeout, kind)
     made.set_timeout(backend.options._timeout)
+    if rank == 0 and old.key and not made_group(old.request.name).key:
+        warn(f"reconfigure: the members are no longer authenticated; {REMEDY}")
     if is_default:
         ranks = list(range(len(members)))
         count_groups_from(groups)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dist_prims.backend.tcp_endpoint import own_address
 from dist_prims.errors import PeerDiedError
 from dist_prims.launch.network import is_loopback
 from dist_prims.launch.secret import Secret, remember
+from tests.helpers.launching import free_port
 from tests.helpers.reconfigured import Meeting, needs_reconfigure, place, reconfigure, start, total
 from tests.helpers.survivors import run_ranks
 from tests.repair.test_shrink import all_reduce_until_failure, die
@@ -127,3 +129,27 @@ def test_a_member_without_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return made.key != b"", total()
 
     assert run_ranks(body, 2, tmp_path, join=False) == [(True, 2)] * 2
+
+
+def test_a_warning_that_the_group_loses_its_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The secret of a user for one host authenticates the first group; a group between hosts cannot have it."""
+    without_secret_of_the_user(monkeypatch)
+    monkeypatch.setenv("DIST_PRIMS_QUIET", "1")  # no line about the store that the ranks start with
+    port = free_port()
+
+    def body(rank: int) -> Any:
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("dist_prims", address, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+        world: Any = dist.group.WORLD
+        first = find_made_group(world)
+        assert first
+        assert first.key
+        reconfigure(1, Meeting(tmp_path).handles(rank, range(2)))
+        second = find_made_group(world)
+        assert second
+        return second.key, total()
+
+    assert run_ranks(body, 2, tmp_path, join=False) == [(b"", 2)] * 2
+    assert capfd.readouterr().err.count("the members are no longer authenticated") == 1
