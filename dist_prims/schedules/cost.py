@@ -35,8 +35,11 @@ __all__: list[str] = []
 
 Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64
-_SECONDS_OF_A_STEP = 10e-6  # of a processor for a step of a segment: system calls and wake-ups
-_LEAST_SECONDS = 0.5e-3  # of a segment; shorter ones are slower where the processor is the limit
+# Of a rank for a step of a segment: system calls and wake-ups. Most of it passes while a slow link is busy.
+_SECONDS_OF_A_STEP, _WITH_A_FAST_LINK = 10e-6, 120e-6
+_FAST_LINK = 1.5e-9  # seconds a byte, 5 Gbit/s: with less the processors are the limit
+_LEAST_SECONDS = 0.5e-3  # of a segment
+_MESSAGES = LATENCY[:2]  # the columns of the messages of a rank
 
 
 # The terms of a price, in the order of the counts of ``Cost``: the parameters by which each count is multiplied.
@@ -178,8 +181,9 @@ def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments:
 def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> NDArray[np.int64]:
     """The number of segments for each of ``nbytes``: a power of two up to 64.
 
-    It is that of the shortest time, to which 10 µs of the processor are added for each step of each segment, and no
-    segment takes less than 0.5 ms. The result is 1 for a schedule that is too large to follow rank by rank.
+    It is that of the shortest time, to which each segment adds 10 µs for each step of the busiest rank, or 120 µs if
+    the link is faster than 5 Gbit/s. No segment takes less than 0.5 ms. The result is 1 for a schedule that is too
+    large to follow rank by rank.
     """
     loads: Loads = replay(schedule, topology)
     choices = np.array([1 << power for power in range(MOST_SEGMENTS.bit_length() if loads.followed else 1)])
@@ -187,9 +191,17 @@ def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> 
     every = [_seconds_by_segments(loads, topology, float(schedule.share) * each, choices) for each in sizes.ravel()]
     times = np.reshape(every, (-1, len(choices)))
     is_short = (choices > 1) & (times / choices < _LEAST_SECONDS)
-    times = np.where(is_short, np.inf, times + _SECONDS_OF_A_STEP * len(loads.pattern) * choices)
+    step = _WITH_A_FAST_LINK if topology.outer.beta <= _FAST_LINK else _SECONDS_OF_A_STEP
+    times = np.where(is_short, np.inf, times + step * _steps_of_busiest_rank(loads) * choices)
     best = times.argmin(axis=1)
     return np.asarray(choices[best].reshape(sizes.shape))
+
+
+def _steps_of_busiest_rank(loads: Loads) -> int:
+    """The most steps in which one rank sends, or in which it receives."""
+    has_messages = loads.rows[:, _MESSAGES].any(axis=1)[loads.which]  # by pattern and class
+    has_messages[:, loads.message] = False  # no rank
+    return int((loads.repeats @ has_messages).max())
 
 
 def _seconds_by_segments(loads: Loads, topology: Topology, chunk: float, choices: NDArray[np.int64]) -> list[float]:
