@@ -2,7 +2,9 @@
 
 To be run by a launcher on several hosts. The contenders at each size are gloo's own collective, a group of dist_prims
 for each engine, and a stream: plain TCP that carries only what the busiest link must carry at least, so no collective
-can be faster. The table is in Markdown; its ratios are medians over the iterations of one run.
+can be faster. The table is in Markdown; its ratios are medians over the iterations of one run. "busy" is the part of
+the time of all cores in which they worked, on the host where it is largest: near 1, the processors are the limit. It
+is empty for short runs.
 """
 
 from __future__ import annotations
@@ -87,9 +89,9 @@ def _limit(stream: Stream, collective: str, nbytes: int) -> Any:
 
 
 def _heading(facts: Mapping[str, Any], groups: Sequence[str]) -> str:
-    names = ["collective", "size", "gloo", "stream"]
+    names = ["collective", "size", "gloo", "stream", "busy"]
     for group in groups:
-        names += [group, "by gloo", "by stream"]
+        names += [group, "by gloo", "by stream", "busy"]
     values = ", ".join(f"{name} {value}" for name, value in facts.items())
     return f"{values}\n\n| {' | '.join(names)} |\n|{' --- |' * len(names)}"
 
@@ -101,8 +103,13 @@ def _row(collective: str, nbytes: int, lines: Sequence[Line]) -> str:
         format_bytes(max(nbytes, gloo.nbytes)),  # at least an element of each rank
         format_duration(gloo.median),
         format_duration(stream.median),
+        _busy(stream),
     ]
     for line in ours:
         by_stream = statistics.median(map(float.__truediv__, line.seconds, stream.seconds))
-        cells += [format_duration(line.median), f"{line.ratio:.2f}", f"{by_stream:.2f}"]
+        cells += [format_duration(line.median), f"{line.ratio:.2f}", f"{by_stream:.2f}", _busy(line)]
     return f"| {' | '.join(cells)} |"
+
+
+def _busy(line: Line) -> str:
+    return "" if line.busy is None else f"{line.busy:.2f}"

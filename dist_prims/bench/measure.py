@@ -13,7 +13,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from .cases import CASES, Buffers, Case, contenders
 __all__: list[str] = []
 
 _SMALL, _CALLS_IN_A_ROW = 64 * 1024, 50
+_LEAST_TICKS = 20  # of all cores: fewer tell nothing
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Line:
     seconds: list[float] = field(default_factory=list)
     wrong: int = 0
     ratio: float = 1.0  # its time divided by that of the group's own collective
+    busy: float | None = None  # of the time of all cores, the part in which they worked; None for short runs
 
     @property
     def median(self) -> float:
@@ -88,17 +91,38 @@ def measure(
     calls = _CALLS_IN_A_ROW if nbytes <= _SMALL else 1
     run = _Run(case, calls, [*all_groups.values()][-1])
     moved = max(shape) * dtype.itemsize
+    ticks: list[list[Ticks]] = [[] for _ in runs]
     lines = [Line(collective, name, moved, max(shape), str(dtype).removeprefix("torch."), case.op) for name in runs]
     for round in range(-warmup, iterations or iterations_for(nbytes)):
         order = [*range(len(lines))]
         order = order[round % len(order) :] + order[: round % len(order)]
         for number in order:
-            seconds, wrong = run(runs[lines[number].contender], round + number)
+            (seconds, used), wrong = run(runs[lines[number].contender], round + number)
             if round >= 0:
                 lines[number].seconds.append(seconds)
                 lines[number].wrong += wrong
+                ticks[number].append(used)
+    for line, own in zip(lines, ticks, strict=True):
+        passed = sum(each.passed for each in own)
+        line.busy = sum(each.working for each in own) / passed if passed >= _LEAST_TICKS else None
     _share(lines)
     return lines
+
+
+class Ticks(NamedTuple):
+    """Of all cores of the machine, in the kernel's unit of 10 ms."""
+
+    working: int
+    passed: int
+
+    @classmethod
+    def since_the_start(cls) -> Ticks:
+        user, nice, system, idle, waiting, *others = map(int, Path("/proc/stat").read_text().split()[1:8])
+        working = user + nice + system + sum(others)
+        return cls(working, working + idle + waiting)
+
+    def since(self, earlier: Ticks) -> Ticks:
+        return Ticks(self.working - earlier.working, self.passed - earlier.passed)
 
 
 @dataclass
@@ -109,31 +133,35 @@ class _Run:
     calls: int
     barrier_group: dist.ProcessGroup | None
 
-    def __call__(self, contender: Contender, round: int) -> tuple[float, int]:
-        """The seconds of a call, and the number of wrong elements. Of calls in a row only the first is checked."""
+    def __call__(self, contender: Contender, round: int) -> tuple[tuple[float, Ticks], int]:
+        """The seconds of a call, the ticks of all calls, and the number of wrong elements. Of calls in a row only the
+        first is checked."""
         buffers = contender.buffers
         buffers.input.copy_(buffers.value(buffers.rank, round, len(buffers.input)))
         buffers.output.zero_()
-        seconds = self._timed(contender, 1)
+        timed = self._timed(contender, 1)
         wrong = self.case.wrong(buffers, round) if contender.checked else 0
-        return (self._timed(contender, self.calls) if self.calls > 1 else seconds), wrong
+        return (self._timed(contender, self.calls) if self.calls > 1 else timed), wrong
 
-    def _timed(self, contender: Contender, calls: int) -> float:
+    def _timed(self, contender: Contender, calls: int) -> tuple[float, Ticks]:
         dist.barrier(group=self.barrier_group)
+        before = Ticks.since_the_start()
         began = time.perf_counter()
         for _ in range(calls):
             contender.call(contender.buffers)
         seconds = (time.perf_counter() - began) / calls
         dist.barrier(group=self.barrier_group)  # a rank that is done must not take a core from one that is not
-        return seconds
+        return seconds, Ticks.since_the_start().since(before)
 
 
 def _share(lines: list[Line]) -> None:
-    """Combine the lines of all ranks: the slowest rank's times, and the sum of the wrong elements."""
+    """Combine the lines of all ranks: the slowest rank's times, the sum of the wrong elements, the busiest host."""
     times = torch.tensor([line.seconds for line in lines], dtype=torch.float64)
     wrong = torch.tensor([line.wrong for line in lines])
+    busy = torch.tensor([-1.0 if line.busy is None else line.busy for line in lines])
     dist.all_reduce(times, dist.ReduceOp.MAX)
     dist.all_reduce(wrong)
-    for line, seconds, errors in zip(lines, times.tolist(), wrong.tolist(), strict=True):
-        line.seconds, line.wrong = seconds, errors
+    dist.all_reduce(busy, dist.ReduceOp.MAX)
+    for line, seconds, errors, work in zip(lines, times.tolist(), wrong.tolist(), busy.tolist(), strict=True):
+        line.seconds, line.wrong, line.busy = seconds, errors, work if work >= 0 else None
         line.ratio = statistics.median(own / first for own, first in zip(seconds, times[0].tolist(), strict=True))

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from dist_prims.backend.link_costs import ASSUMED
 from dist_prims.bench.__main__ import main
 from dist_prims.bench.arguments import sizes
 from dist_prims.bench.cases import CASES, Buffers
-from dist_prims.bench.measure import Contender, Line, measure
+from dist_prims.bench.measure import Contender, Line, Ticks, measure
 from dist_prims.bench.memory import chunk_bytes, extra_bytes
 from dist_prims.schedules import algorithms
 from dist_prims.schedules.topology import Topology
@@ -57,6 +58,15 @@ def test_every_collective_and_algorithm_is_right(collective: str) -> None:
         assert [line.wrong for line in lines] == [0] * len(lines)
         assert all(len(line.seconds) == 2 and min(line.seconds) > 0 for line in lines)
         assert lines[0].ratio == 1.0
+        assert all(line.busy is None or 0 <= line.busy <= 1 for line in lines)
+
+
+def test_the_cores_work_while_a_process_computes() -> None:
+    before, end = Ticks.since_the_start(), time.perf_counter() + 0.5
+    while time.perf_counter() < end:
+        pass
+    ticks = Ticks.since_the_start().since(before)
+    assert 0 < ticks.working <= ticks.passed
 
 
 def test_what_is_wrong_is_counted() -> None:
