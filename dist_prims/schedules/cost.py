@@ -35,8 +35,8 @@ __all__: list[str] = []
 
 Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64
-# Of a rank for a step of a segment: system calls and wake-ups. Most of it passes while a slow link is busy.
-_SECONDS_OF_A_STEP, _WITH_A_FAST_LINK = 10e-6, 120e-6
+# Of a rank for a step of a segment: system calls and wake-ups. Part of it passes while a slow link is busy.
+_SECONDS_OF_A_STEP, _WITH_A_FAST_LINK = 50e-6, 120e-6
 _FAST_LINK = 1.5e-9  # seconds a byte, 5 Gbit/s: with less the processors are the limit
 _LEAST_SECONDS = 0.5e-3  # of a segment
 _MESSAGES = LATENCY[:2]  # the columns of the messages of a rank
@@ -181,7 +181,7 @@ def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments:
 def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> NDArray[np.int64]:
     """The number of segments for each of ``nbytes``: a power of two up to 64.
 
-    It is that of the shortest time, to which each segment adds 10 µs for each step of the busiest rank, or 120 µs if
+    It is that of the shortest time, to which each segment adds 50 µs for each step of the busiest rank, or 120 µs if
     the link is faster than 5 Gbit/s. No segment takes less than 0.5 ms. The result is 1 for a schedule that is too
     large to follow rank by rank.
     """
@@ -199,7 +199,7 @@ def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> 
 
 def _steps_of_busiest_rank(loads: Loads) -> int:
     """The most steps in which one rank sends, or in which it receives."""
-    has_messages = loads.rows[:, _MESSAGES].any(axis=1)[loads.which]  # by pattern and class
+    has_messages = (loads.rows[:, _MESSAGES].sum(axis=1) > 0)[loads.which]  # by pattern and class
     has_messages[:, loads.message] = False  # no rank
     return int((loads.repeats @ has_messages).max())
 
