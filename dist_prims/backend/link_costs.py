@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..launch.rendezvous import from_rank_0
+from ..schedules.cost import FAST_LINK
 from .tuning import CALIBRATION
 
 __all__: list[str] = []
@@ -31,7 +32,7 @@ ASSUMED: Costs = {
 
 # The steps of a measured figure: the largest value that belongs to a step, and the value that is used for it.
 _ALPHAS = ((4e-6, 2e-6), (158e-6, 50e-6), (1.58e-3, 500e-6), (15.8e-3, 5e-3), (float("inf"), 50e-3))
-_BETAS = ((1.5e-9, 1e-9), (4.8e-9, 2.7e-9), (15e-9, 8.5e-9), (48e-9, 27e-9), (150e-9, 85e-9), (float("inf"), 850e-9))
+_BETAS = ((FAST_LINK, 1e-9), (4.8e-9, 2.7e-9), (15e-9, 8.5e-9), (48e-9, 27e-9), (150e-9, 85e-9), (float("inf"), 850e-9))
 
 _measured: dict[frozenset[str], Costs] = {}  # by the two hosts
 

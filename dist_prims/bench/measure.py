@@ -110,13 +110,14 @@ def measure(
 
 
 class Ticks(NamedTuple):
-    """Of all cores of the machine, in the kernel's unit of 10 ms."""
+    """The time of all cores of the machine, in the kernel's unit of 10 ms."""
 
     working: int
     passed: int
 
     @classmethod
     def since_the_start(cls) -> Ticks:
+        """Read the ticks since the machine was started, without the time that a hypervisor took."""
         user, nice, system, idle, waiting, *others = map(int, Path("/proc/stat").read_text().split()[1:8])
         working = user + nice + system + sum(others)
         return cls(working, working + idle + waiting)

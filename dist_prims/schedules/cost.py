@@ -37,7 +37,7 @@ Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64
 # Of a rank for a step of a segment: system calls and wake-ups. Part of it passes while a slow link is busy.
 _SECONDS_OF_A_STEP, _WITH_A_FAST_LINK = 50e-6, 120e-6
-_FAST_LINK = 1.5e-9  # seconds a byte, 5 Gbit/s: with less the processors are the limit
+FAST_LINK = 1.5e-9  # seconds a byte, 5 Gbit/s; processors limit a link that needs less
 _LEAST_SECONDS = 0.5e-3  # of a segment
 _MESSAGES = LATENCY[:2]  # the columns of the messages of a rank
 
@@ -191,7 +191,7 @@ def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> 
     every = [_seconds_by_segments(loads, topology, float(schedule.share) * each, choices) for each in sizes.ravel()]
     times = np.reshape(every, (-1, len(choices)))
     is_short = (choices > 1) & (times / choices < _LEAST_SECONDS)
-    step = _WITH_A_FAST_LINK if topology.outer.beta <= _FAST_LINK else _SECONDS_OF_A_STEP
+    step = _WITH_A_FAST_LINK if topology.outer.beta <= FAST_LINK else _SECONDS_OF_A_STEP
     times = np.where(is_short, np.inf, times + step * _steps_of_busiest_rank(loads) * choices)
     best = times.argmin(axis=1)
     return np.asarray(choices[best].reshape(sizes.shape))
@@ -200,7 +200,7 @@ def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> 
 def _steps_of_busiest_rank(loads: Loads) -> int:
     """The most steps in which one rank sends, or in which it receives."""
     has_messages = (loads.rows[:, _MESSAGES].sum(axis=1) > 0)[loads.which]  # by pattern and class
-    has_messages[:, loads.message] = False  # no rank
+    has_messages[:, loads.message] = False  # this class is no rank
     return int((loads.repeats @ has_messages).max())
 
 
