@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..launch.hosts import on_one_machine
 from ..launch.rendezvous import from_rank_0
 from ..schedules.cost import FAST_LINK
 from .tuning import CALIBRATION
@@ -34,6 +35,16 @@ ASSUMED: Costs = {
 _ALPHAS = ((4e-6, 2e-6), (158e-6, 50e-6), (1.58e-3, 500e-6), (15.8e-3, 5e-3), (float("inf"), 50e-3))
 _BETAS = ((FAST_LINK, 1e-9), (4.8e-9, 2.7e-9), (15e-9, 8.5e-9), (48e-9, 27e-9), (150e-9, 85e-9), (float("inf"), 850e-9))
 
+
+def assumed(hosts: Sequence[str]) -> Costs:
+    """Return the costs before a measurement.
+
+    >>> assumed(["a", "b"])["one_machine"]
+    False
+    """
+    return {**ASSUMED, "one_machine": on_one_machine(hosts)}
+
+
 _measured: dict[frozenset[str], Costs] = {}  # by the two hosts
 
 
@@ -41,7 +52,8 @@ def of_rank_0(store: Any, rank: int, hosts: Sequence[str], warn: bool) -> Costs:
     """Return the costs that rank 0 knows for a group on these hosts, by rank; empty if the link is to be measured."""
 
     def read() -> str:
-        return json.dumps(CALIBRATION.read(warn) or _measured.get(_first_two(hosts), {}))
+        link = _measured.get(_first_two(hosts))
+        return json.dumps(CALIBRATION.read(warn) or (link and {**link, "one_machine": on_one_machine(hosts)}) or {})
 
     costs: Costs = json.loads(from_rank_0(store, rank, len(hosts), "levels", read))
     return costs
@@ -54,7 +66,10 @@ def measured(hosts: Sequence[str], alpha: float, beta: float) -> Costs:
     {'alpha': 5e-05, 'beta': 8.5e-09}
     """
     outer = {"alpha": _step(_ALPHAS, alpha), "beta": _step(_BETAS, beta)}
-    return _measured.setdefault(_first_two(hosts), {**ASSUMED, "outer": outer})
+    return {
+        **_measured.setdefault(_first_two(hosts), {**ASSUMED, "outer": outer}),
+        "one_machine": on_one_machine(hosts),
+    }
 
 
 def _first_two(hosts: Sequence[str]) -> frozenset[str]:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 __all__: list[str] = []
 
+_DIGITS = 8  # of the hashes in the name of a host: its machine, its network namespace
+
 
 def host_id() -> str:
     """Return a name that two processes share if and only if they run on one host.
@@ -26,7 +28,20 @@ def host_id() -> str:
     """
     if override := os.environ.get("DIST_PRIMS_HOST_ID"):
         return override
-    return f"{socket.gethostname()}-{_network()[:12]}"
+    return f"{socket.gethostname()}-{_machine()}{_network()[:_DIGITS]}"
+
+
+def on_one_machine(host_ids: Sequence[str]) -> bool:
+    """Return whether these hosts are containers or network namespaces of one machine, so that they share its cores.
+
+    A name of ``DIST_PRIMS_HOST_ID`` does not tell the machine.
+
+    >>> on_one_machine([host_id(), "another"])
+    False
+    """
+    suffixes = [host.rpartition("-")[2] for host in host_ids]
+    is_told = all(len(each) == 2 * _DIGITS for each in suffixes)
+    return is_told and len({each[:_DIGITS] for each in suffixes}) == 1
 
 
 def network_number() -> int:
@@ -36,6 +51,10 @@ def network_number() -> int:
     True
     """
     return int(_network()[:16], 16) or 1
+
+
+def _machine() -> str:
+    return hashlib.sha256(_boot().encode()).hexdigest()[:_DIGITS]
 
 
 def _network() -> str:

@@ -35,8 +35,9 @@ __all__: list[str] = []
 
 Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64
-# Of a rank for a step of a segment: system calls and wake-ups. Part of it passes while a slow link is busy.
-_SECONDS_OF_A_STEP, _WITH_A_FAST_LINK = 50e-6, 120e-6
+# Of a rank for a step of a segment: system calls and wake-ups. Most of it passes while the link is busy, but less where
+# the ranks outnumber the cores, and least if the link is fast as well.
+_SECONDS_OF_A_STEP, _WITHOUT_CORES, _WITHOUT_CORES_FAST_LINK = 10e-6, 50e-6, 120e-6
 FAST_LINK = 1.5e-9  # seconds a byte, 5 Gbit/s; processors limit a link that needs less
 _LEAST_SECONDS = 0.5e-3  # of a segment
 _MESSAGES = LATENCY[:2]  # the columns of the messages of a rank
@@ -181,9 +182,9 @@ def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments:
 def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> NDArray[np.int64]:
     """The number of segments for each of ``nbytes``: a power of two up to 64.
 
-    It is that of the shortest time, to which each segment adds 50 µs for each step of the busiest rank, or 120 µs if
-    the link is faster than 5 Gbit/s. No segment takes less than 0.5 ms. The result is 1 for a schedule that is too
-    large to follow rank by rank.
+    It is that of the shortest time, to which each segment adds 10 µs for each step of the busiest rank; if the ranks
+    outnumber the cores, 50 µs, or 120 µs if the link is faster than 5 Gbit/s. No segment takes less than 0.5 ms. The
+    result is 1 for a schedule that is too large to follow rank by rank.
     """
     loads: Loads = replay(schedule, topology)
     choices = np.array([1 << power for power in range(MOST_SEGMENTS.bit_length() if loads.followed else 1)])
@@ -191,10 +192,15 @@ def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> 
     every = [_seconds_by_segments(loads, topology, float(schedule.share) * each, choices) for each in sizes.ravel()]
     times = np.reshape(every, (-1, len(choices)))
     is_short = (choices > 1) & (times / choices < _LEAST_SECONDS)
-    step = _WITH_A_FAST_LINK if topology.outer.beta <= FAST_LINK else _SECONDS_OF_A_STEP
-    times = np.where(is_short, np.inf, times + step * _steps_of_busiest_rank(loads) * choices)
+    times = np.where(is_short, np.inf, times + _seconds_of_a_step(topology) * _steps_of_busiest_rank(loads) * choices)
     best = times.argmin(axis=1)
     return np.asarray(choices[best].reshape(sizes.shape))
+
+
+def _seconds_of_a_step(topology: Topology) -> float:
+    if not topology.lacks_cores:
+        return _SECONDS_OF_A_STEP
+    return _WITHOUT_CORES_FAST_LINK if topology.outer.beta <= FAST_LINK else _WITHOUT_CORES
 
 
 def _steps_of_busiest_rank(loads: Loads) -> int:

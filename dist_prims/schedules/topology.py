@@ -126,6 +126,12 @@ class Topology:
         """The host of each rank."""
         return np.repeat(np.arange(len(self.hosts)), self.hosts)
 
+    @property
+    def lacks_cores(self) -> bool:
+        """Whether the ranks outnumber the cores; where these are unknown, those of one machine are taken to be few."""
+        ranks = self.size if self.one_machine else max(self.hosts)
+        return self.one_machine if self.cores is None else ranks > self.cores
+
     def loads(self, step: Step) -> Ints:
         """The counts of a step: rows for each sending rank, receiving rank, link out, link in, the cores, a message.
 

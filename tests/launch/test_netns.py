@@ -42,6 +42,30 @@ def test_ranks_on_two_hosts_meet_and_know_it(launcher: str) -> None:
     assert re.search(rf"4 ranks on 2 hosts by {launcher}.* over eth0", done.stderr)
 
 
+def test_namespaces_of_one_machine_are_known_as_such() -> None:
+    """They share its cores, so large data is cut into fewer segments than between machines."""
+    done = on_hosts(
+        2,
+        1,
+        """
+import torch.distributed as dist
+import dist_prims
+from dist_prims.backend import link_costs
+from dist_prims.launch.hosts import host_id, on_one_machine
+dist_prims.init()
+hosts = [None] * 2
+dist.all_gather_object(hosts, host_id())
+machine, space = hosts[1][-16:-8], hosts[1][-8:]
+elsewhere = f"switch-{int(machine, 16) ^ 1:08x}{space}"
+assert len(set(hosts)) == 2
+print([on_one_machine(each) for each in (hosts, [hosts[0], elsewhere], [hosts[0], "rack-1"])], flush=True)
+print(link_costs.assumed(hosts)["one_machine"], flush=True)
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["True"] * 2 + ["[True, False, False]"] * 2
+
+
 @pytest.mark.slow
 @needs_mpirun
 def test_mpi_itself_crosses_the_link() -> None:

@@ -108,7 +108,9 @@ def test_the_best_segments_are_those_of_the_shortest_time(case: tuple[Schedule, 
     busy: Counter[tuple[int, int]] = Counter()  # steps in which a rank sends, and in which it receives
     for step in schedule.steps:
         busy.update({(row[way], way) for row in step.rows() if row[0] != row[1] for way in (0, 1)})
-    a_step = 120e-6 if topology.outer.beta <= 1.5e-9 else 50e-6
+    ranks = sum(topology.hosts) if topology.one_machine else max(topology.hosts)
+    enough_cores = not topology.one_machine if topology.cores is None else ranks <= topology.cores
+    a_step = 10e-6 if enough_cores else 120e-6 if topology.outer.beta <= 1.5e-9 else 50e-6
     times = {
         segments: time + a_step * segments * max(busy.values(), default=0)
         for segments, time in times.items()
