@@ -91,7 +91,7 @@ class Advice:
 def recommend(collective: str, nbytes: float, topology: Topology, only_best: bool = False) -> Advice:
     """Price the candidates for a collective of ``nbytes`` on a topology.
 
-    ``only_best``: without the candidates of which a simple lower bound shows that none of them is the best one.
+    ``only_best``: without the candidates that the backend would not choose, as a simple lower bound shows.
 
     >>> from dist_prims.schedules.topology import Level
     >>> cluster = Topology((4, 4), Level(1e-6, 1e-10), Level(20e-6, 1e-9))
@@ -102,6 +102,8 @@ def recommend(collective: str, nbytes: float, topology: Topology, only_best: boo
     if collective not in COLLECTIVES:
         raise ValueError(nearest("collective", collective, COLLECTIVES))
     search = _Search(collective, nbytes, topology, only_best)
+    if collective in EXCHANGES:
+        search.direct()
     if _has_hierarchies(collective, topology):
         search.hierarchies()
     search.flat()
@@ -162,9 +164,17 @@ class _Search:
     only_best: bool
     found: list[Candidate] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
+    most_seconds: float = math.inf  # a candidate that takes longer is not chosen
+
+    def direct(self) -> None:
+        """The schedule with whose price those of an exchange are compared."""
+        self._try("direct", _growth(lookup(self.collective, "direct"), self.topology.size), {})
+        self.most_seconds = min((MUCH_SHORTER * each.seconds for each in self.found), default=math.inf)
 
     def flat(self) -> None:
         for each in _equal_ranks(self.collective, self.topology.size):
+            if each.name == "direct" and self.collective in EXCHANGES:
+                continue  # tried first
             one_chunk = [{"chunks": 1}] if "chunks" in each.parameters else []
             for parameters in ({}, *one_chunk, *each.variants):
                 self._try(each.name, _growth(each, self.topology.size), dict(parameters))
@@ -204,7 +214,7 @@ class _Search:
             many = f"{at_once:,.0f} at once" if at_once > MOST_AT_ONCE else f"{total:,.0f}"
             self.left_out.append((_name(schedule), many))
             return
-        if self.only_best and name != "hierarchical" and self._is_too_long(schedule):
+        if self.only_best and self._is_too_long(schedule):
             return
         segments = int(best_segments(schedule, self.nbytes, self.topology))
         spent = parts(schedule, self.nbytes, self.topology, segments)
@@ -217,7 +227,8 @@ class _Search:
     def _is_too_long(self, schedule: Schedule) -> bool:
         """Whether a lower bound is above the price of the best candidate so far, and of those nearly as good."""
         best = min((each.seconds for each in self.found), default=math.inf)
-        return StepBounds.of(schedule, self.topology).is_longer(self.nbytes, best * (1 + _TOLERANCE))
+        limit = min(best, self.most_seconds) * (1 + _TOLERANCE)
+        return StepBounds.of(schedule, self.topology).is_longer(self.nbytes, limit)
 
 
 def _name(schedule: Schedule) -> str:
