@@ -9,6 +9,7 @@ and then each of several hundred processes would compile the package.
 import importlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,21 @@ algorithms("all_reduce")  # imports the files of all algorithms
 
 # Failing assertions of the helpers show both values, as those of the tests do.
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "helpers").glob("*.py")))
+
+
+_began = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--skip-after", type=float, metavar="SECONDS", help="skip the tests that would begin later than this, for CI"
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("skip_after")
+    if limit is not None and time.monotonic() - _began > limit:
+        pytest.skip(f"no time is left: the tests began more than {limit:.0f} s ago")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

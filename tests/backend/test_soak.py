@@ -23,7 +23,7 @@ def check(usages: list[Usage], bytes_for_each_group: int) -> None:
 
 @LAYOUTS
 def test_a_rank_uses_no_more_after_many_groups(layout: str, engine: str) -> None:
-    check(run(Options(12, layout=layout, engine=engine)), bytes_for_each_group=8192)
+    check(run(Options(12, least_groups=120, layout=layout, engine=engine)), bytes_for_each_group=8192)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -278,21 +278,27 @@ def test_a_file_that_cannot_be_run_is_one_line(tmp_path: Path, text: str) -> Non
         (["dist_prims.bench", "--collective", "all_gather", "--limits"], "--limits measures all_reduce only"),
     ],
 )
-def test_bad_input_is_reported_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+@pytest.mark.parametrize("launched", [False, True])
+def test_bad_input_is_reported_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+    launched: bool,
+) -> None:
     """Without a traceback, and also where a launcher has set its variables: before any rank meets another."""
-    for launched in ({}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}):
-        done = subprocess.run(
-            [sys.executable, "-m", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, **launched},
-        )
-        assert done.returncode == 2
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (variables if launched else {}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    errors = capfd.readouterr().err
+    assert ended.value.code == 2
+    assert message in errors
+    assert "Traceback" not in errors
     assert not list(tmp_path.iterdir())
 
 

@@ -50,6 +50,7 @@ class Options:
     """``layout``: the name of the host of each rank. ``engine``: see DIST_PRIMS_ENGINE."""
 
     seconds: float
+    least_groups: int = 0  # to be made, also if that takes longer
     layout: str = "a a a"
     backend: str = "dist_prims"
     engine: str = ""
@@ -135,7 +136,7 @@ def soak(options: Options) -> list[Sample]:
     spans_hosts = len(set(hosts)) > 1
     calls = CALLS if options.backend == "dist_prims" and not spans_hosts else PORTABLE
     began, groups, samples, due = time.monotonic(), 0, [Sample.of_now(0)], options.seconds / 4
-    while goes_on(began, options.seconds):
+    while groups < options.least_groups or goes_on(began, options.seconds):
         go_round(options, calls, groups)
         groups += options.groups
         if (passed := time.monotonic() - began) >= due:

@@ -38,10 +38,14 @@ def run_copy(name: str, folder: Path, launcher: list[str], *arguments: str) -> s
     return run([*launcher, f"{name}.py", *arguments], clean(OMP_NUM_THREADS="1"), timeout=110, cwd=folder)
 
 
+def run_copy_forked(name: str, folder: Path, *arguments: str, ranks: int) -> None:
+    few = ["--seeds", "1"] if name == "distillation" else []
+    run_forked(Path(shutil.copy(EXAMPLES[name], folder)), *few, *arguments, ranks=ranks)
+
+
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "elastic"])
 def test_an_example_holds_on_two_ranks(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--seeds", "1"] if name == "distillation" else []
-    run_forked(Path(shutil.copy(EXAMPLES[name], tmp_path)), *arguments, ranks=2)
+    run_copy_forked(name, tmp_path, ranks=2)
     out = capfd.readouterr().out
     assert out.strip(), "rank 0 prints nothing"
     if name == "survive":
@@ -50,7 +54,6 @@ def test_an_example_holds_on_two_ranks(name: str, tmp_path: Path, capfd: pytest.
 
 @pytest.mark.parametrize("name", ["elastic", "uneven"])
 def test_an_example_holds_under_torchrun(name: str, tmp_path: Path) -> None:
-    """The slow tier starts all examples this way, on 3 ranks and over gloo."""
     done = run_copy(name, tmp_path, torchrun(2, "--max-restarts", "1"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip(), "rank 0 prints nothing"
@@ -58,19 +61,30 @@ def test_an_example_holds_under_torchrun(name: str, tmp_path: Path) -> None:
         assert "step 13\nattempt 1, 2 ranks: step 12\n" in done.stdout
 
 
+@needs_mpirun
+def test_an_example_holds_under_mpirun(tmp_path: Path) -> None:
+    done = run_copy("uneven", tmp_path, [str(MPIRUN), "-n", "2", sys.executable])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "arguments"),
-    [
-        pytest.param([sys.executable], [], id="alone"),
-        pytest.param(torchrun(3), [], id="3 ranks"),
-        pytest.param(torchrun(2), ["--backend", "gloo"], id="gloo"),
-        pytest.param([str(MPIRUN), "-n", "2", sys.executable], [], id="mpirun", marks=needs_mpirun),
-    ],
-)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_holds_elsewhere(name: str, launcher: list[str], arguments: list[str], tmp_path: Path) -> None:
-    done = run_copy(name, tmp_path, launcher, *arguments)
+def test_an_example_holds_alone(name: str, tmp_path: Path) -> None:
+    """In a fresh interpreter, where no other test has imported anything."""
+    done = run_copy(name, tmp_path, [sys.executable])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--backend", "gloo"], []], ids=["gloo", "3 ranks"])
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "elastic"])
+def test_an_example_holds_elsewhere(name: str, arguments: list[str], tmp_path: Path) -> None:
+    run_copy_forked(name, tmp_path, *arguments, ranks=2 if arguments else 3)
+
+
+@pytest.mark.slow
+def test_the_elastic_example_holds_over_gloo(tmp_path: Path) -> None:
+    done = run_copy("elastic", tmp_path, torchrun(3, "--max-restarts", "1"), "--backend", "gloo")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

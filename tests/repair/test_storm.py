@@ -15,9 +15,8 @@ from tests.helpers.storm import Outcome, storm
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("seed", "hosts"), [(1, 1), (2, 3)])
-def test_a_short_storm(seed: int, hosts: int) -> None:
-    found = storm(20, seed, hosts)
+def test_a_short_storm() -> None:
+    found = storm(20, seed=1, hosts=1)
     assert found.events() >= 20
     assert found.repairs > 0
     assert found.steps > 0
