@@ -81,6 +81,9 @@ class Contract:
     same_bits: bool = True
 
 
+_NOTHING = Holding.of(range(0), range(0), 0, 0)
+
+
 def _all(size: int, chunks: int) -> Callable[[int], Holding]:
     return lambda rank: Holding.of(range(chunks), range(chunks), 0, size)
 
@@ -109,8 +112,7 @@ def _by_owner(size: int, chunks: int) -> Callable[[int], Holding]:
 
 
 def _at(root: int, holding: Callable[[int], Holding]) -> Callable[[int], Holding]:
-    nothing = Holding.of(range(0), range(0), 0, 0)
-    return lambda rank: holding(rank) if rank == root else nothing
+    return lambda rank: holding(rank) if rank == root else _NOTHING
 
 
 def _of_ranks_below(chunks: int, own: int) -> Callable[[int], Holding]:

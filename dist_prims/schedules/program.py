@@ -14,6 +14,7 @@ number of ranks whose data is in each operand of a sum is computed, which scales
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -123,10 +124,11 @@ def _compile_part(schedule: Schedule, steps: Iterator[Step], rank: int) -> Progr
     """The program of a rank from its own rows: each carries the piece that the sender has in the chunk at the start."""
     actions, number = [], -1
     own_terms = np.zeros(schedule.contract.total, np.int32)
+    start_of = functools.cache(schedule.contract.start)  # most rows have the rank itself as their sender
     for number, step in enumerate(steps):
         carried = []
         for src, chunk in zip(step.src.tolist(), step.chunk.tolist(), strict=True):
-            start = schedule.contract.start(src)
+            start = start_of(src)
             carried.append((int(start.piece[start.chunk == chunk][0]), 1))
         actions.append(_action(number, step, carried, own_terms, rank))
     return _program(schedule, rank, actions, number + 1)
