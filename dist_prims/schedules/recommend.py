@@ -214,7 +214,9 @@ class _Search:
             many = f"{at_once:,.0f} at once" if at_once > MOST_AT_ONCE else f"{total:,.0f}"
             self.left_out.append((_name(schedule), many))
             return
-        if self.only_best and self._is_too_long(schedule):
+        # A bound takes half as long as a price, and that of a hierarchical schedule is high enough for exchanges only.
+        is_bounded = name != "hierarchical" or self.collective in EXCHANGES
+        if self.only_best and is_bounded and self._is_too_long(schedule):
             return
         segments = int(best_segments(schedule, self.nbytes, self.topology))
         spent = parts(schedule, self.nbytes, self.topology, segments)
