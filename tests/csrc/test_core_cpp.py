@@ -111,11 +111,11 @@ def test_all_cases_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_rendezvous_rejects_garbage_a_million_times(program: Path) -> None:
-    run(program, "rendezvous_rejects_garbage", timeout=1000, DIST_PRIMS_TEST_HELLOS="1000000")
+def test_rendezvous_rejects_much_garbage(program: Path) -> None:
+    run(program, "rendezvous_rejects_garbage", timeout=1000, DIST_PRIMS_TEST_HELLOS="200000")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_tcp_rejects_other_processes_many_times(program: Path) -> None:
-    run(program, "tcp_rejects_other_processes", timeout=1000, DIST_PRIMS_TEST_HELLOS="200000")  # a million takes 260 s
+    run(program, "tcp_rejects_other_processes", timeout=1000, DIST_PRIMS_TEST_HELLOS="50000")  # a million takes 260 s

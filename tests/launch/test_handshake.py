@@ -258,5 +258,5 @@ def test_garbage(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_garbage_a_million_times() -> None:
-    greet(1_000_000)
+def test_much_garbage() -> None:
+    greet(200_000)  # a million takes 87 s

@@ -165,7 +165,7 @@ def mutations(generator: random.Random) -> bytes:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [2_000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2_000, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_garbage(count: int) -> None:
     """Random and changed requests: no answer, no change, no descriptor left; a right client is served."""
     served, generator = Served(), random.Random(7)
