@@ -1,7 +1,9 @@
 """Lower bounds of the time of a schedule that need not follow each rank, to drop candidates without pricing them.
 
 - The first segment passes all steps one after the other. Each takes at least the latency of a message, between hosts if
-  the step has one that crosses a link, and the time of the smallest segment of one chunk.
+  the step has one that crosses a link, and the time of a segment of one chunk.
+- A rank sends its messages one after the other, all of them for each segment. So the shorter the segments are, the more
+  latency it has.
 - The busiest link carries at least as much as the average one.
 
 A chain of 512 ranks is too long for small data, and a flat two-shot all-reduce sends too much over the links for large
@@ -11,15 +13,22 @@ data. Both show in a tenth of the time that their prices take.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .cost import MOST_SEGMENTS
 from .schedule import Schedule, Step
 from .topology import Topology
 
 __all__: list[str] = []
+
+Ints = NDArray[np.int64]
+_AT_ONCE = 8  # steps that are counted before the limit is looked at again
+_SEGMENTS = [1 << power for power in range(MOST_SEGMENTS.bit_length())]
 
 
 class StepBounds:
@@ -42,6 +51,8 @@ class StepBounds:
         self._share = float(schedule.share)
         self._steps = iter(schedule.steps)
         self._within = self._between = self._crossing = 0  # steps and chunks counted so far
+        self._latency = np.zeros(topology.size)  # of the messages that each rank has sent so far
+        self._last: _StepLoad | None = None
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
@@ -53,26 +64,58 @@ class StepBounds:
         """Whether the schedule takes longer than ``limit`` seconds."""
         with self._counting:
             while self._seconds(nbytes * self._share) <= limit:
-                step = next(self._steps, None)
-                if step is None:
+                steps = [*itertools.islice(self._steps, _AT_ONCE)]
+                if not steps:
                     return False
-                self._count(step)
+                for step in steps:
+                    self._count(step)
             return True
 
     def _seconds(self, chunk: float) -> float:
         """A lower bound for the steps counted so far, with chunks of ``chunk`` bytes."""
         inner, outer = self._topology.inner, self._topology.outer
-        least = chunk / MOST_SEGMENTS
-        first = self._within * (inner.alpha + least * inner.beta) + self._between * (outer.alpha + least * outer.beta)
-        return max(first, self._crossing * chunk * outer.beta / len(self._topology.hosts))
+        latency = self._within * inner.alpha + self._between * outer.alpha
+        bytes_of_all = chunk * (self._within * inner.beta + self._between * outer.beta)
+        busiest = float(self._latency.max())
+        cut = min(max(latency + bytes_of_all / segments, segments * busiest) for segments in _SEGMENTS)
+        return max(cut, self._crossing * chunk * outer.beta / len(self._topology.hosts))
 
     def _count(self, step: Step) -> None:
-        messages, span = step.narrow
-        host = self._topology.host_of
-        crosses = host[messages.src] != host[messages.dst]
-        chunks = int(np.count_nonzero(crosses) if span is None else span[crosses].sum())
-        self._crossing += chunks
-        if chunks:
-            self._between += 1
-        elif (messages.src != messages.dst).any():
-            self._within += 1
+        rows, span = step.narrow
+        if self._last is None or not self._last.has_rows(rows, span):
+            self._last = _StepLoad.of(rows, span, self._topology)
+        load = self._last
+        self._crossing += load.crossing
+        self._between += load.crossing > 0
+        self._within += load.crossing == 0 and load.moves
+        self._latency += load.latency
+
+
+@dataclass(frozen=True, eq=False)
+class _StepLoad:
+    """What one step adds: the chunks that cross links, whether anything moves, the latency of each sending rank."""
+
+    rows: Step
+    span: Ints | None
+    crossing: int
+    moves: bool
+    latency: NDArray[np.float64]
+
+    @staticmethod
+    def of(rows: Step, span: Ints | None, topology: Topology) -> _StepLoad:
+        far = rows.src != rows.dst
+        crosses = topology.host_of[rows.src] != topology.host_of[rows.dst]
+        within, between = np.zeros((2, topology.size))
+        within[rows.src[far & ~crosses]] = topology.inner.alpha
+        between[rows.src[crosses]] = topology.outer.alpha
+        crossing = int(np.count_nonzero(crosses) if span is None else span[crosses].sum())
+        return _StepLoad(rows, span, crossing, bool(far.any()), within + between)
+
+    def has_rows(self, rows: Step, span: Ints | None) -> bool:
+        """Whether the load is that of these rows. The steps of a ring differ in chunk numbers only."""
+        same_span = self.span is span or (self.span is not None and span is not None and _equal(self.span, span))
+        return same_span and _equal(self.rows.src, rows.src) and _equal(self.rows.dst, rows.dst)
+
+
+def _equal(one: Ints, other: Ints) -> bool:
+    return one is other or (len(one) == len(other) and bool((one == other).all()))

@@ -65,6 +65,13 @@ def test_a_bound_is_below_the_price(topology: Topology, collective: str, power: 
     assert not StepBounds(schedule, topology).is_longer(1 << power, price * (1 + 1e-9))
 
 
+def test_a_long_ring_is_not_priced() -> None:
+    """In one segment the bytes of each of its 1,022 steps take too long, in several the latency of a rank does."""
+    cluster = Topology((8,) * 64, Level(3e-6, 2e-10), Level(50e-6, 1e-9), 1e-10)
+    names = {each.name for each in recommend("all_reduce", 3 << 23, cluster, only_best=True).candidates}
+    assert not names & {"ring", "bidirectional_ring"}
+
+
 def test_a_long_schedule_is_counted_no_further_than_necessary() -> None:
     cluster = Topology((8,) * 64, Level(5e-6, 3e-10), Level(60e-6, 8e-10), congestion=1e-10)
     chain = build("broadcast", "chain", 512, chunks=1)
