@@ -40,8 +40,8 @@ def on_one_machine(host_ids: Sequence[str]) -> bool:
     False
     """
     suffixes = [host.rpartition("-")[2] for host in host_ids]
-    is_told = all(len(each) == 2 * _DIGITS for each in suffixes)
-    return is_told and len({each[:_DIGITS] for each in suffixes}) == 1
+    are_known = all(len(each) == 2 * _DIGITS for each in suffixes)
+    return are_known and len({each[:_DIGITS] for each in suffixes}) == 1
 
 
 def network_number() -> int:
