@@ -141,7 +141,7 @@ def test_what_the_proof_accepts_is_right(schedule: Schedule) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(mutants())
 def test_what_the_proof_accepts_is_right_at_length(schedule: Schedule) -> None:
     check_mutant(schedule)
