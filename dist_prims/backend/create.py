@@ -234,7 +234,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         clock.register(store, rank)
         known = link_costs.of_rank_0(temporary, rank, hosts, warn=ranks[0] == 0)
         network = 0 if known else network_number()
-        multi_host = MultiHostSchedules(hosts, rank, known or link_costs.assumed(hosts), check)
+        multi_host = MultiHostSchedules(hosts, rank, known or link_costs.uncalibrated(hosts), check)
         transports = _transports(request, temporary, ranks, prims_options.engine, key, make_gloo)
         made.addresses, made.registers = quorum_ranks.publish(temporary, rank, hosts, token, made.key)
     one_shot = prims_options.one_shot_bytes

@@ -36,24 +36,24 @@ _ALPHAS = ((4e-6, 2e-6), (158e-6, 50e-6), (1.58e-3, 500e-6), (15.8e-3, 5e-3), (f
 _BETAS = ((FAST_LINK, 1e-9), (4.8e-9, 2.7e-9), (15e-9, 8.5e-9), (48e-9, 27e-9), (150e-9, 85e-9), (float("inf"), 850e-9))
 
 
-def assumed(hosts: Sequence[str]) -> Costs:
-    """Return the costs before a measurement.
+_measured: dict[frozenset[str], Mapping[str, float]] = {}  # alpha and beta of the link, by the two hosts
 
-    >>> assumed(["a", "b"])["one_machine"]
+
+def uncalibrated(hosts: Sequence[str], outer: Mapping[str, float] = ASSUMED["outer"]) -> Costs:
+    """Return the costs without a calibration: those assumed, but with the link ``outer`` if it has been measured.
+
+    >>> uncalibrated(["a", "b"])["one_machine"]
     False
     """
-    return {**ASSUMED, "one_machine": on_one_machine(hosts)}
-
-
-_measured: dict[frozenset[str], Costs] = {}  # by the two hosts
+    return {**ASSUMED, "outer": outer, "one_machine": on_one_machine(hosts)}
 
 
 def of_rank_0(store: Any, rank: int, hosts: Sequence[str], warn: bool) -> Costs:
     """Return the costs that rank 0 knows for a group on these hosts, by rank; empty if the link is to be measured."""
 
     def read() -> str:
-        link = _measured.get(_first_two(hosts))
-        return json.dumps(CALIBRATION.read(warn) or (link and {**link, "one_machine": on_one_machine(hosts)}) or {})
+        outer = _measured.get(_first_two(hosts))
+        return json.dumps(CALIBRATION.read(warn) or (uncalibrated(hosts, outer) if outer else {}))
 
     costs: Costs = json.loads(from_rank_0(store, rank, len(hosts), "levels", read))
     return costs
@@ -66,10 +66,7 @@ def measured(hosts: Sequence[str], alpha: float, beta: float) -> Costs:
     {'alpha': 5e-05, 'beta': 8.5e-09}
     """
     outer = {"alpha": _step(_ALPHAS, alpha), "beta": _step(_BETAS, beta)}
-    return {
-        **_measured.setdefault(_first_two(hosts), {**ASSUMED, "outer": outer}),
-        "one_machine": on_one_machine(hosts),
-    }
+    return uncalibrated(hosts, _measured.setdefault(_first_two(hosts), outer))
 
 
 def _first_two(hosts: Sequence[str]) -> frozenset[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__: list[str] = []
 
-_DIGITS = 8  # of the hashes in the name of a host: its machine, its network namespace
+_DIGITS = 8  # of each of the two hashes in a host's name: of its machine, and of its network namespace
 
 
 def host_id() -> str:
@@ -34,7 +34,7 @@ def host_id() -> str:
 def on_one_machine(host_ids: Sequence[str]) -> bool:
     """Return whether these hosts are containers or network namespaces of one machine, so that they share its cores.
 
-    A name of ``DIST_PRIMS_HOST_ID`` does not tell the machine.
+    The result is False if a name comes from ``DIST_PRIMS_HOST_ID``, because its machine is unknown.
 
     >>> on_one_machine([host_id(), "another"])
     False

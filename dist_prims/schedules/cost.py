@@ -35,9 +35,9 @@ __all__: list[str] = []
 
 Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64
-# Of a rank for a step of a segment: system calls and wake-ups. Most of it passes while the link is busy, but less where
-# the ranks outnumber the cores, and least if the link is fast as well.
-_SECONDS_OF_A_STEP, _WITHOUT_CORES, _WITHOUT_CORES_FAST_LINK = 10e-6, 50e-6, 120e-6
+# The seconds that each segment adds to each step of a rank: system calls and wake-ups not overlapped with the link.
+# Fewer of them overlap if the ranks outnumber the cores, and fewest if the link is fast as well.
+_SEGMENT_STEP, _SEGMENT_STEP_FEW_CORES, _SEGMENT_STEP_FEW_CORES_FAST_LINK = 10e-6, 50e-6, 120e-6
 FAST_LINK = 1.5e-9  # seconds a byte, 5 Gbit/s; processors limit a link that needs less
 _LEAST_SECONDS = 0.5e-3  # of a segment
 _MESSAGES = LATENCY[:2]  # the columns of the messages of a rank
@@ -192,15 +192,16 @@ def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> 
     every = [_seconds_by_segments(loads, topology, float(schedule.share) * each, choices) for each in sizes.ravel()]
     times = np.reshape(every, (-1, len(choices)))
     is_short = (choices > 1) & (times / choices < _LEAST_SECONDS)
-    times = np.where(is_short, np.inf, times + _seconds_of_a_step(topology) * _steps_of_busiest_rank(loads) * choices)
+    times = np.where(is_short, np.inf, times + _segment_step(topology) * _steps_of_busiest_rank(loads) * choices)
     best = times.argmin(axis=1)
     return np.asarray(choices[best].reshape(sizes.shape))
 
 
-def _seconds_of_a_step(topology: Topology) -> float:
+def _segment_step(topology: Topology) -> float:
+    """The seconds that each segment adds to each step of the busiest rank."""
     if not topology.lacks_cores:
-        return _SECONDS_OF_A_STEP
-    return _WITHOUT_CORES_FAST_LINK if topology.outer.beta <= FAST_LINK else _WITHOUT_CORES
+        return _SEGMENT_STEP
+    return _SEGMENT_STEP_FEW_CORES_FAST_LINK if topology.outer.beta <= FAST_LINK else _SEGMENT_STEP_FEW_CORES
 
 
 def _steps_of_busiest_rank(loads: Loads) -> int:

@@ -167,7 +167,7 @@ class _Search:
     most_seconds: float = math.inf  # a candidate that takes longer is not chosen
 
     def direct(self) -> None:
-        """The schedule with whose price those of an exchange are compared."""
+        """Price ``direct`` first: the backend chooses another schedule for an exchange only if it is much shorter."""
         self._try("direct", _growth(lookup(self.collective, "direct"), self.topology.size), {})
         self.most_seconds = min((MUCH_SHORTER * each.seconds for each in self.found), default=math.inf)
 
@@ -214,7 +214,7 @@ class _Search:
             many = f"{at_once:,.0f} at once" if at_once > MOST_AT_ONCE else f"{total:,.0f}"
             self.left_out.append((_name(schedule), many))
             return
-        # A bound takes half as long as a price, and that of a hierarchical schedule is high enough for exchanges only.
+        # The bound of a hierarchical schedule is rarely high enough to be worth its time, except for exchanges.
         is_bounded = name != "hierarchical" or self.collective in EXCHANGES
         if self.only_best and is_bounded and self._is_too_long(schedule):
             return
@@ -227,7 +227,7 @@ class _Search:
         self.found.append(Candidate(_name(schedule), schedule, segments, latency, processor, link, busiest, uncut))
 
     def _is_too_long(self, schedule: Schedule) -> bool:
-        """Whether a lower bound is above the price of the best candidate so far, and of those nearly as good."""
+        """Whether a lower bound shows that the candidate is neither the best one, nor nearly as good, nor chosen."""
         best = min((each.seconds for each in self.found), default=math.inf)
         limit = min(best, self.most_seconds) * (1 + _TOLERANCE)
         return StepBounds.of(schedule, self.topology).is_longer(self.nbytes, limit)

@@ -2,12 +2,11 @@
 
 - The first segment passes all steps one after the other. Each takes at least the latency of a message, between hosts if
   the step has one that crosses a link, and the time of a segment of one chunk.
-- A rank sends its messages one after the other, all of them for each segment. So the shorter the segments are, the more
-  latency it has.
+- A rank sends all its messages again for each segment, one after the other. So more segments mean more latency.
 - The busiest link carries at least as much as the average one.
 
 A chain of 512 ranks is too long for small data, and a flat two-shot all-reduce sends too much over the links for large
-data. Both show in a tenth of the time that their prices take.
+data. Both show after a part of the steps.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cost import MOST_SEGMENTS
+from .replay import patterns
 from .schedule import Schedule, Step
 from .topology import Topology
 
 __all__: list[str] = []
 
-Ints = NDArray[np.int64]
 _AT_ONCE = 8  # steps that are counted before the limit is looked at again
 _SEGMENTS = [1 << power for power in range(MOST_SEGMENTS.bit_length())]
 
@@ -49,10 +48,10 @@ class StepBounds:
         self._counting = threading.Lock()
         self._topology = topology
         self._share = float(schedule.share)
-        self._steps = iter(schedule.steps)
+        self._steps = patterns(iter(schedule.steps))
         self._within = self._between = self._crossing = 0  # steps and chunks counted so far
         self._latency = np.zeros(topology.size)  # of the messages that each rank has sent so far
-        self._last: _StepLoad | None = None
+        self._last: tuple[int, _StepLoad] | None = None  # the number of a pattern, and the load of its steps
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
@@ -67,8 +66,8 @@ class StepBounds:
                 steps = [*itertools.islice(self._steps, _AT_ONCE)]
                 if not steps:
                     return False
-                for step in steps:
-                    self._count(step)
+                for pattern, step in steps:
+                    self._count(pattern, step)
             return True
 
     def _seconds(self, chunk: float) -> float:
@@ -80,11 +79,10 @@ class StepBounds:
         cut = min(max(latency + bytes_of_all / segments, segments * busiest) for segments in _SEGMENTS)
         return max(cut, self._crossing * chunk * outer.beta / len(self._topology.hosts))
 
-    def _count(self, step: Step) -> None:
-        rows, span = step.narrow
-        if self._last is None or not self._last.has_rows(rows, span):
-            self._last = _StepLoad.of(rows, span, self._topology)
-        load = self._last
+    def _count(self, pattern: int, step: Step) -> None:
+        if self._last is None or self._last[0] != pattern:
+            self._last = pattern, _StepLoad.of(step, self._topology)
+        _, load = self._last
         self._crossing += load.crossing
         self._between += load.crossing > 0
         self._within += load.crossing == 0 and load.moves
@@ -95,27 +93,17 @@ class StepBounds:
 class _StepLoad:
     """What one step adds: the chunks that cross links, whether anything moves, the latency of each sending rank."""
 
-    rows: Step
-    span: Ints | None
     crossing: int
     moves: bool
     latency: NDArray[np.float64]
 
     @staticmethod
-    def of(rows: Step, span: Ints | None, topology: Topology) -> _StepLoad:
+    def of(step: Step, topology: Topology) -> _StepLoad:
+        rows, span = step.narrow
         far = rows.src != rows.dst
         crosses = topology.host_of[rows.src] != topology.host_of[rows.dst]
         within, between = np.zeros((2, topology.size))
         within[rows.src[far & ~crosses]] = topology.inner.alpha
         between[rows.src[crosses]] = topology.outer.alpha
         crossing = int(np.count_nonzero(crosses) if span is None else span[crosses].sum())
-        return _StepLoad(rows, span, crossing, bool(far.any()), within + between)
-
-    def has_rows(self, rows: Step, span: Ints | None) -> bool:
-        """Whether the load is that of these rows. The steps of a ring differ in chunk numbers only."""
-        same_span = self.span is span or (self.span is not None and span is not None and _equal(self.span, span))
-        return same_span and _equal(self.rows.src, rows.src) and _equal(self.rows.dst, rows.dst)
-
-
-def _equal(one: Ints, other: Ints) -> bool:
-    return one is other or (len(one) == len(other) and bool((one == other).all()))
+        return _StepLoad(crossing, bool(far.any()), within + between)

@@ -128,7 +128,7 @@ class Topology:
 
     @property
     def lacks_cores(self) -> bool:
-        """Whether the ranks outnumber the cores; where these are unknown, those of one machine are taken to be few."""
+        """Whether the ranks outnumber the cores. Unknown cores are assumed too few for hosts that share one machine."""
         ranks = self.size if self.one_machine else max(self.hosts)
         return self.one_machine if self.cores is None else ranks > self.cores
 

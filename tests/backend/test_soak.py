@@ -29,6 +29,6 @@ def test_a_rank_uses_no_more_after_many_groups(layout: str, engine: str) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @LAYOUTS
-def test_a_rank_uses_no_more_after_minutes(layout: str, engine: str) -> None:
+def test_a_rank_uses_no_more_after_a_minute(layout: str, engine: str) -> None:
     usages = run(Options(60, least_groups=200, layout=layout, engine=engine))
     check(usages, bytes_for_each_group=4096)  # torch keeps 0.2 KB, and gloo a few more

@@ -59,7 +59,7 @@ machine, space = hosts[1][-16:-8], hosts[1][-8:]
 elsewhere = f"switch-{int(machine, 16) ^ 1:08x}{space}"
 assert len(set(hosts)) == 2
 print([on_one_machine(each) for each in (hosts, [hosts[0], elsewhere], [hosts[0], "rack-1"])], flush=True)
-print(link_costs.assumed(hosts)["one_machine"], flush=True)
+print(link_costs.uncalibrated(hosts)["one_machine"], flush=True)
 """,
     )
     assert done.returncode == 0, done.stderr

@@ -72,7 +72,7 @@ def check(state: State) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("losses", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_all_interleavings(losses: int) -> None:
-    """With up to so many losses: that includes all interleavings with fewer. 3 take six minutes."""
+    """With up to so many losses: that includes all interleavings with fewer. Three losses take six minutes."""
     start = [
         functools.partial(propose, "key", f"value {rank}", rank, PROPOSERS, ACCEPTORS) for rank in range(PROPOSERS)
     ]

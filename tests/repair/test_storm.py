@@ -1,6 +1,7 @@
 """Storms of failures: no hang, no wrong sum, no second group, nothing left. `tests/helpers/storm.py` is the program.
 
-It makes storms of any length; those of 400 events, 140 on three hosts and 80 with cuts take 14 minutes together.
+That program makes storms of any length. Two of 400 events, one of 140 on three hosts and one of 80 with cuts took 14
+minutes together.
 """
 
 from __future__ import annotations
