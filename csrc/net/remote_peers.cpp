@@ -107,31 +107,44 @@ RemotePeers::Handle RemotePeers::begin(RemoteRequest request, const Begin& make)
 
 RemotePeers::Handle RemotePeers::send(int to, int tag, const std::byte* data, std::size_t bytes,
                                       std::chrono::milliseconds timeout, Transport::Owner owner) {
-    return begin({nullptr, to, true, bytes, timeout, {}},
+    return begin({nullptr, to, tag, true, bytes, timeout, {}},
                  [&] { return transport_->send(to, tag, data, bytes, std::move(owner)); });
 }
 
 RemotePeers::Handle RemotePeers::receive(int from, int tag, std::byte* data, std::size_t bytes,
                                          std::chrono::milliseconds timeout, Transport::Owner owner) {
-    return begin({nullptr, from, false, bytes, timeout, {}},
+    return begin({nullptr, from, tag, false, bytes, timeout, {}},
                  [&] { return transport_->receive(from, tag, data, bytes, std::move(owner)); });
+}
+
+RemotePeers::Handle RemotePeers::receive_from_any(int tag, std::byte* data, std::size_t bytes,
+                                                  std::chrono::milliseconds timeout, Transport::Owner owner,
+                                                  const ClaimPtr& claim) {
+    return begin({nullptr, Transport::kAnyone, tag, false, bytes, timeout, {}},
+                 [&] { return transport_->receive_from_any(tag, data, bytes, std::move(owner), claim); });
 }
 
 void RemotePeers::wait(const Handle& request) {
     const TraceSpan span(TraceKind::kWait, request->bytes, request->peer);
     for (bool is_due = false;;) {
         std::string reason;
+        bool has_other_length = false;
         try {
             if (wait_a_while(*request)) {
+                if (request->peer == Transport::kAnyone) request->peer = request->handle->source();
                 request->trace.end(request->outgoing, request->peer, request->bytes);
                 return;
             }
+        } catch (const Transport::LengthError& error) {
+            has_other_length = true;
+            reason = error.what();
         } catch (const Transport::TransportError& error) {
             reason = error.what();
         } catch (...) {  // Ctrl-C
             membership_.give_notice(CommError::Kind::kInterrupted, membership_.number(membership_.rank()));
             throw;
         }
+        if (has_other_length) throw_other_length(*request, reason);
         if (!reason.empty()) throw_broken(*request, reason);
         check_failures(*request);
         // An aborted wait does not report a message that has arrived: this rank may have been stopped meanwhile. So it
@@ -144,6 +157,11 @@ void RemotePeers::wait(const Handle& request, std::chrono::milliseconds timeout,
     request->timeout = timeout;
     request->deadline = since + timeout;
     wait(request);
+}
+
+void RemotePeers::check(const Handle& request) {
+    check_failures(*request);
+    if (Clock::now() >= request->deadline) throw_late(*request);
 }
 
 bool RemotePeers::wait_a_while(RemoteRequest& request) {
@@ -173,7 +191,7 @@ bool RemotePeers::is_over() {
 
 void RemotePeers::check_failures(const RemoteRequest& request) {
     is_over();
-    diagnosis_->answer(request.peer);
+    if (request.peer != Transport::kAnyone) diagnosis_->answer(request.peer);
     if (const int culprit = membership_.dead_rank(); culprit >= 0 && !membership_.notice()) {
         const std::lock_guard lock(mutex_);
         const auto now = Clock::now();
@@ -183,14 +201,25 @@ void RemotePeers::check_failures(const RemoteRequest& request) {
     membership_.check_failures([](int) { return false; }, [&] { return text(request, ""); });
 }
 
+void RemotePeers::throw_other_length(const RemoteRequest& request, const std::string& reason) {
+    throw CommError(CommError::Kind::kMismatch,
+                    "rank " + std::to_string(membership_.number(membership_.rank())) + ": " + reason + ", " +
+                        text(request) + "; what is sent and the tensor that receives it must be of one size");
+}
+
 void RemotePeers::throw_late(const RemoteRequest& request) {
+    if (request.peer == Transport::kAnyone)
+        membership_.throw_timeout(std::to_string(request.timeout.count()) + " ms in " + text(request));
     const int culprit = diagnosis_->diagnose(request.peer, [this] { return is_over(); });
     throw_failure(CommError::Kind::kLost, culprit, request, "");
 }
 
 void RemotePeers::throw_broken(const RemoteRequest& request, const std::string& reason) {
     if (!membership_.notice()) receive_notice(kTimeToReceive);
-    throw_failure(CommError::Kind::kPeerDied, request.peer, request, reason);
+    const int peer = request.peer == Transport::kAnyone && request.handle ? request.handle->source() : request.peer;
+    if (peer == Transport::kAnyone)  // a transport fails such a receive only when it closes
+        throw_failure(CommError::Kind::kInterrupted, membership_.number(membership_.rank()), request, reason);
+    throw_failure(CommError::Kind::kPeerDied, peer, request, reason);
 }
 
 void RemotePeers::throw_failure(CommError::Kind kind, int culprit, const RemoteRequest& request,
@@ -252,10 +281,16 @@ void RemotePeers::send_notice() {
     }
 }
 
-std::string RemotePeers::text(const RemoteRequest& request, const std::string& reason) const {
+std::string RemotePeers::text(const RemoteRequest& request) const {
+    const std::string peer = request.peer == Transport::kAnyone ? "any rank" : membership_.title(request.peer);
+    const std::string tag = request.tag > tags.largest_of_users() ? "" : ", tag " + std::to_string(request.tag);
     return (request.outgoing ? "send(" : "recv(") + std::to_string(request.bytes) + " bytes " +
-           (request.outgoing ? "to " : "from ") + membership_.title(request.peer) + ") within " +
-           std::to_string(request.timeout.count()) + " ms" + (reason.empty() ? "" : " (" + reason.substr(0, 200) + ")");
+           (request.outgoing ? "to " : "from ") + peer + tag + ")";
+}
+
+std::string RemotePeers::text(const RemoteRequest& request, const std::string& reason) const {
+    return text(request) + " within " + std::to_string(request.timeout.count()) + " ms" +
+           (reason.empty() ? "" : " (" + reason.substr(0, 200) + ")");
 }
 
 }  // namespace dist_prims

@@ -29,7 +29,7 @@ public:
 
     struct RemoteRequest {
         Transport::Handle handle;
-        int peer;
+        int peer, tag;  // the peer of a receive may be Transport::kAnyone
         bool outgoing;
         std::size_t bytes;
         std::chrono::milliseconds timeout;
@@ -48,11 +48,19 @@ public:
                 Transport::Owner owner = nullptr);
     Handle receive(int from, int tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
                    Transport::Owner owner = nullptr);
-    // Throws if the request fails; the group has ended then. `timeout` counts from `since`, for a request that was
-    // posted early.
+    // A receive of a user's from any rank. What is posted in another place as well has the same claim.
+    Handle receive_from_any(int tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
+                            Transport::Owner owner, const ClaimPtr& claim);
+    // Throws if the request fails. The group has ended then, unless the message had another length. `timeout` counts
+    // from `since`, for a request that was posted early.
     void wait(const Handle& request);
     void wait(const Handle& request, std::chrono::milliseconds timeout, Clock::time_point since);
+    // Whether wait() would return or throw at once.
+    static bool is_over(const Handle& request) { return request->handle->is_done(); }
+    // Throws if the group has ended, or if it is too late for the request.
+    void check(const Handle& request);
     // See Transport.
+    void progress() { transport_->progress(); }
     void move_in_background() { transport_->move_in_background(); }
     // Wakes the waits of this rank, from another thread, so that they check for failures.
     void wake();
@@ -74,6 +82,7 @@ private:
     void on_notice(const std::optional<Membership::Notice>& notice);
     bool is_over();
     void check_failures(const RemoteRequest& request);
+    [[noreturn]] void throw_other_length(const RemoteRequest& request, const std::string& reason);
     [[noreturn]] void throw_late(const RemoteRequest& request);
     [[noreturn]] void throw_broken(const RemoteRequest& request, const std::string& reason);
     [[noreturn]] void throw_failure(CommError::Kind kind, int culprit, const RemoteRequest& request,
@@ -81,6 +90,7 @@ private:
     void receive_notice(std::chrono::milliseconds limit);
     void send_notice();
     void run_ticker();
+    std::string text(const RemoteRequest& request) const;
     std::string text(const RemoteRequest& request, const std::string& reason) const;
 
     Membership& membership_;

@@ -6,6 +6,8 @@
 #include <memory>
 #include <stdexcept>
 
+#include "../common/claim.h"
+
 namespace dist_prims {
 
 class Transport {
@@ -18,6 +20,11 @@ public:
         using std::runtime_error::runtime_error;
     };
 
+    // The message has another length than its receive. The transport remains usable.
+    struct LengthError : TransportError {
+        using TransportError::TransportError;
+    };
+
     // A send or a receive. Its memory must stay valid until the request is done or destroyed. A transport that still
     // needs the memory after that keeps `owner`, which was passed with it.
     class TransportRequest {
@@ -27,10 +34,12 @@ public:
         // TransportError if the other side is gone or `limit` has passed. The transport is unusable afterwards, because
         // gloo closes all its connections.
         virtual bool wait(std::chrono::milliseconds limit) = 0;
-        // Whether the request is done, as far as the transport can tell without waiting.
+        // Whether wait() would return or throw at once, as far as the transport can tell without waiting.
         virtual bool is_done() = 0;
         // Makes a wait return: the current one of another thread, or the next one.
         virtual void abort() = 0;
+        // The sender of the message that has met a receive from any rank; kAnyone before that.
+        virtual int source() { return kAnyone; }
     };
     using Handle = std::unique_ptr<TransportRequest>;
     using Owner = std::shared_ptr<const void>;
@@ -42,6 +51,12 @@ public:
     // message of an agreement (see tags.h) may be shorter than the receive that it meets.
     virtual Handle send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner = nullptr) = 0;
     virtual Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner = nullptr) = 0;
+    // A receive from any rank that is posted in another place as well. Only TCP and UCX have it.
+    virtual Handle receive_from_any(int /*tag*/, std::byte* /*data*/, std::size_t /*bytes*/, Owner, const ClaimPtr&) {
+        throw std::logic_error("this transport has no receives with a claim");
+    }
+    // Moves messages as far as possible without waiting, for a thread that waits for none of them.
+    virtual void progress() {}
     // The calling thread is about to wait for something else than these messages. A transport whose messages are moved
     // by the threads that wait for them moves them otherwise meanwhile.
     virtual void move_in_background() {}

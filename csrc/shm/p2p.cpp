@@ -93,12 +93,20 @@ std::size_t PointToPoint::next_offset(std::size_t offset) const {
 
 PointToPoint::Handle PointToPoint::send(int to, Tag tag, const std::byte* data, std::size_t bytes,
                                         std::chrono::milliseconds timeout, Done done) {
-    return post({true, to, tag, const_cast<std::byte*>(data), bytes, Clock::now() + timeout, timeout, std::move(done)});
+    auto* const place = const_cast<std::byte*>(data);  // a send only reads it
+    return post({true, to, tag, place, bytes, Clock::now() + timeout, timeout, std::move(done)});
 }
 
 PointToPoint::Handle PointToPoint::receive(int from, Tag tag, std::byte* data, std::size_t bytes,
-                                           std::chrono::milliseconds timeout, Done done) {
-    return post({false, from, tag, data, bytes, Clock::now() + timeout, timeout, std::move(done)});
+                                           std::chrono::milliseconds timeout, Done done, ClaimPtr claim) {
+    return post({false, from, tag, data, bytes, Clock::now() + timeout, timeout, std::move(done), std::move(claim)});
+}
+
+void PointToPoint::withdraw(const Handle& request) {
+    const std::lock_guard lock(mutex_);
+    posted_receives_.remove(request);
+    request->done = nullptr;
+    request->finished = true;
 }
 
 PointToPoint::Handle PointToPoint::post(LocalRequest given) {
@@ -134,7 +142,7 @@ bool PointToPoint::match_unexpected(const Handle& request) {
     const auto found = std::find_if(unexpected_.begin(), unexpected_.end(), [&](const IncomingHandle& message) {
         return message->tag == request->tag && (request->peer == kAnyone || request->peer == message->from);
     });
-    if (found == unexpected_.end()) return false;
+    if (found == unexpected_.end() || !may_take(request->claim)) return false;
     const IncomingHandle message = *found;
     unexpected_.erase(found);
     message->request = request;
@@ -252,7 +260,8 @@ bool PointToPoint::has_posted_receive(int from) const {
 // unexpected.
 void PointToPoint::match_posted(const IncomingHandle& message) {
     const auto found = std::find_if(posted_receives_.begin(), posted_receives_.end(), [&](const Handle& request) {
-        return request->tag == message->tag && (request->peer == kAnyone || request->peer == message->from);
+        const bool is_meant = request->peer == kAnyone || request->peer == message->from;
+        return request->tag == message->tag && is_meant && may_take(request->claim);
     });
     if (found == posted_receives_.end()) {
         unexpected_.push_back(message);
@@ -415,7 +424,7 @@ bool PointToPoint::depends_on(const LocalRequest& request, int peer) const {
     if (request.finished || peer == membership_.rank()) return false;
     if (request.outgoing) return peer == request.peer;
     if (request.peer != kAnyone) return peer == request.peer && is_empty(peer);
-    bool all_left = true, all_empty = true;
+    bool all_left = !request.claim, all_empty = true;  // with a claim it may come from another host
     for (int each = 0; each < membership_.size(); ++each) {
         all_left &= each == membership_.rank() || membership_.has_left(each);
         all_empty &= is_empty(each);  // read afterwards: what a rank has sent before it left is visible by now

@@ -26,6 +26,7 @@
 #include <string>
 #include <vector>
 
+#include "../common/claim.h"
 #include "../common/thread.h"
 #include "../common/trace.h"
 #include "membership.h"
@@ -57,6 +58,7 @@ public:
         Clock::time_point deadline;
         std::chrono::milliseconds timeout;
         Done done;
+        ClaimPtr claim{};  // of a receive that is posted in another place as well
         std::size_t moved = 0;
         bool header_sent = false, finished = false;
         std::exception_ptr error{};
@@ -76,7 +78,10 @@ public:
     // The data must stay valid until the request is finished.
     Handle send(int to, Tag tag, const std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
                 Done done);
-    Handle receive(int from, Tag tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout, Done done);
+    Handle receive(int from, Tag tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout, Done done,
+                   ClaimPtr claim = nullptr);
+    // Gives up a receive whose claim has been taken in another place. `done` is not called.
+    void withdraw(const Handle& request);
 
     // Returns true when the request is finished, with or without an error; false after `limit`.
     bool wait(const Handle& request, std::chrono::milliseconds limit);

@@ -22,6 +22,7 @@ void fail_message(TcpMessage& message, const std::string& error) {
 // Whether the receive may take a message of this length. If not, it fails.
 bool accepts(TcpMessage& receive, int from, std::size_t bytes) {
     if (bytes == receive.bytes || (receive.may_be_shorter && bytes < receive.bytes)) return true;
+    receive.has_other_length = true;
     fail_message(receive, "rank " + std::to_string(from) + " has sent a message of " + std::to_string(bytes) +
                               " bytes, and the receive is for " + std::to_string(receive.bytes));
     return false;
@@ -32,21 +33,23 @@ bool accepts(TcpMessage& receive, int from, std::size_t bytes) {
 // Returns the first receive for a message; null if there is none.
 TcpMessagePtr Inbox::take_receive(int from, int tag) {
     for (const int sender : {from, Transport::kAnyone}) {
-        const auto queue = posted_.find({sender, tag});
-        if (queue == posted_.end()) continue;
-        TcpMessagePtr receive = take_front(posted_, queue);
-        expected_ -= receive->bytes;
-        return receive;
+        const Key key{sender, tag};
+        for (auto queue = posted_.find(key); queue != posted_.end(); queue = posted_.find(key)) {
+            TcpMessagePtr receive = take_front(posted_, queue);
+            expected_ -= receive->bytes;
+            if (may_take(receive->claim)) return receive;
+        }
     }
     return nullptr;
 }
 
-// Whether a thread waits for a message from this rank that has not begun.
-bool Inbox::is_awaited(int from) const {
+// Whether a message from this rank that has not begun is needed.
+bool Inbox::is_needed(int from) const {
     return std::any_of(posted_.begin(), posted_.end(), [&](const auto& queue) {
         const int sender = queue.first.first;
         return (sender == from || sender == Transport::kAnyone) &&
-               std::any_of(queue.second.begin(), queue.second.end(), [](const auto& each) { return each->is_awaited; });
+               std::any_of(queue.second.begin(), queue.second.end(),
+                           [](const auto& each) { return each->is_awaited || each->reads_ahead; });
     });
 }
 
@@ -55,7 +58,7 @@ ArrivalPtr Inbox::begin(int from, int tag, std::size_t bytes) {
     if (TcpMessagePtr receive = take_receive(from, tag)) {
         arrival = std::make_shared<Arrival>(Arrival{from, tag, bytes, receive->data});
         if (accepts(*receive, from, bytes)) arrival->receive = std::move(receive);
-    } else if (bytes <= kSmall || is_awaited(from)) {
+    } else if (bytes <= kSmall || is_needed(from)) {
         arrival = std::make_shared<Arrival>(Arrival{from, tag, bytes, nullptr});
         unexpected_[{from, tag}].push_back(arrival);
     } else {
@@ -88,7 +91,7 @@ void Inbox::post(const TcpMessagePtr& receive) {
                (receive->peer == Transport::kAnyone || each.first.first == receive->peer);
     };
     const auto queue = std::find_if(unexpected_.begin(), unexpected_.end(), is_meant);
-    if (queue == unexpected_.end()) {
+    if (queue == unexpected_.end() || !may_take(receive->claim)) {
         posted_[{receive->peer, receive->tag}].push_back(receive);
         expected_ += receive->bytes;
         return;

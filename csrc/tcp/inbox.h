@@ -2,7 +2,8 @@
 //
 // A message goes to the first receive with its sender and tag, straight into its memory. If no receive has been posted,
 // a small message is kept in a buffer. A large one stays in the kernel's buffers, and so holds back its sender, until
-// its receive is posted, or until a thread waits for a message behind it on the same connection.
+// its receive is posted, or until a message behind it on the same connection is needed: a thread waits for it, or its
+// receive reads ahead.
 #pragma once
 
 #include <deque>
@@ -24,11 +25,14 @@ struct TcpMessage {
     std::size_t bytes;
     Transport::Owner owner;
     bool may_be_shorter = false;  // a message that a receive expects
+    bool reads_ahead = false;     // a receive for which messages that come before its own are read and kept
+    ClaimPtr claim{};             // of a receive from any rank
 
-    bool is_done = false;     // received, or handed to the kernel
-    std::string error{};      // why it failed; empty if it has not
-    bool is_aborted = false;  // the next wait, or the current one, returns early
-    bool is_awaited = false;  // by a thread
+    bool is_done = false;           // received, or handed to the kernel
+    std::string error{};            // why it failed; empty if it has not
+    bool has_other_length = false;  // the message: that is the error
+    bool is_aborted = false;        // the next wait, or the current one, returns early
+    bool is_awaited = false;        // by a thread
 };
 using TcpMessagePtr = std::shared_ptr<TcpMessage>;
 
@@ -66,7 +70,7 @@ private:
     using Key = std::pair<int, int>;  // sender and tag
 
     TcpMessagePtr take_receive(int from, int tag);
-    bool is_awaited(int from) const;
+    bool is_needed(int from) const;
     void finish(const TcpMessagePtr& receive, const Arrival& arrival);
 
     std::map<Key, std::deque<TcpMessagePtr>> posted_;   // the sender may be kAnyone

@@ -89,6 +89,7 @@ TcpLane::WaitResult TcpLane::wait(TcpMessage& message, std::chrono::milliseconds
     const AwaitedScope awaited(*this, message);
     if (!message.is_outgoing) resume(message.peer);
     while (!message.is_done) {
+        if (message.has_other_length) throw Transport::LengthError(message.error);
         if (!message.error.empty()) throw Transport::TransportError(message.error);
         if (message.is_aborted) return WaitResult::kAborted;
         const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
@@ -110,7 +111,12 @@ void TcpLane::check_peer(TcpMessage& message) {
 
 bool TcpLane::is_done(const TcpMessage& message) {
     const std::lock_guard lock(mutex_);
-    return message.is_done;
+    return message.is_done || !message.error.empty();
+}
+
+int TcpLane::source(const TcpMessage& message) {
+    const std::lock_guard lock(mutex_);
+    return message.peer;
 }
 
 void TcpLane::abort(TcpMessage& message) {

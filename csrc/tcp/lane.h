@@ -41,7 +41,8 @@ public:
 
     // Throws TransportError if the message has failed.
     WaitResult wait(TcpMessage& message, std::chrono::milliseconds limit);
-    bool is_done(const TcpMessage& message);
+    bool is_done(const TcpMessage& message);  // or has failed
+    int source(const TcpMessage& message);
     void abort(TcpMessage& message);
     // The message is not needed any more. Its memory is not used afterwards, unless it has an owner.
     void release(const TcpMessagePtr& message);

@@ -41,6 +41,7 @@ public:
     }
     bool is_done() override { return lane_.is_done(*message_); }
     void abort() override { lane_.abort(*message_); }
+    int source() override { return lane_.source(*message_); }
 
 private:
     TcpTransport& transport_;
@@ -78,9 +79,21 @@ Transport::Handle TcpTransport::send(int to, int tag, const std::byte* data, std
 }
 
 Transport::Handle TcpTransport::receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) {
-    const auto message = std::make_shared<TcpMessage>(
-        TcpMessage{false, from, tag, data, bytes, std::move(owner), tags_.is_agreement(tag)});
-    TcpLane& lane = lane_of(tag);
+    return post({false, from, tag, data, bytes, std::move(owner)});
+}
+
+Transport::Handle TcpTransport::receive_from_any(int tag, std::byte* data, std::size_t bytes, Owner owner,
+                                                 const ClaimPtr& claim) {
+    TcpMessage receive{false, kAnyone, tag, data, bytes, std::move(owner)};
+    receive.claim = claim;
+    return post(std::move(receive));
+}
+
+Transport::Handle TcpTransport::post(TcpMessage receive) {
+    receive.may_be_shorter = tags_.is_agreement(receive.tag);
+    receive.reads_ahead = receive.tag <= tags_.largest_of_users();  // a user may only ask whether it is done
+    const auto message = std::make_shared<TcpMessage>(std::move(receive));
+    TcpLane& lane = lane_of(message->tag);
     lane.receive(message);
     return std::make_unique<Handled>(*this, lane, message);
 }

@@ -51,6 +51,8 @@ public:
     int largest_tag() const override { return kLargestTag; }
     Handle send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner) override;
     Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) override;
+    Handle receive_from_any(int tag, std::byte* data, std::size_t bytes, Owner owner, const ClaimPtr& claim) override;
+    void progress() override { data_.progress(); }
     void move_in_background() override;
 
     // Opens a connection to a rank on the control lane, so that the end of the rank is noticed.
@@ -70,6 +72,7 @@ private:
     };
 
     TcpLane& lane_of(int tag) { return tags_.is_control(tag) ? control_ : data_; }
+    Handle post(TcpMessage receive);
     OutgoingConnection connect(int peer, LaneKind kind) const;
     void run();
     void accept();

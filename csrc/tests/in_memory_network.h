@@ -10,11 +10,13 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "../net/multi_host.h"
 #include "../net/schedule_executor.h"
+#include "../tcp/transport.h"
 #include "test_support.h"
 
 namespace dist_prims {
@@ -173,12 +175,25 @@ private:
 
 using MakeTransport = std::function<std::unique_ptr<Transport>(int rank)>;
 
+// Makes transports over TCP on the loopback interface, for ranks 0 to size - 1.
+inline MakeTransport over_tcp(std::size_t size) {
+    const auto endpoints = std::make_shared<std::vector<TcpEndpoint>>(size);
+    std::vector<std::string> addresses;
+    for (TcpEndpoint& each : *endpoints) addresses.push_back(address_of(each.listening = listen_at("127.0.0.1")));
+    return [endpoints, addresses](int rank) {
+        TcpEndpoint& endpoint = (*endpoints)[static_cast<std::size_t>(rank)];
+        endpoint.addresses = addresses;
+        return std::make_unique<TcpTransport>(std::move(endpoint), rank);
+    };
+}
+
 // What a run leaves: receives that were given up, and the longest message in bytes.
 struct NetworkUse {
     std::size_t kept, longest;
 };
 
-// Runs `body(group, rank)` on a thread for each rank of the hosts, over an in-memory network or another.
+// Runs `body(group, rank)`, or `body(group, rank, host_segment)`, on a thread for each rank of the hosts, over an
+// in-memory network or another.
 template <typename Body>
 NetworkUse run_group(const std::vector<std::vector<int>>& hosts, const Body& body, MakeTransport make = nullptr) {
     InMemoryNetwork network;
@@ -201,7 +216,10 @@ NetworkUse run_group(const std::vector<std::vector<int>>& hosts, const Body& bod
                 HostSegment host_segment(memory, local_rank, size, MultiHostGroup::kMinSlotBytes,
                                          RankNames{here, titles});
                 MultiHostGroup group(Hosts{hosts, host}, host_segment, make(rank));
-                body(group, rank);
+                if constexpr (std::is_invocable_v<Body, MultiHostGroup&, int, HostSegment&>)
+                    body(group, rank, host_segment);
+                else
+                    body(group, rank);
             });
         }
     }

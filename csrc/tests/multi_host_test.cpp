@@ -9,7 +9,6 @@
 #include <limits>
 #include <set>
 
-#include "../tcp/transport.h"
 #include "in_memory_network.h"
 
 using namespace dist_prims;
@@ -45,15 +44,7 @@ void sums(const std::vector<std::vector<int>>& hosts, int size, const MakeTransp
 }
 
 CASE(sums_over_tcp) {
-    constexpr int kSize = 5;
-    std::vector<TcpEndpoint> endpoints(kSize);
-    std::vector<std::string> addresses;
-    for (TcpEndpoint& each : endpoints) addresses.push_back(address_of(each.listening = listen_at("127.0.0.1")));
-    sums({{0, 3}, {1}, {2, 4}}, kSize, [&](int rank) {
-        TcpEndpoint& endpoint = endpoints[static_cast<std::size_t>(rank)];
-        endpoint.addresses = addresses;
-        return std::make_unique<TcpTransport>(std::move(endpoint), rank);
-    });
+    sums({{0, 3}, {1}, {2, 4}}, 5, over_tcp(5));
 }
 
 CASE(sums_over_the_wrap_of_call_numbers) {

@@ -102,6 +102,10 @@ CASE(tcp_receives_from_anyone) {
     receives_from_anyone<Network>();
 }
 
+CASE(tcp_a_message_meets_a_receive_only_with_its_claim) {
+    a_message_meets_a_receive_only_with_its_claim<Network>();
+}
+
 CASE(tcp_many_threads_wait_at_once) {
     many_threads_wait_at_once<Network>();
 }

@@ -164,6 +164,46 @@ void receives_from_anyone() {
     }
 }
 
+// A receive from any rank with a claim leaves its message to others if the claim has been taken in another place.
+template <typename Network>
+void a_message_meets_a_receive_only_with_its_claim() {
+    for (const std::size_t bytes : {std::size_t{4}, std::size_t{5} << 20}) {
+        for (const bool is_early : {false, true}) {
+            Network network(3);
+            const auto data = pattern(bytes, 6);
+            std::vector<std::byte> claimed(bytes), got(bytes);
+            const auto taken = std::make_shared<Claim>(), free = std::make_shared<Claim>();
+            CHECK(taken->take());
+            std::thread sender;
+            const auto begin_to_send = [&] { sender = std::thread([&] { wait(send(network[2], 0, 9, data)); }); };
+            if (is_early) begin_to_send();
+            auto lost = network[0].receive_from_any(9, claimed.data(), bytes, nullptr, taken);
+            const auto incoming = network[0].receive_from_any(9, got.data(), bytes, nullptr, free);
+            if (!is_early) {
+                network[0].progress();
+                CHECK(incoming->source() == Transport::kAnyone);
+                begin_to_send();
+            }
+            wait_until([&] {
+                network[0].progress();
+                return incoming->is_done();
+            });
+            wait(incoming);
+            sender.join();
+            CHECK(got == data);
+            CHECK(incoming->source() == 2);
+            CHECK(!free->take());
+            CHECK(!lost->is_done());
+            CHECK(claimed == std::vector<std::byte>(bytes));
+            lost.reset();
+            wait(send(network[1], 0, 9, pattern(3, 1)));
+            const auto other = std::make_shared<Claim>();
+            const auto too_long = network[0].receive_from_any(9, got.data(), 4, nullptr, other);
+            check_contains(transport_error_of([&] { wait(too_long); }), "rank 1 has sent a message of 3 bytes");
+        }
+    }
+}
+
 template <typename Network>
 void many_threads_wait_at_once() {
     constexpr int kSize = 4, kThreads = 4, kMessages = 200;

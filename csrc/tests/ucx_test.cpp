@@ -83,6 +83,10 @@ CASE(ucx_receives_from_anyone) {
     receives_from_anyone<Network>();
 }
 
+CASE(ucx_a_message_meets_a_receive_only_with_its_claim) {
+    a_message_meets_a_receive_only_with_its_claim<Network>();
+}
+
 CASE(ucx_many_threads_wait_at_once) {
     many_threads_wait_at_once<Network>();
 }

@@ -39,6 +39,8 @@ UcxCalls resolve_all(void* library) {
     resolve(library, "ucp_ep_close_nbx", found.ep_close_nbx);
     resolve(library, "ucp_tag_send_nbx", found.tag_send_nbx);
     resolve(library, "ucp_tag_recv_nbx", found.tag_recv_nbx);
+    resolve(library, "ucp_tag_probe_nb", found.tag_probe_nb);
+    resolve(library, "ucp_tag_msg_recv_nbx", found.tag_msg_recv_nbx);
     resolve(library, "ucp_request_cancel", found.request_cancel);
     resolve(library, "ucp_request_check_status", found.request_check_status);
     resolve(library, "ucp_request_free", found.request_free);

@@ -19,6 +19,7 @@ using namespace std::chrono_literals;
 constexpr int kTagBits = 31, kRankBits = 21;
 constexpr ucp_tag_t kAllBits = ~ucp_tag_t{0};
 constexpr ucp_tag_t kSenderBits = ((ucp_tag_t{1} << kRankBits) - 1) << kTagBits;
+constexpr ucp_tag_t kFromAny = kAllBits & ~kSenderBits;
 
 // What a rank sent before it went may still be on its way through this host.
 constexpr auto kTimeToArrive = 100ms;
@@ -30,6 +31,10 @@ constexpr std::size_t kMuch = 128 << 10;  // bytes
 // How a wait polls before it sleeps; shm/wait_policy.h has the same for shared memory. A poll is a call of the kernel.
 constexpr int kPolls = 30, kPollsInBackground = 3;
 constexpr std::chrono::steady_clock::duration kLongYield = 200us, kFirstBackoff = 1ms, kLongestBackoff = 64ms;
+
+int sender_of(const ucp_tag_recv_info_t& info) {
+    return static_cast<int>((info.sender_tag & kSenderBits) >> kTagBits);
+}
 
 std::uint64_t group_bits(const std::string& key) {
     const Digest code = authentication_code(key, "tags of UCX");
@@ -149,18 +154,16 @@ void Lane::send(const MessagePtr& message) {
 void Lane::receive(const MessagePtr& message) {
     const Guard guard(*this);
     check_open();
-    if (!message->owner && message->bytes) message->copy.reset(new std::byte[message->bytes]);
+    if (message->claim) {
+        with_claim_.push_back(message);
+        advance();
+        return;
+    }
     const bool is_from_any = message->peer == Transport::kAnyone;
-    ucp_request_param_t parameters{};
-    // Of a receive that is done at once, only the callback knows the length: UCX 1.13 does not fill in `recv_info`.
-    parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
-    parameters.cb.recv = &Lane::on_received;
-    parameters.user_data = message.get();
-    const ucs_status_ptr_t result =
-        calls()->tag_recv_nbx(worker_->get(), message->copy ? message->copy.get() : message->data, message->bytes,
-                              tag_of(is_from_any ? 0 : message->peer, message->tag),
-                              is_from_any ? kAllBits & ~kSenderBits : kAllBits, &parameters);
-    begin(message, result);
+    const ucp_request_param_t parameters = receive_parameters(*message);
+    begin(message, calls()->tag_recv_nbx(worker_->get(), place_of(*message), message->bytes,
+                                         tag_of(is_from_any ? 0 : message->peer, message->tag),
+                                         is_from_any ? kFromAny : kAllBits, &parameters));
     if (message->request && !is_from_any && peer_of(*message).has_failed) {
         message->error = peer_of(*message).gone;
         calls()->request_cancel(worker_->get(), message->request);
@@ -176,6 +179,42 @@ void Lane::begin(const MessagePtr& message, ucs_status_ptr_t result) {
     for (int turn = 0; turn < kMaxTurns && advance(); ++turn) {
     }
     waiting_.wake_others();
+}
+
+// Where UCX puts the bytes of a receive.
+std::byte* Lane::place_of(Message& message) {
+    if (!message.owner && message.bytes && !message.copy) message.copy.reset(new std::byte[message.bytes]);
+    return message.copy ? message.copy.get() : message.data;
+}
+
+// Of a receive that is done at once, only the callback knows the length: UCX 1.13 does not fill in `recv_info`.
+ucp_request_param_t Lane::receive_parameters(Message& message) {
+    ucp_request_param_t parameters{};
+    parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+    parameters.cb.recv = &Lane::on_received;
+    parameters.user_data = &message;
+    return parameters;
+}
+
+// Looks for messages that meet a receive with a claim. UCX cannot take the claim itself: such a receive is given to UCX
+// only when there is a message for it.
+void Lane::receive_any() {
+    for (std::size_t each = 0; each < with_claim_.size();) {
+        const MessagePtr message = with_claim_[each];
+        const ucp_tag_t tag = tag_of(0, message->tag);
+        ucp_tag_recv_info_t info{};
+        if (!calls()->tag_probe_nb(worker_->get(), tag, kFromAny, 0, &info) || !message->claim->take()) {
+            ++each;
+            continue;
+        }
+        const ucp_tag_message_h found = calls()->tag_probe_nb(worker_->get(), tag, kFromAny, 1, &info);
+        std::erase(with_claim_, message);
+        message->peer = sender_of(info);
+        const ucp_request_param_t parameters = receive_parameters(*message);
+        begin(message,
+              calls()->tag_msg_recv_nbx(worker_->get(), place_of(*message), message->bytes, found, &parameters));
+        each = 0;  // begin() moves messages, and may come here
+    }
 }
 
 void Lane::on_sent(void* request, ucs_status_t status, void* user_data) {
@@ -200,9 +239,9 @@ void Lane::finish(Message& message, ucs_status_t status, const ucp_tag_recv_info
             std::memcpy(message.data, message.copy.get(), info.length);
         message.is_done = true;
     } else if (message.error.empty() && (status == UCS_OK || status == UCS_ERR_MESSAGE_TRUNCATED)) {
-        message.error = "rank " + std::to_string((info.sender_tag & kSenderBits) >> kTagBits) +
-                        " has sent a message of " + std::to_string(info.length) + " bytes, and the receive is for " +
-                        std::to_string(message.bytes);
+        message.has_other_length = true;
+        message.error = "rank " + std::to_string(sender_of(info)) + " has sent a message of " +
+                        std::to_string(info.length) + " bytes, and the receive is for " + std::to_string(message.bytes);
     } else if (message.error.empty()) {
         message.error = calls()->status_string(status);
     }
@@ -219,6 +258,7 @@ Lane::WaitResult Lane::wait(Message& message, std::chrono::milliseconds limit) {
     const WaitingThreads<Message>::Scope awaited(waiting_, message);
     for (Polling polling(*this);;) {
         if (message.is_done) return WaitResult::kDone;
+        if (message.has_other_length) throw Transport::LengthError(message.error);
         if (!message.error.empty()) throw Transport::TransportError(message.error);
         if (message.is_aborted) return WaitResult::kAborted;
         if (advance()) {
@@ -236,7 +276,12 @@ Lane::WaitResult Lane::wait(Message& message, std::chrono::milliseconds limit) {
 
 bool Lane::is_done(const Message& message) {
     const Guard guard(*this);
-    return message.is_done;
+    return message.is_done || !message.error.empty();
+}
+
+int Lane::source(const Message& message) {
+    const Guard guard(*this);
+    return message.peer;
 }
 
 void Lane::abort(Message& message) {
@@ -248,6 +293,7 @@ void Lane::abort(Message& message) {
 void Lane::release(const MessagePtr& message) {
     const Guard guard(*this);
     message->data = nullptr;
+    std::erase(with_claim_, message);
     if (message->request && !message->is_outgoing) calls()->request_cancel(worker_->get(), message->request);
 }
 
@@ -274,6 +320,7 @@ void Lane::mark_gone(Peer& peer, const std::string& reason) {
 // Lets UCX move messages. Returns how much there was to do.
 unsigned Lane::advance() {
     const unsigned count = calls()->worker_progress(worker_->get());
+    if (!with_claim_.empty()) receive_any();
     if (has_failures_) look_at_failures(count == 0);
     return count;
 }
@@ -310,6 +357,9 @@ void Lane::fail_all(const std::function<bool(const Message&)>& concerned, const 
     std::vector<MessagePtr> found;
     for (const auto& [key, message] : pending_) {
         if (concerned(*message) && message->error.empty()) found.push_back(message);
+    }
+    for (const MessagePtr& message : with_claim_) {
+        if (concerned(*message)) found.push_back(message);
     }
     for (const MessagePtr& message : found) {
         message->error = reason;

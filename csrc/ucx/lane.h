@@ -41,7 +41,8 @@ public:
 
     // Throws TransportError if the message has failed.
     WaitResult wait(Message& message, std::chrono::milliseconds limit);
-    bool is_done(const Message& message);
+    bool is_done(const Message& message);  // or has failed
+    int source(const Message& message);
     void abort(Message& message);
     // The message is not needed any more. Its memory is not used afterwards, unless it has an owner.
     void release(const MessagePtr& message);
@@ -84,6 +85,9 @@ private:
     ucp_ep_h endpoint_to(Peer& peer);
     void check_open() const;
     void begin(const MessagePtr& message, ucs_status_ptr_t result);
+    std::byte* place_of(Message& message);
+    void receive_any();
+    static ucp_request_param_t receive_parameters(Message& message);
     void finish(Message& message, ucs_status_t status, const ucp_tag_recv_info_t& info = {});
     void mark_gone(Peer& peer, const std::string& reason);
     void fail(Peer& peer);
@@ -105,6 +109,7 @@ private:
     std::mutex mutex_;  // of all below, and of the worker
     std::vector<Peer> peers_;
     std::unordered_map<const Message*, MessagePtr> pending_;  // whose memory UCX uses
+    std::vector<MessagePtr> with_claim_;                      // receives that no message has met
     std::vector<MessagePtr> dropped_;                         // freed without the lock: an owner may run any code
     std::vector<void*> closing_;                              // requests of UCX that close endpoints
     bool has_failures_ = false;                               // that look_at_failures() has not yet dealt with

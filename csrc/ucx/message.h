@@ -18,15 +18,17 @@ struct Message {
     std::size_t bytes;
     Transport::Owner owner;
     bool may_be_shorter = false;  // a message that a receive expects
+    ClaimPtr claim{};             // of a receive from any rank
 
     // UCX cannot always be made to release the memory of a message that has begun. A message without an owner is
     // therefore sent from here, or received into here and then copied.
     std::unique_ptr<std::byte[]> copy{};
     void* request = nullptr;  // of UCX, while UCX uses the memory
 
-    bool is_done = false;     // received, or handed to UCX
-    std::string error{};      // why it failed; empty if it has not
-    bool is_aborted = false;  // the next wait, or the current one, returns early
+    bool is_done = false;           // received, or handed to UCX
+    std::string error{};            // why it failed; empty if it has not
+    bool has_other_length = false;  // the message: that is the error
+    bool is_aborted = false;        // the next wait, or the current one, returns early
 };
 using MessagePtr = std::shared_ptr<Message>;
 

@@ -38,6 +38,7 @@ public:
     }
     bool is_done() override { return transport_.lane_.is_done(*message_); }
     void abort() override { transport_.lane_.abort(*message_); }
+    int source() override { return transport_.lane_.source(*message_); }
 
 private:
     UcxTransport& transport_;
@@ -92,6 +93,14 @@ Transport::Handle UcxTransport::receive(int from, int tag, std::byte* data, std:
     if (from != kAnyone) watch(from);
     const auto message = std::make_shared<Message>(
         Message{&lane_, false, from, tag, data, bytes, std::move(owner), tags_.is_agreement(tag)});
+    lane_.receive(message);
+    return std::make_unique<Handled>(*this, message);
+}
+
+Transport::Handle UcxTransport::receive_from_any(int tag, std::byte* data, std::size_t bytes, Owner owner,
+                                                 const ClaimPtr& claim) {
+    const auto message = std::make_shared<Message>(Message{&lane_, false, kAnyone, tag, data, bytes, std::move(owner)});
+    message->claim = claim;
     lane_.receive(message);
     return std::make_unique<Handled>(*this, message);
 }

@@ -25,6 +25,8 @@ public:
     int largest_tag() const override { return control_.largest_tag(); }
     Handle send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner) override;
     Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) override;
+    Handle receive_from_any(int tag, std::byte* data, std::size_t bytes, Owner owner, const ClaimPtr& claim) override;
+    void progress() override { lane_.progress(); }
     void move_in_background() override;
 
     // Fails all messages and stops the thread: UCX is not called any more.

@@ -62,11 +62,15 @@ class Case:
     op: str = "none"
 
 
+def case_of(name: str) -> Case:
+    return CASES.get(name) or MESSAGES[name]
+
+
 def contenders(
     collective: str, names: list[str], groups: Mapping[str, dist.ProcessGroup | None], **options: Any
 ) -> dict[str, Callable[[Buffers], Any]]:
     """The collective of each group's backend, then dist_prims by algorithm over the default group."""
-    case = CASES[collective]
+    case = case_of(collective)
     chosen: dict[str, Callable[[Buffers], Any]] = {
         name: functools.partial(case.own, group=group) for name, group in groups.items()
     }
@@ -129,6 +133,21 @@ def _wrong_gather_to_root(b: Buffers, round: int) -> int:
 
 def _wrong_scatter_of_root(b: Buffers, round: int) -> int:
     return _differ(b.output, b.value(_ROOT, round, len(b.output), b.rank * len(b.output)))
+
+
+def _wrong_round_trip(b: Buffers, round: int) -> int:
+    return _differ(b.output, b.value(_ROOT, round, len(b.output))) if b.rank in (_ROOT, b.size - 1) else 0
+
+
+def _round_trip(b: Buffers, group: Any) -> None:
+    """The first rank sends to the last one, which sends back what it has received."""
+    last = b.size - 1
+    if b.rank == _ROOT:
+        dist.send(b.input, last, group=group)
+        dist.recv(b.output, last, group=group)
+    elif b.rank == last:
+        dist.recv(b.output, _ROOT, group=group)
+        dist.send(b.output, _ROOT, group=group)
 
 
 def _blocks(b: Buffers) -> list[torch.Tensor]:
@@ -214,4 +233,15 @@ CASES: dict[str, Case] = {
         lambda b, round: 0,
         lambda size: 0.0,
     ),
+}
+
+# Two messages one after the other. dist_prims has no algorithms for them.
+MESSAGES: dict[str, Case] = {
+    "round_trip": Case(
+        lambda n, size: (n, n),
+        lambda b, **how: _round_trip(b, None),
+        _round_trip,
+        _wrong_round_trip,
+        lambda size: 2.0,
+    )
 }

@@ -2,9 +2,9 @@
 
 To be run by a launcher on several hosts. The contenders at each size are gloo's own collective, a group of dist_prims
 for each engine, and a stream: plain TCP that carries only what the busiest link must carry at least, so no collective
-can be faster. The table is in Markdown; its ratios are medians over the iterations of one run. "busy" is the part of
-the time of all cores in which they worked, on the host where it is largest: near 1, the processors are the limit. It
-is empty for short runs.
+can be faster. A round trip is a message to the last rank and one back. The table is in Markdown; its ratios are medians
+over the iterations of one run. "busy" is the part of the time of all cores in which they worked, on the host where it
+is largest: near 1, the processors are the limit. It is empty for short runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..backend.options import BackendOptions
 from ..launch import init
 from ..schedules.advice import format_bytes, format_duration
 from .arguments import positive, sizes
-from .cases import CASES, Buffers
+from .cases import CASES, MESSAGES, Buffers
 from .measure import Contender, Line, measure
 from .report import environment, write_json
 from .stream import ONE_WAY, Hosts, Stream, least_bytes
@@ -30,18 +30,19 @@ from .stream import ONE_WAY, Hosts, Stream, least_bytes
 __all__: list[str] = []
 
 _ENGINES = ("tcp", "ucx", "gloo", "mpi")
+_NAMES = (*CASES, *MESSAGES)
 _TIMEOUT = 600.0
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench hosts", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--collectives", default=",".join(CASES), help="default: all")
+    parser.add_argument("--collectives", default=",".join(_NAMES), help="default: all")
     parser.add_argument("--sizes", type=sizes, default="64,64K,1M,16M", help="64,64K,1M,16M")
     parser.add_argument("--engines", default="tcp", help="of tcp, ucx, gloo and mpi, each a contender (tcp)")
     parser.add_argument("--iterations", type=positive, default=7)
     parser.add_argument("--json", type=Path, help="write all times")
     given = parser.parse_args(arguments)
-    for names, known in ((given.collectives, CASES), (given.engines, _ENGINES)):
+    for names, known in ((given.collectives, _NAMES), (given.engines, _ENGINES)):
         for name in names.split(","):
             if name not in known:
                 parser.error(f"{name!r} is not one of {', '.join(known)}")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .cases import CASES, Buffers, Case, contenders
+from .cases import Buffers, Case, case_of, contenders
 
 __all__: list[str] = []
 
@@ -81,7 +81,7 @@ def measure(
 ) -> list[Line]:
     """Measure the collective of the default group and of ``groups``, the algorithms ``names``, and the contenders that
     ``more`` makes from the buffers; the lines are the same on every rank."""
-    case, size = CASES[collective], dist.get_world_size()
+    case, size = case_of(collective), dist.get_world_size()
     count = nbytes // dtype.itemsize
     shape = case.shape(count, size)
     buffers = Buffers(dist.get_rank(), size, *(torch.zeros(length, dtype=dtype) for length in shape))

@@ -16,7 +16,7 @@ from ..backend.tcp_endpoint import own_address
 __all__: list[str] = []
 
 Hosts = Sequence[Sequence[int]]  # the ranks of each host
-ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
+ONE_WAY = ("broadcast", "reduce", "gather", "scatter", "round_trip")
 
 
 def least_bytes(collective: str, nbytes: int, hosts: Hosts) -> int:
@@ -38,6 +38,8 @@ def least_bytes(collective: str, nbytes: int, hosts: Hosts) -> int:
         return 1
     if collective == "all_reduce":  # a reduce_scatter and an all_gather in which each host is one rank
         return 2 * nbytes * (len(sizes) - 1) // len(sizes)
+    if collective == "round_trip":  # the message back leaves when the first one has come
+        return 2 * nbytes
     if collective in ("gather", "scatter"):
         return nbytes * (total - sizes[0]) // total
     if collective in ONE_WAY:

@@ -285,7 +285,7 @@ def test_message_numbers_wrap() -> None:
     def body() -> None:
         largest = 2**31 - 1 - 1024  # the group has the last tags for itself
         go_round(largest)
-        refuse(largest, "gloo")
+        refuse(largest)
 
     span("a a b", body)
 

@@ -14,7 +14,6 @@
 namespace dist_prims {
 namespace {
 
-constexpr Milliseconds kBetweenLooks{10};  // while a diagnosis is not final
 constexpr WaitGraph::Wait kInCollective{WaitGraph::WaitKind::kCollective};
 
 // Called at intervals by a thread that waits for a collective on the queue. A background thread publishes nothing: the
@@ -114,6 +113,7 @@ void PrimsBackend::shutdown() {
     if (!is_over) execution_->forward_leave();
     host_segment_->p2p.close(reason);
     host_segment_->membership.stop();  // for waits outside of the queue
+    execution_->close_messages(reason);
     stop_engine();
 }
 
@@ -181,7 +181,7 @@ WorkPtr PrimsBackend::perform(std::vector<PrimsTask> tasks, const CallOptions& o
             if (queue->wait(job, limit, look)) return;
             try {
                 while (!host_segment->membership.is_final(waiting.diagnosis, {kInCollective}, limit)) {
-                    if (queue->wait(job, kBetweenLooks, look)) return;
+                    if (queue->wait(job, kBetweenDiagnoses, look)) return;
                 }
                 host_segment->membership.throw_timeout(std::to_string(limit.count()) + " ms in the wait for " + title +
                                                            "; the group has ended, so that nothing is written late",
@@ -357,33 +357,21 @@ WorkPtr PrimsBackend::message_with_key(const CallOptions& options, const Tensors
         auto callback = finish(error);
         if (!error) return callback;
         return std::function<void()>([this, kept, callback = std::move(callback)] {  // runs without the locks of p2p
+            execution_->forward_notice();
             run_abort_hooks();
             if (callback) callback();
         });
     };
-    const auto bytes = static_cast<std::size_t>(tensor.nbytes());
-    PointToPoint& p2p = host_segment_->p2p;
     const TraceCall traced(*trace_group_, messages_);
-    const auto request = outgoing ? p2p.send(peer, key, data.data(), bytes, options.timeout, done)
-                                  : p2p.receive(peer, key, data.data(), bytes, options.timeout, done);
-    work->comes_from(std::shared_ptr<const int>(request, &request->peer));
-    work->waits_by([host_segment = host_segment_, request](Milliseconds limit) {
-        if (host_segment->p2p.wait(request, limit)) return;
-        try {
-            LongWait waiting(host_segment->membership.wait_graph());
-            do {
-                waiting.published.set(host_segment->p2p.wait_for(request));
-                if (host_segment->p2p.wait(request, kBetweenLooks)) return;
-            } while (
-                !host_segment->membership.is_final(waiting.diagnosis, {host_segment->p2p.wait_for(request)}, limit));
-            host_segment->membership.throw_timeout(
-                std::to_string(limit.count()) + " ms in the wait for " + host_segment->p2p.text(*request),
-                waiting.diagnosis.verdict());
-        } catch (const CommError&) {
-            host_segment->p2p.wait(request, Milliseconds::max());  // it ends at its next check for failures
-            throw;
-        }
-    });
+    BegunMessage begun = execution_->begin_message(
+        {outgoing,
+         peer,
+         key,
+         {data.data(), static_cast<std::size_t>(tensor.nbytes()), std::make_shared<Output>(data)},
+         options.timeout,
+         std::move(done)});
+    work->comes_from(std::move(begun.source));
+    work->waits_by(std::move(begun.wait));
     return work;
 }
 

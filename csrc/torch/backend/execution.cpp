@@ -159,6 +159,35 @@ std::uint64_t Execution::difference_of_lengths(const Exchange& blocks) const {
     return difference;
 }
 
+BegunMessage Execution::begin_message(const UserMessage& message) {
+    const auto& [data, bytes, owner] = message.memory;
+    PointToPoint& p2p = host_segment_->p2p;
+    const auto request = message.outgoing
+                             ? p2p.send(message.peer, message.tag, data, bytes, message.timeout, message.done)
+                             : p2p.receive(message.peer, message.tag, data, bytes, message.timeout, message.done);
+    const auto wait = [host_segment = host_segment_, request](Milliseconds limit) {
+        PointToPoint& p2p = host_segment->p2p;
+        Membership& membership = host_segment->membership;
+        if (p2p.wait(request, limit)) return;
+        try {
+            LongWait waiting(membership.wait_graph());
+            do {
+                waiting.published.set(p2p.wait_for(request));
+                if (p2p.wait(request, kBetweenDiagnoses)) return;
+            } while (!membership.is_final(waiting.diagnosis, {p2p.wait_for(request)}, limit));
+            membership.throw_timeout(std::to_string(limit.count()) + " ms in the wait for " + p2p.text(*request),
+                                     waiting.diagnosis.verdict());
+        } catch (const CommError&) {
+            p2p.wait(request, Milliseconds::max());  // it ends at its next check for failures
+            throw;
+        }
+    };
+    const auto source = [host_segment = host_segment_, request] {
+        return request->peer < 0 ? request->peer : host_segment->membership.number(request->peer);
+    };
+    return {wait, source};
+}
+
 void Execution::pin(Collective collective, const std::string& text, MakePins make) {
     const auto place = static_cast<std::size_t>(collective);
     auto made = make ? std::make_shared<Pins>(Pins{text, std::move(make), {}}) : nullptr;

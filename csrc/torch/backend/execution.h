@@ -20,12 +20,16 @@
 
 #include "../../net/multi_host.h"
 #include "../../net/schedule_executor.h"
+#include "../../net/user_messages.h"
 #include "../../shm/host_segment.h"
 #include "../common/tensor_arguments.h"
+#include "../common/work.h"
 
 namespace dist_prims {
 
 using Milliseconds = std::chrono::milliseconds;
+
+constexpr Milliseconds kBetweenDiagnoses{10};  // of a wait that is too late, until a diagnosis is final
 
 // A schedule for a range of sizes of a collective, as this rank executes it.
 struct NativeSchedule {
@@ -51,6 +55,22 @@ struct PrimsTask {
     Run run;  // agrees on the call first
 };
 
+// A message of a user's that is to be sent or received.
+struct UserMessage {
+    bool outgoing;
+    int peer;  // of a receive also PointToPoint::kAnyone
+    PointToPoint::Tag tag;
+    UserMessages::Memory memory;
+    Milliseconds timeout;
+    PointToPoint::Done done;
+};
+
+// A message that has begun.
+struct BegunMessage {
+    PrimsWork::Waiter wait;
+    std::function<int()> source;  // returns the sender of a message that has come
+};
+
 // The data of an all_to_all or a gather, of which a rank knows the lengths of its own blocks only. The schedule of an
 // all_to_all has two blocks for each rank: first those that are sent, then those that are received.
 struct Exchange {
@@ -62,7 +82,7 @@ struct Exchange {
     std::uint64_t bytes() const;  // that this rank sends or receives, whichever is more
 };
 
-class Execution {
+class Execution : public std::enable_shared_from_this<Execution> {
 public:
     Execution(std::shared_ptr<HostSegment> host_segment, int rank, int size)
         : host_segment_(std::move(host_segment)), rank_(rank), size_(size) {}
@@ -115,8 +135,12 @@ public:
     virtual bool reduces_in_place(const at::Tensor&) { return false; }
 
     virtual bool spans_hosts() const { return false; }
-    // The backend that carries messages of users with this tag; null: shared memory.
+    // The other backend that carries messages of users with this tag; null: begin_message().
     virtual c10d::Backend* carrier(int) { return nullptr; }
+    // Sends or receives through shared memory; the peer is a rank of this host.
+    virtual BegunMessage begin_message(const UserMessage& message);
+    // The group has ended: ends all messages between hosts.
+    virtual void close_messages(const std::exception_ptr&) {}
     // Wakes the waits for ranks of other hosts.
     virtual void wake() {}
     // Sends the notice that the group has ended, if there is one, to the other hosts. They see it no other way.
@@ -175,10 +199,12 @@ private:
 };
 
 std::shared_ptr<Execution> make_single_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size);
-// Between hosts `transport` carries the messages of collectives, and `engine` those of users.
+// Between hosts `transport` carries the messages of collectives. `engine_carries_messages`: `engine` carries those of
+// users.
 std::shared_ptr<Execution> make_multi_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size,
                                                      Hosts hosts, c10::intrusive_ptr<c10d::Backend> engine,
-                                                     std::unique_ptr<Transport> transport, ChooseSchedule choose);
+                                                     bool engine_carries_messages, std::unique_ptr<Transport> transport,
+                                                     ChooseSchedule choose);
 
 // The first tensor that this rank has; there is one.
 const at::Tensor& first_defined(const Tensors& inputs, const Tensors& outputs);

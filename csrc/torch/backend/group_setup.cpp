@@ -94,8 +94,8 @@ std::shared_ptr<Execution> make_execution(const std::shared_ptr<HostSegment>& ho
     const int size = static_cast<int>(setup.hosts.size());
     if (hosts.ranks.size() > 1) {
         auto transport = make_transport(rank, setup, hosts);
-        return make_multi_host_execution(host_segment, rank, size, std::move(hosts), setup.engine, std::move(transport),
-                                         setup.choose);
+        return make_multi_host_execution(host_segment, rank, size, std::move(hosts), setup.engine, !setup.tcp,
+                                         std::move(transport), setup.choose);
     }
     host_segment->membership.join_groups_of_process();
     return make_single_host_execution(host_segment, rank, size);

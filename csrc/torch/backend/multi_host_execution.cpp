@@ -16,12 +16,15 @@ namespace {
 class MultiHostExecution : public Execution {
 public:
     MultiHostExecution(std::shared_ptr<HostSegment> host_segment, int rank, int size, Hosts hosts,
-                       c10::intrusive_ptr<c10d::Backend> engine, std::unique_ptr<Transport> transport,
-                       ChooseSchedule choose)
+                       c10::intrusive_ptr<c10d::Backend> engine, bool engine_carries_messages,
+                       std::unique_ptr<Transport> transport, ChooseSchedule choose)
         : Execution(std::move(host_segment), rank, size),
           engine_(std::move(engine)),
+          engine_carries_messages_(engine_carries_messages),
           choose_(std::move(choose)),
-          group_(std::move(hosts), *host_segment_, std::move(transport)) {}
+          local_ranks_(hosts.local_ranks()),
+          group_(std::move(hosts), *host_segment_, std::move(transport)),
+          messages_(std::make_shared<UserMessages>(group_.remote, host_segment_->p2p, host_segment_->membership)) {}
 
     using Execution::agree;
     Terms agree(const Call& call, Milliseconds timeout, const Terms& terms) override {
@@ -64,14 +67,35 @@ public:
     }
 
     bool spans_hosts() const override { return true; }
-    // The engine also carries messages between ranks of one host: a receive from any rank cannot be posted in two
-    // places.
+    // gloo and MPI also carry messages between ranks of one host: their receives from any rank have no claim.
     c10d::Backend* carrier(int tag) override {
         const int largest = group_.remote.tags.largest_of_users();
         TORCH_CHECK_VALUE(tag >= 0 && tag <= largest, "rank ", rank_, ": tag ", tag,
-                          " of a message in a group that spans hosts; the engine between them is ",
-                          engine_->getBackendName(), ", and its tags for messages lie between 0 and ", largest);
-        return engine_.get();
+                          " of a message in a group that spans hosts; its tags for messages lie between 0 and ",
+                          largest, ", because the group has those above for itself");
+        return engine_carries_messages_ ? engine_.get() : nullptr;
+    }
+    BegunMessage begin_message(const UserMessage& message) override {
+        const bool is_from_any = message.peer == PointToPoint::kAnyone;
+        const int local_rank = is_from_any ? -1 : local_ranks_[static_cast<std::size_t>(message.peer)];
+        if (local_rank >= 0) {
+            UserMessage local = message;
+            local.peer = local_rank;
+            local.timeout += RemotePeers::kLocalMargin;
+            return Execution::begin_message(local);
+        }
+        const int tag = static_cast<int>(message.tag);
+        const auto request = message.outgoing
+                                 ? messages_->send(message.peer, tag, message.memory, message.timeout, message.done)
+                                 : messages_->receive(message.peer, tag, message.memory, message.timeout, message.done);
+        const auto wait = [self = shared_from_this(), messages = messages_, request](Milliseconds limit) {
+            messages->wait(request, limit);
+        };
+        return {wait, [messages = messages_, request] { return messages->source(*request); }};
+    }
+    void close_messages(const std::exception_ptr& reason) override {
+        messages_->close(reason);
+        wake();
     }
     void wake() override { group_.remote.wake(); }
     void forward_notice() override {
@@ -133,8 +157,11 @@ private:
     }
 
     const c10::intrusive_ptr<c10d::Backend> engine_;
+    const bool engine_carries_messages_;
     const ChooseSchedule choose_;
+    const std::vector<int> local_ranks_;  // by rank of the group: the rank on this host, or -1
     MultiHostGroup group_;
+    const std::shared_ptr<UserMessages> messages_;
     const SchedulePtr piggyback_ = std::make_shared<const NativeSchedule>(
         NativeSchedule{.low = 0, .high = UINT64_MAX, .name = "piggyback", .is_piggyback = true});
     std::mutex chosen_guard_;
@@ -145,9 +172,11 @@ private:
 
 std::shared_ptr<Execution> make_multi_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size,
                                                      Hosts hosts, c10::intrusive_ptr<c10d::Backend> engine,
-                                                     std::unique_ptr<Transport> transport, ChooseSchedule choose) {
+                                                     bool engine_carries_messages, std::unique_ptr<Transport> transport,
+                                                     ChooseSchedule choose) {
     return std::make_shared<MultiHostExecution>(std::move(host_segment), rank, size, std::move(hosts),
-                                                std::move(engine), std::move(transport), std::move(choose));
+                                                std::move(engine), engine_carries_messages, std::move(transport),
+                                                std::move(choose));
 }
 
 }  // namespace dist_prims

@@ -76,7 +76,7 @@ bool PrimsWork::wait(std::chrono::milliseconds timeout) {
 }
 
 int PrimsWork::sourceRank() const {
-    return source_ ? *source_ : Work::sourceRank();
+    return source_ ? source_() : Work::sourceRank();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> PrimsWork::getFuture() {

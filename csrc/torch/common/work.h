@@ -24,7 +24,7 @@ public:
     std::function<std::function<void()>(std::exception_ptr)> finisher();
 
     void waits_by(Waiter waiter);
-    void comes_from(std::shared_ptr<const int> source) { source_ = std::move(source); }
+    void comes_from(std::function<int()> source) { source_ = std::move(source); }
 
     bool wait(std::chrono::milliseconds timeout) override;
     void synchronize() override { wait(kNoTimeout); }
@@ -39,8 +39,8 @@ private:
 
     const std::vector<at::Tensor> outputs_;
     const std::uint64_t sequence_;
-    std::shared_ptr<const int> source_;  // of a message
-    std::mutex guard_;                   // of all below
+    std::function<int()> source_;  // returns the sender of a message
+    std::mutex guard_;             // of all below
     Waiter waiter_;
     c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when it is first asked for
     bool done_ = false;

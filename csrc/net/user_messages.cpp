@@ -1,0 +1,245 @@
+#include "user_messages.h"
+
+#include <algorithm>
+#include <optional>
+#include <thread>
+#include <utility>
+
+namespace dist_prims {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kTick = 1ms, kIdleTick = 5ms;
+constexpr int kIdleTicks = 20;
+constexpr std::chrono::steady_clock::duration kShortestNap = 20us, kLongestNap = 1ms;
+constexpr auto kBetweenChecks = 10ms;
+
+// The kind of a failure of communication; none for another exception.
+std::optional<CommError::Kind> kind_of(const std::exception_ptr& error) {
+    try {
+        std::rethrow_exception(error);
+    } catch (const CommError& failure) {
+        return failure.kind;
+    } catch (...) {
+        return std::nullopt;
+    }
+}
+
+}  // namespace
+
+struct UserMessages::Request {
+    Done done;
+    Transport::Owner owner;        // of the memory, as long as a receive in another place may use it
+    RemotePeers::Handle remote{};  // until the request is over
+    PointToPoint::Handle local{};  // of a receive from any rank
+    int source = Transport::kAnyone;
+    bool came_in_memory = false;  // from a rank of this host
+    bool is_awaited = false;      // by a thread, which ends the request
+    State state = State::kOpen;
+};
+
+UserMessages::Handle UserMessages::send(int peer, int tag, const Memory& memory, Milliseconds timeout, Done done) {
+    auto request = std::make_shared<Request>(Request{std::move(done), memory.owner});
+    request->remote = remote_.send(peer, tag, memory.data, memory.bytes, timeout, memory.owner);
+    return begin(request);
+}
+
+UserMessages::Handle UserMessages::receive(int peer, int tag, const Memory& memory, Milliseconds timeout, Done done) {
+    auto request = std::make_shared<Request>(Request{std::move(done), memory.owner});
+    if (peer == Transport::kAnyone) {
+        receive_from_any(tag, memory, timeout, request);
+    } else {
+        request->remote = remote_.receive(peer, tag, memory.data, memory.bytes, timeout, memory.owner);
+        request->source = peer;
+    }
+    return begin(request);
+}
+
+void UserMessages::receive_from_any(int tag, const Memory& memory, Milliseconds timeout, const Handle& request) {
+    const auto claim = std::make_shared<Claim>();
+    const auto local_timeout = timeout + RemotePeers::kLocalMargin;
+    request->local = p2p_.receive(
+        PointToPoint::kAnyone, static_cast<PointToPoint::Tag>(tag), memory.data, memory.bytes, local_timeout,
+        [weak = weak_from_this(), request](std::exception_ptr error) -> std::function<void()> {
+            const auto self = weak.lock();
+            return self ? self->finish(request, error, true) : nullptr;
+        },
+        claim);
+    auto remote = remote_.receive_from_any(tag, memory.data, memory.bytes, timeout, memory.owner, claim);
+    const std::lock_guard lock(mutex_);
+    if (request->state == State::kOpen) request->remote = std::move(remote);
+}
+
+// The request has been posted. It may be over already.
+UserMessages::Handle UserMessages::begin(const Handle& request) {
+    if (const auto remote = remote_of(request); remote && RemotePeers::is_over(remote)) {
+        request->is_awaited = true;  // no other thread knows it
+        end_by(request, [&] { remote_.wait(remote); });
+        return request;
+    }
+    const std::lock_guard lock(mutex_);
+    if (request->state != State::kOpen) return request;
+    if (closed_) std::rethrow_exception(closed_);
+    if (!thread_.has_begun()) thread_ = Thread([self = shared_from_this()] { self->run(); });
+    pending_.insert(request);
+    if (std::exchange(is_asleep_, false)) wakes_.notify_all();
+    return request;
+}
+
+RemotePeers::Handle UserMessages::remote_of(const Handle& request) {
+    const std::lock_guard lock(mutex_);
+    return request->remote;
+}
+
+int UserMessages::source(const Request& request) const {
+    return request.came_in_memory ? membership_.number(request.local->peer) : request.source;
+}
+
+void UserMessages::wait(const Handle& request, Milliseconds limit) {
+    const auto until = limit == Milliseconds::max() ? Clock::time_point::max() : Clock::now() + limit;
+    if (begin_wait(request, until)) {
+        end_by(request, [&] { move_until_over(request, limit, until); });
+        std::unique_lock lock(mutex_);  // another thread may be about to end it
+        while (request->state != State::kOver) wait_for_notification(changed_, lock);
+    }
+}
+
+// Returns true if this thread is to wait for the request; false if it is over.
+bool UserMessages::begin_wait(const Handle& request, Clock::time_point until) {
+    std::unique_lock lock(mutex_);
+    while (request->state != State::kOver) {
+        if (!std::exchange(request->is_awaited, true)) return true;
+        if (Clock::now() >= until)
+            membership_.throw_timeout("the limit of a wait for a message for which another thread waits as well");
+        changed_.wait_for(lock, kBetweenChecks);
+    }
+    return false;
+}
+
+void UserMessages::move_until_over(const Handle& request, Milliseconds limit, Clock::time_point until) {
+    const auto remote = remote_of(request);
+    if (!remote) return;
+    if (until < remote->deadline) {
+        remote->timeout = limit;
+        remote->deadline = until;
+    }
+    if (request->local) move_from_any(request, remote);
+    if (remote_of(request)) remote_.wait(remote);
+}
+
+// Returns when a message has come to the one place or the other. No call can wait for both, so this looks at intervals.
+void UserMessages::move_from_any(const Handle& request, const RemotePeers::Handle& remote) {
+    auto next_check = Clock::now() + kBetweenChecks;
+    for (auto nap = kShortestNap; remote_of(request); nap = std::min(2 * nap, kLongestNap)) {
+        remote_.progress();
+        if (RemotePeers::is_over(remote)) return;
+        std::this_thread::sleep_for(nap);
+        if (Clock::now() < next_check) continue;
+        remote_.check(remote);
+        next_check = Clock::now() + kBetweenChecks;
+    }
+}
+
+// Ends the request with what `act` throws. Throws what is no failure of the message.
+void UserMessages::end_by(const Handle& request, const std::function<void()>& act) {
+    std::exception_ptr error = caught(act), interrupt;
+    if (error && !kind_of(error)) {
+        interrupt = error;
+        const std::string rank = std::to_string(membership_.number(membership_.rank()));
+        error = std::make_exception_ptr(
+            CommError(CommError::Kind::kInterrupted, "rank " + rank + " was interrupted in a message"));
+    }
+    const auto callback = finish(request, error, false);
+    if (request->local) {
+        if (error && kind_of(error) != CommError::Kind::kMismatch)
+            p2p_.end();  // a message may be on its way into the memory
+        else
+            p2p_.withdraw(request->local);
+    }
+    if (callback) caught(callback);
+    if (interrupt) std::rethrow_exception(interrupt);
+}
+
+// Returns a callback, which runs without locks. `in_memory`: this is the end of the receive in shared memory, and the
+// caller has the lock of PointToPoint.
+std::function<void()> UserMessages::finish(const Handle& request, std::exception_ptr error, bool in_memory) {
+    RemotePeers::Handle remote;  // given up without the lock
+    {
+        const std::lock_guard lock(mutex_);
+        if (request->state != State::kOpen) return nullptr;
+        request->state = State::kEnding;
+        request->came_in_memory = in_memory;
+        remote = std::exchange(request->remote, nullptr);
+        if (remote) request->source = remote->peer;
+        pending_.erase(request);
+    }
+    remote = nullptr;  // before the owner of the memory may go
+    std::function<void()> callback;
+    caught([&] { callback = std::exchange(request->done, nullptr)(error); });
+    const std::lock_guard lock(mutex_);
+    request->state = State::kOver;
+    changed_.notify_all();
+    return callback;
+}
+
+void UserMessages::run() {
+    in_background = true;
+    std::unique_lock lock(mutex_);
+    for (int idle = 0; !closed_;) {
+        if (idle == kIdleTicks) {
+            is_asleep_ = true;
+            while (!closed_ && is_asleep_) wait_for_notification(wakes_, lock);
+        }
+        wakes_.wait_for(lock, pending_.empty() ? kIdleTick : kTick, [this] { return closed_ != nullptr; });
+        idle = pending_.empty() ? idle % kIdleTicks + 1 : 0;
+        const std::vector<Handle> unawaited = unawaited_requests();
+        if (unawaited.empty()) continue;
+        lock.unlock();
+        caught([&] {
+            remote_.progress();
+            for (const Handle& each : unawaited) look_at(each);
+        });
+        lock.lock();
+    }
+}
+
+// Under the lock.
+std::vector<UserMessages::Handle> UserMessages::unawaited_requests() const {
+    std::vector<Handle> found;
+    std::copy_if(pending_.begin(), pending_.end(), std::back_inserter(found),
+                 [](const Handle& request) { return !request->is_awaited; });
+    return found;
+}
+
+// Ends the request if it is over, or too late, and no other thread does.
+void UserMessages::look_at(const Handle& request) {
+    RemotePeers::Handle remote;
+    {
+        const std::lock_guard lock(mutex_);
+        if (closed_ || request->is_awaited || !request->remote) return;
+        const bool is_late = Clock::now() >= request->remote->deadline || membership_.notice();
+        if (!is_late && !RemotePeers::is_over(request->remote)) return;
+        request->is_awaited = true;
+        remote = request->remote;
+    }
+    end_by(request, [&] { remote_.wait(remote); });
+}
+
+void UserMessages::close(std::exception_ptr reason) {
+    Thread thread;
+    std::vector<Handle> open;
+    {
+        const std::lock_guard lock(mutex_);
+        if (!closed_) closed_ = std::move(reason);
+        thread = std::move(thread_);
+        open = unawaited_requests();  // the others are ended by the threads that wait for them
+        wakes_.notify_all();
+    }
+    thread.end();
+    for (const Handle& each : open) {
+        if (const auto callback = finish(each, closed_, false)) caught(callback);
+    }
+}
+
+}  // namespace dist_prims

@@ -1,0 +1,261 @@
+"""Messages of users in groups that span hosts, over TCP and UCX: through shared memory to ranks of this host, and from
+any rank of both kinds. test_multi_host.py has what holds over gloo and MPI as well."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import require
+from ranks import press_ctrl_c_soon, span
+from values import equal
+
+from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError
+from dist_prims.launch import RankFailedError
+
+SIZES = (0, 1, 7, 1000, 20_000, 500_000)  # elements
+
+
+@pytest.fixture(autouse=True, params=["tcp", pytest.param("ucx", marks=pytest.mark.slow)])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    require(request.param)
+    monkeypatch.setenv("DIST_PRIMS_ENGINE", request.param)
+    return str(request.param)
+
+
+def letter(sender: int, receiver: int, number: int, count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.float32) % 1000 + 1e6 * sender + 1e4 * receiver + number
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_exchange(seed: int) -> None:
+    """Every rank posts its sends and receives in an order of its own, and waits for them in another."""
+
+    def body() -> None:
+        plan = random.Random(seed)  # the same on all ranks
+        rank, size = dist.get_rank(), dist.get_world_size()
+        letters = [
+            (sender, receiver, number, plan.choice(SIZES))
+            for number in range(60)
+            for sender, receiver in [plan.sample(range(size), 2)]
+        ]
+        mine = [each for each in letters if rank in each[:2]]
+        own = random.Random(rank)
+        own.shuffle(mine)
+        works, inbox = [], []
+        for sender, receiver, number, count in mine:
+            if rank == sender:
+                works.append(dist.isend(letter(sender, receiver, number, count), receiver, tag=number))
+            else:
+                inbox.append((letter(sender, receiver, number, count), torch.zeros(count)))
+                works.append(dist.irecv(inbox[-1][1], sender, tag=number))
+        own.shuffle(works)
+        for work in works:
+            work.wait()
+            assert work.is_completed()
+        for expected, found in inbox:
+            equal(found, expected, "a letter")
+
+    span("a a b b c", body)
+
+
+def test_from_any_rank_of_this_host_and_of_others() -> None:
+    """Each message meets one receive, whose source is its sender, also beside receives from one rank."""
+
+    def body() -> None:
+        rank, size, count = dist.get_rank(), dist.get_world_size(), 40
+        if rank:
+            for number in range(count):
+                dist.send(torch.full((1 + 3000 * (number % 2),), 100.0 * rank + number), 0, tag=number % 2)
+            dist.send(torch.full((5,), float(rank)), 0, tag=7)
+            return
+        found: Counter[float] = Counter()
+        last = torch.zeros(5)
+        named = dist.irecv(last, size - 1, tag=7)
+        for tag in (1, 0):
+            tensor = torch.zeros(1 + 3000 * tag)
+            for _ in range(count // 2 * (size - 1)):
+                source = dist.recv(tensor, tag=tag)
+                assert source == int(tensor[0] // 100)
+                assert (tensor == tensor[0]).all()
+                found[tensor[0].item()] += 1
+        assert found == Counter(100.0 * each + number for each in range(1, size) for number in range(count))
+        named.wait()
+        assert (last == size - 1).all()
+        others = {dist.recv(torch.zeros(5), tag=7) for _ in range(size - 2)}
+        assert others == set(range(1, size - 1))
+
+    span("a a b b c", body)
+
+
+def test_messages_that_no_thread_waits_for() -> None:
+    """They end, their callbacks run, and a small one comes although a large one before it has no receive yet. Works
+    that are dropped are sent, too."""
+
+    def body() -> None:
+        rank = dist.get_rank()
+        peer = 2 if rank == 0 else 0
+        if rank == 0:
+            dist.isend(torch.full((2_000_000,), 3.0), peer, tag=1)
+            dist.isend(torch.full((3,), 4.0), peer, tag=2)
+            dist.recv(torch.zeros(1), peer)
+        elif rank == 2:
+            small, any_of_all, large = torch.zeros(3), torch.zeros(3), torch.zeros(2_000_000)
+            called = threading.Event()
+            work, from_any = dist.irecv(small, 0, tag=2), dist.irecv(any_of_all, tag=3)
+            work.get_future().then(lambda _: called.set())
+            assert called.wait(20)
+            assert (small == 4).all()
+            until = time.monotonic() + 20
+            while not from_any.is_completed():
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            assert (any_of_all == 5).all()
+            dist.recv(large, 0, tag=1)
+            assert (large == 3).all()
+            dist.send(torch.zeros(1), 0)
+        else:
+            dist.isend(torch.full((3,), 5.0), 2, tag=3)
+
+    span("a b b", body)
+
+
+def test_many_threads_and_collectives_at_once() -> None:
+    def body() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        errors: list[BaseException] = []
+
+        def pass_on(tag: int) -> None:
+            try:
+                tensor = torch.zeros(5000 * tag + 1)
+                for number in range(30):
+                    sent = dist.isend(torch.full_like(tensor, number + rank), (rank + 1) % size, tag=tag)
+                    dist.recv(tensor, (rank - 1) % size, tag=tag)
+                    sent.wait()
+                    assert (tensor == number + (rank - 1) % size).all()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=pass_on, args=(tag,)) for tag in range(4)]
+        for thread in threads:
+            thread.start()
+        for _ in range(30):
+            total = torch.ones(3000)
+            dist.all_reduce(total)
+            assert (total == size).all()
+        for thread in threads:
+            thread.join()
+        assert not errors
+
+    span("a a b", body)
+
+
+@pytest.mark.parametrize("receiver", [1, 2])
+def test_a_message_of_another_length_is_an_error_of_its_receiver(receiver: int) -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        if rank == 0:
+            for count in (3, 5, 4):
+                dist.send(torch.ones(count), receiver)
+        elif rank == receiver:
+            for source in (0, None):
+                with pytest.raises(MismatchError, match=r"rank 0 has sent .*(12|20) .*16 bytes.* must be of one size"):
+                    dist.recv(torch.zeros(4), source)
+            tensor = torch.zeros(4)
+            dist.recv(tensor, 0)
+            assert (tensor == 1).all()
+        dist.barrier()  # the group goes on
+
+    span("a a b", body)
+
+
+def test_layouts_of_memory() -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        if rank == 0:
+            dist.send(torch.arange(12).reshape(3, 4).t(), 1)
+        else:
+            found = torch.zeros(8, 6, dtype=torch.int64)[::2, ::2]
+            dist.recv(found, 0)
+            equal(found, torch.arange(12).reshape(3, 4).t(), "strided")
+
+    span("a b", body)
+
+
+@pytest.mark.parametrize("waits_for", [3, None])
+def test_the_death_of_a_rank_ends_what_waits_for_it(waits_for: int | None) -> None:
+    """A receive from any rank waits for all: it ends when a rank of its own host that waits knows of the death."""
+
+    def body() -> None:
+        rank = dist.get_rank()
+        dist.barrier()
+        if rank == 3:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(PeerDiedError, match="rank 3 on host b"):
+            dist.recv(torch.zeros(3), waits_for if rank == 0 else 3)
+        assert time.monotonic() - began < 10
+
+    with pytest.raises(RankFailedError, match="rank 3"):
+        span("a a b b", body)
+
+
+def send_and_meet() -> None:
+    dist.send(torch.ones(3), 0)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("source", [2, None])
+def test_a_limit_ends_the_wait_and_the_group(source: int | None) -> None:
+    wait = r"recv\(12 bytes from (rank 2 on host b|any rank), tag 0\)"
+
+    def body() -> None:
+        if dist.get_rank() == 0:
+            tensor = torch.zeros(3)
+            work = dist.irecv(tensor, source)
+            with pytest.raises(CommTimeoutError, match=wait):
+                work.wait(timedelta(milliseconds=300))
+            time.sleep(2)
+            assert not tensor.any()  # nothing is written late
+        else:
+            time.sleep(2)
+            with pytest.raises((PeerDiedError, CommTimeoutError)):
+                send_and_meet()
+
+    span("a a b", body)
+
+
+@pytest.mark.parametrize("source", [1, None])
+def test_ctrl_c_ends_a_wait_for_a_message(source: int | None) -> None:
+    def body() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(1)
+            return
+        press_ctrl_c_soon()
+        with pytest.raises(KeyboardInterrupt):
+            dist.recv(torch.ones(3), source)
+
+    span("a b", body)
+
+
+def test_destroyed_with_messages_in_flight() -> None:
+    def body() -> None:
+        works = [dist.irecv(torch.ones(3), 1 - dist.get_rank(), tag=5), dist.irecv(torch.ones(3))]
+        dist.barrier()
+        began = time.monotonic()
+        dist.destroy_process_group()
+        assert time.monotonic() - began < 5
+        for work in works:
+            with pytest.raises(RuntimeError, match=r"left|destroyed"):
+                work.wait()
+
+    span("a b", body)
