@@ -78,7 +78,7 @@ def price(schedule: Schedule) -> Cost:
 
 
 def parts(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments: int = 1) -> Floats:
-    """Seconds for each of ``nbytes``, split by the columns of ``topology``: shape (…, 10), busiest resource a tick."""
+    """Seconds for each of ``nbytes``, split by the columns of ``topology``: shape (…, 11), busiest resource a tick."""
     loads = _loads(schedule, topology, segments)
     sizes = np.asarray(nbytes, np.float64)
     share = float(schedule.share) / segments

@@ -55,7 +55,8 @@ def added_seconds(collective: str, nbytes: float, topology: Topology) -> float:
     if collective in _REDUCE:
         spent = (packed * ranks + combined) * topology.gamma
     if topology.one_machine and topology.cores:
-        return float(link + max(spent.max(), spent.sum() / topology.cores))
+        served = max(link, between.sum() * topology.core.beta / topology.cores)
+        return float(served + max(spent.max(), spent.sum() / topology.cores))
     return float(link + spent.max())
 
 

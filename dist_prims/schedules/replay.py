@@ -35,7 +35,7 @@ from .topology import COLUMNS, Topology
 __all__: list[str] = []
 
 Ints = NDArray[np.int64]
-MOST_COUNTS = 4_000_000  # numbers kept to follow classes from step to step: 32 MB
+MOST_COUNTS = 4_400_000  # numbers kept to follow classes from step to step: 35 MB
 
 
 def patterns(steps: Iterator[Step]) -> Iterator[tuple[int, Step]]:

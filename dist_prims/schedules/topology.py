@@ -10,7 +10,9 @@ differ: the ranks of a host share its link, and a byte within a host is cheap. S
     rank, receiving              the same for what it receives, and the same reductions               both
     link of a host, out and in   bytes that all ranks of the host send to (get from) others; where
                                  several hosts send to one at once: `congestion` more for each byte      link
-    cores of a machine           the counts of its ranks, summed, divided by the cores, each way      both
+    cores of a machine           the counts of its ranks, summed, divided by the cores, each way;     both
+                                 messages between hosts cost a core processor.alpha each, and their
+                                 bytes processor.beta each
     a message between hosts      outer.alpha, and the bytes of the busiest link: from start to end    latency, link
 
 A step takes as long as its busiest resource, and the next step begins when it is over. The bytes of one message may be
@@ -19,8 +21,8 @@ theirs takes its own time.
 
 The load of a resource in a step is a row of counts, so that seconds are a product with :meth:`Topology.weights`:
 
-    column    0               1               2              3               4            5 6 7 8          9
-    counts    inner messages  outer messages  inner chunks   chunks reduced  link chunks  0-3 of the cores  congestion
+    column    0               1               2             3        4            5 to 8      9           10
+    counts    inner messages  outer messages  inner chunks  reduced  link chunks  0-3, cores  congestion  4, cores
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ __all__ = ["Level", "Topology"]
 
 Ints = NDArray[np.int64]
 
-COLUMNS = 10
+COLUMNS = 11
 _DENSE = 2  # a table with at most so many entries for each message is faster than sorting the messages
 _LEVELS = ("inner", "outer")
-LATENCY, PROCESSOR, LINK = [0, 1, 5, 6], [2, 3, 7, 8], [4, 9]  # the columns of each kind of time
+LATENCY, PROCESSOR, LINK = [0, 1, 5, 6], [2, 3, 7, 8, 10], [4, 9]  # the columns of each kind of time
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class Topology:
     ``hosts``: the number of ranks of each host. ``gamma``: seconds a byte reduced. ``congestion``: additional seconds a
     byte on a link into which several hosts send in one step, since concurrent streams slow each other down. ``cores``:
     cores of each host; if set, ranks that outnumber them share their time. ``one_machine``: all hosts are on one
-    machine (containers, network namespaces) and share its cores.
+    machine (containers, network namespaces) and share its cores. ``processor``: the time of a core for a message
+    between hosts (``alpha``) and for each of its bytes (``beta``), sent and received; by default the whole
+    ``outer.alpha``, and nothing for bytes.
 
     >>> cluster = Topology(hosts=(2, 2), inner=Level(1e-6, 1e-10), outer=Level(10e-6, 1e-9))
     >>> cluster.size, cluster.host_of.tolist()
@@ -85,6 +89,7 @@ class Topology:
     cores: int | None = None
     one_machine: bool = False
     congestion: float = 0.0
+    processor: Level | None = None
 
     def __post_init__(self) -> None:
         if not self.hosts or min(self.hosts) < 1:
@@ -106,13 +111,14 @@ class Topology:
 
     @staticmethod
     def measured(hosts: tuple[int, ...], found: Mapping[str, Any]) -> Topology:
-        """A topology from the file of ``bench calibrate``: inner, outer, gamma, cores, one_machine, congestion."""
+        """A topology from the file of ``bench calibrate``; every field but inner and outer may be absent."""
         try:
-            inner, outer = (Level(float(found[level]["alpha"]), float(found[level]["beta"])) for level in _LEVELS)
+            inner, outer = (_level(found[level]) for level in _LEVELS)
+            processor = _level(found["processor"]) if found.get("processor") else None
             cores = None if found.get("cores") is None else int(found["cores"])
             one_machine = bool(found.get("one_machine", False))
             gamma, congestion = (float(found.get(name, 0)) for name in ("gamma", "congestion"))
-            return Topology(hosts, inner, outer, gamma, cores, one_machine, congestion)
+            return Topology(hosts, inner, outer, gamma, cores, one_machine, congestion, processor)
         except (KeyError, TypeError, AttributeError) as error:
             wanted = '{"inner": {"alpha": s, "beta": s}, "outer": {...}, "gamma": s, "cores": n, "one_machine": bool}'
             raise ValueError(f"a calibration must be {wanted}, in seconds a message and a byte: {error!r}") from None
@@ -125,6 +131,11 @@ class Topology:
     def host_of(self) -> Ints:
         """The host of each rank."""
         return np.repeat(np.arange(len(self.hosts)), self.hosts)
+
+    @property
+    def core(self) -> Level:
+        """The time of a core for a message between hosts, and for each of its bytes."""
+        return self.processor or Level(self.outer.alpha, 0.0)
 
     @property
     def lacks_cores(self) -> bool:
@@ -158,8 +169,16 @@ class Topology:
         message[0, 1] = message[0, 4] > 0
         if self.cores is None:
             return np.concatenate([rows, message])
-        cores = np.add.reduceat(rows[: 2 * size, :4].reshape(2, size, 4), self._machines, axis=1).reshape(-1, 4)
-        return np.concatenate([rows, np.pad(cores, ((0, 0), (5, COLUMNS - 9))), message])
+        return np.concatenate([rows, self._count_cores(rows), message])
+
+    def _count_cores(self, rows: Ints) -> Ints:
+        """The counts of the cores of each machine, for what its ranks send and for what they receive."""
+        size, hosts = self.size, len(self.hosts)
+        ranks, links = rows[: 2 * size, :4].reshape(2, size, 4), rows[2 * size :, 4].reshape(2, hosts)
+        cores = np.zeros((2, len(self._machines), COLUMNS), np.int64)
+        cores[:, :, 5:9] = np.add.reduceat(ranks, self._machines, axis=1)
+        cores[:, :, 10] = links.sum(axis=1, keepdims=True) if self.one_machine else links
+        return cores.reshape(-1, COLUMNS)
 
     def _count_messages(self, pairs: Ints, chunks: Ints | None) -> tuple[Ints, NDArray[np.bool_]]:
         """The counts of ranks and links, and for each host whether several others send to it, message by message."""
@@ -207,8 +226,13 @@ class Topology:
     def weights(self, nbytes: float) -> NDArray[np.float64]:
         """The seconds for one unit of each column of the counts, for chunks of ``nbytes``."""
         rank = [self.inner.alpha, self.outer.alpha, nbytes * self.inner.beta, nbytes * self.gamma]
-        cores = [each / (self.cores or 1) for each in rank]
-        return np.array([*rank, nbytes * self.outer.beta, *cores, nbytes * self.congestion])
+        work = [self.inner.alpha, self.core.alpha, *rank[2:], nbytes * self.core.beta]
+        *cores, core_bytes = [each / (self.cores or 1) for each in work]
+        return np.array([*rank, nbytes * self.outer.beta, *cores, nbytes * self.congestion, core_bytes])
+
+
+def _level(found: Mapping[str, Any]) -> Level:
+    return Level(float(found["alpha"]), float(found["beta"]))
 
 
 def _in_order(keys: Ints) -> bool:

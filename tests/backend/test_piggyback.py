@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,8 @@ def test_the_link_carries_at_least_what_must_cross_it(
     assert added >= bound(collective, nbytes, topology) * (1 - 1e-9)
     crowded = Topology(tuple(hosts), Level(0, 1e-10), Level(0, 1e-9), gamma=1e-10, congestion=1e-10)
     assert added_seconds(collective, nbytes, crowded) > added
+    busy = replace(topology, processor=Level(0, 4e-9))  # a byte takes two cores 2 ns, and the link 1 ns
+    assert added_seconds(collective, nbytes, busy) >= (2 * added if one_machine else added)
 
 
 def collectives_of(count: int, root: int) -> None:

@@ -28,6 +28,7 @@ TOPOLOGIES = st.builds(
     gamma=st.sampled_from([0.0, 1e-9]),
     cores=st.sampled_from([None, 2]),
     congestion=st.sampled_from([0.0, 1e-9]),
+    processor=st.sampled_from([None, Level(2e-5, 5e-9)]),
 )
 
 

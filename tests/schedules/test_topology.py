@@ -40,8 +40,10 @@ def plain(schedule: Schedule, nbytes: float, topology: Topology, segments: int =
 
 def _plain_step(step: Step, nbytes: float, topology: Topology) -> tuple[Counter[tuple[str, int]], float]:
     """The seconds of each resource, and those of one message between hosts from start to end."""
+    core = topology.processor or Level(topology.outer.alpha, 0)
     host = [number for number, ranks in enumerate(topology.hosts) for _ in range(ranks)]
     rank: Counter[tuple[str, int]] = Counter()
+    work: Counter[tuple[str, int]] = Counter()  # what takes a core another time than the rank
     link: Counter[tuple[str, int]] = Counter()
     congested: Counter[int] = Counter()
     told = set()
@@ -59,6 +61,8 @@ def _plain_step(step: Step, nbytes: float, topology: Topology) -> tuple[Counter[
         told.add((src, dst))
         for way, who in (("out", src), ("in", dst)):
             rank[way, who] += message + (nbytes * topology.inner.beta if near else 0)
+            if not near:
+                work[way, who] += (core.alpha if message else 0) - message + nbytes * core.beta
             link[f"link {way}", host[who]] += 0 if near else nbytes * topology.outer.beta
         congested[host[dst]] += nbytes * topology.congestion if not near and len(hosts_to[host[dst]]) > 1 else 0
     busiest = max(link.values(), default=0) + max(congested.values(), default=0)
@@ -68,6 +72,7 @@ def _plain_step(step: Step, nbytes: float, topology: Topology) -> tuple[Counter[
     cores: Counter[tuple[str, int]] = Counter()
     for (way, who), time in rank.items():
         if topology.cores is not None:
+            time += work[way, who]
             cores[f"cores {way}", 0 if topology.one_machine else host[who]] += time / topology.cores
     return Counter({**rank, **link, **cores}), message
 
@@ -87,6 +92,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Topology]:
             flat = [each for each in names if each != "hierarchical" and lookup(kind, each).scratch is None]
             given[key] = draw(st.sampled_from(flat))
     links = LINKS | {"outer": Level(30e-6, draw(st.sampled_from([7e-10, 7e-9])))}  # faster than 5 Gbit/s, and slower
+    links |= {"processor": draw(st.sampled_from([None, Level(20e-6, 2e-9)]))}
     topology = Topology(hosts, **links, cores=draw(st.sampled_from([None, 1, 2])), one_machine=draw(st.booleans()))
     return build(collective, name, sum(hosts), **given), topology
 
@@ -191,6 +197,20 @@ def test_ranks_share_a_link_and_cores() -> None:
     box = Topology((2, 2), work.inner, work.inner, cores=2, one_machine=True)
     hosts = Topology((2, 2), work.inner, work.inner, cores=2)
     assert float(seconds(ring, 0, box)) == pytest.approx(2 * float(seconds(ring, 0, hosts)))
+
+
+def test_a_core_needs_time_for_each_byte_between_hosts() -> None:
+    """Four hosts on one core: a ring loads all links at once, a chain one after the other."""
+    found = {"inner": {"alpha": 0, "beta": 0}, "outer": {"alpha": 4e-6, "beta": 1e-9}, "cores": 1, "one_machine": True}
+    before = Topology.measured((1, 1, 1, 1), found)  # a file of an earlier version
+    assert before.processor is None
+    now = Topology.measured((1, 1, 1, 1), {**found, "processor": {"alpha": 1e-6, "beta": 0.5e-9}})
+    ring, chain = build("all_gather", "ring", 4), build("broadcast", "chain", 4, chunks=1)
+    assert [float(seconds(ring, nbytes, before)) for nbytes in (0, 4e6)] == pytest.approx([48e-6, 3e-3 + 12e-6])
+    assert [float(seconds(ring, nbytes, now)) for nbytes in (0, 4e6)] == pytest.approx([12e-6, 6e-3 + 12e-6])
+    assert [float(seconds(chain, 4e6, each)) for each in (before, now)] == pytest.approx([12e-3 + 12e-6] * 2)
+    hosts = Topology((1,) * 4, FREE, now.outer, cores=1, processor=now.processor)  # each with a core of its own
+    assert float(seconds(ring, 4e6, hosts)) == pytest.approx(3e-3 + 12e-6)
 
 
 @pytest.mark.parametrize(("collective", "name"), REGISTRY)
