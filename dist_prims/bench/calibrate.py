@@ -5,10 +5,16 @@ Then the predicted time of every all_reduce algorithm is compared with the measu
 A probe is a schedule of a few steps in which ranks only exchange a chunk; the executor of the collectives runs it. The
 time of a step is the time of a call with many steps minus that of a call without steps.
 
-    probe                       one pair alone          all ranks at once
-    exchange of 256 bytes       alpha                   number of ranks that run at the same time (cores)
-    exchange of 4 MB            beta (within a host)    beta (of links between hosts); to all other hosts: congestion
-    the same, with reduction    gamma
+    probe                       measures
+    256 bytes, one pair         alpha, within a host and between hosts
+    256 bytes, all ranks        processor.alpha; the number of ranks that run at the same time (cores)
+    256 KB, all ranks           processor.beta, if this takes longer than the link needs
+    4 MB, one pair of a host    beta within a host; with a reduction: gamma
+    4 MB, one host to another   beta of links between hosts: in one direction, so that the cores have least to do
+    4 MB, all ranks             to all other hosts instead of to one: congestion
+
+The probes are repeated in turn: another program that needs the cores for a moment then slows a few repetitions of each
+probe, and not all of one. Each call is made once before it is timed: the first call by a pinned schedule converts it.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,9 +54,12 @@ Ints = NDArray[np.int64]
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
-_SMALL, _LARGE = 256, 4 << 20  # bytes of a message in a probe
-_STEPS = {_SMALL: 32, _LARGE: 4}
+# Bytes of a message in a probe, and steps. A byte of a message of a usual length takes a core longer than one of a
+# stream of many MB, so `processor` is measured with a length that schedules use.
+_SMALL, _USUAL, _LARGE = 256, 256 << 10, 4 << 20
+_STEPS = {_SMALL: 32, _USUAL: 4, _LARGE: 2}
 _ROUNDS = 9
+_SIGNIFICANT = 1.05  # a smaller ratio of two times may be chance
 _ROUNDS_AGAIN = 4  # times as many rounds in which the chosen schedule is compared with the best one
 
 
@@ -93,13 +102,10 @@ class _Bench:
         self.order = HostOrder.of(names)
         self.backend: Any = backend_of(default_group(), _CPU)
 
-    def pin(self, schedule: Schedule, segments: int = 1) -> None:
-        """Make every following all_reduce use the schedule."""
-        form = to_native(schedule, self.rank, 0, 1 << 62, "probe", segments, self.order.rank_at)
-        self.backend.pin("all_reduce", "probe", lambda root: [form])
-
-    def time(self, tensor: torch.Tensor) -> float:
-        """The seconds of one call on the slowest rank."""
+    def time(self, schedule: Schedule, segments: int, tensor: torch.Tensor) -> float:
+        """The seconds of one call by the schedule on the slowest rank."""
+        self.pin(schedule, segments)
+        dist.all_reduce(tensor)
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(tensor)
@@ -108,13 +114,10 @@ class _Bench:
         dist.all_reduce(spent, dist.ReduceOp.MAX)
         return float(spent)
 
-    def median(self, schedule: Schedule, nbytes: int) -> float:
-        tensor = torch.zeros(nbytes // 4)
-        found = []
-        for _ in range(_ROUNDS):
-            self.pin(schedule)
-            found.append(self.time(tensor))
-        return statistics.median(found[1:])
+    def pin(self, schedule: Schedule, segments: int) -> None:
+        """Make every following all_reduce use the schedule."""
+        form = to_native(schedule, self.rank, 0, 1 << 62, "probe", segments, self.order.rank_at)
+        self.backend.pin("all_reduce", "probe", lambda root: [form])
 
 
 def _exchange(size: int, src: Ints | list[int], dst: Ints | list[int], steps: int, reduce: bool = False) -> Schedule:
@@ -132,19 +135,32 @@ def _exchange(size: int, src: Ints | list[int], dst: Ints | list[int], steps: in
 
 
 def _calibrate(bench: _Bench) -> dict[str, Any]:
-    probes = _Probes(bench)
     hosts = bench.order.hosts
-    found: dict[str, Any] = {"call": probes.nothing, **ASSUMED}  # quantities that cannot be measured stay assumed
+    boots = gather_values(Path("/proc/sys/kernel/random/boot_id").read_text(), None)
+    one_machine = len(set(boots)) == 1 and len(hosts) > 1
+    probes = _Probes(bench)
+    probes.measure()
+    # quantities that cannot be measured stay assumed
+    found: dict[str, Any] = {"call": probes.median("nothing"), **ASSUMED}
     if max(hosts) > 1:
         found |= probes.inside()
     if len(hosts) > 1:
         found |= probes.between()
-    boots = gather_values(Path("/proc/sys/kernel/random/boot_id").read_text(), None)
-    found["one_machine"] = len(set(boots)) == 1 and len(hosts) > 1
-    sharing = bench.size if found["one_machine"] else max(hosts)
-    slowdown = probes.small_from_all() / max(found["outer" if len(hosts) > 1 else "inner"]["alpha"], 1e-9)
-    found["cores"] = min(os.cpu_count() or 1, max(1, round(sharing / max(slowdown, 1.0))))
-    return _from_rank_0(found)
+    sharing = bench.size if one_machine else max(hosts)
+    alone = found["outer" if len(hosts) > 1 else "inner"]["alpha"]
+    slowdown = probes.step("small from all") / max(alone, 1e-9)
+    cores = min(os.cpu_count() or 1, max(1, round(sharing / max(slowdown, 1.0))))
+    if len(hosts) > 1:
+        found["processor"] = probes.processor(found["outer"], sharing, cores)
+    return _from_rank_0({**found, "one_machine": one_machine, "cores": cores})
+
+
+@dataclass
+class _Probe:
+    schedule: Schedule
+    nbytes: int
+    steps: int
+    times: list[float] = field(default_factory=list)
 
 
 class _Probes:
@@ -155,42 +171,89 @@ class _Probes:
         self.ranks = np.arange(bench.size)
         self.first = np.cumsum((0, *self.hosts[:-1]))
         self.host = np.repeat(np.arange(len(self.hosts)), self.hosts)
-        self.nothing = bench.median(_exchange(bench.size, [], [], 0), _SMALL)
+        self.most = int(self.hosts.max())  # ranks on a host
+        self.probes = {"nothing": _Probe(_exchange(bench.size, [], [], 0), _SMALL, 0)}
+        self._add("small from all", self.ranks, self._neighbours(int(len(self.hosts) > 1)), _SMALL)
+        if self.most > 1:
+            self._add_inside()
+        if len(self.hosts) > 1:
+            self._add_between()
 
-    def step(self, src: Ints, dst: Ints, nbytes: int, reduce: bool = False) -> float:
-        """The seconds of one step in which each rank of ``src`` sends ``nbytes`` to the rank in ``dst``."""
+    def measure(self) -> None:
+        tensors = {each.nbytes: torch.zeros(each.nbytes // 4) for each in self.probes.values()}
+        names = list(self.probes)
+        for number in range(_ROUNDS):
+            for name in random.Random(number).sample(names, len(names)):
+                each = self.probes[name]
+                each.times.append(self.bench.time(each.schedule, 1, tensors[each.nbytes]))
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.probes[name].times)
+
+    def step(self, name: str) -> float:
+        """The seconds of one step of a probe."""
+        return max(self.median(name) - self.median("nothing"), 0.0) / self.probes[name].steps
+
+    def inside(self) -> dict[str, Any]:
+        alpha, moved, folded = (self.step(name) for name in ("small inside", "large inside", "reduced inside"))
+        beta, gamma = max(moved - alpha, 0.0) / _LARGE, max(folded - moved, 0.0) / _LARGE
+        return {"inner": {"alpha": alpha, "beta": beta}, "gamma": gamma}
+
+    def between(self) -> dict[str, Any]:
+        alpha, one_way, one = (self.step(name) for name in ("small between", "one way", "large to one"))
+        beta = max(one_way - alpha, 0.0) / (_LARGE * self.most)
+        congestion = 0.0
+        if others := len(self.hosts) - 2:
+            congestion = max(self.step("large to each") / (others + 1) - one, 0.0) / (_LARGE * self.most)
+        return {"outer": {"alpha": alpha, "beta": beta}, "congestion": congestion}
+
+    def processor(self, outer: dict[str, float], sharing: int, cores: int) -> dict[str, float]:
+        by_link = outer["alpha"] + _USUAL * self.most * outer["beta"]
+        return _processor(self.step("small from all"), self.step("usual from all"), by_link, cores / sharing)
+
+    def _add(self, name: str, src: Ints, dst: Ints, nbytes: int, reduce: bool = False) -> None:
+        """Add a probe in each step of which each rank of ``src`` sends ``nbytes`` to the rank in ``dst``."""
         steps = _STEPS[nbytes]
-        spent = self.bench.median(_exchange(self.bench.size, src, dst, steps, reduce), nbytes)
-        return max(spent - self.nothing, 0.0) / steps
+        self.probes[name] = _Probe(_exchange(self.bench.size, src, dst, steps, reduce), nbytes, steps)
 
-    def neighbours(self, distance: int) -> Ints:
+    def _add_inside(self) -> None:
+        pair = self.first[int(self.hosts.argmax())] + np.arange(2)
+        self._add("small inside", pair, pair[::-1], _SMALL)
+        self._add("large inside", pair, pair[::-1], _LARGE)
+        self._add("reduced inside", pair, pair[::-1], _LARGE, reduce=True)
+
+    def _add_between(self) -> None:
+        pair = self.first[:2]
+        self._add("small between", pair, pair[::-1], _SMALL)
+        others = [self._neighbours(distance) for distance in range(1, len(self.hosts))]
+        # only the messages of all ranks of a host together saturate its link
+        from_one = self.host == self.hosts.argmax()
+        self._add("one way", self.ranks[from_one], others[0][from_one], _LARGE)
+        self._add("usual from all", self.ranks, others[0], _USUAL)
+        self._add("large to one", self.ranks, others[0], _LARGE)
+        self._add("large to each", np.tile(self.ranks, len(others)), np.concatenate(others), _LARGE)
+
+    def _neighbours(self, distance: int) -> Ints:
         """For each rank a peer ``distance`` hosts further; 0: the next rank on its own host."""
         to = (self.host + distance) % len(self.hosts)
         peers: Ints = self.first[to] + (self.ranks - self.first[self.host] + (distance == 0)) % self.hosts[to]
         return peers
 
-    def inside(self) -> dict[str, Any]:
-        pair = self.first[int(self.hosts.argmax())] + np.arange(2)
-        alpha, moved = self.step(pair, pair[::-1], _SMALL), self.step(pair, pair[::-1], _LARGE)
-        folded = self.step(pair, pair[::-1], _LARGE, reduce=True)
-        beta, gamma = max(moved - alpha, 0.0) / _LARGE, max(folded - moved, 0.0) / _LARGE
-        return {"inner": {"alpha": alpha, "beta": beta}, "gamma": gamma}
 
-    def between(self) -> dict[str, Any]:
-        pair = self.first[:2]
-        alpha = self.step(pair, pair[::-1], _SMALL)
-        others = [self.neighbours(distance) for distance in range(1, len(self.hosts))]
-        # only the messages of all ranks together saturate the links
-        beta = max(self.step(self.ranks, others[0], _LARGE) - alpha, 0.0) / (_LARGE * int(self.hosts.max()))
-        congestion = 0.0
-        if len(others) > 1:
-            all_to_all = self.step(np.tile(self.ranks, len(others)), np.concatenate(others), _LARGE)
-            congestion = max((all_to_all - alpha) / (_LARGE * int(self.hosts.max()) * len(others)) - beta, 0.0)
-        return {"outer": {"alpha": alpha, "beta": beta}, "congestion": congestion}
+def _processor(small: float, usual: float, by_link: float, cores: float) -> dict[str, float]:
+    """The time of a core for a message between hosts and for a byte of it, if each rank has ``cores``, 1 or less.
 
-    def small_from_all(self) -> float:
-        """The seconds of a step in which all ranks send a small message at the same time."""
-        return self.step(self.ranks, self.neighbours(int(len(self.hosts) > 1)), _SMALL)
+    ``small`` and ``usual``: the seconds in which all ranks together send a message of each length. If the link alone
+    needs about as long for ``usual``, the cores are no limit, and their time for a byte is not known: 0.
+
+    >>> {name: round(1e9 * value, 1) for name, value in _processor(80e-6, 3.5e-3, 2.2e-3, cores=0.5).items()}
+    {'alpha': 40000.0, 'beta': 6.5}
+    >>> _processor(80e-6, 2.25e-3, 2.2e-3, cores=0.5)["beta"]
+    0.0
+    """
+    is_limit = usual > by_link * _SIGNIFICANT
+    beta = max(usual - small, 0.0) * cores / _USUAL if is_limit else 0.0
+    return {"alpha": small * cores, "beta": beta}
 
 
 def _from_rank_0(found: T) -> T:
@@ -237,8 +300,8 @@ def _measure(bench: _Bench, trials: list[_Trial], rounds: int) -> None:
         # in another order each time, the same on all ranks: a trial after one of another size takes longer
         for trial in random.Random(number).sample(trials, len(trials)):
             tensors[trial.nbytes].fill_(1.0)
-            bench.pin(trial.candidate.schedule, trial.candidate.segments)
-            trial.times.append(bench.time(tensors[trial.nbytes]))
+            candidate = trial.candidate
+            trial.times.append(bench.time(candidate.schedule, candidate.segments, tensors[trial.nbytes]))
 
 
 def _print(trials: list[_Trial]) -> None:
