@@ -21,15 +21,18 @@ import operator
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .contract import COLLECTIVES, ROOTED, contract
 from .cost_card import Card
+from .phase import Phases
 from .schedule import Schedule, Step, Steps
 
 __all__: list[str] = []
 
 Count = int | Callable[..., int] | None
+Make = Callable[..., Iterator[Step] | Phases]
+_Make = TypeVar("_Make", bound=Make)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +47,7 @@ class Algorithm:
 
     collective: str
     name: str
-    make: Callable[..., Iterator[Step]]
+    make: Make
     chunks: Count
     scratch: Count
     replicas: str
@@ -88,8 +91,8 @@ def algorithm(
     trust: bool = False,
     variants: Sequence[Mapping[str, Any]] = (),
     part: Callable[..., Iterator[Step]] | None = None,
-) -> Callable[[Callable[..., Iterator[Step]]], Callable[..., Iterator[Step]]]:
-    """Register a generator function ``make(size, root=..., **parameters)`` that yields the steps.
+) -> Callable[[_Make], _Make]:
+    """Register a generator function ``make(size, root=..., **parameters)`` that yields the steps, or returns phases.
 
     ``chunks``: the number of pieces of the data; by default ``size``, and 1 for barrier and scans. ``scratch``: further
     chunks for data in transit. Each is a number, or a function of size and the parameters.
@@ -116,7 +119,7 @@ def algorithm(
     """
     _check_registration(collective, replicas)
 
-    def register(make: Callable[..., Iterator[Step]]) -> Callable[..., Iterator[Step]]:
+    def register(make: _Make) -> _Make:
         key = collective, name or make.__name__
         trusted = trust or make.__module__.startswith(f"{__package__}.algorithms.")
         given = _parameters_of(make)

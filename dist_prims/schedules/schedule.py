@@ -36,6 +36,7 @@ from .contract import Contract, one_length
 if TYPE_CHECKING:
     from .cost import Cost
     from .order import Order
+    from .phase import Phases
     from .topology import Topology
 
 __all__: list[str] = []
@@ -43,7 +44,8 @@ __all__: list[str] = []
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 _COLUMNS = ("src", "dst", "chunk", "into", "reduce")
-_KINDS = (*[np.dtype(np.int64)] * 4, np.dtype(np.bool_))
+_INTS, _BOOLS = np.dtype(np.int64), np.dtype(np.bool_)
+_KINDS = (*[_INTS] * 4, _BOOLS)
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -66,13 +68,14 @@ class Step:
         if isinstance(reduce, bool) and isinstance(src, np.ndarray):
             reduce = (np.ones if reduce else np.zeros)(src.shape, np.bool_)
         columns: list[Any] = [src, dst, chunk, chunk if into is None else into, reduce]
-        if not _are_columns(columns):
+        if not _are_columns(*columns):
             columns = one_length(*columns)
             for name, column in zip(_COLUMNS, columns[:4], strict=False):
                 if column.size and column.dtype.kind not in "iu":
                     raise ValueError(f"Step({name}=...): integers are required, not {column.dtype}")
             columns = [column.astype(kind, copy=False) for column, kind in zip(columns, _KINDS, strict=True)]
-        self.__dict__.update(zip(_COLUMNS, columns, strict=True))
+        src, dst, chunk, into, reduce = columns
+        self.__dict__.update(src=src, dst=dst, chunk=chunk, into=into, reduce=reduce)
 
     def __len__(self) -> int:
         return len(self.src)
@@ -90,6 +93,10 @@ class Step:
     def backwards(self) -> Step:
         """The step that receivers send back and senders add: a reduce-scatter is an all-gather backwards."""
         return Step(self.dst, self.src, self.chunk, reduce=True)
+
+    def renumbered(self, rank_at: Ints) -> Step:
+        """The step with rank ``rank_at[r]`` in place of each rank r."""
+        return Step(rank_at[self.src], rank_at[self.dst], self.chunk, self.reduce, self.into)
 
     def take(self, which: ArrayLike) -> Step:
         """The rows that an index array, a slice or a mask selects, in the order of the selection."""
@@ -113,13 +120,17 @@ def _joined(steps: Sequence[Step]) -> Step:
     return Step(*(np.concatenate([getattr(step, name) for step in steps]) for name in names))
 
 
-def _are_columns(given: list[Any]) -> bool:
+def _are_columns(src: Any, dst: Any, chunk: Any, into: Any, reduce: Any) -> bool:
     """Whether the columns of a step need no conversion, which takes longer than the rest of most steps."""
-    shape = getattr(given[0], "shape", ())
-    for each, kind in zip(given, _KINDS, strict=True):
-        if not isinstance(each, np.ndarray) or each.dtype is not kind or each.shape != shape:
-            return False
-    return len(shape) == 1
+    try:
+        return (
+            src.dtype is dst.dtype is chunk.dtype is into.dtype is _INTS
+            and reduce.dtype is _BOOLS
+            and src.ndim == 1
+            and src.shape == dst.shape == chunk.shape == into.shape == reduce.shape
+        )
+    except AttributeError:  # one of them is no array
+        return False
 
 
 class CountedStep(Step):
@@ -159,6 +170,9 @@ class CountedStep(Step):
     def backwards(self) -> Step:
         return CountedStep(self._messages.backwards(), self._span, lambda: self._make().backwards())
 
+    def renumbered(self, rank_at: Ints) -> Step:
+        return CountedStep(self._messages.renumbered(rank_at), self._span, lambda: self._make().renumbered(rank_at))
+
 
 class WideStep(CountedStep):
     """A step whose rows move several consecutive chunks each: row i moves the ``span[i]`` chunks from chunk[i] on.
@@ -190,18 +204,26 @@ def _repeated(rows: Step, width: Ints) -> Step:
 class Steps(Sequence[Step]):
     """The steps of a schedule, generated again on each iteration, so that they need not be stored.
 
+    ``make`` returns an iterator over the steps, or the phases of the schedule.
+
     >>> steps = Steps(lambda: (Step(src=i, dst=i + 1, chunk=0) for i in range(3)))
     >>> len(steps), steps[1].rows()
     (3, [(1, 2, 0, 0, False)])
     """
 
-    def __init__(self, make: Callable[[], Iterator[Step]]) -> None:
+    def __init__(self, make: Callable[[], Iterator[Step] | Phases]) -> None:
         self._make = make
         self._length: int | None = None
 
+    @property
+    def phases(self) -> Phases:
+        """The phases of the schedule; none if it is not composed of phases."""
+        made = self._make()
+        return made if isinstance(made, tuple) else ()
+
     def __iter__(self) -> Iterator[Step]:
-        length = 0
-        for step in self._make():
+        made, length = self._make(), 0
+        for step in itertools.chain.from_iterable(made) if isinstance(made, tuple) else made:
             yield step
             length += 1
         self._length = length

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -128,6 +128,11 @@ class Topology:
         return sum(self.hosts)
 
     @cached_property
+    def one_rank_a_host(self) -> Topology:
+        """The same hosts with one rank each."""
+        return replace(self, hosts=(1,) * len(self.hosts))
+
+    @cached_property
     def host_of(self) -> Ints:
         """The host of each rank."""
         return np.repeat(np.arange(len(self.hosts)), self.hosts)
@@ -155,52 +160,50 @@ class Topology:
         [1, 0, 0, 1, 1]
         """
         step, span = step.narrow
-        size = self.size
+        size, ends = self.size, 2 * self.size
         pairs, chunks = _runs(step.src * size + step.dst, span)
         is_dense = size**2 <= _DENSE * len(pairs) and not _in_order(pairs)
-        rows, has_fan_in = (self._count_table if is_dense else self._count_messages)(pairs, chunks)
-        links_in = rows[2 * size + len(self.hosts) :]
-        links_in[has_fan_in, 9] = links_in[has_fan_in, 4]
+        found, has_fan_in = (self._count_table if is_dense else self._count_messages)(pairs, chunks)
+        links = found[:, ends : ends + 2 * len(self.hosts)]
+        links[9, len(self.hosts) :][has_fan_in] = links[4, len(self.hosts) :][has_fan_in]
         if step.reduce.any():
             spans = None if span is None else span[step.reduce]
-            rows[:size, 3] = rows[size : 2 * size, 3] = np.bincount(step.dst[step.reduce], spans, minlength=size)
-        message = np.zeros((1, COLUMNS), np.int64)
-        message[0, [4, 9]] = rows[2 * size :, [4, 9]].max(axis=0)
-        message[0, 1] = message[0, 4] > 0
-        if self.cores is None:
-            return np.concatenate([rows, message])
-        return np.concatenate([rows, self._count_cores(rows), message])
-
-    def _count_cores(self, rows: Ints) -> Ints:
-        """The counts of the cores of each machine, for what its ranks send and for what they receive."""
-        size, hosts = self.size, len(self.hosts)
-        ranks, links = rows[: 2 * size, :4].reshape(2, size, 4), rows[2 * size :, 4].reshape(2, hosts)
-        cores = np.zeros((2, len(self._machines), COLUMNS), np.int64)
-        cores[:, :, 5:9] = np.add.reduceat(ranks, self._machines, axis=1)
-        cores[:, :, 10] = links.sum(axis=1, keepdims=True) if self.one_machine else links
-        return cores.reshape(-1, COLUMNS)
+            found[3, :size] = found[3, size:ends] = np.bincount(step.dst[step.reduce], spans, minlength=size)
+        if self.cores is not None:
+            of_machines = np.add.reduceat(found[:4, :ends].reshape(4, 2, size), self._machines, axis=2)
+            of_links = links[4].reshape(2, len(self.hosts))
+            cores = found[:, ends + 2 * len(self.hosts) : -1]
+            cores[5:9] = of_machines.reshape(4, -1)
+            cores[10] = (of_links.sum(axis=1) if self.one_machine else of_links).reshape(-1)
+        found[[4, 9], -1] = links[[4, 9]].max(axis=1)
+        found[1, -1] = found[4, -1] > 0
+        return found.T
 
     def _count_messages(self, pairs: Ints, chunks: Ints | None) -> tuple[Ints, NDArray[np.bool_]]:
         """The counts of ranks and links, and for each host whether several others send to it, message by message."""
-        order = slice(None) if _in_order(pairs) else np.argsort(pairs, kind="stable")
-        pairs, counted = _runs(pairs[order], None if chunks is None else chunks[order])
+        if not _in_order(pairs):
+            order = np.argsort(pairs, kind="stable")
+            pairs, chunks = pairs[order], None if chunks is None else chunks[order]
+        pairs, counted = _runs(pairs, chunks)
         chunks = np.ones(len(pairs), np.int64) if counted is None else counted
         size, hosts = self.size, len(self.hosts)
         src, dst = pairs // size, pairs % size
         from_host, to_host = self.host_of[src], self.host_of[dst]
         between = from_host != to_host
         within = ~between & (src != dst)
-        rows = np.zeros((COLUMNS, 2 * (size + hosts)), np.int64)
-        for ranks, first in ((src, 0), (dst, size)):
-            inner, place = ranks[within], slice(first, first + size)
-            rows[0, place] = np.bincount(inner, minlength=size)
-            rows[1, place] = np.bincount(ranks[between], minlength=size)
-            rows[2, place] = np.bincount(inner, chunks[within], size)
-        out, from_host, to_host = chunks[between], from_host[between], to_host[between]
-        rows[4, 2 * size : 2 * size + hosts] = np.bincount(from_host, out, hosts)
-        rows[4, 2 * size + hosts :] = np.bincount(to_host, out, hosts)
-        routes, _ = _runs(np.sort(to_host * hosts + from_host), None)
-        return rows.T, np.bincount(routes // hosts, minlength=hosts) > 1
+        found, has_fan_in = np.zeros((COLUMNS, self.resources), np.int64), np.zeros(hosts, np.bool_)
+        ranks, links = found[:, : 2 * size], found[:, 2 * size : 2 * (size + hosts)]
+        if within.any():
+            ends = _both_ends(src[within], dst[within], size)
+            ranks[0] = np.bincount(ends, minlength=2 * size)
+            ranks[2] = np.bincount(ends, _both_ends(chunks[within], chunks[within]), 2 * size)
+        if between.any():
+            src, dst, from_host, to_host, chunks = (each[between] for each in (src, dst, from_host, to_host, chunks))
+            ranks[1] = np.bincount(_both_ends(src, dst, size), minlength=2 * size)
+            links[4] = np.bincount(_both_ends(from_host, to_host, hosts), _both_ends(chunks, chunks), 2 * hosts)
+            to, by = np.divmod(np.sort(to_host * hosts + from_host), hosts)
+            has_fan_in[to[1:][(to[1:] == to[:-1]) & (by[1:] != by[:-1])]] = True
+        return found, has_fan_in
 
     def _count_table(self, pairs: Ints, chunks: Ints | None) -> tuple[Ints, NDArray[np.bool_]]:
         """The same as ``_count_messages`` from a table of all pairs of ranks, faster where most of them communicate."""
@@ -208,15 +211,20 @@ class Topology:
         first, own = np.cumsum((0, *self.hosts[:-1])), (np.arange(size), self.host_of)
         table = np.bincount(pairs, chunks, size**2).astype(np.int64, copy=False).reshape(size, size)
         np.fill_diagonal(table, 0)
-        rows = np.zeros((2 * (size + hosts), COLUMNS), np.int64)
-        for side, by_src in ((rows[:size], table), (rows[size : 2 * size], table.T)):
+        found = np.zeros((COLUMNS, self.resources), np.int64)
+        for side, by_src in ((found[:, :size], table), (found[:, size : 2 * size], table.T)):
             moved, messages = (np.add.reduceat(each, first, axis=1) for each in (by_src, (by_src > 0).astype(np.int64)))
-            side[:, 0], side[:, 2] = messages[own], moved[own]
-            side[:, 1] = messages.sum(axis=1) - side[:, 0]
+            side[0], side[2] = messages[own], moved[own]
+            side[1] = messages.sum(axis=1) - side[0]
         routes = np.add.reduceat(moved, first, axis=0)  # chunks [to host, from host]
         np.fill_diagonal(routes, 0)
-        rows[2 * size :, 4] = [*routes.sum(axis=0), *routes.sum(axis=1)]
-        return rows, (routes > 0).sum(axis=1) > 1
+        found[4, 2 * size : 2 * (size + hosts)] = [*routes.sum(axis=0), *routes.sum(axis=1)]
+        return found, (routes > 0).sum(axis=1) > 1
+
+    @cached_property
+    def resources(self) -> int:
+        """The number of resources: both sides of ranks, links and cores, and the message."""
+        return 2 * (self.size + len(self.hosts) + (0 if self.cores is None else len(self._machines))) + 1
 
     @cached_property
     def _machines(self) -> Ints:
@@ -233,6 +241,11 @@ class Topology:
 
 def _level(found: Mapping[str, Any]) -> Level:
     return Level(float(found["alpha"]), float(found["beta"]))
+
+
+def _both_ends(src: Ints, dst: Ints, offset: int = 0) -> Ints:
+    """The senders, then the receivers, which are numbered from ``offset``."""
+    return np.concatenate([src, dst + offset if offset else dst])
 
 
 def _in_order(keys: Ints) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +16,8 @@ from dist_prims.schedules.contract import COLLECTIVES
 from dist_prims.schedules.cost import best_segments, seconds
 from dist_prims.schedules.recommend import EXCHANGES, MUCH_SHORTER, Candidate, recommend
 from dist_prims.schedules.registry import algorithms
-from dist_prims.schedules.schedule import CountedStep, Step, WideStep
+from dist_prims.schedules.replay import replay
+from dist_prims.schedules.schedule import CountedStep, Step, Steps, WideStep
 from dist_prims.schedules.step_bounds import StepBounds
 from dist_prims.schedules.topology import Level, Topology
 
@@ -64,6 +66,41 @@ def test_a_bound_is_below_the_price(topology: Topology, collective: str, power: 
     schedule = build(collective, data.draw(st.sampled_from(flat)), topology.size)
     price = float(seconds(schedule, 1 << power, topology, int(best_segments(schedule, 1 << power, topology))))
     assert not StepBounds(schedule, topology).is_longer(1 << power, price * (1 + 1e-9))
+
+
+UNITS = ("all_reduce", "broadcast", "reduce")  # hierarchical for hosts of any sizes
+BLOCKS = ("all_gather", "reduce_scatter", "gather", "scatter")  # for hosts with equally many ranks
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(TOPOLOGIES, st.sampled_from((*UNITS, *BLOCKS)), st.integers(0, 30), st.data())
+def test_the_phase_between_hosts_alone_takes_no_longer_than_the_whole(
+    topology: Topology, collective: str, power: int, data: st.DataObject
+) -> None:
+    if collective in BLOCKS:
+        topology = replace(topology, hosts=topology.hosts[:1] * len(topology.hosts))
+    outer = data.draw(st.sampled_from([name for name in algorithms(collective) if name != "hierarchical"]))
+    whole = build(collective, "hierarchical", topology.size, outer=outer, hosts=topology.hosts)
+    price = float(seconds(whole, 1 << power, topology, int(best_segments(whole, 1 << power, topology))))
+    alone = StepBounds(build(collective, outer, len(topology.hosts)), topology.one_rank_a_host)
+    assert not alone.is_longer(1 << power, price * (1 + 1e-9))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(TOPOLOGIES, st.sampled_from((*UNITS, *BLOCKS)), st.integers(0, 30))
+def test_phases_have_the_load_of_their_steps(topology: Topology, collective: str, power: int) -> None:
+    if collective in BLOCKS:
+        topology = replace(topology, hosts=topology.hosts[:1] * len(topology.hosts))
+    phases = build(collective, "hierarchical", topology.size, hosts=topology.hosts)
+    steps = replace(phases, steps=Steps(lambda: iter(phases.steps)))
+    assert phases.steps.phases
+    assert not steps.steps.phases
+    for segments in (1, 4):
+        by_phase, by_step = (float(seconds(each, 1 << power, topology, segments)) for each in (phases, steps))
+        assert by_phase == pytest.approx(by_step, rel=1e-12)
+    for way in ("sent", "received"):
+        by_phase, by_step = (getattr(replay(each, topology), way).tolist() for each in (phases, steps))
+        assert by_phase == by_step
 
 
 def test_a_long_ring_is_not_priced() -> None:

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..contract import ROOTED
-from ..registry import build, lookup
+from ..phase import Phase
+from ..registry import build_shared, lookup
 from ..schedule import CountedStep, Schedule, Step, WideStep
 
 __all__: list[str] = []
@@ -62,7 +63,7 @@ def phase(parameter: str, collective: str, name: str, size: int, root: int = 0) 
     """
     if name == "hierarchical" or (collective != "all_to_all" and lookup(collective, name).scratch is not None):
         raise ValueError(f"hierarchical: {parameter}={name!r} cannot be nested; use a flat algorithm of {collective}")
-    return build(collective, name, size, **({"root": root} if collective in ROOTED else {}))
+    return build_shared(collective, name, size, **({"root": root} if collective in ROOTED else {}))
 
 
 def chunks_of_blocks(collective: str) -> Callable[..., int]:
@@ -96,7 +97,7 @@ class Groups:
 
     def __init__(self, ranks: Ints, first: Ints, width: int) -> None:
         self.ranks, self.first, self.width = ranks, first, width
-        self._small: list[NDArray[Any]] = []  # src, dst and reduce of the last step that was spread,
+        self._small: list[bytes] = []  # src, dst and reduce of the last step that was spread,
         self._wide: list[NDArray[Any]] = []  # and the same columns for all groups
 
     def spread(self, step: Step) -> Step:
@@ -107,7 +108,9 @@ class Groups:
         """
         messages, span = step.narrow
         src, dst, reduce = self._columns(messages)
-        spread = Step(src, dst, self._chunks(messages.chunk), reduce, self._chunks(messages.into))
+        chunk = self._chunks(messages.chunk)
+        into = chunk if messages.into is messages.chunk else self._chunks(messages.into)
+        spread = Step(src, dst, chunk, reduce, into)
         if span is None:
             return spread
         return CountedStep(spread, np.tile(span, len(self.ranks)), lambda: self._all_rows(step))
@@ -116,9 +119,9 @@ class Groups:
         return self.spread(Step(step.src, step.dst, step.chunk, step.reduce, step.into))
 
     def _columns(self, step: Step) -> list[NDArray[Any]]:
-        small = [step.src, step.dst, step.reduce]
-        if not self._small or not all(map(np.array_equal, small, self._small)):
-            self._small = [column.copy() for column in small]
+        small = [column.tobytes() for column in (step.src, step.dst, step.reduce)]
+        if small != self._small:
+            self._small = small
             src, dst = self.ranks[:, step.src].ravel(), self.ranks[:, step.dst].ravel()
             self._wide = [src, dst, np.tile(step.reduce, len(self.ranks))]
         return self._wide
@@ -135,17 +138,29 @@ def unit_groups(hosts: tuple[int, ...], chunks: int, schedule: Schedule) -> Grou
     return Groups(owners, unit * (chunks // units), chunks // units // schedule.chunks)
 
 
-def between_units(schedule: Schedule, hosts: tuple[int, ...], chunks: int) -> Iterator[Step]:
+def between_units(schedule: Schedule, hosts: tuple[int, ...], chunks: int) -> Phase:
     """One collective over hosts for every unit, all at once."""
-    groups = unit_groups(hosts, chunks, schedule)
-    for step in schedule.steps:
-        yield WideStep(groups.spread(step), groups.width)
+    width = chunks // math.lcm(*hosts) // schedule.chunks
+    return Phase(_between_units, (schedule, hosts), width, (schedule, hosts) if len(set(hosts)) == 1 else None)
 
 
-def inside(kind: str, inner: str, hosts: tuple[int, ...], chunks: int) -> Iterator[Step]:
-    """One collective within every host, all hosts at once; hosts of equal size are groups of one schedule."""
+def _between_units(schedule: Schedule, hosts: tuple[int, ...]) -> Iterator[Step]:
+    groups = unit_groups(hosts, math.lcm(*hosts) * schedule.chunks, schedule)
+    yield from map(groups.spread, schedule.steps)
+
+
+def inside(kind: str, inner: str, hosts: tuple[int, ...], chunks: int, without: int | None = None) -> Phase:
+    """One collective within every host, all hosts at once; hosts of equal size are groups of one schedule.
+
+    ``without``: a rank to which no messages are sent.
+    """
+    schedules = tuple(build_shared(kind, inner, m) for m in sorted(set(hosts)))
+    return Phase(_inside, (schedules, hosts, without), chunks // math.lcm(*(each.chunks for each in schedules)))
+
+
+def _inside(schedules: tuple[Schedule, ...], hosts: tuple[int, ...], without: int | None) -> Iterator[Step]:
     begins, sizes = np.cumsum((0, *hosts[:-1])), np.array(hosts)
-    schedules = [build(kind, inner, m) for m in sorted(set(hosts))]
+    chunks = math.lcm(*(each.chunks for each in schedules))
     groups = []
     for schedule in schedules:
         first_ranks = begins[sizes == schedule.size]
@@ -156,18 +171,35 @@ def inside(kind: str, inner: str, hosts: tuple[int, ...], chunks: int) -> Iterat
             (group.spread(step), group.width) for group, step in zip(groups, steps, strict=True) if step is not None
         ]
         spans = np.repeat([width for _, width in wide], [len(step) for step, _ in wide])
-        yield WideStep(Step.concat([step for step, _ in wide]), spans)
+        found = WideStep(Step.concat([step for step, _ in wide]), spans)
+        yield found if without is None else _without(without, found)
 
 
-def between(schedule: Schedule, each: int) -> Iterator[Step]:
+def _without(rank: int, step: Step) -> Step:
+    """The step without the messages to a rank."""
+    messages, span = step.narrow
+    keep = messages.dst != rank
+    counted = np.ones(len(messages), np.int64) if span is None else span
+    return CountedStep(messages.take(keep), counted[keep], lambda: step.take(step.dst != rank))
+
+
+def between(schedule: Schedule, each: int) -> Phase:
     """One collective over hosts for every place on a host, all at once, on the blocks of the ranks at that place."""
+    return Phase(_between, (schedule, each), of_hosts=(schedule, (each,) * schedule.size))
+
+
+def _between(schedule: Schedule, each: int) -> Iterator[Step]:
     place, host = np.arange(each), np.arange(schedule.size)
     groups = Groups(host[None, :] * each + place[:, None], place, each)
     yield from map(groups.spread, schedule.steps)
 
 
-def within(schedule: Schedule, hosts: Sequence[int], number: int) -> Iterator[Step]:
+def within(schedule: Schedule, hosts: range, number: int) -> Phase:
     """One collective within each of ``hosts``, on the blocks of every one of the ``number`` hosts, all at once."""
+    return Phase(_within, (schedule, hosts, number))
+
+
+def _within(schedule: Schedule, hosts: range, number: int) -> Iterator[Step]:
     each = schedule.size
     host, of = (axis.ravel() for axis in np.meshgrid(np.asarray(hosts), np.arange(number), indexing="ij"))
     groups = Groups(host[:, None] * each + np.arange(each), of * each, 1)

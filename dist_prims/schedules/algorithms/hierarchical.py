@@ -26,11 +26,9 @@ with equally many ranks: every block crosses each link once, and all ranks of a 
                           all_gather in hosts        0-1        2-3
 """
 
-from collections.abc import Iterator
-
 from ..cost_card import Card
+from ..phase import Phases
 from ..registry import algorithm
-from ..schedule import Step
 from . import _hierarchy as hierarchy
 from ._hierarchy import Hosts, fair_share
 
@@ -48,22 +46,28 @@ _chunks = hierarchy.chunks_of_units(("reduce_scatter", "all_gather"), "all_reduc
     chunks=_chunks,
     card=Card("2*(m-1) + 2*(n/m - 1)", "2*(n-1)/n", "several hosts, large data", "NCCL; Horovod", M),
 )
-def all_reduce(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts = None) -> Iterator[Step]:
+def all_reduce(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts = None) -> Phases:
     shape, chunks = hierarchy.host_sizes(size, hosts), _chunks(size, inner, outer, hosts)
-    yield from hierarchy.inside("reduce_scatter", inner, shape, chunks)
-    yield from hierarchy.between_units(hierarchy.phase("outer", "all_reduce", outer, len(shape)), shape, chunks)
-    yield from hierarchy.inside("all_gather", inner, shape, chunks)
+    return (
+        hierarchy.inside("reduce_scatter", inner, shape, chunks),
+        hierarchy.between_units(hierarchy.phase("outer", "all_reduce", outer, len(shape)), shape, chunks),
+        hierarchy.inside("all_gather", inner, shape, chunks),
+    )
 
 
 @algorithm("all_gather", name="hierarchical", chunks=hierarchy.chunks_of_blocks("all_gather"), card=BLOCKS)
-def all_gather(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts = None) -> Iterator[Step]:
+def all_gather(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts = None) -> Phases:
     number, each = hierarchy.equal_hosts(size, hosts)
-    yield from hierarchy.between(hierarchy.phase("outer", "all_gather", outer, number), each)
-    yield from hierarchy.within(hierarchy.phase("inner", "all_gather", inner, each), range(number), number)
+    return (
+        hierarchy.between(hierarchy.phase("outer", "all_gather", outer, number), each),
+        hierarchy.within(hierarchy.phase("inner", "all_gather", inner, each), range(number), number),
+    )
 
 
 @algorithm("reduce_scatter", name="hierarchical", chunks=hierarchy.chunks_of_blocks("reduce_scatter"), card=BLOCKS)
-def reduce_scatter(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts = None) -> Iterator[Step]:
+def reduce_scatter(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts = None) -> Phases:
     number, each = hierarchy.equal_hosts(size, hosts)
-    yield from hierarchy.within(hierarchy.phase("inner", "reduce_scatter", inner, each), range(number), number)
-    yield from hierarchy.between(hierarchy.phase("outer", "reduce_scatter", outer, number), each)
+    return (
+        hierarchy.within(hierarchy.phase("inner", "reduce_scatter", inner, each), range(number), number),
+        hierarchy.between(hierarchy.phase("outer", "reduce_scatter", outer, number), each),
+    )

@@ -28,8 +28,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card, ceil_log2
-from ..registry import algorithm, build
-from ..schedule import CountedStep, Schedule, Step, WideStep
+from ..phase import Phase, Phases
+from ..registry import algorithm, build_shared
+from ..schedule import Schedule, Step
 from . import _hierarchy as hierarchy
 from . import binomial
 from ._hierarchy import Hosts, fair_share
@@ -58,20 +59,16 @@ def _place(hosts: tuple[int, ...], rank: int) -> tuple[int, int]:
     return host, rank - int(begins[host])
 
 
-def _on_one_host(schedule: Schedule, first_rank: int, chunks: int) -> Iterator[Step]:
-    """One collective over all chunks within the host whose ranks begin with ``first_rank``."""
+def _on_one_host(kind: str, hosts: tuple[int, ...], root: int, chunks: int) -> Phase:
+    """A collective by a binomial tree over all chunks, within the host of the root."""
+    host, place = _place(hosts, root)
+    schedule = build_shared(kind, "binomial", hosts[host], root=place)
+    return Phase(_steps_on_one_host, (schedule, root - place), chunks // schedule.chunks)
+
+
+def _steps_on_one_host(schedule: Schedule, first_rank: int) -> Iterator[Step]:
     ranks = first_rank + np.arange(schedule.size)
-    groups = hierarchy.Groups(ranks[None, :], np.zeros(1, np.int64), chunks // schedule.chunks)
-    for step in schedule.steps:
-        yield WideStep(groups.spread(step), groups.width)
-
-
-def _without(root: int, step: Step) -> Step:
-    """The step without the messages to the root."""
-    messages, span = step.narrow
-    keep = messages.dst != root
-    counted = np.ones(len(messages), np.int64) if span is None else span
-    return CountedStep(messages.take(keep), counted[keep], lambda: step.take(step.dst != root))
+    yield from map(hierarchy.Groups(ranks[None, :], np.zeros(1, np.int64), 1).spread, schedule.steps)
 
 
 _broadcast_chunks = hierarchy.chunks_of_units(("all_gather",), "broadcast")
@@ -84,15 +81,14 @@ _reduce_chunks = hierarchy.chunks_of_units(("reduce_scatter",), "reduce")
     chunks=_broadcast_chunks,
     card=Card("M + H + m-1", "(2*(m-1) + H)/m", "several hosts, large data", hierarchy.MULTI_LANE, WHERE),
 )
-def broadcast(
-    size: int, root: int = 0, inner: str = "ring", outer: str = "binomial", hosts: Hosts = None
-) -> Iterator[Step]:
+def broadcast(size: int, root: int = 0, inner: str = "ring", outer: str = "binomial", hosts: Hosts = None) -> Phases:
     shape, chunks = hierarchy.host_sizes(size, hosts), _broadcast_chunks(size, inner, outer, hosts)
-    host, place = _place(shape, root)
-    yield from _on_one_host(build("scatter", "binomial", shape[host], root=place), root - place, chunks)
-    yield from hierarchy.between_units(hierarchy.phase("outer", "broadcast", outer, len(shape), host), shape, chunks)
-    for step in hierarchy.inside("all_gather", inner, shape, chunks):
-        yield _without(root, step)
+    host, _ = _place(shape, root)
+    return (
+        _on_one_host("scatter", shape, root, chunks),
+        hierarchy.between_units(hierarchy.phase("outer", "broadcast", outer, len(shape), host), shape, chunks),
+        hierarchy.inside("all_gather", inner, shape, chunks, without=root),
+    )
 
 
 @algorithm(
@@ -101,14 +97,14 @@ def broadcast(
     chunks=_reduce_chunks,
     card=Card("M + H + m-1", "(m-1 + max(min(H, 1), w))/m", "several hosts, large data", hierarchy.MULTI_LANE, WHERE),
 )
-def reduce(
-    size: int, root: int = 0, inner: str = "ring", outer: str = "binomial", hosts: Hosts = None
-) -> Iterator[Step]:
+def reduce(size: int, root: int = 0, inner: str = "ring", outer: str = "binomial", hosts: Hosts = None) -> Phases:
     shape, chunks = hierarchy.host_sizes(size, hosts), _reduce_chunks(size, inner, outer, hosts)
-    host, place = _place(shape, root)
-    yield from hierarchy.inside("reduce_scatter", inner, shape, chunks)
-    yield from hierarchy.between_units(hierarchy.phase("outer", "reduce", outer, len(shape), host), shape, chunks)
-    yield from _on_one_host(build("gather", "binomial", shape[host], root=place), root - place, chunks)
+    host, _ = _place(shape, root)
+    return (
+        hierarchy.inside("reduce_scatter", inner, shape, chunks),
+        hierarchy.between_units(hierarchy.phase("outer", "reduce", outer, len(shape), host), shape, chunks),
+        _on_one_host("gather", shape, root, chunks),
+    )
 
 
 @algorithm(
@@ -117,13 +113,13 @@ def reduce(
     chunks=hierarchy.chunks_of_blocks("gather"),
     card=Card("M + H", "max(b, w*n/m)/n", "several hosts, small data", hierarchy.MULTI_LANE, WHERE),
 )
-def gather(
-    size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: Hosts = None
-) -> Iterator[Step]:
+def gather(size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: Hosts = None) -> Phases:
     number, each = hierarchy.equal_hosts(size, hosts)
     host, place = divmod(root, each)
-    yield from hierarchy.between(hierarchy.phase("outer", "gather", outer, number, host), each)
-    yield from hierarchy.within(hierarchy.phase("inner", "gather", inner, each, place), [host], number)
+    return (
+        hierarchy.between(hierarchy.phase("outer", "gather", outer, number, host), each),
+        hierarchy.within(hierarchy.phase("inner", "gather", inner, each, place), range(host, host + 1), number),
+    )
 
 
 @algorithm(
@@ -132,10 +128,10 @@ def gather(
     chunks=hierarchy.chunks_of_blocks("scatter"),
     card=Card("M + H", "(n-1)/n", "several hosts, small data", hierarchy.MULTI_LANE, WHERE),
 )
-def scatter(
-    size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: Hosts = None
-) -> Iterator[Step]:
+def scatter(size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: Hosts = None) -> Phases:
     number, each = hierarchy.equal_hosts(size, hosts)
     host, place = divmod(root, each)
-    yield from hierarchy.within(hierarchy.phase("inner", "scatter", inner, each, place), [host], number)
-    yield from hierarchy.between(hierarchy.phase("outer", "scatter", outer, number, host), each)
+    return (
+        hierarchy.within(hierarchy.phase("inner", "scatter", inner, each, place), range(host, host + 1), number),
+        hierarchy.between(hierarchy.phase("outer", "scatter", outer, number, host), each),
+    )

@@ -71,4 +71,4 @@ def reduce(size: int, root: int = 0) -> Iterator[Step]:
     if surplus:
         yield from _fold(size, root, p)
     for step in (*butterfly.reduce_scatter(distances(p), np.eye(p, dtype=bool)), *binomial.gather(p)):
-        yield Step(rank[step.src], rank[step.dst], step.chunk, step.reduce)
+        yield step.renumbered(rank)
