@@ -214,9 +214,7 @@ class _Search:
             many = f"{at_once:,.0f} at once" if at_once > MOST_AT_ONCE else f"{total:,.0f}"
             self.left_out.append((_name(schedule), many))
             return
-        # The bound of a hierarchical schedule is rarely high enough to be worth its time, except for exchanges.
-        is_bounded = name != "hierarchical" or self.collective in EXCHANGES
-        if self.only_best and is_bounded and self._is_too_long(schedule):
+        if self.only_best and self._is_too_long(schedule):
             return
         segments = int(best_segments(schedule, self.nbytes, self.topology))
         spent = parts(schedule, self.nbytes, self.topology, segments)
@@ -227,10 +225,21 @@ class _Search:
         self.found.append(Candidate(_name(schedule), schedule, segments, latency, processor, link, busiest, uncut))
 
     def _is_too_long(self, schedule: Schedule) -> bool:
-        """Whether a lower bound shows that the candidate is neither the best one, nor nearly as good, nor chosen."""
+        """Whether a lower bound shows that the candidate is neither the best one, nor nearly as good, nor chosen.
+
+        The bound of a hierarchical schedule is that of its phase between hosts, as a schedule for one rank a host. All
+        ranks of a host together send what this one rank sends over the link, each a part of it. The bound of the whole
+        schedule takes longer and is rarely high enough to be worth its time, except for exchanges.
+        """
         best = min((each.seconds for each in self.found), default=math.inf)
         limit = min(best, self.most_seconds) * (1 + _TOLERANCE)
-        return StepBounds.of(schedule, self.topology).is_longer(self.nbytes, limit)
+        if limit == math.inf:
+            return False
+        topology = self.topology
+        if schedule.algorithm == "hierarchical" and self.collective not in EXCHANGES:
+            topology = topology.one_rank_a_host
+            schedule = build_shared(self.collective, dict(schedule.parameters)["outer"], topology.size)
+        return StepBounds.of(schedule, topology).is_longer(self.nbytes, limit)
 
 
 def _name(schedule: Schedule) -> str:
@@ -248,9 +257,9 @@ def _equal_ranks(collective: str, size: int) -> Iterator[Algorithm]:
 def _growth(registered: Algorithm, size: int) -> tuple[float, float]:
     """The approximate number of transfers in all and in the largest step.
 
-    Up to 64 ranks the transfers are counted. Above, the growth from a quarter to a half of the ranks is extrapolated.
+    Up to 16 ranks the transfers are counted. Above, the growth from a quarter to a half of the ranks is extrapolated.
     """
-    if size <= 64:
+    if size <= 16:
         rows = [len(step) for step in build(registered.collective, registered.name, size).steps]
         return sum(rows), max(rows, default=0)
     half, quarter = _growth(registered, size // 2), _growth(registered, size // 4)

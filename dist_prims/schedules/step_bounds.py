@@ -1,9 +1,10 @@
 """Lower bounds of the time of a schedule that need not follow each rank, to drop candidates without pricing them.
 
 - The first segment passes all steps one after the other. Each takes at least the latency of a message, between hosts if
-  the step has one that crosses a link, and the time of a segment of one chunk.
+  the step has one that crosses a link, and the time of its segment of the chunks on the busiest link.
+- The other segments pass the longest step after the first one, one after the other.
 - A rank sends all its messages again for each segment, one after the other. So more segments mean more latency.
-- The busiest link carries at least as much as the average one.
+- The busiest link carries its chunks of all steps.
 
 A chain of 512 ranks is too long for small data, and a flat two-shot all-reduce sends too much over the links for large
 data. Both show after a part of the steps.
@@ -26,15 +27,15 @@ from .topology import Topology
 
 __all__: list[str] = []
 
-_AT_ONCE = 8  # steps that are counted before the limit is looked at again
-_SEGMENTS = [1 << power for power in range(MOST_SEGMENTS.bit_length())]
+_MANY_MESSAGES = 1 << 16  # of a step: most ranks send to most others, and any host to all others
+_SEGMENTS = 1 << np.arange(MOST_SEGMENTS.bit_length())
 
 
 class StepBounds:
-    """The steps of a schedule within hosts and between them, and the chunks that cross links.
+    """The steps of a schedule within hosts and between them, and the chunks over each link.
 
-    Steps are counted only as far as a limit requires. Threads that choose schedules at the same time, for two groups
-    that span hosts, share the bounds of a schedule.
+    Steps are counted only as far as a limit requires: one, then an eighth of those counted so far at a time. Threads
+    that choose schedules at the same time, for two groups that span hosts, share the bounds of a schedule.
 
     >>> from dist_prims.schedules import build
     >>> from dist_prims.schedules.topology import Level
@@ -49,8 +50,10 @@ class StepBounds:
         self._topology = topology
         self._share = float(schedule.share)
         self._steps = patterns(iter(schedule.steps))
-        self._within = self._between = self._crossing = 0  # steps and chunks counted so far
-        self._latency = np.zeros(topology.size)  # of the messages that each rank has sent so far
+        # Of the steps counted so far: their number, the chunks over the busiest link of each step, and the most.
+        self._within = self._between = self._crossing = self._most = 0
+        self._links = np.zeros(2 * len(topology.hosts), np.int64)  # the chunks over each link, out and in
+        self._latency = np.zeros(topology.size)  # of the messages that each rank has sent
         self._last: tuple[int, _StepLoad] | None = None  # the number of a pattern, and the load of its steps
 
     @staticmethod
@@ -63,7 +66,7 @@ class StepBounds:
         """Whether the schedule takes longer than ``limit`` seconds."""
         with self._counting:
             while self._seconds(nbytes * self._share) <= limit:
-                steps = [*itertools.islice(self._steps, _AT_ONCE)]
+                steps = [*itertools.islice(self._steps, 1 + (self._within + self._between) // 8)]
                 if not steps:
                     return False
                 for pattern, step in steps:
@@ -74,36 +77,46 @@ class StepBounds:
         """A lower bound for the steps counted so far, with chunks of ``chunk`` bytes."""
         inner, outer = self._topology.inner, self._topology.outer
         latency = self._within * inner.alpha + self._between * outer.alpha
-        bytes_of_all = chunk * (self._within * inner.beta + self._between * outer.beta)
-        busiest = float(self._latency.max())
-        cut = min(max(latency + bytes_of_all / segments, segments * busiest) for segments in _SEGMENTS)
-        return max(cut, self._crossing * chunk * outer.beta / len(self._topology.hosts))
+        spent = chunk * (self._within * inner.beta + self._crossing * outer.beta)
+        longest = (outer.alpha if self._between else 0) + self._most * chunk * outer.beta / _SEGMENTS
+        first_and_others = latency + spent / _SEGMENTS + (_SEGMENTS - 1) * longest
+        cut = np.maximum(first_and_others, _SEGMENTS * self._latency.max()).min()
+        return float(max(cut, self._links.max() * chunk * outer.beta))
 
     def _count(self, pattern: int, step: Step) -> None:
         if self._last is None or self._last[0] != pattern:
             self._last = pattern, _StepLoad.of(step, self._topology)
         _, load = self._last
-        self._crossing += load.crossing
-        self._between += load.crossing > 0
-        self._within += load.crossing == 0 and load.moves
+        self._crossing += load.busiest
+        self._most = max(self._most, load.busiest)
+        self._between += load.busiest > 0
+        self._within += load.busiest == 0 and load.moves
+        self._links += load.links
         self._latency += load.latency
 
 
 @dataclass(frozen=True, eq=False)
 class _StepLoad:
-    """What one step adds: the chunks that cross links, whether anything moves, the latency of each sending rank."""
+    """What a step adds: chunks over each link and the busiest one, whether anything moves, latency of each sender."""
 
-    crossing: int
+    links: NDArray[np.int64]
+    busiest: int
     moves: bool
     latency: NDArray[np.float64]
 
     @staticmethod
     def of(step: Step, topology: Topology) -> _StepLoad:
+        """The load of the messages; of very many only those that the first host sends, which is less."""
         rows, span = step.narrow
+        if len(rows) > _MANY_MESSAGES:
+            some = rows.src < topology.hosts[0]
+            rows, span = rows.take(some), None if span is None else span[some]
         far = rows.src != rows.dst
-        crosses = topology.host_of[rows.src] != topology.host_of[rows.dst]
+        from_host, to_host = topology.host_of[rows.src], topology.host_of[rows.dst]
+        crosses = from_host != to_host
         within, between = np.zeros((2, topology.size))
         within[rows.src[far & ~crosses]] = topology.inner.alpha
         between[rows.src[crosses]] = topology.outer.alpha
-        crossing = int(np.count_nonzero(crosses) if span is None else span[crosses].sum())
-        return _StepLoad(crossing, bool(far.any()), within + between)
+        hosts, chunks = len(topology.hosts), None if span is None else span[crosses]
+        links = np.concatenate([np.bincount(each[crosses], chunks, hosts) for each in (from_host, to_host)])
+        return _StepLoad(links.astype(np.int64), int(links.max()), bool(far.any()), within + between)
