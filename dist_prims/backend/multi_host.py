@@ -12,6 +12,7 @@ The choice is the schedule that is recommended for the topology: the lowest cost
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,9 +56,9 @@ class HostOrder:
 
     @classmethod
     def of(cls, names: Sequence[str]) -> HostOrder:
-        hosts = list(dict.fromkeys(names))
-        rank_at = sorted(range(len(names)), key=lambda rank: (hosts.index(names[rank]), rank))
-        return cls(tuple(rank_at), tuple(names.count(name) for name in hosts))
+        ranks = Counter(names)  # in the order of the first rank of each host
+        place = {name: place for place, name in enumerate(ranks)}
+        return cls(tuple(sorted(range(len(names)), key=lambda rank: place[names[rank]])), tuple(ranks.values()))
 
 
 class MultiHostSchedules:

@@ -46,7 +46,9 @@ class Holding:
 
     @staticmethod
     def of(chunk: range | Ints, piece: range | Ints, first: int | Ints, last: int | Ints) -> Holding:
-        return Holding(*one_length(*map(_column, (chunk, piece, first, last))))
+        chunks, pieces = _column(chunk), _column(piece)
+        firsts, lasts = (np.full(len(chunks), each) if isinstance(each, int) else each for each in (first, last))
+        return Holding(chunks, pieces, firsts, lasts)
 
 
 def one_length(*given: ArrayLike) -> list[NDArray[Any]]:

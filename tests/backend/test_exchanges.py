@@ -96,9 +96,10 @@ def test_orders_of_an_exchange_have_the_same_messages(size: int) -> None:
         assert [peer for peer, _ in found[0][0]] == [peer for peer in range(size) if peer != rank]
 
 
+@pytest.mark.parametrize("name", ["direct", "pairwise"])
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_a_part_of_an_exchange_is_the_program_of_its_rank(size: int) -> None:
-    schedule = build("all_to_all", "direct", size)
+def test_a_part_of_an_exchange_is_the_program_of_its_rank(size: int, name: str) -> None:
+    schedule = build("all_to_all", name, size)
     assert schedule.part is not None
     whole = Schedule(*(getattr(schedule, name) for name in ("collective", "algorithm", "size", "chunks", "contract")),
                      schedule.steps)  # fmt: skip

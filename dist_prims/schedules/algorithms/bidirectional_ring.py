@@ -31,10 +31,11 @@ __all__: list[str] = []
 )
 def all_reduce(size: int) -> Iterator[Step]:
     rank = np.arange(size)
-    src, dst = np.tile(rank, 2), np.concatenate([(rank + 1) % size, (rank - 1) % size])
+    following, preceding = (rank + 1) % size, (rank - 1) % size
+    src, dst = np.concatenate([rank, rank]), np.concatenate([following, preceding])
     for step in range(size - 1):
         clockwise, counter = (rank - step) % size, size + (rank + step) % size
         yield Step(src, dst, chunk=np.concatenate([clockwise, counter]), reduce=True)
     for step in range(size - 1):
-        clockwise, counter = (rank + 1 - step) % size, size + (rank - 1 + step) % size
+        clockwise, counter = (following - step) % size, size + (preceding + step) % size
         yield Step(src, dst, chunk=np.concatenate([clockwise, counter]))

@@ -45,16 +45,21 @@ CHAIN = Card(
 
 @algorithm("broadcast", name="chain", chunks=at_least_one, card=CHAIN)
 def chain(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
+    place = np.arange(size)
+    rank = (root + place) % size
     for now in range(size - 2 + chunks if size > 1 else 0):
-        place = np.arange(max(0, now - chunks + 1), min(now + 1, size - 1))
-        yield Step(src=(root + place) % size, dst=(root + place + 1) % size, chunk=now - place)
+        first, last = max(0, now - chunks + 1), min(now + 1, size - 1)
+        yield Step(src=rank[first:last], dst=rank[first + 1 : last + 1], chunk=now - place[first:last])
 
 
 @algorithm("reduce", name="chain", chunks=at_least_one, card=CHAIN)
 def chain_reduce(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
+    place = np.arange(size)  # counted from the last rank of the chain
+    rank = (root - 1 - place) % size
     for now in range(size - 2 + chunks if size > 1 else 0):
-        place = np.arange(max(0, now - chunks + 1), min(now + 1, size - 1))  # counted from the last rank of the chain
-        yield Step(src=(root - 1 - place) % size, dst=(root - 2 - place) % size, chunk=now - place, reduce=True)
+        first, last = max(0, now - chunks + 1), min(now + 1, size - 1)
+        src, dst = rank[first:last], rank[first + 1 : last + 1]
+        yield Step(src, dst, chunk=now - place[first:last], reduce=True)
 
 
 @algorithm(

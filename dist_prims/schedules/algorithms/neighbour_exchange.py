@@ -20,14 +20,9 @@ from numpy.typing import NDArray
 
 from ..cost_card import Card
 from ..registry import algorithm
-from ..schedule import Step
+from ..schedule import Step, WideStep
 
 __all__: list[str] = []
-
-
-def _exchange(even: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    rank = np.arange(even)
-    return rank, (rank + np.where((rank + step) % 2 == 0, 1, -1)) % even
 
 
 @algorithm(
@@ -45,12 +40,16 @@ def all_gather(size: int) -> Iterator[Step]:
     has_guest = size % 2 == 1 and size > 1
     if has_guest:
         yield Step(src=even, dst=last, chunk=even)
-    newest = np.arange(even) // 2  # the pair of chunks that each rank received last; at first its own pair
+    rank = np.arange(even)
+    peers = [(rank + np.where((rank + step) % 2 == 0, 1, -1)) % even for step in (0, 1)]
+    newest = rank // 2  # the pair of chunks that each rank received last; at first its own pair
     for step in range(even // 2):
-        rank, peer = _exchange(even, step)
+        peer = peers[step % 2]
         exchange = _pairs(rank, peer, newest, even, has_guest) if step else _own(rank, peer, even, has_guest)
-        forwarded = [[last], [last - 1]][step] if step < 2 else [2 * newest[last], 2 * newest[last] + 1]
-        yield Step.concat([exchange, Step(src=last, dst=even, chunk=forwarded)] if has_guest else [exchange])
+        if has_guest:
+            forwarded = [[last], [last - 1]][step] if step < 2 else [2 * newest[last], 2 * newest[last] + 1]
+            exchange = Step.concat([exchange, Step(src=last, dst=even, chunk=forwarded)])
+        yield exchange
         newest = newest[peer] if step else newest
     if has_guest:
         forwarded = [last - 1] if even == 2 else [2 * newest[last], 2 * newest[last] + 1]
@@ -67,5 +66,8 @@ def _pairs(
     rank: NDArray[np.int64], peer: NDArray[np.int64], newest: NDArray[np.int64], even: int, has_guest: bool
 ) -> Step:
     """A later step: each rank sends its newest pair; the guest's chunk travels with the last pair."""
-    guest = rank[newest == even // 2 - 1] if has_guest else rank[:0]
-    return Step.concat([Step(rank, peer, 2 * newest), Step(rank, peer, 2 * newest + 1), Step(guest, peer[guest], even)])
+    pairs = WideStep(Step(rank, peer, 2 * newest), 2)
+    if not has_guest:
+        return pairs
+    guest = rank[newest == even // 2 - 1]
+    return Step.concat([pairs, Step(guest, peer[guest], even)])

@@ -16,10 +16,23 @@ from ..schedule import Step
 __all__: list[str] = []
 
 
+def _part(size: int, rank: int) -> Iterator[Step]:
+    """The rows of one rank, in their order in the step: what it keeps, then what it sends and receives."""
+    keep = Step(src=rank, dst=rank, chunk=rank, into=size + rank)
+    if size == 1:
+        yield keep
+    for distance in range(1, size):
+        src = np.array(sorted((rank, (rank - distance) % size)))
+        dst = (src + distance) % size
+        move = Step(src=src, dst=dst, chunk=dst, into=size + src)
+        yield move if distance > 1 else Step.concat([keep, move])
+
+
 @algorithm(
     "all_to_all",
     name="pairwise",
     card=Card("max(n-1, 1)", "(n-1)/n", "large blocks", "Thakur, Rabenseifner and Gropp 2005"),
+    part=_part,
 )
 def all_to_all(size: int) -> Iterator[Step]:
     rank = np.arange(size)

@@ -33,21 +33,24 @@ SOURCE = "Patarasu and Yuan, Bandwidth optimal all-reduce algorithms, 2009"
 @algorithm("all_reduce", name="ring", card=Card("2*(n-1)", "2*(n-1)/n", "large data, few ranks or slow links", SOURCE))
 def all_reduce(size: int) -> Iterator[Step]:
     rank = np.arange(size)
+    following = (rank + 1) % size
     for step in range(size - 1):
-        yield Step(src=rank, dst=(rank + 1) % size, chunk=(rank - step) % size, reduce=True)
+        yield Step(src=rank, dst=following, chunk=(rank - step) % size, reduce=True)
     for step in range(size - 1):
-        yield Step(src=rank, dst=(rank + 1) % size, chunk=(rank + 1 - step) % size)
+        yield Step(src=rank, dst=following, chunk=(following - step) % size)
 
 
 @algorithm("reduce_scatter", name="ring", card=Card("n-1", "(n-1)/n", "large data", SOURCE))
 def reduce_scatter(size: int) -> Iterator[Step]:
     rank = np.arange(size)
+    following = (rank + 1) % size
     for step in range(size - 1):  # shifted by one rank against all_reduce, so that rank r completes chunk r
-        yield Step(src=rank, dst=(rank + 1) % size, chunk=(rank - 1 - step) % size, reduce=True)
+        yield Step(src=rank, dst=following, chunk=(rank - 1 - step) % size, reduce=True)
 
 
 @algorithm("all_gather", name="ring", card=Card("n-1", "(n-1)/n", "large data", SOURCE))
 def all_gather(size: int) -> Iterator[Step]:
     rank = np.arange(size)
+    following = (rank + 1) % size
     for step in range(size - 1):
-        yield Step(src=rank, dst=(rank + 1) % size, chunk=(rank - step) % size)
+        yield Step(src=rank, dst=following, chunk=(rank - step) % size)
