@@ -50,8 +50,11 @@ private:
     const WaitingThreads<TcpMessage>::Scope scope_;
 };
 
-TcpLane::TcpLane(Connect connect, OnGone on_gone)
-    : connect_(std::move(connect)), on_gone_(std::move(on_gone)), events_(::epoll_create1(EPOLL_CLOEXEC)) {
+TcpLane::TcpLane(Connect connect, bool polls, OnGone on_gone)
+    : connect_(std::move(connect)),
+      on_gone_(std::move(on_gone)),
+      events_(::epoll_create1(EPOLL_CLOEXEC)),
+      polling_(polls) {
     if (events_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1()");
     watch(events_, EPOLL_CTL_ADD, waiting_.descriptor(), kWake, EPOLLIN);
 }
@@ -88,6 +91,7 @@ TcpLane::WaitResult TcpLane::wait(TcpMessage& message, std::chrono::milliseconds
     if (std::exchange(message.is_aborted, false)) return WaitResult::kAborted;
     const AwaitedScope awaited(*this, message);
     if (!message.is_outgoing) resume(message.peer);
+    Polling::Wait polling(polling_);
     while (!message.is_done) {
         if (message.has_other_length) throw Transport::LengthError(message.error);
         if (!message.error.empty()) throw Transport::TransportError(message.error);
@@ -95,7 +99,10 @@ TcpLane::WaitResult TcpLane::wait(TcpMessage& message, std::chrono::milliseconds
         const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
         if (left <= 0ms) return WaitResult::kLate;
         check_peer(message);
-        if (message.error.empty() && !move(lock, left, &message)) return WaitResult::kAborted;
+        if (!message.error.empty()) continue;
+        const auto sleep = polling.again(lock) ? 0ms : left;
+        const bool is_over = message.is_done || message.is_aborted || !message.error.empty();
+        if (!is_over && !move(lock, sleep, &message)) return WaitResult::kAborted;
     }
     return WaitResult::kDone;
 }

@@ -1,8 +1,8 @@
 // A lane: the connections of one rank to the others for one kind of messages, and the waits for these messages.
 //
-// Whichever thread waits moves the messages of all: it sleeps until a connection is readable or writable and then reads
-// and writes. So a message wakes one thread, the one that needs it. While no thread waits, the transport's own thread
-// takes over (see transport.h).
+// Whichever thread waits moves the messages of all: it polls, then sleeps, until a connection is readable or writable
+// and then reads and writes. So a message wakes one thread, the one that needs it. While no thread waits, the
+// transport's own thread takes over (see transport.h).
 //
 // A connection is opened by the first message to a rank. A rank that waits for a message from a rank with which it has
 // no connection opens one too, since only a connection tells that the other side has gone.
@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "connection.h"
+#include "polling.h"
 #include "waiting_threads.h"
 
 struct epoll_event;
@@ -32,8 +33,8 @@ public:
 
     using OnGone = std::function<void(int peer, const std::string& reason)>;
 
-    // `on_gone`: see TcpTransport.
-    explicit TcpLane(Connect connect, OnGone on_gone = nullptr);
+    // `polls`: see Polling. `on_gone`: see TcpTransport.
+    TcpLane(Connect connect, bool polls, OnGone on_gone = nullptr);
 
     // These throw TransportError if the lane has been closed.
     void send(const TcpMessagePtr& message);
@@ -100,6 +101,7 @@ private:
     Inbox inbox_;
     std::string closed_;  // why; empty as long as the lane is open
     WaitingThreads<TcpMessage> waiting_;
+    Polling polling_;
 };
 
 }  // namespace dist_prims

@@ -53,8 +53,8 @@ TcpTransport::TcpTransport(TcpEndpoint endpoint, int rank, std::function<void()>
     : endpoint_(std::move(endpoint)),
       rank_(rank),
       on_close_(std::move(on_close)),
-      data_([this](int peer) { return connect(peer, kData); }),
-      control_([this](int peer) { return connect(peer, kControl); }, std::move(on_gone)),
+      data_([this](int peer) { return connect(peer, kData); }, endpoint_.polls),
+      control_([this](int peer) { return connect(peer, kControl); }, false, std::move(on_gone)),
       wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (wake_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "eventfd()");
     thread_ = std::thread([this] { caught([this] { run(); }); });

@@ -34,6 +34,7 @@ struct TcpEndpoint {
     Socket listening;
     std::vector<std::string> addresses{};
     std::string key{};
+    bool polls = false;  // see Polling
 };
 
 class TcpTransport : public Transport {

@@ -28,10 +28,6 @@ constexpr auto kTimeToFlush = 200ms, kTimeToClose = 200ms;
 constexpr int kMaxTurns = 64;             // of progress, so that other threads get the lock
 constexpr std::size_t kMuch = 128 << 10;  // bytes
 
-// How a wait polls before it sleeps; shm/wait_policy.h has the same for shared memory. A poll is a call of the kernel.
-constexpr int kPolls = 30, kPollsInBackground = 3;
-constexpr std::chrono::steady_clock::duration kLongYield = 200us, kFirstBackoff = 1ms, kLongestBackoff = 64ms;
-
 int sender_of(const ucp_tag_recv_info_t& info) {
     return static_cast<int>((info.sender_tag & kSenderBits) >> kTagBits);
 }
@@ -62,40 +58,13 @@ public:
     std::unique_lock<std::mutex> lock;
 };
 
-// The polling of one wait, which yields its core between two polls. A yield that takes long has given the core to
-// another thread. Waits then sleep at once for a time, since the scheduler favours a thread that wakes up.
-class Lane::Polling {
-public:
-    explicit Polling(Lane& lane) : lane_(lane) {}
-
-    // Returns whether to poll again; false: it is time to sleep.
-    bool again(std::unique_lock<std::mutex>& lock) {
-        if (!lane_.polls_ || polls_++ == (in_background ? kPollsInBackground : kPolls)) return false;
-        const auto now = Clock::now();
-        if (now < lane_.poll_again_) return false;
-        lock.unlock();
-        ::sched_yield();
-        lock.lock();
-        const auto after = Clock::now();
-        const bool is_long = after - now > kLongYield;
-        lane_.backoff_ = is_long ? std::clamp<Clock::duration>(2 * lane_.backoff_, kFirstBackoff, kLongestBackoff)
-                                 : Clock::duration{};
-        if (is_long) lane_.poll_again_ = after + lane_.backoff_;
-        return true;
-    }
-
-private:
-    Lane& lane_;
-    int polls_ = 0;
-};
-
 Lane::Lane(std::unique_ptr<Worker> worker, std::vector<std::string> addresses, int rank, const std::string& key,
            bool polls)
     : worker_(std::move(worker)),
       addresses_(std::move(addresses)),
       rank_(rank),
       group_(group_bits(key) << (kTagBits + kRankBits)),
-      polls_(polls),
+      polling_(polls),
       peers_(addresses_.size(), Peer{this}) {
     if (addresses_.size() > std::size_t{1} << kRankBits) throw std::invalid_argument("too many ranks for UCX");
 }
@@ -256,7 +225,7 @@ Lane::WaitResult Lane::wait(Message& message, std::chrono::milliseconds limit) {
     Guard guard(*this);
     if (std::exchange(message.is_aborted, false)) return WaitResult::kAborted;
     const WaitingThreads<Message>::Scope awaited(waiting_, message);
-    for (Polling polling(*this);;) {
+    for (Polling::Wait polling(polling_);;) {
         if (message.is_done) return WaitResult::kDone;
         if (message.has_other_length) throw Transport::LengthError(message.error);
         if (!message.error.empty()) throw Transport::TransportError(message.error);

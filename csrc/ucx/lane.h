@@ -19,6 +19,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../tcp/polling.h"
 #include "../tcp/waiting_threads.h"
 #include "message.h"
 #include "worker.h"
@@ -74,7 +75,6 @@ private:
         bool has_failed = false;      // nothing can come any more either
     };
     class Guard;
-    class Polling;
 
     static void on_sent(void* request, ucs_status_t status, void* message);
     static void on_received(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* message);
@@ -104,7 +104,6 @@ private:
     const std::vector<std::string> addresses_;
     const int rank_;
     const std::uint64_t group_;  // the first bits of all tags
-    const bool polls_;
 
     std::mutex mutex_;  // of all below, and of the worker
     std::vector<Peer> peers_;
@@ -115,8 +114,7 @@ private:
     bool has_failures_ = false;                               // that look_at_failures() has not yet dealt with
     std::string closed_;                                      // why; empty as long as the lane is open
     WaitingThreads<Message> waiting_;
-    Clock::time_point poll_again_{};  // until then waits do not poll before they sleep: other threads need the core
-    Clock::duration backoff_{};
+    Polling polling_;
 };
 
 }  // namespace dist_prims::ucx

@@ -235,7 +235,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         known = link_costs.of_rank_0(temporary, rank, hosts, warn=ranks[0] == 0)
         network = 0 if known else network_number()
         multi_host = MultiHostSchedules(hosts, rank, known or link_costs.uncalibrated(hosts), check)
-        transports = _transports(request, temporary, ranks, prims_options.engine, key, make_gloo)
+        transports = _transports(request, temporary, ranks, hosts, prims_options.engine, key, make_gloo)
         made.addresses, made.registers = quorum_ranks.publish(temporary, rank, hosts, token, made.key)
     one_shot = prims_options.one_shot_bytes
     one_shot = tuned(size, warn=ranks[rank] == 0) if one_shot is None else one_shot
@@ -297,7 +297,7 @@ class _TemporaryKeys:
 
 
 def _transports(
-    request: _GroupRequest, store: Any, ranks: list[int], option: str, key: str, make_gloo: Callable[[], Any]
+    request: _GroupRequest, store: Any, ranks: list[int], hosts: list[str], option: str, key: str, make_gloo: Any
 ) -> dict[str, Any]:
     """Return what carries the messages between hosts, as arguments of PrimsBackend."""
     rank, size = request.rank, request.size
@@ -308,7 +308,7 @@ def _transports(
     selected = transport_selection.select(store, rank, ranks, requested)
     return {
         "engine": mpi_library.make(ranks, request.timeout) if selected == "mpi" else make_gloo(),
-        "tcp": tcp_endpoint.make(store, rank, size, key) if selected in ("tcp", "ucx") else None,
+        "tcp": tcp_endpoint.make(store, rank, hosts, key) if selected in ("tcp", "ucx") else None,
         "ucx": ucx_library.make(store, rank, size) if selected == "ucx" else None,
     }
 

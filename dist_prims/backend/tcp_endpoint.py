@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..launch.hosts import has_cores
 from ..launch.network import LOOPBACK, address_of, address_towards, interface_addresses, is_loopback
 from ..launch.rendezvous import from_rank_0
 from .extension import extension
@@ -16,8 +17,10 @@ __all__: list[str] = []
 _FAILED = "!"  # begins what a rank publishes instead of an address
 
 
-def make(store: Any, rank: int, size: int, key: str) -> Any:
+def make(store: Any, rank: int, hosts: Sequence[str], key: str) -> Any:
     """Listen, exchange the addresses of all ranks through the group's store, and return the TcpEndpoint of this rank.
+
+    ``hosts``: the host of each rank.
 
     Connections of other processes than the ranks are refused by a ``key`` of the group. Without one rank 0 makes a key,
     which every process that can read the store can read. If a rank cannot listen, all ranks raise RuntimeError.
@@ -29,9 +32,10 @@ def make(store: Any, rank: int, size: int, key: str) -> Any:
 
     remedy = "set GLOO_SOCKET_IFNAME on that rank to the interface that leads to them, or use DIST_PRIMS_ENGINE=gloo"
     failure = "cannot listen for the ranks of other hosts"
-    endpoint, addresses = exchange(store, rank, size, "tcp", listen, failure, remedy)
+    endpoint, addresses = exchange(store, rank, len(hosts), "tcp", listen, failure, remedy)
     endpoint.addresses = addresses
-    endpoint.key = key or from_rank_0(store, rank, size, "tcp/key", lambda: secrets.token_hex(32))
+    endpoint.polls = has_cores(hosts, rank)
+    endpoint.key = key or from_rank_0(store, rank, len(hosts), "tcp/key", lambda: secrets.token_hex(32))
     return endpoint
 
 

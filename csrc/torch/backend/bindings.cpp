@@ -245,7 +245,8 @@ PYBIND11_MODULE(_backend, module) {
         .def(py::init([](const std::string& ip) { return std::make_shared<TcpEndpoint>(TcpEndpoint{listen_at(ip)}); }))
         .def_property_readonly("address", [](const TcpEndpoint& self) { return address_of(self.listening); })
         .def_readwrite("addresses", &TcpEndpoint::addresses)
-        .def_readwrite("key", &TcpEndpoint::key);
+        .def_readwrite("key", &TcpEndpoint::key)
+        .def_readwrite("polls", &TcpEndpoint::polls);
     py::class_<SignedStore, c10d::Store, c10::intrusive_ptr<SignedStore>>(module, "SignedStore")
         .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, const py::bytes& key) {
                  return c10::make_intrusive<SignedStore>(store, std::string(key));

@@ -1,7 +1,5 @@
 #include "group_setup.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <map>
 
@@ -20,7 +18,7 @@ std::vector<std::string> titles_of(const std::vector<std::string>& hosts) {
 }
 
 // The transport of the collectives.
-std::unique_ptr<Transport> make_transport(int rank, const Setup& setup, const Hosts& hosts) {
+std::unique_ptr<Transport> make_transport(int rank, const Setup& setup) {
     auto by_engine = std::make_unique<C10dTransport>(setup.engine, setup.largest_tag);
     if (!setup.tcp) return by_engine;
     const auto close_engine = [rank, carrier = std::shared_ptr<C10dTransport>(std::move(by_engine))] {
@@ -32,9 +30,8 @@ std::unique_ptr<Transport> make_transport(int rank, const Setup& setup, const Ho
         });
     };
     if (!setup.ucx) return std::make_unique<TcpTransport>(std::move(*setup.tcp), rank, close_engine);
-    const bool has_cores = static_cast<long>(hosts.ranks[hosts.mine].size()) <= ::sysconf(_SC_NPROCESSORS_ONLN);
-    return setup.ucx->own->connect(
-        {std::move(setup.ucx->addresses), std::move(*setup.tcp), rank, has_cores, close_engine});
+    const bool polls = setup.tcp->polls;
+    return setup.ucx->own->connect({std::move(setup.ucx->addresses), std::move(*setup.tcp), rank, polls, close_engine});
 }
 
 // Of the word by which the ranks of this host find each other.
@@ -93,7 +90,7 @@ std::shared_ptr<Execution> make_execution(const std::shared_ptr<HostSegment>& ho
                                           const Setup& setup, Hosts hosts) {
     const int size = static_cast<int>(setup.hosts.size());
     if (hosts.ranks.size() > 1) {
-        auto transport = make_transport(rank, setup, hosts);
+        auto transport = make_transport(rank, setup);
         return make_multi_host_execution(host_segment, rank, size, std::move(hosts), setup.engine, !setup.tcp,
                                          std::move(transport), setup.choose);
     }
