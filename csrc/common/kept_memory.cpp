@@ -68,6 +68,10 @@ KeptMemory::Pool& KeptMemory::pool() {
     return pool;
 }
 
+// Makes the pool when the library is loaded: if a process forked during the first call of another thread, the child
+// would wait without end for the pool to be made.
+[[maybe_unused]] const std::size_t kept_at_load = KeptMemory::kept();
+
 KeptMemory KeptMemory::take(std::size_t bytes) {
     std::unique_ptr<std::byte[]> found = bytes < kLeast ? nullptr : pool().find(bytes);
     if (!found) found = std::make_unique_for_overwrite<std::byte[]>(bytes);

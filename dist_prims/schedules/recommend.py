@@ -257,9 +257,9 @@ def _equal_ranks(collective: str, size: int) -> Iterator[Algorithm]:
 def _growth(registered: Algorithm, size: int) -> tuple[float, float]:
     """The approximate number of transfers in all and in the largest step.
 
-    Up to 16 ranks the transfers are counted. Above, the growth from a quarter to a half of the ranks is extrapolated.
+    Up to 64 ranks the transfers are counted. Above, the growth from a quarter to a half of the ranks is extrapolated.
     """
-    if size <= 16:
+    if size <= 64:
         rows = [len(step) for step in build(registered.collective, registered.name, size).steps]
         return sum(rows), max(rows, default=0)
     half, quarter = _growth(registered, size // 2), _growth(registered, size // 4)
