@@ -39,28 +39,20 @@ def on_one_machine(host_ids: Sequence[str]) -> bool:
     >>> on_one_machine([host_id(), "another"])
     False
     """
-    machines = {_machine_of(host) for host in host_ids}
-    return len(machines) == 1 and None not in machines
+    suffixes = [host.rpartition("-")[2] for host in host_ids]
+    are_known = all(len(each) == 2 * _DIGITS for each in suffixes)
+    return are_known and len({each[:_DIGITS] for each in suffixes}) == 1
 
 
 def has_cores(host_ids: Sequence[str], rank: int) -> bool:
-    """Return whether the ranks on the machine of this rank, as far as it is known, do not outnumber its cores.
+    """Return whether the ranks on the host of this rank do not outnumber its cores.
 
     ``host_ids`` are those of all ranks.
 
-    >>> has_cores([host_id(), "another"], rank=0)
-    True
+    >>> has_cores([host_id(), "another"], rank=0), has_cores([host_id()] * 10_000, rank=0)
+    (True, False)
     """
-    here = host_ids[rank]
-    machine = _machine_of(here)
-    ranks = sum(host == here or (machine is not None and _machine_of(host) == machine) for host in host_ids)
-    return ranks <= len(os.sched_getaffinity(0))
-
-
-def _machine_of(host_id: str) -> str | None:
-    """The machine in a host's name; None if the name comes from ``DIST_PRIMS_HOST_ID``."""
-    suffix = host_id.rpartition("-")[2]
-    return suffix[:_DIGITS] if len(suffix) == 2 * _DIGITS else None
+    return host_ids.count(host_ids[rank]) <= len(os.sched_getaffinity(0))
 
 
 def network_number() -> int:
