@@ -17,8 +17,9 @@ private:
 };
 using ClaimPtr = std::shared_ptr<Claim>;
 
-// Whether a message may meet a receive with this claim; one without a claim is posted in one place only.
-inline bool may_take(const ClaimPtr& claim) {
+// Takes the claim of a receive for a message that meets it. False: a message in another place has it. A receive without
+// a claim is posted in one place only.
+inline bool take(const ClaimPtr& claim) {
     return !claim || claim->take();
 }
 

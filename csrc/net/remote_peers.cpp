@@ -128,7 +128,6 @@ void RemotePeers::wait(const Handle& request) {
     const TraceSpan span(TraceKind::kWait, request->bytes, request->peer);
     for (bool is_due = false;;) {
         std::string reason;
-        bool has_other_length = false;
         try {
             if (wait_a_while(*request)) {
                 if (request->peer == Transport::kAnyone) request->peer = request->handle->source();
@@ -136,15 +135,13 @@ void RemotePeers::wait(const Handle& request) {
                 return;
             }
         } catch (const Transport::LengthError& error) {
-            has_other_length = true;
-            reason = error.what();
+            throw_other_length(*request, error.what());
         } catch (const Transport::TransportError& error) {
             reason = error.what();
         } catch (...) {  // Ctrl-C
             membership_.give_notice(CommError::Kind::kInterrupted, membership_.number(membership_.rank()));
             throw;
         }
-        if (has_other_length) throw_other_length(*request, reason);
         if (!reason.empty()) throw_broken(*request, reason);
         check_failures(*request);
         // An aborted wait does not report a message that has arrived: this rank may have been stopped meanwhile. So it

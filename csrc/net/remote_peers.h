@@ -48,7 +48,7 @@ public:
                 Transport::Owner owner = nullptr);
     Handle receive(int from, int tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
                    Transport::Owner owner = nullptr);
-    // A receive of a user's from any rank. What is posted in another place as well has the same claim.
+    // A receive of a user from any rank. What is posted in another place as well has the same claim.
     Handle receive_from_any(int tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
                             Transport::Owner owner, const ClaimPtr& claim);
     // Throws if the request fails. The group has ended then, unless the message had another length. `timeout` counts
@@ -56,7 +56,7 @@ public:
     void wait(const Handle& request);
     void wait(const Handle& request, std::chrono::milliseconds timeout, Clock::time_point since);
     // Whether wait() would return or throw at once.
-    static bool is_over(const Handle& request) { return request->handle->is_done(); }
+    static bool is_done(const Handle& request) { return request->handle->is_done(); }
     // Throws if the group has ended, or if it is too late for the request.
     void check(const Handle& request);
     // See Transport.

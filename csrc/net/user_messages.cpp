@@ -12,7 +12,7 @@ using namespace std::chrono_literals;
 
 constexpr auto kTick = 1ms, kIdleTick = 5ms;
 constexpr int kIdleTicks = 20;
-constexpr std::chrono::steady_clock::duration kShortestNap = 20us, kLongestNap = 1ms;
+constexpr std::chrono::steady_clock::duration kShortestPause = 20us, kLongestPause = 1ms;
 constexpr auto kBetweenChecks = 10ms;
 
 // The kind of a failure of communication; none for another exception.
@@ -73,7 +73,7 @@ void UserMessages::receive_from_any(int tag, const Memory& memory, Milliseconds 
 
 // The request has been posted. It may be over already.
 UserMessages::Handle UserMessages::begin(const Handle& request) {
-    if (const auto remote = remote_of(request); remote && RemotePeers::is_over(remote)) {
+    if (const auto remote = remote_of(request); remote && RemotePeers::is_done(remote)) {
         request->is_awaited = true;  // no other thread knows it
         end_by(request, [&] { remote_.wait(remote); });
         return request;
@@ -98,7 +98,7 @@ int UserMessages::source(const Request& request) const {
 
 void UserMessages::wait(const Handle& request, Milliseconds limit) {
     const auto until = limit == Milliseconds::max() ? Clock::time_point::max() : Clock::now() + limit;
-    if (begin_wait(request, until)) {
+    if (begin_wait(request, limit, until)) {
         end_by(request, [&] { move_until_over(request, limit, until); });
         std::unique_lock lock(mutex_);  // another thread may be about to end it
         while (request->state != State::kOver) wait_for_notification(changed_, lock);
@@ -106,12 +106,13 @@ void UserMessages::wait(const Handle& request, Milliseconds limit) {
 }
 
 // Returns true if this thread is to wait for the request; false if it is over.
-bool UserMessages::begin_wait(const Handle& request, Clock::time_point until) {
+bool UserMessages::begin_wait(const Handle& request, Milliseconds limit, Clock::time_point until) {
     std::unique_lock lock(mutex_);
     while (request->state != State::kOver) {
         if (!std::exchange(request->is_awaited, true)) return true;
         if (Clock::now() >= until)
-            membership_.throw_timeout("the limit of a wait for a message for which another thread waits as well");
+            membership_.throw_timeout(std::to_string(limit.count()) +
+                                      " ms in a wait for a message for which another thread waits as well");
         changed_.wait_for(lock, kBetweenChecks);
     }
     return false;
@@ -131,10 +132,10 @@ void UserMessages::move_until_over(const Handle& request, Milliseconds limit, Cl
 // Returns when a message has come to the one place or the other. No call can wait for both, so this looks at intervals.
 void UserMessages::move_from_any(const Handle& request, const RemotePeers::Handle& remote) {
     auto next_check = Clock::now() + kBetweenChecks;
-    for (auto nap = kShortestNap; remote_of(request); nap = std::min(2 * nap, kLongestNap)) {
+    for (auto pause = kShortestPause; remote_of(request); pause = std::min(2 * pause, kLongestPause)) {
         remote_.progress();
-        if (RemotePeers::is_over(remote)) return;
-        std::this_thread::sleep_for(nap);
+        if (RemotePeers::is_done(remote)) return;
+        std::this_thread::sleep_for(pause);
         if (Clock::now() < next_check) continue;
         remote_.check(remote);
         next_check = Clock::now() + kBetweenChecks;
@@ -219,7 +220,7 @@ void UserMessages::look_at(const Handle& request) {
         const std::lock_guard lock(mutex_);
         if (closed_ || request->is_awaited || !request->remote) return;
         const bool is_late = Clock::now() >= request->remote->deadline || membership_.notice();
-        if (!is_late && !RemotePeers::is_over(request->remote)) return;
+        if (!is_late && !RemotePeers::is_done(request->remote)) return;
         request->is_awaited = true;
         remote = request->remote;
     }

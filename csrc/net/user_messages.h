@@ -56,7 +56,7 @@ private:
     void receive_from_any(int tag, const Memory& memory, Milliseconds timeout, const Handle& request);
     Handle begin(const Handle& request);
     RemotePeers::Handle remote_of(const Handle& request);
-    bool begin_wait(const Handle& request, Clock::time_point until);
+    bool begin_wait(const Handle& request, Milliseconds limit, Clock::time_point until);
     void move_until_over(const Handle& request, Milliseconds limit, Clock::time_point until);
     void move_from_any(const Handle& request, const RemotePeers::Handle& remote);
     void end_by(const Handle& request, const std::function<void()>& act);

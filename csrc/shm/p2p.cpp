@@ -142,7 +142,7 @@ bool PointToPoint::match_unexpected(const Handle& request) {
     const auto found = std::find_if(unexpected_.begin(), unexpected_.end(), [&](const IncomingHandle& message) {
         return message->tag == request->tag && (request->peer == kAnyone || request->peer == message->from);
     });
-    if (found == unexpected_.end() || !may_take(request->claim)) return false;
+    if (found == unexpected_.end() || !take(request->claim)) return false;
     const IncomingHandle message = *found;
     unexpected_.erase(found);
     message->request = request;
@@ -261,7 +261,7 @@ bool PointToPoint::has_posted_receive(int from) const {
 void PointToPoint::match_posted(const IncomingHandle& message) {
     const auto found = std::find_if(posted_receives_.begin(), posted_receives_.end(), [&](const Handle& request) {
         const bool is_meant = request->peer == kAnyone || request->peer == message->from;
-        return request->tag == message->tag && is_meant && may_take(request->claim);
+        return request->tag == message->tag && is_meant && take(request->claim);
     });
     if (found == posted_receives_.end()) {
         unexpected_.push_back(message);

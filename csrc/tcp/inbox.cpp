@@ -37,7 +37,7 @@ TcpMessagePtr Inbox::take_receive(int from, int tag) {
         for (auto queue = posted_.find(key); queue != posted_.end(); queue = posted_.find(key)) {
             TcpMessagePtr receive = take_front(posted_, queue);
             expected_ -= receive->bytes;
-            if (may_take(receive->claim)) return receive;
+            if (take(receive->claim)) return receive;
         }
     }
     return nullptr;
@@ -91,7 +91,7 @@ void Inbox::post(const TcpMessagePtr& receive) {
                (receive->peer == Transport::kAnyone || each.first.first == receive->peer);
     };
     const auto queue = std::find_if(unexpected_.begin(), unexpected_.end(), is_meant);
-    if (queue == unexpected_.end() || !may_take(receive->claim)) {
+    if (queue == unexpected_.end() || !take(receive->claim)) {
         posted_[{receive->peer, receive->tag}].push_back(receive);
         expected_ += receive->bytes;
         return;

@@ -41,7 +41,7 @@ struct Network {
         }
         for (int rank = 0; rank < size; ++rank) {
             const auto each = static_cast<std::size_t>(rank);
-            TcpEndpoint tcp{std::move(listening[each]), ports, "the key of the group"};
+            TcpEndpoint tcp{std::move(listening[each]), ports, "the key of the group", true};
             ranks.push_back(endpoints[each]->connect({addresses, std::move(tcp), rank}));
         }
     }

@@ -21,7 +21,6 @@ struct Connections {
     std::vector<std::string> addresses{};  // of the workers of all ranks, by rank
     TcpEndpoint tcp{};                     // for notices and diagnosis
     int rank = 0;
-    bool polls = true;                    // waits poll before they sleep: each rank of this host has a core
     std::function<void()> on_close = {};  // see TcpTransport
 };
 

@@ -49,7 +49,7 @@ UcxTransport::UcxTransport(std::unique_ptr<Worker> worker, Connections connectio
     : tags_(TcpTransport::kLargestTag),
       is_watched_(connections.addresses.size()),
       lane_(std::move(worker), std::move(connections.addresses), connections.rank, connections.tcp.key,
-            connections.polls),
+            connections.tcp.polls),
       control_(
           std::move(connections.tcp), connections.rank,
           [this, on_close = std::move(connections.on_close)] {

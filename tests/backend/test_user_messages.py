@@ -31,7 +31,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def letter(sender: int, receiver: int, number: int, count: int) -> torch.Tensor:
+def content(sender: int, receiver: int, number: int, count: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.float32) % 1000 + 1e6 * sender + 1e4 * receiver + number
 
 
@@ -42,27 +42,27 @@ def test_a_random_exchange(seed: int) -> None:
     def body() -> None:
         plan = random.Random(seed)  # the same on all ranks
         rank, size = dist.get_rank(), dist.get_world_size()
-        letters = [
+        messages = [
             (sender, receiver, number, plan.choice(SIZES))
             for number in range(60)
             for sender, receiver in [plan.sample(range(size), 2)]
         ]
-        mine = [each for each in letters if rank in each[:2]]
+        mine = [each for each in messages if rank in each[:2]]
         own = random.Random(rank)
         own.shuffle(mine)
         works, inbox = [], []
         for sender, receiver, number, count in mine:
             if rank == sender:
-                works.append(dist.isend(letter(sender, receiver, number, count), receiver, tag=number))
+                works.append(dist.isend(content(sender, receiver, number, count), receiver, tag=number))
             else:
-                inbox.append((letter(sender, receiver, number, count), torch.zeros(count)))
+                inbox.append((content(sender, receiver, number, count), torch.zeros(count)))
                 works.append(dist.irecv(inbox[-1][1], sender, tag=number))
         own.shuffle(works)
         for work in works:
             work.wait()
             assert work.is_completed()
         for expected, found in inbox:
-            equal(found, expected, "a letter")
+            equal(found, expected, "a message")
 
     span("a a b b c", body)
 

@@ -55,7 +55,7 @@ struct PrimsTask {
     Run run;  // agrees on the call first
 };
 
-// A message of a user's that is to be sent or received.
+// A message of a user that is to be sent or received.
 struct UserMessage {
     bool outgoing;
     int peer;  // of a receive also PointToPoint::kAnyone

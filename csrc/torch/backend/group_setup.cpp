@@ -30,8 +30,7 @@ std::unique_ptr<Transport> make_transport(int rank, const Setup& setup) {
         });
     };
     if (!setup.ucx) return std::make_unique<TcpTransport>(std::move(*setup.tcp), rank, close_engine);
-    const bool polls = setup.tcp->polls;
-    return setup.ucx->own->connect({std::move(setup.ucx->addresses), std::move(*setup.tcp), rank, polls, close_engine});
+    return setup.ucx->own->connect({std::move(setup.ucx->addresses), std::move(*setup.tcp), rank, close_engine});
 }
 
 // Of the word by which the ranks of this host find each other.
