@@ -72,6 +72,7 @@ class MultiHostSchedules:
         self.rank = rank
         self._check = check
         self.use(costs)
+        version()  # loads the algorithms, so that the first call need not
 
     def use(self, costs: Mapping[str, Any]) -> None:
         """Choose by these costs from now on. All ranks of the group must do so between the same two calls."""

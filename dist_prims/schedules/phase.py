@@ -37,14 +37,16 @@ class Phase:
 
     def __iter__(self) -> Iterator[Step]:
         for step in self.make(*self.given):
-            yield step if self.width == 1 else _widened(step, self.width)
+            yield widened(step, self.width)
 
 
 Phases = tuple[Phase, ...]
 
 
-def _widened(step: Step, width: int) -> Step:
+def widened(step: Step, width: int) -> Step:
     """The step with ``width`` consecutive chunks in place of each."""
+    if width == 1:
+        return step
     rows, span = step.narrow
 
     def every_row() -> Step:

@@ -18,10 +18,12 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .phase import widened
 from .schedule import Schedule, Step
 
 __all__: list[str] = []
@@ -95,24 +97,29 @@ def compile_program(schedule: Schedule, rank: int) -> Program:
     """
     if schedule.part is not None:
         return _compile_part(schedule, schedule.part(rank), rank)
-    total = schedule.contract.total
-    held = np.full(schedule.size * total, -1)  # the piece in each chunk of each rank,
-    terms = np.zeros(len(held), np.int32)  # and the number of ranks whose data is in it
+    held = np.full((schedule.size, schedule.contract.total), -1)  # the piece in each chunk of each rank,
+    terms = np.zeros(held.shape, np.int32)  # and the number of ranks whose data is in it
     for each in range(schedule.size):
         start = schedule.contract.start(each)
-        held[each * total + start.chunk], terms[each * total + start.chunk] = start.piece, 1
-    own = terms[rank * total : (rank + 1) * total]
+        held[each, start.chunk], terms[each, start.chunk] = start.piece, 1
     actions, number = [], -1
-    for number, step in enumerate(schedule.steps):
-        source, target = step.src * total + step.chunk, step.dst * total + step.into
-        pieces, counts = held[source], terms[source]
+    for number, (step, width) in enumerate(schedule.steps.with_width()):
+        wide_held, wide_terms = _blocks(held, width), _blocks(terms, width)
+        pieces, counts = wide_held[step.src, step.chunk], wide_terms[step.src, step.chunk]
         mine = (step.src == rank) | (step.dst == rank)
         if mine.any():
-            carried = zip(pieces[mine].tolist(), counts[mine].tolist(), strict=True)
-            actions.append(_action(number, step.take(mine), list(carried), own, rank))
-        held[target] = pieces
-        _count(terms, target, step.reduce, counts)
+            carried = zip(pieces[mine].ravel().tolist(), counts[mine].ravel().tolist(), strict=True)
+            own = step.take(mine)
+            actions.append(_action(number, widened(own, width), list(carried), terms[rank], rank))
+        wide_held[step.dst, step.into] = pieces
+        _count(wide_terms, step, counts)
     return _program(schedule, rank, actions, number + 1)
+
+
+def _blocks(chunks: NDArray[Any], width: int) -> NDArray[Any]:
+    """A view of the chunks of all ranks: ``[rank, block, chunk of the block]``, with blocks of ``width`` chunks."""
+    whole = chunks.shape[1] // width
+    return chunks[:, : whole * width].reshape(len(chunks), whole, width)
 
 
 def _program(schedule: Schedule, rank: int, actions: list[ProgramAction], steps: int) -> Program:
@@ -134,13 +141,14 @@ def _compile_part(schedule: Schedule, steps: Iterator[Step], rank: int) -> Progr
     return _program(schedule, rank, actions, number + 1)
 
 
-def _count(terms: NDArray[np.int32], target: Ints, reduce: NDArray[np.bool_], counts: NDArray[np.int32]) -> None:
+def _count(terms: NDArray[np.int32], step: Step, counts: NDArray[np.int32]) -> None:
     """Update the terms after a step: a copy replaces the content of a chunk, and a reduction adds to it."""
-    if not reduce.all():
-        copies = ~reduce
-        terms[target[copies]] = counts[copies]
-        target, counts = target[reduce], counts[reduce]
-    np.add.at(terms, target, counts)
+    dst, into = step.dst, step.into
+    if not step.reduce.all():
+        copies = ~step.reduce
+        terms[dst[copies], into[copies]] = counts[copies]
+        dst, into, counts = (column[step.reduce] for column in (dst, into, counts))
+    np.add.at(terms, (dst, into), counts)
 
 
 def _action(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ __all__: list[str] = []
 
 MOST_TRANSFERS = 150_000_000  # of a schedule: pricing takes some seconds
 MOST_AT_ONCE = 3_000_000  # of a step: some hundred MB
+_FEW_RANKS = 512  # on equal hosts: no algorithm comes near to these limits, the largest has 1 % and 9 % of them
 _TOLERANCE = 0.05  # a smaller relative difference of two prices is not significant
 _MOST_RANKS_FOR_TIES = 256
 
@@ -168,7 +169,7 @@ class _Search:
 
     def direct(self) -> None:
         """Price ``direct`` first: the backend chooses another schedule for an exchange only if it is much shorter."""
-        self._try("direct", _growth(lookup(self.collective, "direct"), self.topology.size), {})
+        self._try_flat(lookup(self.collective, "direct"), {})
         self.most_seconds = min((MUCH_SHORTER * each.seconds for each in self.found), default=math.inf)
 
     def flat(self) -> None:
@@ -177,7 +178,10 @@ class _Search:
                 continue  # tried first
             one_chunk = [{"chunks": 1}] if "chunks" in each.parameters else []
             for parameters in ({}, *one_chunk, *each.variants):
-                self._try(each.name, _growth(each, self.topology.size), dict(parameters))
+                self._try_flat(each, parameters)
+
+    def _try_flat(self, algorithm: Algorithm, parameters: Mapping[str, Any]) -> None:
+        self._try(algorithm.name, lambda: _growth(algorithm, self.topology.size), dict(parameters))
 
     def hierarchies(self) -> None:
         before = len(self.found)
@@ -196,6 +200,11 @@ class _Search:
         return _WITHIN.get(self.collective, (self.collective,))
 
     def _hierarchy(self, inner: str, outer: str) -> None:
+        parameters = {"inner": inner, "outer": outer, "hosts": self.topology.hosts}
+        self._try("hierarchical", lambda: self._transfers_of_hierarchy(inner, outer), parameters)
+
+    def _transfers_of_hierarchy(self, inner: str, outer: str) -> tuple[float, float]:
+        """The number of transfers in all and in the largest step."""
         hosts = self.topology.hosts
         # Groups that run at once: between hosts one for each share; within a host one, or one for each host's blocks.
         shares = math.lcm(*hosts)
@@ -203,17 +212,17 @@ class _Search:
         between = _growth(lookup(self.collective, outer), len(hosts))
         within = [_growth(lookup(kind, inner), max(hosts)) for kind in self._kinds_within()]
         total = between[0] * shares + inside * sum(each for each, _ in within)
-        at_once = max(between[1] * shares, *(inside * each for _, each in within))
-        self._try("hierarchical", (total, at_once), {"inner": inner, "outer": outer, "hosts": hosts})
+        return total, max(between[1] * shares, *(inside * each for _, each in within))
 
-    def _try(self, name: str, transfers: tuple[float, float], parameters: dict[str, Any]) -> None:
+    def _try(self, name: str, transfers: Callable[[], tuple[float, float]], parameters: dict[str, Any]) -> None:
         """Price a candidate, unless it has too many transfers in all or in its largest step."""
         schedule = build_shared(self.collective, name, self.topology.size, **parameters)
-        total, at_once = transfers
-        if total > MOST_TRANSFERS or at_once > MOST_AT_ONCE:
-            many = f"{at_once:,.0f} at once" if at_once > MOST_AT_ONCE else f"{total:,.0f}"
-            self.left_out.append((_name(schedule), many))
-            return
+        if self.topology.size > _FEW_RANKS or len(set(self.topology.hosts)) > 1:
+            total, at_once = transfers()
+            if total > MOST_TRANSFERS or at_once > MOST_AT_ONCE:
+                many = f"{at_once:,.0f} at once" if at_once > MOST_AT_ONCE else f"{total:,.0f}"
+                self.left_out.append((_name(schedule), many))
+                return
         if self.only_best and self._is_too_long(schedule):
             return
         segments = int(best_segments(schedule, self.nbytes, self.topology))

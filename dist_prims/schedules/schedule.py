@@ -221,6 +221,13 @@ class Steps(Sequence[Step]):
         made = self._make()
         return made if isinstance(made, tuple) else ()
 
+    def with_width(self) -> Iterator[tuple[Step, int]]:
+        """The steps as their phases generate them, and the number of chunks that each of their chunks stands for."""
+        if not (phases := self.phases):
+            yield from ((step, 1) for step in self)
+        for phase in phases:
+            yield from ((step, phase.width) for step in phase.make(*phase.given))
+
     def __iter__(self) -> Iterator[Step]:
         made, length = self._make(), 0
         for step in itertools.chain.from_iterable(made) if isinstance(made, tuple) else made:

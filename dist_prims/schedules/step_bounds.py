@@ -28,7 +28,7 @@ from .topology import Topology
 __all__: list[str] = []
 
 _MANY_MESSAGES = 1 << 16  # of a step: most ranks send to most others, and any host to all others
-_SEGMENTS = 1 << np.arange(MOST_SEGMENTS.bit_length())
+_SEGMENTS = [1 << power for power in range(MOST_SEGMENTS.bit_length())]
 
 
 class StepBounds:
@@ -69,8 +69,9 @@ class StepBounds:
                 steps = [*itertools.islice(self._steps, 1 + (self._within + self._between) // 8)]
                 if not steps:
                     return False
-                for pattern, step in steps:
-                    self._count(pattern, step)
+                for pattern, equal in itertools.groupby(steps, key=lambda each: each[0]):
+                    (_, step), *others = equal
+                    self._count(pattern, step, 1 + len(others))
             return True
 
     def _seconds(self, chunk: float) -> float:
@@ -78,21 +79,22 @@ class StepBounds:
         inner, outer = self._topology.inner, self._topology.outer
         latency = self._within * inner.alpha + self._between * outer.alpha
         spent = chunk * (self._within * inner.beta + self._crossing * outer.beta)
-        longest = (outer.alpha if self._between else 0) + self._most * chunk * outer.beta / _SEGMENTS
-        first_and_others = latency + spent / _SEGMENTS + (_SEGMENTS - 1) * longest
-        cut = np.maximum(first_and_others, _SEGMENTS * self._latency.max()).min()
-        return float(max(cut, self._links.max() * chunk * outer.beta))
+        of_messages = float(self._latency.max())
+        message, longest = outer.alpha if self._between else 0.0, self._most * chunk * outer.beta
+        cut = min(max(latency + spent / n + (n - 1) * (message + longest / n), n * of_messages) for n in _SEGMENTS)
+        return max(cut, int(self._links.max()) * chunk * outer.beta)
 
-    def _count(self, pattern: int, step: Step) -> None:
+    def _count(self, pattern: int, step: Step, times: int) -> None:
+        """Count ``times`` steps of a pattern that follow each other."""
         if self._last is None or self._last[0] != pattern:
             self._last = pattern, _StepLoad.of(step, self._topology)
         _, load = self._last
-        self._crossing += load.busiest
+        self._crossing += times * load.busiest
         self._most = max(self._most, load.busiest)
-        self._between += load.busiest > 0
-        self._within += load.busiest == 0 and load.moves
-        self._links += load.links
-        self._latency += load.latency
+        self._between += times * (load.busiest > 0)
+        self._within += times * (load.busiest == 0 and load.moves)
+        self._links += times * load.links
+        self._latency += times * load.latency
 
 
 @dataclass(frozen=True, eq=False)
