@@ -60,16 +60,17 @@ add_host() { # NAME ADDRESS RATE
 }
 
 # Both directions of a host's link. A burst passes at once: if it is long, small transfers travel free; if it is shorter
-# than timers are late (hence 150 us), large ones do not reach the rate. Packets longer than a burst are cut into frames,
-# so frames have the 9000 bytes that clusters give them: those of 1500 cost too much here. The queue holds 5 ms.
+# than timers are late (hence 100 us, and 150 above 1 Gbit/s), large ones do not reach the rate. Packets longer than a
+# burst are cut into frames, so frames have the 9000 bytes that clusters give them: those of 1500 cost too much here. The
+# queue holds 5 ms.
 shape() { # HOST RATE
     local bits=$2 burst limit arguments
     tc qdisc del dev "$1" root 2>/dev/null || true
     ip netns exec "$1" tc qdisc del dev eth0 root 2>/dev/null || true
     [[ $2 != none ]] || return 0
     bits=${bits/kbit/000} bits=${bits/mbit/000000} bits=${bits/gbit/000000000}
-    burst=$((bits / 8 * 150 / 1000000)) limit=$((bits / 8 * 5 / 1000))
-    arguments=(tbf rate "$2" burst $((burst > 18000 ? burst : 18000)) limit $((limit > 256000 ? limit : 256000)))
+    burst=$((bits / 8 * (bits > 1000000000 ? 150 : 100) / 1000000)) limit=$((bits / 8 * 5 / 1000))
+    arguments=(tbf rate "$2" burst $((burst > 12000 ? burst : 12000)) limit $((limit > 256000 ? limit : 256000)))
     tc qdisc add dev "$1" root "${arguments[@]}"
     ip netns exec "$1" tc qdisc add dev eth0 root "${arguments[@]}"
 }

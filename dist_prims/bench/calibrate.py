@@ -14,17 +14,20 @@ time of a step is the time of a call with many steps minus that of a call withou
     4 MB, all ranks             to all other hosts instead of to one: congestion
 
 The probes are repeated in turn: another program that needs the cores for a moment then slows a few repetitions of each
-probe, and not all of one. Each call is made once before it is timed: the first call by a pinned schedule converts it.
+probe, and not all of one. They are repeated again in turn with the algorithms of the comparison, and these repetitions
+alone give the costs: the cores of a shared machine are not equally fast from minute to minute. Each call is made once
+before it is timed: the first call by a pinned schedule converts it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,12 +79,22 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(problem)
     torch.set_num_threads(1)
     bench = _Bench(placement.hosts)
-    found = _calibrate(bench)
+    probes = _Probes(bench)
+    bench.measure(probes.every, _ROUNDS)
+    trials: list[_Trial] = []
+    if given.rounds:
+        candidates = _candidates(probes.costs(), bench.order.hosts, given.sizes)
+        trials = [_Trial(each.schedule, each.segments, nbytes, each.name) for nbytes, each in candidates]
+        for probe in probes.every:
+            probe.times.clear()
+        repetitions = math.ceil(_ROUNDS / given.rounds)
+        bench.measure([*repetitions * probes.every, *trials], given.rounds)
+    found = probes.costs()
     if bench.rank == 0:
         print(f"# {', '.join(f'{key} {value}' for key, value in found.items())}")
         print(f"# written to {CALIBRATION.write(found, given.output)}", flush=True)
-    if given.rounds:
-        _check(bench, Topology.measured(bench.order.hosts, found), found["call"], given.sizes, given.rounds)
+    if trials:
+        _compare(bench, found, trials, given.rounds)
     return 0
 
 
@@ -93,6 +106,36 @@ def _not_writable(path: Path | None) -> str:
     return ""
 
 
+@dataclass
+class _Timed:
+    """An all_reduce of ``nbytes`` by a schedule, and the seconds of each repetition."""
+
+    schedule: Schedule
+    segments: int
+    nbytes: int
+    times: list[float] = field(default_factory=list, init=False)
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.times)
+
+
+@dataclass
+class _Probe(_Timed):
+    steps: int
+
+
+@dataclass
+class _Trial(_Timed):
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} x{self.segments}"
+
+    def predicted(self, topology: Topology, call: float) -> float:
+        return call + float(seconds(self.schedule, self.nbytes, topology, self.segments))
+
+
 class _Bench:
     """The default group's all_reduce, run by any schedule and timed."""
 
@@ -101,6 +144,15 @@ class _Bench:
         names = [next(str(number) for number, ranks in enumerate(hosts) if rank in ranks) for rank in range(self.size)]
         self.order = HostOrder.of(names)
         self.backend: Any = backend_of(default_group(), _CPU)
+
+    def measure(self, every: Sequence[_Timed], rounds: int) -> None:
+        """Time each of these calls in each round."""
+        tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in {each.nbytes for each in every}}
+        for number in range(rounds):
+            # in another order each time, the same on all ranks: a call after one of another size takes longer
+            for each in random.Random(number).sample(every, len(every)):
+                tensors[each.nbytes].fill_(1.0)
+                each.times.append(self.time(each.schedule, each.segments, tensors[each.nbytes]))
 
     def time(self, schedule: Schedule, segments: int, tensor: torch.Tensor) -> float:
         """The seconds of one call by the schedule on the slowest rank."""
@@ -134,35 +186,6 @@ def _exchange(size: int, src: Ints | list[int], dst: Ints | list[int], steps: in
     return Schedule("all_reduce", "exchange", size, 1, contract("all_reduce", size, 1, scratch=scratch), Steps(make))
 
 
-def _calibrate(bench: _Bench) -> dict[str, Any]:
-    hosts = bench.order.hosts
-    boots = gather_values(Path("/proc/sys/kernel/random/boot_id").read_text(), None)
-    one_machine = len(set(boots)) == 1 and len(hosts) > 1
-    probes = _Probes(bench)
-    probes.measure()
-    # quantities that cannot be measured stay assumed
-    found: dict[str, Any] = {"call": probes.median("nothing"), **ASSUMED}
-    if max(hosts) > 1:
-        found |= probes.inside()
-    if len(hosts) > 1:
-        found |= probes.between()
-    sharing = bench.size if one_machine else max(hosts)
-    alone = found["outer" if len(hosts) > 1 else "inner"]["alpha"]
-    slowdown = probes.step("small from all") / max(alone, 1e-9)
-    cores = min(os.cpu_count() or 1, max(1, round(sharing / max(slowdown, 1.0))))
-    if len(hosts) > 1:
-        found["processor"] = probes.processor(found["outer"], sharing, cores)
-    return _from_rank_0({**found, "one_machine": one_machine, "cores": cores})
-
-
-@dataclass
-class _Probe:
-    schedule: Schedule
-    nbytes: int
-    steps: int
-    times: list[float] = field(default_factory=list)
-
-
 class _Probes:
     """The probes: exchanges between ranks, which are numbered host by host."""
 
@@ -172,27 +195,38 @@ class _Probes:
         self.first = np.cumsum((0, *self.hosts[:-1]))
         self.host = np.repeat(np.arange(len(self.hosts)), self.hosts)
         self.most = int(self.hosts.max())  # ranks on a host
-        self.probes = {"nothing": _Probe(_exchange(bench.size, [], [], 0), _SMALL, 0)}
+        boots = gather_values(Path("/proc/sys/kernel/random/boot_id").read_text(), None)
+        self.one_machine = len(set(boots)) == 1 and len(self.hosts) > 1
+        self.probes = {"nothing": _Probe(_exchange(bench.size, [], [], 0), 1, _SMALL, 0)}
         self._add("small from all", self.ranks, self._neighbours(int(len(self.hosts) > 1)), _SMALL)
         if self.most > 1:
             self._add_inside()
         if len(self.hosts) > 1:
             self._add_between()
 
-    def measure(self) -> None:
-        tensors = {each.nbytes: torch.zeros(each.nbytes // 4) for each in self.probes.values()}
-        names = list(self.probes)
-        for number in range(_ROUNDS):
-            for name in random.Random(number).sample(names, len(names)):
-                each = self.probes[name]
-                each.times.append(self.bench.time(each.schedule, 1, tensors[each.nbytes]))
+    @property
+    def every(self) -> list[_Probe]:
+        return list(self.probes.values())
 
-    def median(self, name: str) -> float:
-        return statistics.median(self.probes[name].times)
+    def costs(self) -> dict[str, Any]:
+        """The costs on every rank; quantities that cannot be measured stay assumed."""
+        found: dict[str, Any] = {"call": self.probes["nothing"].seconds, **ASSUMED}
+        if self.most > 1:
+            found |= self.inside()
+        if len(self.hosts) > 1:
+            found |= self.between()
+        sharing = self.bench.size if self.one_machine else self.most
+        alone = found["outer" if len(self.hosts) > 1 else "inner"]["alpha"]
+        slowdown = self.step("small from all") / max(alone, 1e-9)
+        cores = min(os.cpu_count() or 1, max(1, round(sharing / max(slowdown, 1.0))))
+        if len(self.hosts) > 1:
+            found["processor"] = self.processor(found["outer"], sharing, cores)
+        return _from_rank_0({**found, "one_machine": self.one_machine, "cores": cores})
 
     def step(self, name: str) -> float:
         """The seconds of one step of a probe."""
-        return max(self.median(name) - self.median("nothing"), 0.0) / self.probes[name].steps
+        probe = self.probes[name]
+        return max(probe.seconds - self.probes["nothing"].seconds, 0.0) / probe.steps
 
     def inside(self) -> dict[str, Any]:
         alpha, moved, folded = (self.step(name) for name in ("small inside", "large inside", "reduced inside"))
@@ -214,7 +248,7 @@ class _Probes:
     def _add(self, name: str, src: Ints, dst: Ints, nbytes: int, reduce: bool = False) -> None:
         """Add a probe in each step of which each rank of ``src`` sends ``nbytes`` to the rank in ``dst``."""
         steps = _STEPS[nbytes]
-        self.probes[name] = _Probe(_exchange(self.bench.size, src, dst, steps, reduce), nbytes, steps)
+        self.probes[name] = _Probe(_exchange(self.bench.size, src, dst, steps, reduce), 1, nbytes, steps)
 
     def _add_inside(self) -> None:
         pair = self.first[int(self.hosts.argmax())] + np.arange(2)
@@ -261,55 +295,37 @@ def _from_rank_0(found: T) -> T:
     return broadcast_value(found, 0, None)
 
 
-@dataclass
-class _Trial:
-    nbytes: int
-    candidate: Candidate
-    predicted: float
-    times: list[float]
-
-    @property
-    def measured(self) -> float:
-        return statistics.median(self.times)
+def _candidates(
+    found: Mapping[str, Any], hosts: tuple[int, ...], sizes: Sequence[int]
+) -> Iterator[tuple[int, Candidate]]:
+    """The candidates for each size by these costs, the chosen one first."""
+    topology = Topology.measured(hosts, found)
+    for nbytes in sizes:
+        yield from ((nbytes, each) for each in recommend("all_reduce", nbytes, topology).candidates)
 
 
-def _check(bench: _Bench, topology: Topology, call: float, every: Sequence[int], rounds: int) -> None:
-    trials = [
-        _Trial(nbytes, each, call + float(seconds(each.schedule, nbytes, topology, each.segments)), [])
-        for nbytes in every
-        for each in recommend("all_reduce", nbytes, topology).candidates
-    ]
-    _measure(bench, trials, rounds)
+def _compare(bench: _Bench, found: Mapping[str, Any], trials: Sequence[_Trial], rounds: int) -> None:
+    """Print the predicted times beside the measured ones, and the time of the chosen schedule by that of the best."""
     if bench.rank == 0:
-        _print(trials)
-    for nbytes in every:
+        _print(trials, Topology.measured(bench.order.hosts, found), found["call"])
+    for nbytes in dict.fromkeys(trial.nbytes for trial in trials):
         of = [trial for trial in trials if trial.nbytes == nbytes]
-        chosen, best = of[0], of[_from_rank_0(min(range(len(of)), key=lambda index: of[index].measured))]
+        best = of[_from_rank_0(min(range(len(of)), key=lambda index: of[index].seconds))]
+        _, chosen = next(_candidates(found, bench.order.hosts, [nbytes]))
         # The least of many medians is partly luck. So the two are measured again, and only that decides.
-        again = [_Trial(nbytes, each.candidate, each.predicted, []) for each in (chosen, best)]
-        _measure(bench, again, _ROUNDS_AGAIN * rounds)
+        again = [_Trial(each.schedule, each.segments, nbytes, each.name) for each in (chosen, best)]
+        bench.measure(again, _ROUNDS_AGAIN * rounds)
         if bench.rank == 0:
             ratio = statistics.median(map(float.__truediv__, again[0].times, again[1].times))
-            names = [f"{each.candidate.name} x{each.candidate.segments}" for each in again]
-            print(f"# {nbytes:9} bytes: chosen {names[0]}, {ratio:.2f} times the best, {names[1]}", flush=True)
+            print(f"# {nbytes:9} bytes: chosen {again[0]}, {ratio:.2f} times the best, {again[1]}", flush=True)
 
 
-def _measure(bench: _Bench, trials: list[_Trial], rounds: int) -> None:
-    tensors = {nbytes: torch.zeros(nbytes // 4) for nbytes in {trial.nbytes for trial in trials}}
-    for number in range(rounds):
-        # in another order each time, the same on all ranks: a trial after one of another size takes longer
-        for trial in random.Random(number).sample(trials, len(trials)):
-            tensors[trial.nbytes].fill_(1.0)
-            candidate = trial.candidate
-            trial.times.append(bench.time(candidate.schedule, candidate.segments, tensors[trial.nbytes]))
-
-
-def _print(trials: list[_Trial]) -> None:
+def _print(trials: Sequence[_Trial], topology: Topology, call: float) -> None:
     print(f"# {'bytes':>9}  {'algorithm':52} {'predicted':>10} {'measured':>10}  error")
+    errors = []
     for trial in trials:
-        name = f"{trial.candidate.name} x{trial.candidate.segments}"
-        error = trial.predicted / trial.measured - 1
-        times = f"{trial.predicted * 1e3:8.2f} ms {trial.measured * 1e3:8.2f} ms"
-        print(f"{trial.nbytes:11}  {name:52} {times} {error:+6.0%}")
-    errors = [abs(trial.predicted / trial.measured - 1) for trial in trials]
-    print(f"# median error {statistics.median(errors):.1%} over {len(trials)}", flush=True)
+        predicted = trial.predicted(topology, call)
+        errors.append(predicted / trial.seconds - 1)
+        times = f"{predicted * 1e3:8.2f} ms {trial.seconds * 1e3:8.2f} ms"
+        print(f"{trial.nbytes:11}  {trial!s:52} {times} {errors[-1]:+6.0%}")
+    print(f"# median error {statistics.median(map(abs, errors)):.1%} over {len(trials)}", flush=True)

@@ -147,7 +147,7 @@ def _count(terms: NDArray[np.int32], step: Step, counts: NDArray[np.int32]) -> N
     if not step.reduce.all():
         copies = ~step.reduce
         terms[dst[copies], into[copies]] = counts[copies]
-        dst, into, counts = (column[step.reduce] for column in (dst, into, counts))
+        dst, into, counts = dst[step.reduce], into[step.reduce], counts[step.reduce]
     np.add.at(terms, (dst, into), counts)
 
 
