@@ -33,6 +33,7 @@ __all__: list[str] = []
 Ints = NDArray[np.int64]
 
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+_SAME_START = frozenset({"all_reduce", "reduce_scatter", "reduce", "barrier", "scan", "exclusive_scan"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +74,7 @@ class Contract:
 
     ``total``: the number of chunk numbers of a rank, scratch included. ``counts_once``: each rank's contribution must
     be counted exactly once (a barrier may count an arrival twice). ``same_bits``: ranks that end with the same piece
-    must have added it up in the same order.
+    must have added it up in the same order. ``same_start``: all ranks start with the same pieces in the same chunks.
     """
 
     total: int
@@ -81,6 +82,7 @@ class Contract:
     end: Callable[[int], Holding]
     counts_once: bool = True
     same_bits: bool = True
+    same_start: bool = False
 
 
 _NOTHING = Holding.of(range(0), range(0), 0, 0)
@@ -189,4 +191,4 @@ def contract(
         raise ValueError(f"{collective}: {chunks} chunks cannot be shared by {size} ranks; use a multiple of {size}")
     start, end = _start_and_end(collective, size, chunks, 0 if root is None else root)
     data = 2 * chunks if collective == "all_to_all" else chunks
-    return Contract(data + scratch, start, end, collective != "barrier", same_bits)
+    return Contract(data + scratch, start, end, collective != "barrier", same_bits, collective in _SAME_START)

@@ -99,8 +99,8 @@ def compile_program(schedule: Schedule, rank: int) -> Program:
         return _compile_part(schedule, schedule.part(rank), rank)
     held = np.full((schedule.size, schedule.contract.total), -1)  # the piece in each chunk of each rank,
     terms = np.zeros(held.shape, np.int32)  # and the number of ranks whose data is in it
-    for each in range(schedule.size):
-        start = schedule.contract.start(each)
+    for each in [slice(None)] if schedule.contract.same_start else range(schedule.size):
+        start = schedule.contract.start(0 if isinstance(each, slice) else each)
         held[each, start.chunk], terms[each, start.chunk] = start.piece, 1
     actions, number = [], -1
     for number, (step, width) in enumerate(schedule.steps.with_width()):

@@ -54,18 +54,20 @@ def patterns(steps: Iterator[Step]) -> Iterator[tuple[int, Step]]:
     >>> [number for number, _ in patterns(iter(build("all_reduce", "ring", size=4).steps))]
     [0, 0, 0, 1, 1, 1]
     """
-    recent: list[tuple[int, list[bytes]]] = []
+    last: tuple[int, tuple[bytes, ...]]
+    last = before = (-1, ())  # the numbers and contents of the last two patterns
     seen = 0
     for step in steps:
         rows, span = step.narrow
-        columns = [rows.src, rows.dst, rows.reduce, *([] if span is None else [span])]
-        content = [column.tobytes() for column in columns]  # a copy: a generator may change its own arrays
-        same = [each for each in recent if each[1] == content]
-        if not same:
-            same = [(seen, content)]
-            seen += 1
-        recent = [*same, *(each for each in recent if each is not same[0])][:2]
-        yield same[0][0], step
+        # Copies of the columns: a generator may change its own arrays.
+        content: tuple[bytes, ...] = (rows.src.tobytes(), rows.dst.tobytes(), rows.reduce.tobytes())
+        content = content if span is None else (*content, span.tobytes())
+        if content != last[1]:
+            last, before = before, last
+            if content != last[1]:
+                last = seen, content
+                seen += 1
+        yield last[0], step
 
 
 @dataclass(frozen=True, eq=False)
