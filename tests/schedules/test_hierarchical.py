@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from dist_prims.schedules import Schedule, Step, algorithms, build
+from dist_prims.schedules import COLLECTIVES, Schedule, Step, algorithms, build
+from dist_prims.schedules.contract import contract
+from dist_prims.schedules.program import compile_program
 from dist_prims.schedules.recommend import recommend
 from dist_prims.schedules.replay import replay
+from dist_prims.schedules.schedule import Steps
 from dist_prims.schedules.topology import Level, Topology
 
 CLUSTER = Level(2e-6, 1e-10), Level(30e-6, 1e-9), 1e-10
@@ -124,3 +128,23 @@ def test_large_data_over_many_hosts_is_broadcast_by_all_ranks() -> None:
         assert best.schedule.algorithm == "hierarchical"
     small = recommend("all_to_all", 1e3, Topology((4,) * 4, *CLUSTER)).candidates[0]
     assert small.schedule.algorithm == "hierarchical"
+
+
+@pytest.mark.parametrize("hosts", [(1,), (2, 2), (3, 1), (2, 3, 3), (3, 3, 3)])
+@pytest.mark.parametrize("collective", [*ANY, *EQUAL])
+def test_programs_by_phase_are_those_of_single_chunks(collective: str, hosts: tuple[int, ...]) -> None:
+    if collective in EQUAL and len(set(hosts)) > 1:
+        pytest.skip("only for hosts with equally many ranks")
+    by_phase = hierarchical(collective, hosts)
+    by_chunk = replace(by_phase, steps=Steps(lambda: iter(by_phase.steps)))
+    if collective in ANY and hosts == (2, 3, 3):
+        assert max(width for _, width in by_phase.steps.with_width()) > 1
+    for rank in range(sum(hosts)):
+        assert compile_program(by_phase, rank) == compile_program(by_chunk, rank)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_contract_says_whether_all_ranks_start_with_the_same(collective: str) -> None:
+    of = contract(collective, size=4, chunks=1 if collective == "barrier" else 4)
+    starts = {(tuple(start.chunk.tolist()), tuple(start.piece.tolist())) for start in map(of.start, range(4))}
+    assert of.same_start == (len(starts) == 1)
