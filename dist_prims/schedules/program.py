@@ -99,9 +99,10 @@ def compile_program(schedule: Schedule, rank: int) -> Program:
         return _compile_part(schedule, schedule.part(rank), rank)
     held = np.full((schedule.size, schedule.contract.total), -1)  # the piece in each chunk of each rank,
     terms = np.zeros(held.shape, np.int32)  # and the number of ranks whose data is in it
-    for each in [slice(None)] if schedule.contract.same_start else range(schedule.size):
-        start = schedule.contract.start(0 if isinstance(each, slice) else each)
-        held[each, start.chunk], terms[each, start.chunk] = start.piece, 1
+    same_start = schedule.contract.same_start
+    for each in range(1 if same_start else schedule.size):
+        start, ranks = schedule.contract.start(each), slice(None) if same_start else each
+        held[ranks, start.chunk], terms[ranks, start.chunk] = start.piece, 1
     actions, number = [], -1
     for number, (step, width) in enumerate(schedule.steps.with_width()):
         wide_held, wide_terms = _blocks(held, width), _blocks(terms, width)
