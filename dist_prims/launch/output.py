@@ -15,7 +15,7 @@ from typing import TextIO
 
 __all__: list[str] = []
 
-_LINE = re.compile(rb"[^\r\n]*(?:\n|\r\n|\r(?=[^\n]))")  # a final \r is no line end yet: \n may follow
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 _READ_BYTES = 1 << 20  # more than the capacity of a pipe
 _LONGEST = 1 << 16  # bytes of an incomplete line that is buffered
 
@@ -43,8 +43,10 @@ class Output:
             self._rest += os.read(self.descriptor, _READ_BYTES)
         except BlockingIOError:
             return
-        lines = _LINE.findall(self._rest)
-        self._rest = self._rest[sum(map(len, lines)) :]
+        # Only complete lines are given to the pattern, which would search an incomplete one from each of its bytes.
+        # A final \r is no line end yet: \n may follow.
+        end = 1 + max(self._rest.rfind(b"\n"), self._rest.rfind(b"\r", 0, -1))
+        lines, self._rest = _LINE.findall(self._rest[:end]), self._rest[end:]
         if len(self._rest) > _LONGEST:
             lines, self._rest = [*lines, self._rest], b""
         self._write(lines)

@@ -130,6 +130,22 @@ def test_lines(pieces: list[bytes], shown: str) -> None:
     assert out.getvalue().replace("[rank 0]", ">") == shown
 
 
+def test_a_long_line_in_many_pieces() -> None:
+    """The search for line ends took time by the square of an incomplete line's length: 10 s for 30 KB, at each read."""
+    piece, number = b"x" * 1_000, 60
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        output = Output("stdout", 0, prefix=False)
+        writes = os.open(f"/proc/self/fd/{output.descriptor}", os.O_WRONLY)
+        for _ in range(number):
+            os.write(writes, piece)
+            output.forward()
+        assert out.getvalue() == "", "the line is not complete"
+        os.write(writes, b"\n")
+        os.close(writes)
+        output.close()
+    assert out.getvalue() == "x" * 60_000 + "\n"
+
+
 def test_a_stream_that_knows_fewer_letters_gets_escapes() -> None:
     text = io.TextIOWrapper(io.BytesIO(), "ascii")
     with contextlib.redirect_stdout(text):
