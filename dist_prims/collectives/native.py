@@ -214,7 +214,10 @@ def _finish(done: Any, after: Sequence[Callable[[], object]]) -> None:
 
 @dataclass
 class _Native:
-    """Converter of a Call to a call of torch.distributed; ``after`` are functions to call when it has completed."""
+    """Converter of a Call to a call of torch.distributed; ``after`` are functions to call when it has completed.
+
+    None of them refers to this object, which holds the group and the tensors: a cycle would keep them.
+    """
 
     call: Call
     after: list[Callable[[], object]] = field(default_factory=list)
@@ -232,7 +235,7 @@ class _Native:
     def reduced(self, target: torch.Tensor) -> torch.Tensor:
         """Return the tensor; divide it after the call if the backend does not support the mean."""
         if self.divides:
-            self.after.append(lambda: target.div_(self.size))
+            self.after.append(functools.partial(target.div_, self.size))
         return target
 
     def in_place(self) -> torch.Tensor:
@@ -288,7 +291,8 @@ class _Native:
         if self.on_dist_prims:
             return dist.reduce_scatter(target, blocks, self.op, async_op=is_async, **self.common)
         whole = torch.cat([*blocks])
-        self.after.append(lambda: target.copy_(whole.view(self.size, target.numel())[self.rank]))
+        own = whole.view(self.size, target.numel())[self.rank]
+        self.after.append(lambda: target.copy_(own))
         self.reduced(target)
         return dist.all_reduce(whole, self.op, async_op=is_async, **self.common)
 

@@ -12,6 +12,7 @@ kernel frees it with its last descriptor.
 
 import ctypes
 import faulthandler
+import gc
 import io
 import os
 import signal
@@ -57,6 +58,7 @@ class RankSpec:
     stack: str
     streams: tuple[str, ...]  # stdout and stderr
     interactive: tuple[bool, ...]  # whether they are shown to a user at once
+    collects_garbage: bool  # whether the parent did, before it disabled that for the fork
 
 
 class _Stream(io.TextIOWrapper):
@@ -95,6 +97,9 @@ def rank_main(spec: RankSpec, payload: Payload) -> NoReturn:
 
 def _set_up(spec: RankSpec) -> None:
     _die_with_parent(spec.parent)
+    gc.freeze()  # what became garbage in the parent may wait, at its end, for a thread that only the parent has
+    if spec.collects_garbage:
+        gc.enable()
     receive(spec.secret)
     for number, (name, path) in enumerate(zip(("stdout", "stderr"), spec.streams, strict=True), start=1):
         pipe = os.open(path, os.O_WRONLY)

@@ -5,13 +5,14 @@ pipe is not sufficient, because child processes of a rank inherit the descriptor
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -96,8 +97,9 @@ class RankProcesses:
                 stack=_path(rank.stack),
                 streams=tuple(_path(output.descriptor) for output in rank.outputs),
                 interactive=tuple(is_interactive(stream) for stream in (sys.stdout, sys.stderr)),
+                collects_garbage=gc.isenabled(),
             )
-            with hidden_main(not payload.by_name):
+            with hidden_main(not payload.by_name), _garbage_kept():
                 rank.start(context.Process(target=rank_main, args=(spec, payload)))
         self._watch(lambda rank: rank.kind is not None, "starting", deadline, f"start_timeout={self.start_timeout:g}")
 
@@ -247,6 +249,18 @@ class _Rank:
         os.close(self.stack)
         for output in self.outputs:
             output.close()
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Collect no garbage, for a fork: the rank would destroy what belongs to the parent."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _anonymous_file(name: str) -> int:

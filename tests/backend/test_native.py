@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,30 @@ Op = dist.ReduceOp
 
 def on_two(body: Callable[[int], Any], backend: str) -> None:
     dist_prims.spawn(lambda: body(dist.get_rank()), 2, backend=backend, timeout=60)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_are_freed_without_garbage_collection(backend: str, is_async: bool) -> None:
+    """A mean over gloo left its tensors and the group in a cycle of references."""
+
+    def body(rank: int) -> None:
+        gc.disable()
+        for op in (Op.SUM, Op.AVG, Op.MAX):
+            tensor, output = torch.ones(4), torch.empty(2)
+            works = [
+                dist_prims.all_reduce(tensor, op, async_op=is_async),
+                dist_prims.reduce(tensor, 0, op, async_op=is_async),
+                dist_prims.reduce_scatter(output, tensor, op, async_op=is_async),
+            ]
+            for work in works:
+                if is_async:
+                    work.wait()
+            ends = [weakref.ref(tensor), weakref.ref(output)]
+            del tensor, output, work, works
+            assert [end() for end in ends] == [None, None], (rank, op)
+
+    on_two(body, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

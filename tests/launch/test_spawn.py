@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -213,3 +215,32 @@ def test_a_death_before_all_have_joined_is_no_loss() -> None:
     dist.Backend.register_backend("mortal_rank", make, devices=["cpu"])
     with pytest.raises(RankFailedError, match="rank 1 exited with status 3 before its function began"):
         dist_prims.spawn(of_a_module, 3, backend="mortal_rank", timeout=60, start_timeout=60, min_ranks=2)
+
+
+def test_ranks_do_not_collect_what_became_garbage_in_the_parent() -> None:
+    """A forked rank hung where it destroyed gloo's group, which waits for a thread that only the parent has."""
+
+    def body() -> None:
+        assert gc.isenabled()
+        gc.collect()
+        node = type("Node", (), {})()
+        node.itself = node
+        of_node = weakref.ref(node)
+        del node
+        gc.collect()
+        assert of_node() is None, "garbage of the rank itself is collected"
+
+    gc.collect()
+    gc.disable()
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        cycle = [dist.group.WORLD]
+        cycle.append(cycle)  # type: ignore[arg-type]
+        dist.destroy_process_group()
+        del cycle
+        gc.enable()
+        dist_prims.spawn(body, 2, timeout=60)
+        assert gc.isenabled()
+    finally:
+        gc.enable()
+        gc.collect()
