@@ -49,6 +49,19 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return (os.cpu_count() or 1) + (config.option.markexpr == "not slow")
 
 
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """What a test sets is gone after it: ``init()`` sets the interface, which later ranks inherited."""
+    before = dict(os.environ)
+    yield
+    changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+    for name in changed - {"PYTEST_CURRENT_TEST"}:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """As spawned ranks have: the order of additions depends on it."""
