@@ -100,8 +100,7 @@ _LOCAL_SIZES += ["PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"]
 def _transports() -> Iterator[Fact]:
     yield "gloo", "yes" if dist.is_gloo_available() else "no: this torch was built without it"
     yield "NCCL", _nccl()
-    yield "MPI", _mpi()
-    yield "UCX", _ucx()
+    yield from _mpi_and_ucx()
     yield "shared memory", describe()
 
 
@@ -112,6 +111,20 @@ def _nccl() -> str:
         return "no: there is no CUDA device"
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return f"{version}, {torch.cuda.device_count()} devices ({torch.cuda.get_device_name()})"
+
+
+def _mpi_and_ucx() -> Iterator[Fact]:
+    """MPI may bring a UCX. The one that is loaded first serves both, and a group loads MPI first only under mpirun."""
+    ucx = "" if _is_started_by_mpirun() else _ucx()
+    yield "MPI", _mpi()
+    yield "UCX", ucx or _ucx()
+
+
+def _is_started_by_mpirun() -> bool:
+    try:
+        return detect().medium == "MPI"
+    except ValueError:
+        return False
 
 
 def _mpi() -> str:
