@@ -64,8 +64,8 @@ Lane::Lane(std::unique_ptr<Worker> worker, std::vector<std::string> addresses, i
       addresses_(std::move(addresses)),
       rank_(rank),
       group_(group_bits(key) << (kTagBits + kRankBits)),
-      polling_(polls),
-      peers_(addresses_.size(), Peer{this}) {
+      peers_(addresses_.size(), Peer{this}),
+      polling_(polls) {
     if (addresses_.size() > std::size_t{1} << kRankBits) throw std::invalid_argument("too many ranks for UCX");
 }
 
@@ -95,7 +95,11 @@ ucp_ep_h Lane::endpoint_to(Peer& peer) {
     const ucs_status_t status = calls()->ep_create(worker_->get(), &parameters, &peer.endpoint);
     if (status == UCS_OK) return peer.endpoint;
     peer.endpoint = nullptr;
-    mark_gone(peer, std::string("ucp_ep_create(): ") + calls()->status_string(status));
+    const char* remedy = status == UCS_ERR_UNREACHABLE
+                             ? " from the devices of UCX on this rank: set UCX_NET_DEVICES, or GLOO_SOCKET_IFNAME, to an "
+                               "interface that leads there"
+                             : "";
+    mark_gone(peer, std::string("ucp_ep_create(): ") + calls()->status_string(status) + remedy);
     return nullptr;
 }
 

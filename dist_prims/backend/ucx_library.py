@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..launch.mpi_exchange import is_inherited
 from ..launch.network import address_of
 from . import tcp_endpoint
 from .compile_native import UCX
@@ -65,8 +66,11 @@ _process: int | None = None  # that has made a worker
 
 def unusable_reason() -> str:
     """Return why UCX cannot be used in this process, with a remedy; an empty string if it can."""
+    remedy = "start it by spawn or forkserver instead of fork"
     if _process not in (None, os.getpid()):  # the thread of UCX that accepts connections is not in this process
-        return "this process was forked from one that uses UCX; start it by spawn or forkserver instead of fork"
+        return f"this process was forked from one that uses UCX; {remedy}"
+    if is_inherited():
+        return f"this process was forked from one that uses MPI, and MPI may use UCX; {remedy}"
     try:
         _library()
     except (ImportError, OSError, RuntimeError) as error:

@@ -32,6 +32,26 @@ __all__: list[str] = []
 
 _WIDTH = 1024  # bytes of an exchanged text: a host name, or the addresses of rank 0
 
+_is_inherited = False
+
+
+def is_inherited() -> bool:
+    """Whether this process was forked from one that had initialized MPI, whose threads are not in this process.
+
+    >>> is_inherited()
+    False
+    """
+    return _is_inherited
+
+
+def _look_for_mpi() -> None:
+    global _is_inherited
+    MPI = sys.modules.get("mpi4py.MPI")
+    _is_inherited = MPI is not None and MPI.Is_initialized()
+
+
+os.register_at_fork(after_in_child=_look_for_mpi)
+
 
 class Mpi:
     """Text exchange over MPI.COMM_WORLD."""

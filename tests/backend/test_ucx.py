@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from ranks import span
 
 import dist_prims
 from dist_prims.backend import ucx_library
+from dist_prims.launch.network import address_of
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +176,55 @@ def test_forked_children_change_nothing(needs_ucx: None) -> None:
         assert total() == 2
 
     span("a b", body)
+
+
+AFTER_MPI = """
+import os
+from mpi4py import MPI
+import dist_prims
+from dist_prims.backend import mpi_library, ucx_library
+def reasons():
+    return ucx_library.unusable_reason(), mpi_library.unusable_reason()
+for forked in dist_prims.spawn(reasons, 2, timeout=60):
+    assert all("was forked from one that uses MPI" in reason for reason in forked), forked
+assert not any("forked" in reason for reason in reasons())
+"""
+
+
+def test_ranks_that_are_forked_where_mpi_is_used(tmp_path: Path, needs_ucx: None) -> None:
+    """MPICH uses UCX. A forked rank lacked the thread that accepts connections, and waited for its group in vain."""
+    pytest.importorskip("mpi4py")
+    path = tmp_path / "program.py"
+    path.write_text(AFTER_MPI)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100, env=clean())
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_doctor_tells_the_ucx_that_a_group_will_use(needs_ucx: None) -> None:
+    """It told the version of the UCX that MPI brings, also where no mpirun had started the process."""
+    version = "from dist_prims.backend import ucx_library; print(ucx_library.version())"
+    report = "from dist_prims.cli.doctor import report; print(report())"
+    alone, of_doctor = (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=clean()).stdout
+        for program in (version, report)
+    )
+    assert re.search(rf"^UCX +{re.escape(alone.strip())}, over", of_doctor, re.MULTILINE), of_doctor
+
+
+def test_devices_that_do_not_lead_to_a_host_are_told(needs_ucx: None) -> None:
+    others = [name for _, name in socket.if_nameindex() if name != "lo" and address_of(name)]
+    if not others:
+        pytest.skip("this host has no network interface but loopback")
+
+    def rank() -> None:
+        number = dist.get_rank()
+        os.environ["DIST_PRIMS_HOST_ID"] = str(number)
+        os.environ["UCX_NET_DEVICES"] = (others[0], "lo")[number]
+        dist.destroy_process_group()
+        dist_prims.init("dist_prims", timeout=30)
+
+    with pytest.raises(dist_prims.RankFailedError, match=r"Destination is unreachable .* set UCX_NET_DEVICES"):
+        dist_prims.spawn(rank, 2, timeout=60)
 
 
 PROGRAM = """
