@@ -36,6 +36,23 @@ std::uint64_t key_of(std::uint64_t direction, int peer) {
 
 }  // namespace
 
+// The lock, and what must be freed without it: an owner of memory may run any code.
+class TcpLane::Guard {
+public:
+    explicit Guard(TcpLane& lane) : lane_(lane), lock(lane.mutex_) {}
+    ~Guard() {
+        const std::vector<TcpMessagePtr> over = lane_.over_and_given_up();
+        lock.unlock();
+    }
+    Guard(const Guard&) = delete;
+
+private:
+    TcpLane& lane_;
+
+public:
+    std::unique_lock<std::mutex> lock;
+};
+
 // Marks a message as awaited by this thread.
 class TcpLane::AwaitedScope {
 public:
@@ -64,7 +81,7 @@ void TcpLane::check_open() const {
 }
 
 void TcpLane::send(const TcpMessagePtr& message) {
-    const std::lock_guard lock(mutex_);
+    const Guard guard(*this);
     check_open();
     Outgoing* const found = outgoing(message->peer);
     if (!found) {
@@ -77,7 +94,7 @@ void TcpLane::send(const TcpMessagePtr& message) {
 }
 
 void TcpLane::receive(const TcpMessagePtr& message) {
-    const std::lock_guard lock(mutex_);
+    const Guard guard(*this);
     check_open();
     inbox_.post(message);
     if (message->is_done) return;
@@ -87,7 +104,7 @@ void TcpLane::receive(const TcpMessagePtr& message) {
 
 TcpLane::WaitResult TcpLane::wait(TcpMessage& message, std::chrono::milliseconds limit) {
     const auto until = Clock::now() + limit;
-    std::unique_lock lock(mutex_);
+    Guard guard(*this);
     if (std::exchange(message.is_aborted, false)) return WaitResult::kAborted;
     const AwaitedScope awaited(*this, message);
     if (!message.is_outgoing) resume(message.peer);
@@ -100,9 +117,9 @@ TcpLane::WaitResult TcpLane::wait(TcpMessage& message, std::chrono::milliseconds
         if (left <= 0ms) return WaitResult::kLate;
         check_peer(message);
         if (!message.error.empty()) continue;
-        const auto sleep = polling.again(lock) ? 0ms : left;
+        const auto sleep = polling.again(guard.lock) ? 0ms : left;
         const bool is_over = message.is_done || message.is_aborted || !message.error.empty();
-        if (!is_over && !move(lock, sleep, &message)) return WaitResult::kAborted;
+        if (!is_over && !move(guard.lock, sleep, &message)) return WaitResult::kAborted;
     }
     return WaitResult::kDone;
 }
@@ -137,8 +154,21 @@ void TcpLane::release(const TcpMessagePtr& message) {
     if (message->is_done || !message->error.empty()) return;
     if (!message->is_outgoing) return inbox_.withdraw(message);
     const auto found = outgoing_.find(message->peer);
-    if (found != outgoing_.end() && !found->second.connection.withdraw(message) && !message->owner)
+    if (found == outgoing_.end() || found->second.connection.withdraw(message)) return;
+    if (message->owner)
+        given_up_.push_back(message);
+    else
         end_outgoing(message->peer, "a message was given up when a part of it had been sent");
+}
+
+// Takes the messages that were given up and are over. Under the lock.
+std::vector<TcpMessagePtr> TcpLane::over_and_given_up() {
+    if (given_up_.empty()) return {};
+    const auto is_open = [](const TcpMessagePtr& each) { return !each->is_done && each->error.empty(); };
+    const auto first = std::stable_partition(given_up_.begin(), given_up_.end(), is_open);
+    std::vector<TcpMessagePtr> over(first, given_up_.end());
+    given_up_.erase(first, given_up_.end());
+    return over;
 }
 
 void TcpLane::open(int peer) {
@@ -155,7 +185,7 @@ void TcpLane::add(int peer, Socket socket) {
 }
 
 void TcpLane::close(const std::string& reason) {
-    const std::lock_guard lock(mutex_);
+    const Guard guard(*this);
     if (!closed_.empty()) return;
     closed_ = reason;
     inbox_.fail_all(reason);
@@ -239,8 +269,8 @@ bool TcpLane::move(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds
 }
 
 void TcpLane::progress() {
-    std::unique_lock lock(mutex_);
-    move(lock, 0ms);
+    Guard guard(*this);
+    move(guard.lock, 0ms);
 }
 
 void TcpLane::handle(const epoll_event& event) {

@@ -78,6 +78,7 @@ private:
         Clock::time_point since;
     };
     class AwaitedScope;
+    class Guard;
 
     Outgoing* outgoing(int peer);
     void flush(int peer);
@@ -86,6 +87,7 @@ private:
     void resume(int peer);
     void check_peer(TcpMessage& message);
     void check_open() const;
+    std::vector<TcpMessagePtr> over_and_given_up();
     bool move(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit, const TcpMessage* own = nullptr);
     void handle(const epoll_event& event);
 
@@ -99,7 +101,8 @@ private:
     std::map<int, Gone> gone_;          // ranks to which nothing can be sent any more
     std::map<int, std::string> ended_;  // ranks from which nothing can come any more, and why
     Inbox inbox_;
-    std::string closed_;  // why; empty as long as the lane is open
+    std::vector<TcpMessagePtr> given_up_;  // sent in part, with an owner
+    std::string closed_;                   // why; empty as long as the lane is open
     WaitingThreads<TcpMessage> waiting_;
     Polling polling_;
 };

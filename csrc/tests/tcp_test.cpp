@@ -134,6 +134,10 @@ CASE(tcp_a_request_that_was_given_up_leaves_its_memory_alone) {
     a_request_that_was_given_up_leaves_its_memory_alone<Network>();
 }
 
+CASE(tcp_an_owner_is_freed_without_a_lock) {
+    an_owner_is_freed_without_a_lock<Network>();
+}
+
 CASE(tcp_an_error_says_how_a_connection_has_ended) {
     Network network(3);
     std::vector<std::byte> got(4);

@@ -345,4 +345,29 @@ void a_request_that_was_given_up_leaves_its_memory_alone() {
     CHECK(got == large);
 }
 
+// Like an object of Python, whose end may need a lock that another thread has while it calls the transport.
+template <typename Network>
+void an_owner_is_freed_without_a_lock() {
+    Network network(2);
+    const auto large = pattern(20 << 20, 7);
+    std::vector<std::byte> first(1);
+    const auto incoming = receive(network[1], 0, 2, first);
+    wait(send(network[0], 1, 2, pattern(1, 1)));
+    wait(incoming);  // there is a connection, so a part of the next message is sent at once
+    std::atomic<bool> is_freed{false};
+    const auto call_and_free = [&](std::vector<std::byte>* memory) {
+        std::thread([&] { network[0].progress(); }).join();  // a lock that this thread had would block it
+        delete memory;
+        is_freed = true;
+    };
+    std::shared_ptr<std::vector<std::byte>> owned(new std::vector<std::byte>(large), call_and_free);
+    auto outgoing = network[0].send(1, 1, owned->data(), owned->size(), owned);
+    outgoing.reset();
+    owned.reset();
+    std::vector<std::byte> got(large.size());
+    wait(receive(network[1], 0, 1, got));
+    CHECK(got == large);
+    wait_until([&] { return is_freed.load(); });
+}
+
 }  // namespace dist_prims

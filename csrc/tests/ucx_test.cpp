@@ -115,6 +115,10 @@ CASE(ucx_a_request_that_was_given_up_leaves_its_memory_alone) {
     a_request_that_was_given_up_leaves_its_memory_alone<Network>();
 }
 
+CASE(ucx_an_owner_is_freed_without_a_lock) {
+    an_owner_is_freed_without_a_lock<Network>();
+}
+
 // Connections, descriptors and threads end with the transports.
 CASE(ucx_transports_leave_nothing) {
     const auto exchange = [] {
