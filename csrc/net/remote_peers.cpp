@@ -125,6 +125,10 @@ RemotePeers::Handle RemotePeers::receive_from_any(int tag, std::byte* data, std:
 }
 
 void RemotePeers::wait(const Handle& request) {
+    if (!wait_until_deadline(request)) throw_late(*request);
+}
+
+bool RemotePeers::wait_until_deadline(const Handle& request) {
     const TraceSpan span(TraceKind::kWait, request->bytes, request->peer);
     for (bool is_due = false;;) {
         std::string reason;
@@ -132,7 +136,7 @@ void RemotePeers::wait(const Handle& request) {
             if (wait_a_while(*request)) {
                 if (request->peer == Transport::kAnyone) request->peer = request->handle->source();
                 request->trace.end(request->outgoing, request->peer, request->bytes);
-                return;
+                return true;
             }
         } catch (const Transport::LengthError& error) {
             throw_other_length(*request, error.what());
@@ -146,7 +150,7 @@ void RemotePeers::wait(const Handle& request) {
         check_failures(*request);
         // An aborted wait does not report a message that has arrived: this rank may have been stopped meanwhile. So it
         // waits once more.
-        if (Clock::now() >= request->deadline && std::exchange(is_due, true)) throw_late(*request);
+        if (Clock::now() >= request->deadline && std::exchange(is_due, true)) return false;
     }
 }
 
@@ -207,22 +211,26 @@ void RemotePeers::throw_other_length(const RemoteRequest& request, const std::st
 void RemotePeers::throw_late(const RemoteRequest& request) {
     if (request.peer == Transport::kAnyone)
         membership_.throw_timeout(std::to_string(request.timeout.count()) + " ms in " + text(request));
-    const int culprit = diagnosis_->diagnose(request.peer, [this] { return is_over(); });
-    throw_failure(CommError::Kind::kLost, culprit, request, "");
+    throw_late(request.peer, [&] { return text(request, ""); });
+}
+
+void RemotePeers::throw_late(int awaited, const Membership::What& what) {
+    const int culprit = diagnosis_->diagnose(awaited, [this] { return is_over(); });
+    throw_failure(CommError::Kind::kLost, culprit, what);
 }
 
 void RemotePeers::throw_broken(const RemoteRequest& request, const std::string& reason) {
     if (!membership_.notice()) receive_notice(kTimeToReceive);
     const int peer = request.peer == Transport::kAnyone && request.handle ? request.handle->source() : request.peer;
+    const auto what = [&] { return text(request, reason); };
     if (peer == Transport::kAnyone)  // a transport fails such a receive only when it closes
-        throw_failure(CommError::Kind::kInterrupted, membership_.number(membership_.rank()), request, reason);
-    throw_failure(CommError::Kind::kPeerDied, peer, request, reason);
+        throw_failure(CommError::Kind::kInterrupted, membership_.number(membership_.rank()), what);
+    throw_failure(CommError::Kind::kPeerDied, peer, what);
 }
 
-void RemotePeers::throw_failure(CommError::Kind kind, int culprit, const RemoteRequest& request,
-                                const std::string& reason) {
+void RemotePeers::throw_failure(CommError::Kind kind, int culprit, const Membership::What& what) {
     membership_.give_notice(kind, culprit);  // the first notice stands
-    membership_.check_abort([&] { return text(request, reason); });
+    membership_.check_abort(what);
     std::abort();  // there is a notice, so it has thrown
 }
 
@@ -281,7 +289,8 @@ void RemotePeers::send_notice() {
 std::string RemotePeers::text(const RemoteRequest& request) const {
     const std::string peer = request.peer == Transport::kAnyone ? "any rank" : membership_.title(request.peer);
     const std::string tag = request.tag > tags.largest_of_users() ? "" : ", tag " + std::to_string(request.tag);
-    return (request.outgoing ? "send(" : "recv(") + std::to_string(request.bytes) + " bytes " +
+    const std::string call = request.tag == tags.barrier() ? "monitored_barrier: " : "";
+    return call + (request.outgoing ? "send(" : "recv(") + std::to_string(request.bytes) + " bytes " +
            (request.outgoing ? "to " : "from ") + peer + tag + ")";
 }
 

@@ -55,10 +55,14 @@ public:
     // from `since`, for a request that was posted early.
     void wait(const Handle& request);
     void wait(const Handle& request, std::chrono::milliseconds timeout, Clock::time_point since);
+    // The same, but returns false if the request is not done by its deadline. The group goes on.
+    bool wait_until_deadline(const Handle& request);
     // Whether wait() would return or throw at once.
     static bool is_done(const Handle& request) { return request->handle->is_done(); }
     // Throws if the group has ended, or if it is too late for the request.
     void check(const Handle& request);
+    // Ends the group because a rank is late for what `what` describes, and names the rank that blocks it.
+    [[noreturn]] void throw_late(int awaited, const Membership::What& what);
     // See Transport.
     void progress() { transport_->progress(); }
     void move_in_background() { transport_->move_in_background(); }
@@ -85,8 +89,7 @@ private:
     [[noreturn]] void throw_other_length(const RemoteRequest& request, const std::string& reason);
     [[noreturn]] void throw_late(const RemoteRequest& request);
     [[noreturn]] void throw_broken(const RemoteRequest& request, const std::string& reason);
-    [[noreturn]] void throw_failure(CommError::Kind kind, int culprit, const RemoteRequest& request,
-                                    const std::string& reason);
+    [[noreturn]] void throw_failure(CommError::Kind kind, int culprit, const Membership::What& what);
     void receive_notice(std::chrono::milliseconds limit);
     void send_notice();
     void run_ticker();

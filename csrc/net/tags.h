@@ -6,8 +6,8 @@
 //     0 ... largest_of_users()      messages of users
 //     notice, unused, diagnosis     one tag each (see remote_peers.h and timeout_diagnosis.h)
 //     agreement                     one tag: each pair of leaders exchanges one message in each agreement, and both
-//     make
-//                                   their agreements in the same order
+//                                   make their agreements in the same order
+//     barrier                       one tag, of monitored barriers
 //     data                          kSegments tags, used in turn: one for each segment of data
 //
 // A transport delivers the messages of one sender, receiver and tag in order. So the tag of a segment may be reused as
@@ -40,6 +40,7 @@ public:
     int unused() const { return first_ + 1; }  // nothing is ever sent under it
     int diagnosis() const { return first_ + 2; }
     int agreement() const { return first_ + 3; }
+    int barrier() const { return first_ + 4; }
     bool is_agreement(int tag) const { return tag == agreement(); }
     // Whether the tag is one of those that tell of failures.
     bool is_control(int tag) const { return tag >= notice() && tag <= diagnosis(); }
@@ -50,7 +51,7 @@ public:
     int data(std::uint64_t number) const { return first_ + kSingle + static_cast<int>(number % kSegments); }
 
 private:
-    static constexpr int kSingle = 4;  // tags of one kind of message each
+    static constexpr int kSingle = 5;  // tags of one kind of message each
     static constexpr int kReserved = kSingle + static_cast<int>(kSegments);
 
     int first_;  // of the reserved ones

@@ -74,8 +74,10 @@ std::string PointToPoint::text(const LocalRequest& request) const {
     if ((request.tag & (kCollectiveFlag | kSignalFlag)) == kSignalFlag)
         return (request.outgoing ? "signal(to " : "wait_signal(from ") + peer_text + ", window " +
                std::to_string(request.tag & ~kSignalFlag) + ")";
-    return (request.outgoing ? "send(" : "recv(") + std::to_string(request.bytes) + " bytes " +
-           (request.outgoing ? "to " : "from ") + peer_text + ", tag " + std::to_string(request.tag) + ")";
+    const bool is_barrier = request.tag == kBarrierTag;
+    const std::string tag = is_barrier ? "" : ", tag " + std::to_string(request.tag);
+    return (is_barrier ? "monitored_barrier: " : "") + std::string(request.outgoing ? "send(" : "recv(") +
+           std::to_string(request.bytes) + " bytes " + (request.outgoing ? "to " : "from ") + peer_text + tag + ")";
 }
 
 PointToPoint::RingState& PointToPoint::ring_state(int from, int to) const {

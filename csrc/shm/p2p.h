@@ -40,6 +40,7 @@ public:
     static constexpr int kAnyone = -1;
     using Tag = std::uint64_t;
     static constexpr Tag kCollectiveFlag = Tag{1} << 63;  // a bit above the tags of users
+    static constexpr Tag kBarrierTag = Tag{1} << 62;      // of monitored barriers
     static constexpr Tag kSignalFlag = Tag{1} << 61;      // of signals of windows, which are messages without data
     // By the number of the window, which begins again at 0 after 2^61 windows.
     static constexpr Tag signal_tag(std::uint64_t window) { return kSignalFlag | (window & (kSignalFlag - 1)); }

@@ -54,14 +54,14 @@ CASE(sums_over_the_wrap_of_call_numbers) {
 // No two classes of messages share a tag, for any numbers of segments, and all tags are valid for the transport.
 void tags_of_classes_differ(int largest) {
     const Tags tags(largest);
-    std::set<int> found{tags.notice(), tags.unused(), tags.diagnosis(), tags.agreement()};
-    CHECK(found.size() == 4);
+    std::set<int> found{tags.notice(), tags.unused(), tags.diagnosis(), tags.agreement(), tags.barrier()};
+    CHECK(found.size() == 5);
     const std::uint64_t last = std::numeric_limits<std::uint64_t>::max();
     for (std::uint64_t each = 0; each < Tags::kSegments; ++each) {
         CHECK(tags.data(each) == tags.data(each + 3 * Tags::kSegments));
         found.insert({tags.data(each), tags.data(last - each)});
     }
-    CHECK(found.size() == 4 + Tags::kSegments);
+    CHECK(found.size() == 5 + Tags::kSegments);
     CHECK(*found.begin() == tags.largest_of_users() + 1);
     CHECK(*found.rbegin() == largest);
     CHECK(tags.largest_of_users() > 0);

@@ -95,10 +95,11 @@ ucp_ep_h Lane::endpoint_to(Peer& peer) {
     const ucs_status_t status = calls()->ep_create(worker_->get(), &parameters, &peer.endpoint);
     if (status == UCS_OK) return peer.endpoint;
     peer.endpoint = nullptr;
-    const char* remedy = status == UCS_ERR_UNREACHABLE
-                             ? " from the devices of UCX on this rank: set UCX_NET_DEVICES, or GLOO_SOCKET_IFNAME, to an "
-                               "interface that leads there"
-                             : "";
+    const char* remedy =
+        status == UCS_ERR_UNREACHABLE
+            ? " from the devices of UCX on this rank: set UCX_NET_DEVICES, or GLOO_SOCKET_IFNAME, to an "
+              "interface that leads there"
+            : "";
     mark_gone(peer, std::string("ucp_ep_create(): ") + calls()->status_string(status) + remedy);
     return nullptr;
 }

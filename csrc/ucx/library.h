@@ -21,7 +21,6 @@ struct Connections {
     std::vector<std::string> addresses{};  // of the workers of all ranks, by rank
     TcpEndpoint tcp{};                     // for notices and diagnosis
     int rank = 0;
-    std::function<void()> on_close = {};  // see TcpTransport
 };
 
 // The worker of a rank, before it knows the other ranks.

@@ -51,11 +51,7 @@ UcxTransport::UcxTransport(std::unique_ptr<Worker> worker, Connections connectio
       lane_(std::move(worker), std::move(connections.addresses), connections.rank, connections.tcp.key,
             connections.tcp.polls),
       control_(
-          std::move(connections.tcp), connections.rank,
-          [this, on_close = std::move(connections.on_close)] {
-              lane_.close(kLate);
-              if (on_close) on_close();
-          },
+          std::move(connections.tcp), connections.rank, [this] { lane_.close(kLate); },
           [this](int peer, const std::string& reason) { lane_.on_gone(peer, reason); }),
       wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (wake_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "eventfd()");

@@ -300,16 +300,16 @@ def _transports(
     request: _GroupRequest, store: Any, ranks: list[int], hosts: list[str], option: str, key: str, make_gloo: Any
 ) -> dict[str, Any]:
     """Return what carries the messages between hosts, as arguments of PrimsBackend."""
-    rank, size = request.rank, request.size
     requested = option or os.environ.get("DIST_PRIMS_ENGINE", "")
     # MPI needs the ranks of its world: those of a merged group are unknown, and a repaired one may lack some
-    without_mpi = request.is_merged or request.is_repaired
-    requested = "tcp" if without_mpi and requested in ("", "mpi") else requested
-    selected = transport_selection.select(store, rank, ranks, requested)
+    if (request.is_merged or request.is_repaired) and requested in ("", "mpi"):
+        requested = "tcp"
+    selected = transport_selection.select(store, request.rank, ranks, requested)
+    mpi = functools.partial(mpi_library.make, ranks, request.timeout)
     return {
-        "engine": mpi_library.make(ranks, request.timeout) if selected == "mpi" else make_gloo(),
-        "tcp": tcp_endpoint.make(store, rank, hosts, key) if selected in ("tcp", "ucx") else None,
-        "ucx": ucx_library.make(store, rank, size) if selected == "ucx" else None,
+        "engine": {"mpi": mpi, "gloo": make_gloo}.get(selected, lambda: None)(),
+        "tcp": tcp_endpoint.make(store, request.rank, hosts, key) if selected in ("tcp", "ucx") else None,
+        "ucx": ucx_library.make(store, request.rank, request.size) if selected == "ucx" else None,
     }
 
 

@@ -103,7 +103,7 @@ def bounded(kind: Kind, tmp_path: Path) -> Callable[[int], dict[str, str]]:
 @pytest.mark.parametrize("largest", [32_767, pytest.param(524_287, marks=pytest.mark.slow)])
 def test_few_tags_are_enough(kind: Kind, bounded: Callable[[int], dict[str, str]], largest: int) -> None:
     """The standard guarantees the first, builds for InfiniBand have the second; tags once began at 2^26."""
-    users = largest - 1 - 1024  # one is the engine's, and the group has the last ones
+    users = largest - 1 - 1025  # one is the engine's, and the group has the last ones
     succeed(kind.run(3, str(ROOT / "tests/helpers/wrapping.py"), str(users), **bounded(largest)), "well")
 
 

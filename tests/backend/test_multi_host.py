@@ -283,7 +283,7 @@ def test_message_numbers_wrap() -> None:
     agreement, and the process was aborted."""
 
     def body() -> None:
-        largest = 2**31 - 1 - 1024  # the group has the last tags for itself
+        largest = 2**31 - 1 - 1025  # the group has the last tags for itself
         go_round(largest)
         refuse(largest)
 

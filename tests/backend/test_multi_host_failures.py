@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,3 +115,98 @@ def test_destroyed_with_work_in_flight() -> None:
             time.sleep(2)
 
     span("a b", body)
+
+
+@pytest.mark.parametrize("layout", ["a b", "a a b b", "a b a b", "a b c"])
+def test_monitored_barriers(layout: str) -> None:
+    """They wait for the last rank, many times, between other calls and messages."""
+
+    def body(folder: Path) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        received = torch.zeros(3)
+        message = dist.irecv(received, size - 1) if rank == 0 else None
+        for turn in range(10):
+            if rank == turn % size:
+                time.sleep(0.02)
+            (folder / f"{turn} {rank}").touch()
+            monitored_barrier(50)
+            assert all((folder / f"{turn} {each}").exists() for each in range(size))
+        if rank == size - 1:
+            dist.send(torch.ones(3), 0)
+        if message:
+            message.wait()
+            assert received.sum() == 3
+        dist.barrier()
+
+    with tempfile.TemporaryDirectory() as folder:
+        span(layout, body, Path(folder))
+
+
+def monitored_barrier(seconds: float, wait_all_ranks: bool = False) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    group.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks)
+
+
+@pytest.mark.parametrize("wait_all_ranks", [False, True])
+@pytest.mark.parametrize("layout", ["a a b b", "a b a b", "a b c d"])
+def test_a_monitored_barrier_names_the_late_ranks(layout: str, wait_all_ranks: bool, host_engine: str) -> None:
+    """Rank 2 waits for rank 3, which is late. All ranks name rank 3, and rank 0 also those that it has not seen.
+
+    Gloo and MPI carry messages of users themselves, so nobody knows for whom rank 2 waits: there it is late, too.
+    """
+    late = 3 if host_engine in ("tcp", "ucx") else 2
+
+    def body() -> None:
+        rank = dist.get_rank()
+        dist.barrier()
+        if rank >= late:
+            time.sleep(4)
+            return
+        with pytest.raises(CommTimeoutError, match=rf"rank {late}( on host \w)? has not replied") as caught:
+            dist.recv(torch.zeros(3), 3) if rank == 2 else monitored_barrier(1 if rank == 0 else 20, wait_all_ranks)
+        if rank == 0:
+            assert f"no sign of rank {'2, 3' if wait_all_ranks else '2'};" in str(caught.value)
+        elif rank == 1:
+            assert "in monitored_barrier: recv(0 bytes from rank 0" in str(caught.value)
+
+    span(layout, body)
+
+
+def test_a_monitored_barrier_ends_by_a_death_and_by_ctrl_c() -> None:
+    def dies() -> None:
+        monitored_barrier(50)
+        if dist.get_rank() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerDiedError):
+            monitored_barrier(50)
+
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match="rank 3"):
+        span("a a b b", dies)
+    assert time.monotonic() - began < 45, "no rank has waited for the limit"
+
+    def is_interrupted() -> None:
+        monitored_barrier(50)
+        if dist.get_rank() == 0:
+            press_ctrl_c_soon()
+            with pytest.raises(KeyboardInterrupt):
+                monitored_barrier(50)
+        elif dist.get_rank() == 1:
+            with pytest.raises(RuntimeError):
+                monitored_barrier(50)
+
+    span("a b c", is_interrupted)
+
+
+def test_groups_over_tcp_and_ucx_make_no_gloo(host_engine: str) -> None:
+    """They made one for monitored_barrier, with a port at which any process could take the place of a rank."""
+    if host_engine not in ("tcp", "ucx"):
+        pytest.skip("a group over this engine has none of its own")
+
+    def body() -> set[str]:
+        monitored_barrier(50)
+        return {name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")}
+
+    for threads in span("a b", body):
+        assert not any("gloo" in name for name in threads)

@@ -199,12 +199,11 @@ private:
 };
 
 std::shared_ptr<Execution> make_single_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size);
-// Between hosts `transport` carries the messages of collectives. `engine_carries_messages`: `engine` carries those of
-// users.
+// Between hosts `transport` carries the messages of collectives, and `engine` those of users; if it is null, so does
+// `transport`.
 std::shared_ptr<Execution> make_multi_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size,
                                                      Hosts hosts, c10::intrusive_ptr<c10d::Backend> engine,
-                                                     bool engine_carries_messages, std::unique_ptr<Transport> transport,
-                                                     ChooseSchedule choose);
+                                                     std::unique_ptr<Transport> transport, ChooseSchedule choose);
 
 // The first tensor that this rank has; there is one.
 const at::Tensor& first_defined(const Tensors& inputs, const Tensors& outputs);

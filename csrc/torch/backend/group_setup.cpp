@@ -19,18 +19,9 @@ std::vector<std::string> titles_of(const std::vector<std::string>& hosts) {
 
 // The transport of the collectives.
 std::unique_ptr<Transport> make_transport(int rank, const Setup& setup) {
-    auto by_engine = std::make_unique<C10dTransport>(setup.engine, setup.largest_tag);
-    if (!setup.tcp) return by_engine;
-    const auto close_engine = [rank, carrier = std::shared_ptr<C10dTransport>(std::move(by_engine))] {
-        const auto nothing = std::make_shared<std::byte>();
-        const int other = rank == 0 ? 1 : 0;
-        caught([&] {  // gloo closes all connections when one message times out
-            carrier->receive(other, carrier->largest_tag(), nothing.get(), 1, nothing)
-                ->wait(std::chrono::milliseconds(1));
-        });
-    };
-    if (!setup.ucx) return std::make_unique<TcpTransport>(std::move(*setup.tcp), rank, close_engine);
-    return setup.ucx->own->connect({std::move(setup.ucx->addresses), std::move(*setup.tcp), rank, close_engine});
+    if (setup.engine) return std::make_unique<C10dTransport>(setup.engine, setup.largest_tag);
+    if (!setup.ucx) return std::make_unique<TcpTransport>(std::move(*setup.tcp), rank);
+    return setup.ucx->own->connect({std::move(setup.ucx->addresses), std::move(*setup.tcp), rank});
 }
 
 // Of the word by which the ranks of this host find each other.
@@ -90,8 +81,8 @@ std::shared_ptr<Execution> make_execution(const std::shared_ptr<HostSegment>& ho
     const int size = static_cast<int>(setup.hosts.size());
     if (hosts.ranks.size() > 1) {
         auto transport = make_transport(rank, setup);
-        return make_multi_host_execution(host_segment, rank, size, std::move(hosts), setup.engine, !setup.tcp,
-                                         std::move(transport), setup.choose);
+        return make_multi_host_execution(host_segment, rank, size, std::move(hosts), setup.engine, std::move(transport),
+                                         setup.choose);
     }
     host_segment->membership.join_groups_of_process();
     return make_single_host_execution(host_segment, rank, size);

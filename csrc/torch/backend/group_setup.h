@@ -44,10 +44,10 @@ struct Reconfiguration {
 struct Setup {
     Milliseconds timeout{0};
     std::vector<std::string> hosts;  // by rank: the host's name
-    // Carries messages between hosts, unless one of the next two does; null on one host.
+    // Carries messages between hosts, unless the next two do; null then, and on one host.
     c10::intrusive_ptr<c10d::Backend> engine;
     int largest_tag = 0;  // of the engine
-    // If not null, collectives and messages use TCP, and the engine only has the monitored barrier.
+    // If not null, collectives and messages use TCP.
     std::shared_ptr<TcpEndpoint> tcp;
     // If neither this nor `tcp` is null, collectives and messages use UCX, and TCP carries notices and diagnosis.
     std::shared_ptr<UcxEndpoint> ucx;

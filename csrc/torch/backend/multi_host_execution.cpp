@@ -1,12 +1,11 @@
 // Collectives of a group that spans hosts: by a schedule, or in the messages of the agreement where these take less
 // time.
 #include <algorithm>
-#include <future>
 #include <map>
 #include <optional>
-#include <thread>
 #include <tuple>
 
+#include "../../net/monitored_barrier.h"
 #include "../../shm/collectives.h"
 #include "execution.h"
 
@@ -16,11 +15,10 @@ namespace {
 class MultiHostExecution : public Execution {
 public:
     MultiHostExecution(std::shared_ptr<HostSegment> host_segment, int rank, int size, Hosts hosts,
-                       c10::intrusive_ptr<c10d::Backend> engine, bool engine_carries_messages,
-                       std::unique_ptr<Transport> transport, ChooseSchedule choose)
+                       c10::intrusive_ptr<c10d::Backend> engine, std::unique_ptr<Transport> transport,
+                       ChooseSchedule choose)
         : Execution(std::move(host_segment), rank, size),
           engine_(std::move(engine)),
-          engine_carries_messages_(engine_carries_messages),
           choose_(std::move(choose)),
           local_ranks_(hosts.local_ranks()),
           group_(std::move(hosts), *host_segment_, std::move(transport)),
@@ -39,22 +37,11 @@ public:
     PrimsTask gather(Call call, const at::Tensor& input, const Tensors& outputs) override {
         return exchange_by_schedule(call, gather_blocks(call.root, input, outputs));
     }
-    // The engine's own barrier, on a thread: its waits run no signal handlers and do not notice the group's end.
     void monitored_barrier(Milliseconds limit, bool wait_all_ranks) override {
-        constexpr Milliseconds kBetweenLooks{20};
-        c10d::BarrierOptions options;
-        options.timeout = limit;
-        std::packaged_task<void()> barrier(
-            [engine = engine_, options, wait_all_ranks] { engine->monitoredBarrier(options, wait_all_ranks); });
-        std::future<void> ended = barrier.get_future();
-        std::thread(std::move(barrier)).detach();  // it has all that it uses
         try {
-            while (ended.wait_for(kBetweenLooks) != std::future_status::ready)
-                host_segment_->membership.check_failures([](int) { return false; },
-                                                         [] { return std::string("monitored_barrier"); });
-            ended.get();
+            MonitoredBarrier(group_.remote, host_segment_->p2p, local_ranks_, rank_, limit).run(wait_all_ranks);
         } catch (...) {
-            group_.remote.end();  // also ends the barrier on its thread
+            group_.remote.end();
             throw;
         }
     }
@@ -73,7 +60,7 @@ public:
         TORCH_CHECK_VALUE(tag >= 0 && tag <= largest, "rank ", rank_, ": tag ", tag,
                           " of a message in a group that spans hosts; its tags for messages lie between 0 and ",
                           largest, ", because the group has those above for itself");
-        return engine_carries_messages_ ? engine_.get() : nullptr;
+        return engine_.get();
     }
     BegunMessage begin_message(const UserMessage& message) override {
         const bool is_from_any = message.peer == PointToPoint::kAnyone;
@@ -156,8 +143,7 @@ private:
         }
     }
 
-    const c10::intrusive_ptr<c10d::Backend> engine_;
-    const bool engine_carries_messages_;
+    const c10::intrusive_ptr<c10d::Backend> engine_;  // null over TCP and UCX
     const ChooseSchedule choose_;
     const std::vector<int> local_ranks_;  // by rank of the group: the rank on this host, or -1
     MultiHostGroup group_;
@@ -172,11 +158,9 @@ private:
 
 std::shared_ptr<Execution> make_multi_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size,
                                                      Hosts hosts, c10::intrusive_ptr<c10d::Backend> engine,
-                                                     bool engine_carries_messages, std::unique_ptr<Transport> transport,
-                                                     ChooseSchedule choose) {
+                                                     std::unique_ptr<Transport> transport, ChooseSchedule choose) {
     return std::make_shared<MultiHostExecution>(std::move(host_segment), rank, size, std::move(hosts),
-                                                std::move(engine), engine_carries_messages, std::move(transport),
-                                                std::move(choose));
+                                                std::move(engine), std::move(transport), std::move(choose));
 }
 
 }  // namespace dist_prims

@@ -99,7 +99,7 @@ public:
     }
     // Rank 0 receives a message from every rank, or names the ranks that sent none; then it releases them.
     void monitored_barrier(Milliseconds limit, bool wait_all_ranks) override {
-        constexpr PointToPoint::Tag kTag = PointToPoint::Tag{1} << 62;
+        constexpr PointToPoint::Tag kTag = PointToPoint::kBarrierTag;
         constexpr Milliseconds kNeverAlone = std::chrono::hours(1);  // the barrier times out, not its requests
         PointToPoint& p2p = host_segment_->p2p;
         const auto until = Clock::now() + limit;
