@@ -42,6 +42,7 @@ from ..backend.link_costs import ASSUMED
 from ..backend.multi_host import HostOrder
 from ..backend.tuning import CALIBRATION
 from ..launch import init
+from ..launch.hosts import boot_id
 from ..schedules.contract import contract
 from ..schedules.cost import seconds
 from ..schedules.native import to_native
@@ -195,7 +196,7 @@ class _Probes:
         self.first = np.cumsum((0, *self.hosts[:-1]))
         self.host = np.repeat(np.arange(len(self.hosts)), self.hosts)
         self.most = int(self.hosts.max())  # ranks on a host
-        boots = gather_values(Path("/proc/sys/kernel/random/boot_id").read_text(), None)
+        boots = gather_values(boot_id(), None)
         self.one_machine = len(set(boots)) == 1 and len(self.hosts) > 1
         self.probes = {"nothing": _Probe(_exchange(bench.size, [], [], 0), 1, _SMALL, 0)}
         self._add("small from all", self.ranks, self._neighbours(int(len(self.hosts) > 1)), _SMALL)

@@ -24,7 +24,6 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ import torch.distributed as dist
 from ..backend.tcp_endpoint import own_address
 from ..errors import CommError
 from ..launch.detect_launcher import detect
+from ..launch.hosts import boot_id
 from ..launch.launcher_rendezvous import rendezvous_of
 from ..launch.network import LOOPBACK
 from ..launch.rendezvous import from_rank_0
@@ -90,7 +90,7 @@ def main(words: list[str]) -> int:
 def _run(parser: argparse.ArgumentParser, given: argparse.Namespace, processes: _Processes) -> int:
     if processes.count > 1 and given.hosts > 1:
         parser.error("under a launcher the hosts are those of the processes: omit --hosts")
-    if len({*processes.gather("boot", Path("/proc/sys/kernel/random/boot_id").read_text())}) > 1:
+    if len({*processes.gather("boot", boot_id())}) > 1:
         parser.error("the hosts must be network namespaces of one machine: clocks of several machines differ")
     hosts = max(given.hosts, processes.count)
     if given.ranks < max(2, hosts):

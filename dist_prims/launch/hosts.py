@@ -65,16 +65,16 @@ def network_number() -> int:
 
 
 def _machine() -> str:
-    return hashlib.sha256(_boot().encode()).hexdigest()[:_DIGITS]
+    return hashlib.sha256(boot_id().encode()).hexdigest()[:_DIGITS]
 
 
 def _network() -> str:
     namespace = os.stat("/proc/self/ns/net").st_ino
-    return hashlib.sha256(f"{_boot()} {namespace}".encode()).hexdigest()
+    return hashlib.sha256(f"{boot_id()} {namespace}".encode()).hexdigest()
 
 
 @functools.cache
-def _boot() -> str:
+def boot_id() -> str:
     """The boot id of the kernel, read once, because the process may run out of file descriptors later."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
