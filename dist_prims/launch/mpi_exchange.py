@@ -47,7 +47,7 @@ def is_inherited() -> bool:
 def _look_for_mpi() -> None:
     global _is_inherited
     MPI = sys.modules.get("mpi4py.MPI")
-    _is_inherited = MPI is not None and MPI.Is_initialized()
+    _is_inherited = MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized()
 
 
 os.register_at_fork(after_in_child=_look_for_mpi)

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -81,25 +82,25 @@ class RankProcesses:
         context: Any = multiprocessing.get_context(method)
         payload, secret = Payload(fn, args), Secret.of_launcher("spawn")
         for rank in self.ranks:
-            spec = RankSpec(
-                rank=rank.number,
-                size=len(self.ranks),
-                backend=backend,
-                # Longer than the timeout of the parent, whose error shows the stacks of the ranks.
-                timeout=None if self.timeout is None else self.start_timeout + self.timeout,
-                join=join,
-                parent=os.getpid(),
-                secret=secret,
-                store=_path(self.store),
-                notices=_path(self.notices_end),
-                exit_pipe=_path(self.exit_pipe),
-                report=_path(rank.report),
-                stack=_path(rank.stack),
-                streams=tuple(_path(output.descriptor) for output in rank.outputs),
-                interactive=tuple(is_interactive(stream) for stream in (sys.stdout, sys.stderr)),
-                collects_garbage=gc.isenabled(),
-            )
-            with hidden_main(not payload.by_name), _garbage_kept():
+            with hidden_main(not payload.by_name), _without_collection() as collects_garbage:
+                spec = RankSpec(
+                    rank=rank.number,
+                    size=len(self.ranks),
+                    backend=backend,
+                    # Longer than the timeout of the parent, whose error shows the stacks of the ranks.
+                    timeout=None if self.timeout is None else self.start_timeout + self.timeout,
+                    join=join,
+                    parent=os.getpid(),
+                    secret=secret,
+                    store=_path(self.store),
+                    notices=_path(self.notices_end),
+                    exit_pipe=_path(self.exit_pipe),
+                    report=_path(rank.report),
+                    stack=_path(rank.stack),
+                    streams=tuple(_path(output.descriptor) for output in rank.outputs),
+                    interactive=tuple(is_interactive(stream) for stream in (sys.stdout, sys.stderr)),
+                    collects_garbage=collects_garbage,
+                )
                 rank.start(context.Process(target=rank_main, args=(spec, payload)))
         self._watch(lambda rank: rank.kind is not None, "starting", deadline, f"start_timeout={self.start_timeout:g}")
 
@@ -252,15 +253,28 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Collect no garbage, for a fork: the rank would destroy what belongs to the parent."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def _without_collection() -> Iterator[bool]:
+    """Collect no garbage, for a fork: the rank would destroy what belongs to the parent.
+
+    Yields whether garbage is collected otherwise. The setting is of the process, so one thread at a time forks.
+    """
+    with _collection:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield was_enabled
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+def _replace_lock() -> None:
+    global _collection
+    _collection = threading.Lock()
+
+
+_collection = threading.Lock()
+os.register_at_fork(after_in_child=_replace_lock)  # a thread that the child does not have holds it
 
 
 def _anonymous_file(name: str) -> int:

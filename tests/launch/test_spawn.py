@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -230,17 +231,25 @@ def test_ranks_do_not_collect_what_became_garbage_in_the_parent() -> None:
         gc.collect()
         assert of_node() is None, "garbage of the rank itself is collected"
 
-    gc.collect()
-    gc.disable()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)  # the garbage must be there when the ranks are forked
     try:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         cycle = [dist.group.WORLD]
         cycle.append(cycle)  # type: ignore[arg-type]
+        of_group = weakref.ref(cycle[0])
         dist.destroy_process_group()
         del cycle
-        gc.enable()
         dist_prims.spawn(body, 2, timeout=60)
         assert gc.isenabled()
+        assert of_group() is not None
     finally:
-        gc.enable()
+        gc.set_threshold(*thresholds)
         gc.collect()
+
+
+def test_spawn_in_several_threads_leaves_garbage_collection_enabled() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(dist_prims.spawn, gc.isenabled, 2, timeout=60) for _ in range(8)]
+        assert [call.result() for call in calls] == [[True, True]] * 8
+    assert gc.isenabled()
