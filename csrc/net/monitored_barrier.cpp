@@ -8,52 +8,71 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr std::chrono::milliseconds kNeverAlone = 1h;  // the barrier times out, not its requests on this host
+constexpr PointToPoint::Tag kTag = PointToPoint::kBarrierTag;
+
+std::string list(const std::vector<int>& ranks) {
+    std::string found;
+    for (const int rank : ranks) found += (found.empty() ? "" : ", ") + std::to_string(rank);
+    return found;
+}
 
 }  // namespace
 
 void MonitoredBarrier::run(bool names_all) {
     const auto until = Clock::now() + limit_;
-    const int size = static_cast<int>(local_ranks_.size());
     if (rank_ != 0) {
-        if (!exchange(Direction::kSend, 0, until) || !exchange(Direction::kReceive, 0, until)) give_up({0});
+        if (!wait(send(0), until) || !wait(receive(0), until)) give_up(0, "");
         return;
     }
+    std::vector<Request> receives(1);
+    for (int peer = 1; peer < static_cast<int>(local_ranks_.size()); ++peer) receives.push_back(receive(peer));
     std::vector<int> late;
-    for (int peer = 1; peer < size && (late.empty() || names_all); ++peer) {
-        if (!exchange(Direction::kReceive, peer, until)) late.push_back(peer);
+    for (std::size_t peer = 1; peer < receives.size() && (late.empty() || names_all); ++peer) {
+        if (!wait(receives[peer], until)) late.push_back(static_cast<int>(peer));
     }
-    if (!late.empty()) give_up(late);
-    for (int peer = 1; peer < size; ++peer) {
-        if (!exchange(Direction::kSend, peer, Clock::now() + limit_)) give_up({peer});
+    if (!late.empty())
+        give_up(late.front(), " (Rank 0 timed out in monitoredBarrier, no sign of rank " + list(late) + ")");
+    release_all();
+}
+
+void MonitoredBarrier::release_all() const {
+    std::vector<Request> sends(1);
+    for (int peer = 1; peer < static_cast<int>(local_ranks_.size()); ++peer) sends.push_back(send(peer));
+    for (std::size_t peer = 1; peer < sends.size(); ++peer) {
+        if (!wait(sends[peer], Clock::now() + limit_)) give_up(static_cast<int>(peer), "");
     }
+}
+
+MonitoredBarrier::Request MonitoredBarrier::send(int peer) const {
+    const std::byte* const nothing = nullptr;
+    if (local_rank(peer) >= 0)
+        return {p2p_.send(local_rank(peer), kTag, nothing, 0, limit_ + kNeverAlone, nullptr), {}};
+    return {{}, remote_.send(peer, remote_.tags.barrier(), nothing, 0, limit_)};
+}
+
+MonitoredBarrier::Request MonitoredBarrier::receive(int peer) const {
+    std::byte* const nothing = nullptr;
+    if (local_rank(peer) >= 0)
+        return {p2p_.receive(local_rank(peer), kTag, nothing, 0, limit_ + kNeverAlone, nullptr), {}};
+    return {{}, remote_.receive(peer, remote_.tags.barrier(), nothing, 0, limit_)};
 }
 
 // Returns false if the message has not been moved by `until`.
-bool MonitoredBarrier::exchange(Direction direction, int peer, Clock::time_point until) {
+bool MonitoredBarrier::wait(const Request& request, Clock::time_point until) const {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now());
-    const int local_rank = local_ranks_[static_cast<std::size_t>(peer)];
-    const bool sends = direction == Direction::kSend;
-    std::byte* const nothing = nullptr;
-    if (local_rank < 0) {
-        const int tag = remote_.tags.barrier();
-        const auto request =
-            sends ? remote_.send(peer, tag, nothing, 0, limit_) : remote_.receive(peer, tag, nothing, 0, limit_);
-        request->deadline = until;
-        return remote_.wait_until_deadline(request);
+    if (request.remote) {
+        request.remote->deadline = until;
+        return left > 0ms ? remote_.wait_until_deadline(request.remote) : remote_.look(request.remote);
     }
-    constexpr PointToPoint::Tag kTag = PointToPoint::kBarrierTag;
-    const auto request = sends ? p2p_.send(local_rank, kTag, nothing, 0, limit_ + kNeverAlone, nullptr)
-                               : p2p_.receive(local_rank, kTag, nothing, 0, limit_ + kNeverAlone, nullptr);
-    if (!p2p_.wait(request, std::max(left, 1ms))) return false;
-    if (request->error) std::rethrow_exception(request->error);
+    if (!p2p_.wait(request.local, std::max(left, 1ms))) return false;
+    if (request.local->error) std::rethrow_exception(request.local->error);
     return true;
 }
 
-void MonitoredBarrier::give_up(const std::vector<int>& late) {
-    std::string text = std::to_string(limit_.count()) + " ms in monitored_barrier: Rank " + std::to_string(rank_) +
-                       " timed out in monitoredBarrier, no sign of rank ";
-    for (const int each : late) text += (each == late.front() ? "" : ", ") + std::to_string(each);
-    remote_.throw_late(late.front(), [&] { return text; });
+// Ends the group, and names the rank that blocks the awaited one.
+void MonitoredBarrier::give_up(int awaited, const std::string& why) const {
+    const std::string what = "monitored_barrier within " + std::to_string(limit_.count()) + " ms" + why;
+    remote_.throw_late(awaited, [&] { return what; });
 }
 
 }  // namespace dist_prims

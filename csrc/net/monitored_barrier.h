@@ -1,7 +1,9 @@
 // The monitored barrier of a group that spans hosts, by messages without data.
 //
-//     rank 0        receives one from every rank, in turn, or names the ranks that sent none; then sends one to each
+//     rank 0        receives one from every rank, or names the ranks that sent none; then sends one to each
 //     other ranks   send one to rank 0, and wait for its answer
+//
+// Rank 0 posts all receives at once and waits for one after the other. After the limit it only looks which have come.
 #pragma once
 
 #include <chrono>
@@ -25,10 +27,18 @@ public:
     void run(bool names_all);
 
 private:
-    enum class Direction { kSend, kReceive };
+    // A message: one of the two is not null.
+    struct Request {
+        PointToPoint::Handle local;
+        RemotePeers::Handle remote;
+    };
 
-    bool exchange(Direction direction, int peer, Clock::time_point until);
-    [[noreturn]] void give_up(const std::vector<int>& late);
+    Request send(int peer) const;
+    Request receive(int peer) const;
+    bool wait(const Request& request, Clock::time_point until) const;
+    void release_all() const;
+    [[noreturn]] void give_up(int awaited, const std::string& why) const;
+    int local_rank(int peer) const { return local_ranks_[static_cast<std::size_t>(peer)]; }
 
     RemotePeers& remote_;
     PointToPoint& p2p_;

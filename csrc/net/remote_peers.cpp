@@ -14,6 +14,7 @@ using namespace std::chrono_literals;
 constexpr auto kTimeToSend = 100ms, kTimeToReceive = 300ms;
 constexpr auto kTick = 50ms;
 constexpr int kIdleTicks = 20;
+constexpr auto kBetweenLooks = 1ms;
 constexpr auto kMomentToFinish = 500ms;  // a rank that has died may have completed its part
 constexpr auto kTransportMargin =
     1min;  // a transport that times out closes all connections, so this rank must time out first
@@ -154,6 +155,14 @@ bool RemotePeers::wait_until_deadline(const Handle& request) {
     }
 }
 
+bool RemotePeers::look(const Handle& request) {
+    if (!transport_->knows_what_is_done()) return wait_until_deadline(request);
+    progress();
+    if (!is_done(request)) return false;
+    wait(request);
+    return true;
+}
+
 void RemotePeers::wait(const Handle& request, std::chrono::milliseconds timeout, Clock::time_point since) {
     request->timeout = timeout;
     request->deadline = since + timeout;
@@ -234,8 +243,16 @@ void RemotePeers::throw_failure(CommError::Kind kind, int culprit, const Members
     std::abort();  // there is a notice, so it has thrown
 }
 
-// Waits for the notice that another rank may have sent before it went.
+// Waits for the notice that another rank may have sent before it went. A wait of the transport that is too late would
+// close all connections, and then this rank could not send a notice itself.
 void RemotePeers::receive_notice(std::chrono::milliseconds limit) {
+    if (transport_->knows_what_is_done()) {
+        const auto until = Clock::now() + limit;
+        while (!notice_request_->is_done()) {
+            if (Clock::now() >= until) return;
+            std::this_thread::sleep_for(kBetweenLooks);
+        }
+    }
     try {
         if (notice_request_->wait(limit))
             membership_.give_notice(static_cast<CommError::Kind>(received_notice_.kind), received_notice_.culprit);

@@ -85,7 +85,8 @@ void TimeoutDiagnosis::send_all(const Remark& remark) {
     }
 }
 
-// Sends this rank's edge once: its wait does not change any more.
+// Sends this rank's edge once. Its wait does not change any more, unless it is rank 0 in a monitored barrier, which
+// waits for one rank after the other.
 void TimeoutDiagnosis::announce(int awaited) {
     const std::lock_guard lock(mutex_);
     if (closing_ || std::exchange(has_announced_, true)) return;

@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,18 @@ def monitored_barrier(seconds: float, wait_all_ranks: bool = False) -> None:
     group.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks)
 
 
+def test_the_limit_of_a_monitored_barrier_is_that_of_rank_0() -> None:
+    """The others wait for it longer, as in a barrier of gloo."""
+
+    def body() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            time.sleep(1.5)
+        monitored_barrier(0.5)
+
+    span("a a b b", body)
+
+
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 @pytest.mark.parametrize("layout", ["a a b b", "a b a b", "a b c d"])
 def test_a_monitored_barrier_names_the_late_ranks(layout: str, wait_all_ranks: bool, host_engine: str) -> None:
@@ -161,12 +174,14 @@ def test_a_monitored_barrier_names_the_late_ranks(layout: str, wait_all_ranks: b
         rank = dist.get_rank()
         dist.barrier()
         if rank >= late:
-            time.sleep(4)
+            time.sleep(6)
             return
-        with pytest.raises(CommTimeoutError, match=rf"rank {late}( on host \w)? has not replied") as caught:
-            dist.recv(torch.zeros(3), 3) if rank == 2 else monitored_barrier(1 if rank == 0 else 20, wait_all_ranks)
         if rank == 0:
-            assert f"no sign of rank {'2, 3' if wait_all_ranks else '2'};" in str(caught.value)
+            time.sleep(1.5)
+        with pytest.raises(CommTimeoutError, match=rf"rank {late}( on host \w)? has not replied") as caught:
+            dist.recv(torch.zeros(3), 3) if rank == 2 else monitored_barrier(1, wait_all_ranks)
+        if rank == 0:
+            assert f"no sign of rank {'2, 3' if wait_all_ranks else '2'})" in str(caught.value)
         elif rank == 1:
             assert "in monitored_barrier: recv(0 bytes from rank 0" in str(caught.value)
 
@@ -174,17 +189,15 @@ def test_a_monitored_barrier_names_the_late_ranks(layout: str, wait_all_ranks: b
 
 
 def test_a_monitored_barrier_ends_by_a_death_and_by_ctrl_c() -> None:
-    def dies() -> None:
+    def dies() -> str:
         monitored_barrier(50)
         if dist.get_rank() == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(PeerDiedError):
-            monitored_barrier(50)
+        with pytest.raises(PeerDiedError, match="rank 3 on host") as caught:
+            monitored_barrier(1000)
+        return str(caught.value)
 
-    began = time.monotonic()
-    with pytest.raises(RankFailedError, match="rank 3"):
-        span("a a b b", dies)
-    assert time.monotonic() - began < 45, "no rank has waited for the limit"
+    assert sum(bool(text) for text in span("a a b b", dies, losses=1)) == 3
 
     def is_interrupted() -> None:
         monitored_barrier(50)
@@ -197,6 +210,26 @@ def test_a_monitored_barrier_ends_by_a_death_and_by_ctrl_c() -> None:
                 monitored_barrier(50)
 
     span("a b c", is_interrupted)
+
+
+@pytest.mark.parametrize("call", [monitored_barrier, lambda limit: dist.recv(torch.zeros(3), 0)])
+def test_a_death_is_named_by_those_who_wait_for_the_rank_that_notices_it(
+    call: Callable[[float], Any], host_engine: str
+) -> None:
+    """Rank 0 closed its connections before it sent the notice, so the others named rank 0."""
+    if host_engine not in ("tcp", "ucx"):
+        pytest.skip("gloo closes all connections where a wait is too late")
+
+    def body() -> str:
+        rank = dist.get_rank()
+        dist.barrier()
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerDiedError, match="rank 3 on host d") as caught:
+            dist.recv(torch.zeros(3), 3) if rank == 0 else call(1000)
+        return str(caught.value)
+
+    assert sum(bool(text) for text in span("a b c d", body, losses=1)) == 3
 
 
 def test_groups_over_tcp_and_ucx_make_no_gloo(host_engine: str) -> None:

@@ -179,8 +179,11 @@ def test_forked_children_change_nothing(needs_ucx: None) -> None:
 
 
 AFTER_MPI = """
-import os
-from mpi4py import MPI
+import os, sys
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError):
+    sys.exit(77)
 import dist_prims
 from dist_prims.backend import mpi_library, ucx_library
 def reasons():
@@ -193,10 +196,11 @@ assert not any("forked" in reason for reason in reasons())
 
 def test_ranks_that_are_forked_where_mpi_is_used(tmp_path: Path, needs_ucx: None) -> None:
     """MPICH uses UCX. A forked rank lacked the thread that accepts connections, and waited for its group in vain."""
-    pytest.importorskip("mpi4py")
     path = tmp_path / "program.py"
     path.write_text(AFTER_MPI)
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100, env=clean())
+    if done.returncode == 77:
+        pytest.skip("no MPI library for mpi4py")
     assert done.returncode == 0, done.stderr
 
 

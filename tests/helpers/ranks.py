@@ -32,8 +32,11 @@ def children() -> set[int]:
     return {pid for pid in pids if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
-def span(layout: str, body: Callable[..., Any], *args: Any, timeout: float = 60, group: float = 30) -> list[Any]:
-    """Run ``body`` on a rank for each letter, which names its host; the default group then spans the hosts."""
+def span(
+    layout: str, body: Callable[..., Any], *args: Any, timeout: float = 60, group: float = 30, losses: int = 0
+) -> list[Any]:
+    """Run ``body`` on a rank for each letter, which names its host; the default group then spans the hosts. So many
+    ranks as ``losses`` may die, and have the result None."""
     names = layout.split()
 
     def rank() -> Any:
@@ -44,4 +47,4 @@ def span(layout: str, body: Callable[..., Any], *args: Any, timeout: float = 60,
         assert len(place.hosts) == len(set(names))
         return body(*args)
 
-    return dist_prims.spawn(rank, len(names), timeout=timeout)
+    return dist_prims.spawn(rank, len(names), timeout=timeout, min_ranks=len(names) - losses if losses else None)

@@ -158,8 +158,9 @@ private:
         return message_with_key(options, tensor, peer, static_cast<std::uint32_t>(tag));
     }
     WorkPtr message_with_key(const CallOptions& options, const Tensors& tensor, int peer, PointToPoint::Tag key);
+    // The limit is for the ranks that rank 0 awaits. The others wait for rank 0 as in any call, as with gloo.
     void monitored_barrier(Milliseconds limit, bool wait_all_ranks) override {
-        execution_->monitored_barrier(limit, wait_all_ranks);
+        execution_->monitored_barrier(rank_ == 0 ? limit : std::max(limit, options_->timeout), wait_all_ranks);
     }
     c10d::Backend* delegate(const Tensors& tensors) override;
     c10d::Backend* message_delegate(const Tensors& tensors, int tag) override;
