@@ -51,7 +51,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
-    """What a test sets is gone after it: ``init()`` sets the interface, which later ranks inherited."""
+    """Restore the environment after each test: ``init()`` sets variables, which the ranks of later tests inherited."""
     before = dict(os.environ)
     yield
     changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}

@@ -7,7 +7,8 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr std::chrono::milliseconds kNeverAlone = 1h;  // the barrier times out, not its requests on this host
+constexpr std::chrono::milliseconds kRequestMargin =
+    1h;  // so that the barrier times out before its requests on this host
 constexpr PointToPoint::Tag kTag = PointToPoint::kBarrierTag;
 
 std::string list(const std::vector<int>& ranks) {
@@ -46,14 +47,14 @@ void MonitoredBarrier::release_all() const {
 MonitoredBarrier::Request MonitoredBarrier::send(int peer) const {
     const std::byte* const nothing = nullptr;
     if (local_rank(peer) >= 0)
-        return {p2p_.send(local_rank(peer), kTag, nothing, 0, limit_ + kNeverAlone, nullptr), {}};
+        return {p2p_.send(local_rank(peer), kTag, nothing, 0, limit_ + kRequestMargin, nullptr), {}};
     return {{}, remote_.send(peer, remote_.tags.barrier(), nothing, 0, limit_)};
 }
 
 MonitoredBarrier::Request MonitoredBarrier::receive(int peer) const {
     std::byte* const nothing = nullptr;
     if (local_rank(peer) >= 0)
-        return {p2p_.receive(local_rank(peer), kTag, nothing, 0, limit_ + kNeverAlone, nullptr), {}};
+        return {p2p_.receive(local_rank(peer), kTag, nothing, 0, limit_ + kRequestMargin, nullptr), {}};
     return {{}, remote_.receive(peer, remote_.tags.barrier(), nothing, 0, limit_)};
 }
 
@@ -62,7 +63,8 @@ bool MonitoredBarrier::wait(const Request& request, Clock::time_point until) con
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now());
     if (request.remote) {
         request.remote->deadline = until;
-        return left > 0ms ? remote_.wait_until_deadline(request.remote) : remote_.look(request.remote);
+        return left > 0ms ? remote_.wait_until_deadline(request.remote)
+                          : remote_.is_done_after_deadline(request.remote);
     }
     if (!p2p_.wait(request.local, std::max(left, 1ms))) return false;
     if (request.local->error) std::rethrow_exception(request.local->error);

@@ -155,8 +155,8 @@ bool RemotePeers::wait_until_deadline(const Handle& request) {
     }
 }
 
-bool RemotePeers::look(const Handle& request) {
-    if (!transport_->knows_what_is_done()) return wait_until_deadline(request);
+bool RemotePeers::is_done_after_deadline(const Handle& request) {
+    if (!transport_->has_exact_is_done()) return wait_until_deadline(request);
     progress();
     if (!is_done(request)) return false;
     wait(request);
@@ -246,7 +246,7 @@ void RemotePeers::throw_failure(CommError::Kind kind, int culprit, const Members
 // Waits for the notice that another rank may have sent before it went. A wait of the transport that is too late would
 // close all connections, and then this rank could not send a notice itself.
 void RemotePeers::receive_notice(std::chrono::milliseconds limit) {
-    if (transport_->knows_what_is_done()) {
+    if (transport_->has_exact_is_done()) {
         const auto until = Clock::now() + limit;
         while (!notice_request_->is_done()) {
             if (Clock::now() >= until) return;

@@ -55,10 +55,10 @@ public:
     // from `since`, for a request that was posted early.
     void wait(const Handle& request);
     void wait(const Handle& request, std::chrono::milliseconds timeout, Clock::time_point since);
-    // The same, but returns false if the request is not done by its deadline. The group goes on.
+    // The same, but returns false if the request is not done by its deadline, and does not end the group then.
     bool wait_until_deadline(const Handle& request);
-    // Whether a request whose deadline may have passed is done. Throws if it has failed.
-    bool look(const Handle& request);
+    // Whether the request is done now, for one whose deadline has passed. Throws if the request fails.
+    bool is_done_after_deadline(const Handle& request);
     // Whether wait() would return or throw at once.
     static bool is_done(const Handle& request) { return request->handle->is_done(); }
     // Throws if the group has ended, or if it is too late for the request.

@@ -56,7 +56,7 @@ public:
         throw std::logic_error("this transport has no receives with a claim");
     }
     // Whether is_done() is exact. Gloo learns that a message has come only in a wait for it.
-    virtual bool knows_what_is_done() const { return true; }
+    virtual bool has_exact_is_done() const { return true; }
     // Moves messages as far as possible without waiting, for a thread that waits for none of them.
     virtual void progress() {}
     // The calling thread is about to wait for something else than these messages. A transport whose messages are moved

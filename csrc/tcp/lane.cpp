@@ -41,7 +41,7 @@ class TcpLane::Guard {
 public:
     explicit Guard(TcpLane& lane) : lane_(lane), lock(lane.mutex_) {}
     ~Guard() {
-        const std::vector<TcpMessagePtr> over = lane_.over_and_given_up();
+        const std::vector<TcpMessagePtr> over = lane_.take_ended_and_given_up();
         lock.unlock();
     }
     Guard(const Guard&) = delete;
@@ -161,8 +161,8 @@ void TcpLane::release(const TcpMessagePtr& message) {
         end_outgoing(message->peer, "a message was given up when a part of it had been sent");
 }
 
-// Takes the messages that were given up and are over. Under the lock.
-std::vector<TcpMessagePtr> TcpLane::over_and_given_up() {
+// Removes the messages from given_up_ that have been sent or have failed, and returns them. Under the lock.
+std::vector<TcpMessagePtr> TcpLane::take_ended_and_given_up() {
     if (given_up_.empty()) return {};
     const auto is_open = [](const TcpMessagePtr& each) { return !each->is_done && each->error.empty(); };
     const auto first = std::stable_partition(given_up_.begin(), given_up_.end(), is_open);

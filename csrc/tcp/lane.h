@@ -87,7 +87,7 @@ private:
     void resume(int peer);
     void check_peer(TcpMessage& message);
     void check_open() const;
-    std::vector<TcpMessagePtr> over_and_given_up();
+    std::vector<TcpMessagePtr> take_ended_and_given_up();
     bool move(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit, const TcpMessage* own = nullptr);
     void handle(const epoll_event& event);
 

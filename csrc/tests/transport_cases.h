@@ -345,7 +345,8 @@ void a_request_that_was_given_up_leaves_its_memory_alone() {
     CHECK(got == large);
 }
 
-// Like an object of Python, whose end may need a lock that another thread has while it calls the transport.
+// The owner calls the transport when it is freed. The destructor of a Python object may do the same: it may wait for a
+// thread that calls the transport.
 template <typename Network>
 void an_owner_is_freed_without_a_lock() {
     Network network(2);

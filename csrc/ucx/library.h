@@ -5,7 +5,6 @@
 // UCX 1.13.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..launch.detect_launcher import detect
-from ..launch.mpi_exchange import is_inherited
+from ..launch.mpi_exchange import is_mpi_inherited
 from .compile_native import FAMILIES, mpi_file
 from .extension import extension
 from .torch_adapter import LIBRARIES
@@ -69,7 +69,7 @@ def unusable_reason() -> str:
     >>> unusable_reason()
     'this process was started by python, not by mpirun; start it with: mpirun -n 4 python program.py'
     """
-    if is_inherited():
+    if is_mpi_inherited():
         return "this process was forked from one that uses MPI; start it by spawn or forkserver instead of fork"
     if "mpi4py.MPI" not in sys.modules:
         try:

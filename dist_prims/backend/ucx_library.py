@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..launch.mpi_exchange import is_inherited
+from ..launch.mpi_exchange import is_mpi_inherited
 from ..launch.network import address_of
 from . import tcp_endpoint
 from .compile_native import UCX
@@ -69,7 +69,7 @@ def unusable_reason() -> str:
     remedy = "start it by spawn or forkserver instead of fork"
     if _process not in (None, os.getpid()):  # the thread of UCX that accepts connections is not in this process
         return f"this process was forked from one that uses UCX; {remedy}"
-    if is_inherited():
+    if is_mpi_inherited():
         return f"this process was forked from one that uses MPI, and MPI may use UCX; {remedy}"
     try:
         _library()

@@ -114,7 +114,11 @@ def _nccl() -> str:
 
 
 def _mpi_and_ucx() -> Iterator[Fact]:
-    """MPI may bring a UCX. The one that is loaded first serves both, and a group loads MPI first only under mpirun."""
+    """The versions of MPI and UCX, loaded in the order in which a group loads them.
+
+    MPI may contain a UCX, and a process has one UCX: the first that is loaded. A group loads MPI first only if mpirun
+    has started the process.
+    """
     ucx = "" if _is_started_by_mpirun() else _ucx()
     yield "MPI", _mpi()
     yield "UCX", ucx or _ucx()

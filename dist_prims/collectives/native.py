@@ -216,7 +216,7 @@ def _finish(done: Any, after: Sequence[Callable[[], object]]) -> None:
 class _Native:
     """Converter of a Call to a call of torch.distributed; ``after`` are functions to call when it has completed.
 
-    None of them refers to this object, which holds the group and the tensors: a cycle would keep them.
+    These functions must not refer to this object: the cycle of references would keep the group and the tensors.
     """
 
     call: Call

@@ -32,25 +32,25 @@ __all__: list[str] = []
 
 _WIDTH = 1024  # bytes of an exchanged text: a host name, or the addresses of rank 0
 
-_is_inherited = False
+_is_mpi_inherited = False
 
 
-def is_inherited() -> bool:
-    """Whether this process was forked from one that had initialized MPI, whose threads are not in this process.
+def is_mpi_inherited() -> bool:
+    """Whether this process was forked from a process that uses MPI. The threads of that MPI are not in this process.
 
-    >>> is_inherited()
+    >>> is_mpi_inherited()
     False
     """
-    return _is_inherited
+    return _is_mpi_inherited
 
 
-def _look_for_mpi() -> None:
-    global _is_inherited
+def _note_inherited_mpi() -> None:
+    global _is_mpi_inherited
     MPI = sys.modules.get("mpi4py.MPI")
-    _is_inherited = MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized()
+    _is_mpi_inherited = MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized()
 
 
-os.register_at_fork(after_in_child=_look_for_mpi)
+os.register_at_fork(after_in_child=_note_inherited_mpi)
 
 
 class Mpi:

@@ -58,7 +58,7 @@ class RankSpec:
     stack: str
     streams: tuple[str, ...]  # stdout and stderr
     interactive: tuple[bool, ...]  # whether they are shown to a user at once
-    collects_garbage: bool  # whether the parent did, before it disabled that for the fork
+    collects_garbage: bool  # whether garbage collection is enabled
 
 
 class _Stream(io.TextIOWrapper):
@@ -97,7 +97,7 @@ def rank_main(spec: RankSpec, payload: Payload) -> NoReturn:
 
 def _set_up(spec: RankSpec) -> None:
     _die_with_parent(spec.parent)
-    gc.freeze()  # what became garbage in the parent may wait, at its end, for a thread that only the parent has
+    gc.freeze()  # the destructor of an inherited object may wait for a thread that only the parent has
     if spec.collects_garbage:
         gc.enable()
     receive(spec.secret)

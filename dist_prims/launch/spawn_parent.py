@@ -82,7 +82,7 @@ class RankProcesses:
         context: Any = multiprocessing.get_context(method)
         payload, secret = Payload(fn, args), Secret.of_launcher("spawn")
         for rank in self.ranks:
-            with hidden_main(not payload.by_name), _without_collection() as collects_garbage:
+            with hidden_main(not payload.by_name), _garbage_collection_disabled() as collects_garbage:
                 spec = RankSpec(
                     rank=rank.number,
                     size=len(self.ranks),
@@ -253,12 +253,13 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def _without_collection() -> Iterator[bool]:
-    """Collect no garbage, for a fork: the rank would destroy what belongs to the parent.
+def _garbage_collection_disabled() -> Iterator[bool]:
+    """Context of a fork, without garbage collection: the rank would destroy objects of the parent.
 
-    Yields whether garbage is collected otherwise. The setting is of the process, so one thread at a time forks.
+    The context yields whether garbage collection was enabled. The setting belongs to the process, so only one thread at
+    a time may change it.
     """
-    with _collection:
+    with _garbage_collection_lock:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
@@ -269,12 +270,12 @@ def _without_collection() -> Iterator[bool]:
 
 
 def _replace_lock() -> None:
-    global _collection
-    _collection = threading.Lock()
+    global _garbage_collection_lock
+    _garbage_collection_lock = threading.Lock()
 
 
-_collection = threading.Lock()
-os.register_at_fork(after_in_child=_replace_lock)  # a thread that the child does not have holds it
+_garbage_collection_lock = threading.Lock()
+os.register_at_fork(after_in_child=_replace_lock)  # the lock may be held by a thread of the parent
 
 
 def _anonymous_file(name: str) -> int:

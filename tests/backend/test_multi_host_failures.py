@@ -120,7 +120,7 @@ def test_destroyed_with_work_in_flight() -> None:
 
 @pytest.mark.parametrize("layout", ["a b", "a a b b", "a b a b", "a b c"])
 def test_monitored_barriers(layout: str) -> None:
-    """They wait for the last rank, many times, between other calls and messages."""
+    """Each barrier waits for the last rank, also while a message of a user is pending."""
 
     def body(folder: Path) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -149,8 +149,9 @@ def monitored_barrier(seconds: float, wait_all_ranks: bool = False) -> None:
     group.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks)
 
 
-def test_the_limit_of_a_monitored_barrier_is_that_of_rank_0() -> None:
-    """The others wait for it longer, as in a barrier of gloo."""
+@pytest.mark.parametrize("layout", ["a a a", "a a b b"])
+def test_the_limit_of_a_monitored_barrier_is_that_of_rank_0(layout: str) -> None:
+    """The other ranks wait for rank 0 for the timeout of the group, as in gloo's barrier."""
 
     def body() -> None:
         dist.barrier()
@@ -158,7 +159,7 @@ def test_the_limit_of_a_monitored_barrier_is_that_of_rank_0() -> None:
             time.sleep(1.5)
         monitored_barrier(0.5)
 
-    span("a a b b", body)
+    span(layout, body)
 
 
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
@@ -166,7 +167,8 @@ def test_the_limit_of_a_monitored_barrier_is_that_of_rank_0() -> None:
 def test_a_monitored_barrier_names_the_late_ranks(layout: str, wait_all_ranks: bool, host_engine: str) -> None:
     """Rank 2 waits for rank 3, which is late. All ranks name rank 3, and rank 0 also those that it has not seen.
 
-    Gloo and MPI carry messages of users themselves, so nobody knows for whom rank 2 waits: there it is late, too.
+    Gloo and MPI carry messages of users themselves, so the diagnosis does not know the wait of rank 2. With them rank 2
+    is late, too.
     """
     late = 3 if host_engine in ("tcp", "ucx") else 2
 
@@ -213,7 +215,7 @@ def test_a_monitored_barrier_ends_by_a_death_and_by_ctrl_c() -> None:
 
 
 @pytest.mark.parametrize("call", [monitored_barrier, lambda limit: dist.recv(torch.zeros(3), 0)])
-def test_a_death_is_named_by_those_who_wait_for_the_rank_that_notices_it(
+def test_a_dead_rank_is_named_by_ranks_that_wait_for_another_rank(
     call: Callable[[float], Any], host_engine: str
 ) -> None:
     """Rank 0 closed its connections before it sent the notice, so the others named rank 0."""
@@ -233,7 +235,7 @@ def test_a_death_is_named_by_those_who_wait_for_the_rank_that_notices_it(
 
 
 def test_groups_over_tcp_and_ucx_make_no_gloo(host_engine: str) -> None:
-    """They made one for monitored_barrier, with a port at which any process could take the place of a rank."""
+    """Such a group made one for monitored_barrier, with a port at which any process could take the place of a rank."""
     if host_engine not in ("tcp", "ucx"):
         pytest.skip("a group over this engine has none of its own")
 

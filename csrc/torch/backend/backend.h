@@ -158,7 +158,7 @@ private:
         return message_with_key(options, tensor, peer, static_cast<std::uint32_t>(tag));
     }
     WorkPtr message_with_key(const CallOptions& options, const Tensors& tensor, int peer, PointToPoint::Tag key);
-    // The limit is for the ranks that rank 0 awaits. The others wait for rank 0 as in any call, as with gloo.
+    // The limit applies to rank 0. The other ranks wait at least for the timeout of the group, as with gloo.
     void monitored_barrier(Milliseconds limit, bool wait_all_ranks) override {
         execution_->monitored_barrier(rank_ == 0 ? limit : std::max(limit, options_->timeout), wait_all_ranks);
     }

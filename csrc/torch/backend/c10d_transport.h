@@ -12,7 +12,7 @@ public:
     C10dTransport(c10::intrusive_ptr<c10d::Backend> backend, int largest_tag)
         : backend_(std::move(backend)), largest_tag_(largest_tag) {}
 
-    bool knows_what_is_done() const override { return false; }
+    bool has_exact_is_done() const override { return false; }
     int largest_tag() const override { return largest_tag_; }
     Handle send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner) override;
     Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) override;

@@ -199,8 +199,8 @@ private:
 };
 
 std::shared_ptr<Execution> make_single_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size);
-// Between hosts `transport` carries the messages of collectives, and `engine` those of users; if it is null, so does
-// `transport`.
+// Between hosts `transport` carries the messages of collectives, and `engine` those of users; if `engine` is null,
+// `transport` carries both.
 std::shared_ptr<Execution> make_multi_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size,
                                                      Hosts hosts, c10::intrusive_ptr<c10d::Backend> engine,
                                                      std::unique_ptr<Transport> transport, ChooseSchedule choose);

@@ -44,7 +44,7 @@ struct Reconfiguration {
 struct Setup {
     Milliseconds timeout{0};
     std::vector<std::string> hosts;  // by rank: the host's name
-    // Carries messages between hosts, unless the next two do; null then, and on one host.
+    // Carries messages between hosts. Null on one host, and if `tcp` or `ucx` carries the messages.
     c10::intrusive_ptr<c10d::Backend> engine;
     int largest_tag = 0;  // of the engine
     // If not null, collectives and messages use TCP.

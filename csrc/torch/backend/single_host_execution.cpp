@@ -100,21 +100,21 @@ public:
     // Rank 0 receives a message from every rank, or names the ranks that sent none; then it releases them.
     void monitored_barrier(Milliseconds limit, bool wait_all_ranks) override {
         constexpr PointToPoint::Tag kTag = PointToPoint::kBarrierTag;
-        constexpr Milliseconds kNeverAlone = std::chrono::hours(1);  // the barrier times out, not its requests
+        constexpr Milliseconds kRequestMargin = std::chrono::hours(1);  // the barrier times out before its requests
         PointToPoint& p2p = host_segment_->p2p;
         const auto until = Clock::now() + limit;
         std::byte* const nothing = nullptr;
         std::vector<int> late;
         const auto receive_from = [&](int from) {
             const auto left = std::chrono::duration_cast<Milliseconds>(until - Clock::now());
-            const auto request = p2p.receive(from, kTag, nothing, 0, limit + kNeverAlone, nullptr);
+            const auto request = p2p.receive(from, kTag, nothing, 0, limit + kRequestMargin, nullptr);
             if (!p2p.wait(request, std::max(left, Milliseconds(1))))
                 late.push_back(from);
             else if (request->error)
                 std::rethrow_exception(request->error);
         };
         const auto send_to = [&](int to) {  // at once, unless the ring is full of unexpected messages
-            const auto request = p2p.send(to, kTag, nothing, 0, limit + kNeverAlone, nullptr);
+            const auto request = p2p.send(to, kTag, nothing, 0, limit + kRequestMargin, nullptr);
             if (p2p.wait(request, limit) && request->error) std::rethrow_exception(request->error);
         };
         if (rank_ != 0) send_to(0);
