@@ -12,7 +12,8 @@ processes, and fails if
 - the group makes no progress for a while,
 - a process has more descriptors and mappings at its end than after its first steps.
 
-It disturbs only what a group must survive: a majority of the ranks that serve registers is left.
+It disturbs only what a group must survive: a majority of the ranks that serve registers is left. At least one event in
+ten is of each kind, on a slow machine as well: what may be disturbed depends on time, and not on the seed alone.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from dist_prims.errors import CommError, LeftOutError
 from tests.helpers.storm_hosts import NamedHosts, NamespaceHosts
 
 MOST, LEAST = 8, 2  # processes
+KINDS = {"kill": 4, "stop": 3, "join": 3, "cut": 3}  # of events, and how often each is tried
 STEP_LIMIT = 60.0  # seconds without progress
 JOIN_LIMIT = 600.0  # seconds for a new process, since many attempts fail while the group is disturbed all the time
 
@@ -83,8 +85,11 @@ class Outcome:
     repairs: int = 0
     left_out: int = 0
 
+    def of_kind(self, kind: str) -> int:
+        return int(getattr(self, kind + "s"))
+
     def events(self) -> int:
-        return self.kills + self.stops + self.cuts + self.joins
+        return sum(map(self.of_kind, KINDS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,10 +223,10 @@ class Storm:
             self.start((rank, size, f"{self.folder}/store"))
         self.progress = time.monotonic()
         try:
-            while self.outcome.events() < events or (self.hosts.can_be_cut and not self.outcome.cuts):
+            while kinds := self.kinds_to_try(events):
                 self.let_go_on()
                 if not self.is_recovering():
-                    self.disturb()
+                    self.disturb(kinds)
             self.expect_steps()
             while self.is_recovering():
                 self.let_go_on()
@@ -232,6 +237,15 @@ class Storm:
             for process, reports in self.processes.values():
                 process.join(20)
                 reports.close()
+
+    def kinds_to_try(self, events: int) -> dict[str, int]:
+        """The kinds of events that may come next, with their weights; none when the storm is over."""
+        kinds = {kind: weight for kind, weight in KINDS.items() if kind != "cut" or self.hosts.can_be_cut}
+        if self.outcome.events() < events:
+            return kinds
+        rare = {kind for kind in kinds if self.outcome.of_kind(kind) < max(1, events // 10)}
+        # No process joins while there are enough of them, unless some are killed.
+        return {kind: weight for kind, weight in kinds.items() if kind in rare or (kind == "kill" and "join" in rare)}
 
     def let_go_on(self) -> None:
         """Read reports for a random while; start processes if there are too few."""
@@ -264,9 +278,9 @@ class Storm:
         has_majority = not servers or 2 * sum(map(is_left, servers)) > len(servers)
         return has_majority and sum(map(is_left, self.members)) >= LEAST
 
-    def disturb(self) -> None:
+    def disturb(self, kinds: dict[str, int]) -> None:
         """Do something to a random process or host, if the group must survive it."""
-        [kind] = self.random.choices(["kill", "stop", "join", "cut"], [4, 3, 3, 3 * self.hosts.can_be_cut])
+        [kind] = self.random.choices([*kinds], [*kinds.values()])
         if kind == "join":
             if len(self.processes) >= self.most:
                 self.most = self.random.randint(LEAST + 4, MOST)  # so that there are small groups as well
@@ -277,7 +291,9 @@ class Storm:
             if self.cut or not self.may_lose({each for each in self.members if self.host_of[each] == host}):
                 return
             self.hosts.cut(host)
-            self.cut[host] = time.monotonic() + self.random.uniform(0.1, self.times.cut)
+            # Every second cut is so long that the others go on without the host.
+            shortest, longest = ((0.1, 0.6), (0.8, 1.0))[self.outcome.cuts % 2]
+            self.cut[host] = time.monotonic() + self.times.cut * self.random.uniform(shortest, longest)
             self.outcome.cuts += 1
         elif not self.harm(self.random.choice([*self.in_group]), kind):
             return

@@ -19,6 +19,7 @@ from tests.helpers.storm import Outcome, storm
 def test_a_short_storm() -> None:
     found = storm(20, seed=1, hosts=1)
     assert found.events() >= 20
+    assert min(found.kills, found.stops, found.joins) >= 2
     assert found.repairs > 0
     assert found.steps > 0
 
@@ -28,7 +29,7 @@ def test_a_short_storm() -> None:
 def test_a_short_storm_with_cuts() -> None:
     found = storm_with_cuts(8, 5, timeout=250)
     assert found.events() >= 8
-    assert found.cuts > 0
+    assert min(found.kills, found.stops, found.cuts, found.joins) >= 1
     assert found.repairs > 0
 
 
@@ -37,7 +38,7 @@ def test_a_short_storm_with_cuts() -> None:
 @pytest.mark.parametrize(("events", "seed", "hosts"), [(100, 3, 1), (50, 4, 3)])
 def test_a_long_storm(events: int, seed: int, hosts: int) -> None:
     found = storm(events, seed, hosts)
-    assert min(found.kills, found.stops, found.joins) > events // 10
+    assert min(found.kills, found.stops, found.joins) >= events // 10
 
 
 @needs_hosts
@@ -45,7 +46,7 @@ def test_a_long_storm(events: int, seed: int, hosts: int) -> None:
 @pytest.mark.timeout(3600)
 def test_a_long_storm_with_cuts() -> None:
     found = storm_with_cuts(40, 7, timeout=3500)
-    assert min(found.kills, found.stops, found.cuts, found.joins) > 2
+    assert min(found.kills, found.stops, found.cuts, found.joins) >= 4
     assert found.left_out > 0  # processes on a host that was cut off
 
 
