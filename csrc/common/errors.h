@@ -9,9 +9,11 @@ namespace dist_prims {
 // A failure of communication. After kMismatch the group remains usable; after every other kind it does not.
 class CommError : public std::runtime_error {
 public:
-    enum class Kind { kMismatch, kPeerDied, kPeerLeft, kTimeout, kInterrupted, kLost };
-    CommError(Kind kind, const std::string& message) : std::runtime_error(message), kind(kind) {}
+    enum class Kind { kMismatch, kPeerDied, kPeerLeft, kTimeout, kInterrupted, kLost, kUnreachable };
+    CommError(Kind kind, const std::string& message, bool is_repeated = false)
+        : std::runtime_error(message), kind(kind), is_repeated(is_repeated) {}
     const Kind kind;
+    const bool is_repeated;  // another rank has failed first, and knows more of the cause
 };
 
 }  // namespace dist_prims

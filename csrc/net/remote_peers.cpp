@@ -96,14 +96,14 @@ void RemotePeers::wake() {
 template <typename Begin>
 RemotePeers::Handle RemotePeers::begin(RemoteRequest request, const Begin& make) {
     request.deadline = Clock::now() + request.timeout;
-    std::string reason;
+    std::optional<BrokenMessage> broken;
     try {
         request.handle = make();
         return std::make_shared<RemoteRequest>(std::move(request));
     } catch (const Transport::TransportError& error) {
-        reason = error.what();
+        broken.emplace(error);
     }
-    throw_broken(request, reason);
+    throw_broken(request, *broken);
 }
 
 RemotePeers::Handle RemotePeers::send(int to, int tag, const std::byte* data, std::size_t bytes,
@@ -132,7 +132,7 @@ void RemotePeers::wait(const Handle& request) {
 bool RemotePeers::wait_until_deadline(const Handle& request) {
     const TraceSpan span(TraceKind::kWait, request->bytes, request->peer);
     for (bool is_due = false;;) {
-        std::string reason;
+        std::optional<BrokenMessage> broken;
         try {
             if (wait_a_while(*request)) {
                 if (request->peer == Transport::kAnyone) request->peer = request->handle->source();
@@ -142,12 +142,12 @@ bool RemotePeers::wait_until_deadline(const Handle& request) {
         } catch (const Transport::LengthError& error) {
             throw_other_length(*request, error.what());
         } catch (const Transport::TransportError& error) {
-            reason = error.what();
+            broken.emplace(error);
         } catch (...) {  // Ctrl-C
             membership_.give_notice(CommError::Kind::kInterrupted, membership_.number(membership_.rank()));
             throw;
         }
-        if (!reason.empty()) throw_broken(*request, reason);
+        if (broken) throw_broken(*request, *broken);
         check_failures(*request);
         // An aborted wait does not report a message that has arrived: this rank may have been stopped meanwhile. So it
         // waits once more.
@@ -202,7 +202,9 @@ bool RemotePeers::is_over() {
 void RemotePeers::check_failures(const RemoteRequest& request) {
     is_over();
     if (request.peer != Transport::kAnyone) diagnosis_->answer(request.peer);
-    if (const int culprit = membership_.dead_rank(); culprit >= 0 && !membership_.notice()) {
+    int culprit = membership_.dead_rank();
+    if (culprit < 0 && request.peer == Transport::kAnyone) culprit = transport_->dead_rank();
+    if (culprit >= 0 && !membership_.notice()) {
         const std::lock_guard lock(mutex_);
         const auto now = Clock::now();
         if (death_seen_ == Clock::time_point{}) death_seen_ = now;
@@ -228,19 +230,24 @@ void RemotePeers::throw_late(int awaited, const Membership::What& what) {
     throw_failure(CommError::Kind::kLost, culprit, what);
 }
 
-void RemotePeers::throw_broken(const RemoteRequest& request, const std::string& reason) {
+RemotePeers::BrokenMessage::BrokenMessage(const Transport::TransportError& error)
+    : kind(dynamic_cast<const Transport::UnreachableError*>(&error) ? CommError::Kind::kUnreachable
+                                                                    : CommError::Kind::kPeerDied),
+      reason(error.what()) {}
+
+void RemotePeers::throw_broken(const RemoteRequest& request, const BrokenMessage& broken) {
     if (!membership_.notice()) receive_notice(kTimeToReceive);
     const int peer = request.peer == Transport::kAnyone && request.handle ? request.handle->source() : request.peer;
-    const auto what = [&] { return text(request, reason); };
+    const auto what = [&] { return text(request, broken.reason); };
     if (peer == Transport::kAnyone)  // a transport fails such a receive only when it closes
         throw_failure(CommError::Kind::kInterrupted, membership_.number(membership_.rank()), what);
-    throw_failure(CommError::Kind::kPeerDied, peer, what);
+    throw_failure(broken.kind, peer, what);
 }
 
 void RemotePeers::throw_failure(CommError::Kind kind, int culprit, const Membership::What& what) {
-    membership_.give_notice(kind, culprit);  // the first notice stands
-    membership_.check_abort(what);
-    std::abort();  // there is a notice, so it has thrown
+    if (membership_.give_notice(kind, culprit)) membership_.throw_failure(kind, culprit, what);
+    membership_.check_abort(what);  // the first notice stands
+    std::abort();                   // there is a notice, so it has thrown
 }
 
 // Waits for the notice that another rank may have sent before it went. A wait of the transport that is too late would
@@ -275,6 +282,10 @@ void RemotePeers::end() {
     for (const auto& error : {interrupt, second}) {
         if (error) std::rethrow_exception(error);  // only now, when no message uses memory any more
     }
+}
+
+void RemotePeers::leave() {
+    if (!membership_.notice()) transport_->leave();
 }
 
 // Sends the notice twice. The listener thread of a remote rank wakes up at once; but gloo sends a request to the

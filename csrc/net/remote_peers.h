@@ -65,6 +65,8 @@ public:
     void check(const Handle& request);
     // Ends the group because a rank is late for what `what` describes, and names the rank that blocks it.
     [[noreturn]] void throw_late(int awaited, const Membership::What& what);
+    // This rank leaves the group. Does nothing if the group has ended: the others have the notice.
+    void leave();
     // See Transport.
     void progress() { transport_->progress(); }
     void move_in_background() { transport_->move_in_background(); }
@@ -81,6 +83,11 @@ private:
     struct NoticeMessage {
         std::int32_t kind, culprit;
     };
+    struct BrokenMessage {
+        explicit BrokenMessage(const Transport::TransportError& error);
+        CommError::Kind kind;
+        std::string reason;
+    };
 
     template <typename Begin>
     Handle begin(RemoteRequest request, const Begin& make);
@@ -90,7 +97,7 @@ private:
     void check_failures(const RemoteRequest& request);
     [[noreturn]] void throw_other_length(const RemoteRequest& request, const std::string& reason);
     [[noreturn]] void throw_late(const RemoteRequest& request);
-    [[noreturn]] void throw_broken(const RemoteRequest& request, const std::string& reason);
+    [[noreturn]] void throw_broken(const RemoteRequest& request, const BrokenMessage& broken);
     [[noreturn]] void throw_failure(CommError::Kind kind, int culprit, const Membership::What& what);
     void receive_notice(std::chrono::milliseconds limit);
     void send_notice();

@@ -20,6 +20,11 @@ public:
         using std::runtime_error::runtime_error;
     };
 
+    // No network that the transport uses leads to the other side, whose process may be alive.
+    struct UnreachableError : TransportError {
+        using TransportError::TransportError;
+    };
+
     // The message has another length than its receive. The transport remains usable.
     struct LengthError : TransportError {
         using TransportError::TransportError;
@@ -57,6 +62,11 @@ public:
     }
     // Whether is_done() is exact. Gloo learns that a message has come only in a wait for it.
     virtual bool has_exact_is_done() const { return true; }
+    // A rank whose connection to this one has ended although it has not left the group; kAnyone if there is none, or the
+    // transport cannot tell.
+    virtual int dead_rank() { return kAnyone; }
+    // This rank is about to leave the group, and sends no more.
+    virtual void leave() {}
     // Moves messages as far as possible without waiting, for a thread that waits for none of them.
     virtual void progress() {}
     // The calling thread is about to wait for something else than these messages. A transport whose messages are moved

@@ -134,7 +134,8 @@ std::optional<Membership::Notice> Membership::notice() const {
 }
 
 void Membership::check_abort(const What& what) const {
-    if (const auto found = notice()) throw_failure(found->kind, found->culprit, what);
+    if (const auto found = notice())
+        throw CommError(found->kind, error_text(found->kind, found->culprit, what()), true);
 }
 
 void Membership::check_failures(const std::function<bool(int)>& awaited, const What& what) {
@@ -207,10 +208,10 @@ std::vector<int> Membership::named_ranks() const {
     return ranks;
 }
 
-void Membership::give_notice(CommError::Kind kind, int culprit) const {
+bool Membership::give_notice(CommError::Kind kind, int culprit) const {
     std::uint64_t none = 0;
     const std::uint64_t error = (static_cast<std::uint64_t>(kind) << 32) | static_cast<std::uint32_t>(culprit + 1);
-    group_state().error.compare_exchange_strong(none, error, std::memory_order_acq_rel);
+    return group_state().error.compare_exchange_strong(none, error, std::memory_order_acq_rel);
 }
 
 void Membership::throw_failure(CommError::Kind kind, int culprit, const What& what) const {
@@ -282,6 +283,9 @@ std::string Membership::error_text(CommError::Kind kind, int culprit, const std:
     const std::string ranks = "rank " + std::to_string(number(rank_)) + ": " + title(culprit);
     switch (kind) {
         case CommError::Kind::kPeerDied:
+            if (culprit == number(rank_))
+                return "rank " + std::to_string(culprit) + ": another rank has lost the connection with this rank in " +
+                       what + "; see its error and whether the link is up, and create the group again";
             return ranks + loss_text(culprit) + " in " + what + "; see its last output, and create the group again";
         case CommError::Kind::kPeerLeft:
             if (culprit == number(rank_))
@@ -293,6 +297,9 @@ std::string Membership::error_text(CommError::Kind kind, int culprit, const std:
         case CommError::Kind::kLost:
             return ranks + " has not replied in time in " + what +
                    "; see whether it is busy or waits elsewhere, and whether its host and the link are up";
+        case CommError::Kind::kUnreachable:
+            return ranks + " cannot be reached in " + what +
+                   "; set what the error of the rank that has tried names, and create the group again";
         default:
             return ranks + " has given up waiting " + awaited_text(culprit) + "; create the group again before " + what;
     }

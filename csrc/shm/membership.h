@@ -112,8 +112,10 @@ public:
     // Throws if the group has ended.
     void check_abort(const What& what) const;
     std::optional<Notice> notice() const;
-    // Ends the group. Only the first notice is kept.
-    void give_notice(CommError::Kind kind, int culprit) const;
+    // Ends the group. Only the first notice is kept; returns whether this is the first.
+    bool give_notice(CommError::Kind kind, int culprit) const;
+    // The same, and throws what this rank has found, even if another notice stands.
+    [[noreturn]] void throw_failure(CommError::Kind kind, int culprit, const What& what) const;
     // The group rank of a process that ended without leave(); -1 if there is none.
     int dead_rank() const;
     // The group ranks that the error of the group names as dead, lost or late.
@@ -155,7 +157,6 @@ private:
     void check_stop(const What& what) const;
     void run_awaited_hook(const std::function<bool(int)>& awaited) const;
     std::vector<int> ended_processes(const std::function<bool(int)>& awaited) const;
-    [[noreturn]] void throw_failure(CommError::Kind kind, int culprit, const What& what) const;
     std::string loss_text(int culprit) const;
     std::string text(const WaitGraph::Verdict& late) const;
     std::string name_of(int late) const;

@@ -20,6 +20,10 @@ void OutgoingConnection::push(const TcpMessagePtr& message) {
     push(TcpHeader{message->tag, 0, message->bytes}, message);
 }
 
+void OutgoingConnection::push_leave() {
+    push(TcpHeader{TcpHeader::kLeave, 0, 0}, nullptr);
+}
+
 void OutgoingConnection::write() {
     constexpr std::size_t kMessages = 4;
     while (error_.empty() && !queue_.empty()) {
@@ -119,6 +123,8 @@ bool IncomingConnection::begin_message(Inbox& inbox) {
     TcpHeader header;
     if (last_ - first_ < sizeof(header)) return false;
     std::memcpy(&header, staging_.get() + first_, sizeof(header));
+    has_left_ = header.tag == TcpHeader::kLeave;
+    if (has_left_) return false;
     current_ = inbox.begin(peer_, header.tag, header.bytes);
     is_stalled_ = !current_;
     if (current_) first_ += sizeof(header);

@@ -1,6 +1,6 @@
 // The connections of a lane. Each carries messages in one direction: the rank that opens it is the one that sends.
 //
-//     greeting | header, data | header, data | ...
+//     greeting | header, data | header, data | ... | header: the rank has left the group
 #pragma once
 
 #include <array>
@@ -18,6 +18,7 @@ namespace dist_prims {
 struct TcpHeader {
     std::int32_t tag, unused;
     std::uint64_t bytes;
+    static constexpr std::int32_t kLeave = -1;  // as tag: nothing follows
 };
 
 class OutgoingConnection {
@@ -26,6 +27,8 @@ public:
     OutgoingConnection(const std::string& address, const Greeting& greeting);
 
     void push(const TcpMessagePtr& message);
+    // The last thing that is sent: this rank leaves the group, so the end of the connection is not that of its process.
+    void push_leave();
     // Gives the kernel what it takes; messages are done when it has taken them whole.
     void write();
     // Looks whether the peer has closed the connection: it never sends anything on it.
@@ -67,6 +70,7 @@ public:
     void read(Inbox& inbox);
 
     bool is_stalled() const { return is_stalled_; }
+    bool has_left() const { return has_left_; }          // the peer: it has said so
     const std::string& error() const { return error_; }  // empty as long as the connection is open
     int descriptor() const { return socket_.descriptor(); }
     int peer() const { return peer_; }
@@ -84,7 +88,7 @@ private:
     std::size_t first_ = 0, last_ = 0;      // of these bytes
     ArrivalPtr current_;                    // the message that is coming
     std::size_t received_ = 0;              // of its bytes
-    bool is_stalled_ = false;
+    bool is_stalled_ = false, has_left_ = false;
     std::string error_;
 };
 

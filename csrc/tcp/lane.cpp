@@ -184,6 +184,31 @@ void TcpLane::add(int peer, Socket socket) {
     watch(events_, EPOLL_CTL_ADD, descriptor, key_of(kFrom, peer), EPOLLIN);
 }
 
+void TcpLane::leave(std::chrono::milliseconds limit) {
+    const auto until = Clock::now() + limit;
+    Guard guard(*this);
+    std::vector<int> peers;
+    for (auto& [peer, each] : outgoing_) {
+        each.connection.push_leave();
+        if (!each.is_full) peers.push_back(peer);
+    }
+    for (const int peer : peers) flush(peer);
+    while (has_unsent()) {
+        const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
+        if (left <= 0ms) return;
+        move(guard.lock, left);
+    }
+}
+
+bool TcpLane::has_unsent() const {
+    return std::any_of(outgoing_.begin(), outgoing_.end(), [](const auto& each) { return each.second.is_full; });
+}
+
+int TcpLane::dead_rank() {
+    const std::lock_guard lock(mutex_);
+    return dead_rank_;
+}
+
 void TcpLane::close(const std::string& reason) {
     const Guard guard(*this);
     if (!closed_.empty()) return;
@@ -233,6 +258,7 @@ void TcpLane::read(int peer) {
     IncomingConnection& connection = found.connection;
     connection.read(inbox_);
     if (!connection.error().empty()) {
+        if (!connection.has_left() && dead_rank_ == Transport::kAnyone) dead_rank_ = peer;
         if (ended_.emplace(peer, connection.error()).second && on_gone_) on_gone_(peer, connection.error());
         inbox_.fail(peer, connection.error());
         incoming_.erase(peer);
@@ -289,8 +315,7 @@ void TcpLane::handle(const epoll_event& event) {
 
 bool TcpLane::is_loaded() {
     const std::lock_guard lock(mutex_);
-    return inbox_.expected_bytes() > kMuch ||
-           std::any_of(outgoing_.begin(), outgoing_.end(), [](const auto& each) { return each.second.is_full; });
+    return inbox_.expected_bytes() > kMuch || has_unsent();
 }
 
 bool TcpLane::is_idle_since(std::uint64_t& waits) {

@@ -52,6 +52,10 @@ public:
     void open(int peer);
     // A connection that another rank has opened.
     void add(int peer, Socket socket);
+    // Tells the other ranks that this one leaves; waits until it has been sent, but not for longer than `limit`.
+    void leave(std::chrono::milliseconds limit);
+    // A rank whose connection to this one has ended although it has not left; kAnyone if there is none.
+    int dead_rank();
     // Fails all messages, also those of the future.
     void close(const std::string& reason);
 
@@ -87,6 +91,7 @@ private:
     void resume(int peer);
     void check_peer(TcpMessage& message);
     void check_open() const;
+    bool has_unsent() const;
     std::vector<TcpMessagePtr> take_ended_and_given_up();
     bool move(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds limit, const TcpMessage* own = nullptr);
     void handle(const epoll_event& event);
@@ -100,6 +105,7 @@ private:
     std::map<int, Incoming> incoming_;
     std::map<int, Gone> gone_;          // ranks to which nothing can be sent any more
     std::map<int, std::string> ended_;  // ranks from which nothing can come any more, and why
+    int dead_rank_ = Transport::kAnyone;
     Inbox inbox_;
     std::vector<TcpMessagePtr> given_up_;  // sent in part, with an owner
     std::string closed_;                   // why; empty as long as the lane is open

@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <system_error>
@@ -16,6 +17,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr auto kTimeToGreet = 30s;
+constexpr auto kTimeToLeave = 100ms;
 constexpr std::size_t kMaxNewcomers = 1024;
 // How often the thread looks whether other threads still wait for the data lane: at first, and at most.
 constexpr std::chrono::milliseconds kFirstLook = 2ms, kLastLook = 64ms;
@@ -102,6 +104,15 @@ void TcpTransport::close(const std::string& reason) {
     data_.close(reason);
     control_.close(reason);
     if (on_close_) on_close_();
+}
+
+int TcpTransport::dead_rank() {
+    return std::max(data_.dead_rank(), control_.dead_rank());
+}
+
+void TcpTransport::leave() {
+    data_.leave(kTimeToLeave);
+    control_.leave(kTimeToLeave);
 }
 
 void TcpTransport::move_in_background() {

@@ -55,6 +55,8 @@ public:
     Handle receive_from_any(int tag, std::byte* data, std::size_t bytes, Owner owner, const ClaimPtr& claim) override;
     void progress() override { data_.progress(); }
     void move_in_background() override;
+    int dead_rank() override;
+    void leave() override;
 
     // Opens a connection to a rank on the control lane, so that the end of the rank is noticed.
     void watch(int peer) { control_.open(peer); }

@@ -118,6 +118,10 @@ CASE(tcp_a_rank_that_has_gone_fails_what_depends_on_it) {
     a_rank_that_has_gone_fails_what_depends_on_it<Network>();
 }
 
+CASE(tcp_the_end_of_a_rank_that_has_left_is_no_death) {
+    the_end_of_a_rank_that_has_left_is_no_death<Network>();
+}
+
 CASE(tcp_a_wait_beyond_its_limit_closes_all) {
     a_wait_beyond_its_limit_closes_all<Network>();
 }

@@ -274,6 +274,25 @@ void a_rank_that_has_gone_fails_what_depends_on_it() {
 }
 
 template <typename Network>
+void the_end_of_a_rank_that_has_left_is_no_death() {
+    Network network(3);
+    std::vector<std::byte> got(4);
+    for (const int sender : {1, 2}) {
+        wait(send(network[static_cast<std::size_t>(sender)], 0, 1, pattern(4, 2)));
+        wait(receive(network[0], sender, 1, got));
+    }
+    network[1].leave();
+    network.ranks[1] = nullptr;
+    CHECK(!transport_error_of([&] { wait(receive(network[0], 1, 1, got)); }).empty());
+    CHECK(network[0].dead_rank() == Transport::kAnyone);
+    network.ranks[2] = nullptr;
+    wait_until([&] {
+        network[0].progress();
+        return network[0].dead_rank() == 2;
+    });
+}
+
+template <typename Network>
 void a_wait_beyond_its_limit_closes_all() {
     Network network(3);
     std::vector<std::byte> got(4), other(4);

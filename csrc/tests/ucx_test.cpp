@@ -99,6 +99,10 @@ CASE(ucx_a_rank_that_has_gone_fails_what_depends_on_it) {
     a_rank_that_has_gone_fails_what_depends_on_it<Network>();
 }
 
+CASE(ucx_the_end_of_a_rank_that_has_left_is_no_death) {
+    the_end_of_a_rank_that_has_left_is_no_death<Network>();
+}
+
 CASE(ucx_a_wait_beyond_its_limit_closes_all) {
     a_wait_beyond_its_limit_closes_all<Network>();
 }

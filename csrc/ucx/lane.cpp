@@ -95,11 +95,11 @@ ucp_ep_h Lane::endpoint_to(Peer& peer) {
     const ucs_status_t status = calls()->ep_create(worker_->get(), &parameters, &peer.endpoint);
     if (status == UCS_OK) return peer.endpoint;
     peer.endpoint = nullptr;
-    const char* remedy =
-        status == UCS_ERR_UNREACHABLE
-            ? " from the devices of UCX on this rank: set UCX_NET_DEVICES, or GLOO_SOCKET_IFNAME, to an "
-              "interface that leads there"
-            : "";
+    peer.is_unreachable = status == UCS_ERR_UNREACHABLE;
+    const char* remedy = peer.is_unreachable
+                             ? " from the devices of UCX on this rank: set UCX_NET_DEVICES, or GLOO_SOCKET_IFNAME, to "
+                               "an interface that leads there"
+                             : "";
     mark_gone(peer, std::string("ucp_ep_create(): ") + calls()->status_string(status) + remedy);
     return nullptr;
 }
@@ -109,10 +109,7 @@ void Lane::send(const MessagePtr& message) {
     check_open();
     Peer& peer = peer_of(*message);
     const ucp_ep_h endpoint = peer.gone.empty() ? endpoint_to(peer) : nullptr;
-    if (!endpoint) {
-        message->error = peer.gone;
-        return;
-    }
+    if (!endpoint) return fail(*message, peer);
     if (!message->owner && message->bytes) {
         message->copy.reset(new std::byte[message->bytes]);
         std::memcpy(message->copy.get(), message->data, message->bytes);
@@ -139,7 +136,7 @@ void Lane::receive(const MessagePtr& message) {
                                          tag_of(is_from_any ? 0 : message->peer, message->tag),
                                          is_from_any ? kFromAny : kAllBits, &parameters));
     if (message->request && !is_from_any && peer_of(*message).has_failed) {
-        message->error = peer_of(*message).gone;
+        fail(*message, peer_of(*message));
         calls()->request_cancel(worker_->get(), message->request);
     }
 }
@@ -233,6 +230,7 @@ Lane::WaitResult Lane::wait(Message& message, std::chrono::milliseconds limit) {
     for (Polling::Wait polling(polling_);;) {
         if (message.is_done) return WaitResult::kDone;
         if (message.has_other_length) throw Transport::LengthError(message.error);
+        if (message.is_unreachable) throw Transport::UnreachableError(message.error);
         if (!message.error.empty()) throw Transport::TransportError(message.error);
         if (message.is_aborted) return WaitResult::kAborted;
         if (advance()) {
@@ -318,16 +316,21 @@ void Lane::look_at_failures(bool is_quiet) {
     has_failures_ = has_failures_ || !closing_.empty();
 }
 
+void Lane::fail(Message& message, const Peer& peer) {
+    message.error = peer.gone;
+    message.is_unreachable = peer.is_unreachable;
+}
+
 // Fails all messages from and to a rank: no more can come.
 void Lane::fail(Peer& peer) {
     peer.has_failed = true;
     const int number = static_cast<int>(&peer - peers_.data());
-    fail_all([number](const Message& message) { return message.peer == number; }, peer.gone);
+    fail_all([number](const Message& message) { return message.peer == number; }, peer);
     close_endpoint(peer);
     waiting_.wake_others();
 }
 
-void Lane::fail_all(const std::function<bool(const Message&)>& concerned, const std::string& reason) {
+void Lane::fail_all(const std::function<bool(const Message&)>& concerned, const Peer& cause) {
     std::vector<MessagePtr> found;
     for (const auto& [key, message] : pending_) {
         if (concerned(*message) && message->error.empty()) found.push_back(message);
@@ -336,7 +339,7 @@ void Lane::fail_all(const std::function<bool(const Message&)>& concerned, const 
         if (concerned(*message)) found.push_back(message);
     }
     for (const MessagePtr& message : found) {
-        message->error = reason;
+        fail(*message, cause);
         if (!message->is_outgoing && message->request) calls()->request_cancel(worker_->get(), message->request);
         dropped_.push_back(message);  // rather than freed here
     }
@@ -359,7 +362,9 @@ void Lane::close(const std::string& reason) {
     if (!closed_.empty()) return;
     closed_ = reason;
     flush();
-    fail_all([](const Message&) { return true; }, reason);
+    Peer cause{this};
+    cause.gone = reason;
+    fail_all([](const Message&) { return true; }, cause);
     for (Peer& peer : peers_) close_endpoint(peer);
     complete(closing_, Clock::now() + kTimeToClose);
     waiting_.wake_others();

@@ -71,6 +71,7 @@ private:
         ucp_ep_h endpoint = nullptr;  // made by the first message to the rank
         bool is_broken = false;       // the endpoint: it must be closed
         std::string gone{};           // why nothing can be sent any more; empty as long as the rank is there
+        bool is_unreachable = false;  // why nothing can be sent
         Clock::time_point since{};    // when it went
         bool has_failed = false;      // nothing can come any more either
     };
@@ -90,8 +91,9 @@ private:
     static ucp_request_param_t receive_parameters(Message& message);
     void finish(Message& message, ucs_status_t status, const ucp_tag_recv_info_t& info = {});
     void mark_gone(Peer& peer, const std::string& reason);
+    static void fail(Message& message, const Peer& peer);
     void fail(Peer& peer);
-    void fail_all(const std::function<bool(const Message&)>& concerned, const std::string& reason);
+    void fail_all(const std::function<bool(const Message&)>& concerned, const Peer& cause);
     unsigned advance();
     void look_at_failures(bool is_quiet);
     void close_endpoint(Peer& peer);

@@ -28,6 +28,8 @@ public:
     Handle receive_from_any(int tag, std::byte* data, std::size_t bytes, Owner owner, const ClaimPtr& claim) override;
     void progress() override { lane_.progress(); }
     void move_in_background() override;
+    int dead_rank() override { return control_.dead_rank(); }
+    void leave() override { control_.leave(); }
 
     // Fails all messages and stops the thread: UCX is not called any more.
     void stop();

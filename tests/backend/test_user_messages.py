@@ -3,6 +3,7 @@ any rank of both kinds. test_multi_host.py has what holds over gloo and MPI as w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -207,6 +208,35 @@ def test_the_death_of_a_rank_ends_what_waits_for_it(waits_for: int | None) -> No
 
     with pytest.raises(RankFailedError, match="rank 3"):
         span("a a b b", body)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_receive_from_any_rank_where_another_host_has_no_rank_left(is_killed: bool) -> None:
+    """A server of parameters waited for a dead worker until its timeout: no rank waited for that worker only."""
+
+    def body() -> None:
+        rank = dist.get_rank()
+        dist.barrier()
+        if rank > 0:
+            dist.send(torch.full((3,), float(rank)), 0)
+        if rank == 1:
+            time.sleep(0.5)
+            return os.kill(os.getpid(), signal.SIGKILL) if is_killed else dist.destroy_process_group()
+        if rank == 2:
+            time.sleep(3)
+            with contextlib.suppress(PeerDiedError):  # this rank is alive, and the group may not be
+                dist.send(torch.zeros(3), 0)
+            return None
+        assert {dist.recv(torch.zeros(3)), dist.recv(torch.zeros(3))} == {1, 2}
+        if not is_killed:
+            assert dist.recv(torch.ones(3)) == 2  # which comes after rank 1 has left
+            return None
+        with pytest.raises(PeerDiedError, match=r"rank 1 on host b .* in recv\(12 bytes from any rank"):
+            dist.recv(torch.zeros(3))
+        return None
+
+    with pytest.raises(RankFailedError, match="rank 1") if is_killed else contextlib.nullcontext():
+        span("a b c", body)
 
 
 def send_and_meet() -> None:

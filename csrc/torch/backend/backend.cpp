@@ -114,6 +114,7 @@ void PrimsBackend::shutdown() {
     host_segment_->p2p.close(reason);
     host_segment_->membership.stop();  // for waits outside of the queue
     execution_->close_messages(reason);
+    execution_->leave();
     stop_engine();
 }
 

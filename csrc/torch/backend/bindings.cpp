@@ -185,7 +185,8 @@ void translate(std::exception_ptr error) {
         found.restore();
     } catch (const CommError& found) {
         constexpr const char* kNames[] = {"MismatchError",    "PeerDiedError",        "PeerLeftError",
-                                          "CommTimeoutError", "CommInterruptedError", "CommTimeoutError"};
+                                          "CommTimeoutError", "CommInterruptedError", "CommTimeoutError",
+                                          "CommError"};
         const py::object kind = py::module_::import("dist_prims.errors").attr(kNames[static_cast<int>(found.kind)]);
         PyErr_SetString(kind.ptr(), found.what());
     }

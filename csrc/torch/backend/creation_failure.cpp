@@ -3,6 +3,9 @@
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
 
+#include <chrono>
+#include <thread>
+
 #include "../common/work.h"
 
 namespace dist_prims {
@@ -10,6 +13,8 @@ namespace {
 
 using Kind = CommError::Kind;
 
+constexpr std::chrono::seconds kTimeToTell{1};
+constexpr std::chrono::milliseconds kBetweenLooks{5};
 const std::string kKey = "failed";  // its value: the kind of the error as a number, a space, the message
 
 }  // namespace
@@ -24,7 +29,7 @@ void GroupCreation::fail(std::exception_ptr error) const {
         std::rethrow_exception(error);
     } catch (const CommError& found) {
         if (found.kind == Kind::kMismatch) throw;  // every rank has compared for itself
-        if (const auto first = reason()) throw *first;
+        if (const auto first = found.is_repeated ? awaited_reason() : reason()) throw *first;
         tell(found.kind, found.what());
         throw;
     } catch (const pybind11::error_already_set&) {
@@ -50,6 +55,16 @@ std::optional<CommError> GroupCreation::reason() const {
                          prefix() + "the group cannot be made: " + value.substr(space + 1));
     } catch (const std::exception&) {
         return std::nullopt;
+    }
+}
+
+// The rank that has failed first is about to write its reason.
+std::optional<CommError> GroupCreation::awaited_reason() const {
+    const auto until = std::chrono::steady_clock::now() + kTimeToTell;
+    for (;;) {
+        const auto found = reason();
+        if (found || std::chrono::steady_clock::now() >= until) return found;
+        std::this_thread::sleep_for(kBetweenLooks);
     }
 }
 

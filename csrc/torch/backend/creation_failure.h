@@ -25,6 +25,7 @@ public:
 
 private:
     std::optional<CommError> reason() const;
+    std::optional<CommError> awaited_reason() const;
     void tell(CommError::Kind kind, const std::string& text) const;
     std::string prefix() const;
 

@@ -147,6 +147,8 @@ public:
     virtual void forward_notice() {}
     // Sends the other hosts the notice that this rank leaves.
     virtual void forward_leave() {}
+    // This rank leaves the group in none of its calls: the end of its connections is no death.
+    virtual void leave() {}
 
 protected:
     virtual Router& router() = 0;

@@ -92,6 +92,7 @@ public:
         host_segment_->membership.give_notice(CommError::Kind::kPeerLeft, rank_);
         group_.remote.end();
     }
+    void leave() override { group_.remote.leave(); }
 
 private:
     using Key = std::tuple<Collective, int, bool>;  // of a schedule: the collective, the root, whether for even blocks
