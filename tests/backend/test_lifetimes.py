@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,3 +235,46 @@ def test_a_process_keeps_no_options_of_groups_that_have_ended() -> None:
         return kept
 
     assert spawn(body, 2) == [[0, 0]] * 2
+
+
+ENDS = """
+import contextlib, os, sys, time, torch, torch.distributed as dist, dist_prims
+rank, status, store = int(sys.argv[1]), int(sys.argv[3]), f"file://{sys.argv[4]}"
+os.environ["DIST_PRIMS_HOST_ID"] = sys.argv[2][rank]
+dist.init_process_group("dist_prims", init_method=store, rank=rank, world_size=3)
+if rank == 0:
+    try:
+        print(*(dist.recv(torch.zeros(3)) for _ in range(3)))
+    except dist_prims.PeerDiedError as error:
+        print(error)
+    os._exit(0)
+dist.send(torch.ones(3), 0)
+if rank == 1:
+    sys.exit(status)
+if status == 0:
+    time.sleep(3)  # so that rank 1 has ended
+    dist.send(torch.ones(3), 0)
+else:
+    with contextlib.suppress(dist_prims.errors.CommError):  # until rank 0 has ended the group
+        dist.recv(torch.ones(3), 0)
+"""
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "abc"], ids=["one host", "three hosts"])
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_program_that_ends_well_leaves_its_groups(hosts: str, status: int, tmp_path: Path) -> None:
+    """Many programs do not destroy their groups. The end of such a rank was taken for its death, and a receive from any
+    rank failed; with another exit status than 0 it still does."""
+    options = [hosts, str(status), str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", ENDS, str(rank), *options], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    try:
+        output = ranks[0].communicate(timeout=90)[0]
+        assert [each.wait(60) for each in ranks] == [0, status, 0]
+    finally:
+        for each in ranks:
+            each.kill()
+    expected = r"rank 0: rank 1 .* in recv\(12 bytes from any rank" if status else r"(1 2|2 1) 2\n$"
+    assert re.match(expected, output), output

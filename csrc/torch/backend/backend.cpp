@@ -69,6 +69,8 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
         creation.fail(std::current_exception());
     }
     host_segment_->membership.on_wait(check_signals);
+    // A program that ends need not destroy its groups.
+    leave_at_exit_.emplace([this] { leave(); });
 }
 
 PrimsBackend::~PrimsBackend() {
@@ -116,6 +118,11 @@ void PrimsBackend::shutdown() {
     execution_->close_messages(reason);
     execution_->leave();
     stop_engine();
+}
+
+void PrimsBackend::leave() {
+    host_segment_->membership.leave();
+    execution_->leave();
 }
 
 // Jobs and messages call members, so they keep the object, but not the group: when the last reference of a user goes,

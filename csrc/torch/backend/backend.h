@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "../../common/exit_action.h"
 #include "../../common/flight_recorder.h"
 #include "../../common/queue.h"
 #include "../../common/trace.h"
@@ -173,6 +174,7 @@ private:
     void recorded(std::uint64_t entry, const Work& work);
     void write_record() const;
     void run_abort_hooks() const;
+    void leave();
     void stop_engine();
     c10d::Backend* gloo();
     void take_group_of(PrimsBackend& made);
@@ -192,6 +194,7 @@ private:
     FlightRecorder flight_recorder_;
     mutable std::mutex hooks_guard_;
     std::map<int64_t, std::shared_ptr<const std::function<void()>>> abort_hooks_;  // Python's need the GIL to be copied
+    std::optional<ExitAction> leave_at_exit_;
 };
 
 }  // namespace dist_prims
