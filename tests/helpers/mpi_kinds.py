@@ -41,9 +41,9 @@ class Kind:
             return f"no {mpi_file(self.family)}; DIST_PRIMS_MPICC={mpicc} python setup.py build_ext --inplace"
         return ""
 
-    def run(self, ranks: int, *arguments: str, **environ: str) -> CompletedProcess[str]:
+    def run(self, ranks: int, *arguments: str, limit: float = 100, **environ: str) -> CompletedProcess[str]:
         command = [str(self.home / "bin" / "mpirun"), "-n", str(ranks), str(self.home / "bin" / "python"), *arguments]
-        return run(command, clean(**{**self.environ, **environ}), timeout=100)
+        return run(command, clean(**{**self.environ, **environ}), timeout=limit)
 
 
 KINDS = {
