@@ -6,6 +6,7 @@ where many do it at once. Programs that tests start find compiled modules: an en
 and then each of several hundred processes would compile the package.
 """
 
+import gc
 import importlib
 import os
 import sys
@@ -23,6 +24,11 @@ sys.dont_write_bytecode = False
 for name in ("torch._dynamo", "dist_prims.backend.create", "dist_prims.collectives"):
     importlib.import_module(name)
 algorithms("all_reduce")  # imports the files of all algorithms
+
+# Ranks that tests fork do not collect the garbage of this process. The destructor of a store or of a group joins its
+# thread, which a forked process does not have. A thread that the forked process has started may have the same handle,
+# and is then joined twice: a rank waited without end, or crashed.
+os.register_at_fork(after_in_child=gc.freeze)
 
 # Failing assertions of the helpers show both values, as those of the tests do.
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "helpers").glob("*.py")))
