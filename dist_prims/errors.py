@@ -64,7 +64,7 @@ class MismatchError(CommError):
 
 
 class PeerDiedError(CommError):
-    """A rank's process has ended. The group cannot go on.
+    """A rank's process was killed, or has ended with another status than 0. The group cannot go on.
 
     >>> import subprocess, sys, tempfile
     >>> program = '''
@@ -88,7 +88,9 @@ class PeerDiedError(CommError):
 
 
 class PeerLeftError(CommError):
-    """A rank has destroyed the group. The group cannot go on.
+    """A rank has destroyed the group, or its process has ended with status 0. The group cannot go on.
+
+    On another host the end of the process is a :class:`PeerDiedError` for a rank that waits for this one.
 
     >>> import torch, dist_prims
     >>> import torch.distributed as dist

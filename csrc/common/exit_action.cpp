@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "process.h"
+#include "thread.h"
 
 namespace dist_prims {
 namespace {
@@ -18,23 +19,25 @@ struct Actions {
     std::unordered_map<const ExitAction*, const std::function<void()>*> actions{};
     const int owner = this_process();
 
-    static void run(int status, void* self) {
+    void run() {
+        const std::lock_guard lock(mutex);
+        for (const auto& [key, act] : actions) caught(*act);
+    }
+    static void on_exit(int status, void* self) {
         auto& actions = *static_cast<Actions*>(self);
-        if (status != 0 || actions.owner != this_process()) return;
-        const std::lock_guard lock(actions.mutex);
-        for (const auto& [key, act] : actions.actions) (*act)();
+        if (status == 0 && actions.owner == this_process()) actions.run();
     }
 };
 
-// Never destroyed: groups may end later than other static objects. Without a lock, which a forked child might find
-// taken.
+// The object is never destroyed, since groups may end later than other static objects. It is found without a lock,
+// which another thread might hold while this process forks.
 Actions& actions_of_this_process() {
     static std::atomic<Actions*> current{nullptr};
     Actions* found = current.load(std::memory_order_acquire);
     if (found && found->owner == this_process()) return *found;
     auto made = std::make_unique<Actions>();
     if (!current.compare_exchange_strong(found, made.get())) return *found;
-    ::on_exit(&Actions::run, made.get());
+    ::on_exit(&Actions::on_exit, made.get());
     return *made.release();
 }
 
@@ -51,6 +54,10 @@ ExitAction::~ExitAction() {
     Actions& known = actions_of_this_process();
     const std::lock_guard lock(known.mutex);
     known.actions.erase(this);
+}
+
+void run_exit_actions() {
+    actions_of_this_process().run();
 }
 
 }  // namespace dist_prims

@@ -1,12 +1,13 @@
-// What this process does at its normal end.
+// Actions at the normal exit of the process.
 #pragma once
 
 #include <functional>
 
 namespace dist_prims {
 
-// Runs `act` if the process ends by exit() with status 0 while this object exists; the last code of Python has run by
-// then. Another status is that of a failure, so nothing is run then, and nothing in a forked child.
+// Runs `act` if the process ends by exit() with status 0 while this object exists, after the Python interpreter has
+// been finalized. Another status reports a failure, so nothing runs then. Nothing runs in a forked child, and nothing
+// at _exit(), by which a worker of multiprocessing ends: see run_exit_actions().
 class ExitAction {
 public:
     explicit ExitAction(std::function<void()> act);
@@ -17,5 +18,8 @@ private:
     const std::function<void()> act_;
     const int owner_;
 };
+
+// Runs the actions of this process now, for one that will end by _exit() with status 0.
+void run_exit_actions();
 
 }  // namespace dist_prims

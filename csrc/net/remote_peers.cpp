@@ -208,7 +208,8 @@ void RemotePeers::check_failures(const RemoteRequest& request) {
         const std::lock_guard lock(mutex_);
         const auto now = Clock::now();
         if (death_seen_ == Clock::time_point{}) death_seen_ = now;
-        if (now - death_seen_ > kMomentToFinish) membership_.give_notice(CommError::Kind::kPeerDied, culprit);
+        if (now - death_seen_ > kMomentToFinish)
+            throw_failure(CommError::Kind::kPeerDied, culprit, [&] { return text(request, ""); });
     }
     membership_.check_failures([](int) { return false; }, [&] { return text(request, ""); });
 }
@@ -285,7 +286,7 @@ void RemotePeers::end() {
 }
 
 void RemotePeers::leave() {
-    if (!membership_.notice()) transport_->leave();
+    if (!membership_.notice() && !has_left_.exchange(true)) transport_->leave();
 }
 
 // Sends the notice twice. The listener thread of a remote rank wakes up at once; but gloo sends a request to the

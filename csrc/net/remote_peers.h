@@ -7,6 +7,7 @@
 // that only times out runs a timeout diagnosis.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <set>
@@ -65,7 +66,8 @@ public:
     void check(const Handle& request);
     // Ends the group because a rank is late for what `what` describes, and names the rank that blocks it.
     [[noreturn]] void throw_late(int awaited, const Membership::What& what);
-    // This rank leaves the group. Does nothing if the group has ended: the others have the notice.
+    // This rank leaves the group. Only the first call has an effect, and none if the group has ended: the other ranks
+    // have the notice then.
     void leave();
     // See Transport.
     void progress() { transport_->progress(); }
@@ -110,6 +112,7 @@ private:
     const std::unique_ptr<Transport> transport_;
     NoticeMessage received_notice_{-1, -1};
     Transport::Handle notice_request_;  // asked for
+    std::atomic<bool> has_left_{false};
 
     std::mutex mutex_;  // of all below
     std::set<Transport::TransportRequest*> waiting_;

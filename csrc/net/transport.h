@@ -62,10 +62,10 @@ public:
     }
     // Whether is_done() is exact. Gloo learns that a message has come only in a wait for it.
     virtual bool has_exact_is_done() const { return true; }
-    // A rank whose connection to this one has ended although it has not left the group; kAnyone if there is none, or the
-    // transport cannot tell.
+    // A rank whose connection to this one has ended although it has not left the group; kAnyone if there is none, or
+    // the transport cannot tell.
     virtual int dead_rank() { return kAnyone; }
-    // This rank is about to leave the group, and sends no more.
+    // This rank is about to leave the group, and sends no more than notices. Called once.
     virtual void leave() {}
     // Moves messages as far as possible without waiting, for a thread that waits for none of them.
     virtual void progress() {}

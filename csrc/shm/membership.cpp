@@ -227,8 +227,7 @@ void Membership::throw_timeout(const std::string& what, const WaitGraph::Verdict
     }
     give_notice(CommError::Kind::kTimeout, number(rank_));
     const Notice standing = *notice();
-    if (standing.kind != CommError::Kind::kTimeout)
-        throw_failure(standing.kind, standing.culprit, [&] { return what; });
+    if (standing.kind != CommError::Kind::kTimeout) check_abort([&] { return what; });
     const std::string late_ranks = text(verdict_of(standing.culprit));
     throw CommError(CommError::Kind::kTimeout, "rank " + std::to_string(number(rank_)) + ": timeout after " + what +
                                                    (late_ranks.empty() ? "" : ": " + late_ranks));
@@ -299,7 +298,9 @@ std::string Membership::error_text(CommError::Kind kind, int culprit, const std:
                    "; see whether it is busy or waits elsewhere, and whether its host and the link are up";
         case CommError::Kind::kUnreachable:
             return ranks + " cannot be reached in " + what +
-                   "; set what the error of the rank that has tried names, and create the group again";
+                   "; no network interface of the rank that has tried leads to it: see the error of that rank, and "
+                   "create "
+                   "the group again";
         default:
             return ranks + " has given up waiting " + awaited_text(culprit) + "; create the group again before " + what;
     }

@@ -123,8 +123,11 @@ bool IncomingConnection::begin_message(Inbox& inbox) {
     TcpHeader header;
     if (last_ - first_ < sizeof(header)) return false;
     std::memcpy(&header, staging_.get() + first_, sizeof(header));
-    has_left_ = header.tag == TcpHeader::kLeave;
-    if (has_left_) return false;
+    if (header.tag == TcpHeader::kLeave) {
+        has_left_ = true;
+        first_ += sizeof(header);
+        return begin_message(inbox);  // a notice may follow
+    }
     current_ = inbox.begin(peer_, header.tag, header.bytes);
     is_stalled_ = !current_;
     if (current_) first_ += sizeof(header);

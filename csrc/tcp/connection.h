@@ -1,6 +1,8 @@
 // The connections of a lane. Each carries messages in one direction: the rank that opens it is the one that sends.
 //
-//     greeting | header, data | header, data | ... | header: the rank has left the group
+//     greeting | header, data | header, data | ...
+//
+// A header without data marks that the rank leaves the group. Only notices follow it.
 #pragma once
 
 #include <array>
@@ -18,7 +20,7 @@ namespace dist_prims {
 struct TcpHeader {
     std::int32_t tag, unused;
     std::uint64_t bytes;
-    static constexpr std::int32_t kLeave = -1;  // as tag: nothing follows
+    static constexpr std::int32_t kLeave = -1;  // as tag: the rank leaves the group
 };
 
 class OutgoingConnection {
@@ -27,7 +29,7 @@ public:
     OutgoingConnection(const std::string& address, const Greeting& greeting);
 
     void push(const TcpMessagePtr& message);
-    // The last thing that is sent: this rank leaves the group, so the end of the connection is not that of its process.
+    // Marks that this rank leaves the group: the peer must not take the end of the connection for a death.
     void push_leave();
     // Gives the kernel what it takes; messages are done when it has taken them whole.
     void write();
@@ -47,7 +49,7 @@ private:
     struct Unsent {
         std::array<std::byte, kHead> head;
         std::size_t head_bytes;
-        TcpMessagePtr message;  // null: this is the greeting
+        TcpMessagePtr message;  // null: this is the greeting, or marks that the rank leaves
         std::size_t sent = 0;
         std::size_t bytes() const { return head_bytes + (message ? message->bytes : 0); }
     };
@@ -70,7 +72,7 @@ public:
     void read(Inbox& inbox);
 
     bool is_stalled() const { return is_stalled_; }
-    bool has_left() const { return has_left_; }          // the peer: it has said so
+    bool has_left() const { return has_left_; }          // the peer has sent kLeave
     const std::string& error() const { return error_; }  // empty as long as the connection is open
     int descriptor() const { return socket_.descriptor(); }
     int peer() const { return peer_; }

@@ -157,7 +157,7 @@ void TcpLane::release(const TcpMessagePtr& message) {
     if (found == outgoing_.end() || found->second.connection.withdraw(message)) return;
     if (message->owner)
         given_up_.push_back(message);
-    else
+    else  // the peer then takes this rank for dead; messages without an owner are given up only where the group ends
         end_outgoing(message->peer, "a message was given up when a part of it had been sent");
 }
 
@@ -186,7 +186,8 @@ void TcpLane::add(int peer, Socket socket) {
 
 void TcpLane::leave(std::chrono::milliseconds limit) {
     const auto until = Clock::now() + limit;
-    Guard guard(*this);
+    std::unique_lock lock(mutex_);  // without Guard, which may free memory of Python: the interpreter may be finalized
+    if (std::exchange(is_leaving_, true)) return;
     std::vector<int> peers;
     for (auto& [peer, each] : outgoing_) {
         each.connection.push_leave();
@@ -196,7 +197,7 @@ void TcpLane::leave(std::chrono::milliseconds limit) {
     while (has_unsent()) {
         const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
         if (left <= 0ms) return;
-        move(guard.lock, left);
+        move(lock, left);
     }
 }
 
@@ -226,6 +227,7 @@ TcpLane::Outgoing* TcpLane::outgoing(int peer) {
     if (const auto found = outgoing_.find(peer); found != outgoing_.end()) return &found->second;
     try {
         Outgoing& made = outgoing_.emplace(peer, Outgoing{connect_(peer)}).first->second;
+        if (is_leaving_) made.connection.push_leave();
         watch(events_, EPOLL_CTL_ADD, made.connection.descriptor(), key_of(kTo, peer), EPOLLIN | EPOLLOUT);
         made.is_full = true;  // until the connection is established
         return &made;

@@ -52,7 +52,8 @@ public:
     void open(int peer);
     // A connection that another rank has opened.
     void add(int peer, Socket socket);
-    // Tells the other ranks that this one leaves; waits until it has been sent, but not for longer than `limit`.
+    // Marks on the connections to other ranks that this rank leaves, on later ones too. Waits until the kernel has
+    // taken what was sent, but not for longer than `limit`.
     void leave(std::chrono::milliseconds limit);
     // A rank whose connection to this one has ended although it has not left; kAnyone if there is none.
     int dead_rank();
@@ -105,6 +106,7 @@ private:
     std::map<int, Incoming> incoming_;
     std::map<int, Gone> gone_;          // ranks to which nothing can be sent any more
     std::map<int, std::string> ended_;  // ranks from which nothing can come any more, and why
+    bool is_leaving_ = false;
     int dead_rank_ = Transport::kAnyone;
     Inbox inbox_;
     std::vector<TcpMessagePtr> given_up_;  // sent in part, with an owner

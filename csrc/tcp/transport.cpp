@@ -17,7 +17,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr auto kTimeToGreet = 30s;
-constexpr auto kTimeToLeave = 100ms;
+constexpr auto kTimeToLeave = 1s;  // passes only where a peer does not read
 constexpr std::size_t kMaxNewcomers = 1024;
 // How often the thread looks whether other threads still wait for the data lane: at first, and at most.
 constexpr std::chrono::milliseconds kFirstLook = 2ms, kLastLook = 64ms;

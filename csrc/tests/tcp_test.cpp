@@ -122,6 +122,10 @@ CASE(tcp_the_end_of_a_rank_that_has_left_is_no_death) {
     the_end_of_a_rank_that_has_left_is_no_death<Network>();
 }
 
+CASE(tcp_a_message_after_a_rank_has_left_arrives) {
+    a_message_after_a_rank_has_left_arrives<Network>();
+}
+
 CASE(tcp_a_wait_beyond_its_limit_closes_all) {
     a_wait_beyond_its_limit_closes_all<Network>();
 }

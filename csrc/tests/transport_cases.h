@@ -288,8 +288,22 @@ void the_end_of_a_rank_that_has_left_is_no_death() {
     network.ranks[2] = nullptr;
     wait_until([&] {
         network[0].progress();
-        return network[0].dead_rank() == 2;
+        return network[0].dead_rank() == 2;  // the end of rank 1, which came first, is known as well by now
     });
+}
+
+template <typename Network>
+void a_message_after_a_rank_has_left_arrives() {
+    Network network(2);
+    std::vector<std::byte> got(4);
+    const auto first = pattern(4, 1), second = pattern(4, 2);
+    wait(send(network[0], 1, 1, first));
+    network[0].leave();
+    wait(send(network[0], 1, 1, second));
+    wait(receive(network[1], 0, 1, got));
+    CHECK(got == first);
+    wait(receive(network[1], 0, 1, got));
+    CHECK(got == second);
 }
 
 template <typename Network>

@@ -357,6 +357,11 @@ void Lane::close_endpoint(Peer& peer) {
     has_failures_ = true;
 }
 
+void Lane::leave() {
+    const std::lock_guard lock(mutex_);  // without Guard, which may free memory of Python: see TcpLane::leave()
+    if (closed_.empty()) flush();
+}
+
 void Lane::close(const std::string& reason) {
     const Guard guard(*this);
     if (!closed_.empty()) return;

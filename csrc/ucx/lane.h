@@ -50,6 +50,8 @@ public:
 
     // The process of a rank has ended, or it has left the group. Messages that it has sent before are still received.
     void on_gone(int peer, const std::string& reason);
+    // Gives the network what has been sent, for a limited time.
+    void leave();
     // Fails all messages, also those of the future. What has been sent is given to the network first, for a limited
     // time.
     void close(const std::string& reason);

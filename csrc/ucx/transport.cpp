@@ -101,6 +101,11 @@ Transport::Handle UcxTransport::receive_from_any(int tag, std::byte* data, std::
     return std::make_unique<Handled>(*this, message);
 }
 
+void UcxTransport::leave() {
+    lane_.leave();
+    control_.leave();
+}
+
 void UcxTransport::move_in_background() {
     if (!lane_.is_loaded() || is_asked_to_move_.exchange(true)) return;
     ::eventfd_write(wake_.descriptor(), 1);

@@ -29,7 +29,7 @@ public:
     void progress() override { lane_.progress(); }
     void move_in_background() override;
     int dead_rank() override { return control_.dead_rank(); }
-    void leave() override { control_.leave(); }
+    void leave() override;
 
     // Fails all messages and stops the thread: UCX is not called any more.
     void stop();

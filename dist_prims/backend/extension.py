@@ -8,7 +8,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
+from multiprocessing import parent_process, util
 from typing import Any
 
 import torch
@@ -37,8 +40,23 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> tor
     return tensor
 
 
+@functools.cache
 def extension() -> Any:
     """Return the compiled module for this torch; ImportError with a remedy if there is none."""
     from .torch_adapter import load
 
-    return load().module
+    module = load().module
+    util.register_after_fork(module, _leave_at_end_of_worker)
+    _leave_at_end_of_worker(module)
+    return module
+
+
+def _leave_at_end_of_worker(module: Any) -> None:
+    """Make a forked worker of multiprocessing leave its groups when it ends well, which it does by ``os._exit``."""
+
+    def leave() -> None:
+        error = sys.exc_info()[1]
+        if parent_process() and (error is None or (isinstance(error, SystemExit) and not error.code)):
+            module.run_exit_actions()
+
+    util.Finalize(None, leave, exitpriority=-1000)

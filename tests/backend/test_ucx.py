@@ -230,8 +230,8 @@ def test_a_rank_that_cannot_be_reached_is_not_taken_for_dead(needs_ucx: None) ->
         assert type(caught.value) is dist_prims.errors.CommError
         return str(caught.value)
 
-    # One rank notices it, and the other one gets its notice. That one used to say of itself that it has died, and was
-    # at times the first to tell the reason, so that no error had the remedy.
+    # One rank notices the missing way, and the other rank gets the notice. The error of the other rank said that this
+    # very rank had died; all ranks raise the error that is written first, so the remedy was missing at times.
     for error in dist_prims.spawn(rank, 2, timeout=60):
         assert re.search(
             r"rank \d on host . cannot be reached in .*Destination is unreachable .* set UCX_NET_DEVICES", error

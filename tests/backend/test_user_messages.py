@@ -19,7 +19,7 @@ from engines import require
 from ranks import press_ctrl_c_soon, span
 from values import equal
 
-from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError
+from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError, PeerLeftError
 from dist_prims.launch import RankFailedError
 
 SIZES = (0, 1, 7, 1000, 20_000, 500_000)  # elements
@@ -216,11 +216,10 @@ def test_a_receive_from_any_rank_where_another_host_has_no_rank_left(is_killed: 
 
     def body() -> None:
         rank = dist.get_rank()
-        dist.barrier()
         if rank > 0:
             dist.send(torch.full((3,), float(rank)), 0)
+            dist.recv(torch.zeros(3), 0)
         if rank == 1:
-            time.sleep(0.5)
             return os.kill(os.getpid(), signal.SIGKILL) if is_killed else dist.destroy_process_group()
         if rank == 2:
             time.sleep(3)
@@ -228,6 +227,8 @@ def test_a_receive_from_any_rank_where_another_host_has_no_rank_left(is_killed: 
                 dist.send(torch.zeros(3), 0)
             return None
         assert {dist.recv(torch.zeros(3)), dist.recv(torch.zeros(3))} == {1, 2}
+        dist.send(torch.zeros(3), 2)
+        dist.send(torch.zeros(3), 1)
         if not is_killed:
             assert dist.recv(torch.ones(3)) == 2  # which comes after rank 1 has left
             return None
@@ -237,6 +238,26 @@ def test_a_receive_from_any_rank_where_another_host_has_no_rank_left(is_killed: 
 
     with pytest.raises(RankFailedError, match="rank 1") if is_killed else contextlib.nullcontext():
         span("a b c", body)
+
+
+def test_an_abort_by_another_thread_is_reported_to_other_hosts() -> None:
+    """The thread that aborts leaves the group. The notice of the thread that it interrupts comes after that."""
+
+    def body() -> None:
+        peer = 1 - dist.get_rank()
+        dist.send(torch.ones(3), peer)
+        dist.recv(torch.ones(3), peer)
+        if peer == 1:
+            backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+            threading.Timer(1, backend.abort).start()
+        began = time.monotonic()
+        with pytest.raises(PeerLeftError, match="rank 0"):
+            dist.recv(torch.ones(3), peer)
+        assert time.monotonic() - began < 10
+        if peer == 1:
+            time.sleep(3)  # the connections of this rank stay open
+
+    span("a b", body)
 
 
 def send_and_meet() -> None:

@@ -265,6 +265,7 @@ PYBIND11_MODULE(_backend, module) {
     ucx::bind(module);
     module.attr("built_for") = BUILT_FOR_TORCH;
     module.def("instruction_set", &instruction_set);
+    module.def("run_exit_actions", &run_exit_actions, Free());
     module.def(
         "empty", [](const std::vector<int64_t>& shape, at::ScalarType dtype) { return shared_tensor(shape, dtype); },
         Free());

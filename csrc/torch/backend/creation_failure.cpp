@@ -13,8 +13,8 @@ namespace {
 
 using Kind = CommError::Kind;
 
-constexpr std::chrono::seconds kTimeToTell{1};
-constexpr std::chrono::milliseconds kBetweenLooks{5};
+constexpr std::chrono::seconds kTimeToWrite{1};
+constexpr std::chrono::milliseconds kFirstPause{5};
 const std::string kKey = "failed";  // its value: the kind of the error as a number, a space, the message
 
 }  // namespace
@@ -58,13 +58,14 @@ std::optional<CommError> GroupCreation::reason() const {
     }
 }
 
-// The rank that has failed first is about to write its reason.
+// The reason of the rank that has failed first, which is about to write it.
 std::optional<CommError> GroupCreation::awaited_reason() const {
-    const auto until = std::chrono::steady_clock::now() + kTimeToTell;
-    for (;;) {
+    const auto until = std::chrono::steady_clock::now() + kTimeToWrite;
+    for (auto pause = kFirstPause;; pause *= 2) {
         const auto found = reason();
         if (found || std::chrono::steady_clock::now() >= until) return found;
-        std::this_thread::sleep_for(kBetweenLooks);
+        std::this_thread::sleep_for(pause);
+        check_signals();
     }
 }
 

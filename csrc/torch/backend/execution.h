@@ -147,7 +147,7 @@ public:
     virtual void forward_notice() {}
     // Sends the other hosts the notice that this rank leaves.
     virtual void forward_leave() {}
-    // This rank leaves the group in none of its calls: the end of its connections is no death.
+    // This rank leaves the group outside of a call. Other hosts must not take the end of its connections for a death.
     virtual void leave() {}
 
 protected:
