@@ -298,9 +298,7 @@ std::string Membership::error_text(CommError::Kind kind, int culprit, const std:
                    "; see whether it is busy or waits elsewhere, and whether its host and the link are up";
         case CommError::Kind::kUnreachable:
             return ranks + " cannot be reached in " + what +
-                   "; no network interface of the rank that has tried leads to it: see the error of that rank, and "
-                   "create "
-                   "the group again";
+                   "; no network interface of the rank that has tried leads to it: see the error of that rank";
         default:
             return ranks + " has given up waiting " + awaited_text(culprit) + "; create the group again before " + what;
     }
