@@ -90,7 +90,7 @@ class PeerDiedError(CommError):
 class PeerLeftError(CommError):
     """A rank has destroyed the group, or its process has ended with status 0. The group cannot go on.
 
-    On another host the end of the process is a :class:`PeerDiedError` for a rank that waits for this one.
+    A rank on another host that waits for the ended process gets a :class:`PeerDiedError` instead.
 
     >>> import torch, dist_prims
     >>> import torch.distributed as dist

@@ -13,7 +13,7 @@ public:
     CommError(Kind kind, const std::string& message, bool is_repeated = false)
         : std::runtime_error(message), kind(kind), is_repeated(is_repeated) {}
     const Kind kind;
-    const bool is_repeated;  // there is an earlier error in the group, which has the cause
+    const bool is_repeated;  // an earlier error has ended the group; its message has the cause
 };
 
 }  // namespace dist_prims

@@ -7,8 +7,8 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr std::chrono::milliseconds kRequestMargin =
-    1h;  // so that the barrier times out before its requests on this host
+// So that the barrier times out before its requests on this host.
+constexpr std::chrono::milliseconds kRequestMargin = 1h;
 constexpr PointToPoint::Tag kTag = PointToPoint::kBarrierTag;
 
 std::string list(const std::vector<int>& ranks) {

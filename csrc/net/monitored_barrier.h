@@ -3,8 +3,8 @@
 //     rank 0        receives one from every rank, or names the ranks that sent none; then sends one to each
 //     other ranks   send one to rank 0, and wait for its answer
 //
-// Rank 0 posts all receives at once and waits for one after the other. After the limit it only
-// checks which of the others have arrived.
+// Rank 0 posts all receives at once and waits for one after the other. After the limit rank 0 only checks which
+// messages have arrived.
 #pragma once
 
 #include <chrono>

@@ -284,7 +284,7 @@ std::string Membership::error_text(CommError::Kind kind, int culprit, const std:
         case CommError::Kind::kPeerDied:
             if (culprit == number(rank_))
                 return "rank " + std::to_string(culprit) + ": another rank has lost the connection with this rank in " +
-                       what + "; see its error and whether the link is up, and create the group again";
+                       what + "; see the error of that rank and whether the link is up, and create the group again";
             return ranks + loss_text(culprit) + " in " + what + "; see its last output, and create the group again";
         case CommError::Kind::kPeerLeft:
             if (culprit == number(rank_))

@@ -2,7 +2,7 @@
 //
 //     greeting | header, data | header, data | ...
 //
-// A header without data marks that the rank leaves the group. Only notices follow it.
+// A header with the tag kLeave marks that the rank leaves the group. Only notices follow such a header.
 #pragma once
 
 #include <array>
@@ -33,7 +33,7 @@ public:
     void push_leave();
     // Gives the kernel what it takes; messages are done when it has taken them whole.
     void write();
-    // Looks whether the peer has closed the connection: it never sends anything on it.
+    // Checks whether the peer has closed the connection, on which the peer never sends anything.
     void look_for_end();
     // Drops a message of which nothing has been sent. Returns false if a part of it has.
     bool withdraw(const TcpMessagePtr& message);

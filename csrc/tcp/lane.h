@@ -107,7 +107,7 @@ private:
     std::map<int, Gone> gone_;          // ranks to which nothing can be sent any more
     std::map<int, std::string> ended_;  // ranks from which nothing can come any more, and why
     bool is_leaving_ = false;
-    int dead_rank_ = Transport::kAnyone;
+    int dead_rank_ = Transport::kAnyone;  // see dead_rank()
     Inbox inbox_;
     std::vector<TcpMessagePtr> given_up_;  // sent in part, with an owner
     std::string closed_;                   // why; empty as long as the lane is open

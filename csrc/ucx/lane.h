@@ -73,7 +73,7 @@ private:
         ucp_ep_h endpoint = nullptr;  // made by the first message to the rank
         bool is_broken = false;       // the endpoint: it must be closed
         std::string gone{};           // why nothing can be sent any more; empty as long as the rank is there
-        bool is_unreachable = false;  // why nothing can be sent
+        bool is_unreachable = false;  // no device of UCX leads to the rank
         Clock::time_point since{};    // when it went
         bool has_failed = false;      // nothing can come any more either
     };

@@ -28,7 +28,7 @@ struct Message {
     bool is_done = false;           // received, or handed to UCX
     std::string error{};            // why it failed; empty if it has not
     bool has_other_length = false;  // the message: that is the error
-    bool is_unreachable = false;    // the peer: that is the error
+    bool is_unreachable = false;    // the peer, by any device of UCX: that is the error
     bool is_aborted = false;        // the next wait, or the current one, returns early
 };
 using MessagePtr = std::shared_ptr<Message>;

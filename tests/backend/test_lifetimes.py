@@ -300,7 +300,7 @@ def test_a_program_that_ends_well_leaves_its_groups(
 
 
 def test_a_worker_of_multiprocessing_that_ends_well_leaves_its_groups(tmp_path: Path) -> None:
-    """It ends by os._exit(), at which no action of the C library runs."""
+    """A forked worker ends by os._exit(), at which no action of the C library runs."""
     context = multiprocessing.get_context("fork")
     received, ended = context.Event(), context.Event()
 

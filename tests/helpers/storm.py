@@ -12,8 +12,8 @@ processes, and fails if
 - the group makes no progress for a while,
 - a process has more descriptors and mappings at its end than after its first steps.
 
-It disturbs only what a group must survive: a majority of the ranks that serve registers is left. At least one event in
-ten is of each kind, on a slow machine as well: what may be disturbed depends on time, and not on the seed alone.
+The parent disturbs only what a group must survive: a majority of the ranks that serve registers is left. At least one
+event in ten is of each kind, on a slow machine as well: what may be disturbed depends on time, not on the seed alone.
 """
 
 from __future__ import annotations

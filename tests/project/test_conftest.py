@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 
 def stores(count: int) -> list[Any]:
-    """Each has a thread."""
+    """TCPStores, each of which has a thread."""
     return [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(count)]
 
 
 def test_a_forked_rank_does_not_collect_what_is_garbage_of_the_tests() -> None:
-    """It waited without end in the destructor of a store of the tests, or crashed later: see conftest.py."""
+    """Such a rank waited without end in the destructor of a store, or crashed later: see conftest.py."""
     was_enabled = gc.isenabled()
     gc.disable()
     garbage: list[Any] = [stores(6)]
