@@ -19,6 +19,8 @@ import torch
 
 from dist_prims.schedules import algorithms
 
+pytest_plugins = ["costs"]
+
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 for name in ("torch._dynamo", "dist_prims.backend.create", "dist_prims.collectives"):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -33,3 +36,19 @@ def test_a_forked_rank_does_not_collect_what_is_garbage_of_the_tests() -> None:
         gc.enable()
     gc.collect()
     assert status == 0
+
+
+def test_the_summary_counts_processes_and_groups_of_each_test(tmp_path: Path) -> None:
+    tests = tmp_path / "test_two_ranks.py"
+    tests.write_text(
+        "import dist_prims, subprocess\n"
+        "def test_ranks(): dist_prims.spawn(lambda: None, 2, timeout=60)\n"
+        "def test_program(): subprocess.run(['true'], check=True)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "costs", "-p", "no:cacheprovider", "-q", str(tests)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    output = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    ).stdout
+    rows = {line.split()[-1].split("::")[-1]: line.split()[1:4] for line in output.splitlines() if "::" in line}
+    assert rows == {"test_ranks": ["1", "2", "2"], "test_program": ["1", "1", "0"]}, output
