@@ -1,7 +1,11 @@
 #include "flight_recorder.h"
 
 #include <bit>
+#include <cerrno>
 #include <chrono>
+#include <cstring>
+#include <fstream>
+#include <iostream>
 
 namespace dist_prims {
 namespace {
@@ -103,6 +107,14 @@ std::string FlightRecorder::json(int rank, const std::string& group, const std::
         separator = ",\n";
     }
     return text + "\n]}\n";
+}
+
+void write_flight_record(const std::string& path, int rank, const std::string& record) {
+    std::ofstream file(path);
+    file << record << std::flush;
+    if (!file)
+        std::cerr << "dist_prims: rank " + std::to_string(rank) + ": the flight record of a failed call is lost, " +
+                         path + " cannot be written: " + std::strerror(errno) + "\n";
 }
 
 }  // namespace dist_prims

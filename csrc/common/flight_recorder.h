@@ -48,4 +48,7 @@ private:
     std::uint64_t next_ = 0;
 };
 
+// Writes the record of this rank to a file. A failure is said on stderr: the program has another error already.
+void write_flight_record(const std::string& path, int rank, const std::string& record);
+
 }  // namespace dist_prims

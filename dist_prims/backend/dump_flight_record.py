@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,24 @@ def dump(path: Path | str, group: dist.ProcessGroup | None = None) -> None:
 
 
 def dump_file(group: str, rank: int) -> str:
-    """Return the path to which a failing call of this rank writes its record; empty if DIST_PRIMS_DUMP is not set."""
-    folder = os.environ.get("DIST_PRIMS_DUMP", "")
-    return str(Path(folder) / f"{group}_rank{rank}.json") if folder else ""
+    """Return the path to which a failing call of this rank writes its record; empty if DIST_PRIMS_DUMP is not set.
+
+    The folder is made if it is missing.
+    """
+    named = os.environ.get("DIST_PRIMS_DUMP", "")
+    if not named:
+        return ""
+    folder = Path(named).absolute()  # the program may change its working directory before a call fails
+    _prepare(folder)
+    return str(folder / f"{group}_rank{rank}.json")
+
+
+@functools.cache
+def _prepare(folder: Path) -> None:
+    """Make the folder. If nothing can be written there, print a warning, once: a failed call would be too late."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        text = f"DIST_PRIMS_DUMP={folder}: no flight record can be written there: {error}; name another folder"
+        print(f"dist_prims: {text}", file=sys.stderr, flush=True)

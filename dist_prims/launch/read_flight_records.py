@@ -19,13 +19,19 @@ Ranks = dict[int, dict[str, Any]]
 
 def read(folder: Path | str) -> str:
     """Return a few lines for each group that has flight records in the folder."""
+    remedy = "name the folder that DIST_PRIMS_DUMP had in the job, on the host where its ranks ran"
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder} does not exist or is not a folder; {remedy}")
     groups: dict[str, Ranks] = defaultdict(dict)
     for path in sorted(Path(folder).glob("*.json")):
-        found = json.loads(path.read_text())
-        (name,) = found["pg_config"]
-        groups[name][found["rank"]] = found
+        try:
+            found = json.loads(path.read_text())
+            (name,) = found["pg_config"]
+            groups[name][found["rank"]] = found
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a whole flight record ({error}); move it to another folder") from None
     if not groups:
-        raise ValueError(f"{folder} contains no flight record; set DIST_PRIMS_DUMP to a folder before the job starts")
+        raise ValueError(f"{folder} contains no flight record: no call has failed there, or {remedy}")
     return "\n".join(line for name, ranks in groups.items() for line in _group(name, ranks))
 
 

@@ -155,6 +155,8 @@ class Trace:
 
 def read(folder: Path | str) -> Trace:
     """Read the last run in a folder; ValueError if it has no trace."""
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder} does not exist or is not a folder; name the folder of DIST_PRIMS_TRACE in the job")
     processes: list[ProcessTrace] = []
     ignored: list[str] = []
     for path in sorted(Path(folder).glob("*.trace")):

@@ -4,7 +4,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <fstream>
 #include <optional>
 
 #include "../../common/thread.h"
@@ -234,7 +233,7 @@ void PrimsBackend::recorded(std::uint64_t entry, const Work& work) {
 }
 
 void PrimsBackend::write_record() const {
-    if (!setup_->dump.empty()) std::ofstream(setup_->dump) << record();
+    if (!setup_->dump.empty()) write_flight_record(setup_->dump, rank_, record());
 }
 
 PrimsBackend::BackendPtr PrimsBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
