@@ -141,6 +141,14 @@ def _compile(file: Path, problem: str) -> None:
             f"no adapter between dist_prims and torch {torch.__version__}: {problem}, and the sources to compile one "
             "are not installed; install dist_prims again, from a wheel or from its source"
         )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        raise ImportError(
+            f"no adapter between dist_prims and torch {torch.__version__}: {problem}, and a compiled one cannot be "
+            f"kept: {error}; set XDG_CACHE_HOME to a folder that is writable"
+        ) from None
     with _alone(file.parent):
         if file.exists():  # another process has compiled it
             return
@@ -173,7 +181,6 @@ def _compile(file: Path, problem: str) -> None:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Keep other processes of this user from compiling into the folder; TimeoutError if one does not end."""
-    folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + _TIME_TO_COMPILE
     with (folder / "lock").open("w") as lock:
         while True:

@@ -93,8 +93,10 @@ class MeasurementFile:
         here = f"{socket.gethostname()} ({machine()}); measure here with: {self.command}"
         try:
             found = json.loads(path.read_text()) if path else None
-        except OSError:
+        except OSError as error:
             found = None
+            if os.environ.get(self.variable):
+                _warn(warn, f"{self.variable}={path} is ignored: {error.strerror}; measure with: {self.command}")
         except ValueError as error:
             _warn(warn, f"{path} is ignored: it is not JSON ({error}); measure with: {self.command}")
             return None

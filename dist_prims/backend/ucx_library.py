@@ -166,6 +166,8 @@ def _find() -> str:
 
 def _folders() -> Iterator[Path]:
     if named := os.environ.get("DIST_PRIMS_UCX"):
+        if not Path(named, "lib", _LIBUCP).exists():  # another UCX would be used without a word
+            raise OSError(f"DIST_PRIMS_UCX={named} has no lib/{_LIBUCP}")
         yield Path(named, "lib")
     package = importlib.util.find_spec("libucx")  # the function does not import it
     for location in (package and package.submodule_search_locations) or []:

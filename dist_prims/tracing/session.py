@@ -67,5 +67,10 @@ def begin_from_environment() -> None:
 
 def end_from_environment() -> None:
     """End the trace of the environment; for processes that end without the interpreter's exit handlers, too."""
-    if _of_environment is not None:
+    if _of_environment is None:
+        return
+    try:
         recorder.end(_of_environment)
+    except OSError as error:  # a full disk; the program matters more
+        folder = _of_environment.folder
+        recorder.warn(f"{_VARIABLE}={folder}: the trace of process {os.getpid()} is not finished: {error}")

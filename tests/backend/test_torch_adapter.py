@@ -57,6 +57,15 @@ def test_without_adapter_and_compiler_the_error_says_what_to_do(without_adapter:
     assert "none can be compiled: the compiler '/no/compiler' does not run" in done.stdout, done.stderr
 
 
+def test_a_cache_that_cannot_be_written_is_named(without_adapter: dict[str, str], tmp_path: Path) -> None:
+    """It was a bare FileExistsError or PermissionError, without remedy."""
+    (tmp_path / "cache").write_text("")
+    done = run("import dist_prims; dist_prims.empty(3)", without_adapter)
+    assert "ImportError: no adapter between dist_prims and torch 2." in done.stderr, done.stderr
+    assert "cannot be kept: [Errno" in done.stderr
+    assert "set XDG_CACHE_HOME to a folder that is writable" in done.stderr
+
+
 def test_an_adapter_that_does_not_load_is_named(without_adapter: dict[str, str]) -> None:
     import torch
 

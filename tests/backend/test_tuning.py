@@ -98,15 +98,26 @@ def test_a_file_of_an_older_version(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("text", [None, "[]", "{}", '{"one_shot_bytes": {"4": 1}}', '{"one_shot_bytes": {"2": "x"}}'])
+@pytest.mark.parametrize("text", ["[]", "{}", '{"one_shot_bytes": {"4": 1}}', '{"one_shot_bytes": {"2": "x"}}'])
 def test_without_a_measurement_the_default_holds(
-    text: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DIST_PRIMS_TUNING", str(tmp_path / "tuning.json"))
-    if text is not None:
-        (tmp_path / "tuning.json").write_text(text)
+    (tmp_path / "tuning.json").write_text(text)
     assert tuned(2) == ONE_SHOT_BYTES
     assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_the_variable_names_and_that_is_missing_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong path in the variable had no effect, without a word; the user's own file may be missing."""
+    assert tuned(2) == ONE_SHOT_BYTES
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("DIST_PRIMS_TUNING", str(home / "wrong.json"))
+    assert tuned(2) == ONE_SHOT_BYTES
+    said = capsys.readouterr().err
+    assert said.startswith(f"dist_prims: DIST_PRIMS_TUNING={home / 'wrong.json'} is ignored: No such file or directory")
 
 
 def test_a_file_that_is_no_json(

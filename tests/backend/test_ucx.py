@@ -277,3 +277,10 @@ def test_active_ports_for_rdma_are_devices(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(ucx_library, "_rdma_ports", lambda: ["mlx5_0:1"])
     assert ucx_library.settings({})["NET_DEVICES"] == "eth0,eth1,mlx5_0:1"
     assert "NET_DEVICES" not in ucx_library.settings({"UCX_NET_DEVICES": "all"})
+
+
+def test_a_named_folder_without_ucx_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another UCX was used without a word."""
+    monkeypatch.setenv("DIST_PRIMS_UCX", str(tmp_path))
+    with pytest.raises(OSError, match=f"DIST_PRIMS_UCX={tmp_path} has no lib/libucp"):
+        next(ucx_library._folders())

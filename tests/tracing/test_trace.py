@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -301,7 +302,25 @@ def test_a_folder_that_cannot_be_written_warns(tmp_path: Path, monkeypatch: pyte
     assert "nothing is traced" in capfd.readouterr().err
 
 
+def test_a_trace_of_the_environment_that_cannot_be_finished_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """``spawn`` raised for a rank whose function had returned, because the rank could not finish its trace."""
+    monkeypatch.setenv("DIST_PRIMS_TRACE", str(tmp_path / "traces"))
+
+    def remove_folder() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(tmp_path / "traces")
+        dist.barrier()
+
+    on_ranks(remove_folder, 2)
+    assert capfd.readouterr().err.count("is not finished: [Errno 2]") == 2
+
+
 def test_a_folder_without_a_trace_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist or is not a folder"):
+        read(tmp_path / "missing")
     with pytest.raises(ValueError, match="set DIST_PRIMS_TRACE"):
         read(tmp_path)
     with pytest.raises(ValueError, match="events=0"), dist_prims.trace(tmp_path, events=0):
