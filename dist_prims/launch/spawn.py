@@ -47,14 +47,16 @@ def spawn(
     >>> spawn(sum_of_ranks, 3)
     [3, 3, 3]
 
-    When a rank raises or dies, ``spawn`` ends the others and raises :class:`RankFailedError` for the first failure.
+    When a rank raises or dies, ``spawn`` ends the others and raises :class:`RankFailedError` for the first failure. A
+    rank whose ``fn`` has returned leaves its groups: other ranks that wait for it raise :class:`PeerLeftError`. A group
+    of gloo waits until its timeout, or that of ``spawn``.
     With ``min_ranks``, deaths are accepted as long as so many ranks are left, which can go on by
     :func:`dist_prims.shrink`; the result of a rank that has died is None.
 
     ``start_timeout`` is the time in seconds for all ranks to start and join the group, and again for destroying the
     group at the end. ``timeout`` is the time for ``fn``, measured from the moment the last rank has joined. None, the
     default, sets no limit; a collective then waits for 5 minutes, as after ``init()``. When one of the times has
-    passed, a ``TimeoutError`` names the ranks that were still busy and shows their stacks.
+    passed, a ``TimeoutError`` names the ranks that were still busy, and those that had returned, and shows the stacks.
 
     The parent forwards the output of the ranks line by line to its own ``sys.stdout`` and ``sys.stderr``. With
     ``prefix`` each line begins with ``[rank 0]``. By default lines have the prefix on a terminal and in a notebook if

@@ -3,7 +3,7 @@
 A rank that fails and destroys its group at once makes the other ranks fail too ("connection reset by peer"), and their
 errors race with the first error to the parent. A rank therefore reports *first*. Then the rank keeps its connections
 open until the parent has received the reports of all ranks, and exits or is killed. The parent acts as the barrier,
-which needs no message within the group.
+which needs no message within the group. A rank whose function has returned leaves its groups meanwhile.
 
 Parent and rank share anonymous files and pipes of the parent (rendezvous, reports, stacks), which the rank opens
 through ``/proc``. An anonymous file has no name that another process could guess, other users may not open it, and the
@@ -81,7 +81,10 @@ def rank_main(spec: RankSpec, payload: Payload) -> NoReturn:
     status = 1
     try:
         _set_up(spec)
-        _report(spec, *_outcome(spec, payload))
+        kind, when, report = _outcome(spec, payload)
+        _report(spec, kind, when, report)
+        if kind == RETURNED:
+            _leave_groups()
         _wait_for_all(spec)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -89,10 +92,12 @@ def rank_main(spec: RankSpec, payload: Payload) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:  # no interpreter shutdown: a forked rank would run the parent's exit handlers and destructors
-        end_from_environment()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            end_from_environment()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
 
 
 def _set_up(spec: RankSpec) -> None:
@@ -156,6 +161,16 @@ def _report(spec: RankSpec, kind: int, when: int, payload: bytes) -> None:
 def _notify(spec: RankSpec, kind: int, when: int) -> None:
     with open(spec.notices, "wb", buffering=0) as notices:
         notices.write(NOTICE.pack(spec.rank, kind, when))
+
+
+def _leave_groups() -> None:
+    """Leave the groups of the backend, as a program does that ends well: a rank that waits for this one raises at once.
+
+    What this rank has sent still arrives. A group of gloo stays until all ranks have returned: gloo resets its
+    connections when it ends, which loses what is under way.
+    """
+    if adapter := sys.modules.get("dist_prims._backend"):
+        adapter.run_exit_actions()
 
 
 def _wait_for_all(spec: RankSpec) -> None:

@@ -168,8 +168,10 @@ class RankProcesses:
             f"\nStack of rank {rank.number}:\n{_content(rank.stack).decode(errors='replace') or '(no stack)'}"
             for rank in busy
         )
+        returned = ", ".join(str(rank.number) for rank in self.ranks if rank.kind == RETURNED and rank not in busy)
+        others = f" (the function has returned on rank {returned}, for which they may wait)" if returned else ""
         return (
-            f"spawn: with {given} s these of {len(self.ranks)} ranks were still {activity}: {numbers}. "
+            f"spawn: with {given} s these of {len(self.ranks)} ranks were still {activity}: {numbers}{others}. "
             f"Give a longer time if they need it\n{stacks}"
         )
 

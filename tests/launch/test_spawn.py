@@ -120,6 +120,51 @@ def test_a_hang_ends_and_says_where() -> None:
     assert "in dream" in str(caught.value)
 
 
+@pytest.mark.parametrize("hosts", ["aaa", "aab"], ids=["one host", "two hosts"])
+def test_a_rank_whose_function_has_returned_is_named_as_gone(hosts: str) -> None:
+    """It kept its groups until all functions had returned, so the other ranks waited for the timeout."""
+
+    def one_barrier_too_many() -> None:
+        os.environ["DIST_PRIMS_HOST_ID"] = hosts[int(os.environ["RANK"])]
+        dist_prims.init("dist_prims", timeout=200)
+        if dist.get_rank() != 1:
+            with pytest.raises(dist_prims.PeerLeftError, match=r"rank [02]: rank 1.* has left the group in "):
+                dist.barrier()
+
+    dist_prims.spawn(one_barrier_too_many, 3, timeout=100, init=False)
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "abc"], ids=["one host", "several hosts"])
+def test_what_a_rank_has_sent_before_its_function_returned_arrives(hosts: str) -> None:
+    def late_receivers() -> list[float]:
+        os.environ["DIST_PRIMS_HOST_ID"] = hosts[int(os.environ["RANK"])]
+        dist_prims.init("dist_prims", timeout=60)
+        rank, data = dist.get_rank(), torch.full((1000,), 7.0)
+        if rank == 0:
+            dist.send(data, 1)
+            dist.broadcast(data, 0)
+            return []
+        time.sleep(0.3)  # rank 0 returns as soon as its part of the broadcast is done
+        received = torch.zeros(2, 1000)
+        if rank == 1:
+            dist.recv(received[0], 0)
+        dist.broadcast(received[1], 0)
+        return received.mean(1).tolist()
+
+    assert dist_prims.spawn(late_receivers, 3, timeout=100, init=False) == [[], [7, 7], [0, 7]]
+
+
+def test_a_rank_whose_function_has_returned_is_named_when_the_time_to_run_is_over() -> None:
+    """Over gloo a rank cannot leave without a loss of data, so the parent says which ranks the others may wait for."""
+
+    def one_barrier_too_many() -> None:
+        if dist.get_rank() == 1:
+            dist.barrier()
+
+    with pytest.raises(TimeoutError, match=r"still running: 1 \(the function has returned on rank 0, for which"):
+        dist_prims.spawn(one_barrier_too_many, 2, timeout=1)
+
+
 def test_joining_can_be_left_to_the_function() -> None:
     def body() -> int:
         assert not dist.is_initialized()
