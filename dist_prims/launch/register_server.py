@@ -10,11 +10,16 @@ has a key (:mod:`.secret`): a process that does not know the key is not served.
     [group, number, code, ["publish", key, value]]                  true; a decision
 
     [code, answer]
+
+Until its first valid request, which proves that it knows the key, a connection may send little and for a short time.
+Where many such connections are open, the oldest makes room for a new one, so strangers neither use the memory of a rank
+nor keep others out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import secrets
@@ -29,9 +34,14 @@ from typing import Any
 __all__: list[str] = []
 
 _MOST_BYTES = 1 << 20  # of the line of a request
+_MOST_BYTES_UNPROVED = 1 << 16  # of the first request of a connection
+_MOST_UNPROVED = 64  # connections without a valid request
+_TIME_TO_PROVE = 10.0  # seconds until the first valid request
 _MOST_BYTES_OF_ANSWER = 1 << 26  # the records of all ranks
 _MOST_CONNECTIONS = 1024
 _IDLE_TIME = 60.0  # seconds after which a connection is closed
+_PAUSE = 1.0  # seconds without accept() where no descriptor is left: the waiting connection stays ready
+_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(eq=False)
@@ -65,7 +75,8 @@ class _Connection:
     socket: socket.socket
     received: bytes = b""
     unsent: bytes = b""  # of answers
-    used: float = 0.0
+    deadline: float = 0.0  # it is closed then
+    is_proved: bool = False  # it has made a valid request
 
 
 class RegisterServer:
@@ -75,7 +86,8 @@ class RegisterServer:
         self._listening = listening
         self._groups: weakref.WeakValueDictionary[str, GroupRegisters] = weakref.WeakValueDictionary()
         self._used: set[GroupRegisters] = set()  # for ranks that read a decision after this rank has gone on
-        self._connections: dict[int, _Connection] = {}  # by descriptor
+        self._connections: dict[int, _Connection] = {}  # by descriptor; the oldest first
+        self._resume = 0.0  # when connections are accepted again; 0: they are accepted
         listening.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ)
@@ -88,40 +100,62 @@ class RegisterServer:
 
     def _run(self) -> None:
         while True:
-            limit = _IDLE_TIME if self._connections else None
-            for key, events in self._selector.select(limit):
+            is_listening = False
+            for key, events in self._selector.select(self._limit()):
                 if key.data is None:
-                    self._accept()
+                    is_listening = True
                 elif events & selectors.EVENT_WRITE:
                     self._send(key.data)
                 else:
                     self._serve(key.data)
+            if is_listening:  # last: it may close a connection whose first request has just been served
+                self._accept()
             now = time.monotonic()
             for connection in list(self._connections.values()):
-                if now > connection.used + _IDLE_TIME:
+                if now >= connection.deadline:
                     self._close(connection)
+            if self._resume and now >= self._resume:
+                self._selector.register(self._listening, selectors.EVENT_READ)
+                self._resume = 0.0
+
+    def _limit(self) -> float | None:
+        """Seconds until something is to be done without an event."""
+        times = [connection.deadline for connection in self._connections.values()]
+        times += [self._resume] if self._resume else []
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the other side has closed it already, or no descriptor is left
+        try:
             accepted, _ = self._listening.accept()
-            if len(self._connections) >= _MOST_CONNECTIONS:
-                accepted.close()
-                return
-            accepted.setblocking(False)
-            connection = _Connection(accepted, used=time.monotonic())
-            self._connections[accepted.fileno()] = connection
-            self._selector.register(accepted, selectors.EVENT_READ, connection)
+        except OSError as error:  # else: the other side has closed it already
+            if error.errno in _NO_RESOURCES:
+                self._selector.unregister(self._listening)
+                self._resume = time.monotonic() + _PAUSE
+            return
+        unproved = [each for each in self._connections.values() if not each.is_proved]
+        if len(unproved) >= _MOST_UNPROVED:
+            self._close(unproved[0])
+        if len(self._connections) >= _MOST_CONNECTIONS:
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        connection = _Connection(accepted, deadline=time.monotonic() + _TIME_TO_PROVE)
+        self._connections[accepted.fileno()] = connection
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
 
     def _serve(self, connection: _Connection) -> None:
         try:
             data = connection.socket.recv(1 << 16)
             *lines, connection.received = (connection.received + data).split(b"\n")
-            if not data or len(connection.received) > _MOST_BYTES:
-                self._close(connection)
-                return
-            connection.used = time.monotonic()
             for line in lines:
                 connection.unsent += json.dumps(self._answer(*json.loads(line))).encode() + b"\n"
+                connection.is_proved = True
+            most = _MOST_BYTES if connection.is_proved else _MOST_BYTES_UNPROVED
+            if not data or len(connection.received) > most:
+                self._close(connection)
+                return
+            if connection.is_proved:
+                connection.deadline = time.monotonic() + _IDLE_TIME
             self._send(connection)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # no connection or request
             self._close(connection)
@@ -132,7 +166,7 @@ class RegisterServer:
             with contextlib.suppress(BlockingIOError):
                 while connection.unsent:
                     connection.unsent = connection.unsent[connection.socket.send(connection.unsent) :]
-                    connection.used = time.monotonic()
+                    connection.deadline = time.monotonic() + _IDLE_TIME
             events = selectors.EVENT_WRITE if connection.unsent else selectors.EVENT_READ
             self._selector.modify(connection.socket, events, connection)
         except OSError:
@@ -173,12 +207,16 @@ class RegisterClient:
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), timeout)
         self._group, self._key, self._timeout = group, key, timeout
+        self._is_proved = False  # a request of this connection has been answered
 
     def call(self, *request: Any) -> Any:
         number = secrets.token_hex(8)
         code = _code(self._key, "request", self._group, number, request)
+        line = json.dumps([self._group, number, code, request]).encode() + b"\n"
+        if len(line) > _MOST_BYTES_UNPROVED and not self._is_proved:
+            self.call("read")
         self._socket.settimeout(self._timeout)
-        self._socket.sendall(json.dumps([self._group, number, code, request]).encode() + b"\n")
+        self._socket.sendall(line)
         line = self._line(time.monotonic() + self._timeout)
         try:
             found, answer = json.loads(line)
@@ -187,6 +225,7 @@ class RegisterClient:
             is_right = False
         if not is_right:
             raise ConnectionError("an answer without the right code: another process listens at this address")
+        self._is_proved = True
         return answer
 
     def _line(self, deadline: float) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import itertools
 import json
 import os
 import random
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from dist_prims.launch import register_server
 from dist_prims.launch.register_server import RegisterClient, RegisterServer, _code
 
 KEY = b"the key of a group"
@@ -181,3 +184,63 @@ def test_a_line_without_end_is_refused() -> None:
     served = Served()
     assert served.answers(b"x" * (3 << 20)) == b""
     assert served.client().call("read") == [[], {}]
+
+
+def accepts(monkeypatch: pytest.MonkeyPatch, failures: int) -> list[float]:
+    """The times of the calls of accept(), of which the first ones fail as without a free descriptor."""
+    times: list[float] = []
+    accept = socket.socket.accept
+
+    def counted(listening: socket.socket) -> Any:
+        times.append(time.monotonic())
+        if len(times) <= failures:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", counted)
+    return times
+
+
+def test_without_a_free_descriptor_the_server_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection that waits kept the listening socket ready, so the thread spun: 50,000 calls of accept() a s."""
+    monkeypatch.setattr(register_server, "_PAUSE", 0.2)
+    times = accepts(monkeypatch, failures=2)
+    assert Served().client().call("read") == [[], {}]
+    assert len(times) == 3
+    assert min(later - earlier for earlier, later in itertools.pairwise(times)) >= 0.2
+
+
+def test_strangers_leave_little_and_keep_no_rank_out() -> None:
+    """Each of 1024 connections without the key could leave 1 MiB. Now the oldest of 64 goes for each new one."""
+    served = Served()
+    port = served.listening.getsockname()[1]
+    with contextlib.ExitStack() as open_sockets:
+        strangers = [
+            open_sockets.enter_context(socket.create_connection(("127.0.0.1", port), 20)) for _ in range(3 * 64)
+        ]
+        for stranger in strangers[::2]:
+            with contextlib.suppress(OSError):  # closed already
+                stranger.sendall(b"x" * 60_000)
+        client = served.client()
+        assert client.call("read") == [[], {}]
+        for stranger in strangers[: 2 * 64]:
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+        connections = list(served.server._connections.values())
+        assert sum(not each.is_proved for each in connections) <= 64
+        assert client.call("announce", 0, 1, "x" * 900_000) is True
+
+
+def test_a_first_request_has_a_limit_of_size_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is too long for a new connection follows a short one."""
+    served = Served()
+    with socket.create_connection(("127.0.0.1", served.listening.getsockname()[1]), 20) as stranger:
+        with contextlib.suppress(OSError):
+            stranger.sendall(b"x" * (1 << 18))
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b"", "closed, although it has sent less than 1 MiB"
+    monkeypatch.setattr(register_server, "_TIME_TO_PROVE", 0.2)
+    with socket.create_connection(("127.0.0.1", served.listening.getsockname()[1]), 20) as stranger:
+        stranger.sendall(b"[")
+        assert stranger.recv(1) == b"", "closed, although it was used less than 60 s ago"
+    assert served.client().call("announce", 0, 1, "x" * 900_000) is True
