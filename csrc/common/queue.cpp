@@ -96,7 +96,7 @@ void Queue::submit(const Handle& job) {
 // Under the lock.
 void Queue::have_server() {
     if (servers_ > 0 || closed_) return;
-    threads_.emplace_back([self = shared_from_this()] { self->serve(); });
+    threads_.emplace_back(owner_ + ": the thread of its queue", [self = shared_from_this()] { self->serve(); });
     ++servers_;
 }
 

@@ -1,19 +1,37 @@
 #include "thread.h"
 
+#include <sys/resource.h>
+
+#include <memory>
+#include <system_error>
 #include <utility>
 
 namespace dist_prims {
 
 thread_local constinit bool in_background = false;
 
-// The thread's copy of the promise goes when the body has ended, however that came about, and then the future is ready.
-Thread::Thread(std::function<void()> body) {
-    std::promise<void> running;
-    ended_ = running.get_future();
-    thread_ = std::thread([body = std::move(body), running = std::move(running)]() mutable {
-        caught(body);
-        body = nullptr;
-    });
+std::thread start_thread(const std::string& what, std::function<void()> body) {
+    try {
+        return std::thread([body = std::move(body)]() mutable {
+            caught(body);
+            body = nullptr;
+        });
+    } catch (const std::system_error& error) {
+        rlimit limit{};
+        ::getrlimit(RLIMIT_NPROC, &limit);
+        const std::string number = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur);
+        throw std::system_error(
+            error.code(),
+            what + " cannot start; raise the limit of processes and threads of this user (`ulimit -u`, now " + number +
+                "), that of the container (pids.max of its cgroup), or free memory");
+    }
+}
+
+// The promise goes with the body when that has ended, however that came about, and then the future is ready.
+Thread::Thread(const std::string& what, std::function<void()> body) {
+    const auto running = std::make_shared<std::promise<void>>();
+    ended_ = running->get_future();
+    thread_ = start_thread(what, [running, body = std::move(body)] { body(); });
 }
 
 void Thread::end() {

@@ -12,6 +12,7 @@
 #include <exception>
 #include <functional>
 #include <future>
+#include <string>
 #include <thread>
 
 namespace dist_prims {
@@ -50,13 +51,17 @@ void wait_for_notification(std::condition_variable& condition, Lock& lock) {
     condition.wait_for(lock, std::chrono::hours(1));
 }
 
+// Starts a thread; an exception of `body` is dropped. `what` names it in the error if the system has no thread left:
+// the rank and what the thread is for, "rank 1: the thread of the transport over TCP".
+std::thread start_thread(const std::string& what, std::function<void()> body);
+
 class Thread {
 public:
     static constexpr std::chrono::seconds kTimeToEnd{20};
 
     Thread() = default;
-    // An exception of `body` is dropped.
-    explicit Thread(std::function<void()> body);
+    // As start_thread().
+    Thread(const std::string& what, std::function<void()> body);
     Thread(Thread&&) = default;
     Thread& operator=(Thread&&) = default;
     ~Thread() { end(); }

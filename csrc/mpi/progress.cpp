@@ -52,7 +52,7 @@ void Progress::wake() {
     const std::lock_guard hold(guard_);
     if (closing_) return;
     event_ = Clock::now();
-    if (!thread_.has_begun()) thread_ = Thread([this] { run(); });
+    if (!thread_.has_begun()) thread_ = Thread("this rank: the thread that polls MPI", [this] { run(); });
     if (!asleep_) return;
     asleep_ = false;
     awaken_.notify_all();

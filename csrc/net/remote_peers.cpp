@@ -181,7 +181,9 @@ bool RemotePeers::wait_a_while(RemoteRequest& request) {
         ActiveWait(RemotePeers& remote, Transport::TransportRequest* request) : remote(remote), request(request) {
             const std::lock_guard lock(remote.mutex_);
             if (!remote.ticker_.joinable())
-                remote.ticker_ = std::thread([&remote] { caught([&remote] { remote.run_ticker(); }); });
+                remote.ticker_ =
+                    start_thread(remote.membership_.own_name() + ": the thread that limits waits for other hosts",
+                                 [&remote] { remote.run_ticker(); });
             if (std::exchange(remote.asleep_, false)) remote.wakes_.notify_all();
             remote.waiting_.insert(request);
         }
@@ -216,8 +218,8 @@ void RemotePeers::check_failures(const RemoteRequest& request) {
 
 void RemotePeers::throw_other_length(const RemoteRequest& request, const std::string& reason) {
     throw CommError(CommError::Kind::kMismatch,
-                    "rank " + std::to_string(membership_.number(membership_.rank())) + ": " + reason + ", " +
-                        text(request) + "; what is sent and the tensor that receives it must be of one size");
+                    membership_.own_name() + ": " + reason + ", " + text(request) +
+                        "; what is sent and the tensor that receives it must be of one size");
 }
 
 void RemotePeers::throw_late(const RemoteRequest& request) {

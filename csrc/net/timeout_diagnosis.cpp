@@ -19,7 +19,8 @@ constexpr auto kForever = std::chrono::milliseconds(24h * 365);  // transports h
 TimeoutDiagnosis::TimeoutDiagnosis(Transport& transport, int tag, int me, std::vector<int> others, Callback callback)
     : transport_(transport), tag_(tag), me_(me), others_(std::move(others)), callback_(std::move(callback)) {
     post_receive();  // no other thread is running yet
-    listener_ = std::thread([this] { caught([this] { run_listener(); }); });
+    listener_ = start_thread("rank " + std::to_string(me) + ": the thread of the timeout diagnosis",
+                             [this] { run_listener(); });
 }
 
 TimeoutDiagnosis::~TimeoutDiagnosis() {

@@ -81,7 +81,9 @@ UserMessages::Handle UserMessages::begin(const Handle& request) {
     const std::lock_guard lock(mutex_);
     if (request->state != State::kOpen) return request;
     if (closed_) std::rethrow_exception(closed_);
-    if (!thread_.has_begun()) thread_ = Thread([self = shared_from_this()] { self->run(); });
+    if (!thread_.has_begun())
+        thread_ = Thread(membership_.own_name() + ": the thread of its messages between hosts",
+                         [self = shared_from_this()] { self->run(); });
     pending_.insert(request);
     if (std::exchange(is_asleep_, false)) wakes_.notify_all();
     return request;
@@ -147,9 +149,8 @@ void UserMessages::end_by(const Handle& request, const std::function<void()>& ac
     std::exception_ptr error = caught(act), interrupt;
     if (error && !kind_of(error)) {
         interrupt = error;
-        const std::string rank = std::to_string(membership_.number(membership_.rank()));
         error = std::make_exception_ptr(
-            CommError(CommError::Kind::kInterrupted, "rank " + rank + " was interrupted in a message"));
+            CommError(CommError::Kind::kInterrupted, membership_.own_name() + " was interrupted in a message"));
     }
     const auto callback = finish(request, error, false);
     if (request->local) {

@@ -62,6 +62,8 @@ public:
     // The pid of a rank, or 0 if the rank runs in another PID namespace, where its pid has no meaning here.
     int process(int rank) const;
     int number(int rank) const { return names_.number(rank); }
+    // How errors of this rank begin: "rank 3".
+    std::string own_name() const { return "rank " + std::to_string(number(rank_)); }
     std::string title(int number) const { return names_.title(number); }
 
     // note_core() publishes the core that this rank runs on. shares_core(): whether some rank >= `from` for which

@@ -118,7 +118,8 @@ PointToPoint::Handle PointToPoint::post(LocalRequest given) {
     if (closed_) std::rethrow_exception(closed_);
     // A request without `done` is waited for by its caller. The others need the progress thread before they start.
     if (request->done && !progress_thread_.has_begun())
-        progress_thread_ = Thread([self = shared_from_this()] { self->run_progress(); });
+        progress_thread_ = Thread(membership_.own_name() + ": the thread of its messages",
+                                  [self = shared_from_this()] { self->run_progress(); });
     start(request);
     if (!request->finished && request->done && progress_is_idle_ && waiting_ == 0) wake_.notify_all();
     run_callbacks(lock);

@@ -59,7 +59,8 @@ TcpTransport::TcpTransport(TcpEndpoint endpoint, int rank, std::function<void()>
       control_([this](int peer) { return connect(peer, kControl); }, false, std::move(on_gone)),
       wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (wake_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "eventfd()");
-    thread_ = std::thread([this] { caught([this] { run(); }); });
+    thread_ =
+        start_thread("rank " + std::to_string(rank) + ": the thread of the transport over TCP", [this] { run(); });
 }
 
 TcpTransport::~TcpTransport() {

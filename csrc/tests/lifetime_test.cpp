@@ -361,6 +361,24 @@ CASE(a_handler_makes_a_call_inside_a_collective) {
     for (const bool waited : {false, true}) a_handler_makes_a_call(waited);
 }
 
+// It was "Resource temporarily unavailable". The stacks do not fit into the address space here.
+CASE(a_thread_that_cannot_start_is_named) {
+    pthread_attr_t usual, huge;
+    CHECK(pthread_getattr_default_np(&usual) == 0);
+    CHECK(pthread_attr_init(&huge) == 0);
+    CHECK(pthread_attr_setstacksize(&huge, std::size_t{1} << 47) == 0);
+    CHECK(pthread_setattr_default_np(&huge) == 0);
+    const auto queue = std::make_shared<Queue>("rank 3");
+    const auto job = job_of([] {});
+    const std::string text = text_of(caught([&] { queue->submit(job); }));
+    CHECK(has(text, "rank 3: the thread of its queue cannot start; raise the limit of processes and threads"));
+    CHECK(has(text, "pids.max"));
+    CHECK(pthread_setattr_default_np(&usual) == 0);
+    queue->submit(job);
+    queue->wait(job, 60s, {});
+    CHECK(queue->close(nullptr, [] {}));
+}
+
 CASE(no_memory_for_an_unexpected_message) {
     for (const bool carried : {false, true}) no_memory_to_put_aside(carried);
 }

@@ -55,7 +55,8 @@ UcxTransport::UcxTransport(std::unique_ptr<Worker> worker, Connections connectio
           [this](int peer, const std::string& reason) { lane_.on_gone(peer, reason); }),
       wake_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (wake_.descriptor() < 0) throw std::system_error(errno, std::generic_category(), "eventfd()");
-    thread_ = std::thread([this] { caught([this] { run(); }); });
+    thread_ = start_thread("rank " + std::to_string(connections.rank) + ": the thread of the transport over UCX",
+                           [this] { run(); });
 }
 
 UcxTransport::~UcxTransport() {

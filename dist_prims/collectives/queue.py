@@ -20,6 +20,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ..threads import start_thread
 from ..tracing.session import begin_from_environment
 
 __all__: list[str] = []
@@ -94,8 +95,9 @@ class CollectiveQueue:
         future: Future[None] = Future()
         with self._guard_reentry(what), self._lock:
             if self._jobs is None:
-                self._jobs = queue.SimpleQueue()
-                threading.Thread(target=_run_jobs, args=(self._jobs,), daemon=True, name="dist_prims queue").start()
+                jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+                start_thread("queue", _run_jobs, jobs)
+                self._jobs = jobs  # only now: without a thread a later call would hang
             self._jobs.put(_Job(partial(self._run_on_thread, self._called, job, what), future))
             self._called += 1
         return Work(future, what)
@@ -109,7 +111,7 @@ class CollectiveQueue:
             with self._turn:
                 self._turn.wait_for(lambda: self._done == number)
         except BaseException:  # raised by a signal handler; later calls must not wait for this one
-            threading.Thread(target=self._run_in_order, args=(number, lambda _: None), daemon=True).start()
+            start_thread("turn", self._run_in_order, number, lambda _: None)
             raise
         try:
             job(number)

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from ..threads import start_thread
+
 __all__: list[str] = []
 
 T = TypeVar("T")
@@ -47,9 +49,7 @@ def call_in_thread(call: Callable[[], T], seconds: float, discard: Callable[[T],
                 return results.append(result)
         discard(result)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    start_thread("call", run).join(seconds)
     with guard:
         is_late = not (results or failures)
     if failures:

@@ -25,11 +25,12 @@ import json
 import secrets
 import selectors
 import socket
-import threading
 import time
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
+
+from ..threads import start_thread
 
 __all__: list[str] = []
 
@@ -91,7 +92,7 @@ class RegisterServer:
         listening.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ)
-        threading.Thread(target=self._run, name="dist_prims registers", daemon=True).start()
+        start_thread("registers", self._run)
 
     def add(self, group: str, key: bytes) -> GroupRegisters:
         """Serve the registers of a group to clients with this key, which is empty if the group has no secret."""

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from ..threads import remedy
 from .deadline import until
 from .output import Output, is_interactive
 from .payload import Payload, hidden_main, unpacked
@@ -195,7 +196,11 @@ class _Rank:
     def start(self, process: BaseProcess) -> None:
         with warnings.catch_warnings():  # Python 3.12 warns of a fork with threads, for which rank_main is made
             warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
+            try:
+                process.start()
+            except BlockingIOError as error:
+                text = f"spawn: rank {self.number}: its process cannot start ({error.strerror}); {remedy()}"
+                raise RuntimeError(text) from None
         self.process = process
         self.pidfd = os.pidfd_open(process.pid or 0)
 

@@ -24,6 +24,7 @@ import time
 import weakref
 from typing import Any
 
+from ..threads import start_thread
 from . import format as fmt
 from . import recorder
 
@@ -83,8 +84,7 @@ class ClockServer:
             "token": self._token.hex(),
         }
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="dist_prims clock")
-        self._thread.start()
+        self._thread = start_thread("clock", self._serve)
         try:
             store.set(key, json.dumps(facts))
         except RuntimeError:  # the store has ended
@@ -121,8 +121,7 @@ class ClockClient:
         self._family: Any = socket.AF_INET
         self._count = 0
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=[store], daemon=True, name="dist_prims clock")
-        self._thread.start()
+        self._thread = start_thread("clock", self._run, store)
 
     def _run(self, store: Any) -> None:
         with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError):  # the store has ended
