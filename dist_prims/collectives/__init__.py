@@ -34,19 +34,9 @@ Additions of half types are done in float32 and rounded once a step. Non-contigu
 """
 
 from ..errors import MismatchError
-from .api import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    gather,
-    reduce,
-    reduce_scatter,
-    scan,
-    scatter,
-)
+from .api import all_gather, all_reduce, all_to_all, barrier, reduce_scatter, scan
 from .queue import Work
+from .rooted import broadcast, gather, reduce, scatter
 
 __all__ = [
     "MismatchError",

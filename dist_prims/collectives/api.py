@@ -1,13 +1,12 @@
 """The public collectives: each one checks its arguments, describes where the data of a rank is, and makes the call.
 
-Roots (``src``, ``dst``) are ranks of the default group, as in ``torch.distributed``. The examples run in a group of one
-rank and show the form of a call.
+The examples run in a group of one rank and show the form of a call. The collectives with a root are in :mod:`.rooted`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,30 @@ __all__: list[str] = []
 SUM = dist.ReduceOp.SUM
 
 
+@overload
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Op = SUM,
+    group: dist.ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    output: torch.Tensor | None = None,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
+) -> AnyWork: ...
+@overload
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Op = SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    output: torch.Tensor | None = None,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
+) -> AnyWork | None: ...
 def all_reduce(
     tensor: torch.Tensor,
     op: Op = SUM,
@@ -59,6 +82,30 @@ def all_reduce(
     return call.make([len(source)], [source], [target], [len(source)], options)
 
 
+@overload
+def reduce_scatter(
+    output: torch.Tensor,
+    input: Tensors,
+    op: Op = SUM,
+    group: dist.ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
+) -> AnyWork: ...
+@overload
+def reduce_scatter(
+    output: torch.Tensor,
+    input: Tensors,
+    op: Op = SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
+) -> AnyWork | None: ...
 def reduce_scatter(
     output: torch.Tensor,
     input: Tensors,
@@ -96,6 +143,28 @@ def reduce_scatter(
     return call.make(counts, blocks, call.one_block(call.rank, target), counts, options)
 
 
+@overload
+def all_gather(
+    output: Tensors,
+    input: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
+) -> AnyWork: ...
+@overload
+def all_gather(
+    output: Tensors,
+    input: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
+) -> AnyWork | None: ...
 def all_gather(
     output: Tensors,
     input: torch.Tensor,
@@ -131,119 +200,32 @@ def all_gather(
     return call.make(counts, call.one_block(call.rank, source), blocks, counts, options)
 
 
-def broadcast(
-    tensor: torch.Tensor,
-    src: int = 0,
+@overload
+def all_to_all(
+    output: Tensors,
+    input: Tensors,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
+) -> AnyWork: ...
+@overload
+def all_to_all(
+    output: Tensors,
+    input: Tensors,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
     algorithm: str | None = None,
     segment_bytes: int = 0,
     **parameters: Any,
-) -> AnyWork | None:
-    """Copy the tensor of rank ``src`` to every rank.
-
-    >>> broadcast(torch.ones(3), src=0)
-    """
-    if (
-        group is None
-        and not (async_op or algorithm or segment_bytes or parameters)
-        and (found := direct_group("broadcast", [tensor], None, None))
-        and 0 <= src < found.size()
-    ):
-        dist.broadcast(tensor, src, found)
-        return None
-    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
-    call = CallBuilder("broadcast", group, tensor, root=src)
-    target = call.read(tensor) if call.is_root and call.is_flat(tensor) else call.write(tensor, keep=call.is_root)
-    return call.make([len(target)], [target if call.is_root else None], [target], [len(target)], options)
-
-
-def reduce(
-    tensor: torch.Tensor,
-    dst: int = 0,
-    op: Op = SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-    *,
-    output: torch.Tensor | None = None,
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None:
-    """Reduce the tensors of all ranks; rank ``dst`` gets the result, in place or in ``output``.
-
-    The tensors of the other ranks do not change.
-
-    >>> reduce(torch.ones(3), dst=0)
-    """
-    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
-    call = CallBuilder("reduce", group, tensor, op, root=dst)
-    source = call.read(tensor)
-    target = None
-    if call.is_root:
-        in_place = output is None and call.reads_in_place(tensor)
-        target = source if in_place else call.write(tensor if output is None else output)
-        call.check_length("output", target, source)
-    return call.make([len(source)], [source], [target], [len(source)], options)
-
-
-def gather(
-    tensor: torch.Tensor,
-    gather_list: Sequence[torch.Tensor] | None = None,
-    dst: int = 0,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-    *,
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None:
-    """Gather the tensors of all ranks, of one length, in the ``gather_list`` of rank ``dst``.
-
-    The other ranks pass no ``gather_list``.
-
-    >>> parts = [torch.empty(2)]
-    >>> gather(torch.tensor([3.0, 4.0]), parts)
-    >>> parts
-    [tensor([3., 4.])]
-    """
-    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
-    call = CallBuilder("gather", group, tensor, root=dst)
-    source = call.read(tensor)
-    blocks = call.root_list("gather_list", gather_list, len(source), writing=True)
-    counts = [len(source)] * call.size
-    return call.make(counts, call.one_block(call.rank, source), blocks, counts[:1], options)
-
-
-def scatter(
-    tensor: torch.Tensor,
-    scatter_list: Sequence[torch.Tensor] | None = None,
-    src: int = 0,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-    *,
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None:
-    """Scatter the tensors in the ``scatter_list`` of rank ``src``: rank r gets tensor r. All have one length.
-
-    The other ranks pass no ``scatter_list``.
-
-    >>> tensor = torch.empty(2)
-    >>> scatter(tensor, [torch.tensor([3.0, 4.0])])
-    >>> tensor
-    tensor([3., 4.])
-    """
-    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
-    call = CallBuilder("scatter", group, tensor, root=src)
-    target = call.write(tensor)
-    blocks = call.root_list("scatter_list", scatter_list, len(target), writing=False)
-    counts = [len(target)] * call.size
-    return call.make(counts, blocks, call.one_block(call.rank, target), counts[:1], options)
-
-
+) -> AnyWork | None: ...
 def all_to_all(
     output: Tensors,
     input: Tensors,
@@ -285,6 +267,30 @@ def all_to_all(
     return call.make(lengths, [*sent, *nothing], [*nothing, *received], common, options, even=is_even)
 
 
+@overload
+def scan(
+    tensor: torch.Tensor,
+    op: Op = SUM,
+    group: dist.ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    exclusive: bool = False,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
+) -> AnyWork: ...
+@overload
+def scan(
+    tensor: torch.Tensor,
+    op: Op = SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    exclusive: bool = False,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
+) -> AnyWork | None: ...
 def scan(
     tensor: torch.Tensor,
     op: Op = SUM,
@@ -312,6 +318,24 @@ def scan(
     return call.make([len(target)], [target], [target], [len(target)], options)
 
 
+@overload
+def barrier(
+    group: dist.ProcessGroup | None = None,
+    *,
+    async_op: Literal[True],
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
+) -> AnyWork: ...
+@overload
+def barrier(
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+    **parameters: Any,
+) -> AnyWork | None: ...
 def barrier(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
@@ -321,6 +345,9 @@ def barrier(
     **parameters: Any,
 ) -> AnyWork | None:
     """Wait until every rank has called barrier().
+
+    To learn which ranks are late, call ``monitored_barrier()`` of the group. torch's function of that name accepts
+    groups of gloo only.
 
     >>> barrier()
     """
