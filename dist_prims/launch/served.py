@@ -28,7 +28,7 @@ from .rendezvous import connect
 __all__: list[str] = []
 
 _SECONDS = 60.0  # for what the process asks of its own store
-_FIRST_ATTEMPT = 0.5  # seconds to connect to a store; twice as long after each failure
+_FIRST_ATTEMPT = 6.0  # seconds to connect to a store; twice as long after each failure
 _BACKLOG = 4096  # all ranks may connect at once
 
 _stores: dict[str, tuple[dist.Store, str]] = {}  # by the address of this host, with the port
@@ -82,8 +82,10 @@ def open_store(address: str, size: int, timeout: float) -> dist.Store:
 
     The call may wait without end for a process that is stopped.
 
-    TCPStore itself tries until its timeout to connect to a process that has ended. It is therefore given a short one,
-    and each attempt begins with a connection of our own.
+    TCPStore itself tries until its timeout to connect to a process that has ended. It is therefore given a shorter one,
+    and each attempt begins with a connection of our own. Before torch connects, it asks the DNS for the name of the
+    address, also of a loopback address. The resolver waits 5 s for a reply that is lost; an attempt takes longer than
+    that, so it does not fail by one lost reply, and ask again.
     """
     host, _, port = address.rpartition(":")
     deadline, attempt = time.monotonic() + timeout, _FIRST_ATTEMPT
