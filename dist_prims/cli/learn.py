@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
 from ..learn import course
-from ..learn.exercise import ORDER, WrongAnswerError, check, exercise, file_name
+from ..learn.check import check
+from ..learn.exercise import ORDER, WrongAnswerError, exercise, file_name
 
 __all__: list[str] = []
-
-DEADLINE = 120  # seconds that a check may take
 
 
 def add(commands: Any) -> None:
@@ -32,8 +30,6 @@ def add(commands: Any) -> None:
             kind.add_argument("file", nargs="?", metavar="FILE", help="default: a file here, named after the exercise")
         else:
             kind.add_argument("--level", type=int, default=1, help="1 for a nudge, more for more")
-        if name == "check":
-            kind.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
         kind.set_defaults(run=run)
     notebooks = kinds.add_parser("course", help="write the ten lessons of the course as Jupyter notebooks into FOLDER")
     notebooks.add_argument("folder", type=Path, metavar="FOLDER")
@@ -52,9 +48,11 @@ def _course(given: argparse.Namespace) -> int:
 
 
 def _list(given: argparse.Namespace) -> int:
+    todo = [number for number in range(1, len(ORDER) + 1) if not _done(number)]
     for number in range(1, len(ORDER) + 1):
-        print(f"{number:2}  {exercise(number).title}")
-    print("\nBegin with: python -m dist_prims learn start 1")
+        print(f"{number:2} {' ' if number in todo else '✓'} {exercise(number).title}")
+    if todo:
+        print(f"\n{'Go on' if todo[0] > 1 else 'Begin'} with: python -m dist_prims learn start {todo[0]}")
     print("The course, as notebooks: python -m dist_prims learn course FOLDER")
     return 0
 
@@ -83,27 +81,39 @@ def _hint(given: argparse.Namespace) -> int:
 
 
 def _check(given: argparse.Namespace) -> int:
+    """Status 0 for a right answer, and 1 for one that is wrong, raises, or has not ended after two minutes."""
     path = _file(given)
     if not path.exists():
         raise ValueError(f"there is no {path}; write it with: python -m dist_prims learn start {given.number}")
-    if given.here:
-        return _check_here(given.number, path)
-    # In a process of its own, because a wrong answer may not end.
-    command = [sys.executable, "-m", "dist_prims", "learn", "check", str(given.number), str(path), "--here"]
     try:
-        return subprocess.run(command, timeout=DEADLINE, check=False).returncode
-    except subprocess.TimeoutExpired:
-        print(f"✗ The check has not ended after {DEADLINE} s. Does a loop of the answer end?")
-        return 1
-
-
-def _check_here(number: int, path: Path) -> int:
-    try:
-        print(f"✓ Right: {check(number, path)}.")
+        print(f"✓ Right: {check(given.number, path)}.")
     except WrongAnswerError as error:
         print(f"✗ {error}")
         if error.schedule is not None:
             print(f"  The page of it opens at the wrong step: {error.schedule.html(path.with_suffix('.html'))}")
-        print(f"  A hint: python -m dist_prims learn hint {number}")
+        print(f"  A hint: python -m dist_prims learn hint {given.number}")
         return 1
+    _note_done(given.number)
     return 0
+
+
+def _mark(number: int) -> Path:
+    """The empty file that marks an exercise as done, in the user's state folder."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    return folder / "dist_prims" / "learn" / f"{ORDER[number - 1]}.done"
+
+
+def _done(number: int) -> bool:
+    try:
+        return _mark(number).exists()
+    except (OSError, RuntimeError):  # a folder that cannot be read, a user without a home
+        return False
+
+
+def _note_done(number: int) -> None:
+    try:
+        _mark(number).parent.mkdir(parents=True, exist_ok=True)
+        _mark(number).touch()
+    except (OSError, RuntimeError) as error:  # the verdict stands
+        print(f"  `learn` cannot show it as done: {error}")

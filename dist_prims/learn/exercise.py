@@ -1,20 +1,18 @@
-"""The exercises: their form, the list of them, and the check of a learner's file."""
+"""The exercises: their form, and the list of them."""
 
 from __future__ import annotations
 
 import importlib
-import runpy
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..schedules import Schedule
 
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from .answer import Answer
 
-Answer = Mapping[str, Any]  # the names that the learner's file defines
+__all__: list[str] = []
 
 ORDER = (
     "ring_pass",
@@ -84,24 +82,3 @@ def file_name(number: int) -> str:
     'exercise_03_broadcast_tree.py'
     """
     return f"exercise_{number:02}_{ORDER[number - 1]}.py"
-
-
-def check(number: int, path: Path) -> str:
-    """Check a learner's file and return what is right about it; WrongAnswerError if it is wrong."""
-    try:
-        answer = runpy.run_path(str(path), run_name="__dist_prims_learn__")
-        return exercise(number).check(answer)
-    except (WrongAnswerError, OSError):
-        raise
-    except Exception as error:
-        lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(path)]
-        where = f"line {lines[-1]}: " if lines else ""  # the text of a syntax error has its line
-        raise WrongAnswerError(f"{where}{type(error).__name__}: {error}") from error
-
-
-def function(answer: Answer, name: str) -> Callable[..., Any]:
-    """The function of an answer with a name."""
-    found = answer.get(name)
-    if not callable(found):
-        raise WrongAnswerError(f"the file does not define the function {name}")
-    return found  # type: ignore[no-any-return]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ..schedules import ScheduleError
-from ..schedules.pipelines import Action, PipelinePlan, pipeline_plan
+from ..schedules.pipelines import PipelinePlan, pipeline_plan
+from .answer import Answer
 from .exercise import WrongAnswerError
 
 __all__: list[str] = []
@@ -13,15 +14,14 @@ __all__: list[str] = []
 COUNTS = [(ranks, count) for ranks in range(1, 6) for count in (1, 2, 3, 5, 8, 12)]
 
 
-def check_plans(
-    order: Callable[[int, int, int], Iterator[Action]], reference: str, most_held: Callable[[int, int, int], int]
-) -> str:
-    """Prove the plans of ``order(rank, ranks, num_microbatches)``, one stage a rank, and compare them with limits.
+def check_plans(answer: Answer, reference: str, most_held: Callable[[int, int, int], int]) -> str:
+    """Prove the plans of the learner's ``order(rank, ranks, num_microbatches)``, and compare them with limits.
 
-    ``most_held(rank, ranks, num_microbatches)``: activations. A step must not take longer than the ``reference``.
+    A rank has one stage, and holds at most ``most_held(rank, ranks, num_microbatches)`` activations. A step must not
+    take longer than the ``reference``.
     """
     for ranks, count in COUNTS:
-        plan = _plan(order, ranks, count)
+        plan = _plan(answer, ranks, count)
         here = f"{ranks} ranks, {count} micro-batches"
         for rank, held in enumerate(plan.peaks()):
             if held > most_held(rank, ranks, count):
@@ -39,8 +39,8 @@ def check_plans(
     return f"proved for 1 to {COUNTS[-1][0]} ranks, within the limits of memory and time"
 
 
-def _plan(order: Callable[[int, int, int], Iterator[Action]], ranks: int, count: int) -> PipelinePlan:
-    actions = tuple(tuple(Action(*action) for action in order(rank, ranks, count)) for rank in range(ranks))
+def _plan(answer: Answer, ranks: int, count: int) -> PipelinePlan:
+    actions = tuple(answer.actions("order", rank, ranks, count) for rank in range(ranks))
     plan = PipelinePlan("answer", ranks, ranks, count, tuple(range(ranks)), actions)
     try:
         plan.verify()

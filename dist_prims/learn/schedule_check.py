@@ -2,47 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
 
-from ..schedules import Schedule, ScheduleError, Step
+from ..schedules import Schedule, ScheduleError
 from ..schedules.contract import ROOTED, contract
 from ..schedules.cost import busiest_sender
 from ..schedules.schedule import Steps
+from .answer import Answer
 from .exercise import WrongAnswerError
 
 __all__: list[str] = []
 
-MOST_STEPS = 2000
 Limit = Callable[[int], int | Fraction]
 
 
 def schedule_of(
-    make: Callable[..., Iterator[Step]], collective: str, size: int, chunks: int, scratch: int = 0, root: int = 0
+    answer: Answer, collective: str, size: int, chunks: int, scratch: int = 0, root: int | None = None
 ) -> Schedule:
-    """The schedule that a learner's generator function yields, with the contract of the collective."""
-    rooted = {"root": root} if collective in ROOTED else {}
-    made = make(size, **rooted)
-    if not hasattr(made, "__iter__"):
-        raise WrongAnswerError(f"{_name(make)}({size}) returns {made!r}; it must yield steps")
-    steps = list(itertools.islice(made, MOST_STEPS + 1))
-    for number, step in enumerate(steps):
-        if not isinstance(step, Step):
-            raise WrongAnswerError(f"{size} ranks: step {number} is {step!r}; yield Step(src=..., dst=..., chunk=...)")
-    if len(steps) > MOST_STEPS:
-        raise WrongAnswerError(f"{size} ranks: there are more than {MOST_STEPS} steps; does the loop end?")
+    """The schedule of the learner's generator function, which has the name of the collective and keeps its contract."""
+    steps = answer.steps(collective, size, root)
     own = contract(collective, size, chunks, root, scratch, same_bits=collective != "barrier")
-    return Schedule(collective, _name(make), size, chunks, own, Steps(lambda: iter(steps)), rooted.get("root"))
-
-
-def _name(make: Any) -> str:
-    return getattr(make, "__name__", "answer")
+    return Schedule(collective, "answer", size, chunks, own, Steps(lambda: iter(steps)), root)
 
 
 def check_schedules(
-    make: Callable[..., Iterator[Step]],
+    answer: Answer,
     collective: str,
     sizes: Sequence[int],
     *,
@@ -54,8 +39,8 @@ def check_schedules(
     """Prove the schedule for every size (and some roots), and compare steps and bytes with their limits."""
     last: Schedule | None = None
     for size in sizes:
-        for root in sorted({0, size // 2, size - 1}) if collective in ROOTED else (0,):
-            last = schedule_of(make, collective, size, chunks(size), scratch, root)
+        for root in sorted({0, size // 2, size - 1}) if collective in ROOTED else (None,):
+            last = schedule_of(answer, collective, size, chunks(size), scratch, root)
             _prove(last)
             if steps and len(last.steps) > steps(size):
                 raise WrongAnswerError(

@@ -3,13 +3,13 @@
 RING_PASS = """
 from dist_prims.learn.messages import Receive, Send
 
-def program(rank, size):
+def program(rank, size, value):
     following, previous = (rank + 1) % size, (rank - 1) % size
     if rank == 0:
         received = yield Receive(source=previous)
-        yield Send(to=following, value=rank)
+        yield Send(to=following, value=value)
     else:
-        yield Send(to=following, value=rank)
+        yield Send(to=following, value=value)
         received = yield Receive(source=previous)
     return received
 """
@@ -17,14 +17,14 @@ def program(rank, size):
 DEADLOCK = """
 from dist_prims.learn.messages import Receive, Send
 
-def program(rank, size):
+def program(rank, size, value):
     left = right = None
     for turn in (0, 1):
         if rank % 2 == turn:
             if rank > 0:
-                yield Send(to=rank - 1, value=rank * rank)
+                yield Send(to=rank - 1, value=value)
             if rank < size - 1:
-                yield Send(to=rank + 1, value=rank * rank)
+                yield Send(to=rank + 1, value=value)
         else:
             if rank < size - 1:
                 right = yield Receive(source=rank + 1)

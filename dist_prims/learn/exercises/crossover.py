@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from ...schedules import build
-from ..exercise import Answer, Exercise, WrongAnswerError, function
+from ..answer import Answer
+from ..exercise import Exercise, WrongAnswerError
 
 __all__: list[str] = []
 
@@ -36,10 +37,9 @@ def crossover(n, alpha, beta):
 
 
 def _check(answer: Answer) -> str:
-    crossover = function(answer, "crossover")
     for n in (4, 8, 16, 64):
         for alpha, beta in ((1e-5, 1e-9), (1e-6, 1e-10), (5e-4, 1e-8)):
-            nbytes = crossover(n, alpha, beta)
+            nbytes = answer.value("crossover", n, alpha, beta)
             if not isinstance(nbytes, (int, float)) or not 0 < nbytes < math.inf:
                 raise WrongAnswerError(f"crossover({n}, {alpha}, {beta}) is {nbytes!r}; it must be a number of bytes")
             names = ("ring", "recursive_doubling")

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from ..exercise import Answer, Exercise, WrongAnswerError, function
-from ..messages import run
+from ..answer import Answer
+from ..exercise import Exercise, WrongAnswerError
+from ..message_check import private_values, run_answer
 
 __all__: list[str] = []
 
 EXERCISE = Exercise(
     title="Repair a deadlock: exchange with both sides",
     task="""
-Ranks are on a line. Each gives its value to the ranks beside it, if there are such, and returns the pair (value of
-rank-1, value of rank+1), with None where there is no rank. The program below hangs. Change the order of its calls.
+Ranks are on a line. Each has a value, gives it to the ranks beside it, if there are such, and returns the pair (value
+of rank-1, value of rank+1), with None where there is no rank. The program below hangs. Change the order of its calls.
 """,
     template="""
 from dist_prims.learn.messages import Receive, Send
 
 
-def program(rank, size):
+def program(rank, size, value):
     left = right = None
-    value = rank * rank
     if rank > 0:
         yield Send(to=rank - 1, value=value)
         left = yield Receive(source=rank - 1)
@@ -38,10 +38,12 @@ def program(rank, size):
 
 
 def _check(answer: Answer) -> str:
-    program = function(answer, "program")
     for size in range(1, 9):
-        for rank, value in enumerate(run(program, size)):
-            left, right = ((rank - 1) ** 2 if rank else None), ((rank + 1) ** 2 if rank < size - 1 else None)
-            if value != (left, right):
-                raise WrongAnswerError(f"{size} ranks: rank {rank} returns {value!r}; it must return {(left, right)}")
+        values = private_values(size)
+        for rank, pair in enumerate(run_answer(answer, values)):
+            wanted = (values[rank - 1] if rank else None), (values[rank + 1] if rank < size - 1 else None)
+            if pair != wanted:
+                raise WrongAnswerError(
+                    f"{size} ranks with the values {values}: rank {rank} returns {pair!r}; it must return {wanted}"
+                )
     return "1 to 8 ranks end, each with the values from both sides"

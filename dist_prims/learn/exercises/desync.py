@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
-from ..exercise import Answer, Exercise, WrongAnswerError, function
+from ..answer import Answer
+from ..exercise import Exercise, WrongAnswerError
+from ..message_check import private_values
 from ..messages import run
 
 __all__: list[str] = []
@@ -38,27 +36,21 @@ def program(values):
     check=lambda answer: _check(answer),
 )
 
-CASES: tuple[list[list[int]], ...] = (
-    [[1, 2], [3, 4]],
-    [[1], [2, 3, 4]],
-    [[], [5], []],
-    [[], []],
-    [[1, 2, 3, 4, 5], [], [-3], [7, 7]],
-    [[0, 0, 0], [0]],
-)
+LENGTHS: tuple[tuple[int, ...], ...] = ((2, 2), (1, 3), (0, 1, 0), (0, 0), (5, 0, 1, 2))
 
 
 def _check(answer: Answer) -> str:
-    program = function(answer, "program")
-    for values in CASES:
-        given = functools.partial(_of_rank, program, values)
-        for rank, total in enumerate(run(given, len(values))):
-            if total != sum(map(sum, values)):
-                raise WrongAnswerError(
-                    f"values {values}: rank {rank} returns {total!r}; the sum of all is {sum(map(sum, values))}"
-                )
+    for lengths in LENGTHS:
+        _check_values(answer, [private_values(length) for length in lengths])
+    for values in ([[0, 0, 0], [0]], [[1, 2, 3], [], [-3], [7, 7]]):
+        _check_values(answer, values)
     return "all ranks end with the sum of all values, for lists of all lengths"
 
 
-def _of_rank(program: Callable[[list[int]], Any], values: list[list[int]], rank: int, size: int) -> Any:
-    return program(list(values[rank]))
+def _check_values(answer: Answer, values: list[list[int]]) -> None:
+    programs = [answer.program("program", rank, own) for rank, own in enumerate(values)]
+    for rank, total in enumerate(run(lambda rank, _: programs[rank], len(values))):
+        if total != sum(map(sum, values)):
+            raise WrongAnswerError(
+                f"values {values}: rank {rank} returns {total!r}; the sum of all is {sum(map(sum, values))}"
+            )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..exercise import Answer, Exercise, function
+from ..answer import Answer
+from ..exercise import Exercise
 from ..plan_check import check_plans
 
 __all__: list[str] = []
@@ -39,4 +40,4 @@ def _check(answer: Answer) -> str:
     def most_held(rank: int, ranks: int, count: int) -> int:
         return min(ranks - rank, count)
 
-    return check_plans(function(answer, "order"), "fill_drain", most_held)
+    return check_plans(answer, "fill_drain", most_held)

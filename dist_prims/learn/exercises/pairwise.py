@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..exercise import Answer, Exercise, WrongAnswerError, function
+from ..answer import Answer
+from ..exercise import Exercise, WrongAnswerError
 from ..schedule_check import check_schedules, schedule_of
 
 __all__: list[str] = []
@@ -40,11 +41,10 @@ def all_to_all(size):
 
 
 def _check(answer: Answer) -> str:
-    make = function(answer, "all_to_all")
     sizes = range(1, 10)
-    text = check_schedules(make, "all_to_all", sizes, chunks=lambda size: size, steps=lambda size: max(size - 1, 1))
+    text = check_schedules(answer, "all_to_all", sizes, chunks=lambda size: size, steps=lambda size: max(size - 1, 1))
     for size in sizes:
-        schedule = schedule_of(make, "all_to_all", size, size)
+        schedule = schedule_of(answer, "all_to_all", size, size)
         if schedule.price.messages > size - 1:
             raise WrongAnswerError(f"{size} ranks: a rank sends or receives two messages in one step", schedule)
     return text

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ...schedules import build
-from ..exercise import Answer, Exercise, WrongAnswerError, function
+from ..answer import Answer
+from ..exercise import Exercise, WrongAnswerError
 
 __all__: list[str] = []
 
@@ -31,17 +32,17 @@ def add(values, chunk):
 
 
 def _check(answer: Answer) -> str:
-    add = function(answer, "add")
     random = np.random.default_rng(0)
     for size in range(2, 9):
         ring = build("all_reduce", "ring", size)
         for chunk in range(size):
+            order = ring.order(chunk)
             for _ in range(20):
                 values = [np.float32(each) for each in random.normal(size=size) * 10.0 ** random.integers(-3, 4, size)]
-                found, want = add(list(values), chunk), ring.order(chunk).evaluate(values)
+                found, want = answer.value("add", values, chunk), order.evaluate(values)
                 if np.float32(found) != want:
                     raise WrongAnswerError(
                         f"{size} ranks, chunk {chunk}: the sum of {[float(each) for each in values]} is {found}; the "
-                        f"ring computes {want}, as {ring.order(chunk)}"
+                        f"ring computes {want}, as {order}"
                     )
     return "the same bits as the ring for 2 to 8 ranks and every chunk"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from ..exercise import Answer, Exercise, WrongAnswerError, function
-from ..messages import run
+from ..answer import Answer
+from ..exercise import Exercise, WrongAnswerError
+from ..message_check import private_values, run_answer
 
 __all__: list[str] = []
 
 EXERCISE = Exercise(
     title="Send around the ring",
     task="""
-Every rank sends its own number to the next rank, rank 0 being next to the last one, and returns the number that it
-gets from the previous rank. ``yield Send(to=..., value=...)`` sends, ``value = yield Receive(source=...)`` receives.
+Every rank has a value, which no other rank knows. It sends the value to the next rank, rank 0 being next to the
+last one, and returns the value that it gets from the previous rank. ``yield Send(to=..., value=...)`` sends,
+``received = yield Receive(source=...)`` receives.
 
 A send ends only when the other rank receives. If all ranks send first, none receives: a deadlock.
 """,
@@ -19,9 +21,9 @@ A send ends only when the other rank receives. If all ranks send first, none rec
 from dist_prims.learn.messages import Receive, Send
 
 
-def program(rank, size):
+def program(rank, size, value):
     following, previous = (rank + 1) % size, (rank - 1) % size
-    ...  # yield Send(to=following, value=rank) and received = yield Receive(source=previous)
+    ...  # yield Send(to=following, value=value) and received = yield Receive(source=previous)
     return received
 """,
     hints=(
@@ -35,12 +37,12 @@ def program(rank, size):
 
 
 def _check(answer: Answer) -> str:
-    program = function(answer, "program")
     for size in range(2, 9):
-        found = run(program, size)
-        for rank, value in enumerate(found):
-            if value != (rank - 1) % size:
+        values = private_values(size)
+        for rank, value in enumerate(run_answer(answer, values)):
+            if value != values[rank - 1]:
                 raise WrongAnswerError(
-                    f"{size} ranks: rank {rank} returns {value!r}; it must return {(rank - 1) % size}"
+                    f"{size} ranks with the values {values}: rank {rank} returns {value!r}; it must return the value "
+                    f"of rank {(rank - 1) % size}, {values[rank - 1]}"
                 )
-    return "2 to 8 ranks end, each with the number of the rank before it"
+    return "2 to 8 ranks end, each with the value of the rank before it"

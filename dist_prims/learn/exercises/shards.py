@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..exercise import Answer, Exercise, WrongAnswerError, function
+from ..answer import Answer
+from ..exercise import Exercise, WrongAnswerError
 
 __all__: list[str] = []
 
@@ -28,10 +29,11 @@ def shard(count, rank, size):
 
 
 def _check(answer: Answer) -> str:
-    shard = function(answer, "shard")
     for count in (*range(18), 100, 1023):
         for size in range(1, 9):
-            shards = [tuple(shard(count, rank, size)) for rank in range(size)]
+            shards = [answer.value("shard", count, rank, size) for rank in range(size)]
+            if not all(isinstance(each, tuple | list) and [type(end) for end in each] == [int, int] for each in shards):
+                raise WrongAnswerError(f"{count} elements on {size} ranks: the shards are {shards}; return 2 integers")
             here = f"{count} elements on {size} ranks: the shards are {shards}"
             ends = [0, *(end for _, end in shards)]
             if [begin for begin, _ in shards] != ends[:-1] or ends[-1] != count:

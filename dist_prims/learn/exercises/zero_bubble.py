@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..exercise import Answer, Exercise, function
+from ..answer import Answer
+from ..exercise import Exercise
 from ..plan_check import check_plans
 
 __all__: list[str] = []
@@ -43,4 +44,4 @@ def _check(answer: Answer) -> str:
     def most_held(rank: int, ranks: int, count: int) -> int:
         return min(ranks, count)
 
-    return check_plans(function(answer, "order"), "zb_h1", most_held)
+    return check_plans(answer, "zb_h1", most_held)

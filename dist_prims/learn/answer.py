@@ -1,0 +1,112 @@
+"""An answer as its check sees it: functions of the learner's file that are called elsewhere, and return data.
+
+Every reply is compared with the form that it must have, because an answer can send whatever it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+
+from ..schedules import Step
+from ..schedules.pipelines import Action
+from .exercise import WrongAnswerError
+from .messages import AllReduce, Barrier, Call, Receive, Send
+
+__all__: list[str] = []
+
+Ask = Callable[[int, dict[str, Any]], dict[str, Any]]  # (rank, request) to the reply of that rank's process
+
+
+class Answer:
+    """The functions of an answer. ``ask(rank, request)`` sends a request to the process that runs a rank's program.
+
+    Functions that are not the program of a rank run in the process of rank 0.
+    """
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    def value(self, function: str, *given: Any) -> Any:
+        """What a function returns: numbers, texts, None, and lists and tuples of these."""
+        return self._call("value", function, given)
+
+    def steps(self, function: str, size: int, root: int | None) -> list[Step]:
+        """The steps that a generator function yields; ``root``: its second argument, if it is not None."""
+        return [_step(columns) for columns in _list(self._call("steps", function, (size,), root))]
+
+    def actions(self, function: str, *given: Any) -> tuple[Action, ...]:
+        """The actions that a generator function yields."""
+        return tuple(_action(action) for action in _list(self._call("actions", function, given)))
+
+    def program(self, function: str, rank: int, *given: Any) -> Generator[Call, Any, Any]:
+        """The program of a rank, which runs in that rank's process: its calls; what it returns at the end."""
+        request = {"kind": "start", "function": function, "given": list(given), "root": None}
+        while True:
+            reply = self._reply(rank, request, f"rank {rank}: ")
+            if "returns" in reply:
+                return reply["returns"]
+            value = yield _call(rank, reply.get("call"))
+            request = {"kind": "resume", "value": value}
+
+    def _call(self, kind: str, function: str, given: tuple[Any, ...], root: int | None = None) -> Any:
+        request = {"kind": kind, "function": function, "given": list(given), "root": root}
+        named = ", ".join([*map(repr, given), *([] if root is None else [f"root={root}"])])
+        return self._reply(0, request, f"{function}({named}): ").get("value")
+
+    def _reply(self, rank: int, request: dict[str, Any], where: str) -> dict[str, Any]:
+        reply = self._ask(rank, request)
+        if "error" in reply:
+            text = " ".join(str(reply["error"]).split())[:500]  # one line, so that it is not taken for a verdict
+            raise WrongAnswerError(text if text.startswith(("line ", "the file ", "SyntaxError")) else where + text)
+        return reply
+
+
+def _malformed(what: Any, wanted: str) -> WrongAnswerError:
+    return WrongAnswerError(f"the process of the answer has sent {what!r:.100}; it must send {wanted}")
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise _malformed(value, "a list")
+    return value
+
+
+def _step(columns: Any) -> Step:
+    kinds = (*[int] * 4, bool)
+    is_table = isinstance(columns, list) and len(columns) == len(kinds) and all(isinstance(c, list) for c in columns)
+    if not is_table or len({len(column) for column in columns}) != 1:
+        raise _malformed(columns, "the five columns of a step, of one length")
+    for column, kind in zip(columns, kinds, strict=True):
+        if not all(_is_number(each, kind) for each in column):
+            raise _malformed(columns, "whole numbers below 2**63 as src, dst, chunk and into, and bools as reduce")
+    src, dst, chunk, into = (np.array(column, np.int64) for column in columns[:4])
+    return Step(src, dst, chunk, np.array(columns[4], np.bool_), into)
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, int) and type(value) is kind and abs(value) < 2**63
+
+
+def _action(action: Any) -> Action:
+    if isinstance(action, list) and [type(each) for each in action] == [str, int, int]:
+        return Action(*action)
+    raise _malformed(action, "a kind, a stage and a micro-batch")
+
+
+def _call(rank: int, call: Any) -> Call:
+    if isinstance(call, list) and len(call) == 3:
+        kind, other, value = call
+        if kind in ("Send", "Receive") and type(other) is int:
+            return Send(other, value) if kind == "Send" else Receive(other)
+        if kind in ("Send", "Receive"):
+            raise WrongAnswerError(f"rank {rank}: {kind} names rank {other!r}; it must be a whole number")
+        if kind == "AllReduce" and isinstance(value, int | float):
+            return AllReduce(value)
+        if kind == "AllReduce":
+            raise WrongAnswerError(f"rank {rank}: AllReduce adds {value!r}; it must be a number")
+        if kind == "Barrier":
+            return Barrier()
+    raise _malformed(call, "Send, Receive, AllReduce or Barrier")
