@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from .. import __version__
+from .._output import replace_unencodable
 from ..schedules.catalogue import SYMBOLS, markdown_table, text_table
 from . import learn, pipeline, prove, recommend, show, trace
 
 __all__: list[str] = []
 
+_BROKEN_PIPE = 141  # the status of a program that SIGPIPE has ended
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a subcommand and return its exit status; bad input gives status 2 and one line on stderr.
+
+    Characters that stdout cannot encode are replaced. A reader that closes stdout ends the command without a word.
 
     >>> main(["show", "all_reduce", "direct", "--size", "2"])
     all_reduce direct, 2 ranks, 1 chunk, 1 step
@@ -30,9 +36,15 @@ def main(arguments: list[str] | None = None) -> int:
     adds     chunk 0 on rank 0: r0+r1
     0
     """
-    given = _parse(arguments)
+    replace_unencodable()
     try:
-        return int(given.run(given))
+        given = _parse(arguments)
+        status = int(given.run(given))
+        sys.stdout.flush()  # here, where a closed pipe is an error that can be caught
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at its exit
+        return _BROKEN_PIPE
     except (ValueError, OSError) as error:
         print(f"dist_prims: {error}", file=sys.stderr)
         return 2

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..schedules import Schedule, build, lookup
+from ..schedules import Schedule, ScheduleError, build, lookup
 from ..schedules.catalogue import SYMBOLS, text_table
 from ..schedules.draw import caption, describe_contract, numbers, terminal
-from .registered import registered_by
+from ..schedules.trust import MOST_RANKS
+from .registered import in_line, registered_by
 
 __all__: list[str] = []
 
@@ -22,9 +23,12 @@ _ADDING = ("all_reduce", "reduce_scatter", "reduce", "scan", "exclusive_scan")
 def add(commands: Any) -> None:
     show = commands.add_parser("show", help="the steps of an algorithm, its contract and its cost")
     show.add_argument(
-        "collective", metavar="COLLECTIVE|FILE.py", help="a collective, or a file that registers algorithms"
+        "collective",
+        nargs="?",
+        metavar="COLLECTIVE|FILE.py",
+        help="a collective, or a file that registers algorithms; default: print a table of all algorithms",
     )
-    show.add_argument("algorithm", metavar="ALGORITHM", nargs="?", help="default: print a table of all algorithms")
+    show.add_argument("algorithm", metavar="ALGORITHM", nargs="?", help="default: print a table of them")
     show.add_argument("parameters", nargs="*", metavar="name=value", help="of the algorithm, e.g. hosts=2,2")
     show.add_argument("--size", type=int, default=4, metavar="N", help="number of ranks (4)")
     show.add_argument("--root", type=int, metavar="R", help="the root of a rooted collective (0)")
@@ -40,25 +44,63 @@ def run(given: argparse.Namespace) -> int:
         print(f"{text_table(collective)}\n\n{SYMBOLS}")
         return 0
     root = {} if given.root is None else {"root": given.root}
+    assert collective is not None
     schedule = build(collective, algorithm, given.size, **root, **parameters)
+    if _is_file(given) and (unusable := _unusable(given.collective, schedule)):
+        print(f"✗ {unusable}")
+        return 1
     if given.html:  # first, because the page of a wrong schedule shows its error
         print(f"page     {schedule.html(given.html)}")
     print(f"{_steps(schedule)}\n")
-    for name, value in _facts(schedule):
+    wrong = _wrong(schedule)
+    for name, value in _demands(schedule) if wrong else _facts(schedule):
         print(f"{name.ljust(9)}{value}")
     if given.svg:
         print(f"picture  {schedule.draw(given.svg)}")
     if given.animate:
         print(f"picture  {schedule.draw(given.animate, animate=True)}")
-    return 0
+    if wrong:
+        print(f"✗ {wrong}\n  For a page that opens at the wrong step, add --html wrong.html")
+    return int(bool(wrong))
 
 
-def _named(given: argparse.Namespace) -> tuple[str, str | None, dict[str, Any]]:
+def _unusable(file: str, schedule: Schedule) -> str | None:
+    """Why the generator of a file yields no steps that could be shown."""
+    try:
+        len(schedule.steps)
+    except ScheduleError as error:
+        return str(error)
+    except (Exception, SystemExit) as error:
+        return in_line(file, error)
+    return None
+
+
+def _wrong(schedule: Schedule) -> ScheduleError | None:
+    """What the proof finds wrong; None for a schedule of more ranks than are proved."""
+    try:
+        if schedule.size <= MOST_RANKS:
+            schedule.verify()
+    except ScheduleError as error:
+        return error
+    return None
+
+
+def _demands(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    """The contract of a schedule that does not keep it."""
+    (_, starts), (_, ends) = describe_contract(schedule)
+    yield from (("starts", starts), ("must end", ends))
+
+
+def _is_file(given: argparse.Namespace) -> bool:
+    return bool(given.collective and given.collective.endswith(".py"))
+
+
+def _named(given: argparse.Namespace) -> tuple[str | None, str | None, dict[str, Any]]:
     """Collective, algorithm and parameters, from the registry or from a file that registers algorithms."""
     words = [given.algorithm, *given.parameters] if given.algorithm else []
     algorithm = words.pop(0) if words and "=" not in words[0] else None
     parameters = dict(map(_parameter, words))
-    if not given.collective.endswith(".py"):
+    if not _is_file(given):
         return given.collective, algorithm, parameters
     registered = registered_by(given.collective)
     found = [each for each in registered if algorithm in (None, each[1])]
@@ -73,6 +115,8 @@ def _parameter(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"{text!r} is not a parameter; write name=value")
+    if name in ("collective", "algorithm", "size"):
+        raise ValueError(f"{text!r} is not a parameter of an algorithm; write show COLLECTIVE ALGORITHM --size N")
     values = [int(each) if each.lstrip("-").isdigit() else each for each in value.split(",")]
     return name, values[0] if len(values) == 1 else tuple(values)
 
@@ -89,6 +133,8 @@ def _facts(schedule: Schedule) -> Iterator[tuple[str, str]]:
     yield from describe_contract(schedule)
     yield "steps", f"{len(schedule.steps)}{f' = {card.steps}' if card and not schedule.parameters else ''}"
     yield "sent", f"{_sent(schedule)}{f'; at most {card.sent}' if card and not schedule.parameters else ''}"
+    if schedule.size > MOST_RANKS:
+        yield "proof", f"not made for more than {MOST_RANKS} ranks"
     if card:
         yield "wins", card.wins
         yield "source", card.source

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from .._chart import line_chart
 from .._console import Console
+from .._output import replace_unencodable
 from ..launch import detect, init, spawn
 from ..schedules import build
 from .check import check_algorithms
@@ -28,6 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.demo", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("demo_pictures"), help="folder for the pictures")
     out = parser.parse_args().out
+    replace_unencodable()
     if detect().size != 1:
         init(timeout=_SECONDS)
         return demo(out)

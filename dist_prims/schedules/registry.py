@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from .contract import COLLECTIVES, ROOTED, contract
 from .cost_card import Card
 from .phase import Phases
-from .schedule import Schedule, Step, Steps
+from .schedule import MOST_STEPS, Schedule, Step, Steps
 
 __all__: list[str] = []
 
@@ -64,7 +64,8 @@ class Algorithm:
         scratch = _count(self.scratch, size, given, default=0)
         same_bits = self.replicas == "same" and self.collective != "barrier"
         own_contract = contract(self.collective, size, chunks, root, scratch, same_bits=same_bits)
-        steps = Steps(functools.partial(self.make, size, **rooted, **given))
+        most = MOST_STEPS + 100 * size  # a ring has 2 a rank
+        steps = Steps(functools.partial(self.make, size, **rooted, **given), most)
         part = None if self.part is None or not self.trusted else functools.partial(self.part, size)
         return Schedule(
             self.collective, self.name, size, chunks, own_contract, steps, root, tuple(sorted(parameters.items())), part
@@ -122,7 +123,7 @@ def algorithm(
     def register(make: _Make) -> _Make:
         key = collective, name or make.__name__
         trusted = trust or make.__module__.startswith(f"{__package__}.algorithms.")
-        given = _parameters_of(make)
+        given = _parameters_of(make, collective)
         _set(*key, Algorithm(*key, make, chunks, scratch, replicas, card, given, trusted, tuple(variants), part))
         return make
 
@@ -136,9 +137,17 @@ def _check_registration(collective: str, replicas: str) -> None:
         raise ValueError(f"algorithm(replicas={replicas!r}): use 'same' or 'may differ'")
 
 
-def _parameters_of(make: Callable[..., Any]) -> dict[str, Any]:
+def _parameters_of(make: Callable[..., Any], collective: str) -> dict[str, Any]:
+    """Names and defaults of the parameters, apart from size and root; ValueError for those that cannot be called."""
     signature = inspect.signature(make).parameters
-    return {key: par.default for key, par in signature.items() if key not in ("size", "root")}
+    own = {key: par.default for key, par in signature.items() if key not in ("size", "root")}
+    required = {"size", "root"} if collective in ROOTED else {"size"}
+    if [*signature][:1] != ["size"] or not required <= {*signature} or inspect.Parameter.empty in own.values():
+        raise ValueError(
+            f"{collective} {make.__name__}({', '.join(signature)}): the parameters must be "
+            f"{'size, root' if 'root' in required else 'size'}, then others with a default each"
+        )
+    return own
 
 
 def unregister(collective: str, name: str) -> None:
@@ -218,19 +227,36 @@ def build(collective: str, algorithm: str, size: int, **parameters: Any) -> Sche
     (6, Fraction(3, 2))
     """
     found = lookup(collective, algorithm)
-    ranks = operator.index(size)
+    ranks = _integer(f"{collective} {algorithm}", "size", size)
     if ranks < 1:
         raise ValueError(f"{collective} {algorithm}: size={size}; it must be at least 1 rank")
     unknown = set(parameters) - set(found.parameters) - ({"root"} if collective in ROOTED else set())
     if unknown:
         takes = ", ".join([*found.parameters, *(["root"] if collective in ROOTED else [])]) or "none"
         raise ValueError(f"{collective} {algorithm} takes no parameter {sorted(unknown)[0]!r}; it takes: {takes}")
+    for key, value in parameters.items():
+        _check_kind(f"{collective} {algorithm}", key, value, found.parameters.get(key))
     if collective not in ROOTED:
         return found(ranks, **parameters)
-    root = operator.index(parameters.pop("root", 0))
+    root = _integer(f"{collective} {algorithm}", "root", parameters.pop("root", 0))
     if not 0 <= root < ranks:
         raise ValueError(f"{collective} {algorithm}: root {root} is out of range; ranks are 0..{ranks - 1}")
     return found(ranks, root, **parameters)
+
+
+def _integer(where: str, name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{where}: {name}={value!r}; it must be a whole number") from None
+
+
+def _check_kind(where: str, name: str, value: Any, default: Any) -> None:
+    """Raise ValueError unless a value is of the kind of the parameter's default; None permits every kind."""
+    if type(default) is int and not hasattr(value, "__index__"):
+        raise ValueError(f"{where}: {name}={value!r}; it must be a whole number, such as {default}, its default")
+    if type(default) is str and not isinstance(value, str):
+        raise ValueError(f"{where}: {name}={value!r}; it must be a name, such as {default!r}, its default")
 
 
 def build_shared(collective: str, algorithm: str, size: int, **parameters: Any) -> Schedule:

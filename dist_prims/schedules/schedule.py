@@ -46,6 +46,7 @@ Bools = NDArray[np.bool_]
 _COLUMNS = ("src", "dst", "chunk", "into", "reduce")
 _INTS, _BOOLS = np.dtype(np.int64), np.dtype(np.bool_)
 _KINDS = (*[_INTS] * 4, _BOOLS)
+MOST_STEPS = 100_000
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -201,18 +202,26 @@ def _repeated(rows: Step, width: Ints) -> Step:
     return Step(src, dst, chunk + within, reduce, into + within)
 
 
+def _endless(most: int) -> ValueError:
+    from .symbolic import ScheduleError
+
+    return ScheduleError(f"there are more than {most:,} steps; does the loop end? One step may have many transfers")
+
+
 class Steps(Sequence[Step]):
     """The steps of a schedule, generated again on each iteration, so that they need not be stored.
 
-    ``make`` returns an iterator over the steps, or the phases of the schedule.
+    ``make`` returns an iterator over the steps, or the phases of the schedule. More than ``most`` steps are a
+    ScheduleError: a generator whose loop does not end is found out, whatever reads the steps.
 
     >>> steps = Steps(lambda: (Step(src=i, dst=i + 1, chunk=0) for i in range(3)))
     >>> len(steps), steps[1].rows()
     (3, [(1, 2, 0, 0, False)])
     """
 
-    def __init__(self, make: Callable[[], Iterator[Step] | Phases]) -> None:
+    def __init__(self, make: Callable[[], Iterator[Step] | Phases], most: int = MOST_STEPS) -> None:
         self._make = make
+        self._most = most
         self._length: int | None = None
 
     @property
@@ -231,6 +240,8 @@ class Steps(Sequence[Step]):
     def __iter__(self) -> Iterator[Step]:
         made, length = self._make(), 0
         for step in itertools.chain.from_iterable(made) if isinstance(made, tuple) else made:
+            if length == self._most:
+                raise _endless(self._most)
             yield step
             length += 1
         self._length = length

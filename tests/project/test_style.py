@@ -46,7 +46,8 @@ LAYERS = {
     "datasets": set(),
     "_chart": {"schedules"},
     "_console": {"collectives"},
-    "demo": {"_chart", "_console", "collectives", "datasets", "launch", "models", "schedules", "training"},
+    "_output": set(),
+    "demo": {"_chart", "_console", "_output", "collectives", "datasets", "launch", "models", "schedules", "training"},
     "bench": {
         "_chart",
         "agreement",
@@ -60,7 +61,7 @@ LAYERS = {
         "torch_compat",
         "training",
     },
-    "cli": {"backend", "bench", "launch", "learn", "schedules", "tracing"},
+    "cli": {"_output", "backend", "bench", "launch", "learn", "schedules", "tracing"},
     "__main__": {"cli"},
 }
 # The same within dist_prims/training.
@@ -82,7 +83,7 @@ TRAINING = {
     "state_transfer": set(),
     "replicated_state": {"checkpoint", "data", "gradients", "state_transfer"},
 }
-PURE = {"learn", "schedules", "tracing", "_chart"}  # no torch
+PURE = {"_output", "learn", "schedules", "tracing", "_chart"}  # no torch
 # The files that use private API of torch themselves, instead of torch_compat: one is all about the internals of the
 # compiler, the other one is a subclass of torch's. The list may only become shorter.
 PRIVATE_TORCH = {

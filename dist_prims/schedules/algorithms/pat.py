@@ -34,8 +34,8 @@ CARD = Card("L", "(n-1)/n", "small and medium data on tapered networks", "Jeauge
 
 def _hops(size: int, aggregate: int | None) -> list[Step]:
     """The steps: each rank sends the chunk of the rank ``offset`` places before it to the rank ``distance`` further."""
-    if aggregate is not None and aggregate < 1:
-        raise ValueError(f"pat: aggregate={aggregate}; it must be at least 1 chunk a message")
+    if aggregate is not None and not (isinstance(aggregate, int) and aggregate >= 1):
+        raise ValueError(f"pat: aggregate={aggregate!r}; it must be a whole number, at least 1 chunk a message")
     steps = []
     for distance in (1 << step for step in reversed(range(ceil_log2(size)))):
         offsets = np.arange(0, size - distance, 2 * distance)

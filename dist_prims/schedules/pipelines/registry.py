@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import operator
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
@@ -76,7 +77,9 @@ class PipelineSchedule:
         stages = ranks * stages_a_rank
         down = [stage % ranks for stage in range(stages)]
         rank_of = [ranks - 1 - rank if self.v_shape and stage // ranks % 2 else rank for stage, rank in enumerate(down)]
-        actions = tuple(tuple(self.order(rank, ranks, num_microbatches, stages_a_rank)) for rank in range(ranks))
+        most = 3 * stages_a_rank * num_microbatches + 1  # with F, B and W: an order that does not end has one twice
+        orders = (self.order(rank, ranks, num_microbatches, stages_a_rank) for rank in range(ranks))
+        actions = tuple(tuple(itertools.islice(order, most)) for order in orders)
         return PipelinePlan(self.name, ranks, stages, num_microbatches, tuple(rank_of), actions)
 
 

@@ -1,0 +1,175 @@
+"""`show` and `prove` of algorithms that are wrong, and output that the terminal cannot take."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dist_prims.cli import main
+from dist_prims.schedules import ScheduleError, Step, algorithm, algorithms, build, pipelines, unregister
+
+HEAD = "from dist_prims.schedules import Step, algorithm\n"
+WRONG = HEAD + '@algorithm("all_reduce", name="w", chunks=1)\ndef w(size):\n    yield Step(src=0, dst=1, chunk=0)\n'
+ENDLESS = WRONG.replace("    yield Step(src=0, dst=1", "    while True:\n        yield Step(src=0, dst=0")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "mine.py"
+
+
+def shown(file: Path, text: str, what: str = "show") -> tuple[int, str]:
+    """Status and output of a command for a file; the algorithm is removed again."""
+    file.write_text(text)
+    command = [sys.executable, "-m", "dist_prims", what, str(file), *(["--sizes", "4"] if what == "prove" else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_show_proves_what_it_shows(file: Path) -> None:
+    """It once printed "ends: the sum over ranks 0..3" for an algorithm that sums nothing, with status 0."""
+    status, out = shown(file, WRONG)
+    lines = out.splitlines()
+    assert status == 1
+    assert lines[2:4] == ["step 0   0 ─0→ 1", ""]
+    assert lines[5] == "must end every rank: chunk 0, the sum over ranks 0..3"
+    assert lines[6].startswith("✗ at the end rank 0, chunk 0: r1+r2+r3 is missing. It cannot be repaired after step 0")
+    assert lines[7:] == ["  For a page that opens at the wrong step, add --html wrong.html"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (ENDLESS, "there are more than 100,400 steps; does the loop end?"),
+        (WRONG.replace("src=0", "src=[][0]"), "line 4: IndexError: list index out of range"),
+        (WRONG.replace("yield", "raise SystemExit(0)\n    yield"), "SystemExit"),
+    ],
+)
+def test_an_algorithm_that_cannot_be_shown_is_an_error(text: str, error: str, file: Path) -> None:
+    """An endless generator once hung `show` and `prove`; SystemExit(0) once ended both with status 0."""
+    for what in ("show", "prove"):
+        status, out = shown(file, text, what)
+        assert status == 1
+        assert error.removeprefix("line 4: ") in out
+        assert what == "prove" or (error in out and "Traceback" not in out)
+
+
+def test_a_file_that_ends_the_process_is_an_error(file: Path) -> None:
+    for what in ("show", "prove"):
+        status, out = shown(file, "raise SystemExit(0)", what)
+        assert (status, out) == (2, f"dist_prims: {file}, line 1: SystemExit: 0\n")
+
+
+def test_show_alone_prints_the_table_of_all_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("halving_doubling", "bruck", "dissemination"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("all_reduce tree chunks=x", "all_reduce tree: chunks='x'; it must be a whole number, such as 4, its default"),
+        ("all_reduce tree chunks=1,2", "chunks=(1, 2); it must be a whole number"),
+        ("all_gather bruck radix=x", "radix='x'; it must be a whole number, such as 2"),
+        ("all_gather pat aggregate=1.5", "aggregate='1.5'; it must be a whole number, at least 1 chunk a message"),
+        ("all_gather pat aggregate=1,2", "aggregate=(1, 2); it must be a whole number"),
+        ("all_reduce hierarchical inner=3", "inner=3; it must be a name, such as 'ring', its default"),
+        ("all_reduce hierarchical outer=ring,ring", "outer=('ring', 'ring'); it must be a name"),
+        ("broadcast binomial root=x", "broadcast binomial: root='x'; it must be a whole number"),
+        (
+            "all_reduce ring size=3",
+            "'size=3' is not a parameter of an algorithm; write show COLLECTIVE ALGORITHM --size N",
+        ),
+        ("all_reduce ring collective=3", "'collective=3' is not a parameter"),
+    ],
+)
+def test_a_parameter_of_another_kind_is_named(arguments: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each was once a traceback."""
+    assert main(["show", *arguments.split()]) == 2
+    written = capsys.readouterr()
+    assert error in written.err
+    assert (written.out, written.err.count("\n")) == ("", 1)
+
+
+def one_parameter(n: int):  # type: ignore[no-untyped-def]
+    yield Step(src=0, dst=0, chunk=n)
+
+
+def no_default(size: int, k: int):  # type: ignore[no-untyped-def]
+    yield Step(src=0, dst=size - 1, chunk=k)
+
+
+@pytest.mark.parametrize(
+    ("collective", "make", "error"),
+    [
+        (
+            "all_reduce",
+            one_parameter,
+            r"all_reduce one_parameter\(n\): the parameters must be size, then others with a",
+        ),
+        ("all_reduce", no_default, r"no_default\(size, k\): the parameters must be size, then"),
+        ("broadcast", lambda size: iter(()), r"<lambda>\(size\): the parameters must be size, root, then"),
+    ],
+)
+def test_a_generator_that_cannot_be_called_is_not_registered(collective: str, make: object, error: str) -> None:
+    """A generator of `n` in place of `size` once raised "multiple values for argument 'n'" when it was built."""
+    with pytest.raises(ValueError, match=error):
+        algorithm(collective, name="mine")(make)  # type: ignore[type-var]
+    assert "mine" not in algorithms(collective)
+
+
+def test_the_limit_on_steps_is_above_what_large_groups_need() -> None:
+    @algorithm("all_reduce", name="mine", chunks=1)
+    def mine(size: int, steps: int = 1):  # type: ignore[no-untyped-def]
+        step = Step(src=0, dst=0, chunk=0)
+        yield from (step for _ in range(steps))
+
+    try:
+        assert len(build("all_reduce", "mine", 2, steps=100_200).steps) == 100_200
+        with pytest.raises(ValueError, match="more than 100,200 steps"):
+            list(build("all_reduce", "mine", 2, steps=100_201).steps)
+    finally:
+        unregister("all_reduce", "mine")
+
+
+def test_an_order_of_a_pipeline_that_does_not_end_is_an_error() -> None:
+    @pipelines.pipeline_schedule("mine", pipelines.PipelineCard("no end", "0", "0", wins="never", source="a test"))
+    def mine(rank, ranks, num_microbatches, stages_a_rank):  # type: ignore[no-untyped-def]
+        while True:
+            yield pipelines.Action("F", rank, 0)
+
+    try:
+        with pytest.raises(ScheduleError, match="occurs twice"):
+            pipelines.pipeline_plan("mine", 2, 2).verify()
+    finally:
+        pipelines.unregister("mine")
+
+
+@pytest.mark.parametrize("arguments", [["show", "all_reduce", "ring"], ["learn", "check", "7"], ["recommend"]])
+def test_output_in_ascii(arguments: list[str], tmp_path: Path) -> None:
+    """A stdout in ASCII once ended these commands with a UnicodeEncodeError."""
+    (tmp_path / "exercise_07_ring_all_reduce.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_prims", *arguments],
+        capture_output=True, timeout=100, check=False, cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == (arguments[0] == "learn"), done.stderr
+    assert done.stdout.isascii()
+    assert {"show": b"0 -0> 1", "learn": b"x the file does not define", "recommend": b" us "}[
+        arguments[0]
+    ] in done.stdout
+
+
+def test_a_reader_that_closes_its_end_ends_the_command_without_a_word() -> None:
+    """`| head` once added "Broken pipe", or a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "dist_prims", "show"]
+    with os.fdopen(write, "wb") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (141, b"")
