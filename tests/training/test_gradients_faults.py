@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from averaging import BACKENDS, spawn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dist_prims.errors import MismatchError
@@ -177,5 +180,82 @@ def test_a_backward_that_raised_after_sending_is_not_followed_by_another() -> No
             model[1](Failing.apply(model[0](torch.ones(1, 2)))).sum().backward()
         with pytest.raises(RuntimeError, match=r"the last backward\(\) has raised .* \(2 of 4 buckets were sent\)"):
             model(torch.ones(1, 2)).sum().backward()
+
+    spawn(body, 2)
+
+
+def two_layers() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+
+
+def fsdp(module: torch.nn.Module) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def test_a_model_that_torch_averages_is_refused() -> None:
+    """Both divided: each gradient was half of the mean."""
+
+    def body() -> None:
+        outer, part, sharded = DistributedDataParallel(two_layers()), two_layers(), fsdp(two_layers())
+        wrapped = DistributedDataParallel(part[1])
+        for model, words in (
+            (outer, r"the model is a DistributedDataParallel.*delete the"),
+            (torch.nn.Sequential(part[0], wrapped), "module '1' is a DistributedDataParallel"),
+            (outer.module, "parameter '0.weight' belongs to a DistributedDataParallel"),
+            (part, "parameter '1.weight' belongs to a DistributedDataParallel"),
+            (sharded.module, "parameter '0.weight' belongs to a FullyShardedDataParallel"),
+            (fully_shard(two_layers()), "the model is a FSDPModule"),
+        ):
+            with pytest.raises(ValueError, match=f"^rank {dist.get_rank()}: GradientAverager: {words}"):
+                GradientAverager(model)
+        del wrapped, model
+        GradientAverager(part)  # the wrapper of its second layer is gone
+
+    spawn(body, 2)
+
+
+def test_a_wrapper_of_torch_around_an_averaged_model_is_refused() -> None:
+    def body() -> None:
+        for wrap in (DistributedDataParallel, fsdp):
+            for choose in (lambda model: model, lambda model: model[1], lambda model: torch.nn.Sequential(model)):
+                model = two_layers()
+                averager = GradientAverager(model)
+                with pytest.raises(
+                    ValueError, match=f"^rank {dist.get_rank()}: .*Parallel: a GradientAverager averages"
+                ):
+                    wrap(choose(model))
+        model = two_layers()
+        averager = GradientAverager(model)
+        larger: Any = torch.nn.ModuleDict({"averaged": model, "other": torch.nn.Linear(1, 1)})
+        larger._ddp_params_and_buffers_to_ignore = [f"averaged.{name}" for name, _ in model.named_parameters()]
+        DistributedDataParallel(larger)
+        averager.remove()
+        DistributedDataParallel(model)
+
+    spawn(body, 2)
+
+
+def test_parameters_that_the_model_gets_later_are_named_in_one_warning() -> None:
+    """Their gradients are not averaged, even if no other parameter gets one; a removed averager says nothing."""
+
+    def body() -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleList())
+        averager = GradientAverager(model)
+        wrapper = torch.nn.ModuleList([model])
+        wrapper.append(torch.nn.Linear(2, 2))  # not in the averager's model
+        wrapper[1](torch.ones(1, 2)).sum().backward()
+        model[1].append(torch.nn.Sequential(torch.nn.Linear(2, 1)))
+        model[0].scale = torch.nn.Parameter(torch.ones(1))
+        words = f"^rank {dist.get_rank()}: .* got parameters '0.scale', '1.0.0.weight', '1.0.0.bias' after the averager"
+        loss = model[1][0](torch.ones(1, 2)).sum()
+        with pytest.warns(UserWarning, match=words):
+            loss.backward(retain_graph=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss.backward()
+        model[1].append(torch.nn.Linear(1, 1))
+        averager.remove()
+        GradientAverager(model)
+        model[1][1](model[1][0](torch.ones(1, 2))).sum().backward()
 
     spawn(body, 2)

@@ -45,9 +45,11 @@ from .compressor_choice import compressor_of, describe, give_up, refuse_shared, 
 from .gradient_hook import hook_gradient
 from .initial_sync import broadcast_coalesced, check_same_model
 from .loss_scaling import unscale
+from .model_changes import Watch
 from .nested_backward import within_a_backward
 from .ownership import assign, predecessors, release
 from .sparse import announced_sparse
+from .torch_averaging import refuse_averaged
 from .uneven_batches import Joining
 
 __all__: list[str] = []
@@ -118,6 +120,7 @@ class GradientAverager:
         try:
             if bucket_mb <= 0:
                 raise ValueError(f"GradientAverager: bucket_mb={bucket_mb} must be positive")
+            refuse_averaged(model, self._rank)
             former = predecessors(model, self._given)
             refuse_shared(compress, self._rank, former)
             self._compressor = compressor_of(compress)
@@ -146,6 +149,7 @@ class GradientAverager:
         self.synchronize()
         sparse = announced_sparse(self._model, self._parameters)
         self._averaging = Averaging(self._names, self._parameters, self._group, self._compressor, self._limit, sparse)
+        self._watch = Watch(self._model, self._rank)
         self._task = _NO_BACKWARD
         self._outer: weakref.ref[Ending] | None = None  # autograd keeps it alive until backward ends or raises
 
@@ -265,6 +269,7 @@ class GradientAverager:
             if hook is not None:
                 hook.remove()
         release(self._parameters, self)
+        self._watch.end()
         self._end_group()()
 
     def is_like(self, parameters: Collection[int], group: dist.ProcessGroup) -> bool:

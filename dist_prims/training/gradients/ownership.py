@@ -68,13 +68,18 @@ def predecessors(model: torch.nn.Module, group: dist.ProcessGroup) -> list[Gradi
         if not former.has_ended() and not former.is_like(parameters, group):
             raise ValueError(
                 f"rank {group.rank()}: GradientAverager: another averager, of other parameters or ranks, has "
-                f"{_listed(names)} of this model already; a second one would divide their gradients again. Call "
+                f"{listed(names)} of this model already; a second one would divide their gradients again. Call "
                 "remove() of the other averager first, or make one averager of a module that holds all of them"
             )
     return [*shared]
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Names of parameters as an error shows them.
+
+    >>> listed(["a", "b", "c", "d"])
+    "parameters 'a', 'b', 'c' and 1 more"
+    """
     first = ", ".join(map(repr, names[:3]))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"parameter{'s' if len(names) > 1 else ''} {first}{more}"

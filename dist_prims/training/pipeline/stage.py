@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ...torch_compat import version_of
+from ..gradients.torch_averaging import parts_that_average
 from .batch_norm import DeferredBatchNorm, commit_batch_norm
 from .running_statistics import RunningStatistics
 from .split_backward import Later, same_memory, split_backward
@@ -161,8 +161,8 @@ class StageWorker:
                 each.forget()
 
     def _refuse_other_averaging(self) -> None:
-        for name, each in self.module.named_modules():
-            if isinstance(each, DistributedDataParallel):
+        for name, kind in parts_that_average(self.module):
+            if kind == "DistributedDataParallel":
                 raise ValueError(
                     f"pipeline: {f'{name} in ' if name else ''}stage {self.stage} is a DistributedDataParallel, which "
                     "expects one backward after each forward, and gives wrong means of those of several "
