@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -231,6 +232,26 @@ def test_a_wrapper_of_torch_around_an_averaged_model_is_refused() -> None:
         DistributedDataParallel(larger)
         averager.remove()
         DistributedDataParallel(model)
+
+    spawn(body, 2)
+
+
+def test_a_parameter_of_another_shape_is_refused() -> None:
+    """Its gradient was written over those of its neighbours in the bucket."""
+
+    def body() -> None:
+        model = two_layers()
+        averager = GradientAverager(model, bucket_mb=1e-6)
+        model[1].bias.data = torch.zeros(5)
+        model[1].weight.data = torch.ones(5, 2)
+        for context in (nullcontext, averager.no_sync):
+            words = r"parameter '1\.(weight|bias)' has changed its shape, dtype or device; make a new GradientAverager"
+            with pytest.raises(ValueError, match=words), context():
+                model(torch.ones(1, 2)).sum().backward()
+            model.zero_grad()
+        GradientAverager(model)
+        (model(torch.ones(1, 2)).sum() * dist.get_rank()).backward()
+        assert torch.equal(model[1].bias.grad, torch.full((5,), 0.5))
 
     spawn(body, 2)
 

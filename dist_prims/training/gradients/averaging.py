@@ -7,6 +7,7 @@ buckets are full only at the end, and would delay all buckets behind them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 
 import torch
@@ -18,6 +19,8 @@ from .gradient_presence import DENSE, FROZEN, NONE, SPARSE, Agreement, Verdict, 
 from .sparse import sparse_mean
 
 __all__: list[str] = []
+
+_look = operator.attrgetter("shape", "dtype", "device")
 
 
 class Averaging:
@@ -51,6 +54,7 @@ class Averaging:
         self._learning = True
         self._late: set[int] = set()  # those that some rank did not get in some step
         self._sparse = {*sparse}
+        self._looks = [*map(_look, parameters)]
         self._dense = {n for n, each in enumerate(parameters) if each.requires_grad and n not in self._sparse}
         self._kinds: list[int | None] = []  # what this rank's table was made from
         self._table = torch.empty(0)
@@ -67,6 +71,9 @@ class Averaging:
     def begin(self) -> None:
         """Begin a step. Buckets are rebuilt here and not at the end of the step before: gradients have mostly been set
         to None since, so nothing is copied, and old memory is freed before new memory is allocated."""
+        if [*map(_look, self._parameters)] != self._looks:
+            for number in range(len(self._names)):
+                self._check_unchanged(number)
         self._read()
         if self._rebuild:
             self._follow()
@@ -79,9 +86,18 @@ class Averaging:
 
     def keep(self, number: int) -> None:
         """Move a gradient that is not complete to its place in a bucket: autograd adds the rest there."""
+        self._check_unchanged(number)
         gradient = self._parameters[number].grad
         if self.sending.has_place(number) and gradient is not None and not gradient.is_sparse:
             self.sending.store(number, 1.0)
+
+    def _check_unchanged(self, number: int) -> None:
+        """A gradient of another shape would be written over its neighbours in the bucket."""
+        if _look(self._parameters[number]) != self._looks[number]:
+            raise ValueError(
+                f"rank {self._rank}: GradientAverager: parameter {self._names[number]!r} has changed its shape, dtype "
+                "or device; make a new GradientAverager on every rank after a change of the model"
+            )
 
     def count(self, number: int, send: bool = True) -> None:
         """Count a complete gradient; ``send``: send the buckets that are full now."""
