@@ -7,6 +7,7 @@ rank and before it on another, depending on the batch. On a group of its own it 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -39,10 +40,12 @@ def ranks_of(group: dist.ProcessGroup) -> list[int] | None:
     return dist.get_process_group_ranks(group) if knows_group(group) else None
 
 
-def end_group(group: dist.ProcessGroup, process: int) -> None:
-    """Destroy a group of ``process``, unless that has happened; in a process forked from it, do nothing."""
-    if process == os.getpid() and knows_group(group):
-        dist.destroy_process_group(group)
+def end_groups(duplicates: Sequence[dist.ProcessGroup], group: dist.ProcessGroup, process: int) -> None:
+    """Destroy duplicates of ``group`` that ``process`` has made, unless that has happened; in a process forked from it,
+    do nothing."""
+    for each in duplicates:
+        if each is not group and process == os.getpid() and knows_group(each):
+            dist.destroy_process_group(each)
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 import torch
@@ -179,3 +181,128 @@ def test_join_where_nobody_has_anything() -> None:
             pass
 
     spawn(body, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("inner", [0, 1])
+def test_join_of_two_averagers(backend: str, size: int, inner: int) -> None:
+    """A rank that was done waited in the inner join, the others waited for it in the outer one: all hung."""
+    counts = [2, 4, 0]
+
+    def body() -> None:
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)]
+        alone = copy.deepcopy(models)
+        averagers = [GradientAverager(model) for model in models]
+        rank = dist.get_rank()
+        with averagers[1 - inner].join(), averagers[inner].join():
+            for step in range(counts[rank]):
+                with averagers[0].no_sync(), averagers[1].no_sync():
+                    loss(models, 0, rank, step).backward()
+                for kind in range(3):
+                    loss(models, kind, rank, step).backward()
+                    descend(models)
+        for step in range(4):
+            there = [other for other in range(size) if step < counts[other]]
+            for kind in (0, 1, 2):
+                factor = (1 if kind else 2) / size  # the first in no_sync() as well
+                sum(factor * loss(alone, kind, other, step) for other in there).backward()
+                descend(alone)
+        for own, wanted in zip(models, alone, strict=True):
+            torch.testing.assert_close(own.weight, wanted.weight)
+            assert same_everywhere(own)
+
+    def loss(models: Sequence[torch.nn.Module], kind: int, rank: int, step: int) -> torch.Tensor:
+        """Of both models, whose gradients come in another order on rank 0, or of one model."""
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        used = models if kind == 0 else [models[kind - 1]]
+        return sum(model(x) for model in (used if rank else reversed(used))).square().mean()
+
+    def descend(models: Sequence[torch.nn.Module]) -> None:
+        for model in models:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.data -= 0.1 * parameter.grad
+                parameter.grad = None
+
+    spawn(body, size, backend)
+
+
+def test_a_step_of_one_averager_after_the_join_of_another() -> None:
+    """The steps within the inner join, and those behind it, are uneven in opposite directions."""
+
+    def body() -> None:
+        models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+        outer, inner = (GradientAverager(model) for model in models)
+        rank, found = dist.get_rank(), []
+        with outer.join(), outer.join(), suppress(KeyError):
+            with inner.join():
+                for _ in range(1 + rank):
+                    found.append(gradient(models[1]))
+            for _ in range(2 - rank):
+                found.append(gradient(models[0]))
+            raise KeyError
+        with pytest.raises(KeyError), outer.join(), inner.join():
+            raise KeyError
+        with outer.join(), inner.join(divide_by_initial_world_size=False):
+            for _ in range(1 + rank):
+                found.append(gradient(models[1]))
+        return found
+
+    def gradient(model: torch.nn.Linear) -> float:
+        model.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        return float(model.weight.grad)
+
+    assert spawn(body, 2) == [[1.0, 1.0, 0.5, 1.0], [1.0, 0.5, 1.0, 1.0, 1.0]]
+
+
+def test_unscale_within_join() -> None:
+    """The ranks that were done did not take part in the verdict: the others were told to make equal calls."""
+
+    def body() -> list[float]:
+        model, own = torch.nn.Linear(1, 1, bias=False), torch.nn.Parameter(torch.ones(1))
+        averager = GradientAverager(model)
+        scaler, rank = torch.amp.GradScaler("cpu", init_scale=4.0), dist.get_rank()
+        optimizer = torch.optim.SGD([model.weight, own], lr=0.1)
+        with averager.join():
+            for step in range(1 + rank):
+                optimizer.zero_grad()
+                bad = float("inf") if (rank, step) == (2, 1) else 1.0
+                scaler.scale(model(torch.ones(1, 1)).sum() + bad * own.sum()).backward()
+                averager.unscale_(scaler, optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+        return [round(own.item(), 3), scaler.get_scale()]
+
+    assert spawn(body, 3) == [[0.9, 4.0], [0.9, 2.0], [0.8, 2.0]]
+
+
+def test_averagers_that_cannot_be_joined_are_refused_on_all_ranks() -> None:
+    def body() -> None:
+        model, other, rank = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), dist.get_rank()
+        a, b = GradientAverager(model), GradientAverager(other)
+        group = dist.new_group([0, 1])
+        one, two = (a, b) if rank else (b, a)
+        with (
+            pytest.raises(MismatchError, match="must enter the same averagers in the same order"),
+            one.join(),
+            two.join(),
+        ):
+            pass
+        if rank < 2:
+            part = GradientAverager(torch.nn.Linear(1, 1), group=group)
+            with a.join(), pytest.raises(ValueError, match=r"has ranks \[0, 1\] .* outermost join\(\) has \[0, 1, 2\]"):
+                part.join().__enter__()
+        else:
+            with a.join():
+                pass
+        with (
+            a.join(),
+            b.join(),
+            pytest.raises(MismatchError, match=r"Rank 0 averages .* of averager 1 .*; rank 1 .* 0"),
+        ):
+            (model if rank else other)(torch.ones(1, 1)).sum().backward()
+
+    spawn(body, 3)

@@ -38,19 +38,20 @@ import torch.distributed as dist
 from ...collectives.call import group_of
 from ...torch_compat import graph_task_id, knows_group
 from ..compressor import Compressor, Exact
-from ..group_duplicates import duplicate, end_group, ranks_of
+from ..group_duplicates import duplicate, end_groups, ranks_of
 from .averaging import Averaging
 from .backward_end import Ending
+from .clipping import clip
 from .compressor_choice import compressor_of, describe, give_up, refuse_shared, restart, take
 from .gradient_hook import hook_gradient
 from .initial_sync import broadcast_coalesced, check_same_model
-from .loss_scaling import unscale
+from .loss_scaling import agree_on_overflow, unscale
 from .model_changes import Watch
 from .nested_backward import within_a_backward
 from .ownership import assign, predecessors, release
 from .sparse import announced_sparse
 from .torch_averaging import refuse_averaged
-from .uneven_batches import Joining
+from .uneven_batches import STEP, VERDICT, Joining, Part, join
 
 __all__: list[str] = []
 
@@ -142,11 +143,13 @@ class GradientAverager:
         if agreed := getattr(self._compressor, "agreed", None):
             agreed()
         self._group = duplicate(self._given, self.name)
-        self._finalizer = weakref.finalize(self, self._end_group())
+        self._groups = [self._group]
+        self._end_groups = functools.partial(end_groups, self._groups, self._given, os.getpid())
+        self._finalizer = weakref.finalize(self, self._end_groups)
         self._finalizer.atexit = False
         if self._device.type != "cpu":  # with NCCL, ending its communicator is a collective
             self._finalizer.detach()
-        self.synchronize()
+        self._synchronize(0)
         sparse = announced_sparse(self._model, self._parameters)
         self._averaging = Averaging(self._names, self._parameters, self._group, self._compressor, self._limit, sparse)
         self._watch = Watch(self._model, self._rank)
@@ -160,24 +163,24 @@ class GradientAverager:
         parameters and buffers of rank 0, the lowest of the ranks that were there before. All gradients are discarded,
         and so is what a compressor has kept: PowerSGD warms up again.
         """
-        self._check_in_use()
-        if self._joining is not None:
-            raise RuntimeError(f"rank {self._rank}: GradientAverager: resize() is called within join(); leave it first")
+        self._refuse_in_join("resize")
         given = group_of(group, "GradientAverager.resize")
         self.name = self._compare(given)
         self._finalizer.detach()
-        self._end_group()()
+        self._end_groups()
         self._given, self._rank, self._ranks = given, given.rank(), ranks_of(given)
         for parameter in self._parameters:
             parameter.grad = None
         restart(self._compressor)
         self._begin_group()
 
-    @torch.no_grad()
     def synchronize(self, source: int = 0) -> None:
         """Copy the parameters and buffers of rank ``source`` of the group to every rank, as at the start. Running
         statistics (batch norm) are each rank's own until the next call."""
-        self._check_in_use()
+        self._refuse_in_join("synchronize")
+        self._synchronize(source)
+
+    def _synchronize(self, source: int) -> None:
         broadcast_coalesced([*self._model.parameters(), *self._model.buffers()], source, self._group)
 
     @contextmanager
@@ -223,42 +226,35 @@ class GradientAverager:
     def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
         """Context of a training loop whose ranks have uneven numbers of batches. A rank that is done takes part in the
         others' exchanges with zeros until all are done; then all take the parameters and buffers of a rank that has
-        made the last step (the state of optimisers remains each rank's own).
+        made the last step (the state of optimisers remains each rank's own). All ranks enter it together.
 
         Sums are divided by the number of ranks, as DistributedDataParallel does it, or by that of the ranks which are
         not done. Gradients are zeroed after every step. A step has one averaged backward, those before it being in
         :meth:`no_sync`, or one :meth:`once`: a second one would count the first one's mean as zero on ranks that are
-        done, unless ``divide_by_initial_world_size`` is False.
+        done, unless ``divide_by_initial_world_size`` is False. For several averagers of the same ranks use
+        ``with a.join(), b.join()``: a rank that is done takes part in the steps of both.
         """
         self._check_in_use()
-        self._joining = joining = Joining(self._group, self._device, divide_by_initial_world_size)
-        try:
+        if self._joining:
             yield
-            while joining.ask(present=False).goes_on():
-                self._averaging.begin()
-                self._averaging.end(joining.factor, shadow=True)
-                self._zero()
+            return
+        part = Part(self.name, divide_by_initial_world_size, self._take_part, self._synchronize)
+        try:
+            with join(part, self._given, self._make_channel) as self._joining:
+                yield
         finally:
             self._joining = None
-        if joining.last is not None:
-            self.synchronize(joining.last)
 
-    @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that the norm of all of them together is at most ``max_norm``; return what it was. Every
         rank has the same gradients, so nothing is sent."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        values = [each if each.layout == torch.strided else each.coalesce().values() for each in gradients]
-        total = torch.nn.utils.get_total_norm(values, norm_type)
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for each in values:
-            each.mul_(scale.to(each.device))
-        return total
+        return clip([each.grad for each in self._parameters if each.grad is not None], max_norm, norm_type)
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.unscale_(optimizer)``, and all ranks find an inf where one does: all skip the step, or none."""
         self._check_in_use()
-        unscale(scaler, optimizer, self._group)
+        announce = functools.partial(self._joining.announce, VERDICT) if self._joining else _nothing
+        unscale(scaler, optimizer, self._group, announce)
 
     def remove(self) -> None:
         """Detach from the model and the compressor, and end the averager's group. Every rank calls this, after the same
@@ -270,7 +266,7 @@ class GradientAverager:
                 hook.remove()
         release(self._parameters, self)
         self._watch.end()
-        self._end_group()()
+        self._end_groups()
 
     def is_like(self, parameters: Collection[int], group: dist.ProcessGroup) -> bool:
         """Whether it averages these parameters, by their id, over the ranks of this group."""
@@ -284,16 +280,17 @@ class GradientAverager:
     def end(self) -> None:
         """Finish the averaging; called at the end of a backward and of :meth:`once`, not by programs."""
         try:
-            factor = 1.0
-            if self._joining:
-                self._joining.goes_on()
-                factor = self._joining.factor
-            self._averaging.end(factor)
+            self._averaging.end(self._joining.announce(STEP) if self._joining else 1.0)
         finally:
             self._task, self._outer = _NO_BACKWARD, None
 
-    def _zero(self) -> None:
-        """Zero the gradients after a step in which this rank had no batch; otherwise the program does."""
+    def _take_part(self, kind: int, factor: float) -> None:
+        """In :meth:`join`, when this rank is done: take part in a step of the others with zeros, and leave none."""
+        if kind == VERDICT:
+            agree_on_overflow(torch.zeros((), device=self._device), self._group)
+            return
+        self._averaging.begin()
+        self._averaging.end(factor, shadow=True)
         for parameter in self._parameters:
             if parameter.requires_grad:
                 parameter.grad = None
@@ -305,9 +302,18 @@ class GradientAverager:
                 "one that was made last, or make a new one"
             )
 
-    def _end_group(self) -> Callable[[], None]:
-        """A function that ends the averager's group and does not keep the averager alive."""
-        return _nothing if self._group is self._given else functools.partial(end_group, self._group, os.getpid())
+    def _refuse_in_join(self, method: str) -> None:
+        self._check_in_use()
+        if self._joining is not None:  # the ranks that are done do not call it
+            raise RuntimeError(
+                f"rank {self._rank}: GradientAverager: {method}() is called within join(); leave it first"
+            )
+
+    def _make_channel(self) -> dist.ProcessGroup:
+        """A group for the announcements of :meth:`join`."""
+        if len(self._groups) == 1:
+            self._groups.append(duplicate(self._given, f"{self.name}-join"))
+        return self._groups[1]
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
         """The hook after autograd has added to ``parameter.grad``. Its code runs with a cold cache: keep it short."""
@@ -372,8 +378,6 @@ class GradientAverager:
                 "do; call resize() on all ranks, or make a new averager"
             )
         self._averaging.begin()
-        if self._joining:
-            self._joining.ask(present=True)
         self._task, self._outer = task, None
 
     def _refuse_shown(self) -> None:
