@@ -18,10 +18,11 @@ from ..collectives.algorithm_choice import CHEAPEST
 from ..collectives.flat import cut
 from ..errors import MismatchError
 from .gradients.bucket_layout import plan
+from .gradients.initial_sync import dtensor_refusal, is_dtensor
 
 __all__: list[str] = []
 
-_NONE, _DENSE, _SPARSE = 0, 1, 2
+_NONE, _DENSE, _SPARSE, _PARTS = range(4)
 
 
 def average_gradients(
@@ -48,6 +49,8 @@ def average_gradients(
         raise ValueError(f"average_gradients: bucket_mb={bucket_mb} must be positive")
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     kinds = _agree([_kind(parameter) for _, parameter in named], named, group)
+    if _PARTS in kinds:
+        raise ValueError(dtensor_refusal(dist.get_rank(group), "average_gradients", named[kinds.index(_PARTS)][0]))
     if _SPARSE in kinds:
         name = named[kinds.index(_SPARSE)][0]
         raise ValueError(
@@ -61,6 +64,8 @@ def average_gradients(
 
 
 def _kind(parameter: torch.nn.Parameter) -> int:
+    if is_dtensor(parameter):
+        return _PARTS
     if parameter.grad is None:
         return _NONE
     return _SPARSE if parameter.grad.layout != torch.strided else _DENSE

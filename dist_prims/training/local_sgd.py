@@ -20,7 +20,7 @@ from ..collectives.flat import cut
 from ..torch_compat import default_group
 from .average import average_gradients
 from .gradients.bucket_layout import plan
-from .gradients.initial_sync import broadcast_coalesced
+from .gradients.initial_sync import broadcast_coalesced, dtensor_problem
 
 __all__: list[str] = []
 
@@ -151,7 +151,8 @@ class LocalSGD:
         options = f"every={self.every}, warm_up={self.warm_up}, optimizer={inner}"
         text = f"{what}: {options}, {len(tensors)} tensors, layout {layout:08x}"
         remedy = "Every rank must make a LocalSGD of the same model with the same arguments, and as many steps"
-        check_same(text, remedy, self.group, device)
+        problem = dtensor_problem("LocalSGD", self.model.named_parameters(), self._group)
+        check_same(text, remedy, self.group, device, problem)
 
     def _common_state(self, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
         """State that every rank has, in one order: a rank whose batches have not used a parameter has none of it."""

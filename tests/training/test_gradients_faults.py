@@ -13,12 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from averaging import BACKENDS, spawn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import dist_prims
 from dist_prims.errors import MismatchError
 from dist_prims.launch import RankFailedError
+from dist_prims.training import LocalSGD
 from dist_prims.training.gradients import GradientAverager
 
 
@@ -280,3 +284,32 @@ def test_parameters_that_the_model_gets_later_are_named_in_one_warning() -> None
         model[1][1](model[1][0](torch.ones(1, 2))).sum().backward()
 
     spawn(body, 2)
+
+
+def test_a_model_of_dtensors_is_refused_by_name() -> None:
+    """The broadcast of the parameters named an operator of torch, and average_gradients ended in SIGSEGV."""
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize_module(two_layers(), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        model(torch.ones(1, 2)).sum().backward()
+        group = mesh.get_group("dp")
+        for call in (GradientAverager, dist_prims.average_gradients, LocalSGD):
+            words = rf"^rank {group.rank()}: {call.__name__}: '0.weight' is a DTensor.*fully_shard\(model, mesh="
+            with pytest.raises(ValueError, match=words):
+                call(model, group=group)
+        mixed = model if dist.get_rank() < 2 else two_layers()
+        for call in (GradientAverager, dist_prims.average_gradients, LocalSGD):
+            with pytest.raises((ValueError, MismatchError), match=r"'0\.weight' is a DTensor"):
+                call(mixed, group=group)
+        torch.manual_seed(0)
+        single, model = two_layers(), two_layers()
+        model.load_state_dict(single.state_dict())
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])  # the remedy
+        model(torch.ones(1, 2) * mesh.get_local_rank("dp")).square().sum().backward()
+        sum(single(torch.ones(1, 2) * copy).square().sum() / 2 for copy in range(2)).backward()
+        for own, wanted in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.full_tensor(), wanted.grad)
+
+    spawn(body, 4)

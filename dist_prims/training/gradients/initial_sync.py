@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -30,13 +31,14 @@ def check_same_model(
     failure: Exception | None = None,
 ) -> str:
     """Return a new name, the same on all ranks, when all have tensors of the same names, shapes and dtypes and the same
-    settings; otherwise raise on every rank. ValueError if the model is sharded already.
+    settings; otherwise raise on every rank. ValueError if the model is sharded already, or has a DTensor.
 
     >>> named = torch.nn.Linear(2, 1).named_parameters()
     >>> len(check_same_model("GradientAverager", ["bucket_mb=25"], named, dist.group.WORLD))
     33
     """
     tensors = list(named)
+    failure = failure or dtensor_problem(operation, tensors, group)
     mine = [*settings, *(_described(name, tensor) for name, tensor in tensors)]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     found = gather_or_raise(operation, (digest, secrets.token_hex(8)), failure, group)
@@ -47,6 +49,28 @@ def check_same_model(
             f"rank {group.rank()}: {operation}: {sharded!r} is sharded already, by ShardedParameters; remove() first"
         )
     return f"{operation}-{found[0][1]}"
+
+
+def dtensor_problem(
+    operation: str, named: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup
+) -> ValueError | None:
+    """The error if one of the tensors is a DTensor."""
+    name = next((name for name, each in named if is_dtensor(each)), None)
+    return None if name is None else ValueError(dtensor_refusal(group.rank(), operation, name))
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether ranks hold parts of a tensor, which must not be averaged or copied."""
+    module = sys.modules.get("torch.distributed.tensor")  # not there: the program has no DTensor
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def dtensor_refusal(rank: int, operation: str, name: str) -> str:
+    return (
+        f"rank {rank}: {operation}: {name!r} is a DTensor, of which ranks hold parts. For data parallelism beside "
+        "tensor parallelism use torch.distributed.fsdp.fully_shard(model, mesh=mesh['dp']) instead, with the dimension "
+        "of the mesh whose ranks hold the same part"
+    )
 
 
 def _described(name: str, each: torch.Tensor) -> str:
