@@ -79,8 +79,8 @@ class GradientAverager:
     gradient on some ranks counts as zero there; without one on any, it keeps none. Each backward that reaches a
     parameter of the model on one rank reaches one on every rank. A ``.grad`` is whole when ``backward()`` returns, and
     not for a hook within it; one that a program keeps is overwritten by the next backward: clone it. Parameters may be
-    frozen and unfrozen between steps, on all ranks together; parameters that the model is given later are not seen:
-    make a new averager then, after :meth:`remove`.
+    frozen and unfrozen between steps, on all ranks together. Parameters that the model gets later are not averaged, with
+    a warning: make a new averager then, after :meth:`remove`.
 
     Several averagers may take part in one backward. But a parameter has one averager: a new one of the same parameters
     over the same ranks takes the place of the old one, whose methods then raise; any other that has a parameter of the
