@@ -24,6 +24,7 @@ from dist_prims.errors import MismatchError
 from dist_prims.launch import RankFailedError
 from dist_prims.training import LocalSGD
 from dist_prims.training.gradients import GradientAverager
+from dist_prims.training.sharding import ShardedParameters
 
 
 def test_frozen_on_one_rank_only_is_told_on_every_rank() -> None:
@@ -211,10 +212,15 @@ def test_a_model_that_torch_averages_is_refused() -> None:
             (sharded.module, "parameter '0.weight' belongs to a FullyShardedDataParallel"),
             (fully_shard(two_layers()), "the model is a FSDPModule"),
         ):
-            with pytest.raises(ValueError, match=f"^rank {dist.get_rank()}: GradientAverager: {words}"):
-                GradientAverager(model)
+            for averages in (GradientAverager, ShardedParameters):
+                with pytest.raises(ValueError, match=f"^rank {dist.get_rank()}: {averages.__name__}: {words}"):
+                    averages(model)
         del wrapped, model
-        GradientAverager(part)  # the wrapper of its second layer is gone
+        averager = GradientAverager(part)  # the wrapper of its second layer is gone
+        with pytest.raises(ValueError, match=r"ShardedParameters: a GradientAverager averages .*'0.weight', '0.bias'"):
+            ShardedParameters(part)
+        averager.remove()
+        ShardedParameters(part)
 
     spawn(body, 2)
 

@@ -46,12 +46,12 @@ from .compressor_choice import compressor_of, describe, give_up, refuse_shared, 
 from .gradient_hook import hook_gradient
 from .initial_sync import broadcast_coalesced, check_same_model
 from .loss_scaling import agree_on_overflow, unscale
-from .model_changes import Watch
+from .model_changes import ModelWatch
 from .nested_backward import within_a_backward
 from .ownership import assign, predecessors, release
 from .sparse import announced_sparse
-from .torch_averaging import refuse_averaged
-from .uneven_batches import STEP, VERDICT, Joining, Part, join
+from .torch_averaging import averaging_problem
+from .uneven_batches import STEP, VERDICT, Joining, ShadowSteps, join
 
 __all__: list[str] = []
 
@@ -79,8 +79,8 @@ class GradientAverager:
     gradient on some ranks counts as zero there; without one on any, it keeps none. Each backward that reaches a
     parameter of the model on one rank reaches one on every rank. A ``.grad`` is whole when ``backward()`` returns, and
     not for a hook within it; one that a program keeps is overwritten by the next backward: clone it. Parameters may be
-    frozen and unfrozen between steps, on all ranks together. Parameters that the model gets later are not averaged, with
-    a warning: make a new averager then, after :meth:`remove`.
+    frozen and unfrozen between steps, on all ranks together. Parameters that the model gets later are not averaged; the
+    first gradient of one gives a warning. Make a new averager then, after :meth:`remove`.
 
     Several averagers may take part in one backward. But a parameter has one averager: a new one of the same parameters
     over the same ranks takes the place of the old one, whose methods then raise; any other that has a parameter of the
@@ -115,13 +115,12 @@ class GradientAverager:
     def _prepare(self, model: torch.nn.Module, bucket_mb: float, compress: str | Compressor | None) -> None:
         """Check the arguments (an error on one rank raises on all), and replace former averagers."""
         self._gone = ""  # why this averager is not in use, if it is not
-        problem: ValueError | None = None
+        problem = averaging_problem("GradientAverager", model, self._rank)
         former: list[GradientAverager] = []
         self._compressor: Compressor = Exact()
         try:
             if bucket_mb <= 0:
                 raise ValueError(f"GradientAverager: bucket_mb={bucket_mb} must be positive")
-            refuse_averaged(model, self._rank)
             former = predecessors(model, self._given)
             refuse_shared(compress, self._rank, former)
             self._compressor = compressor_of(compress)
@@ -152,7 +151,7 @@ class GradientAverager:
         self._synchronize(0)
         sparse = announced_sparse(self._model, self._parameters)
         self._averaging = Averaging(self._names, self._parameters, self._group, self._compressor, self._limit, sparse)
-        self._watch = Watch(self._model, self._rank)
+        self._watch = ModelWatch(self._model, self._rank)
         self._task = _NO_BACKWARD
         self._outer: weakref.ref[Ending] | None = None  # autograd keeps it alive until backward ends or raises
 
@@ -238,7 +237,7 @@ class GradientAverager:
         if self._joining:
             yield
             return
-        part = Part(self.name, divide_by_initial_world_size, self._take_part, self._synchronize)
+        part = ShadowSteps(self.name, divide_by_initial_world_size, self._take_part, self._synchronize)
         try:
             with join(part, self._given, self._make_channel) as self._joining:
                 yield

@@ -24,14 +24,14 @@ from .torch_averaging import kind_of_averaging
 
 __all__: list[str] = []
 
-_watched: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ModelWatch]] = weakref.WeakKeyDictionary()
 
 
-class Watch:
+class ModelWatch:
     """Observes the model of an averager until :meth:`end`; the averager keeps it alive.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    >>> watch = Watch(model, rank=0)
+    >>> watch = ModelWatch(model, rank=0)
     >>> torch.nn.parallel.DistributedDataParallel(model)
     Traceback (most recent call last):
     ValueError: rank 0: DistributedDataParallel: a GradientAverager averages the gradients of this model already, ...
@@ -81,7 +81,7 @@ def _install_hooks() -> None:
     register_module_parameter_registration_hook(_parameter_added)
 
 
-def _watch_of(module: torch.nn.Module) -> Watch | None:
+def _watch_of(module: torch.nn.Module) -> ModelWatch | None:
     reference = _watched.get(module)
     watch = reference() if reference else None
     return watch if watch and watch.in_use else None
@@ -118,6 +118,6 @@ def _refuse_wrapper(kind: str, model: torch.nn.Module, ignored: Collection[str])
             )
 
 
-def _new_parameter_has_gradient(reference: weakref.ref[Watch], parameter: torch.Tensor) -> None:
+def _new_parameter_has_gradient(reference: weakref.ref[ModelWatch], parameter: torch.Tensor) -> None:
     if watch := reference():
         watch.warn(parameter)

@@ -74,6 +74,17 @@ def predecessors(model: torch.nn.Module, group: dist.ProcessGroup) -> list[Gradi
     return [*shared]
 
 
+def averager_problem(operation: str, model: torch.nn.Module, rank: int) -> ValueError | None:
+    """The error of another object that averages gradients, if a parameter of ``model`` has an averager."""
+    names = [name for name, parameter in model.named_parameters() if averager_of(parameter)]
+    if not names:
+        return None
+    return ValueError(
+        f"rank {rank}: {operation}: a GradientAverager averages the gradients of {listed(names)} of this model "
+        f"already; {operation} would divide them again. Call remove() of the averager first"
+    )
+
+
 def listed(names: list[str]) -> str:
     """Names of parameters as an error shows them.
 

@@ -35,16 +35,17 @@ def parts_that_average(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
             yield name, kind
 
 
-def refuse_averaged(model: torch.nn.Module, rank: int) -> None:
-    """ValueError if torch averages the gradient of a parameter of ``model``."""
+def averaging_problem(operation: str, model: torch.nn.Module, rank: int) -> ValueError | None:
+    """The error if torch averages the gradient of a parameter of ``model``."""
     for name, kind in parts_that_average(model):
-        raise ValueError(_refusal(rank, f"{f'module {name!r}' if name else 'the model'} is a {kind}", kind))
+        return _refusal(operation, rank, f"{f'module {name!r}' if name else 'the model'} is a {kind}", kind)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if _first_averaged(names):
         gc.collect()  # a wrapper that the program has deleted may still be in a cycle
     if found := _first_averaged(names):
         name, kind = found
-        raise ValueError(_refusal(rank, f"parameter {name!r} belongs to a {kind}", kind))
+        return _refusal(operation, rank, f"parameter {name!r} belongs to a {kind}", kind)
+    return None
 
 
 def _first_averaged(names: Mapping[int, str]) -> tuple[str, str] | None:
@@ -56,15 +57,15 @@ def _first_averaged(names: Mapping[int, str]) -> tuple[str, str] | None:
     return None
 
 
-def _refusal(rank: int, what: str, kind: str) -> str:
+def _refusal(operation: str, rank: int, what: str, kind: str) -> ValueError:
     remedy = (
-        "make the averager of the model without fully_shard"
+        "make it of the model without fully_shard"
         if kind == "FSDPModule"
-        else f"give the averager the module inside it, and delete the {kind} first"
+        else f"give {operation} the module inside, and delete the {kind} first"
     )
-    return (
-        f"rank {rank}: GradientAverager: {what}, which averages the gradients already; an averager would divide them "
-        f"again. Use one of the two: {remedy}"
+    return ValueError(
+        f"rank {rank}: {operation}: {what}, which averages the gradients already; {operation} would divide them again. "
+        f"Use one of the two: {remedy}"
     )
 
 

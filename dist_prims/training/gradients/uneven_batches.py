@@ -36,7 +36,7 @@ _NAMES = ("averages the gradients", "calls unscale_()")
 
 
 @dataclass
-class Part:
+class ShadowSteps:
     """What a rank that is done does for an averager in ``join()``: functions of the averager.
 
     ``take_part(kind, factor)`` takes part in a step of the others, with zeros; ``synchronize(rank)`` takes the
@@ -53,13 +53,13 @@ class Part:
 class Joining:
     """An averager in ``join()``, and all others with it.
 
-    >>> part = Part("a name", True, lambda kind, factor: None, lambda rank: None)
+    >>> part = ShadowSteps("a name", True, lambda kind, factor: None, lambda rank: None)
     >>> with join(part, dist.group.WORLD, lambda: dist.group.WORLD) as joining:
     ...     joining.announce(STEP)
     1.0
     """
 
-    part: Part
+    part: ShadowSteps
     given: dist.ProcessGroup
     channel: dist.ProcessGroup
     all: list[Joining] = field(repr=False)  # from the outermost join()
@@ -76,7 +76,7 @@ _nested = threading.local()
 
 
 @contextmanager
-def join(part: Part, given: dist.ProcessGroup, channel: Callable[[], dist.ProcessGroup]) -> Iterator[Joining]:
+def join(part: ShadowSteps, given: dist.ProcessGroup, channel: Callable[[], dist.ProcessGroup]) -> Iterator[Joining]:
     """The context of ``GradientAverager.join()``. ``given``: the ranks; ``channel()`` makes a group of them for the
     announcements, if this is the outermost join()."""
     joined: list[Joining] = vars(_nested).setdefault("joined", [])
@@ -96,7 +96,7 @@ def join(part: Part, given: dist.ProcessGroup, channel: Callable[[], dist.Proces
         joined.remove(joining)
 
 
-def _check(part: Part, given: dist.ProcessGroup, joined: list[Joining]) -> None:
+def _check(part: ShadowSteps, given: dist.ProcessGroup, joined: list[Joining]) -> None:
     """All ranks enter join() of the same averagers, in the same order."""
     problem = None
     if joined and _ranks(joined[0].given) != _ranks(given):

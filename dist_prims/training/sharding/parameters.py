@@ -37,6 +37,8 @@ from ...torch_compat import (
     version_of,
 )
 from ..gradients.initial_sync import broadcast_coalesced, check_same_model
+from ..gradients.ownership import averager_problem
+from ..gradients.torch_averaging import averaging_problem
 from .released_parameters import NO_COPY, make_present
 from .unit import Unit
 from .unit_assignment import by_kind, children, units_of
@@ -84,7 +86,11 @@ class ShardedParameters:
         names = {module: name for name, module in model.named_modules()} | {model: "the model"}
         settings = [f"unit {names[module]!r} of {len(parameters)} parameters" for module, parameters in found]
         tensors = (*model.named_parameters(), *model.named_buffers())
-        check_same_model("ShardedParameters", settings, tensors, self._group)
+        rank = self._group.rank()
+        problem = averaging_problem("ShardedParameters", model, rank) or averager_problem(
+            "ShardedParameters", model, rank
+        )
+        check_same_model("ShardedParameters", settings, tensors, self._group, problem)
         broadcast_coalesced([each.detach() for each in (*model.parameters(), *model.buffers())], 0, self._group)
         self._whole: dict[int, Unit] = {}  # by the storage of what is gathered
         self._units: list[Unit] = []
