@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dist_prims
 from dist_prims.collectives import MismatchError
@@ -286,3 +288,17 @@ def test_the_fake_engine() -> None:
         dist.destroy_process_group()
 
     dist_prims.spawn(body, 1, init=False, timeout=60)
+
+
+def test_a_dtensor_is_refused() -> None:
+    """The short path of all_reduce bypasses the dispatcher, and read memory that a DTensor does not have: SIGSEGV."""
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        sharded = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        for call in (dist_prims.all_reduce, dist_prims.all_reduce_):
+            with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: the tensor has no memory.*\.to_local\(\)"):
+                call(sharded)
+        assert dist_prims.all_reduce_(sharded.to_local()).tolist() == [2.0, 2.0]
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
