@@ -225,3 +225,67 @@ def test_a_scaled_loss_is_reported_as_it_is(name: str) -> None:
 
 def whole_loss(whole: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(whole(inputs), targets, ignore_index=0).detach()
+
+
+def detached(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output.detach(), target)
+
+
+@torch.no_grad()
+def under_no_grad(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, target)
+
+
+def constant(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(1.0)
+
+
+WITHOUT_GRADIENT = (detached, under_no_grad, constant)
+
+
+@pytest.mark.parametrize("name", pipeline_plans())
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_loss_without_gradient_is_refused(name: str, checkpoint: bool) -> None:
+    """The step once returned such a loss and trained nothing; torch raises."""
+    plan = pipeline_plan(name, 2, MICROS)
+    x = torch.ones(MICROS, 2)
+    for loss in WITHOUT_GRADIENT:
+        layers = [nn.Linear(2, 2) for _ in range(plan.stages)]
+        pipeline = DevicePipeline(layers, plan, devices=["cpu"] * 2, loss=loss, checkpoint=checkpoint)
+        with pytest.raises(RuntimeError, match="the loss does not require grad in any micro-batch"):
+            pipeline.step(x, x)
+        assert pipeline.evaluate(x, x).isfinite()
+        layers[-1].requires_grad_(False)  # the stages before still learn
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            pipeline.step(x, x)
+
+
+def test_a_loss_without_gradient_is_refused_on_all_ranks() -> None:
+    def body() -> None:
+        x = torch.ones(MICROS, 2)
+        for name, loss in itertools.product(pipeline_plans(), WITHOUT_GRADIENT):
+            plan = pipeline_plan(name, 2, MICROS)
+            pipeline = Pipeline([nn.Linear(2, 2) for _ in range(plan.stages)], plan, loss=loss)
+            words = f"rank {plan.rank_of[-1]}: step failed: RuntimeError: pipeline: the loss does not require grad"
+            with pytest.raises(StageFailedError, match=words):
+                pipeline.step(x, x)
+            assert pipeline.evaluate(x, x).isfinite()
+
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_some_micro_batches_may_have_a_loss_without_gradient(checkpoint: bool) -> None:
+    """A loss that is a constant where nothing of a micro-batch counts has the gradient of the others."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(output, target) if target.any() else torch.tensor(0.0)
+
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    pipeline = DevicePipeline(layers, devices=["cpu"] * 2, loss=loss, num_microbatches=2, checkpoint=checkpoint)
+    x, target = torch.ones(4, 2), torch.tensor([[0.0], [0.0], [1.0], [1.0]]).expand(4, 2)
+    pipeline.step(x, target)
+    given = [each.grad.clone() for each in pipeline.parameters()]
+    pipeline.module.zero_grad()
+    (F.mse_loss(nn.Sequential(*layers)(x[2:]), target[2:]) / 2).backward()
+    torch.testing.assert_close(given, [each.grad for each in pipeline.parameters()])

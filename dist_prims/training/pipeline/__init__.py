@@ -18,6 +18,8 @@ The plans are data (:mod:`dist_prims.schedules.pipelines`): proved before they a
       running_statistics.py batch norm: updated once a batch
       averaging.py          data parallel on top: the gradients of a stage averaged once a step
     processes.py            stages in processes: Pipeline           transfer.py, packet.py    their messages
+      given_stages.py       the stages of a rank, and what ranks compare
+      shared_tensors.py     tensors of which several ranks have copies
     devices.py              stages on devices of one process: DevicePipeline
 """
 

@@ -19,6 +19,7 @@ from ...tracing import recorder
 from .averaging import AverageOnce
 from .loss_weights import Objective, Part
 from .outside_gradients import Leaves, give_back
+from .shared_tensors import SharedTensor, refuse_trained
 from .stage import StageWorker, Tensors, as_tuple
 
 __all__: list[str] = []
@@ -99,6 +100,8 @@ class Batch:
         self.targets: Leaves | None = None
         self.parts: list[tuple[Part, ...]] = []  # of each micro-batch, in the loss and in every metric
         self.sums: torch.Tensor | None = None  # of the loss and the metrics
+        self.wants_gradient = False  # a stage before the last one
+        self.has_gradient = False  # the loss of some micro-batch that counts
         self.outputs: dict[int, Tensors] = {}
 
     @property
@@ -120,6 +123,7 @@ class Job:
         stages: Mapping[int, torch.nn.Module],
         objective: Objective,
         checkpoint: bool,
+        shared: Sequence[SharedTensor] = (),
     ) -> None:
         last = plan.stages - 1
         self.plan = plan
@@ -134,6 +138,8 @@ class Job:
         self.average = AverageOnce({stage: worker.trained for stage, worker in self.workers.items()})
         self.rows: list[Row] = []
         self.record = False
+        self._shared = shared
+        self.check_shared()
         self._again = self._to_compute_again(plan) if checkpoint else set()
 
     @staticmethod
@@ -181,11 +187,28 @@ class Job:
         batch.parts = self.objective.parts(batch.lengths, batch.targets.micro_batches)
 
     def give_back(self, batch: Batch) -> None:
-        """Pass the gradients of inputs and targets to the program."""
+        """Pass the gradients of inputs and targets to the program; RuntimeError if the loss has had no gradient."""
+        if batch.targets is not None and self._has_lost_gradient(batch):
+            raise RuntimeError(
+                "pipeline: the loss does not require grad in any micro-batch, so step() would train nothing; compute "
+                "it from the output of the last stage, without detach() and no_grad(), or call evaluate()"
+            )
         give_back(*(each for each in (batch.inputs, batch.targets) if each is not None and batch.learn))
 
-    def check_gradients(self) -> None:
-        """RuntimeError where gradients are switched off."""
+    def _has_lost_gradient(self, batch: Batch) -> bool:
+        """Whether the loss has no gradient, though something could learn from it; a frozen model runs without one."""
+        if not batch.learn or batch.has_gradient:
+            return False
+        trained = self.workers[self.plan.stages - 1].trained
+        return batch.wants_gradient or any(each.requires_grad for each in trained.parameters())
+
+    def check_shared(self) -> None:
+        """ValueError if training changes a tensor of which other ranks have a copy."""
+        refuse_trained("pipeline", self._shared, "give both to one stage, or to stages of one rank")
+
+    def check_step(self) -> None:
+        """RuntimeError where gradients are switched off; ValueError if a shared tensor is trained now."""
+        self.check_shared()
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "pipeline: step() computes gradients, and is called under torch.no_grad() or inference_mode(); call "
@@ -213,6 +236,7 @@ class Job:
                 if last and batch.targets is not None:
                     self._evaluate(outputs, micro, batch)
         else:
+            batch.wants_gradient |= last and any(each.requires_grad for each in inputs)
             loss = self._loss_of(micro, batch) if last else None
             split = Action("W", stage, micro) in self.plan.places
             outputs = worker.forward(micro, inputs, split=split, again=action in self._again, loss=loss)
@@ -234,7 +258,9 @@ class Job:
     def _evaluate(self, outputs: Tensors, micro: int, batch: Batch, count: bool = True) -> torch.Tensor:
         """The root of the backward of a micro-batch; its part of loss and metrics is added up."""
         assert batch.targets is not None
-        root, found = self.objective(outputs, batch.targets.micro_batches[micro], batch.parts[micro], self.module)
+        parts = batch.parts[micro]
+        root, found = self.objective(outputs, batch.targets.micro_batches[micro], parts, self.module)
+        batch.has_gradient |= root.requires_grad and parts[0].share != 0
         if count:
             with torch.no_grad():
                 numbers = [torch.as_tensor(each, device=root.device).detach().double() for each in found]

@@ -59,7 +59,7 @@ class DevicePipeline(Owner):
 
     def step(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Forward and backward of a batch: gradients are added to ``.grad``, and the loss is returned."""
-        self._job.check_gradients()
+        self._job.check_step()
         with self._job.average.step():
             return self._loss_of(self._run(True, inputs, targets))
 

@@ -17,9 +17,8 @@ error instead of its results: all ranks raise, and the group can go on with the 
 from __future__ import annotations
 
 import json
-import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from ...torch_compat import default_group
 from ...tracing import recorder
 from ...tracing.session import begin_from_environment
 from .action_executor import Batch, Job, Owner, joined, make_plan, message_to, parts
+from .given_stages import Stages, count_stages, describe, device_of, own_stages, shared_stages
 from .loss_weights import Function, Objective
 from .outside_gradients import Leaves
 from .packet import FAILED, HEAD, WELL, WORD, head_of, read_head
@@ -88,7 +88,7 @@ class Pipeline(Owner):
 
     def __init__(
         self,
-        stages: Sequence[torch.nn.Module] | Mapping[int, torch.nn.Module],
+        stages: Stages,
         plan: str | PipelinePlan = "1f1b",
         *,
         loss: Function | None = None,
@@ -106,12 +106,13 @@ class Pipeline(Owner):
         problem: Exception | None = None
         description = ""
         try:
-            self.plan = make_plan(plan, self._group.size(), num_microbatches, _count(stages, self._group.size()))
-            own = _own(stages, self.plan, self._rank)
+            self.plan = make_plan(plan, self._group.size(), num_microbatches, count_stages(stages, self._group.size()))
+            own = own_stages(stages, self.plan, self._rank)
             objective = Objective(loss, metrics, reduction, loss_weight, scaler)
-            self._job = Job(self.plan, own, objective, checkpoint)
-            self._device = torch.device(device) if device is not None else _device(own)
-            description = _description(self.plan, objective, stages, self._device)
+            shared = shared_stages(stages, objective.module, self.plan)
+            self._job = Job(self.plan, own, objective, checkpoint, shared)
+            self._device = torch.device(device) if device is not None else device_of(own)
+            description = describe(self.plan, objective, stages, self._device)
         except Exception as error:
             problem = error
         descriptions = gather_or_raise("Pipeline", description, problem, self._group)
@@ -170,7 +171,7 @@ class Pipeline(Owner):
         self._job.begin(batch)
         try:
             if failure is None and call == "step":
-                self._job.check_gradients()
+                self._job.check_step()
             if failure is None and call in ("step", "evaluate") and self._is_last:
                 self._job.set_targets(batch, targets)
         except Exception as error:
@@ -212,7 +213,7 @@ class Pipeline(Owner):
             if inputs is None:
                 raise ValueError(f"{call}() has no inputs; the rank of the first stage gives them")
             if call == "step":
-                self._job.check_gradients()
+                self._job.check_step()
             whole = as_tuple(inputs, "the batch of inputs")
             cut = parts(whole, self.plan.num_microbatches, "inputs")
             batch = Batch(call == "step", len(whole[0]), self.plan.num_microbatches)
@@ -344,49 +345,3 @@ class Pipeline(Owner):
     @property
     def _others(self) -> list[int]:
         return [rank for rank in range(self._group.size()) if rank != self._rank]
-
-
-def _count(stages: Sequence[torch.nn.Module] | Mapping[int, torch.nn.Module], ranks: int) -> int:
-    return len(stages) * ranks if isinstance(stages, Mapping) else len(stages)
-
-
-def _own(
-    stages: Sequence[torch.nn.Module] | Mapping[int, torch.nn.Module], plan: PipelinePlan, rank: int
-) -> dict[int, torch.nn.Module]:
-    """The stages of a rank, by number."""
-    numbers = [stage for stage in range(plan.stages) if plan.rank_of[stage] == rank]
-    if isinstance(stages, Mapping) and sorted(stages) != numbers:
-        raise ValueError(f"pipeline: rank {rank} is given stages {sorted(stages)}; by {plan.name} it has {numbers}")
-    every = stages.items() if isinstance(stages, Mapping) else enumerate(stages)
-    for number, module in every:
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"pipeline: stage {number} is a {type(module).__name__}; it must be a torch.nn.Module")
-    return {number: stages[number] for number in numbers}
-
-
-def _device(own: Mapping[int, torch.nn.Module]) -> torch.device:
-    tensors = (each for module in own.values() for each in (*module.parameters(), *module.buffers()))
-    return next((each.device for each in tensors), torch.device("cpu"))
-
-
-def _description(
-    plan: PipelinePlan,
-    objective: Objective,
-    stages: Sequence[torch.nn.Module] | Mapping[int, torch.nn.Module],
-    device: torch.device,
-) -> str:
-    order = zlib.crc32(repr((plan.rank_of, plan.actions)).encode())
-    cut = "" if isinstance(stages, Mapping) else f", cut {_cut(stages):08x}"
-    return (
-        f"{plan.name} (stages={plan.stages}, num_microbatches={plan.num_microbatches}, order {order:08x}, "
-        f"reduction={objective.reduction}, metrics={list(objective.metrics)}, "
-        f"scaler={objective.scaler is not None}, device={device.type}{cut})"
-    )
-
-
-def _cut(stages: Sequence[torch.nn.Module]) -> int:
-    """A checksum of where a model was cut."""
-    shapes = [[(name, tuple(each.shape)) for name, each in stage.named_parameters()] for stage in stages]
-    return zlib.crc32(
-        repr([(getattr(each, "names", None), of) for each, of in zip(stages, shapes, strict=True)]).encode()
-    )

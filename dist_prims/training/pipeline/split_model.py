@@ -12,7 +12,7 @@ into consecutive parts, find the one whose largest part is smallest. Dynamic pro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -23,9 +23,9 @@ from torch import nn
 
 from ...collectives import broadcast
 from ...collectives.algorithm_choice import CHEAPEST
-from ...torch_compat import Norm
 from .chain import Layers, Pop, Stage, Stash, layers
 from .profile import profile
+from .shared_tensors import refuse_trained, shared_tensors
 
 __all__: list[str] = []
 
@@ -65,7 +65,7 @@ def split(
         sizes = _sizes_by_time(model, stages, sample, group)
     ends = list(accumulate(sizes))
     parts = [chain[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    _check_shared(parts)
+    refuse_trained("split", shared_tensors(parts, range(stages)), "cut with by=[sizes] so that one stage has both")
     borders = [(), *(_carried(chain, end) for end in ends)]
     return [
         Stage(part, number=number, count=stages, takes=borders[number], gives=borders[number + 1])
@@ -129,31 +129,6 @@ def _check_arguments(model: nn.Module, chain: Layers, stages: int, by: str | Seq
             f"split: {sorted(placed ^ wanted)[:5]} of the model's state_dict are in none of its layers, or under "
             "another name there; layers() must name all that has parameters or buffers, as the model does"
         )
-
-
-def _check_shared(parts: Sequence[Layers]) -> None:
-    """Stages on different ranks have copies of what they share. Those stay equal unless training changes them."""
-    home: dict[int, tuple[int, str]] = {}
-    for stage, part in enumerate(parts):
-        for key, tensor, change in _trained(part):
-            first, other = home.setdefault(id(tensor), (stage, key))
-            if first != stage:
-                raise ValueError(
-                    f"split: {other} in stage {first} and {key} in stage {stage} are the same tensor, {change}; cut "
-                    "with by=[sizes] so that one stage has both, or freeze it (requires_grad_(False), eval()) first"
-                )
-
-
-def _trained(part: Layers) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Name and tensor of all that training changes in some layers, and the error if two stages had it."""
-    for name, layer in part:
-        for key, parameter in layer.named_parameters(name):
-            if parameter.requires_grad:
-                yield key, parameter, "which would get only a part of its gradient in each"
-        for path, module in layer.named_modules(prefix=name):
-            if isinstance(module, Norm) and module.training:
-                for key, buffer in module.named_buffers(path, recurse=False):
-                    yield key, buffer, "a running statistic, which each would update with its own inputs"
 
 
 def _carried(chain: Layers, cut: int) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Messages between the stages of a pipeline over processes: one a micro-batch, over any ``torch.distributed`` group.
 
-The plan fixes which rank sends which message when, so every rank knows all messages beforehand. Three consequences:
+The plan fixes which rank sends which message when, so every rank knows all messages beforehand. Four properties:
 
 *Order.* Messages need no tags. All of them have one order, that of the plan if every action takes one time unit, and
 each rank posts its receives in that order: so the messages of a pair match, whatever the engine is. With NCCL, where a
@@ -11,13 +11,22 @@ it, on either rank.
 *Receipts.* A message that comes back implies which of the sender's actions are done, and so which messages have arrived
 there: their buffers are free without an acknowledgement.
 
+*A group of their own.* A call that is left before the ranks know each other's success, as by Ctrl-C, leaves an unknown
+number of messages. The rank then leaves the group: the other ranks raise at once, and a new pipeline has a new group
+without old messages.
+
 *Layouts.* The layout of a message is sent once for each kind of batch, and again when the first rank announces a new
 kind; otherwise a message is its data alone. A few receives are posted ahead, to overlap with computation.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import traceback
+import weakref
 from collections import deque
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +37,7 @@ from ...schedules.pipelines import PipelinePlan
 from ...torch_compat import timeout_of
 from ...tracing import format as fmt
 from ...tracing import recorder
+from ..group_duplicates import duplicate, end_group
 from .action_executor import in_order, message_to
 from .packet import FAILED, HEAD, LAYOUT, PacketLayout, Pool, head_of, pack, read_head, spec_of
 from .stage import Tensors
@@ -115,9 +125,16 @@ class _Transfer(NamedTuple):
 class Transfers:
     """The messages of one rank, a step at a time."""
 
-    def __init__(self, plan: PipelinePlan, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+    def __init__(self, plan: PipelinePlan, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
+        self._group = duplicate(group, name)
         self._device = device
+        if device.type == "cuda":  # all ranks must make NCCL's first call in a group
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        end = functools.partial(end_group, self._group, os.getpid()) if self._group is not group else _nothing
+        self._finalizer = weakref.finalize(self, end)
+        self._finalizer.atexit = False
+        if device.type != "cpu":  # with NCCL, ending its communicator is a collective
+            self._finalizer.detach()
         self._queued = device.type == "cuda"
         self._timeout = timeout_of(group, device)
         self._plan = plan
@@ -230,6 +247,21 @@ class Transfers:
         for _, work, _ in leaving:
             self._wait(work)
 
+    def end(self, error: BaseException | None = None) -> None:
+        """Leave the group after a call that ``error`` has ended; ranks that wait for this one then raise at once."""
+        self._pending.clear()
+        self._sending.clear()
+        while error is not None:  # gloo closes a connection when nothing refers to a transfer
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                if frame.f_globals.get("__name__", "").startswith("dist_prims."):
+                    with suppress(RuntimeError):  # of a frame that still runs
+                        frame.clear()
+            error = error.__context__
+        if (group := self.__dict__.pop("_group", None)) is not None and self._queued:
+            group.abort()
+        del group
+        self._finalizer()
+
     def _layout(self, message: PipelineMessage) -> PacketLayout:
         """The layout of a message; it is empty where a failure came instead of a layout."""
         if message.kind == "F":
@@ -301,6 +333,9 @@ class Transfers:
             work.wait()  # the stream waits, not this thread; NCCL's watchdog has the timeout
         else:
             work.wait(self._timeout)
+
+
+def _nothing() -> None: ...
 
 
 def _failure(head: torch.Tensor) -> str | None:
