@@ -11,12 +11,14 @@
 
 Every rank makes the same calls. The rank of the first stage reads the inputs and that of the last stage the targets;
 what other ranks give is ignored, so all may give the whole batch. A rank that fails in its stage sends the
-error instead of its results: all ranks raise, and the group can go on with the next step.
+error instead of its results: all ranks raise, and the group can go on with the next step. A rank that leaves a call by
+Ctrl-C, or by an error of communication, ends the pipeline: all ranks raise, and make it again.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,6 +47,7 @@ _KINDS = 16  # of batches, whose layouts are remembered
 _REMEDY = (
     "Give the same plan, num_microbatches, reduction, metrics, cut and type of device, and a scaler or none, on all"
 )
+_AGAIN = "make the pipeline again, on every rank of its group"
 
 
 class Pipeline(Owner):
@@ -115,17 +118,15 @@ class Pipeline(Owner):
             description = describe(self.plan, objective, stages, self._device)
         except Exception as error:
             problem = error
-        descriptions = gather_or_raise("Pipeline", description, problem, self._group)
-        check_lists("Pipeline", [[each] for each in descriptions], _REMEDY, self._group)
+        found = gather_or_raise("Pipeline", (description, secrets.token_hex(8)), problem, self._group)
+        check_lists("Pipeline", [[each] for each, _ in found], _REMEDY, self._group)
         self.stages = own
         self.measured: dict[str, torch.Tensor] = {}
-        if self._device.type == "cuda":
-            first = torch.zeros(1, device=self._device)
-            dist.all_reduce(first, group=self._group)  # all ranks must make NCCL's first call in a group
-        self._transfers = Transfers(self.plan, self._group, self._device)
+        self._transfers = Transfers(self.plan, self._group, self._device, f"Pipeline-{found[0][1]}")
         self._local: dict[tuple[str, int, int], Tensors] = {}
         self._slots: OrderedDict[Any, int] = OrderedDict()
         self._traced = 0  # calls
+        self._unfinished: str | None = None  # the call that has begun, or that was left before all ranks had ended it
 
     def step(self, inputs: Any = None, targets: Any = None) -> torch.Tensor:
         """Forward and backward of a batch: gradients are added to ``.grad``, the loss is returned on every rank and the
@@ -158,6 +159,34 @@ class Pipeline(Owner):
         return [row._replace(begin=row.begin - start, end=row.end - start) for row in rows] if self._rank == 0 else []
 
     def _run(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
+        """Run a call. One that is left before the ranks know each other's success ends the pipeline on all ranks."""
+        if self._unfinished is not None:
+            self._transfers.end()
+            raise CommError(
+                f"rank {self._rank}: {call}() of the pipeline: {self._unfinished}() before it was left by an error or "
+                f"an interrupt; {_AGAIN}"
+            )
+        self._unfinished = call
+        try:
+            result, failure = self._run_traced(call, inputs, targets)
+        except StageFailedError:
+            self._unfinished = None
+            raise
+        except BaseException as error:
+            self._job.forget()
+            self._local.clear()
+            self._transfers.end(error)
+            if not isinstance(error, Exception):
+                raise
+            kind = type(error) if isinstance(error, CommError) else CommError
+            text = f"rank {self._rank}: {call}() of the pipeline did not end on all ranks: {error}; {_AGAIN}"
+            raise kind(text) from error
+        self._unfinished = None
+        if failure is not None:
+            raise failure
+        return result
+
+    def _run_traced(self, call: str, inputs: Any, targets: Any) -> tuple[Tensors | None, Exception | None]:
         begin_from_environment()
         if recorder.active is None:
             return self._run_plan(call, inputs, targets)
@@ -165,7 +194,8 @@ class Pipeline(Owner):
         with in_group(self._group, "pipeline", self._traced):
             return self._run_plan(call, inputs, targets)
 
-    def _run_plan(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
+    def _run_plan(self, call: str, inputs: Any, targets: Any) -> tuple[Tensors | None, Exception | None]:
+        """The result, and the failure of which all ranks know."""
         batch, slot, fresh, failure = self._open(call, inputs)
         self._transfers.begin(batch.learn, batch.num_microbatches, slot, fresh)
         self._job.begin(batch)
@@ -186,13 +216,13 @@ class Pipeline(Owner):
                 failure = self._failed(error, call)
         result, failure = self._close(call, batch, failure)
         self._local.clear()
-        if failure is not None:
-            self._job.forget()
-            if self._is_first and fresh:
-                self._slots.popitem()
-            raise failure
-        self._job.commit(batch)
-        return result
+        if failure is None:
+            self._job.commit(batch)
+            return result, None
+        self._job.forget()
+        if self._is_first and fresh:
+            self._slots.popitem()
+        return None, failure
 
     def _open(self, call: str, inputs: Any) -> tuple[Batch, int, bool, Exception | None]:
         """Begin a call: the first rank sends what kind of batch comes."""
@@ -309,6 +339,8 @@ class Pipeline(Owner):
         except StageFailedError as error:
             failure = failure or error
         except Exception as error:
+            if self._rank != last:
+                raise
             failure = failure or self._failed(error, call)
         if self._rank == last:
             self._transfers.send_tensors(self._others, results, str(failure) if failure else None)
