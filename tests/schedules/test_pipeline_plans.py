@@ -406,6 +406,10 @@ def test_a_new_schedule_takes_one_function() -> None:
         assert cost.makespan - cost.busy[0] == lookup("one by one").card.evaluate("idle", 3, 4)
     finally:
         unregister("one by one")
+    with pytest.raises(ValueError, match=r"pipeline schedule '1f1b' is one of dist_prims.* under another name"):
+        pipeline_schedule("1f1b", lookup("1f1b").card)(one_by_one)
+    with pytest.raises(ValueError, match=r"pipeline schedule '1f1b' is one of dist_prims.* can be removed"):
+        unregister("1f1b")
 
 
 def test_plans_load_without_torch() -> None:

@@ -72,6 +72,7 @@ class PipelineSchedule:
     stages_a_rank: int
     any_more: bool
     v_shape: bool
+    built_in: bool
 
     def __call__(self, ranks: int, num_microbatches: int, stages_a_rank: int) -> PipelinePlan:
         stages = ranks * stages_a_rank
@@ -110,14 +111,23 @@ def pipeline_schedule(
     """
 
     def register(order: Order) -> Order:
-        _registry[name] = PipelineSchedule(name, order, card, stages_a_rank, any_more, v_shape)
+        built_in = order.__module__ != __name__ and order.__module__.startswith(f"{__package__}.")
+        if not built_in:
+            _load()
+            _check_not_built_in(name, "register it under another name")
+        _registry[name] = PipelineSchedule(name, order, card, stages_a_rank, any_more, v_shape, built_in)
         return order
 
     return register
 
 
+def _check_not_built_in(name: str, remedy: str) -> None:
+    if name in _registry and _registry[name].built_in:
+        raise ValueError(f"the pipeline schedule {name!r} is one of dist_prims, which all ranks rely on; {remedy}")
+
+
 def unregister(name: str) -> None:
-    """Remove a schedule from the registry, for notebooks and tests that register one temporarily.
+    """Remove a schedule that the program registered; those of the package stay.
 
     >>> @pipeline_schedule("empty", PipelineCard("nothing", "0", "0", wins="never", source="an example"))
     ... def empty(rank, ranks, num_microbatches, stages_a_rank):
@@ -126,6 +136,10 @@ def unregister(name: str) -> None:
     >>> "empty" in pipeline_plans()
     False
     """
+    _load()
+    if name not in _registry:
+        raise ValueError(nearest("pipeline schedule", name, pipeline_plans()))
+    _check_not_built_in(name, "only a schedule that the program registered can be removed")
     del _registry[name]
 
 
