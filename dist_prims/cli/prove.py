@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import traceback
 from typing import Any
 
 from ..schedules import build
@@ -57,8 +58,9 @@ def _prove_one(collective: str, name: str, sizes: tuple[int, ...]) -> int:
             except (Exception, SystemExit) as error:
                 where = "".join(f", {key} {value}" for key, value in root.items())
                 print(f"✗ {collective} {name}, size {size}{where}: {type(error).__name__}: {error}", flush=True)
-                if not isinstance(error, ValueError | SystemExit):
-                    raise  # an error in the generator itself; the traceback shows the line
+                if not isinstance(error, ValueError | SystemExit):  # of the generator itself: the traceback shows the line
+                    traceback.print_exception(error)
+                    return 1
                 print(f"  for a page that opens at the wrong step, show it with --size {size} --html wrong.html")
                 return 1
         proved += len(roots)
