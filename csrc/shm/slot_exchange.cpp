@@ -15,6 +15,14 @@ std::size_t round_up(std::size_t bytes) {
     return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
 }
 
+// Whether the calls name one algorithm whose steps differ: then the names differ in the fingerprint after the '#'.
+bool differ_in_steps(const Call& one, const Call& other) {
+    const std::string name = one.algorithm.data(), other_name = other.algorithm.data();
+    const std::size_t mark = name.rfind('#');
+    return mark != std::string::npos && mark == other_name.rfind('#') && name != other_name &&
+           name.compare(0, mark, other_name, 0, mark) == 0;
+}
+
 }  // namespace
 
 // What a rank writes and the others read.
@@ -151,10 +159,14 @@ void throw_mismatch(int rank, int one, const Call& calls, int other, const Call&
     const auto text = [](int rank, const Call& call) {
         return "ank " + std::to_string(rank) + " calls " + call.text();
     };
-    throw CommError(CommError::Kind::kMismatch,
-                    "rank " + std::to_string(rank) + ": ranks disagree, no data was touched. R" + text(one, calls) +
-                        "; r" + text(other, differs) +
-                        ". Every rank of a group must make the same calls in the same order with the same arguments");
+    const char* const remedy =
+        differ_in_steps(calls, differs)
+            ? "The ranks have registered different steps under this name, as the fingerprints after the # show; "
+              "register the same function on every rank"
+            : "Every rank of a group must make the same calls in the same order with the same arguments";
+    throw CommError(CommError::Kind::kMismatch, "rank " + std::to_string(rank) +
+                                                    ": ranks disagree, no data was touched. R" + text(one, calls) +
+                                                    "; r" + text(other, differs) + ". " + remedy);
 }
 
 // A thread of the queue publishes nothing: the program of this rank continues.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..autoload import NAME
-from ..collectives.proof_before_use import Proofs
+from ..collectives.proof_before_use import require_proof
 from ..errors import PeerDiedError
 from ..launch.group_secret import announce_missing_secret, secret_of_group
 from ..launch.handshake import HOSTS, handshake
@@ -225,7 +225,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
     temporary = _TemporaryKeys(store, [HOSTS] if rank == 0 and size > 1 else [])
     if request.is_child:
         _compare_ranks(temporary, rank, ranks)
-    check = functools.partial(Proofs(store, rank).require, timeout=timeout)
+    check = functools.partial(require_proof, rank=rank)
     make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
     made = MadeGroup(request, hosts, token, secret.key("registers", token) if secret else b"", [])
     multi_host, network = None, 0
@@ -257,7 +257,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         largest_tag=getattr(transports["engine"], "largest_tag", _LARGEST_TAG_OF_GLOO),
         make_gloo=make_gloo,
         make_child=functools.partial(_make_child, made),
-        choose=multi_host.choose_or_piggyback if multi_host else _unreachable,
+        choose=multi_host.choose_or_piggyback if multi_host else None,  # a group on one host has no schedules
         accelerator=_nccl(store, rank, size, timeout),
         slot_bytes=prims_options.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
         one_shot_bytes=one_shot,
@@ -388,10 +388,6 @@ def _short(hosts: list[str]) -> list[str]:
     """Return the host ids without their hash suffixes, if the names are unique without them."""
     short = [host.rpartition("-")[0] or host for host in hosts]
     return short if len(set(short)) == len(set(hosts)) else hosts
-
-
-def _unreachable(collective: str, nbytes: int, root: int, is_even: bool) -> Any:
-    raise AssertionError(f"{collective} of {nbytes} bytes: a group on one host has no schedules")
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -22,9 +22,9 @@ from ..schedules.contract import ROOTED
 from ..schedules.native import NativeForm, to_native
 from ..schedules.piggyback import added_seconds
 from ..schedules.recommend import EXCHANGES, MUCH_SHORTER, recommend
-from ..schedules.registry import build_shared, version
+from ..schedules.registry import version
 from ..schedules.topology import Topology
-from ..schedules.trust import is_trusted
+from ..schedules.trust import evaluated
 
 __all__: list[str] = []
 
@@ -37,10 +37,6 @@ _PAIRWISE: _Choice = ("pairwise", (), 1)
 # block was dropped, TCP notices earlier, by those that follow it: from _VERY_LARGE on so many streams are not too many.
 _MOST_STREAMS, _LARGE, _VERY_LARGE = 4, 1 << 19, 1 << 22
 _UNEVEN_RANGES = ((0, _LARGE), (_LARGE, _VERY_LARGE), (_VERY_LARGE, 1 << 63))
-
-# A rank needs a schedule for these only if all blocks that it knows have one length, which other ranks cannot know. So
-# no rank may wait for the proof of another, and an algorithm that needs a proof is not chosen.
-_UNKNOWN_LENGTHS = ("all_to_all", "gather")
 
 
 @dataclass(frozen=True)
@@ -96,14 +92,28 @@ class MultiHostSchedules:
         low = _octave(nbytes)
         high = max(2 * low, 2)
         if is_even:
-            algorithm, parameters, segments = _recommended(collective, low, self.topology, version())[0]
+            choice = _recommended(collective, low, self.topology, version())[0]
         else:
             low, high = next(each for each in _UNEVEN_RANGES if nbytes < each[1])
-            algorithm, parameters, segments = _straight(collective, self.topology, low)
+            choice = _straight(collective, self.topology, low)
+        if form := self._form(collective, choice, low, high, root):
+            return form
+        # An algorithm of a user's is right for root 0, and wrong for this one.
+        choice = _recommended(collective, low, self.topology, version(), only_built_in=True)[0]
+        form = self._form(collective, choice, low, high, root)
+        assert form is not None
+        return form
+
+    def _form(self, collective: str, choice: _Choice, low: int, high: int, root: int) -> NativeForm | None:
+        """Return the form of a choice for a root; None if the schedule has an algorithm of a user's and is wrong."""
+        algorithm, parameters, segments = choice
         given = {"root": self.order.rank_at.index(root)} if collective in ROOTED else {}
-        schedule = build_shared(collective, algorithm, self.topology.size, **dict(parameters), **given)
-        self._check(schedule)
-        return to_native(schedule, self.rank, low, high, _short(schedule), segments, self.order.rank_at)
+
+        def form(schedule: Schedule) -> NativeForm:
+            self._check(schedule)
+            return to_native(schedule, self.rank, low, high, _short(schedule), segments, self.order.rank_at)
+
+        return evaluated(form, collective, algorithm, self.topology.size, **dict(parameters), **given)
 
 
 def _octave(nbytes: int) -> int:
@@ -112,16 +122,16 @@ def _octave(nbytes: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _recommended(collective: str, low: int, topology: Topology, _version: int) -> tuple[_Choice, bool]:
+def _recommended(
+    collective: str, low: int, topology: Topology, _version: int, only_built_in: bool = False
+) -> tuple[_Choice, bool]:
     """The algorithm, its parameters and the number of segments for sizes from ``low``, a power of two, to 2 * ``low``.
 
     The second result is whether the schedule takes longer than the data adds to the agreement. The choice does not
     depend on the root. All groups of the process with the same hosts and cost figures share it.
     """
     nbytes = max(low * 1.5, 1)
-    found = recommend(collective, nbytes, topology, only_best=True).candidates
-    if collective in _UNKNOWN_LENGTHS:
-        found = tuple(each for each in found if is_trusted(each.schedule))
+    found = recommend(collective, nbytes, topology, only_best=True, only_built_in=only_built_in).candidates
     best = found[0]
     choice: _Choice = (best.schedule.algorithm, best.schedule.parameters, best.segments)
     if collective in EXCHANGES:

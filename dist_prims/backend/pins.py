@@ -11,8 +11,9 @@ from ..collectives.algorithm_choice import SizeRange, parse_ranges, variable_of
 from ..collectives.native import schedule_name
 from ..schedules import Schedule, lookup
 from ..schedules.contract import ROOTED
-from ..schedules.native import NativeForm, shortened, to_native
+from ..schedules.native import NativeForm, to_native
 from ..schedules.registry import build_shared
+from ..schedules.trust import shortened
 from .multi_host import MultiHostSchedules
 from .options import PINNABLE, BackendOptions
 

@@ -26,9 +26,10 @@ All collectives take these arguments in addition to their own:
 A named algorithm runs in C++ on the backend dist_prims (all_reduce, all_gather, reduce_scatter, broadcast, reduce,
 gather, scatter, all_to_all), and in Python over point-to-point messages on other backends. Both give the same bits.
 
-Ranks must agree in collective, operation, dtype, count, root, algorithm and order of calls. If they differ, all ranks
-raise MismatchError before any data is touched. The exception is a call of gloo's own collectives: gloo does not compare
-the calls, and may hang or end the process. An invalid argument is an error on its rank before anything is sent.
+Ranks must agree in collective, operation, dtype, count, root, algorithm, its steps and order of calls. If they differ,
+all ranks raise MismatchError before any data is touched. The exception is a call of gloo's own collectives: gloo does
+not compare the calls, and may hang or end the process. An invalid argument is an error on its rank before anything is
+sent.
 
 Additions of half types are done in float32 and rounded once a step. Non-contiguous tensors are copied.
 """

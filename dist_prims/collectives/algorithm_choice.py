@@ -16,10 +16,10 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from ..schedules import algorithms, build, lookup
+from ..schedules import algorithms, lookup
 from ..schedules.cost import Cost
 from ..schedules.registry import Algorithm
-from ..schedules.trust import may_be_chosen
+from ..schedules.trust import evaluated, may_be_chosen
 
 __all__: list[str] = []
 
@@ -98,8 +98,9 @@ def _parameters(text: str, variable: str) -> tuple[tuple[str, Any], ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _price(registered: Algorithm, size: int) -> Cost:
-    return build(registered.collective, registered.name, size).price
+def _price(registered: Algorithm, size: int) -> Cost | None:
+    """Return the price of an algorithm; None if it is an algorithm of a user's that is wrong."""
+    return evaluated(lambda schedule: schedule.price, registered.collective, registered.name, size)
 
 
 def configured(collective: str, nbytes: int) -> SizeRange | None:
@@ -117,5 +118,6 @@ def variable_of(collective: str) -> str:
 def cheapest(collective: str, size: int, nbytes: int, even: bool = True) -> str:
     """Return the algorithm of the lowest cost for data of ``nbytes``, in blocks of the same length if ``even``."""
     candidates = [lookup(collective, name) for name in algorithms(collective) if even or name in UNFORWARDED]
-    fit = [each for each in candidates if may_be_chosen(each, size)]
-    return min(fit, key=lambda each: _price(each, size).seconds(nbytes, ALPHA, BETA, GAMMA)).name
+    prices = {each.name: _price(each, size) for each in candidates if may_be_chosen(each, size)}
+    seconds = {name: price.seconds(nbytes, ALPHA, BETA, GAMMA) for name, price in prices.items() if price}
+    return min(seconds, key=seconds.__getitem__)

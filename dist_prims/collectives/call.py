@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..schedules import Schedule, build, lookup
+from ..schedules import Schedule
 from ..schedules.native import FOLLOWED
 from ..schedules.program import Program, compile_program
-from ..schedules.registry import Algorithm
-from ..schedules.trust import is_trusted
+from ..schedules.registry import build_shared
+from ..schedules.trust import is_trusted, name_to_compare
 from ..torch_compat import timeout_of
 from ..tracing import format as fmt
 from ..tracing import recorder
@@ -33,12 +33,13 @@ from .native import (
     NativeWork,
     backend_supports,
     compiled,
+    compiled_without_steps,
     is_on_dist_prims,
     run_in_backend,
     run_natively,
     schedule_name,
 )
-from .proof_before_use import proofs_of
+from .proof_before_use import require_proof
 from .queue import Work, queue_of
 from .reduction import OP_NAMES
 from .traced_call import traced
@@ -102,20 +103,28 @@ def group_of(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
     return found
 
 
-@functools.lru_cache(maxsize=512)
-def _schedule_and_program(
-    registered: Algorithm, size: int, root: int | None, parameters: tuple[tuple[str, Any], ...], rank: int
-) -> tuple[Schedule, Program]:
-    rooted = {} if root is None else {"root": root}
-    schedule = build(registered.collective, registered.name, size, **rooted, **dict(parameters))
-    return schedule, compile_program(schedule, rank)
+@dataclass(frozen=True)
+class _Named:
+    """An algorithm with its parameters, as a call or the environment names it."""
+
+    algorithm: str
+    parameters: dict[str, Any]
+
+    def schedule(self, call: Call) -> Schedule:
+        parameters = self.parameters if call.root is None else {**self.parameters, "root": call.root}
+        return build_shared(call.collective, self.algorithm, call.group.size(), **parameters)
+
+
+# Schedules are shared objects, so these caches compute once for each schedule. A schedule is another object after an
+# algorithm has been registered again.
+_program: Callable[[Schedule, int], Program] = functools.lru_cache(maxsize=512)(compile_program)
+_compiled: Callable[[Schedule, int], Any] = functools.lru_cache(maxsize=512)(compiled)
+_WIDTH = 40  # of the name of an algorithm in a header
 
 
 @functools.lru_cache(maxsize=512)
-def _compiled(*shape: Any) -> Any:
-    """Return the schedule in the form that the backend executes."""
-    schedule, _ = _schedule_and_program(*shape)
-    return compiled(schedule, shape[-1])
+def _name(schedule: Schedule) -> str:
+    return name_to_compare(schedule, schedule.algorithm, _WIDTH)
 
 
 def perform(call: Call, options: CallOptions) -> AnyWork | None:
@@ -133,20 +142,37 @@ def perform(call: Call, options: CallOptions) -> AnyWork | None:
         if backend_supports(call) and (is_on_dist_prims(call) or (algorithm is None and not options.segment_bytes)):
             return run_natively(call, options.async_op)
         algorithm = cheapest(call.collective, size, call.nbytes, call.even)
-    hashable = tuple((name, _hashable(value)) for name, value in sorted(parameters.items()))
-    shape = (lookup(call.collective, algorithm), size, call.root, hashable, rank)
-    schedule, program = _schedule_and_program(*shape)
+    named = _Named(algorithm, {name: _hashable(value) for name, value in parameters.items()})
+    schedule = named.schedule(call)
     if is_on_dist_prims(call) and call.collective in FOLLOWED:
-        require = functools.partial(proofs_of(call.group).require, schedule, timeout_of(call.group, call.like.device))
-        return run_in_backend(call, _compiled(*shape), None if is_trusted(schedule) else require, options.async_op)
+        return run_in_backend(call, *_native_form(schedule, rank), options.async_op)
     segment_bytes = options.segment_bytes or (_segment_bytes(call, schedule, segments) if segments > 1 else 0)
     what = f"{call.collective} ({algorithm}) on rank {rank}"
-    job = functools.partial(_job, call, segment_bytes, schedule, program)
+    job = functools.partial(_job, call, segment_bytes, named)
     queue = queue_of(call.group)
     if options.async_op:
         return queue.start(_on_a_stream(job, call.like.device), what)
     queue.run(job, what)
     return None
+
+
+def _native_form(schedule: Schedule, rank: int) -> tuple[Any, Callable[[], None] | None]:
+    """Return the schedule in the form that the backend executes, and what it calls when all ranks have agreed.
+
+    A schedule that cannot be compiled raises only then, because the registrations of other ranks may differ.
+    """
+    require = None if is_trusted(schedule) else functools.partial(require_proof, schedule, rank)
+    try:
+        return _compiled(schedule, rank), require
+    except Exception as found:
+        error = found
+
+    def refuse() -> None:
+        if require is not None:
+            require()
+        raise error
+
+    return compiled_without_steps(schedule), refuse
 
 
 def _segment_bytes(call: Call, schedule: Schedule, segments: int) -> int:
@@ -174,31 +200,32 @@ def _on_a_stream(job: Callable[[int], None], device: torch.device) -> Callable[[
 
 
 @torch.no_grad()
-def _job(call: Call, segment_bytes: int, schedule: Schedule, program: Program, number: int) -> None:
+def _job(call: Call, segment_bytes: int, named: _Named, number: int) -> None:
+    schedule = named.schedule(call)
     if recorder.active is None:
-        _execute(call, segment_bytes, schedule, program, number)
+        _execute(call, segment_bytes, schedule, number)
         return
-    run = functools.partial(_execute, call, segment_bytes, schedule, program, number)
+    run = functools.partial(_execute, call, segment_bytes, schedule, number)
     traced(run, call.group, number, call.collective, schedule_name(schedule), call.nbytes, call.root)
 
 
-def _execute(call: Call, segment_bytes: int, schedule: Schedule, program: Program, number: int) -> None:
-    timeout = timeout_of(call.group, call.like.device)
+def _agree(call: Call, segment_bytes: int, schedule: Schedule, number: int) -> None:
+    channel = Channel(call.group, _AGREEMENT_TAG, timeout_of(call.group, call.like.device))
+    agree(channel, call.group, _header(call, segment_bytes, schedule, number), call.like.device)
+
+
+def _execute(call: Call, segment_bytes: int, schedule: Schedule, number: int) -> None:
     begin = recorder.started()
-    agree(
-        Channel(call.group, _AGREEMENT_TAG, timeout),
-        call.group,
-        _header(call, segment_bytes, schedule, number),
-        call.like.device,
-    )
+    _agree(call, segment_bytes, schedule, number)
     recorder.record(fmt.AGREE, begin)
-    proofs_of(call.group).require(schedule, timeout)
+    rank, timeout = call.group.rank(), timeout_of(call.group, call.like.device)
+    require_proof(schedule, rank)
     slices = _slices(call, schedule)
     length = _lengths(call, schedule)
     segment = max(segment_bytes // call.like.element_size(), 1) if segment_bytes else 0
     channel = Channel(call.group, _DATA_TAG + number % _TAGS, timeout)
     op = dist.ReduceOp.SUM if call.op is None else call.op
-    Executor(channel, slices, length, call.like, op, call.group.size(), segment).run(program)
+    Executor(channel, slices, length, call.like, op, call.group.size(), segment).run(_program(schedule, rank))
     for each in call.after:
         each()
 
@@ -213,7 +240,7 @@ def _header(call: Call, segment_bytes: int, schedule: Schedule, number: int) -> 
         count=sum(call.common),
         root=-1 if call.root is None else call.root,
         layout=zlib.crc32(common) if len(call.common) > 1 else 0,
-        algorithm=schedule.algorithm,
+        algorithm=_name(schedule),
         parameters=",".join(f"{key}={value}" for key, value in schedule.parameters),
         segment=str(segment_bytes) if segment_bytes else "",
     )

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ..agreement import fit
 from ..errors import MismatchError
+from ..schedules.trust import without_fingerprint
 from .channel import Channel, Pending, Transfer
 
 __all__: list[str] = []
@@ -111,9 +112,18 @@ def agree(channel: Channel, group: dist.ProcessGroup, header: Header, device: to
         distance *= _RADIX
     channel.wait(pending)
     if len(known) > 1:
-        (one, first), (two, second) = known
+        (one, first), (two, second) = ((rank, Header.unpack(packed)) for rank, packed in known)
         raise MismatchError(
-            f"rank {rank}: ranks disagree, no data was touched. Rank {one} calls {Header.unpack(first)}; "
-            f"rank {two} calls {Header.unpack(second)}. Every rank of a group must make the same calls in the same "
-            "order with the same arguments"
+            f"rank {rank}: ranks disagree, no data was touched. Rank {one} calls {first}; rank {two} calls {second}. "
+            f"{_remedy(first, second)}"
         )
+
+
+def _remedy(first: Header, second: Header) -> str:
+    name, other = first.algorithm, second.algorithm
+    if name != other and without_fingerprint(name) == without_fingerprint(other):
+        return (
+            "The ranks have registered different steps under this name, as the fingerprints after the # show; register "
+            "the same function on every rank"
+        )
+    return "Every rank of a group must make the same calls in the same order with the same arguments"

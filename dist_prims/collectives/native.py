@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ..schedules import Schedule
 from ..schedules.native import to_native
+from ..schedules.trust import name_to_compare
 from ..torch_compat import (
     all_gather_single,
     backend_of,
@@ -346,6 +347,12 @@ def compiled(schedule: Schedule, rank: int) -> Any:
     """Compile a schedule for execution by the backend on one rank."""
     form = to_native(schedule, rank, 0, 0, schedule_name(schedule))
     return import_module("dist_prims._backend").NativeSchedule(form)
+
+
+def compiled_without_steps(schedule: Schedule) -> Any:
+    """Return what the ranks compare of a schedule that cannot be compiled; the check of the call must refuse it."""
+    name = name_to_compare(schedule, schedule_name(schedule))
+    return import_module("dist_prims._backend").NativeSchedule((0, 0, name, 1, schedule.chunks, 0, [], schedule.size))
 
 
 def run_in_backend(call: Call, schedule: Any, check: Callable[[], None] | None, is_async: bool) -> NativeWork | None:

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +18,10 @@ from numpy.typing import NDArray
 
 from .program import Message, compile_program
 from .schedule import Schedule
+from .trust import name_to_compare
 
 __all__: list[str] = []
 
-_LONGEST_NAME = 47  # characters of an algorithm's name in the header of a call
 _IN_BLOCKS = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")  # one for each rank
 # The collectives that the C++ executor runs by an algorithm that a call names.
 FOLLOWED = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "gather", "scatter", "all_to_all")
@@ -44,15 +43,10 @@ def to_native(
     ``rank_at``: the group's rank for each rank of the schedule; by default they are the same.
     """
     ranks = tuple(range(schedule.size)) if rank_at is None else tuple(rank_at)
-    name = shortened(name if segments == 1 else f"{name} x{segments}")
+    name = name_to_compare(schedule, name if segments == 1 else f"{name} x{segments}")
     chunks = _data_chunks(schedule)
     scratch = schedule.contract.total - chunks
     return low, high, name, segments, chunks, scratch, _steps(schedule, rank, ranks), schedule.size
-
-
-def shortened(name: str) -> str:
-    """A name that fits the header of a call; ranks compare schedules by name, so a longer one ends in a checksum."""
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 9]}~{zlib.crc32(name.encode()):08x}"
 
 
 def _data_chunks(schedule: Schedule) -> int:
@@ -111,10 +105,10 @@ def _places_of_pieces(
         return lambda pieces: place[list(pieces)]
     length = schedule.chunks // schedule.size
 
-    def places(pieces: Sequence[int]) -> NDArray[np.int64]:
+    def chunks_of(pieces: Sequence[int]) -> NDArray[np.int64]:
         pair, part = np.divmod(np.asarray(pieces), length)
         src, dst = np.divmod(pair, schedule.size)
         chunks: NDArray[np.int64] = np.where(dst == me, schedule.chunks + src * length, dst * length) + part
         return place[chunks]
 
-    return places
+    return chunks_of

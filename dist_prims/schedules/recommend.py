@@ -27,7 +27,7 @@ from .replay import replay
 from .schedule import Schedule
 from .step_bounds import StepBounds
 from .topology import LATENCY, LINK, PROCESSOR, Topology
-from .trust import may_be_chosen
+from .trust import MOST_RANKS, evaluated, may_be_chosen
 
 __all__: list[str] = []
 
@@ -89,10 +89,13 @@ class Advice:
     bound: float
 
 
-def recommend(collective: str, nbytes: float, topology: Topology, only_best: bool = False) -> Advice:
+def recommend(
+    collective: str, nbytes: float, topology: Topology, only_best: bool = False, only_built_in: bool = False
+) -> Advice:
     """Price the candidates for a collective of ``nbytes`` on a topology.
 
     ``only_best``: without the candidates that the backend would not choose, as a simple lower bound shows.
+    ``only_built_in``: without algorithms of users.
 
     >>> from dist_prims.schedules.topology import Level
     >>> cluster = Topology((4, 4), Level(1e-6, 1e-10), Level(20e-6, 1e-9))
@@ -102,7 +105,7 @@ def recommend(collective: str, nbytes: float, topology: Topology, only_best: boo
     """
     if collective not in COLLECTIVES:
         raise ValueError(nearest("collective", collective, COLLECTIVES))
-    search = _Search(collective, nbytes, topology, only_best)
+    search = _Search(collective, nbytes, topology, only_best, only_built_in)
     if collective in EXCHANGES:
         search.direct()
     if _has_hierarchies(collective, topology):
@@ -163,6 +166,7 @@ class _Search:
     nbytes: float
     topology: Topology
     only_best: bool
+    only_built_in: bool
     found: list[Candidate] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     most_seconds: float = math.inf  # a candidate that takes longer is not chosen
@@ -173,12 +177,18 @@ class _Search:
         self.most_seconds = min((MUCH_SHORTER * each.seconds for each in self.found), default=math.inf)
 
     def flat(self) -> None:
-        for each in _equal_ranks(self.collective, self.topology.size):
+        for each in self._equal_ranks():
             if each.name == "direct" and self.collective in EXCHANGES:
                 continue  # tried first
             one_chunk = [{"chunks": 1}] if "chunks" in each.parameters else []
             for parameters in ({}, *one_chunk, *each.variants):
                 self._try_flat(each, parameters)
+
+    def _equal_ranks(self) -> Iterator[Algorithm]:
+        """The algorithms without a parameter ``hosts`` that may be chosen automatically."""
+        every = (lookup(self.collective, name) for name in algorithms(self.collective))
+        usable = (each for each in every if may_be_chosen(each, self.topology.size) and "hosts" not in each.parameters)
+        return (each for each in usable if each.built_in or not self.only_built_in)
 
     def _try_flat(self, algorithm: Algorithm, parameters: Mapping[str, Any]) -> None:
         self._try(algorithm.name, lambda: _growth(algorithm, self.topology.size), dict(parameters))
@@ -186,18 +196,24 @@ class _Search:
     def hierarchies(self) -> None:
         before = len(self.found)
         first = lookup(self.collective, "hierarchical").parameters["inner"]
-        for each in _equal_ranks(self.collective, self.topology.size):
+        for each in self._equal_ranks():
             if each.scratch is None or self.collective == "all_to_all":
                 self._hierarchy(first, each.name)
         if tried := self.found[before:]:
             best = dict(min(tried, key=lambda candidate: candidate.seconds).schedule.parameters)["outer"]
-            inners = [{*algorithms(kind)} for kind in self._kinds_within()]
+            inners = [{*self._inner(kind)} for kind in self._kinds_within()]
             for inner in sorted(set.intersection(*inners) - {first, "hierarchical"}):
                 self._hierarchy(inner, best)
 
     def _kinds_within(self) -> tuple[str, ...]:
         """The collectives within a host that the parameter ``inner`` names."""
         return _WITHIN.get(self.collective, (self.collective,))
+
+    def _inner(self, kind: str) -> Iterator[str]:
+        """The algorithms of a collective within a host; only an all_to_all can have phases that need scratch."""
+        every = (lookup(kind, name) for name in algorithms(kind))
+        usable = (each for each in every if each.scratch is None or kind == "all_to_all")
+        return (each.name for each in usable if each.built_in or not self.only_built_in)
 
     def _hierarchy(self, inner: str, outer: str) -> None:
         parameters = {"inner": inner, "outer": outer, "hosts": self.topology.hosts}
@@ -215,23 +231,27 @@ class _Search:
         return total, max(between[1] * shares, *(inside * each for _, each in within))
 
     def _try(self, name: str, transfers: Callable[[], tuple[float, float]], parameters: dict[str, Any]) -> None:
-        """Price a candidate, unless it has too many transfers in all or in its largest step."""
-        schedule = build_shared(self.collective, name, self.topology.size, **parameters)
+        """Price a candidate, unless it has too many transfers in all or in its largest step, or is wrong."""
+        price = functools.partial(self._price, transfers)
+        if candidate := evaluated(price, self.collective, name, self.topology.size, **parameters):
+            self.found.append(candidate)
+
+    def _price(self, transfers: Callable[[], tuple[float, float]], schedule: Schedule) -> Candidate | None:
         if self.topology.size > _FEW_RANKS or len(set(self.topology.hosts)) > 1:
             total, at_once = transfers()
             if total > MOST_TRANSFERS or at_once > MOST_AT_ONCE:
                 many = f"{at_once:,.0f} at once" if at_once > MOST_AT_ONCE else f"{total:,.0f}"
                 self.left_out.append((_name(schedule), many))
-                return
+                return None
         if self.only_best and self._is_too_long(schedule):
-            return
+            return None
         segments = int(best_segments(schedule, self.nbytes, self.topology))
         spent = parts(schedule, self.nbytes, self.topology, segments)
         latency, processor, link = (float(spent[columns].sum()) for columns in (LATENCY, PROCESSOR, LINK))
         loads = replay(schedule, self.topology)
         busiest = int(np.maximum(loads.sent, loads.received).max()) * float(schedule.share) * self.nbytes
         uncut = float(seconds(schedule, self.nbytes, self.topology))
-        self.found.append(Candidate(_name(schedule), schedule, segments, latency, processor, link, busiest, uncut))
+        return Candidate(_name(schedule), schedule, segments, latency, processor, link, busiest, uncut)
 
     def _is_too_long(self, schedule: Schedule) -> bool:
         """Whether a lower bound shows that the candidate is neither the best one, nor nearly as good, nor chosen.
@@ -256,19 +276,14 @@ def _name(schedule: Schedule) -> str:
     return " ".join([schedule.algorithm, *(f"{key}={value}" for key, value in schedule.parameters if key != "hosts")])
 
 
-def _equal_ranks(collective: str, size: int) -> Iterator[Algorithm]:
-    """The algorithms without a parameter ``hosts`` that may be chosen automatically."""
-    every = (lookup(collective, name) for name in algorithms(collective))
-    return (each for each in every if may_be_chosen(each, size) and "hosts" not in each.parameters)
-
-
 @functools.cache
 def _growth(registered: Algorithm, size: int) -> tuple[float, float]:
     """The approximate number of transfers in all and in the largest step.
 
-    Up to 64 ranks the transfers are counted. Above, the growth from a quarter to a half of the ranks is extrapolated.
+    Up to 64 ranks the transfers are counted. Above, the growth from a quarter to a half of the ranks is extrapolated,
+    except for an algorithm of a user's, which may support some sizes only.
     """
-    if size <= 64:
+    if size <= 64 or (not registered.built_in and size <= MOST_RANKS):
         rows = [len(step) for step in build(registered.collective, registered.name, size).steps]
         return sum(rows), max(rows, default=0)
     half, quarter = _growth(registered, size // 2), _growth(registered, size // 4)

@@ -41,8 +41,8 @@ class Algorithm:
 
     ``variants``: further parameters that a choice by price considers.
 
-    ``trusted``: the algorithm runs without a proof; see :mod:`.trust`. An algorithm that is registered again is a new
-    object, so that caches of the previous one do not apply to it.
+    ``trusted``: the algorithm runs without a proof; see :mod:`.trust`. ``built_in``: it is one of this package. An
+    algorithm that is registered again is a new object, so that caches of the previous one do not apply to it.
     """
 
     collective: str
@@ -54,6 +54,7 @@ class Algorithm:
     card: Card | None
     parameters: Mapping[str, Any]
     trusted: bool
+    built_in: bool
     variants: Sequence[Mapping[str, Any]] = ()
     part: Callable[..., Iterator[Step]] | None = None
 
@@ -105,6 +106,8 @@ def algorithm(
     rows of one rank alone, for algorithms of n^2 rows in which each rank sends what it has at the start. It is not used
     without ``trust``, because the proof is that of ``make``.
 
+    Every rank must register the same steps under a name; calls compare them. The names of this package are taken.
+
     >>> from dist_prims.schedules import Step
     >>> @algorithm("all_reduce", name="star", chunks=1)
     ... def star(size):
@@ -122,9 +125,12 @@ def algorithm(
 
     def register(make: _Make) -> _Make:
         key = collective, name or make.__name__
-        trusted = trust or make.__module__.startswith(f"{__package__}.algorithms.")
-        given = _parameters_of(make, collective)
-        _set(*key, Algorithm(*key, make, chunks, scratch, replicas, card, given, trusted, tuple(variants), part))
+        built_in = make.__module__.startswith(f"{__package__}.algorithms.")
+        if not built_in:
+            _load()
+            _check_not_built_in(*key, "register it under another name, algorithm(..., name=...)")
+        given, trusted, more = _parameters_of(make, collective), trust or built_in, tuple(variants)
+        _set(*key, Algorithm(*key, make, chunks, scratch, replicas, card, given, trusted, built_in, more, part))
         return make
 
     return register
@@ -135,6 +141,11 @@ def _check_registration(collective: str, replicas: str) -> None:
         raise ValueError(f"algorithm({collective!r}): {nearest('collective', collective, COLLECTIVES)}")
     if replicas not in ("same", "may differ"):
         raise ValueError(f"algorithm(replicas={replicas!r}): use 'same' or 'may differ'")
+
+
+def _check_not_built_in(collective: str, name: str, remedy: str) -> None:
+    if (collective, name) in _registry and _registry[collective, name].built_in:
+        raise ValueError(f"{collective} {name!r} is an algorithm of dist_prims, which all ranks rely on; {remedy}")
 
 
 def _parameters_of(make: Callable[..., Any], collective: str) -> dict[str, Any]:
@@ -151,7 +162,7 @@ def _parameters_of(make: Callable[..., Any], collective: str) -> dict[str, Any]:
 
 
 def unregister(collective: str, name: str) -> None:
-    """Remove an algorithm from the registry, for notebooks and tests that register one temporarily.
+    """Remove an algorithm that the program registered; those of the package stay.
 
     >>> @algorithm("barrier", name="none")
     ... def none(size):
@@ -160,6 +171,8 @@ def unregister(collective: str, name: str) -> None:
     >>> algorithms("barrier")
     ['dissemination', 'hierarchical']
     """
+    lookup(collective, name)
+    _check_not_built_in(collective, name, "only an algorithm that the program registered can be removed")
     _set(collective, name, None)
 
 

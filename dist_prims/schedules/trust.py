@@ -1,31 +1,56 @@
-"""Trust: the rules that decide which schedules may run without a proof.
+"""Trust: the rules that decide which schedules may run without a proof, and by which name ranks compare schedules.
 
 The tests of this package verify the algorithms that it registers. An algorithm that a user registers may be wrong, and
 a wrong one still runs: it leaves wrong numbers on some ranks and raises nothing. So its schedule is proved before its
 first run for a number of ranks, whether it is chosen by name, by size, by price or pinned. A proof takes less than a
 second up to 256 ranks; above :data:`MOST_RANKS` only ``algorithm(..., trust=True)`` runs without a proof.
+
+Two ranks may have registered different steps under one name, for example after a cell of a notebook has run on some
+ranks only. The name by which ranks compare schedules therefore ends in a fingerprint of the steps, unless all its
+algorithms are built in, which are the same on every rank.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import re
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from .contract import COLLECTIVES
-from .registry import Algorithm, algorithms, lookup
-from .schedule import Schedule
+from .registry import Algorithm, algorithms, build_shared, lookup
+from .schedule import Schedule, Step
+from .symbolic import ScheduleError
 
 __all__: list[str] = []
 
+T = TypeVar("T")
+
 MOST_RANKS = 512
+LONGEST_NAME = 47  # characters of an algorithm's name in the header of a call
+_DIGITS = 12  # of a fingerprint in a name
+_FINGERPRINT = re.compile(rf"#[0-9a-f]{{{_DIGITS}}}$")
+
+
+def _users_algorithms(collective: str, algorithm: str, parameters: Mapping[str, Any]) -> list[Algorithm]:
+    """The algorithms that are not built in, of this one and of every algorithm named by one of its parameters."""
+    parts = {value for value in parameters.values() if isinstance(value, str)}
+    named = [lookup(collective, algorithm)]
+    named += [lookup(kind, name) for kind in COLLECTIVES for name in algorithms(kind) if name in parts]
+    return [each for each in named if not each.built_in]
+
+
+def _users_algorithms_of(schedule: Schedule) -> list[Algorithm]:
+    return _users_algorithms(schedule.collective, schedule.algorithm, dict(schedule.parameters))
 
 
 def is_trusted(schedule: Schedule) -> bool:
     """Whether the algorithm, and every algorithm named by one of its parameters, is built in or marked as trusted."""
-    parts = {value for _, value in schedule.parameters if isinstance(value, str)}
-    named = [lookup(schedule.collective, schedule.algorithm)]
-    named += [lookup(kind, name) for kind in COLLECTIVES for name in algorithms(kind) if name in parts]
-    return all(each.trusted for each in named)
+    return all(each.trusted for each in _users_algorithms_of(schedule))
 
 
 def may_be_chosen(registered: Algorithm, size: int) -> bool:
@@ -33,12 +58,130 @@ def may_be_chosen(registered: Algorithm, size: int) -> bool:
     return registered.replicas == "same" and (registered.trusted or size <= MOST_RANKS)
 
 
+def evaluated(
+    evaluate: Callable[[Schedule], T], collective: str, algorithm: str, size: int, **parameters: Any
+) -> T | None:
+    """The value of ``evaluate`` for a schedule that may be chosen automatically; None if it may not be chosen.
+
+    A schedule with algorithms of a user is proved first. If it is wrong, or if it or ``evaluate`` raises, one warning
+    of the process names its algorithms: a call that does not name an algorithm must not fail because of it. Every rank
+    proves for itself and comes to the same result, so that no rank waits for another.
+    """
+    users = _users_algorithms(collective, algorithm, parameters)
+    if not users:
+        return evaluate(build_shared(collective, algorithm, size, **parameters))
+    is_proved = all(each.trusted for each in users)
+    if not is_proved and size > MOST_RANKS:
+        return None
+    try:
+        schedule = build_shared(collective, algorithm, size, **parameters)
+        if not (problem := "" if is_proved else problem_of(schedule)):
+            return evaluate(schedule)
+    except Exception as error:
+        problem = _text(error)
+    _warn_once(users, lookup(collective, algorithm), size, problem)
+    return None
+
+
+_warned: weakref.WeakSet[Algorithm] = weakref.WeakSet()
+
+
+def _warn_once(users: list[Algorithm], whole: Algorithm, size: int, problem: str) -> None:
+    if all(each in _warned for each in users):
+        return
+    _warned.update(users)
+    names = " and ".join(f"{each.collective} {each.name!r}" for each in users)
+    part = "" if whole in users else f", as a part of {whole.name!r},"
+    warnings.warn(
+        f"{names} for {size} ranks{part} is not chosen automatically: {problem}. Correct it, or {_remedy(users)}",
+        stacklevel=3,
+    )
+
+
+def _remedy(users: list[Algorithm]) -> str:
+    calls = (f"dist_prims.schedules.unregister({each.collective!r}, {each.name!r})" for each in users)
+    return f"unregister it ({' and '.join(calls)})"
+
+
+def remedy_of(schedule: Schedule) -> str:
+    """How to remove the algorithms of users that a schedule has."""
+    return _remedy(_users_algorithms_of(schedule))
+
+
+def _text(error: Exception) -> str:
+    return f"it raises {type(error).__name__}: {error}"
+
+
+def problem_of(schedule: Schedule) -> str:
+    """What is wrong with a schedule; empty if it is correct. Equal steps are proved once in a process."""
+    digest = fingerprint(schedule)
+    if digest not in _problems:
+        try:
+            schedule.verify()
+            _problems[digest] = ""
+        except ScheduleError as error:
+            _problems[digest] = str(error)
+        except Exception as error:  # of the user's generator
+            return _text(error)
+    return _problems[digest]
+
+
+_problems: dict[str, str] = {}  # by fingerprint
+
+
 @functools.lru_cache(maxsize=256)
 def fingerprint(schedule: Schedule) -> str:
-    """A hash of the steps and their initial state; equal schedules have equal hashes."""
+    """A hash of the steps and their initial state; equal schedules have equal hashes on all ranks.
+
+    An exception of the generator is part of the hash: a rank whose generator raises must still compare its call.
+    """
     of = hashlib.sha256(repr((schedule.collective, schedule.size, schedule.chunks, schedule.root)).encode())
     of.update(str(schedule.contract.total).encode())
-    for step in schedule.steps:
-        for column in (step.src, step.dst, step.chunk, step.into, step.reduce):
-            of.update(len(column).to_bytes(8, "little") + column.tobytes())
+    try:
+        for step in _executed_steps(schedule):
+            for column in (step.src, step.dst, step.chunk, step.into, step.reduce):
+                of.update(len(column).to_bytes(8, "little") + column.tobytes())
+    except Exception as error:
+        of.update(type(error).__name__.encode())
     return of.hexdigest()
+
+
+def _executed_steps(schedule: Schedule) -> Iterator[Step]:
+    """The steps that the ranks execute: of an algorithm with ``part`` those of each rank, one rank after the other."""
+    if schedule.part is None:
+        yield from schedule.steps
+    else:
+        for rank in range(schedule.size):
+            yield from schedule.part(rank)
+
+
+def name_to_compare(schedule: Schedule, name: str, longest: int = LONGEST_NAME) -> str:
+    """The name by which ranks compare schedules, in the header of a call.
+
+    >>> from dist_prims.schedules import Step, algorithm, build, unregister
+    >>> @algorithm("broadcast", name="mine", chunks=1)
+    ... def mine(size, root):
+    ...     yield Step(src=root, dst=[rank for rank in range(size) if rank != root], chunk=0)
+    >>> len(name_to_compare(build("broadcast", "mine", 3), "mine")) - len("mine#")
+    12
+    >>> name_to_compare(build("broadcast", "binomial", 3), "binomial")
+    'binomial'
+    >>> unregister("broadcast", "mine")
+    """
+    if not _users_algorithms_of(schedule):
+        return shortened(name, longest)
+    return f"{shortened(name, longest - _DIGITS - 1)}#{fingerprint(schedule)[:_DIGITS]}"
+
+
+def without_fingerprint(name: str) -> str:
+    """The name without the fingerprint that :func:`name_to_compare` appends.
+
+    >>> without_fingerprint("mine#0123456789ab"), without_fingerprint("ring")
+    ('mine', 'ring')
+    """
+    return _FINGERPRINT.sub("", name)
+
+
+def shortened(name: str, longest: int = LONGEST_NAME) -> str:
+    """A name that fits the header of a call; ranks compare schedules by name, so a longer one ends in a checksum."""
+    return name if len(name) <= longest else f"{name[: longest - 9]}~{zlib.crc32(name.encode()):08x}"

@@ -14,6 +14,7 @@ from ..schedules.registry import build, lookup
 from ..schedules.replay import replay
 from ..schedules.schedule import Schedule
 from ..schedules.topology import Topology
+from ..schedules.trust import without_fingerprint
 from .reader import CollectiveCall
 
 __all__: list[str] = []
@@ -53,7 +54,7 @@ def _predict(
 
 def _schedule(collective: str, algorithm: str, hosts: tuple[int, ...], root: int | None) -> Schedule:
     """The schedule of a name such as ``ring`` or ``tree(degree=2)``; the backend also lists values without names."""
-    base, _, text = algorithm.partition("(")
+    base, _, text = without_fingerprint(algorithm).partition("(")
     takes = lookup(collective, base).parameters
     parameters: dict[str, Any] = {} if root is None else {"root": root}
     if "hosts" in takes:

@@ -1,26 +1,30 @@
-"""Algorithms that the package does not know are proved before they run, wherever they are chosen.
+"""Algorithms that the package does not know are compared and proved before they run, wherever they are chosen.
 
 Once a ring without its second half that a program had registered was the cheapest all_reduce by price, and a plain
-``dist_prims.all_reduce`` returned a partial sum.
+``dist_prims.all_reduce`` returned a partial sum. Later the proof made plain calls fail, because of an algorithm that
+they did not name.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import span
 
 import dist_prims
 from dist_prims.collectives import proof_before_use
 from dist_prims.collectives.algorithm_choice import cheapest
-from dist_prims.errors import CommTimeoutError
-from dist_prims.schedules import Schedule, ScheduleError, Step, algorithm, build, trust, unregister
+from dist_prims.errors import MismatchError
+from dist_prims.schedules import Schedule, ScheduleError, Step, algorithm, algorithms, build, lookup, trust, unregister
+from dist_prims.schedules.recommend import recommend
+from dist_prims.schedules.topology import Level, Topology
 
 COUNT = 1 << 18  # elements: large enough for the native collectives to follow a pinned schedule
 
@@ -71,10 +75,51 @@ def summed(call: Callable[[torch.Tensor], Any]) -> bool:
     return torch.equal(tensor, size * torch.arange(COUNT) + size * (size - 1) // 2)
 
 
+def only_two_ranks(size: int) -> Iterator[Step]:
+    if size > 2:
+        raise KeyError("two ranks")
+    yield Step(src=[0, 1], dst=[1, 0], chunk=0, reduce=True)
+
+
 @pytest.mark.usefixtures("registered")
-def test_the_choice_by_price_would_take_the_wrong_algorithm() -> None:
-    """Or the tests below show nothing."""
-    assert cheapest("all_reduce", 3, 4 * COUNT) == "forgetful"
+def test_a_wrong_algorithm_is_left_out_of_a_choice_with_one_warning() -> None:
+    assert build("all_reduce", "forgetful", 3).cost(4 * COUNT, 60e-6, 5e-10) < build("all_reduce", "ring", 3).cost(
+        4 * COUNT, 60e-6, 5e-10
+    ), "it would be the cheapest"
+    with pytest.warns(UserWarning, match=r"all_reduce 'forgetful' for 3 ranks is not chosen .*is missing.*unregister"):
+        assert cheapest("all_reduce", 3, 4 * COUNT) != "forgetful"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cheapest("all_reduce", 4, 4 * COUNT) != "forgetful"
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_an_algorithm_that_raises_is_left_out_of_a_recommendation(is_trusted: bool) -> None:
+    """It is considered where it works: between two hosts."""
+    algorithm("all_reduce", name="pair", chunks=1, trust=is_trusted)(only_two_ranks)
+    try:
+        costs = Level(1e-6, 1e-10), Level(20e-6, 1e-9)
+        with pytest.warns(
+            UserWarning, match="all_reduce 'pair' for 4 ranks is not chosen .* raises KeyError: 'two ranks'"
+        ):
+            names = [each.name for each in recommend("all_reduce", 1e6, Topology((2, 2), *costs)).candidates]
+        assert "pair" not in names
+        assert "hierarchical inner=ring outer=pair" in names
+        assert cheapest("all_reduce", 4, 4 * COUNT) != "pair"
+    finally:
+        unregister("all_reduce", "pair")
+
+
+def test_an_algorithm_of_the_package_cannot_be_replaced_or_removed() -> None:
+    """A program that registered its own "ring" changed the all_reduce of the whole process."""
+    ring = lookup("all_reduce", "ring")
+    with pytest.raises(ValueError, match=r"all_reduce 'ring' is an algorithm of dist_prims.*under another name"):
+        algorithm("all_reduce", name="ring", chunks=1)(star)
+    with pytest.raises(ValueError, match=r"all_reduce 'ring' is an algorithm of dist_prims.*can be removed"):
+        unregister("all_reduce", "ring")
+    with pytest.raises(ValueError, match="unknown all_reduce algorithm 'rung'; did you mean 'ring'"):
+        unregister("all_reduce", "rung")
+    assert lookup("all_reduce", "ring") is ring
 
 
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
@@ -83,7 +128,7 @@ def test_the_collectives_of_python_prove_what_they_run(backend: str) -> None:
         register_both()
         tensor = torch.ones(COUNT)
         if backend == "gloo":  # the other one has collectives of its own
-            assert refused(lambda: dist_prims.all_reduce(tensor, algorithm="cheapest"))
+            assert summed(lambda tensor: dist_prims.all_reduce(tensor, algorithm="cheapest"))
         assert refused(lambda: dist_prims.all_reduce(tensor, algorithm="forgetful"))  # by name
         os.environ["DIST_PRIMS_ALL_REDUCE"] = "forgetful:1K-max"
         # by size: a group of the backend dist_prims pins the algorithm when it is made
@@ -99,9 +144,10 @@ def test_the_collectives_of_python_prove_what_they_run(backend: str) -> None:
     dist_prims.spawn(rank_main, 3, backend=backend, timeout=120)
 
 
-def test_one_rank_proves() -> None:
+def test_equal_steps_are_proved_once_on_each_rank() -> None:
     def rank_main() -> int:
         register_both()
+        trust._problems.clear()  # of the process that forked this rank
         count = 0
         verify = Schedule.verify
 
@@ -116,7 +162,7 @@ def test_one_rank_proves() -> None:
         dist_prims.all_reduce(torch.ones(COUNT), algorithm="ring")
         return count
 
-    assert dist_prims.spawn(rank_main, 3, backend="gloo", timeout=120) == [1, 0, 0]
+    assert dist_prims.spawn(rank_main, 3, backend="gloo", timeout=120) == [1, 1, 1]
 
 
 def test_pinned_schedules_are_proved_when_the_group_is_made() -> None:
@@ -129,59 +175,149 @@ def test_pinned_schedules_are_proved_when_the_group_is_made() -> None:
     dist_prims.spawn(rank_main, 3, backend="dist_prims", timeout=120)
 
 
-def test_a_wrong_algorithm_is_not_followed_across_hosts() -> None:
-    """Also where it is a part of the hierarchical one."""
+def test_a_plain_call_across_hosts_does_not_fail_by_an_algorithm_of_a_user() -> None:
+    """It is neither followed nor a reason to raise, also as a part of the hierarchical one; where a call names it, the
+    error says what to unregister."""
 
     def rank_main() -> None:
         register_both()
-        rank = dist.get_rank()
-        dist.destroy_process_group()
-        os.environ["DIST_PRIMS_HOST_ID"] = "ab"[rank // 2]
-        dist_prims.init("dist_prims", timeout=60)
-        tensor = torch.ones(COUNT)
+        algorithm("all_reduce", name="pair", chunks=1)(only_two_ranks)
+        algorithm("broadcast", name="from 0", chunks=1, trust=True)(from_rank_0)
+        rank, tensor = dist.get_rank(), torch.ones(COUNT)
+        assert summed(dist.all_reduce)
+        for root in (0, 3):
+            sent = torch.full((COUNT,), rank)
+            dist.broadcast(sent, root)
+            assert sent.eq(root).all()
+        remedy = r"unregister it \(dist_prims.schedules.unregister\('all_reduce', 'forgetful'\)\)"
         with pytest.raises(
-            ScheduleError, match=f"rank {rank}: all_reduce '(forgetful|hierarchical)' for 4 ranks is wrong"
+            ScheduleError, match=f"rank {rank}: all_reduce 'hierarchical' for 4 ranks is wrong.*{remedy}"
         ):
-            dist.all_reduce(tensor)
-        parts = {"hosts": (2, 2), "outer": "forgetful"}
-        with pytest.raises(ScheduleError, match=f"rank {rank}: all_reduce 'hierarchical' for 4 ranks is wrong"):
-            dist_prims.all_reduce(tensor, algorithm="hierarchical", **parts)
+            dist_prims.all_reduce(tensor, algorithm="hierarchical", outer="forgetful")
+        with pytest.raises(
+            ScheduleError, match=f"rank {rank}: all_reduce 'pair' for 4 ranks is wrong.*raises KeyError"
+        ):
+            dist_prims.all_reduce(tensor, algorithm="pair")
         assert tensor.eq(1).all(), "data was touched"
-        unregister("all_reduce", "forgetful")
         assert summed(dist.all_reduce)
 
-    dist_prims.spawn(rank_main, 4, timeout=120)
+    span("a a b b", rank_main)
 
 
-def test_ranks_whose_steps_differ_are_told() -> None:
+def from_rank_0(size: int, root: int) -> Iterator[Step]:
+    """The cheapest broadcast by price, and trusted, but for one root only."""
+    if root != 0:
+        raise ValueError("root 0 only")
+    yield Step(src=0, dst=range(1, size), chunk=0)
+
+
+def register_by_rank(trusted: bool) -> None:
+    """Two right algorithms under one name; that of rank 1 adds in another order of chunks."""
+
+    @algorithm("all_reduce", name="mine", chunks=2, trust=trusted)
+    def mine(size: int) -> Iterator[Step]:
+        order = (1, 0) if dist.get_rank() == 1 else (0, 1)
+        for chunk in order:
+            yield Step(src=range(1, size), dst=0, chunk=chunk, reduce=True)
+        for chunk in order:
+            yield Step(src=0, dst=range(1, size), chunk=chunk)
+
+
+DIFFERENT_STEPS = r"rank \d: ranks disagree, no data was touched.*registered different steps under this name"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
+@pytest.mark.parametrize("trusted", [True, False])
+def test_ranks_that_registered_different_steps_raise(backend: str, trusted: bool) -> None:
+    """A rank that missed a new registration followed the old steps, and the sums were wrong without an error."""
+
     def rank_main() -> None:
-        if dist.get_rank() == 0:
-            algorithm("all_reduce", name="mine", chunks=1)(star)
-        else:
-            algorithm("all_reduce", name="mine")(half_a_ring)
-        group = dist.new_group(timeout=timedelta(seconds=4))
-        error = CommTimeoutError if dist.get_rank() else dist_prims.errors.CommError
-        with pytest.raises((error, RuntimeError)) as caught:
-            dist_prims.all_reduce(torch.ones(8), algorithm="mine", group=group)
-        if dist.get_rank():
-            assert "register the same steps under this name" in str(caught.value)
+        tensor = torch.tensor([1.0, 10.0])
+        algorithm("all_reduce", name="mine", chunks=1, trust=trusted)(star)
+        dist_prims.all_reduce(tensor, algorithm="mine")
+        assert tensor.tolist() == [3.0, 30.0]
+        register_by_rank(trusted)
+        calls: list[dict[str, Any]] = [{"algorithm": "mine"}, {"algorithm": "mine", "async_op": True}]
+        for options in [*calls, {"algorithm": "hierarchical", "outer": "mine", "hosts": (1, 1, 1)}]:
+            with pytest.raises(MismatchError, match=DIFFERENT_STEPS):  # an asynchronous call raises in wait()
+                dist_prims.all_reduce(tensor, **options).wait()
+        assert tensor.tolist() == [3.0, 30.0], "data was touched"
 
-    dist_prims.spawn(rank_main, 2, backend="gloo", timeout=120)
+    dist_prims.spawn(rank_main, 3, backend=backend, timeout=120)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_rank_whose_steps_raise_is_compared(backend: str, trusted: bool) -> None:
+    """The other ranks do not wait for it."""
+
+    def rank_main() -> None:
+        algorithm("all_reduce", name="mine", chunks=1, trust=trusted)([star, only_two_ranks][dist.get_rank() == 1])
+        with pytest.raises(MismatchError, match=DIFFERENT_STEPS):
+            dist_prims.all_reduce(torch.ones(8), algorithm="mine")
+        algorithm("all_reduce", name="mine", chunks=1, trust=trusted)(only_two_ranks)
+        with pytest.raises((ScheduleError, KeyError), match="two ranks"):
+            dist_prims.all_reduce(torch.ones(8), algorithm="mine")
+        assert summed(dist_prims.all_reduce)
+
+    dist_prims.spawn(rank_main, 3, backend=backend, timeout=120)
+
+
+def test_pinned_and_priced_schedules_are_compared() -> None:
+    def rank_main() -> None:
+        register_by_rank(trusted=False)
+        os.environ["DIST_PRIMS_ALL_REDUCE"] = "mine x2"
+        group = dist.new_group()
+        with pytest.raises(MismatchError, match=DIFFERENT_STEPS):
+            dist.all_reduce(torch.ones(COUNT), group=group)
+
+        @algorithm("reduce", name="cheap", chunks=1, trust=True)
+        def cheap(size: int, root: int) -> Iterator[Step]:
+            yield Step(src=1 + (dist.get_rank() == 1), dst=root, chunk=0, reduce=True)
+
+        with pytest.raises(MismatchError, match=DIFFERENT_STEPS):
+            dist.reduce(torch.ones(COUNT), 0)
+
+    span("a b c", rank_main)
+
+
+def test_the_steps_that_a_rank_executes_are_in_the_fingerprint() -> None:
+    """A trusted algorithm with ``part`` executes the rows of ``part``."""
+    fingerprints = []
+    for shift in (1, 2):
+
+        def part(size: int, rank: int, shift: int = shift) -> Iterator[Step]:
+            yield Step(src=rank, dst=(rank + shift) % size, chunk=rank)
+
+        algorithm("all_gather", name="parts", trust=True, part=part)(lambda size: iter(()))
+        fingerprints.append(trust.fingerprint(build("all_gather", "parts", 3)))
+        assert fingerprints[-1] == trust.fingerprint(build("all_gather", "parts", 3)), "the same on every rank"
+    unregister("all_gather", "parts")
+    assert fingerprints[0] != fingerprints[1]
+
+
+def test_names_of_built_in_algorithms_have_no_fingerprint() -> None:
+    for collective in ("all_reduce", "broadcast"):
+        for name in algorithms(collective):
+            assert trust.name_to_compare(build(collective, name, 4), name) == name
+    long = trust.name_to_compare(build("all_reduce", "ring", 4), "x" * 60)
+    assert len(long) == trust.LONGEST_NAME
+    assert long != trust.name_to_compare(build("all_reduce", "ring", 4), "x" * 61)
 
 
 def test_above_the_limit_only_trusted_algorithms_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit of 2 ranks in place of 512."""
     for module in (trust, proof_before_use):
         monkeypatch.setattr(module, "MOST_RANKS", 2)
-    group = proof_before_use.Proofs(None, 0)
+    require_proof = proof_before_use.require_proof
     try:
         register_both()
-        group.require(build("all_reduce", "ring", 3), timedelta(seconds=1))
+        require_proof(build("all_reduce", "ring", 3), 0)
         with pytest.raises(ScheduleError, match=r"all_reduce 'star' for 3 ranks is not proved: above 2 ranks"):
-            group.require(build("all_reduce", "star", 3), timedelta(seconds=1))
+            require_proof(build("all_reduce", "star", 3), 0)
         assert cheapest("all_reduce", 3, 4 * COUNT) != "forgetful"
         algorithm("all_reduce", name="star", chunks=1, trust=True)(star)
-        group.require(build("all_reduce", "star", 3), timedelta(seconds=1))
+        require_proof(build("all_reduce", "star", 3), 0)
     finally:
         unregister("all_reduce", "forgetful")
         unregister("all_reduce", "star")
