@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..autoload import NAME
+from ..collectives.group_hosts import remember_hosts
 from ..collectives.proof_before_use import require_proof
 from ..errors import PeerDiedError
 from ..launch.group_secret import announce_missing_secret, secret_of_group
@@ -235,6 +236,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         known = link_costs.of_rank_0(temporary, rank, hosts, warn=ranks[0] == 0)
         network = 0 if known else network_number()
         multi_host = MultiHostSchedules(hosts, rank, known or link_costs.uncalibrated(hosts), check)
+        remember_hosts(request.name, multi_host.order)
         transports = _transports(request, temporary, ranks, hosts, prims_options.engine, key, make_gloo)
         made.addresses, made.registers = quorum_ranks.publish(temporary, rank, hosts, token, made.key)
     one_shot = prims_options.one_shot_bytes

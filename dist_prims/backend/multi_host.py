@@ -1,9 +1,6 @@
 """Groups on several hosts: the choice of a schedule for each collective, and its form for execution by one rank.
 
-The schedules of a topology number the ranks host by host. Each rank therefore has a *position* in the order of hosts:
-
-    rank      0  1  2  3        on hosts  a  b  a  b
-    position  0  2  1  3
+The schedules of a topology number the ranks host by host; see ``schedules/host_order.py``.
 
 The choice is the schedule that is recommended for the topology: the lowest cost or nearly so, at the costs of
 ``link_costs.py``.
@@ -12,13 +9,12 @@ The choice is the schedule that is recommended for the topology: the lowest cost
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..schedules import Schedule
 from ..schedules.contract import ROOTED
+from ..schedules.host_order import HostOrder
 from ..schedules.native import NativeForm, to_native
 from ..schedules.piggyback import added_seconds
 from ..schedules.recommend import EXCHANGES, MUCH_SHORTER, recommend
@@ -37,24 +33,6 @@ _PAIRWISE: _Choice = ("pairwise", (), 1)
 # block was dropped, TCP notices earlier, by those that follow it: from _VERY_LARGE on so many streams are not too many.
 _MOST_STREAMS, _LARGE, _VERY_LARGE = 4, 1 << 19, 1 << 22
 _UNEVEN_RANGES = ((0, _LARGE), (_LARGE, _VERY_LARGE), (_VERY_LARGE, 1 << 63))
-
-
-@dataclass(frozen=True)
-class HostOrder:
-    """The ranks in the order of their hosts: ``rank_at[position]``, and the number of ranks of each host.
-
-    >>> HostOrder.of(["a", "b", "a", "b"])
-    HostOrder(rank_at=(0, 2, 1, 3), hosts=(2, 2))
-    """
-
-    rank_at: tuple[int, ...]
-    hosts: tuple[int, ...]
-
-    @classmethod
-    def of(cls, names: Sequence[str]) -> HostOrder:
-        ranks = Counter(names)  # in the order of the first rank of each host
-        place = {name: place for place, name in enumerate(ranks)}
-        return cls(tuple(sorted(range(len(names)), key=lambda rank: place[names[rank]])), tuple(ranks.values()))
 
 
 class MultiHostSchedules:

@@ -39,12 +39,12 @@ from numpy.typing import NDArray
 
 from ..agreement import broadcast_value, gather_values
 from ..backend.link_costs import ASSUMED
-from ..backend.multi_host import HostOrder
 from ..backend.tuning import CALIBRATION
 from ..launch import init
 from ..launch.hosts import boot_id
 from ..schedules.contract import contract
 from ..schedules.cost import seconds
+from ..schedules.host_order import HostOrder
 from ..schedules.native import to_native
 from ..schedules.recommend import Candidate, recommend
 from ..schedules.schedule import Schedule, Step, Steps

@@ -25,6 +25,7 @@ All collectives take these arguments in addition to their own:
 
 A named algorithm runs in C++ on the backend dist_prims (all_reduce, all_gather, reduce_scatter, broadcast, reduce,
 gather, scatter, all_to_all), and in Python over point-to-point messages on other backends. Both give the same bits.
+In a group that spans hosts, a hierarchical algorithm groups the ranks by these hosts, unless ``hosts=`` is given.
 
 Ranks must agree in collective, operation, dtype, count, root, algorithm, its steps and order of calls. If they differ,
 all ranks raise MismatchError before any data is touched. The exception is a call of gloo's own collectives: gloo does

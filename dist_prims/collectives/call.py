@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..schedules import Schedule
+from ..schedules import Schedule, lookup
 from ..schedules.native import FOLLOWED
 from ..schedules.program import Program, compile_program
 from ..schedules.registry import build_shared
@@ -29,6 +29,7 @@ from .call_agreement import Header, agree
 from .channel import Channel
 from .execute import ChunkSlice, Executor
 from .flat import split_evenly
+from .group_hosts import exchange_hosts, known_hosts
 from .native import (
     NativeWork,
     backend_supports,
@@ -110,8 +111,16 @@ class _Named:
     algorithm: str
     parameters: dict[str, Any]
 
+    def needs_hosts(self, call: Call) -> bool:
+        """Whether the algorithm groups the ranks by hosts, and the call does not say how."""
+        return "hosts" in lookup(call.collective, self.algorithm).parameters and "hosts" not in self.parameters
+
     def schedule(self, call: Call) -> Schedule:
+        """Return the schedule. In a group that is known to span hosts, the hosts are those of the group."""
         parameters = self.parameters if call.root is None else {**self.parameters, "root": call.root}
+        order = known_hosts(call.group) if self.needs_hosts(call) else None
+        if order is not None and len(order.hosts) > 1:
+            return order.build(call.collective, self.algorithm, **parameters)
         return build_shared(call.collective, self.algorithm, call.group.size(), **parameters)
 
 
@@ -201,6 +210,10 @@ def _on_a_stream(job: Callable[[int], None], device: torch.device) -> Callable[[
 
 @torch.no_grad()
 def _job(call: Call, segment_bytes: int, named: _Named, number: int) -> None:
+    if named.needs_hosts(call) and known_hosts(call.group) is None:
+        _agree(call, segment_bytes, named.schedule(call), number)
+        channel = Channel(call.group, _AGREEMENT_TAG, timeout_of(call.group, call.like.device))
+        exchange_hosts(channel, call.group, call.like.device)
     schedule = named.schedule(call)
     if recorder.active is None:
         _execute(call, segment_bytes, schedule, number)

@@ -59,7 +59,7 @@ def _steps(schedule: Schedule, rank: int, ranks: tuple[int, ...]) -> list[Any]:
     """The part of ``rank`` in each step, which is the same for all sizes of the data."""
     program = compile_program(schedule, ranks.index(rank))
     steps: list[Any] = [([], [], [])] * program.steps
-    place, place_of_piece = _places(schedule, ranks), _places_of_pieces(schedule, ranks, ranks.index(rank))
+    place, place_of_piece = places(schedule, ranks), _places_of_pieces(schedule, ranks, ranks.index(rank))
 
     def messages(given: Sequence[Message], direction: int) -> list[Any]:
         """The messages in the order of the distance of the peer, so that no rank is the first that all send to."""
@@ -81,7 +81,7 @@ def _steps(schedule: Schedule, rank: int, ranks: tuple[int, ...]) -> list[Any]:
     return steps
 
 
-def _places(schedule: Schedule, ranks: Sequence[int]) -> NDArray[np.int64]:
+def places(schedule: Schedule, ranks: Sequence[int]) -> NDArray[np.int64]:
     """The executor's number for each chunk: its blocks are ordered by the ranks of the group, not of the schedule."""
     place = np.arange(schedule.contract.total)
     if schedule.collective in _IN_BLOCKS:
@@ -100,7 +100,7 @@ def _places_of_pieces(
     In an all_to_all that is the chunk of the same part of the block that this rank sends or receives. A block that it
     forwards is as long as every other, so the chunk of any block serves.
     """
-    place = _places(schedule, ranks)
+    place = places(schedule, ranks)
     if schedule.collective != "all_to_all":
         return lambda pieces: place[list(pieces)]
     length = schedule.chunks // schedule.size

@@ -17,10 +17,11 @@ from wrapping import go_round, refuse
 
 import dist_prims
 from dist_prims.backend.link_costs import ASSUMED
-from dist_prims.backend.multi_host import HostOrder, MultiHostSchedules
+from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.errors import MismatchError
 from dist_prims.schedules import Schedule, algorithm, build
 from dist_prims.schedules.contract import COLLECTIVES
+from dist_prims.schedules.host_order import HostOrder
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 

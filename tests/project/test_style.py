@@ -33,7 +33,7 @@ LAYERS = {
     "plain_values": set(),
     "threads": set(),
     "agreement": {"errors", "plain_values", "torch_compat"},
-    "collectives": {"agreement", "errors", "schedules", "torch_compat", "threads", "tracing"},
+    "collectives": {"agreement", "errors", "launch", "schedules", "torch_compat", "threads", "tracing"},
     "launch": {"agreement", "autoload", "threads", "tracing"},
     "backend": {"autoload", "collectives", "errors", "launch", "schedules", "torch_compat", "tracing"},
     "autoload": {"backend", "launch", "torch_compat"},

@@ -52,7 +52,10 @@ def equal_hosts(size: int, hosts: Hosts) -> tuple[int, int]:
     """The number of hosts, and the ranks of each."""
     shape = host_sizes(size, hosts)
     if len(set(shape)) > 1:
-        raise ValueError(f"hierarchical: hosts={shape} must have equally many ranks each for this collective")
+        raise ValueError(
+            f"hierarchical: hosts={shape} must have equally many ranks each for this collective; name a flat "
+            "algorithm, or give other hosts="
+        )
     return len(shape), shape[0]
 
 
