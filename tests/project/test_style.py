@@ -78,7 +78,7 @@ TRAINING = {
     "checkpoint": {"data"},
     "elastic": {"checkpoint", "data", "partition"},
     "local_sgd": {"average", "gradients"},
-    "pipeline": {"checkpoint", "gradients"},
+    "pipeline": {"checkpoint", "gradients", "group_duplicates"},
     "sharding": {"gradients"},
     "state_transfer": set(),
     "replicated_state": {"checkpoint", "data", "gradients", "state_transfer"},
