@@ -1,7 +1,8 @@
 """One block of attention, queries against some of the keys: its output, and the log of its softmax's denominator.
 
 With these logarithms blocks that were computed apart can be merged, and a block's gradient needs nothing of the other
-blocks but the merged output and logarithm: p = exp(score - logsumexp) is then the share in the whole softmax. So the
+blocks but the merged output and logarithm: p = exp(score - logsumexp) is then the share in the whole softmax (the plain
+formula needs a mean instead of the output, see :class:`Kernel`). So the
 kernels behind ``scaled_dot_product_attention`` can be called directly. They are chosen as there: by
 ``torch.nn.attention.sdpa_kernel`` and by the tensors; only cuDNN's, whose logarithms have another form, is replaced by
 the next best. The plain formula is the fallback.
@@ -25,16 +26,24 @@ __all__: list[str] = []
 
 Tensor = torch.Tensor
 Three = tuple[Tensor, Tensor, Tensor]
+Mean = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], Tensor]
 _ALIGNED = 32  # rows of logarithms that the memory-efficient kernel reads at a time
 
 
 class Kernel(NamedTuple):
     """``forward(q, k, v, causal, scale)`` gives output and logarithms, ``backward(grad, q, k, v, output, logarithms,
-    causal, scale)`` the three gradients."""
+    causal, scale)`` the three gradients.
+
+    ``mean(grad, q, k, v, logarithms, causal, scale)``: the part of these keys in the mean gradient of a share, which is
+    sum(grad * output). A kernel that has it takes the sum of the parts in place of the output. In the gradient of a
+    score, share * (gradient - mean), the two are nearly equal where one key has almost all of the share. A mean of the
+    same rounded numbers then cancels, as in ``scaled_dot_product_attention``; a mean from a rounded output does not.
+    """
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], Three]
+    mean: Mean | None = None
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
@@ -101,7 +110,15 @@ def _grouped(kernel: Kernel) -> Kernel:
         of_q, of_k, of_v = kernel.backward(grad, *grouped(q, k, v), output, logs, causal, scale)
         return of_q.reshape(q.shape), of_k.sum(1).view(k.shape), of_v.sum(1).view(v.shape)
 
-    return Kernel(kernel.name, forward, backward)
+    def mean(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, causal: bool, scale: float) -> Tensor:
+        assert kernel.mean is not None
+        grad, q, k, v = (_dense(each) for each in (grad, q, k, v))
+        if q.shape[1] == k.shape[1]:
+            return kernel.mean(grad, q, k, v, logs, causal, scale)
+        part = kernel.mean(by_key(grad, k), *grouped(q, k, v), by_key(logs, k), causal, scale)
+        return part.reshape(*q.shape[:-1], 1)
+
+    return Kernel(kernel.name, forward, backward, mean if kernel.mean else None)
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -175,18 +192,36 @@ def _math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
     with torch.autocast(q.device.type, enabled=False):
         wide_q, wide_k, wide_v = _wide(q, k, v)
         scores = _scores(wide_q, wide_k, causal, scale)
-        logs = scores.logsumexp(-1)
-        return torch.matmul(scores.sub_(logs.unsqueeze(-1)).exp_(), wide_v), logs
+        largest = scores.amax(-1, keepdim=True)
+        shares = scores.sub_(largest).exp_()
+        total = shares.sum(-1, keepdim=True)
+        logs = (largest.double() + total.double().log()).squeeze(-1)
+        return torch.matmul(shares.div_(total), wide_v), logs
+
+
+def _math_shares(q: Tensor, k: Tensor, logs: Tensor, causal: bool, scale: float) -> Tensor:
+    """The shares of some keys in the whole softmax. Their sum over all keys is 1 to the last bit of float32, since the
+    logarithms, as large as the scores, are in float64."""
+    scores = _scores(q, k, causal, scale)
+    high = logs.to(scores.dtype)
+    low = (logs - high).to(scores.dtype)
+    return scores.sub_(high.unsqueeze(-1)).sub_(low.unsqueeze(-1)).exp_()
+
+
+def _math_mean(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, causal: bool, scale: float) -> Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        grad, q, k, v = _wide(grad, q, k, v)
+        return torch.matmul(grad, v.mT).mul_(_math_shares(q, k, logs, causal, scale)).sum(-1, keepdim=True)
 
 
 def _math_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, logs: Tensor, causal: bool, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mean: Tensor, logs: Tensor, causal: bool, scale: float
 ) -> Three:
     with torch.autocast(q.device.type, enabled=False):
-        grad, q, k, v, output = _wide(grad, q, k, v, output)
-        shares = _scores(q, k, causal, scale).sub_(logs.unsqueeze(-1)).exp_()
+        grad, q, k, v = _wide(grad, q, k, v)
+        shares = _math_shares(q, k, logs, causal, scale)
         of_v = torch.matmul(shares.mT, grad)
-        of_scores = torch.matmul(grad, v.mT).sub_((grad * output).sum(-1, keepdim=True)).mul_(shares).mul_(scale)
+        of_scores = torch.matmul(grad, v.mT).sub_(mean).mul_(shares).mul_(scale)
         return torch.matmul(of_scores, k), torch.matmul(of_scores.mT, q), of_v
 
 
@@ -194,7 +229,7 @@ def _aten(name: str) -> Any:
     return getattr(torch.ops.aten, name)
 
 
-_MATH = Kernel("math", _math_forward, _math_backward)
+_MATH = Kernel("math", _math_forward, _math_backward, mean=_math_mean)
 _CPU = Kernel("flash on the CPU", _cpu_forward, _cpu_backward)
 _CUDA = {
     SDPBackend.FLASH_ATTENTION: Kernel("flash", _flash_forward, _flash_backward),

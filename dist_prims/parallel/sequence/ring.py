@@ -4,7 +4,8 @@ Gathering all keys would take the memory that splitting the sequence saves. Here
 the block of keys and values that it has, while that block is sent to the next rank and another one is received from the
 rank before. Outputs of blocks are merged with the logarithms of their denominators, so the result is exact. The
 backward goes round once more; the gradients of keys and values travel behind the block that they belong to, accumulate
-each rank's share, and arrive at its owner in the last step.
+each rank's share, and arrive at its owner in the last step. Where no fused kernel fits, keys and values go round twice
+in the backward, see ``mean`` in ``kernels.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from ..first_order_only import once
 from .argument_checks import AttentionCall, Tensors, agree, lowered, uncompiled
 from .jagged import dense, laid_out, like
-from .kernels import choose, merge
+from .kernels import Mean, Tensor, choose, merge
 from .layout import Piece, SequenceLayout
 from .ring_step import Hop
 
@@ -97,14 +98,14 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
         kernel = choose(q, k, v, plan.causal)
         output = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=_wide(q))
-        logs = q.new_full(q.shape[:-1], -torch.inf, dtype=_wide(q))
+        logs = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float64 if kernel.mean else _wide(q))
         for step, keys, values in _passing(plan, k, v):
             for rows, queries, seen, causal in plan.pieces(step):
                 block = keys[rows, :, seen], values[rows, :, seen]
                 part = kernel.forward(q[rows, :, queries], *block, causal, plan.scale)
                 merge(output[rows, :, queries], logs[rows, :, queries], *part)
         output = output.to(q.dtype)
-        ctx.save_for_backward(q, k, v, output, logs)
+        ctx.save_for_backward(q, k, v, None if kernel.mean else output, logs)
         ctx.plan, ctx.kernel = plan, kernel
         return output
 
@@ -113,6 +114,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         q, k, v, output, logs = ctx.saved_tensors
         plan: Plan = ctx.plan
+        if ctx.kernel.mean:
+            output = _mean_gradient(plan, ctx.kernel.mean, grad, q, k, v, logs)
         of_q = torch.zeros_like(q, dtype=_wide(q))
         of_block = k.new_zeros(k.numel() + v.numel(), dtype=_wide(q))
         spare: torch.Tensor | None = None
@@ -134,6 +137,17 @@ class _Attention(torch.autograd.Function):
             behind = Hop(of_block, plan.group, spare) if plan.group else None
         of_keys, of_values = _unpack(behind.arrived() if behind else of_block, k, v)
         return of_q.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), None
+
+
+def _mean_gradient(plan: Plan, mean: Mean, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor) -> Tensor:
+    """What a kernel with ``mean`` takes in place of the output."""
+    total = q.new_zeros(*q.shape[:-1], 1, dtype=_wide(q))
+    for step, keys, values in _passing(plan, k, v):
+        for rows, queries, seen, causal in plan.pieces(step):
+            of_grad, of_q, of_logs = (each[rows, :, queries] for each in (grad, q, logs))
+            part = mean(of_grad, of_q, keys[rows, :, seen], values[rows, :, seen], of_logs, causal, plan.scale)
+            total[rows, :, queries] += part
+    return total
 
 
 def _passing(plan: Plan, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
