@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ...agreement import check_lists, gather_or_raise
 from ...errors import MismatchError
 from ...torch_compat import message_device
+from ..group_duplicates import ranks_of
 
 __all__: list[str] = []
 
@@ -49,7 +50,7 @@ class ShadowSteps:
     synchronize: Callable[[int], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Joining:
     """An averager in ``join()``, and all others with it.
 
@@ -99,19 +100,15 @@ def join(part: ShadowSteps, given: dist.ProcessGroup, channel: Callable[[], dist
 def _check(part: ShadowSteps, given: dist.ProcessGroup, joined: list[Joining]) -> None:
     """All ranks enter join() of the same averagers, in the same order."""
     problem = None
-    if joined and _ranks(joined[0].given) != _ranks(given):
+    if joined and ranks_of(joined[0].given) != ranks_of(given):
         problem = ValueError(
-            f"rank {given.rank()}: GradientAverager.join: this averager has ranks {_ranks(given)} of the world, and "
-            f"that of the outermost join() has {_ranks(joined[0].given)}; use averagers of the same group, or leave "
+            f"rank {given.rank()}: GradientAverager.join: this averager has ranks {ranks_of(given)} of the world, and "
+            f"that of the outermost join() has {ranks_of(joined[0].given)}; use averagers of the same group, or leave "
             "that join() first"
         )
     mine = [f"averager {part.name}", f"in {len(joined)} others", f"divide_by_initial_world_size={part.by_size}"]
     found = gather_or_raise("GradientAverager.join", mine, problem, given)
     check_lists("GradientAverager.join", found, "Every rank must enter the same averagers in the same order", given)
-
-
-def _ranks(group: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(group)
 
 
 def _exchange(joined: list[Joining], mine: tuple[int, int] | None) -> tuple[int, int, float] | None:
