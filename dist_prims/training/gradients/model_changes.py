@@ -32,7 +32,7 @@ class ModelWatch:
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1))
     >>> watch = ModelWatch(model, rank=0)
-    >>> torch.nn.parallel.DistributedDataParallel(model)
+    >>> torch.nn.parallel.DistributedDataParallel(model)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ValueError: rank 0: DistributedDataParallel: a GradientAverager averages the gradients of this model already, ...
     >>> watch.end()
