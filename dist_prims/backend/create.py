@@ -35,6 +35,7 @@ from .extension import extension
 from .multi_host import MultiHostSchedules
 from .options import BackendOptions, keep_options
 from .pins import pin_schedules
+from .rank_values import values_of_ranks
 from .tuning import CALIBRATION, tuned
 
 __all__: list[str] = []
@@ -377,9 +378,8 @@ def _handshake(request: _GroupRequest, monitor: _DeathMonitor) -> tuple[Any, str
 def _compare_ranks(store: Any, rank: int, ranks: list[int]) -> None:
     """Raise ValueError on all ranks if two were given different lists of ranks."""
     store.set(f"ranks/{rank}", json.dumps(ranks))
-    for other in range(len(ranks)):
-        found = json.loads(store.get(f"ranks/{other}"))
-        if found != ranks:
+    for other, text in enumerate(values_of_ranks(store, rank, "ranks", len(ranks))):
+        if (found := json.loads(text)) != ranks:
             raise ValueError(
                 f"split_group: the ranks disagree: rank {rank} of the new group was given the global ranks {ranks}, "
                 f"and rank {other} {found}; pass the same list, in the same order, on each of them"

@@ -11,6 +11,7 @@ from ..launch.hosts import has_cores
 from ..launch.network import LOOPBACK, address_of, address_towards, interface_addresses, is_loopback
 from ..launch.rendezvous import from_rank_0
 from .extension import extension
+from .rank_values import values_of_ranks
 
 __all__: list[str] = []
 
@@ -53,7 +54,7 @@ def exchange(
     except (OSError, ValueError, RuntimeError) as error:
         published = f"{_FAILED}{error}"
     store.set(f"{name}/{rank}", published)
-    found = [answer.decode() for answer in store.multi_get([f"{name}/{each}" for each in range(size)])]
+    found = values_of_ranks(store, rank, name, size)
     for each, answer in enumerate(found):
         if answer.startswith(_FAILED):
             raise RuntimeError(f"rank {rank}: rank {each} {failure}: {answer[len(_FAILED) :]}; {remedy}")

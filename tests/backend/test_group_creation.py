@@ -17,7 +17,9 @@ import torch.distributed as dist
 from survivors import join_at_rank_0, run_ranks, store_process
 
 import dist_prims.backend.create
-from dist_prims.errors import CommError, CommInterruptedError, PeerDiedError
+import dist_prims.backend.tcp_endpoint
+from dist_prims.errors import CommError, CommInterruptedError, CommTimeoutError, PeerDiedError
+from dist_prims.launch.deadline import until
 
 SOON = 25  # seconds on a crowded machine; the group's timeout is 60
 
@@ -196,3 +198,25 @@ def test_a_group_of_other_ranks_is_made_although_one_has_died(tmp_path: Path) ->
         return tensor.tolist()
 
     assert run_ranks(body, 3, tmp_path) == [[2.0] * 3, -signal.SIGKILL, [2.0] * 3]
+
+
+def test_a_rank_that_stops_before_it_publishes_its_address_is_named_by_all_others(tmp_path: Path) -> None:
+    """Between hosts the error was torch's "wait timeout", with the names of keys; on one host it names the rank."""
+
+    def wait_for_others(*_: Any) -> None:
+        until(lambda: len(list(tmp_path.iterdir())) == 2, time.monotonic() + 50, "the errors of the other ranks")
+        raise RuntimeError("this rank goes on too late")
+
+    def body() -> None:
+        rank = dist.get_rank()
+        os.environ["DIST_PRIMS_HOST_ID"] = "abc"[rank]
+        if rank == 1:
+            dist_prims.backend.tcp_endpoint.make = wait_for_others  # type: ignore[assignment]
+        with pytest.raises(RuntimeError if rank == 1 else CommTimeoutError) as caught:
+            dist.new_group(backend="dist_prims", timeout=timedelta(seconds=1))
+        if rank != 1:
+            expected = f"rank {rank}: timeout while the group was made: no sign of rank 1; "
+            assert str(caught.value).startswith(expected), str(caught.value)
+            (tmp_path / str(rank)).touch()
+
+    dist_prims.spawn(body, 3, timeout=100)
