@@ -100,6 +100,10 @@ def test_prove_a_file(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stdout == "✗ all_reduce mine, size 4: IndexError: list index out of range\n"
     assert "in star" in done.stderr
+    file.write_text(BROKEN + RIGHT.replace("mine", "yours"))
+    done = command("prove", str(file), "--sizes", "1,4")
+    assert done.returncode == 1
+    assert done.stdout.endswith("✓ all_reduce yours: 2 schedules, sizes 1,4\n"), "the others are proved too"
     file.write_text("")
     done = command("prove", str(file))
     assert done.returncode == 2
