@@ -10,7 +10,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -233,6 +233,7 @@ def _execute(call: Call, segment_bytes: int, schedule: Schedule, number: int) ->
     recorder.record(fmt.AGREE, begin)
     rank, timeout = call.group.rank(), timeout_of(call.group, call.like.device)
     require_proof(schedule, rank)
+    call = without_overlap(call)
     slices = _slices(call, schedule)
     length = _lengths(call, schedule)
     segment = max(segment_bytes // call.like.element_size(), 1) if segment_bytes else 0
@@ -257,6 +258,42 @@ def _header(call: Call, segment_bytes: int, schedule: Schedule, number: int) -> 
         parameters=",".join(f"{key}={value}" for key, value in schedule.parameters),
         segment=str(segment_bytes) if segment_bytes else "",
     )
+
+
+def without_overlap(call: Call) -> Call:
+    """Return a call in which no target overlaps a source or another target: the call itself, or one with new targets.
+
+    A schedule would otherwise overwrite a source before it is sent. A target may be the source of its own block. New
+    targets are copied to the targets of the call at its end, in the order of the blocks.
+    """
+    ranges: list[tuple[int, int, bool]] = []  # addresses, and whether a target is there
+    for read, written in zip(call.source, call.target, strict=True):
+        if read is not None and (written is None or _range(read) != _range(written)):
+            ranges.append((*_range(read), False))
+        if written is not None:
+            ranges.append((*_range(written), True))
+    end = end_of_targets = 0
+    for begin, stop, is_target in sorted(each for each in ranges if each[0] < each[1]):
+        if begin < (end if is_target else end_of_targets):
+            return _staged(call)
+        end = max(end, stop)
+        end_of_targets = max(end_of_targets, stop) if is_target else end_of_targets
+    return call
+
+
+def _range(flat: torch.Tensor) -> tuple[int, int]:
+    return flat.data_ptr(), flat.data_ptr() + flat.nbytes
+
+
+def _staged(call: Call) -> Call:
+    staged = [None if each is None else torch.empty_like(each) for each in call.target]
+
+    def deliver() -> None:
+        for target, result in zip(call.target, staged, strict=True):
+            if target is not None and result is not None:
+                target.copy_(result)
+
+    return replace(call, target=staged, after=[deliver, *call.after])
 
 
 def _chunk_lengths(call: Call, schedule: Schedule) -> list[list[int]]:

@@ -19,7 +19,7 @@ from netns import cluster, needs_hosts
 from dist_prims.backend import mpi_library
 
 CASES = ["values", "small_pieces", "layouts", "groups", "messages", "async", "faults", "truncation", "ddp", "lacks"]
-CASES += ["one_library"]
+CASES += ["one_library", "overlap"]
 PROGRAM = str(ROOT / "tests/helpers/mpi_program.py")
 
 

@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import reduce
 from typing import Any
 
+import overlapping
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
@@ -275,6 +276,10 @@ def raises(kind: type[BaseException], *words: str) -> Iterator[None]:
 
 def group_of(seconds: float = 30) -> dist.ProcessGroup:
     return dist.new_group(backend=NAME, timeout=timedelta(seconds=seconds))
+
+
+def case_overlap() -> None:
+    overlapping.check((0, 1, 5, 1000))
 
 
 def case_faults() -> None:

@@ -34,6 +34,26 @@ Call call_of_all(Collective collective, const at::Tensor& tensor) {
     return call_of(collective, tensor, static_cast<std::size_t>(tensor.numel()));
 }
 
+// The task that `make` makes for these outputs. If an output overlaps an input or another output, a collective would
+// write what it has still to read, so the task gets staging buffers, and copies them to the outputs in the order of the
+// blocks.
+template <typename Make>
+PrimsTask without_overlap(const Tensors& inputs, const Tensors& outputs, const Make& make) {
+    if (!outputs_overlap(inputs, outputs)) return make(outputs);
+    Tensors staged = outputs;
+    for (at::Tensor& each : staged) {
+        if (each.defined()) each = at::empty(each.sizes(), each.options());
+    }
+    PrimsTask task = make(staged);
+    task.run = [run = std::move(task.run), staged, outputs](const Call& call, Milliseconds timeout) {
+        run(call, timeout);
+        for (std::size_t block = 0; block < outputs.size(); ++block) {
+            if (outputs[block].defined()) outputs[block].copy_(staged[block]);
+        }
+    };
+    return task;
+}
+
 }  // namespace
 
 WorkPtr PrimsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -98,7 +118,9 @@ PrimsTask PrimsBackend::all_gather_task(const at::Tensor& input, const Tensors& 
     const Counts counts = elements(outputs);
     Call call = call_of(Collective::kAllGather, input, sum_of(counts));
     call.layout = checksum(counts);
-    return execution_->all_gather(call, packed(input), outputs);
+    const at::Tensor given = packed(input);
+    return without_overlap(execution_->own_block(given), outputs,
+                           [&](const Tensors& to) { return execution_->all_gather(call, given, to); });
 }
 
 PrimsTask PrimsBackend::reduce_scatter_task(const Tensors& inputs, const at::Tensor& output, Op op) {
@@ -106,20 +128,34 @@ PrimsTask PrimsBackend::reduce_scatter_task(const Tensors& inputs, const at::Ten
     Call call = call_of(Collective::kReduceScatter, output, sum_of(counts));
     call.op = op;
     call.layout = checksum(counts);
-    return execution_->reduce_scatter(call, all_packed(inputs), output);
+    const Tensors given = all_packed(inputs);
+    const auto own = static_cast<std::size_t>(rank_);
+    return without_overlap(given, execution_->own_block(output),
+                           [&](const Tensors& to) { return execution_->reduce_scatter(call, given, to[own]); });
 }
 
 PrimsTask PrimsBackend::all_to_all_task(const Tensors& inputs, const Tensors& outputs) {
     Call call = call_of(Collective::kAllToAll, inputs[0], 0);
     call.longest = std::max(longest_of(inputs), longest_of(outputs));
-    return execution_->all_to_all(call, all_packed(inputs), outputs);
+    const Tensors given = all_packed(inputs);
+    if (!spans_hosts() && !execution_->has_pins(Collective::kAllToAll))
+        return without_overlap(given, outputs,
+                               [&](const Tensors& to) { return execution_->all_to_all(call, given, to); });
+    // The blocks that a schedule receives are not those that it sends, so there an exchange in place is an overlap too.
+    Tensors received(outputs.size());
+    received.insert(received.end(), outputs.begin(), outputs.end());
+    return without_overlap(given, received, [&](const Tensors& to) {
+        return execution_->all_to_all(call, given, {to.end() - size_, to.end()});
+    });
 }
 
 PrimsTask PrimsBackend::gather_task(const at::Tensor& input, const Tensors& outputs, int root) {
     Call call = call_of(Collective::kGather, input, 0);
     call.root = root;
     call.longest = input.nbytes();
-    return execution_->gather(call, packed(input), outputs);
+    const at::Tensor given = packed(input);
+    return without_overlap(execution_->own_block(given), outputs,
+                           [&](const Tensors& to) { return execution_->gather(call, given, to); });
 }
 
 PrimsTask PrimsBackend::scatter_task(const Tensors& inputs, const at::Tensor& output, int root) {
@@ -128,7 +164,10 @@ PrimsTask PrimsBackend::scatter_task(const Tensors& inputs, const at::Tensor& ou
                           " elements in the list; ", output.numel(), " are needed");
     Call call = call_of_all(Collective::kScatter, output);
     call.root = root;
-    return execution_->scatter(call, all_packed(inputs), output);
+    const Tensors given = all_packed(inputs);
+    const auto own = static_cast<std::size_t>(rank_);
+    return without_overlap(given, execution_->own_block(output),
+                           [&](const Tensors& to) { return execution_->scatter(call, given, to[own]); });
 }
 
 WorkPtr PrimsBackend::run_schedule(const ScheduledCall& given, bool async) {
@@ -140,17 +179,22 @@ WorkPtr PrimsBackend::run_schedule(const ScheduledCall& given, bool async) {
     if (given.reduces) call.op = checked(name_of(given.collective), given.op, like);
     if (given.counts.size() > 1) call.layout = checksum(given.counts);
     call.root = given.root;
-    return start(execution_->by_schedule(given.schedule, call, given.inputs, given.outputs, given.counts, given.check),
-                 options, {like});
+    const auto make = [&](const Tensors& to) {
+        return execution_->by_schedule(given.schedule, call, given.inputs, to, given.counts, given.check);
+    };
+    return start(without_overlap(given.inputs, given.outputs, make), options, {like});
 }
 
 // The ranks agree on the number of elements only if each has blocks of one length.
 PrimsTask PrimsBackend::exchange_task(const ScheduledCall& given, Call call) {
     const auto size = static_cast<std::ptrdiff_t>(given.inputs.size() / 2);
-    const Tensors sent(given.inputs.begin(), given.inputs.begin() + size),
-        received(given.outputs.begin() + size, given.outputs.end());
+    const Tensors sent(given.inputs.begin(), given.inputs.begin() + size);
     call.count = given.is_even ? call.count / 2 : 0;
-    return execution_->exchange_by(given.schedule, call, execution_->all_to_all_blocks(sent, received), given.check);
+    return without_overlap(given.inputs, given.outputs, [&](const Tensors& to) {
+        const Tensors received(to.begin() + size, to.end());
+        return execution_->exchange_by(given.schedule, call, execution_->all_to_all_blocks(sent, received),
+                                       given.check);
+    });
 }
 
 }  // namespace dist_prims

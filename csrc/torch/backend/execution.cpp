@@ -68,7 +68,6 @@ PrimsTask Execution::barrier(const Call& call) {
             }};
 }
 
-// The list of blocks in which this rank has only its own.
 Tensors Execution::own_block(const at::Tensor& tensor) const {
     Tensors blocks(static_cast<std::size_t>(size_));
     blocks[static_cast<std::size_t>(rank_)] = tensor;
@@ -256,16 +255,15 @@ ProgramBuffer in_blocks(const Tensors& inputs, const Tensors& outputs, const Cou
 
 namespace {
 
-// Runs `move` on blocks in packed memory, in place of those that are not packed or that overlap others.
+// Runs `move` on blocks in packed memory, in place of those that are not packed.
 template <typename Move>
 void on_packed_blocks(const Tensors& inputs, const Tensors& outputs, const Counts& counts, const Move& move) {
     Tensors from = inputs, to = outputs;
     for (at::Tensor& each : from) {
         if (each.defined()) each = packed(each);
     }
-    const bool overlap = outputs_overlap(from, to);
     for (at::Tensor& each : to) {
-        if (each.defined() && (overlap || !is_packed(each))) each = at::empty(each.sizes(), each.options());
+        if (each.defined() && !is_packed(each)) each = at::empty(each.sizes(), each.options());
     }
     if (!move(in_blocks(from, to, counts))) return;
     for (std::size_t block = 0; block < to.size(); ++block) {

@@ -100,7 +100,7 @@ public:
     }
 
     // The task of each collective, by the schedule that schedule_for() returns. Inputs are contiguous, outputs may have
-    // any layout.
+    // any layout. No output may share memory with another tensor; see outputs_overlap().
     virtual PrimsTask all_reduce(Call call, const at::Tensor& input, const at::Tensor& output);
     virtual PrimsTask broadcast(Call call, const at::Tensor& tensor);
     virtual PrimsTask reduce(Call call, const at::Tensor& input, const at::Tensor& output);
@@ -121,6 +121,8 @@ public:
     PrimsTask exchange_by(const SchedulePtr& schedule, Call call, const Exchange& blocks,
                           const std::function<void()>& check);
     Exchange all_to_all_blocks(const Tensors& inputs, const Tensors& outputs) const;
+    // The list of blocks in which this rank has only its own.
+    Tensors own_block(const at::Tensor& tensor) const;
     // Returns when all ranks are in the barrier, or names the ranks that are not: the first one, or all of them. Does
     // not run in the queue, because it must find a rank that is blocked in a collective.
     virtual void monitored_barrier(Milliseconds limit, bool wait_all_ranks) = 0;
@@ -192,7 +194,6 @@ private:
     static constexpr std::size_t kCollectives = 9;
 
     std::shared_ptr<Pins> pins(Collective collective);
-    Tensors own_block(const at::Tensor& tensor) const;
     std::uint64_t difference_of_lengths(const Exchange& blocks) const;
 
     std::mutex pins_guard_;

@@ -2,6 +2,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
+#include <c10/util/SmallVector.h>
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
@@ -125,22 +126,23 @@ at::Tensor packed(const at::Tensor& tensor) {
 
 bool outputs_overlap(const Tensors& inputs, const Tensors& outputs) {
     struct Range {
-        const std::byte *begin, *end;
-        bool is_output;
+        const std::byte *begin = nullptr, *end = nullptr;
+        bool is_output = false;
     };
-    std::vector<Range> ranges;
-    const auto add = [&](const at::Tensor& each, bool is_output) {
-        if (each.defined() && each.numel() > 0 && is_packed(each))
-            ranges.push_back({bytes_of(each), bytes_of(each) + each.nbytes(), is_output});
+    c10::SmallVector<Range, 16> ranges;  // no allocation for small groups
+    const auto range_of = [](const Tensors& tensors, std::size_t block, bool is_output) {
+        if (block >= tensors.size() || !tensors[block].defined() || !is_packed(tensors[block])) return Range{};
+        const auto* begin = static_cast<const std::byte*>(tensors[block].const_data_ptr());
+        return Range{begin, begin + tensors[block].nbytes(), is_output};
     };
-    for (std::size_t block = 0; block < inputs.size(); ++block) {
-        const at::Tensor &input = inputs[block], &output = outputs[block];
-        const bool is_in_place = input.defined() && output.defined() && input.data_ptr() == output.data_ptr();
-        if (!is_in_place) add(input, false);
-        add(output, true);
+    for (std::size_t block = 0; block < std::max(inputs.size(), outputs.size()); ++block) {
+        const Range input = range_of(inputs, block, false), output = range_of(outputs, block, true);
+        const bool is_in_place = input.begin == output.begin && input.end == output.end;
+        if (!is_in_place && input.begin != input.end) ranges.push_back(input);
+        if (output.begin != output.end) ranges.push_back(output);
     }
-    std::sort(ranges.begin(), ranges.end(),
-              [](const Range& one, const Range& other) { return one.begin < other.begin; });
+    const auto is_earlier = [](const Range& one, const Range& other) { return one.begin < other.begin; };
+    if (!std::is_sorted(ranges.begin(), ranges.end(), is_earlier)) std::sort(ranges.begin(), ranges.end(), is_earlier);
     const std::byte *end = nullptr, *end_of_outputs = nullptr;  // of the ranges so far
     for (const Range& range : ranges) {
         if (range.begin < (range.is_output ? end : end_of_outputs)) return true;

@@ -57,8 +57,9 @@ struct Outputs {
     }
 };
 
-// Whether an output shares memory with another output, or with an input other than that of its own block in the very
-// same place. Tensors may be undefined; those that are not packed are left out.
+// Whether an output shares memory with another output, or with an input other than the input of its own block in the
+// very same place. The lists are by block; a list may be empty, and tensors may be undefined. Tensors that are not
+// packed are left out: they are copied anyway.
 bool outputs_overlap(const Tensors& inputs, const Tensors& outputs);
 
 Call call_of(Collective collective, const at::Tensor& like, std::size_t count);
