@@ -11,15 +11,38 @@ namespace dist_prims {
 namespace {
 
 struct TypeFacts {
-    const char* name;
+    std::array<char, 48> name;
     std::size_t size;
 };
 
-constexpr std::array<TypeFacts, 20> kTypes{{
-    {"uint8", 1}, {"int8", 1},    {"uint16", 2},   {"int16", 2},   {"uint32", 4},  {"int32", 4},     {"uint64", 8},
-    {"int64", 8}, {"float16", 2}, {"bfloat16", 2}, {"float32", 4}, {"float64", 8}, {"complex64", 8}, {"complex128", 16},
-    {"bool", 1},  {"1 byte", 1},  {"2 bytes", 2},  {"4 bytes", 4}, {"8 bytes", 8}, {"16 bytes", 16},
+constexpr std::array<TypeFacts, 15> kTypes{{
+    {{"uint8"}, 1},
+    {{"int8"}, 1},
+    {{"uint16"}, 2},
+    {{"int16"}, 2},
+    {{"uint32"}, 4},
+    {{"int32"}, 4},
+    {{"uint64"}, 8},
+    {{"int64"}, 8},
+    {{"float16"}, 2},
+    {{"bfloat16"}, 2},
+    {{"float32"}, 4},
+    {{"float64"}, 8},
+    {{"complex64"}, 8},
+    {{"complex128"}, 16},
+    {{"bool"}, 1},
 }};
+
+// By DType. Another rank may have a newer torch, whose types have no name here.
+std::array<TypeFacts, 256>& all_types() {
+    static auto types = [] {
+        std::array<TypeFacts, 256> found;
+        found.fill({{"dtype of another torch"}, 1});
+        std::copy(kTypes.begin(), kTypes.end(), found.begin());
+        return found;
+    }();
+    return types;
+}
 constexpr std::array kOps{"SUM", "AVG", "PREMUL_SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", ""};
 constexpr std::array kCollectives{"all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
                                   "gather",     "scatter",        "all_to_all", "barrier"};
@@ -32,10 +55,15 @@ std::size_t at(Enum value) {
 }  // namespace
 
 std::size_t size_of(DType dtype) {
-    return kTypes[at(dtype)].size;
+    return all_types()[at(dtype)].size;
 }
 const char* name_of(DType dtype) {
-    return kTypes[at(dtype)].name;
+    return all_types()[at(dtype)].name.data();
+}
+void name_dtype(DType dtype, const std::string& name, std::size_t size) {
+    TypeFacts& type = all_types()[at(dtype)];
+    type = {{}, size};
+    name.copy(type.name.data(), type.name.size() - 1);
 }
 const char* name_of(Op op) {
     return kOps[at(op)];
@@ -53,7 +81,7 @@ bool reduces(Op op, DType dtype, std::string* reason) {
     const bool is_complex = dtype == DType::kComplex64 || dtype == DType::kComplex128;
     const bool is_number = is_complex || (dtype >= DType::kFloat16 && dtype <= DType::kFloat64);
     const char* why = nullptr;
-    if (dtype >= DType::kBytes1)
+    if (dtype >= DType::kWithoutKernel)
         why = "it is for movement only; convert to bfloat16";
     else if ((op == Op::kAvg || op == Op::kPremulSum) && dtype == DType::kBool)
         why = "bool has no such arithmetic; convert it to a number";

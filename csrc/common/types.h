@@ -26,11 +26,7 @@ enum class DType : std::uint8_t {
     kComplex64,
     kComplex128,
     kBool,
-    kBytes1,
-    kBytes2,
-    kBytes4,
-    kBytes8,
-    kBytes16,  // for movement only: float8 and whatever comes
+    kWithoutKernel = 64,  // and above, for movement only: float8 and others, by their number in torch; see name_dtype()
 };
 
 enum class Op : std::uint8_t { kSum, kAvg, kPremulSum, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor, kNone };
@@ -49,6 +45,8 @@ enum class Collective : std::uint8_t {
 
 std::size_t size_of(DType dtype);
 const char* name_of(DType dtype);
+// Names a type without a kernel, of `size` bytes. The adapter names those of its torch when it is loaded.
+void name_dtype(DType dtype, const std::string& name, std::size_t size);
 const char* name_of(Op op);
 const char* name_of(Collective collective);
 Collective collective_of(const std::string& name);
@@ -66,13 +64,14 @@ struct SharedTensorRef {
     bool is_shared() const { return file.inode != 0; }
 };
 
-// The announcement of a call, in plain fields, so that an error can show both sides when two ranks differ.
+// The announcement of a call, in plain fields, so that an error can show both sides when two ranks differ. A change of
+// them raises PROTOCOL in dist_prims/launch/handshake.py.
 struct Call {
-    std::uint64_t sequence = 0;
-    std::uint64_t count = 0;    // elements in all, where the ranks must agree on them
-    std::uint64_t layout = 0;   // a checksum of the blocks' lengths, where the ranks must agree on them
-    std::uint64_t longest = 0;  // elements of this rank's longest block; ranks may differ
-    std::int32_t root = -1;     // where there is one
+    std::uint64_t sequence = 0;  // the number of the call, from 1; 0: the first agreement of a new group
+    std::uint64_t count = 0;     // elements in all, where the ranks must agree on them
+    std::uint64_t layout = 0;    // a checksum of the blocks' lengths, where the ranks must agree on them
+    std::uint64_t longest = 0;   // elements of this rank's longest block; ranks may differ
+    std::int32_t root = -1;      // where there is one
     Collective collective = Collective::kBarrier;
     DType dtype = DType::kUInt8;
     Op op = Op::kNone;

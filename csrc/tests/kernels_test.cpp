@@ -261,7 +261,7 @@ bool same(const std::vector<T>& one, const std::vector<T>& other) {
 CASE(the_same_on_every_instruction_set) {
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     std::mt19937_64 random(5);
-    for (int dtype = 0; dtype < static_cast<int>(DType::kBytes1); ++dtype) {
+    for (int dtype = 0; dtype <= static_cast<int>(DType::kBool); ++dtype) {
         const auto type = static_cast<DType>(dtype);
         const std::size_t element = size_of(type), count = 777;
         Buffers<std::uint8_t> in = random_bits<std::uint8_t>(5, count * element, random);

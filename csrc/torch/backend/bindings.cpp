@@ -261,6 +261,7 @@ PYBIND11_MODULE(_backend, module) {
         .def("forget", &IncrementalTensor::discard, Free())
         .def("held", &IncrementalTensor::held, Free())
         .def("is_shown", &IncrementalTensor::is_published, Free());
+    name_dtypes();
     mpi::bind(module);
     ucx::bind(module);
     module.attr("built_for") = BUILT_FOR_TORCH;

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
+#include <cctype>
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -61,12 +61,30 @@ std::optional<std::uint64_t> whole(const at::Scalar& factor, at::ScalarType type
     return value;
 }
 
+constexpr auto kScalarTypes = static_cast<std::size_t>(at::ScalarType::NumOptions);
+
+constexpr DType without_kernel(std::size_t scalar_type) {
+    constexpr auto kFirst = static_cast<std::size_t>(DType::kWithoutKernel);
+    static_assert(kFirst + kScalarTypes <= 256, "a DType has 8 bits");
+    return static_cast<DType>(kFirst + scalar_type);
+}
+
 }  // namespace
+
+void name_dtypes() {
+    for (std::size_t number = 0; number < kScalarTypes; ++number) {
+        const auto type = static_cast<at::ScalarType>(number);
+        if (type == at::ScalarType::Undefined) continue;
+        std::string name = c10::toString(type);
+        std::transform(name.begin(), name.end(), name.begin(), [](unsigned char each) { return std::tolower(each); });
+        name_dtype(without_kernel(number), name, c10::elementSize(type));
+    }
+}
 
 DType type_of(const at::Tensor& tensor) {
     static constexpr auto kTypes = [] {
-        std::array<DType, static_cast<std::size_t>(at::ScalarType::NumOptions)> types{};
-        types.fill(DType::kBytes1);
+        std::array<DType, kScalarTypes> types{};
+        for (std::size_t type = 0; type < kScalarTypes; ++type) types[type] = without_kernel(type);
         const std::pair<at::ScalarType, DType> pairs[] = {{at::kByte, DType::kUInt8},
                                                           {at::kChar, DType::kInt8},
                                                           {at::kUInt16, DType::kUInt16},
@@ -85,10 +103,7 @@ DType type_of(const at::Tensor& tensor) {
         for (const auto& [scalar_type, type] : pairs) types[static_cast<std::size_t>(scalar_type)] = type;
         return types;
     }();
-    const DType type = kTypes[static_cast<std::size_t>(tensor.scalar_type())];
-    if (type != DType::kBytes1) return type;
-    const int power = std::countr_zero(static_cast<std::size_t>(tensor.element_size()));  // of 1, 2, 4, 8 or 16 bytes
-    return static_cast<DType>(static_cast<int>(DType::kBytes1) + power);
+    return kTypes[static_cast<std::size_t>(tensor.scalar_type())];
 }
 
 Op op_of(const c10d::ReduceOp& op) {

@@ -14,7 +14,10 @@ namespace dist_prims {
 
 using Tensors = std::vector<at::Tensor>;
 
-// The DType of a tensor, or a type of the same size if it can only be moved.
+// Names the types of torch that have no kernel, in errors.
+void name_dtypes();
+
+// The DType of a tensor. Each type of torch has its own, also a type that can only be moved.
 DType type_of(const at::Tensor& tensor);
 
 Op op_of(const c10d::ReduceOp& op);
