@@ -7,7 +7,8 @@ every process that can connect to the store can write to it.
 
 1. Each rank but 0 writes a random token under its rank.
 2. Rank 0 answers *that token* with a random name for this attempt, and again when a token changes.
-3. Each rank acknowledges the name. When all have, rank 0 publishes the hosts of all ranks.
+3. Each rank acknowledges the name. When all have, rank 0 publishes the hosts of all ranks, and the first version of the
+   library that differs from its own: then every rank raises, because the ranks would misread each other's messages.
 4. Each rank deletes its own keys and the answer to it, which no rank reads any more. The hosts stay until the ranks
    have met by other means: ``backend/create.py`` deletes them.
 
@@ -31,6 +32,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 
 import torch.distributed as dist
 
@@ -40,7 +42,11 @@ from .secret import REMEDY, Secret
 
 __all__: list[str] = []
 
+# To be raised by each change of what ranks send to each other: the descriptions of calls (csrc/common/types.h,
+# collectives/call_agreement.py, agreement.py), other messages, and the shared memory of a host.
+PROTOCOL = 1
 HOSTS = "hosts"  # the key of the hosts of all ranks, below the name of the attempt
+_SECONDS_FOR_READERS = 10.0  # enough, because all ranks are connected to the store
 _SECONDS_TO_READ = 1.0  # for a rank that is refused, before the store ends with rank 0
 _LONGEST = 1 << 20  # bytes: the hosts of some 20,000 ranks
 _TOKEN = re.compile("[0-9a-f]{16}")
@@ -62,13 +68,26 @@ def handshake(
 ) -> tuple[str, list[str]]:
     """Do the handshake. Return the name of this attempt and the hosts of its ranks.
 
+    RuntimeError on every rank if two ranks have unlike versions of the library.
+
     ``group`` is a name that all ranks of the group know, and by which it differs from the other groups of the job.
     The wait calls ``check`` at intervals, and passes on the exceptions that ``check`` raises.
     """
     secret = secret.of_group(group) if secret else None
-    if rank == 0:
-        return _Rank0(store, size, secret).answer_all(deadline, check)
-    return _OtherRank(store, rank, size, secret).join(deadline, check)
+    participant = _Rank0(store, size, secret) if rank == 0 else _OtherRank(store, rank, size, secret)
+    name, (*hosts, difference) = participant.join(deadline, check)
+    if difference:
+        raise RuntimeError(
+            f"rank {rank}: the group cannot be made: {difference}; install the same version of dist_prims for all "
+            "ranks, and start them again"
+        )
+    return name, hosts
+
+
+def version() -> str:
+    """The version of the library, in which all ranks of a group must be alike."""
+    library = import_module("dist_prims")  # which imports this module when a name of it is first used
+    return f"dist_prims {library.__version__} (protocol {PROTOCOL})"
 
 
 class _OtherRank:
@@ -80,8 +99,8 @@ class _OtherRank:
         self._refusal = ""
 
     def join(self, deadline: float, check: Callable[[], None]) -> tuple[str, list[str]]:
-        hello = signed(self._secret, ("hello", self._rank, self._size), self._token, host_id())
-        name, hosts = "", []
+        hello = signed(self._secret, ("hello", self._rank, self._size), self._token, host_id(), version())
+        name, published = "", []
 
         def is_answered() -> bool:
             nonlocal name
@@ -91,11 +110,11 @@ class _OtherRank:
             return bool(name)
 
         def is_complete() -> bool:
-            nonlocal hosts
+            nonlocal published
             check()
             if self._store.check([f"{name}/{HOSTS}"]):
-                hosts = verified(self._store.get(f"{name}/{HOSTS}"), self._secret, ("hosts", name)) or []
-            return len(hosts) == self._size
+                published = verified(self._store.get(f"{name}/{HOSTS}"), self._secret, ("hosts", name)) or []
+            return len(published) == self._size + 1
 
         self._wait(is_answered, deadline, "rank 0")
         acknowledgement = signed(self._secret, ("acknowledgement", self._rank, self._token), name)
@@ -105,7 +124,7 @@ class _OtherRank:
         with contextlib.suppress(RuntimeError):  # a store of the user may be unable to; the keys use memory only
             for key in (f"hello/{self._rank}", f"welcome/{self._token}", acknowledged):
                 self._store.delete_key(key)
-        return name, hosts
+        return name, published
 
     def _wait(self, done: Callable[[], bool], deadline: float, awaited: str) -> None:
         try:
@@ -142,11 +161,11 @@ class _Rank0:
     def __init__(self, store: dist.Store, size: int, secret: Secret | None) -> None:
         self._store, self._size, self._secret = store, size, secret
         self._name = secrets.token_hex(8)
-        self._answered: dict[int, tuple[str, str]] = {}  # token and host by rank
+        self._answered: dict[int, tuple[str, str, str]] = {}  # token, host and version by rank
         self._last: dict[int, bytes] = {}  # hello by rank
         self._refused: dict[int, str] = {}  # what was wrong, by rank
 
-    def answer_all(self, deadline: float, check: Callable[[], None]) -> tuple[str, list[str]]:
+    def join(self, deadline: float, check: Callable[[], None]) -> tuple[str, list[str]]:
         def is_acknowledged() -> bool:
             check()
             for rank, hello in self._hellos():
@@ -157,9 +176,24 @@ class _Rank0:
             until(is_acknowledged, deadline, "the others")
         except TimeoutError as error:
             raise TimeoutError(self._missing()) from error
-        hosts = [host_id(), *(self._answered[rank][1] for rank in range(1, self._size))]
-        self._store.set(f"{self._name}/{HOSTS}", signed(self._secret, ("hosts", self._name), *hosts))
-        return self._name, hosts
+        answers = [("", host_id(), version()), *(self._answered[rank] for rank in range(1, self._size))]
+        unlike = next((rank for rank, (_, _, its_version) in enumerate(answers) if its_version != version()), 0)
+        difference = f"rank 0 has {version()}, and rank {unlike} has {answers[unlike][2]}" if unlike else ""
+        published = [*(host for _, host, _ in answers), difference]
+        self._store.set(f"{self._name}/{HOSTS}", signed(self._secret, ("hosts", self._name), *published))
+        if difference:  # the store may end with this rank
+            self._wait_for_readers()
+        return self._name, published
+
+    def _wait_for_readers(self) -> None:
+        """Return when the other ranks have read what was published, and deleted their keys; else after some seconds."""
+        keys = [f"{self._name}/acknowledged/{rank}" for rank in range(1, self._size)]
+
+        def have_read() -> bool:
+            return not any(self._store.check([key]) for key in keys)
+
+        with contextlib.suppress(TimeoutError):
+            until(have_read, time.monotonic() + _SECONDS_FOR_READERS, "the others")
 
     def _hellos(self) -> list[tuple[int, bytes]]:
         """The hello of each rank that has written one, in few requests to the store."""
@@ -174,12 +208,12 @@ class _Rank0:
         self._last[rank] = hello  # the first one, or the one before was of an earlier attempt
         found = verified(hello, self._secret, ("hello", rank, self._size))
         *texts, code = _texts(hello) or [""]
-        if len(texts) != 2 or not _TOKEN.fullmatch(texts[0]):
+        if len(texts) < 2 or not _TOKEN.fullmatch(texts[0]):
             return
-        token, host = texts
+        token, host, its_version, *_ = [*texts, "an earlier version"]  # which may send fewer texts, a later one more
         if not found:
             return self._refuse(rank, token, has_secret=code != "")
-        self._answered[rank] = token, host
+        self._answered[rank] = token, host, its_version
         self._store.set(f"welcome/{token}", signed(self._secret, ("welcome", rank, token), self._name))
 
     def _refuse(self, rank: int, token: str, has_secret: bool) -> None:

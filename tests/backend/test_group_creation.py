@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import span
 from survivors import join_at_rank_0, run_ranks, store_process
 
 import dist_prims.backend.create
 import dist_prims.backend.tcp_endpoint
+import dist_prims.launch.handshake
 from dist_prims.errors import CommError, CommInterruptedError, CommTimeoutError, PeerDiedError
 from dist_prims.launch.deadline import until
 
@@ -220,3 +223,19 @@ def test_a_rank_that_stops_before_it_publishes_its_address_is_named_by_all_other
             (tmp_path / str(rank)).touch()
 
     dist_prims.spawn(body, 3, timeout=100)
+
+
+@pytest.mark.parametrize("hosts", ["a a a", "a a b"])
+def test_ranks_of_unlike_versions_make_no_group(hosts: str) -> None:
+    """A field that one version adds to the description of a call would be data to another version."""
+
+    def body() -> str:
+        if dist.get_rank() == 1:
+            dist_prims.launch.handshake.PROTOCOL += 1  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError) as caught:
+            dist.new_group()
+        return str(caught.value)
+
+    for rank, text in enumerate(span(hosts, body)):
+        assert text.startswith(f"rank {rank}: the group cannot be made: rank 0 has dist_prims ")
+        assert re.search(r"\(protocol (\d+)\), and rank 1 has dist_prims .* \(protocol (\d+)\); install", text)

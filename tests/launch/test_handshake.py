@@ -86,6 +86,41 @@ def test_the_keys_of_the_ranks_are_deleted(kind: str) -> None:
     assert store.num_keys() - before == 1  # the hosts
 
 
+def joined_as(version: str, store: dist.Store, rank: int, size: int) -> str:
+    """What a rank of this version ends with; "" without an error."""
+    _THREAD.version = version
+    try:
+        join(store, rank, OURS, size)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+_THREAD = threading.local()
+
+
+@pytest.mark.parametrize("other", ["dist_prims 9 (protocol 9)", "an earlier version"])
+def test_ranks_of_unlike_versions_are_refused_by_all(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such ranks would misread each other's messages. A rank of an earlier version sends no version."""
+
+    def hello(secret: Secret | None, context: tuple[str | int, ...], *texts: str) -> str:
+        is_hello_of_earlier = context[0] == "hello" and texts[-1] == "an earlier version"
+        return signed(secret, context, *(texts[:-1] if is_hello_of_earlier else texts))
+
+    signed = module.signed
+    monkeypatch.setattr(module, "version", lambda: _THREAD.version)
+    monkeypatch.setattr(module, "signed", hello)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as threads:
+        versions = ["dist_prims 8 (protocol 8)"] * 2 + [other]
+        found = [*threads.map(lambda rank: joined_as(versions[rank], store, rank, 3), range(3))]
+    assert found == [
+        f"rank {rank}: the group cannot be made: rank 0 has dist_prims 8 (protocol 8), and rank 2 has {other}; "
+        "install the same version of dist_prims for all ranks, and start them again"
+        for rank in range(3)
+    ]
+
+
 def test_a_rank_without_the_secret(capfd: pytest.CaptureFixture[str]) -> None:
     first, second = both(dist.HashStore(), OURS, None)
     assert re.match("TimeoutError: no sign of ranks .1.; a process that came as rank 1 has no secret; give all", first)
@@ -133,7 +168,7 @@ def test_a_forged_answer_is_ignored(capfd: pytest.CaptureFixture[str]) -> None:
         token = json.loads(store.get("hello/1"))[0]
         for name, secret in (("stolen", None), ("stolen", THEIRS)):
             store.set(f"welcome/{token}", module.signed(secret, ("welcome", 1, token), name))
-            store.set(f"{name}/hosts", module.signed(secret, ("hosts", name), "a", "b"))
+            store.set(f"{name}/hosts", module.signed(secret, ("hosts", name), "a", "b", ""))
 
     with ThreadPoolExecutor(1) as threads:
         rank_1: Future[Any] = threads.submit(join, store, 1, OURS)
@@ -240,7 +275,7 @@ def mutated(hello: bytes, number: int, draw: random.Random) -> bytes:
 def greet(count: int) -> None:
     store, draw = dist.HashStore(), random.Random(1)
     server = module._Rank0(store, 2, OURS)  # whose secret is that of the group
-    hello = module.signed(OURS, ("hello", 1, 2), "0" * 16, "host").encode()
+    hello = module.signed(OURS, ("hello", 1, 2), "0" * 16, "host", "a version").encode()
     for number in range(count):
         text = mutated(hello, number, draw)
         if module._texts(text) != module._texts(hello):  # more than the spaces between the texts
@@ -248,7 +283,7 @@ def greet(count: int) -> None:
     assert not server._answered
     assert store.num_keys() < 3 * count // 4
     server._answer(1, hello)
-    assert server._answered == {1: ("0" * 16, "host")}
+    assert server._answered == {1: ("0" * 16, "host", "a version")}
 
 
 def test_garbage(capfd: pytest.CaptureFixture[str]) -> None:
