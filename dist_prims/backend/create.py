@@ -33,14 +33,13 @@ from . import link_costs, mpi_library, quorum_ranks, tcp_endpoint, transport_sel
 from .dump_flight_record import dump_file
 from .extension import extension
 from .multi_host import MultiHostSchedules
-from .options import BackendOptions, keep_options
+from .options import BackendOptions, keep_options, slot_bytes_of
 from .pins import pin_schedules
 from .rank_values import values_of_ranks
 from .tuning import CALIBRATION, tuned
 
 __all__: list[str] = []
 
-_SLOT_BYTES = 1 << 20  # size of a slot in shared memory; a rank has two slots
 _LARGEST_TAG_OF_GLOO = 2**31 - 1
 _CPU = torch.device("cpu")
 _EXIT_TIME = 0.5  # seconds from the end of a connection to the end of its process
@@ -220,6 +219,7 @@ def make_repaired(
 def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
     begin_from_environment()
     prims_options = keep_options(request.name, request.given)
+    slot_bytes = slot_bytes_of(prims_options)
     rank, size, timeout = request.rank, request.size, request.timeout
     ranks = request.ranks or list(range(size))
     store, token, hosts, secret = _handshake(request, monitor)
@@ -262,7 +262,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         make_child=functools.partial(_make_child, made),
         choose=multi_host.choose_or_piggyback if multi_host else None,  # a group on one host has no schedules
         accelerator=_nccl(store, rank, size, timeout),
-        slot_bytes=prims_options.slot_bytes or int(os.environ.get("DIST_PRIMS_SLOT_BYTES", _SLOT_BYTES)),
+        slot_bytes=slot_bytes,
         one_shot_bytes=one_shot,
         group=request.name,
         ranks=ranks,

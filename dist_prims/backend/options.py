@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,8 @@ __all__: list[str] = []
 
 PINNABLE = tuple(collective for collective in COLLECTIVES if collective not in ("scan", "exclusive_scan"))
 _OTHERS = ("slot_bytes", "one_shot_bytes", "engine")
+_SLOT_BYTES = 1 << 20  # the default size of a slot in shared memory
+_MOST_BYTES = 1 << 40
 # By the name of a group. The group keeps its options, so a process that makes groups over and over keeps none of a
 # group that has ended, unless the program keeps them itself.
 _options: WeakValueDictionary[str, BackendOptions] = WeakValueDictionary()
@@ -32,10 +35,10 @@ class BackendOptions:
       ranges of sizes as in ``DIST_PRIMS_ALL_REDUCE``: ``"ring x4:1M-max"`` runs a ring in 4 segments from 1 MB. The
       default is ``DIST_PRIMS_<COLLECTIVE>``, or the choice of the backend.
     - ``slot_bytes``: the size of a slot in shared memory, of which each rank has two. Larger slots allow larger
-      segments. The default is ``DIST_PRIMS_SLOT_BYTES``, or 1 M.
+      segments. From 1 to 2**40; a slot has at least 4 K. The default is ``DIST_PRIMS_SLOT_BYTES``, or 1 M.
     - ``one_shot_bytes``: up to this size every rank of an all_reduce adds the whole data of all ranks. Above it, each
       rank adds one part, and all ranks read the sums. The default is the value that ``python -m dist_prims tune`` has
-      measured on this type of machine, or 32 K.
+      measured on this type of machine, or 32 K. From 0 to 2**40.
     - ``engine``: the transport between hosts, "tcp", "ucx", "mpi" or "gloo". The default is ``DIST_PRIMS_ENGINE``, or
       MPI if mpirun has started the ranks and all of them can use MPI, else TCP. The option of rank 0 applies to all
       ranks. If a rank cannot use the requested transport, all ranks raise RuntimeError with that rank and the reason.
@@ -47,7 +50,7 @@ class BackendOptions:
     def __init__(
         self,
         all_reduce: str = "",
-        slot_bytes: int = 0,
+        slot_bytes: int | None = None,
         one_shot_bytes: int | None = None,
         engine: str = "",
         **algorithms: str,
@@ -60,13 +63,38 @@ class BackendOptions:
                 raise TypeError(f"BackendOptions: {nearest('option', collective, (*PINNABLE, *_OTHERS))}")
             parse_ranges(text, collective, f"BackendOptions({collective}=...)")
         self.algorithms: Mapping[str, str] = MappingProxyType(algorithms)
-        self.slot_bytes = slot_bytes
-        self.one_shot_bytes = one_shot_bytes
+        self.slot_bytes = slot_bytes if slot_bytes is None else _checked_bytes("slot_bytes", slot_bytes, 1)
+        self.one_shot_bytes = (
+            one_shot_bytes if one_shot_bytes is None else _checked_bytes("one_shot_bytes", one_shot_bytes, 0)
+        )
         self.engine = engine
 
     @property
     def all_reduce(self) -> str:
         return self.algorithms["all_reduce"]
+
+
+def slot_bytes_of(options: BackendOptions) -> int:
+    """Return the size of a slot: the option, ``DIST_PRIMS_SLOT_BYTES``, or the default.
+
+    >>> slot_bytes_of(BackendOptions(slot_bytes=4096))
+    4096
+    """
+    if options.slot_bytes is not None:
+        return options.slot_bytes
+    text = os.environ.get("DIST_PRIMS_SLOT_BYTES", "")
+    return _checked_bytes("slot_bytes", int(text) if text.isdecimal() else text, 1) if text else _SLOT_BYTES
+
+
+def _checked_bytes(option: str, value: object, least: int) -> int:
+    """Return a number of bytes; ValueError for anything else: the shared memory has two slots for each rank."""
+    if isinstance(value, int) and least <= value <= _MOST_BYTES:
+        return value
+    variable = " or DIST_PRIMS_SLOT_BYTES" if option == "slot_bytes" else ""
+    raise ValueError(
+        f"BackendOptions({option}=...){variable}: {value!r} is not a number of bytes from {least} to {_MOST_BYTES} "
+        f"(2**40); give one, or leave it out"
+    )
 
 
 def keep_options(group_name: str, given: Any) -> BackendOptions:

@@ -239,3 +239,25 @@ def test_ranks_of_unlike_versions_make_no_group(hosts: str) -> None:
     for rank, text in enumerate(span(hosts, body)):
         assert text.startswith(f"rank {rank}: the group cannot be made: rank 0 has dist_prims ")
         assert re.search(r"\(protocol (\d+)\), and rank 1 has dist_prims .* \(protocol (\d+)\); install", text)
+
+
+@pytest.mark.parametrize("value", [2**40 + 1, 2**62, 2**63 - 1, -5, 0, "abc"])
+def test_a_slot_size_out_of_range_is_refused_before_anything_is_sent(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of the shared memory is a multiple of it, which overflowed: all ranks died by SIGSEGV."""
+    shown = re.escape(f"{value!r} is not a number of bytes from 1 to {2**40} (2**40)")
+    with pytest.raises(ValueError, match=rf"BackendOptions\(slot_bytes=...\) or DIST_PRIMS_SLOT_BYTES: {shown}"):
+        dist_prims.BackendOptions(slot_bytes=value)
+    monkeypatch.setenv("DIST_PRIMS_SLOT_BYTES", str(value))
+    store = dist.HashStore()
+    with pytest.raises(ValueError, match=r"DIST_PRIMS_SLOT_BYTES: .* is not a number of bytes from 1 to"):
+        dist.init_process_group("dist_prims", store=store, rank=1, world_size=2)
+    assert not store.check(["0//cpu//dist_prims/hello/1"])
+    assert not dist.is_initialized()
+
+
+def test_one_shot_bytes_out_of_range_are_refused() -> None:
+    for value in (-1, 2**64, "32K"):
+        with pytest.raises(ValueError, match=r"BackendOptions\(one_shot_bytes=...\): .* from 0 to"):
+            dist_prims.BackendOptions(one_shot_bytes=value)
