@@ -56,8 +56,8 @@ class MismatchError(CommError):
     ...     return text, total.tolist()
     >>> text, total = dist_prims.spawn(mismatch_then_sum, 2, backend="dist_prims", timeout=60)[0]
     >>> print(text.partition(". Every")[0])  # doctest: +NORMALIZE_WHITESPACE
-    rank 0: ranks disagree, no data was touched. Rank 0 calls all_reduce(SUM, float32, 2 elements) as call number 0;
-    rank 1 calls all_reduce(SUM, float32, 3 elements) as call number 0
+    rank 0: ranks disagree, no data was touched. Rank 0 calls all_reduce(SUM, float32, 2 elements) as call number 1;
+    rank 1 calls all_reduce(SUM, float32, 3 elements) as call number 1
     >>> total
     [2.0, 2.0]
     """
@@ -83,7 +83,7 @@ class PeerDiedError(CommError):
     ...     other = subprocess.Popen([*command, "1", folder])
     ...     print(subprocess.run([*command, "0", folder], capture_output=True, text=True).stdout)  # doctest: +ELLIPSIS
     ...     status = other.wait()
-    rank 0: rank 1 (process ...) has died in all_reduce(SUM, float32, 2 elements) as call number 0; ...
+    rank 0: rank 1 (process ...) has died in all_reduce(SUM, float32, 2 elements) as call number 1; ...
     """
 
 

@@ -83,11 +83,11 @@ class CollectiveQueue:
             self._calling.discard(me)
 
     def run(self, job: Callable[[int], None], what: str) -> None:
-        """Run job(number of the call) in this thread, after all earlier calls."""
+        """Run job(number of the call) in this thread, after all earlier calls. The first call has the number 1."""
         with self._guard_reentry(what):
             with self._lock:
-                number = self._called
                 self._called += 1
+                number = self._called
             self._run_in_order(number, job)
 
     def start(self, job: Callable[[int], None], what: str) -> Work:
@@ -98,8 +98,8 @@ class CollectiveQueue:
                 jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
                 start_thread("queue", _run_jobs, jobs)
                 self._jobs = jobs  # only now: without a thread a later call would hang
-            self._jobs.put(_Job(partial(self._run_on_thread, self._called, job, what), future))
             self._called += 1
+            self._jobs.put(_Job(partial(self._run_on_thread, self._called, job, what), future))
         return Work(future, what)
 
     def _run_on_thread(self, number: int, job: Callable[[int], None], what: str) -> None:
@@ -109,7 +109,7 @@ class CollectiveQueue:
     def _run_in_order(self, number: int, job: Callable[[int], None]) -> None:
         try:
             with self._turn:
-                self._turn.wait_for(lambda: self._done == number)
+                self._turn.wait_for(lambda: self._done == number - 1)
         except BaseException:  # raised by a signal handler; later calls must not wait for this one
             start_thread("turn", self._run_in_order, number, lambda _: None)
             raise

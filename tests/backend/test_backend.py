@@ -320,7 +320,7 @@ except PeerDiedError as error:
     assert [rank.returncode for rank in ranks] == [0, -signal.SIGKILL, 0]
     for survivor in (0, 2):
         assert f"rank {survivor}: rank 1 (process" in outs[survivor]
-        assert "has died in all_reduce(SUM, float32, 5 elements) as call number 1" in outs[survivor]
+        assert "has died in all_reduce(SUM, float32, 5 elements) as call number 2" in outs[survivor]
 
 
 def test_a_rank_that_does_not_come_is_named_when_time_is_up() -> None:

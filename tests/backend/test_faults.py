@@ -94,7 +94,7 @@ def test_a_rank_that_skips_a_call() -> None:
     with pytest.raises(RankFailedError) as caught:
         spawn(body, 2)
     assert (
-        "Rank 0 calls all_reduce(SUM, float32, 3 elements) as call number 0; rank 1 calls broadcast(float32, "
+        "Rank 0 calls all_reduce(SUM, float32, 3 elements) as call number 1; rank 1 calls broadcast(float32, "
         in str(caught.value)
     )
 

@@ -128,7 +128,7 @@ def test_the_late_rank_is_told(tmp_path: Path) -> None:
 
     waited, late = run_ranks(body, 2, tmp_path)
     assert "timeout after 1000 ms in all_reduce" in waited
-    assert "no sign of rank 1, which has not made call number 0" in waited
+    assert "no sign of rank 1, which has not made call number 1" in waited
     assert "rank 1: rank 0 has given up waiting for this rank; create the group again before all_reduce" in late
 
 
@@ -213,4 +213,4 @@ def test_two_late_ranks_are_both_named(tmp_path: Path) -> None:
     found = run_ranks(body, 4, tmp_path)
     for survivor in (0, 2):
         assert named(found[survivor]) == [1, 3]
-        assert "no sign of rank 1, 3, which have not made call number 0" in found[survivor]
+        assert "no sign of rank 1, 3, which have not made call number 1" in found[survivor]

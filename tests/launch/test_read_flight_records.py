@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import dist_prims
+from dist_prims.backend import dump
 from dist_prims.launch.read_flight_records import read
 
 
@@ -38,3 +43,24 @@ def test_flight_records_over_the_wrap_of_call_numbers(last: int, tmp_path: Path)
             f"  call {first}: rank 0, 2 all_reduce(float32, [4]) started",
         ]
     )
+
+
+@pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
+def test_errors_and_flight_records_number_calls_alike(backend: str, tmp_path: Path) -> None:
+    """Errors counted calls from 0, flight records from 1. Now the first call has the number 1 everywhere."""
+
+    def body() -> str:
+        algorithm = None if backend == "dist_prims" else "ring"
+        for count in (1, 2):
+            dist_prims.all_reduce(torch.ones(count), algorithm=algorithm)
+        with pytest.raises(dist_prims.MismatchError) as caught:
+            dist_prims.all_reduce(torch.ones(3 + dist.get_rank()), algorithm=algorithm)
+        if backend == "dist_prims":
+            dump(str(tmp_path / f"{dist.get_rank()}.json"))
+        return str(caught.value)
+
+    for text in dist_prims.spawn(body, 2, backend=backend, timeout=60):
+        assert re.search(r"Rank 0 calls all_reduce\(.*3 elements.*\) as call number 3; rank 1", text)
+    if backend == "dist_prims":
+        lines = "  call 3: rank 0 all_reduce(float32, [3]) failed; rank 1 all_reduce(float32, [4]) failed"
+        assert read(tmp_path).splitlines()[1:] == [lines]

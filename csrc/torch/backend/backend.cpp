@@ -158,7 +158,7 @@ PrimsBackend::Taken PrimsBackend::take(const char* title, bool wanted) {
 
 WorkPtr PrimsBackend::perform(std::vector<PrimsTask> tasks, const CallOptions& options, Tensors outputs) {
     const auto taken = take(options.title, !options.async);
-    for (PrimsTask& task : tasks) task.call.sequence = sequence_++;
+    for (PrimsTask& task : tasks) task.call.sequence = ++sequence_;
     const std::uint64_t sequence = sequence_;
     const std::uint64_t entry = flight_recorder_.add(entry_of(tasks.front().call, options, sequence), taken != nullptr);
     if (taken) {
@@ -333,9 +333,9 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
     const auto count = static_cast<std::size_t>(tensor.numel());
     Call call = call_of(Collective::kAllReduce, tensor, count);
     call.op = checked("all_reduce", op, tensor);
-    call.sequence = sequence_++;
+    call.sequence = ++sequence_;
     call.tensor_ref = host_segment_->tensor_ref_of(bytes_of(tensor), count * size_of(call.dtype));
-    recorded(flight_recorder_.add(entry_of(call, options, sequence_), true), [&] {
+    recorded(flight_recorder_.add(entry_of(call, options, call.sequence), true), [&] {
         const TraceCall traced(*trace_group_, call);
         host_segment_->slots.open(call, options.timeout);
         all_reduce(*host_segment_, call.dtype, call.op, bytes_of(tensor), bytes_of(tensor), count, call.tensor_ref);
