@@ -65,7 +65,7 @@ class Algorithm:
         scratch = _count(self.scratch, size, given, default=0)
         same_bits = self.replicas == "same" and self.collective != "barrier"
         own_contract = contract(self.collective, size, chunks, root, scratch, same_bits=same_bits)
-        most = MOST_STEPS + 100 * size  # a ring has 2 a rank
+        most = MOST_STEPS + 4 * size**2  # enough where each message is a step of its own
         steps = Steps(functools.partial(self.make, size, **rooted, **given), most)
         part = None if self.part is None or not self.trusted else functools.partial(self.part, size)
         return Schedule(
