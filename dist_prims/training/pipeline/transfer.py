@@ -21,7 +21,6 @@ kind; otherwise a message is its data alone. A few receives are posted ahead, to
 
 from __future__ import annotations
 
-import functools
 import os
 import traceback
 import weakref
@@ -37,7 +36,7 @@ from ...schedules.pipelines import PipelinePlan
 from ...torch_compat import timeout_of
 from ...tracing import format as fmt
 from ...tracing import recorder
-from ..group_duplicates import duplicate, end_group
+from ..group_duplicates import duplicate, end_groups
 from .action_executor import in_order, message_to
 from .packet import FAILED, HEAD, LAYOUT, PacketLayout, Pool, head_of, pack, read_head, spec_of
 from .stage import Tensors
@@ -130,8 +129,7 @@ class Transfers:
         self._device = device
         if device.type == "cuda":  # all ranks must make NCCL's first call in a group
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
-        end = functools.partial(end_group, self._group, os.getpid()) if self._group is not group else _nothing
-        self._finalizer = weakref.finalize(self, end)
+        self._finalizer = weakref.finalize(self, end_groups, [self._group], group, os.getpid())
         self._finalizer.atexit = False
         if device.type != "cpu":  # with NCCL, ending its communicator is a collective
             self._finalizer.detach()
@@ -333,9 +331,6 @@ class Transfers:
             work.wait()  # the stream waits, not this thread; NCCL's watchdog has the timeout
         else:
             work.wait(self._timeout)
-
-
-def _nothing() -> None: ...
 
 
 def _failure(head: torch.Tensor) -> str | None:
