@@ -58,7 +58,7 @@ def _prove_one(collective: str, name: str, sizes: tuple[int, ...]) -> int:
             except (Exception, SystemExit) as error:
                 where = "".join(f", {key} {value}" for key, value in root.items())
                 print(f"✗ {collective} {name}, size {size}{where}: {type(error).__name__}: {error}", flush=True)
-                if not isinstance(error, ValueError | SystemExit):  # of the generator itself: the traceback shows the line
+                if not isinstance(error, ValueError | SystemExit):  # of the generator: the traceback shows the line
                     traceback.print_exception(error)
                     return 1
                 print(f"  for a page that opens at the wrong step, show it with --size {size} --html wrong.html")
