@@ -115,10 +115,13 @@ class _Named:
         """Whether the algorithm groups the ranks by hosts, and the call does not say how."""
         return "hosts" in lookup(call.collective, self.algorithm).parameters and "hosts" not in self.parameters
 
-    def schedule(self, call: Call) -> Schedule:
-        """Return the schedule. In a group that is known to span hosts, the hosts are those of the group."""
+    def schedule(self, call: Call, by_hosts: bool = True) -> Schedule:
+        """Return the schedule. In a group that is known to span hosts, the hosts are those of the group.
+
+        Not ``by_hosts``: the ranks are grouped by their numbers.
+        """
         parameters = self.parameters if call.root is None else {**self.parameters, "root": call.root}
-        order = known_hosts(call.group) if self.needs_hosts(call) else None
+        order = known_hosts(call.group) if by_hosts and self.needs_hosts(call) else None
         if order is not None and len(order.hosts) > 1:
             return order.build(call.collective, self.algorithm, **parameters)
         return build_shared(call.collective, self.algorithm, call.group.size(), **parameters)
@@ -149,13 +152,15 @@ def perform(call: Call, options: CallOptions) -> AnyWork | None:
                 "algorithm need its name (algorithm=)"
             )
         if backend_supports(call) and (is_on_dist_prims(call) or (algorithm is None and not options.segment_bytes)):
-            return run_natively(call, options.async_op)
+            return run_natively(call if is_on_dist_prims(call) else without_overlap(call), options.async_op)
         algorithm = cheapest(call.collective, size, call.nbytes, call.even)
     named = _Named(algorithm, {name: _hashable(value) for name, value in parameters.items()})
-    schedule = named.schedule(call)
+    # Ranks of other groups exchange their hosts on the thread of the queue. Nothing here may depend on whether this
+    # rank has done so yet: ranks would cut into other segments, or one would raise before the call has a number.
+    schedule = named.schedule(call, by_hosts=is_on_dist_prims(call))
     if is_on_dist_prims(call) and call.collective in FOLLOWED:
         return run_in_backend(call, *_native_form(schedule, rank), options.async_op)
-    segment_bytes = options.segment_bytes or (_segment_bytes(call, schedule, segments) if segments > 1 else 0)
+    segment_bytes = functools.partial(_segment_bytes, call, options.segment_bytes, segments)
     what = f"{call.collective} ({algorithm}) on rank {rank}"
     job = functools.partial(_job, call, segment_bytes, named)
     queue = queue_of(call.group)
@@ -184,8 +189,10 @@ def _native_form(schedule: Schedule, rank: int) -> tuple[Any, Callable[[], None]
     return compiled_without_steps(schedule), refuse
 
 
-def _segment_bytes(call: Call, schedule: Schedule, segments: int) -> int:
-    """The bytes of a segment if a chunk is cut into ``segments``."""
+def _segment_bytes(call: Call, given: int, segments: int, schedule: Schedule) -> int:
+    """The bytes of a segment: those given, else those of a chunk that is cut into ``segments``. 0: chunks are whole."""
+    if given or segments == 1:
+        return given
     return max(math.ceil(call.nbytes * schedule.share / segments), 1)
 
 
@@ -209,16 +216,17 @@ def _on_a_stream(job: Callable[[int], None], device: torch.device) -> Callable[[
 
 
 @torch.no_grad()
-def _job(call: Call, segment_bytes: int, named: _Named, number: int) -> None:
+def _job(call: Call, segment_bytes: Callable[[Schedule], int], named: _Named, number: int) -> None:
     if named.needs_hosts(call) and known_hosts(call.group) is None:
-        _agree(call, segment_bytes, named.schedule(call), number)
+        schedule = named.schedule(call)
+        _agree(call, segment_bytes(schedule), schedule, number)
         channel = Channel(call.group, _AGREEMENT_TAG, timeout_of(call.group, call.like.device))
         exchange_hosts(channel, call.group, call.like.device)
     schedule = named.schedule(call)
+    run = functools.partial(_execute, call, segment_bytes(schedule), schedule, number)
     if recorder.active is None:
-        _execute(call, segment_bytes, schedule, number)
+        run()
         return
-    run = functools.partial(_execute, call, segment_bytes, schedule, number)
     traced(run, call.group, number, call.collective, schedule_name(schedule), call.nbytes, call.root)
 
 

@@ -131,12 +131,12 @@ _problems: dict[str, str] = {}  # by fingerprint
 
 @functools.lru_cache(maxsize=256)
 def fingerprint(schedule: Schedule) -> str:
-    """A hash of the steps and their initial state; equal schedules have equal hashes on all ranks.
+    """A hash of the steps and of what the proof demands; equal schedules have equal hashes on all ranks.
 
     An exception of the generator is part of the hash: a rank whose generator raises must still compare its call.
     """
-    of = hashlib.sha256(repr((schedule.collective, schedule.size, schedule.chunks, schedule.root)).encode())
-    of.update(str(schedule.contract.total).encode())
+    demands = schedule.contract.total, schedule.contract.same_bits
+    of = hashlib.sha256(repr((schedule.collective, schedule.size, schedule.chunks, schedule.root, *demands)).encode())
     try:
         for step in _executed_steps(schedule):
             for column in (step.src, step.dst, step.chunk, step.into, step.reduce):

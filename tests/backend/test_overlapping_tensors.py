@@ -38,8 +38,11 @@ def test_between_hosts(hosts: str) -> None:
     span(hosts, body, timeout=100)
 
 
-def test_by_a_schedule_over_gloo() -> None:
+def test_over_gloo() -> None:
+    """By gloo's own collectives, where a call names no algorithm, and by a schedule."""
+
     def body() -> None:
+        check((0, 1, 5, 100_000), async_op=False)
         check((0, 1, 5, 1031), **DIRECT)
         check((5, 1031), **DIRECT, segment_bytes=64)
 

@@ -124,6 +124,52 @@ def test_hosts_are_exchanged_once_and_compared_before() -> None:
     on_hosts("gloo", "a b a b", rank_main)
 
 
+def in_turn(call: Callable[[], Any]) -> list[Any]:
+    """Make two asynchronous calls; on rank 0 the second one before the hosts are exchanged, on the others after it.
+
+    The results are the errors, or None.
+    """
+    works, errors = [], []
+
+    def wait() -> None:
+        try:
+            works.pop(0).wait()
+            errors.append(None)
+        except ValueError as error:
+            errors.append(error)
+
+    works.append(call())
+    if dist.get_rank() != 0:
+        wait()
+    works.append(call())
+    while works:
+        wait()
+    return errors
+
+
+def test_a_call_does_not_depend_on_whether_a_rank_knows_the_hosts_yet() -> None:
+    """Segments were computed from the schedule for the hosts that a rank knew when it made the call. A call with an
+    error had a number on ranks that did not know the hosts, and none on others."""
+
+    def rank_main() -> None:
+        os.environ["DIST_PRIMS_ALL_REDUCE"] = "hierarchical x4"
+        tensor = torch.ones(1200)
+        assert in_turn(lambda: dist_prims.all_reduce(tensor, async_op=True)) == [None, None]
+        assert tensor.eq(9).all()
+        del os.environ["DIST_PRIMS_ALL_REDUCE"]
+        group, every, own = dist.new_group(), torch.empty(3), torch.ones(1)
+
+        def gather() -> Any:
+            return dist_prims.all_gather(every, own, group, algorithm="hierarchical", async_op=True)
+
+        for error in in_turn(gather):
+            assert "equally many ranks" in str(error)
+        dist_prims.all_reduce(tensor, group=group, algorithm="ring")
+        assert tensor.eq(27).all()
+
+    on_hosts("gloo", "a b b", rank_main)
+
+
 @pytest.mark.parametrize("names", ["aabb", "abab", "abba", "abcabc", "abccba"])
 def test_schedules_for_any_order_of_ranks_are_proved(names: str) -> None:
     order = HostOrder.of(names)

@@ -296,6 +296,25 @@ def test_the_steps_that_a_rank_executes_are_in_the_fingerprint() -> None:
     assert fingerprints[0] != fingerprints[1]
 
 
+def test_an_algorithm_registered_with_other_demands_is_proved_again() -> None:
+    """The verdict was kept for the steps alone, so the remedy that the error names had no effect."""
+
+    def each_in_its_order(size: int) -> Iterator[Step]:
+        """Rank 0 adds (r0+r2)+r1, rank 1 (r1+r0)+r2, rank 2 (r2+r1)+r0."""
+        ranks, both = np.arange(3), np.arange(6) % 3
+        yield Step(src=both, dst=(both + 1) % 3, chunk=0, into=[0] * 3 + [1] * 3, reduce=[True] * 3 + [False] * 3)
+        yield Step(src=ranks, dst=(ranks + 1) % 3, chunk=1, into=0, reduce=True)
+
+    def register(replicas: str) -> str:
+        algorithm("all_reduce", name="swapped", chunks=1, scratch=1, replicas=replicas)(each_in_its_order)
+        return trust.problem_of(build("all_reduce", "swapped", 3))
+
+    problems = [register(replicas) for replicas in ("same", "may differ", "same")]
+    unregister("all_reduce", "swapped")
+    assert "may differ" in problems[0]
+    assert problems[1:] == ["", problems[0]]
+
+
 def test_names_of_built_in_algorithms_have_no_fingerprint() -> None:
     for collective in ("all_reduce", "broadcast"):
         for name in algorithms(collective):
