@@ -218,3 +218,31 @@ def test_a_step_that_fails_before_anything_is_sent_does_no_harm() -> None:
         compare(mine, one_process(plan, batches), exact=True)
 
     dist_prims.spawn(body, 4, backend="dist_prims", timeout=60)
+
+
+def test_a_loss_without_gradient_is_found_before_anything_is_sent() -> None:
+    """It was found at the end of the step. Then the averagers had sent gradients, and could not be used again."""
+
+    def body() -> None:
+        half, group, copies = grid()
+        batches = [a_batch(11), a_batch(12)]
+        for name in PLANS:
+            plan = pipeline_plan(name, 2, MICROS)
+            is_detached = True
+
+            def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+                return F.mse_loss(output.detach() if is_detached else output, target)  # noqa: B023
+
+            pipeline = Pipeline(stages_of(plan.stages), plan, loss=loss, group=group)
+            averager = GradientAverager(pipeline.module, group=copies)
+            with counted() as sent, pytest.raises(StageFailedError, match="does not require grad"):
+                pipeline.step(*batches[half])
+            assert not sent
+            for parameter in pipeline.parameters():
+                parameter.grad = None
+            is_detached = False
+            pipeline.step(*batches[half])
+            compare(pipeline.stages, one_process(plan, batches), exact=not is_split(plan))
+            averager.remove()
+
+    dist_prims.spawn(body, 4, backend="dist_prims", timeout=110)

@@ -266,7 +266,7 @@ def test_a_loss_without_gradient_is_refused_on_all_ranks() -> None:
         for name, loss in itertools.product(pipeline_plans(), WITHOUT_GRADIENT):
             plan = pipeline_plan(name, 2, MICROS)
             pipeline = Pipeline([nn.Linear(2, 2) for _ in range(plan.stages)], plan, loss=loss)
-            words = f"rank {plan.rank_of[-1]}: step failed: RuntimeError: pipeline: the loss does not require grad"
+            words = f"rank {plan.rank_of[-1]}: .* failed: RuntimeError: pipeline: the loss does not require grad"
             with pytest.raises(StageFailedError, match=words):
                 pipeline.step(x, x)
             assert pipeline.evaluate(x, x).isfinite()

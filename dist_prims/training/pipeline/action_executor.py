@@ -102,6 +102,7 @@ class Batch:
         self.sums: torch.Tensor | None = None  # of the loss and the metrics
         self.wants_gradient = False  # a stage before the last one
         self.has_gradient = False  # the loss of some micro-batch that counts
+        self.backwards = 0  # of the last stage
         self.outputs: dict[int, Tensors] = {}
 
     @property
@@ -172,6 +173,9 @@ class Job:
         else:
             last = action.stage == self.plan.stages - 1
             outgoing = worker.backward(action.micro, (None,) if last else incoming)
+            batch.backwards += last
+            if batch.backwards == batch.num_microbatches:
+                self._check_gradient(batch)  # before an averager sends the gradients of any stage
             if action.stage == 0 and batch.inputs is not None:
                 batch.inputs.set_gradients(action.micro, outgoing)
         recorder.record(fmt.ACTION, traced, name=str(action))
@@ -187,20 +191,18 @@ class Job:
         batch.parts = self.objective.parts(batch.lengths, batch.targets.micro_batches)
 
     def give_back(self, batch: Batch) -> None:
-        """Pass the gradients of inputs and targets to the program; RuntimeError if the loss has had no gradient."""
-        if batch.targets is not None and self._has_lost_gradient(batch):
+        """Pass the gradients of inputs and targets to the program."""
+        give_back(*(each for each in (batch.inputs, batch.targets) if each is not None and batch.learn))
+
+    def _check_gradient(self, batch: Batch) -> None:
+        """RuntimeError if the loss has no gradient, though something could learn; a frozen model runs without one."""
+        trained = self.workers[self.plan.stages - 1].trained
+        learns = batch.wants_gradient or any(each.requires_grad for each in trained.parameters())
+        if learns and not batch.has_gradient:
             raise RuntimeError(
                 "pipeline: the loss does not require grad in any micro-batch, so step() would train nothing; compute "
                 "it from the output of the last stage, without detach() and no_grad(), or call evaluate()"
             )
-        give_back(*(each for each in (batch.inputs, batch.targets) if each is not None and batch.learn))
-
-    def _has_lost_gradient(self, batch: Batch) -> bool:
-        """Whether the loss has no gradient, though something could learn from it; a frozen model runs without one."""
-        if not batch.learn or batch.has_gradient:
-            return False
-        trained = self.workers[self.plan.stages - 1].trained
-        return batch.wants_gradient or any(each.requires_grad for each in trained.parameters())
 
     def check_shared(self) -> None:
         """ValueError if training changes a tensor of which other ranks have a copy."""

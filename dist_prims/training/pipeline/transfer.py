@@ -129,6 +129,7 @@ class Transfers:
         self._device = device
         if device.type == "cuda":  # all ranks must make NCCL's first call in a group
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        self._owns_group = self._group is not group
         self._finalizer = weakref.finalize(self, end_groups, [self._group], group, os.getpid())
         self._finalizer.atexit = False
         if device.type != "cpu":  # with NCCL, ending its communicator is a collective
@@ -255,7 +256,7 @@ class Transfers:
                     with suppress(RuntimeError):  # of a frame that still runs
                         frame.clear()
             error = error.__context__
-        if (group := self.__dict__.pop("_group", None)) is not None and self._queued:
+        if (group := self.__dict__.pop("_group", None)) is not None and self._queued and self._owns_group:
             group.abort()
         del group
         self._finalizer()
