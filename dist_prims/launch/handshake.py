@@ -45,6 +45,7 @@ __all__: list[str] = []
 # To be raised by each change of what ranks send to each other: the descriptions of calls (csrc/common/types.h,
 # collectives/call_agreement.py, agreement.py), other messages, and the shared memory of a host.
 PROTOCOL = 1
+EARLIER_VERSION = "an earlier version"  # of a rank that sends none
 HOSTS = "hosts"  # the key of the hosts of all ranks, below the name of the attempt
 _SECONDS_FOR_READERS = 10.0  # enough, because all ranks are connected to the store
 _SECONDS_TO_READ = 1.0  # for a rank that is refused, before the store ends with rank 0
@@ -210,7 +211,7 @@ class _Rank0:
         *texts, code = _texts(hello) or [""]
         if len(texts) < 2 or not _TOKEN.fullmatch(texts[0]):
             return
-        token, host, its_version, *_ = [*texts, "an earlier version"]  # which may send fewer texts, a later one more
+        token, host, its_version, *_ = [*texts, EARLIER_VERSION]  # which may send fewer texts, a later one more
         if not found:
             return self._refuse(rank, token, has_secret=code != "")
         self._answered[rank] = token, host, its_version

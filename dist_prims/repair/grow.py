@@ -34,11 +34,11 @@ from ..backend.options import BackendOptions
 from ..backend.tcp_endpoint import own_address
 from ..launch.deadline import call_in_thread, until
 from ..launch.group_secret import secret_of_group, would_lose_secret
-from ..launch.handshake import signed, verified, warn
+from ..launch.handshake import EARLIER_VERSION, signed, verified, version, warn
 from ..launch.hosts import host_id, network_number
 from ..launch.network import is_loopback
 from ..launch.rendezvous import connect
-from ..launch.secret import REMEDY
+from ..launch.secret import REMEDY, Secret
 from ..launch.served import open_store
 from ..torch_compat import default_group, install_default_group, replace_group, timeout_of
 from .repair_attempt import RepairAttempt, store_prefix
@@ -85,6 +85,7 @@ class _NewRank:
 
     host: str
     network: str  # the number of its network namespace
+    version: str = EARLIER_VERSION  # which announces no version
 
 
 def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
@@ -133,7 +134,9 @@ def grow(at: str | dist.Store, *, timeout: float = 30.0) -> dist.ProcessGroup:
             meeting = _meeting(at, time.monotonic() + _TIME_FOR_MEETING)
             if backend.spans_hosts and would_lose_secret(own_address()):
                 raise RuntimeError(f"grow: {_SECRET_WOULD_BE_LOST}")
-            announced = {token: new for token, new in _announced(meeting).items() if not _is_refused(new)}
+            announced = {
+                token: new for token, new in _announced(meeting).items() if not _is_refused(meeting, token, new)
+            }
             is_remote = any(new.host != host_id() for new in announced.values())
             tokens = _invite(meeting, [*announced])
         except (OSError, RuntimeError, ValueError) as error:
@@ -148,11 +151,18 @@ def _has_failed_too_often(backend: Any) -> bool:
     return not backend.spans_hosts and made_group(backend.options.group_name).failed_grows >= _MOST_FAILURES
 
 
-def _is_refused(new: _NewRank) -> bool:
-    """Whether a new rank cannot be admitted because of its host; a warning says why. The running ranks go on."""
-    if new.host == host_id():
+def _is_refused(meeting: dist.Store, token: str, new: _NewRank) -> bool:
+    """Whether a new rank cannot be admitted because of its version or its host; a warning says why. The running ranks
+    go on."""
+    if new.version != version():
+        reason = (
+            f"it has {new.version}, and the running ranks have {version()}; install the same version of dist_prims for "
+            "all ranks, and start that process again"
+        )
+        meeting.set(f"refused/{token}", signed(secret_of_group(meeting, True), ("refused", token), reason))
+    elif new.host == host_id():
         return False
-    if is_loopback(own_address()) and new.network != str(network_number()):
+    elif is_loopback(own_address()) and new.network != str(network_number()):
         reason = (
             "the running ranks listen at the loopback interface, as init() chooses for one host; start them with "
             "GLOO_SOCKET_IFNAME set to the interface that leads to the other hosts"
@@ -221,7 +231,7 @@ def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
     """Wait until the running ranks admit this process by :func:`grow`, and return the default group.
 
     ``at`` is the place at which they look; the example of :func:`grow` shows both sides. Raises TimeoutError after
-    ``timeout`` seconds.
+    ``timeout`` seconds, and RuntimeError if the running ranks have another version of the library than this process.
 
     >>> import dist_prims
     >>> def join_in_a_group():
@@ -259,7 +269,7 @@ def join(at: str | dist.Store, *, timeout: float = 300.0) -> dist.ProcessGroup:
 def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | None:
     """Return what the running ranks admit this process to; None if they have invited it, but gone on without it."""
     token, secret = secrets.token_hex(16), secret_of_group(meeting, True)
-    _announce(meeting, token, signed(secret, ("waiting",), token, host_id(), str(network_number())), deadline)
+    _announce(meeting, token, secret, deadline)
     meeting.set(f"ready/{token}", "")
     try:
         limit = min(deadline, time.monotonic() + _TIME_FOR_ADMISSION)
@@ -272,14 +282,22 @@ def _wait_for_admission(meeting: dist.Store, deadline: float) -> _Admission | No
     return _Admission(**json.loads(found[0])) if found else None
 
 
-def _announce(meeting: dist.Store, token: str, text: str, deadline: float) -> None:
+def _announce(meeting: dist.Store, token: str, secret: Secret | None, deadline: float) -> None:
     """Announce this process until the running ranks invite it: the rank that reads an announcement may die."""
+
+    def is_invited() -> bool:
+        key = f"refused/{token}"
+        if meeting.check([key]) and (reason := verified(meeting.get(key), secret, ("refused", token))):
+            raise RuntimeError(f"join: the running ranks refuse this process: {reason[0]}")
+        return meeting.check([f"invited/{token}"])
+
+    text = signed(secret, ("waiting",), token, host_id(), str(network_number()), version())
     awaited = "the running ranks: none has called grow(), or they have refused this process, see their warnings"
     while True:
         meeting.set(f"waiting/{meeting.add('waiting', 1)}", text)
         limit = min(deadline, time.monotonic() + _TIME_FOR_ADMISSION)
         try:
-            until(lambda: meeting.check([f"invited/{token}"]), limit, awaited)
+            until(is_invited, limit, awaited)
         except TimeoutError:
             if time.monotonic() > deadline:
                 raise
@@ -351,8 +369,9 @@ def _announced(meeting: dist.Store) -> dict[str, _NewRank]:
     found = [verified(meeting.get(key), secret, ("waiting",)) for key in keys]
     if None in found:
         warn(f"a process that wants to join is refused: it does not know the secret of this job; {REMEDY}")
-    announced = {texts[0]: _NewRank(*texts[1:]) for texts in found if texts and len(texts) == 3}  # some several times
-    return {token: new for token, new in announced.items() if not meeting.check([f"invited/{token}"])}
+    announced = {texts[0]: _NewRank(*texts[1:4]) for texts in found if texts and len(texts) >= 3}  # some several times
+    answered = {token for token in announced for key in ("invited", "refused") if meeting.check([f"{key}/{token}"])}
+    return {token: new for token, new in announced.items() if token not in answered}
 
 
 def _invite(meeting: dist.Store, tokens: list[str]) -> list[str]:
@@ -369,8 +388,8 @@ def _invite(meeting: dist.Store, tokens: list[str]) -> list[str]:
 
 
 def _fields(options: BackendOptions | None) -> dict[str, Any]:
-    """Return the arguments of BackendOptions that are not the defaults."""
+    """Return the arguments of BackendOptions that are given. Zero is a value of ``one_shot_bytes``."""
     if options is None:
         return {}
     others = {name: getattr(options, name) for name in ("slot_bytes", "one_shot_bytes", "engine")}
-    return {name: value for name, value in {**options.algorithms, **others}.items() if value not in ("", 0, None)}
+    return {name: value for name, value in {**options.algorithms, **others}.items() if value not in ("", None)}

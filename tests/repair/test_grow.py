@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,11 +19,12 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
+from dist_prims.backend.create import made_group
 from dist_prims.backend.tcp_endpoint import own_address
 from dist_prims.launch.network import is_loopback
 from dist_prims.launch.secret import Secret, remember
 from dist_prims.launch.served import refused, serve_registers, served_store
-from dist_prims.repair.grow import _meeting
+from dist_prims.repair.grow import _fields, _meeting
 from tests.helpers.survivors import join_at_rank_0, run_ranks
 from tests.repair.test_shrink import all_reduce_until_failure, die, total
 
@@ -145,6 +147,57 @@ def test_options_of_the_group_are_those_of_new_ranks(tmp_path: Path) -> None:
         return dist.group.WORLD._get_backend(torch.device("cpu")).algorithm(1 << 20), total()
 
     assert run_ranks(body, 3, tmp_path, join=False) == [("ring", 3.0)] * 3
+
+
+def test_a_size_of_zero_is_an_option_of_new_ranks() -> None:
+    """Zero was taken for "not given", so a new rank had another size than the running ranks."""
+    options = dist_prims.BackendOptions(one_shot_bytes=0)
+    assert dist_prims.BackendOptions(**_fields(options)).one_shot_bytes == 0
+    assert _fields(dist_prims.BackendOptions()) == {}
+
+
+@pytest.mark.parametrize("version", ["another version", "an earlier version"])
+def test_a_new_rank_of_another_version_is_refused_at_once(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The running ranks tried to make the group again and again, and the new rank tried until its time was over.
+
+    A rank of an earlier version announces no version.
+    """
+    place = f"file://{tmp_path}/place"
+    module: Any = sys.modules["dist_prims.repair.grow"]
+
+    def announcement_of_earlier(secret: Secret | None, context: tuple[str, ...], *texts: str) -> str:
+        return signed(secret, context, *(texts[:3] if context == ("waiting",) else texts))
+
+    def body(rank: int) -> Any:
+        if rank == 2:
+            if version == "another version":
+                monkeypatch.setattr(sys.modules["dist_prims.launch.handshake"], "PROTOCOL", 99)
+            else:
+                monkeypatch.setattr(module, "signed", announcement_of_earlier)
+            with pytest.raises(RuntimeError) as caught:
+                dist_prims.join(place, timeout=LIMIT)
+            return str(caught.value)
+        join_at_rank_0(rank, 2, tmp_path)
+        group = dist.group.WORLD
+        assert group
+        meeting = _meeting(place, time.monotonic() + LIMIT)
+        wait_until(lambda: meeting.add("waiting", 0) == 1)
+        dist.barrier()
+        assert [dist_prims.grow(place) is group for _ in range(2)] == [True, True]
+        return total(), made_group(group.group_name).failed_grows
+
+    signed = module.signed
+    *running, refused_rank = run_ranks(body, 3, tmp_path, join=False)
+    assert running == [(2, 0)] * 2
+    reason = (
+        rf"it has {r'dist_prims .* .protocol 99.' if version == 'another version' else version}, and the running ranks "
+        r"have dist_prims .* \(protocol \d+\); install the same version of dist_prims for all ranks, and start that "
+        "process again"
+    )
+    assert re.fullmatch(f"join: the running ranks refuse this process: {reason}", refused_rank)
+    assert len(re.findall(f"that wants to join is refused: {reason}", capfd.readouterr().err)) == 1
 
 
 def test_wrong_use(tmp_path: Path) -> None:
