@@ -45,22 +45,32 @@ def test_flight_records_over_the_wrap_of_call_numbers(last: int, tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
-def test_errors_and_flight_records_number_calls_alike(backend: str, tmp_path: Path) -> None:
-    """Errors counted calls from 0, flight records from 1. Now the first call has the number 1 everywhere."""
+@pytest.mark.parametrize(("backend", "tensors"), [("dist_prims", 1), ("dist_prims", 3), ("gloo", 1)])
+def test_errors_and_flight_records_number_calls_alike(backend: str, tensors: int, tmp_path: Path) -> None:
+    """Errors counted calls from 0, flight records from 1. Now the first call has the number 1 everywhere.
+
+    A call of three tensors had the number of its first tensor in errors, and of its last one in flight records.
+    """
+
+    def all_reduce(count: int) -> None:
+        if tensors == 1:
+            dist_prims.all_reduce(torch.ones(count), algorithm=None if backend == "dist_prims" else "ring")
+        else:
+            dist.group.WORLD.allreduce_coalesced([torch.ones(count)] * tensors).wait()  # type: ignore[union-attr]
 
     def body() -> str:
-        algorithm = None if backend == "dist_prims" else "ring"
-        for count in (1, 2):
-            dist_prims.all_reduce(torch.ones(count), algorithm=algorithm)
+        if tensors == 1:
+            all_reduce(1)
+            all_reduce(2)
         with pytest.raises(dist_prims.MismatchError) as caught:
-            dist_prims.all_reduce(torch.ones(3 + dist.get_rank()), algorithm=algorithm)
+            all_reduce(3 + dist.get_rank())
         if backend == "dist_prims":
             dump(str(tmp_path / f"{dist.get_rank()}.json"))
         return str(caught.value)
 
+    number = 3 if tensors == 1 else 1
     for text in dist_prims.spawn(body, 2, backend=backend, timeout=60):
-        assert re.search(r"Rank 0 calls all_reduce\(.*3 elements.*\) as call number 3; rank 1", text)
+        assert re.search(rf"Rank 0 calls all_reduce\(.*3 elements.*\) as call number {number}; rank 1", text)
     if backend == "dist_prims":
-        lines = "  call 3: rank 0 all_reduce(float32, [3]) failed; rank 1 all_reduce(float32, [4]) failed"
+        lines = f"  call {number}: rank 0 all_reduce(float32, [3]) failed; rank 1 all_reduce(float32, [4]) failed"
         assert read(tmp_path).splitlines()[1:] == [lines]

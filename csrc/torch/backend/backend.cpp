@@ -159,7 +159,7 @@ PrimsBackend::Taken PrimsBackend::take(const char* title, bool wanted) {
 WorkPtr PrimsBackend::perform(std::vector<PrimsTask> tasks, const CallOptions& options, Tensors outputs) {
     const auto taken = take(options.title, !options.async);
     for (PrimsTask& task : tasks) task.call.sequence = ++sequence_;
-    const std::uint64_t sequence = sequence_;
+    const std::uint64_t sequence = tasks.front().call.sequence;  // of all tasks, the first: one call has one number
     const std::uint64_t entry = flight_recorder_.add(entry_of(tasks.front().call, options, sequence), taken != nullptr);
     if (taken) {
         std::optional<at::RecordFunction> range;  // an idle one costs more than the test for a profiler
