@@ -36,10 +36,10 @@ constexpr std::array<TypeFacts, 15> kTypes{{
 // By DType. Another rank may have a newer torch, whose types have no name here.
 std::array<TypeFacts, 256>& all_types() {
     static auto types = [] {
-        std::array<TypeFacts, 256> found;
-        found.fill({{"dtype of another torch"}, 1});
-        std::copy(kTypes.begin(), kTypes.end(), found.begin());
-        return found;
+        std::array<TypeFacts, 256> facts;
+        facts.fill({{"dtype of another torch"}, 1});
+        std::copy(kTypes.begin(), kTypes.end(), facts.begin());
+        return facts;
     }();
     return types;
 }
