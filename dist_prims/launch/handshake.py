@@ -45,7 +45,7 @@ __all__: list[str] = []
 # To be raised by each change of what ranks send to each other: the descriptions of calls (csrc/common/types.h,
 # collectives/call_agreement.py, agreement.py), other messages, and the shared memory of a host.
 PROTOCOL = 1
-EARLIER_VERSION = "an earlier version"  # of a rank that sends none
+EARLIER_VERSION = "an earlier version"  # before protocol 1: it sends no version
 HOSTS = "hosts"  # the key of the hosts of all ranks, below the name of the attempt
 _SECONDS_FOR_READERS = 10.0  # enough, because all ranks are connected to the store
 _SECONDS_TO_READ = 1.0  # for a rank that is refused, before the store ends with rank 0
@@ -69,7 +69,8 @@ def handshake(
 ) -> tuple[str, list[str]]:
     """Do the handshake. Return the name of this attempt and the hosts of its ranks.
 
-    RuntimeError on every rank if two ranks have unlike versions of the library.
+    RuntimeError on every rank if two ranks have unlike versions of the library; a rank whose version is before protocol
+    1 waits until the deadline.
 
     ``group`` is a name that all ranks of the group know, and by which it differs from the other groups of the job.
     The wait calls ``check`` at intervals, and passes on the exceptions that ``check`` raises.
@@ -115,7 +116,7 @@ class _OtherRank:
             check()
             if self._store.check([f"{name}/{HOSTS}"]):
                 published = verified(self._store.get(f"{name}/{HOSTS}"), self._secret, ("hosts", name)) or []
-            return len(published) == self._size + 1
+            return len(published) >= self._size
 
         self._wait(is_answered, deadline, "rank 0")
         acknowledgement = signed(self._secret, ("acknowledgement", self._rank, self._token), name)
@@ -125,6 +126,8 @@ class _OtherRank:
         with contextlib.suppress(RuntimeError):  # a store of the user may be unable to; the keys use memory only
             for key in (f"hello/{self._rank}", f"welcome/{self._token}", acknowledged):
                 self._store.delete_key(key)
+        if len(published) == self._size:  # the hosts alone
+            published.append(f"rank 0 has {EARLIER_VERSION}, and rank {self._rank} has {version()}")
         return name, published
 
     def _wait(self, done: Callable[[], bool], deadline: float, awaited: str) -> None:

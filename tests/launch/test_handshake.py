@@ -86,8 +86,11 @@ def test_the_keys_of_the_ranks_are_deleted(kind: str) -> None:
     assert store.num_keys() - before == 1  # the hosts
 
 
+_THREAD = threading.local()  # its version: that of the rank
+
+
 def joined_as(version: str, store: dist.Store, rank: int, size: int) -> str:
-    """What a rank of this version ends with; "" without an error."""
+    """Join as a rank of this version; return the text of the error, "" without one."""
     _THREAD.version = version
     try:
         join(store, rank, OURS, size)
@@ -96,29 +99,32 @@ def joined_as(version: str, store: dist.Store, rank: int, size: int) -> str:
     return ""
 
 
-_THREAD = threading.local()
-
-
+@pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("other", ["dist_prims 9 (protocol 9)", "an earlier version"])
-def test_ranks_of_unlike_versions_are_refused_by_all(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such ranks would misread each other's messages. A rank of an earlier version sends no version."""
+def test_ranks_of_unlike_versions_are_refused_by_all_that_know_of_versions(
+    other: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such ranks would misread each other's messages. A rank from before protocol 1 sends no version."""
 
-    def hello(secret: Secret | None, context: tuple[str | int, ...], *texts: str) -> str:
-        is_hello_of_earlier = context[0] == "hello" and texts[-1] == "an earlier version"
-        return signed(secret, context, *(texts[:-1] if is_hello_of_earlier else texts))
+    def signed_by_version(secret: Secret | None, context: tuple[str | int, ...], *texts: str) -> str:
+        lacks_version = context[0] in ("hello", "hosts") and _THREAD.version == "an earlier version"
+        return signed(secret, context, *(texts[:-1] if lacks_version else texts))
 
     signed = module.signed
     monkeypatch.setattr(module, "version", lambda: _THREAD.version)
-    monkeypatch.setattr(module, "signed", hello)
+    monkeypatch.setattr(module, "signed", signed_by_version)
     store = dist.HashStore()
+    versions = ["dist_prims 8 (protocol 8)"] * 3
+    versions[place] = other
     with ThreadPoolExecutor(3) as threads:
-        versions = ["dist_prims 8 (protocol 8)"] * 2 + [other]
         found = [*threads.map(lambda rank: joined_as(versions[rank], store, rank, 3), range(3))]
-    assert found == [
-        f"rank {rank}: the group cannot be made: rank 0 has dist_prims 8 (protocol 8), and rank 2 has {other}; "
-        "install the same version of dist_prims for all ranks, and start them again"
-        for rank in range(3)
-    ]
+    for rank in range(3):
+        unlike = place or (rank if other == "an earlier version" else 1)
+        expected = (
+            f"rank {rank}: the group cannot be made: rank 0 has {versions[0]}, and rank {unlike} has "
+            f"{versions[unlike]}; install the same version of dist_prims for all ranks, and start them again"
+        )
+        assert versions[rank] == "an earlier version" or found[rank] == expected
 
 
 def test_a_rank_without_the_secret(capfd: pytest.CaptureFixture[str]) -> None:
