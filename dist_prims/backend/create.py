@@ -25,6 +25,7 @@ from ..errors import PeerDiedError
 from ..launch.group_secret import announce_missing_secret, secret_of_group
 from ..launch.handshake import HOSTS, handshake
 from ..launch.hosts import host_id, network_number
+from ..launch.rank_values import values_of_ranks
 from ..launch.secret import Secret
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from ..tracing import clock
@@ -35,7 +36,6 @@ from .extension import extension
 from .multi_host import MultiHostSchedules
 from .options import BackendOptions, keep_options, slot_bytes_of
 from .pins import pin_schedules
-from .rank_values import values_of_ranks
 from .tuning import CALIBRATION, tuned
 
 __all__: list[str] = []

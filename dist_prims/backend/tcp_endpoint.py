@@ -9,9 +9,9 @@ from typing import Any
 
 from ..launch.hosts import has_cores
 from ..launch.network import LOOPBACK, address_of, address_towards, interface_addresses, is_loopback
+from ..launch.rank_values import values_of_ranks
 from ..launch.rendezvous import from_rank_0
 from .extension import extension
-from .rank_values import values_of_ranks
 
 __all__: list[str] = []
 

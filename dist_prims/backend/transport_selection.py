@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..launch.detect_launcher import detect
+from ..launch.rank_values import values_of_ranks
 from ..launch.rendezvous import from_rank_0
 from . import mpi_library, ucx_library
 
@@ -35,7 +36,8 @@ def select(store: Any, rank: int, ranks: Sequence[int], requested: str) -> str:
     if proposed not in _TITLES:
         return proposed
     store.set(f"engine/{rank}", _unusable_reason(proposed, ranks, rank))
-    return from_rank_0(store, rank, size, "engine", lambda: _decide(proposed, _answers(store, size), bool(requested)))
+    reasons = _reasons(store, rank, size)
+    return from_rank_0(store, rank, size, "engine", lambda: _decide(proposed, reasons, bool(requested)))
 
 
 def _propose(ranks: Sequence[int], requested: str) -> str:
@@ -57,10 +59,13 @@ def _is_mpi_expected(ranks: Sequence[int]) -> bool:
     return started or not mpi_library.group_unusable_reason(ranks, 0)
 
 
-def _answers(store: Any, size: int) -> Mapping[int, str]:
-    """Return the reasons of the ranks that cannot use the proposed transport."""
-    answers = {each: store.get(f"engine/{each}").decode() for each in range(size)}
-    return {each: answer for each, answer in answers.items() if answer}
+def _reasons(store: Any, rank: int, size: int) -> Mapping[int, str]:
+    """Return the reasons of the ranks that cannot use the proposed transport.
+
+    Only rank 0 uses them. The others wait for them too, so that each names a rank that is missing, and not rank 0.
+    """
+    answers = enumerate(values_of_ranks(store, rank, "engine", size))
+    return {each: answer for each, answer in answers if answer}
 
 
 def _decide(proposed: str, reasons: Mapping[int, str], is_requested: bool) -> str:

@@ -18,6 +18,7 @@ from .detect_launcher import Launcher
 from .handshake import handshake
 from .hosts import host_id
 from .network import LOOPBACK, interface_towards, listen
+from .rank_values import values_at
 from .secret import Secret, choose, received
 
 __all__: list[str] = []
@@ -121,7 +122,10 @@ def _check_file(path: str) -> None:
 
 
 def from_rank_0(store: Any, rank: int, size: int, key: str, make: Callable[[], str]) -> str:
-    """Return on every rank what ``make`` returns on rank 0; if ``make`` raises, the other ranks raise RuntimeError."""
+    """Return on every rank what ``make`` returns on rank 0; if ``make`` raises, the other ranks raise RuntimeError.
+
+    CommTimeoutError names rank 0 if it sets nothing before the store's timeout.
+    """
     if rank == 0:
         try:
             value = make()
@@ -131,11 +135,11 @@ def from_rank_0(store: Any, rank: int, size: int, key: str, make: Callable[[], s
             raise
         store.set(key, f"={value}")
         return value
-    answer = store.get(key).decode()
+    [answer] = values_at(store, rank, {0: key})
     if answer.startswith("!"):
         store.add(f"{key}/read", 1)
         raise RuntimeError(f"dist_prims: rank {rank}: the group is not created, because rank 0 failed: {answer[1:]}")
-    return str(answer[1:])
+    return answer[1:]
 
 
 def _wait_for_readers(store: Any, key: str, readers: int) -> None:

@@ -20,6 +20,7 @@ from survivors import join_at_rank_0, run_ranks, store_process
 
 import dist_prims.backend.create
 import dist_prims.backend.tcp_endpoint
+import dist_prims.backend.transport_selection
 import dist_prims.launch.handshake
 from dist_prims.errors import CommError, CommInterruptedError, CommTimeoutError, PeerDiedError
 from dist_prims.launch.deadline import until
@@ -224,6 +225,18 @@ def test_a_rank_that_stops_before_it_publishes_its_address_is_named_by_all_other
             (tmp_path / str(rank)).touch()
 
     dist_prims.spawn(body, 3, timeout=100)
+
+
+def test_a_rank_that_stops_before_the_transport_is_chosen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error was torch's "wait timeout" with the name of a key, or named rank 0, which waited for another rank."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    monkeypatch.setattr(dist_prims.backend.transport_selection, "_unusable_reason", lambda *_: "")
+    for rank, missing in ((1, "0"), (0, "1, 2"), (2, "1"), (0, "1")):
+        with pytest.raises(CommTimeoutError) as caught:
+            dist_prims.backend.transport_selection.select(store, rank, [0, 1, 2], "ucx")
+        expected = f"rank {rank}: timeout while the group was made: no sign of rank {missing}; "
+        assert str(caught.value).startswith(expected), str(caught.value)
 
 
 @pytest.mark.parametrize("hosts", ["a a a", "a a b"])

@@ -34,7 +34,7 @@ LAYERS = {
     "threads": set(),
     "agreement": {"errors", "plain_values", "torch_compat"},
     "collectives": {"agreement", "errors", "launch", "schedules", "torch_compat", "threads", "tracing"},
-    "launch": {"agreement", "autoload", "threads", "tracing"},
+    "launch": {"agreement", "autoload", "errors", "threads", "tracing"},
     "backend": {"autoload", "collectives", "errors", "launch", "schedules", "torch_compat", "tracing"},
     "autoload": {"backend", "launch", "torch_compat"},
     "repair": {"agreement", "autoload", "backend", "collectives", "errors", "launch", "torch_compat"},
