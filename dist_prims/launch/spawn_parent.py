@@ -31,6 +31,7 @@ __all__: list[str] = []
 _PF_EXITING = 0x4  # linux/sched.h
 _EXIT_TIME = 2.0  # seconds
 _STACK_TIME = 1.0  # seconds
+_RUNNING = "running"  # the activity of the ranks while their functions run
 
 
 class RankFailedError(RuntimeError):
@@ -109,7 +110,7 @@ class RankProcesses:
         """Wait until the function has returned on all ranks. Return the results by rank, None for a lost one."""
         began = max(rank.when for rank in self.ranks) / 1e9
         deadline = None if self.timeout is None else began + self.timeout
-        self._watch(lambda rank: rank.kind == RETURNED, "running", deadline, f"timeout={self.timeout}")
+        self._watch(lambda rank: rank.kind == RETURNED, _RUNNING, deadline, f"timeout={self.timeout}")
         return [None if rank.is_lost else unpacked(_content(rank.report)) for rank in self.ranks]
 
     def finish(self) -> None:
@@ -170,7 +171,11 @@ class RankProcesses:
             for rank in busy
         )
         returned = ", ".join(str(rank.number) for rank in self.ranks if rank.kind == RETURNED and rank not in busy)
-        others = f" (the function has returned on rank {returned}, for which they may wait)" if returned else ""
+        others = (
+            f" (the function has returned on rank {returned}, for which they may wait)"
+            if returned and activity == _RUNNING
+            else ""
+        )
         return (
             f"spawn: with {given} s these of {len(self.ranks)} ranks were still {activity}: {numbers}{others}. "
             f"Give a longer time if they need it\n{stacks}"

@@ -165,6 +165,23 @@ def test_a_rank_whose_function_has_returned_is_named_when_the_time_to_run_is_ove
         dist_prims.spawn(one_barrier_too_many, 2, timeout=5)
 
 
+def test_a_rank_that_has_destroyed_its_group_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the time to destroy the groups was over, the error said that the others may wait for the ranks that had."""
+
+    def finish_soon(ranks: spawn_parent.RankProcesses) -> None:
+        ranks.start_timeout = 0.5
+        finish(ranks)
+
+    def body() -> None:
+        if dist.get_rank() == 1:
+            dist.destroy_process_group = lambda: time.sleep(1000)
+
+    finish = spawn_parent.RankProcesses.finish
+    monkeypatch.setattr(spawn_parent.RankProcesses, "finish", finish_soon)
+    with pytest.raises(TimeoutError, match=r"2 ranks were still destroying their group: 1\. Give"):
+        dist_prims.spawn(body, 2, timeout=60)
+
+
 def test_joining_can_be_left_to_the_function() -> None:
     def body() -> int:
         assert not dist.is_initialized()
