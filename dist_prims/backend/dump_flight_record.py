@@ -45,7 +45,11 @@ def dump_file(group: str, rank: int) -> str:
     named = os.environ.get("DIST_PRIMS_DUMP", "")
     if not named:
         return ""
-    folder = Path(named).absolute()  # the program may change its working directory before a call fails
+    try:
+        folder = Path(named).absolute()  # the program may change its working directory before a call fails
+    except OSError as error:  # a relative path, and the working directory was removed
+        _warn(named, error)
+        return ""
     _prepare(folder)
     return str(folder / f"{group}_rank{rank}.json")
 
@@ -57,5 +61,9 @@ def _prepare(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        text = f"DIST_PRIMS_DUMP={folder}: no flight record can be written there: {error}; name another folder"
-        print(f"dist_prims: {text}", file=sys.stderr, flush=True)
+        _warn(folder, error)
+
+
+def _warn(folder: Path | str, error: OSError) -> None:
+    text = f"DIST_PRIMS_DUMP={folder}: no flight record can be written there: {error}; name another folder"
+    print(f"dist_prims: {text}", file=sys.stderr, flush=True)

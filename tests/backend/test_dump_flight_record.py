@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import dist_prims
 from dist_prims.__main__ import main
+from dist_prims.backend.dump_flight_record import dump_file
 
 
 def fail(remove: str = "") -> None:
@@ -41,9 +42,7 @@ def test_a_missing_folder_is_made(
     assert "DIST_PRIMS_DUMP" not in capfd.readouterr().err
 
 
-def test_a_relative_folder_is_that_of_the_moment_when_the_group_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_folder_is_resolved_when_the_group_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DIST_PRIMS_DUMP", "records")
 
@@ -67,6 +66,18 @@ def test_a_folder_that_cannot_be_made_is_named_when_the_group_is_made(
     for line in lines:
         assert f"DIST_PRIMS_DUMP={folder}: no flight record can be written there: " in line
         assert "Not a directory" in line
+
+
+def test_a_relative_folder_in_a_removed_working_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The rank raised while it made a group, and the other ranks waited for it."""
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    monkeypatch.setenv("DIST_PRIMS_DUMP", "records")
+    assert dump_file("0", 1) == ""
+    assert "DIST_PRIMS_DUMP=records: no flight record can be written there: " in capfd.readouterr().err
 
 
 def test_a_folder_that_is_removed_is_named_when_a_call_fails(
