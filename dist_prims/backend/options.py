@@ -87,7 +87,10 @@ def slot_bytes_of(options: BackendOptions) -> int:
 
 
 def _checked_bytes(option: str, value: object, least: int) -> int:
-    """Return a number of bytes; ValueError for anything else: the shared memory has two slots for each rank."""
+    """Return ``value`` if it is an int from ``least`` to 2**40, else raise ValueError.
+
+    Larger sizes overflow the size of the shared memory.
+    """
     if isinstance(value, int) and least <= value <= _MOST_BYTES:
         return value
     variable = " or DIST_PRIMS_SLOT_BYTES" if option == "slot_bytes" else ""
