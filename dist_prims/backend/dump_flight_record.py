@@ -48,7 +48,7 @@ def dump_file(group: str, rank: int) -> str:
     try:
         folder = Path(named).absolute()  # the program may change its working directory before a call fails
     except OSError as error:  # a relative path, and the working directory was removed
-        _warn(named, error)
+        _warn(named, str(error))
         return ""
     _prepare(folder)
     return str(folder / f"{group}_rank{rank}.json")
@@ -61,9 +61,11 @@ def _prepare(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        _warn(folder, error)
+        _warn(str(folder), str(error))
 
 
-def _warn(folder: Path | str, error: OSError) -> None:
-    text = f"DIST_PRIMS_DUMP={folder}: no flight record can be written there: {error}; name another folder"
+@functools.cache
+def _warn(folder: str, reason: str) -> None:
+    """Print a warning, once for a folder and a reason."""
+    text = f"DIST_PRIMS_DUMP={folder}: no flight record can be written there: {reason}; name another folder"
     print(f"dist_prims: {text}", file=sys.stderr, flush=True)
