@@ -292,6 +292,49 @@ def test_parameters_that_the_model_gets_later_are_named_in_one_warning() -> None
     spawn(body, 2)
 
 
+def test_a_lazy_module_that_the_model_gets_later_is_named_in_the_warning() -> None:
+    """The assignment raised "Attempted to use an uninitialized parameter in requires_grad_"."""
+
+    def body() -> None:
+        model = two_layers()
+        averager = GradientAverager(model)
+        model.head = torch.nn.LazyLinear(3)
+        with pytest.warns(UserWarning, match=r"got parameters 'head.weight', 'head.bias' after the averager"):
+            model(torch.ones(1, 2)).sum().backward()
+        averager.remove()
+
+    spawn(body, 2)
+
+
+def test_a_module_that_is_assigned_again_has_one_hook_until_remove() -> None:
+    """Each assignment added a hook to each parameter, and remove() left all of them."""
+
+    def body() -> None:
+        model, tail = two_layers(), torch.nn.Linear(1, 1)
+        averager = GradientAverager(model)
+        for _ in range(5):
+            model.tail = tail
+        assert [len(each._post_accumulate_grad_hooks) for each in tail.parameters()] == [1, 1]
+        averager.remove()
+        assert [len(each._post_accumulate_grad_hooks) for each in tail.parameters()] == [0, 0]
+
+    spawn(body, 1)
+
+
+def test_parameters_that_the_model_got_before_resize_are_named_in_the_warning() -> None:
+    """resize() made a new observer, so the hooks of the new parameters no longer reached one."""
+
+    def body() -> None:
+        model = two_layers()
+        averager = GradientAverager(model)
+        model.tail = torch.nn.Linear(1, 1)
+        averager.resize(dist.new_group())
+        with pytest.warns(UserWarning, match=r"got parameters 'tail.weight', 'tail.bias' after the averager"):
+            model(torch.ones(1, 2)).sum().backward()
+
+    spawn(body, 2)
+
+
 def test_a_model_of_dtensors_is_refused_by_name() -> None:
     """The broadcast of the parameters named an operator of torch, and average_gradients ended in SIGSEGV."""
 

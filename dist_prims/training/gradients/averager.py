@@ -104,6 +104,7 @@ class GradientAverager:
         self._model, self._overlap, self._limit = model, overlap, int(bucket_mb * 2**20)
         self._prepare(model, bucket_mb, compress)
         self._begin_group()
+        self._watch = ModelWatch(model, self._rank)
         self._local = False
         self._joining: Joining | None = None
         self._lock = threading.RLock()  # each device has a thread of autograd
@@ -151,7 +152,6 @@ class GradientAverager:
         self._synchronize(0)
         sparse = announced_sparse(self._model, self._parameters)
         self._averaging = Averaging(self._names, self._parameters, self._group, self._compressor, self._limit, sparse)
-        self._watch = ModelWatch(self._model, self._rank)
         self._task = _NO_BACKWARD
         self._outer: weakref.ref[Ending] | None = None  # autograd keeps it alive until backward ends or raises
 
@@ -168,6 +168,7 @@ class GradientAverager:
         self._finalizer.detach()
         self._end_groups()
         self._given, self._rank, self._ranks = given, given.rank(), ranks_of(given)
+        self._watch.rank = self._rank
         for parameter in self._parameters:
             parameter.grad = None
         restart(self._compressor)

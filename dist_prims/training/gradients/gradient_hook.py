@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ...torch_compat import without_torch_function
+
 __all__: list[str] = []
 
 
@@ -23,8 +25,9 @@ def hook_gradient(parameter: torch.Tensor, call: Callable[[torch.Tensor], None])
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return None
     frozen = not parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
-    if frozen:
-        parameter.requires_grad_(False)
+    with without_torch_function():  # a parameter of a lazy module refuses both methods before the first forward
+        parameter.requires_grad_(True)
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+        if frozen:
+            parameter.requires_grad_(False)
     return handle

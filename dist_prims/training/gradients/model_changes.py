@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, MutableMapping
 
 import torch
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .gradient_hook import hook_gradient
 from .ownership import averager_of, listed
@@ -43,11 +45,17 @@ class ModelWatch:
         self._model = model
         self._has_warned = False
         self.in_use = True
+        # New parameters, and the handles of their hooks; a tensor as a key of a WeakKeyDictionary would be compared.
+        self._awaited: MutableMapping[torch.Tensor, RemovableHandle | None] = WeakIdKeyDictionary()
         _install_hooks()
         self.add(model)
 
     def end(self) -> None:
         self.in_use = False
+        for handle in self._awaited.values():
+            if handle is not None:
+                handle.remove()
+        self._awaited.clear()
 
     def add(self, module: torch.nn.Module) -> None:
         """Observe this module and those in it."""
@@ -57,8 +65,9 @@ class ModelWatch:
 
     def await_gradient(self, parameter: torch.Tensor) -> None:
         """Warn when a new parameter gets a gradient, unless it has an averager by then."""
-        if averager_of(parameter) is None:
-            hook_gradient(parameter, functools.partial(_new_parameter_has_gradient, weakref.ref(self)))
+        if averager_of(parameter) is None and parameter not in self._awaited:
+            hook = functools.partial(_new_parameter_has_gradient, weakref.ref(self))
+            self._awaited[parameter] = hook_gradient(parameter, hook)
 
     def warn(self, parameter: torch.Tensor) -> None:
         """Name the parameters without an averager, once, if this one is still a parameter of the model."""
