@@ -299,9 +299,9 @@ def test_averagers_that_cannot_be_joined_are_refused_on_all_ranks() -> None:
             with a.join():
                 pass
         with (
+            pytest.raises(MismatchError, match=r"Rank 0 averages .* of averager 1 .*; rank 1 .* 0"),
             a.join(),
             b.join(),
-            pytest.raises(MismatchError, match=r"Rank 0 averages .* of averager 1 .*; rank 1 .* 0"),
         ):
             (model if rank else other)(torch.ones(1, 1)).sum().backward()
 

@@ -10,6 +10,11 @@ Several averagers in ``join()`` at once announce in one order, which is the same
     rank 1    step of a | step of b | done      | done      | done   | done
     all                                                       leave b  leave a
 
+Entering an inner ``join()`` is announced too: a rank that still makes steps of the outer one would never answer there.
+Each announcement contains the number of the rank's contexts, because an error may have ended an inner one on some ranks
+only. A disagreement ends all contexts on every rank: each later announcement raises it before anything is sent, so no
+rank waits for one that has raised.
+
 A first design let each averager ask on its own group whether any rank goes on. With two averagers a rank that was done
 waited in the inner ``join()``, while the others waited for it in the outer one. A thread for each averager would serve
 both, but an error or Ctrl-C would leave threads that wait for other ranks.
@@ -18,7 +23,7 @@ both, but an error or Ctrl-C would leave threads that wait for other ranks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -32,8 +37,9 @@ from ..group_duplicates import ranks_of
 
 __all__: list[str] = []
 
-STEP, VERDICT = range(2)  # the kinds of an announcement: an averaging, and what a GradScaler has found
-_NAMES = ("averages the gradients", "calls unscale_()")
+# The kinds of an announcement: no more steps, an averaging, what a GradScaler has found, and an inner join().
+DONE, STEP, VERDICT, ENTER = range(4)
+_NAMES = ("has no more steps", "averages the gradients of {}", "calls unscale_() of {}", "enters join() of {}")
 
 
 @dataclass
@@ -50,6 +56,14 @@ class ShadowSteps:
     synchronize: Callable[[int], None]
 
 
+@dataclass
+class Contexts:
+    """The contexts of this thread, from the outermost ``join()``."""
+
+    entered: list[Joining] = field(default_factory=list)
+    disagreement: str = ""  # of the ranks; a text, since an error would keep the frames of a program alive
+
+
 @dataclass(eq=False)
 class Joining:
     """An averager in ``join()``, and all others with it.
@@ -63,13 +77,13 @@ class Joining:
     part: ShadowSteps
     given: dist.ProcessGroup
     channel: dist.ProcessGroup
-    all: list[Joining] = field(repr=False)  # from the outermost join()
+    contexts: Contexts = field(repr=False)
     last: int | None = None  # a rank that has made the last step
 
     def announce(self, kind: int) -> float:
         """Announce a step of this averager, and wait for the other ranks; return the factor of what was divided by the
         number of all ranks."""
-        found = _exchange(self.all, (self.all.index(self), kind))
+        found = _exchange(self.contexts, kind, self.contexts.entered.index(self))
         return found[2] if found else 1.0
 
 
@@ -80,13 +94,15 @@ _nested = threading.local()
 def join(part: ShadowSteps, given: dist.ProcessGroup, channel: Callable[[], dist.ProcessGroup]) -> Iterator[Joining]:
     """The context of ``GradientAverager.join()``. ``given``: the ranks; ``channel()`` makes a group of them for the
     announcements, if this is the outermost join()."""
-    joined: list[Joining] = vars(_nested).setdefault("joined", [])
-    _check(part, given, joined)
-    joining = Joining(part, given, joined[0].channel if joined else channel(), joined)
+    contexts: Contexts = vars(_nested).get("contexts") or Contexts()
+    joined = contexts.entered
+    _check(part, given, contexts)
+    joining = Joining(part, given, joined[0].channel if joined else channel(), contexts)
     joined.append(joining)
+    _nested.contexts = contexts
     try:
         yield joining
-        while found := _exchange(joined, None):
+        while found := _exchange(contexts, DONE):
             number, kind, factor = found
             joined[number].part.take_part(kind, factor)
         for each in joined:
@@ -95,45 +111,67 @@ def join(part: ShadowSteps, given: dist.ProcessGroup, channel: Callable[[], dist
                 each.last = None
     finally:
         joined.remove(joining)
+        if not joined:
+            _nested.contexts = None
 
 
-def _check(part: ShadowSteps, given: dist.ProcessGroup, joined: list[Joining]) -> None:
+def _check(part: ShadowSteps, given: dist.ProcessGroup, contexts: Contexts) -> None:
     """All ranks enter join() of the same averagers, in the same order."""
-    problem = None
+    joined, problem = contexts.entered, None
     if joined and ranks_of(joined[0].given) != ranks_of(given):
         problem = ValueError(
             f"rank {given.rank()}: GradientAverager.join: this averager has ranks {ranks_of(given)} of the world, and "
             f"that of the outermost join() has {ranks_of(joined[0].given)}; use averagers of the same group, or leave "
             "that join() first"
         )
+    elif joined:
+        given = joined[0].channel  # not that of this averager: it may differ by rank
+        _exchange(contexts, ENTER, len(joined))
     mine = [f"averager {part.name}", f"in {len(joined)} others", f"divide_by_initial_world_size={part.by_size}"]
     found = gather_or_raise("GradientAverager.join", mine, problem, given)
     check_lists("GradientAverager.join", found, "Every rank must enter the same averagers in the same order", given)
 
 
-def _exchange(joined: list[Joining], mine: tuple[int, int] | None) -> tuple[int, int, float] | None:
-    """Announce a step, by the number of an averager and the kind, or None. Return the step that is to be taken now and
-    the factor; None if no rank has one."""
+def _exchange(contexts: Contexts, kind: int, number: int = 0) -> tuple[int, int, float] | None:
+    """Announce what this rank does next, by its kind and the number of the averager. Return the step that is to be
+    taken now, its number and kind, and the factor; None if no rank has one."""
+    joined = contexts.entered
     channel = joined[0].channel
-    table = torch.zeros(channel.size(), dtype=torch.int32, device=message_device(channel))
-    table[channel.rank()] = 0 if mine is None else 1 + mine[0] * len(_NAMES) + mine[1]
-    dist.all_reduce(table, group=channel)
-    steps = {rank: divmod(code - 1, len(_NAMES)) for rank, code in enumerate(table.tolist()) if code}
-    if not steps:
+    if not contexts.disagreement:
+        table = torch.zeros(channel.size(), 3, dtype=torch.int32, device=message_device(channel))
+        table[channel.rank()] = torch.tensor([len(joined), kind, number], dtype=torch.int32)
+        dist.all_reduce(table, group=channel)
+        rows = [(depth, kind, number) for depth, kind, number in table.tolist()]
+        first = next((rank for rank, row in enumerate(rows) if row[1] != DONE), 0)
+        depth, kind, number = rows[first]
+        agreeing = {rows[first]} if kind == ENTER else {rows[first], (depth, DONE, 0)}
+        contexts.disagreement = next((_text(rows, first, r) for r, row in enumerate(rows) if row not in agreeing), "")
+    if contexts.disagreement:
+        raise MismatchError(f"rank {channel.rank()}: GradientAverager.join: {contexts.disagreement}")
+    if kind in (DONE, ENTER):
         return None
-    first = next(iter(steps))
-    for rank, step in steps.items():
-        if step != steps[first]:
-            raise MismatchError(
-                f"rank {channel.rank()}: GradientAverager.join: ranks disagree. Rank {first} "
-                f"{_described(steps[first])}; rank {rank} {_described(step)}. Every rank that has a batch must use the "
-                "averagers in the same order"
-            )
-    number, kind = steps[first]
     joined[number].last = first
-    return number, kind, 1.0 if joined[number].part.by_size else channel.size() / len(steps)
+    steps = sum(row[1] != DONE for row in rows)
+    return number, kind, 1.0 if joined[number].part.by_size else channel.size() / steps
 
 
-def _described(step: tuple[int, int]) -> str:
-    number, kind = step
-    return f"{_NAMES[kind]} of averager {number} (0: that of the outermost join())"
+def _text(rows: Sequence[tuple[int, int, int]], first: int, second: int) -> str:
+    """The disagreement of two ranks, and the remedy."""
+    if rows[first][0] != rows[second][0]:
+        left = min(first, second, key=lambda rank: rows[rank][0])
+        remedy = (
+            f"An error has ended an inner join() on rank {left}, which has caught it within the outer one. Catch an "
+            "error within the innermost join(), or outside of all of them"
+        )
+    elif ENTER in (rows[first][1], rows[second][1]):
+        remedy = "Enter all of them before the first step, by `with a.join(), b.join()`, or leave one before the next"
+    else:
+        remedy = "Every rank that has a batch must use the averagers in the same order"
+    return (
+        f"ranks disagree. Rank {first} {_described(*rows[first])}; rank {second} {_described(*rows[second])}. {remedy}"
+    )
+
+
+def _described(depth: int, kind: int, number: int) -> str:
+    what = _NAMES[kind].format(f"averager {number} (0: that of the outermost join())")
+    return f"{what}, within {depth} join()"
