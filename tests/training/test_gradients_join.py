@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 
 import pytest
 import torch
@@ -106,3 +107,32 @@ def test_an_inner_join_while_another_rank_is_not_there(steps: int) -> None:
         "Rank 0 enters join() of averager 1 (0: that of the outermost join()), within 1 join(); "
         f"rank 1 {words}, within 1 join(). Enter all of them before the first step",
     )
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_group_that_torch_does_not_know(complete: bool) -> None:
+    """Its averager has no group of its own, and a rank with a batch sent its buckets before the announcement, where a
+    rank that was done expected the announcement first."""
+
+    def body() -> list[float]:
+        group = unknown_group()
+        model = layer()
+        averager = GradientAverager(model, group=group)
+        found = []
+        with averager.join():
+            for _ in range(1 + dist.get_rank()):
+                with averager.once() if complete else nullcontext(lambda parameters: None) as completes:
+                    step(model)
+                    completes(model.parameters())
+                found.append(float(model.weight.grad))
+        averager.remove()
+        return found
+
+    def unknown_group() -> dist.ProcessGroup:
+        rank, store = dist.get_rank(), dist.PrefixStore("unknown", dist.distributed_c10d._get_default_store())
+        group, limit = dist.ProcessGroup(store, rank, 2), timedelta(seconds=LIMIT / 4)
+        gloo = dist.ProcessGroupGloo(store, rank, 2, limit)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        return group
+
+    assert spawn(body, 2, timeout=LIMIT) == [[1.0], [1.0, 0.5]]

@@ -101,7 +101,8 @@ class GradientAverager:
         self._parameters = [parameter for _, parameter in model.named_parameters()]
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        self._model, self._overlap, self._limit = model, overlap, int(bucket_mb * 2**20)
+        self._model, self._limit = model, int(bucket_mb * 2**20)
+        self._overlap = self._sends_full = overlap  # _sends_full: send a full bucket at once, in this step
         self._prepare(model, bucket_mb, compress)
         self._begin_group()
         self._watch = ModelWatch(model, self._rank)
@@ -232,7 +233,8 @@ class GradientAverager:
         not done. Gradients are zeroed after every step. A step has one averaged backward, those before it being in
         :meth:`no_sync`, or one :meth:`once`: a second one would count the first one's mean as zero on ranks that are
         done, unless ``divide_by_initial_world_size`` is False. For several averagers of the same ranks use
-        ``with a.join(), b.join()``: a rank that is done takes part in the steps of both.
+        ``with a.join(), b.join()``: a rank that is done takes part in the steps of both. Buckets on a GPU, or of a
+        group that torch did not make, are sent after backward only.
         """
         self._check_in_use()
         if self._joining:
@@ -241,9 +243,11 @@ class GradientAverager:
         part = ShadowSteps(self.name, divide_by_initial_world_size, self._take_part, self._synchronize)
         try:
             with join(part, self._given, self._make_channel) as self._joining:
+                shares_queue = self._device.type != "cpu" or self._joining.channel is self._group
+                self._sends_full = self._overlap and not shares_queue
                 yield
         finally:
-            self._joining = None
+            self._joining, self._sends_full = None, self._overlap
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that the norm of all of them together is at most ``max_norm``; return what it was. Every
@@ -334,7 +338,7 @@ class GradientAverager:
                     "one backward(), by a backward within it; use checkpoint(..., use_reentrant=False), or "
                     "torch.autograd.grad in a Function of your own"
                 )
-            self._averaging.count(number, self._overlap)
+            self._averaging.count(number, self._sends_full)
 
     def _keep(self, number: int) -> None:
         """Keep a gradient that is not averaged yet."""
@@ -351,14 +355,14 @@ class GradientAverager:
             for parameter in parameters:
                 number = self._numbers.get(id(parameter))
                 if number is not None and parameter.requires_grad and number not in self._averaging.seen:
-                    self._averaging.count(number, self._overlap)
+                    self._averaging.count(number, self._sends_full)
 
     def _begin_in_backward(self) -> None:
         """Begin a step: the first gradient of a backward has arrived."""
         nested = within_a_backward()
         if nested and self._outer is not None and self._outer() is not None:
             return  # a backward within ours
-        self._refuse_shown()
+        self._averaging.sending.refuse_shown()
         if nested:
             raise RuntimeError(
                 f"rank {self._rank}: GradientAverager: the first gradients come from a backward within backward(), "
@@ -371,7 +375,7 @@ class GradientAverager:
         self._outer = weakref.ref(ending)
 
     def _begin(self, task: int) -> None:
-        self._refuse_shown()
+        self._averaging.sending.refuse_shown()
         if self.has_ended():
             raise RuntimeError(
                 f"rank {self._rank}: GradientAverager: its group has been destroyed, as dist_prims.shrink() and grow() "
@@ -379,15 +383,6 @@ class GradientAverager:
             )
         self._averaging.begin()
         self._task, self._outer = task, None
-
-    def _refuse_shown(self) -> None:
-        sending = self._averaging.sending
-        if sending.is_shown:
-            raise RuntimeError(
-                f"rank {self._rank}: GradientAverager: the last backward() has raised when other ranks had read some "
-                f"of it ({sending.sent} of {len(sending.layout.buckets)} buckets were sent), and they wait for the "
-                "rest; end this process, so that they do not wait until the timeout"
-            )
 
 
 def _arrived(averager: weakref.ref[GradientAverager], number: int, parameter: torch.Tensor) -> None:

@@ -79,10 +79,14 @@ class Sending:
     def sent(self) -> int:
         return len(self._endings)
 
-    @property
-    def is_shown(self) -> bool:
-        """Whether other ranks may have read some of the gradients."""
-        return self.sent > 0 or any(each.incremental and each.incremental.is_shown() for each in self.layout.buckets)
+    def refuse_shown(self) -> None:
+        """RuntimeError if other ranks may have read some of the gradients."""
+        if self.sent or any(each.incremental and each.incremental.is_shown() for each in self.layout.buckets):
+            raise RuntimeError(
+                f"rank {self._group.rank()}: GradientAverager: the last backward() has raised when other ranks had "
+                f"read some of it ({self.sent} of {len(self.layout.buckets)} buckets were sent), and they wait for the "
+                "rest; end this process, so that they do not wait until the timeout"
+            )
 
     def has_place(self, number: int) -> bool:
         return number in self.layout.place
