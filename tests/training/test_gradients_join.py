@@ -136,3 +136,21 @@ def test_a_group_that_torch_does_not_know(complete: bool) -> None:
         return group
 
     assert spawn(body, 2, timeout=LIMIT) == [[1.0], [1.0, 0.5]]
+
+
+def test_buckets_on_a_gpu_are_sent_after_the_announcement() -> None:
+    """NCCL guarantees progress only if all ranks launch collectives in one order, whatever the groups are."""
+
+    def body() -> list[int]:
+        model = torch.nn.Sequential(layer(), layer())
+        averager = GradientAverager(model, bucket_mb=1e-6)
+        sent = []
+        for device in ("cpu", "cuda"):
+            averager._device = torch.device(device)  # of the gradients, which are on the CPU in this test
+            with averager.join():
+                middle = model[0](torch.ones(1, 1))
+                middle.register_hook(lambda _: sent.append(averager._averaging.sending.sent))
+                model[1](middle).sum().backward()
+        return sent
+
+    assert spawn(body, 2, timeout=LIMIT) == [[1, 0]] * 2
