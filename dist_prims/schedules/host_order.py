@@ -19,7 +19,7 @@ import numpy as np
 from .contract import ROOTED, contract
 from .native import places
 from .registry import build_shared
-from .schedule import Schedule, Step, Steps
+from .schedule import Schedule, Step, Steps, most_steps
 
 __all__: list[str] = []
 
@@ -70,4 +70,4 @@ def _renumbered(schedule: Schedule, rank_at: tuple[int, ...]) -> Schedule:
     scratch = schedule.contract.total - bare.total
     same_bits = schedule.contract.same_bits
     own = contract(schedule.collective, schedule.size, schedule.chunks, root, scratch, same_bits=same_bits)
-    return replace(schedule, contract=own, steps=Steps(steps), root=root, part=None)
+    return replace(schedule, contract=own, steps=Steps(steps, most_steps(schedule.size)), root=root, part=None)

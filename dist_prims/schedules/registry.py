@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from .contract import COLLECTIVES, ROOTED, contract
 from .cost_card import Card
 from .phase import Phases
-from .schedule import MOST_STEPS, Schedule, Step, Steps
+from .schedule import Schedule, Step, Steps, most_steps
 
 __all__: list[str] = []
 
@@ -65,8 +65,7 @@ class Algorithm:
         scratch = _count(self.scratch, size, given, default=0)
         same_bits = self.replicas == "same" and self.collective != "barrier"
         own_contract = contract(self.collective, size, chunks, root, scratch, same_bits=same_bits)
-        most = MOST_STEPS + 4 * size**2  # enough where each message is a step of its own
-        steps = Steps(functools.partial(self.make, size, **rooted, **given), most)
+        steps = Steps(functools.partial(self.make, size, **rooted, **given), most_steps(size))
         part = None if self.part is None or not self.trusted else functools.partial(self.part, size)
         return Schedule(
             self.collective, self.name, size, chunks, own_contract, steps, root, tuple(sorted(parameters.items())), part

@@ -202,6 +202,15 @@ def _repeated(rows: Step, width: Ints) -> Step:
     return Step(src, dst, chunk + within, reduce, into + within)
 
 
+def most_steps(size: int) -> int:
+    """The most steps of a schedule for ``size`` ranks: enough where each message is a step of its own.
+
+    >>> most_steps(1000)
+    4100000
+    """
+    return MOST_STEPS + 4 * size**2
+
+
 def _endless(most: int) -> ValueError:
     from .symbolic import ScheduleError
 

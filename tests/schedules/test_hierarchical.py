@@ -10,6 +10,7 @@ import pytest
 
 from dist_prims.schedules import COLLECTIVES, Schedule, Step, algorithms, build
 from dist_prims.schedules.contract import contract
+from dist_prims.schedules.host_order import HostOrder
 from dist_prims.schedules.program import compile_program
 from dist_prims.schedules.recommend import recommend
 from dist_prims.schedules.replay import replay
@@ -29,6 +30,12 @@ def crossing(schedule: Schedule, hosts: tuple[int, ...]) -> Step:
     """All transfers between hosts."""
     host = np.repeat(np.arange(len(hosts)), hosts)
     return Step.concat([step.take(host[step.src] != host[step.dst]) for step in schedule.steps])
+
+
+def test_ranks_that_are_not_consecutive_change_no_limit_of_steps() -> None:
+    """Large groups with one message a step had more steps than the limit once their ranks were renumbered."""
+    renumbered = HostOrder.of(["a", "b", "a", "b"]).build("all_to_all", "hierarchical")
+    assert renumbered.steps._most == hierarchical("all_to_all", (2, 2)).steps._most > 100_000
 
 
 @pytest.mark.parametrize("hosts", [(1,), (3, 1), (2, 3), (1, 2, 2)])
