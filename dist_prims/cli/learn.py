@@ -11,6 +11,7 @@ from typing import Any
 from ..learn import course
 from ..learn.check import check
 from ..learn.exercise import ORDER, WrongAnswerError, exercise, file_name
+from ..schedules import Schedule
 
 __all__: list[str] = []
 
@@ -90,11 +91,18 @@ def _check(given: argparse.Namespace) -> int:
     except WrongAnswerError as error:
         print(f"✗ {error}")
         if error.schedule is not None:
-            print(f"  The page of it opens at the wrong step: {error.schedule.html(path.with_suffix('.html'))}")
+            _write_page(error.schedule, path.with_suffix(".html"))
         print(f"  A hint: python -m dist_prims learn hint {given.number}")
         return 1
     _note_done(given.number)
     return 0
+
+
+def _write_page(schedule: Schedule, path: Path) -> None:
+    try:
+        print(f"  The page of it opens at the wrong step: {schedule.html(path)}")
+    except (ValueError, OSError) as error:  # the verdict stands
+        print(f"  Its page cannot be written: {error}")
 
 
 def _mark(number: int) -> Path:

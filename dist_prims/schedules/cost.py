@@ -243,6 +243,8 @@ def _busiest_ranks(step: Step, size: int) -> tuple[int, int, int]:
     """(messages, chunks moved, chunks reduced): of each the largest number on any rank."""
     rows, span = step.narrow
     chunks = np.ones(len(rows), np.int64) if span is None else span
+    if len(rows) and not 0 <= min(rows.src.min(), rows.dst.min()) <= max(rows.src.max(), rows.dst.max()) < size:
+        raise ValueError(f"a step names a rank that does not exist, so it has no price; ranks are 0..{size - 1}")
     far = rows.src != rows.dst
     pairs = np.unique(rows.src[far] * size + rows.dst[far])
     one = np.ones(len(pairs), np.int64)

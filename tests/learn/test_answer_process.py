@@ -208,6 +208,29 @@ def test_a_state_folder_that_cannot_be_written_changes_no_verdict(
     assert "✓" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("move", "says"),
+    [
+        ("src=0, dst=-1", "The page of it opens at the wrong step: "),
+        ("src=[0] * 60_001, dst=0", "Its page cannot be written: page: all_reduce answer for 1 ranks has 60,001 tran"),
+        ("src=0, dst=1", "Its page cannot be written: [Errno 21] Is a directory: "),
+    ],
+)
+def test_a_page_that_cannot_be_written_changes_no_verdict(
+    move: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The status was 2, "Nothing was checked", for a wrong answer without a page."""
+    if "Errno 21" in says:
+        (tmp_path / "answer.html").mkdir()
+    text = f"from dist_prims.schedules import Step\ndef all_reduce(size):\n    yield Step({move}, chunk=0)\n"
+    (tmp_path / "answer.py").write_text(text)
+    assert main(["learn", "check", "7", str(tmp_path / "answer.py")]) == 1
+    verdict, page, hint = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("✗ ")
+    assert page.startswith(f"  {says}")
+    assert hint == "  A hint: python -m dist_prims learn hint 7"
+
+
 def test_an_answer_that_kills_the_check_gives_no_status_0(tmp_path: Path) -> None:
     answer = tmp_path / "answer.py"
     answer.write_text("import os, signal\nos.killpg(os.getpgid(os.getppid()), signal.SIGTERM)\n")

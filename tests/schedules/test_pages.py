@@ -248,6 +248,26 @@ def test_missing_contributions_are_marked_at_the_end(browser: Any, tmp_path: Pat
         unregister("broadcast", "forgets")
 
 
+@pytest.mark.parametrize("far", [-1, 2**40, 2**62])
+@pytest.mark.parametrize("name", ["src", "dst", "chunk", "into"])
+def test_a_step_that_names_no_rank_or_chunk_has_a_page_and_a_picture(tmp_path: Path, name: str, far: int) -> None:
+    """The prices of the page were once computed from ranks that do not exist: an error in place of the page."""
+
+    @algorithm("all_reduce", name="far")
+    def far_away(size: int) -> Iterator[Step]:
+        rank = np.arange(size)
+        if size == 5:
+            raise KeyError(size)  # the page compares prices for other numbers of ranks
+        yield Step(**{"src": rank, "dst": rank, "chunk": rank, "reduce": False, "into": rank, name: rank + far})
+
+    try:
+        schedule = build("all_reduce", "far", 3)
+        assert f"step 0, row 0: {name}={far} is out of range" in schedule.html(tmp_path / "page.html").read_text()
+        assert schedule.draw(tmp_path / "page.svg").stat().st_size
+    finally:
+        unregister("all_reduce", "far")
+
+
 def test_many_ranks_are_summarized(browser: Any, tmp_path: Path) -> None:
     path = build("all_reduce", "ring", 64).html(tmp_path / "page.html")
     with opened(browser, path, "#step=62") as tab:

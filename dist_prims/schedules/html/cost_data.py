@@ -43,8 +43,8 @@ def _counts(cost: Cost) -> list[float]:
 
 @functools.lru_cache(maxsize=4096)
 def _priced(registered: Algorithm, size: int) -> list[float] | None:
-    """The counts of an algorithm with its default parameters; None if it does not exist for this number of ranks."""
+    """The counts of an algorithm with its default parameters; None if it has none for this number of ranks."""
     try:
         return _counts(build(registered.collective, registered.name, size).price)
-    except ValueError:
+    except Exception:  # an algorithm of the program may raise anything for a number of ranks
         return None

@@ -7,13 +7,14 @@ finds it, so a script can show any step without executing one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..draw import caption, describe_contract
 from ..registry import algorithms, lookup
-from ..schedule import Schedule, Step
+from ..schedule import Schedule, Step, Steps, most_steps
 from ..symbolic import NOTHING, ScheduleError, State, symbolic_states
 from .columns import column
 from .cost_data import cost_data
@@ -59,7 +60,7 @@ def _data(schedule: Schedule) -> dict[str, Any]:
         "addends": sums,
         "end": [_end(schedule, rank) for rank in range(schedule.size)],
         "proof": _proof(schedule, error),
-        "cost": cost_data(schedule),
+        "cost": cost_data(schedule if error is None else _in_range(schedule)),
     }
 
 
@@ -124,9 +125,23 @@ def _columns(step: Step) -> dict[str, Any]:
 def _wrong_step(schedule: Schedule, error: ScheduleError) -> dict[str, Any]:
     """The step that cannot run: the rows that can be drawn, with no state after them."""
     step = next(step for number, step in enumerate(schedule.steps) if number == error.step)
+    return {**_columns(_rows_in_range(schedule, step)), "piece": None, "sum": None}
+
+
+def _in_range(schedule: Schedule) -> Schedule:
+    """A wrong schedule without the rows that name a rank or chunk that does not exist: such rows have no price."""
+
+    def steps() -> Iterator[Step]:
+        return (_rows_in_range(schedule, step) for step in schedule.steps)
+
+    return replace(schedule, steps=Steps(steps, most_steps(schedule.size)))
+
+
+def _rows_in_range(schedule: Schedule, step: Step) -> Step:
+    """The rows of a step whose ranks and chunks exist."""
     ranks, chunks = range(schedule.size), range(schedule.contract.total)
-    inside = np.isin(step.src, ranks) & np.isin(step.dst, ranks) & np.isin(step.chunk, chunks)
-    return {**_columns(step.take(inside & np.isin(step.into, chunks))), "piece": None, "sum": None}
+    inside = np.isin(step.src, ranks) & np.isin(step.dst, ranks)
+    return step.take(inside & np.isin(step.chunk, chunks) & np.isin(step.into, chunks))
 
 
 def _end(schedule: Schedule, rank: int) -> dict[str, Any]:
