@@ -89,6 +89,36 @@ def all_reduce(size):
     assert (verdict(ORDER.index(task) + 1, text, tmp_path) is None) == right
 
 
+def test_the_steps_that_are_judged_are_the_steps_that_are_proved(tmp_path: Path) -> None:
+    """A second reply was once judged. A generator that has ended replies with no steps, which take no time."""
+    once = "\nSTEPS = steps(6)\ndef all_reduce(size):\n    return STEPS\n"
+    ring, right = (
+        text.replace("def all_reduce", "def steps") for text in (solutions.RING_ALL_REDUCE, solutions.TWO_HOSTS)
+    )
+    number = ORDER.index("two_hosts") + 1
+    assert "takes 1.00 of the time of the flat ring" in (verdict(number, ring + once, tmp_path) or "")
+    assert verdict(number, right + once, tmp_path) is None
+
+
+def test_two_messages_in_one_step_are_refused_whatever_the_other_steps_do(tmp_path: Path) -> None:
+    """The messages of all steps were once counted together, so that a step without a message made up for another."""
+    text = """
+import numpy as np
+from dist_prims.schedules import Step
+
+def all_to_all(size):
+    rank = np.arange(size)
+    own = Step(src=rank, dst=rank, chunk=rank, into=size + rank)
+    for _ in range(size - 2):
+        yield own
+    yield Step.concat([own, *(
+        Step(src=rank, dst=(rank + k) % size, chunk=(rank + k) % size, into=size + rank) for k in range(1, size)
+    )])
+"""
+    error = verdict(ORDER.index("pairwise") + 1, text, tmp_path)
+    assert error == "3 ranks: a rank sends or receives two messages in one step"
+
+
 class Mutation(ast.NodeTransformer):
     """Changes one place of a program: a constant, an operator or a comparison."""
 
