@@ -10,7 +10,6 @@ through ``/proc``. An anonymous file has no name that another process could gues
 kernel frees it with its last descriptor.
 """
 
-import ctypes
 import faulthandler
 import gc
 import io
@@ -26,6 +25,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from ..processes import die_with_parent
 from ..tracing.session import end_from_environment
 from .join import init
 from .payload import Payload, packed, unpacked
@@ -36,8 +36,6 @@ __all__: list[str] = []
 STARTED, RETURNED, RAISED = 0, 1, 2
 NOTICE = struct.Struct("=iiq")  # rank, one of these kinds, time in ns; smaller than PIPE_BUF, so that a write is atomic
 SHOW_STACK = signal.SIGRTMIN  # SIGUSR1 is used by batch systems
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ def rank_main(spec: RankSpec, payload: Payload) -> NoReturn:
 
 
 def _set_up(spec: RankSpec) -> None:
-    _die_with_parent(spec.parent)
+    die_with_parent(spec.parent)
     gc.freeze()  # the destructor of an inherited object may wait for a thread that only the parent has
     if spec.collects_garbage:
         gc.enable()
@@ -120,12 +118,6 @@ def _set_up(spec: RankSpec) -> None:
         del os.environ[name]  # set by the launcher of the parent
     local = {"RANK": spec.rank, "WORLD_SIZE": spec.size, "LOCAL_RANK": spec.rank, "LOCAL_WORLD_SIZE": spec.size}
     os.environ.update({name: str(value) for name, value in local.items()}, DIST_PRIMS_RENDEZVOUS=f"file://{spec.store}")
-
-
-def _die_with_parent(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before prctl
-        os._exit(1)
 
 
 def _outcome(spec: RankSpec, payload: Payload) -> tuple[int, int, bytes]:

@@ -69,7 +69,7 @@ class _Process:
         self._received, self._printed, self._shown = b"", b"", 0
         self._closed = False
         self._channel, theirs = socket.socketpair()
-        limits = [str(MEMORY), str(int(seconds) + 1)]
+        limits = [str(MEMORY), str(int(seconds) + 1), str(os.getpid())]
         command = [sys.executable, "-m", f"{__package__}.run_answer", str(path), str(theirs.fileno()), *limits]
         with theirs:
             self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The process that runs an answer: ``python -m dist_prims.learn.run_answer FILE SOCKET MEMORY SECONDS``.
+"""The process that runs an answer: ``python -m dist_prims.learn.run_answer FILE SOCKET MEMORY SECONDS PARENT``.
 
 Each request on the socket names a function of the file; the reply has what the function yields or returns, as data. The
 process that checks the answer (:mod:`.answer_process`) never imports the file, so nothing that the file does to this
@@ -21,6 +21,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ..processes import die_with_parent
 from ..schedules import Step
 from . import wire
 from .messages import AllReduce, Barrier, Receive, Send
@@ -135,7 +136,8 @@ class NoAlgorithms:
         return None
 
 
-def main(path: str, descriptor: str, memory: str, seconds: str) -> None:
+def main(path: str, descriptor: str, memory: str, seconds: str, parent: str) -> None:
+    die_with_parent(int(parent))
     for kind, limit in ((resource.RLIMIT_AS, int(memory)), (resource.RLIMIT_CPU, int(seconds))):
         hard = resource.getrlimit(kind)[1]
         least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

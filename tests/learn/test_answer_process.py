@@ -171,15 +171,38 @@ def test_no_built_in_algorithm_or_plan_can_be_imported_by_an_answer() -> None:
             NoAlgorithms().find_spec(module)
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process ends within 30 seconds."""
+    status, deadline = Path(f"/proc/{pid}/stat"), time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if status.read_text().rpartition(")")[2].split()[0] == "Z":  # dead, and its parent has not waited for it
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def test_no_process_is_left(tmp_path: Path) -> None:
     """A process that the answer has started, and that holds its connection, ends with the check."""
     text = f"import os, time\nif os.fork():\n    os._exit(0)\nopen({str(tmp_path / 'pid')!r}, 'w')"
     text += ".write(str(os.getpid()))\ntime.sleep(600)"
     assert "has not ended" in wrong(text, tmp_path, seconds=2)
-    status, deadline = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat"), time.monotonic() + 30
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":  # Z: dead, nobody has asked why
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert has_ended(int((tmp_path / "pid").read_text()))
+
+
+def test_no_process_is_left_when_the_check_is_killed(tmp_path: Path) -> None:
+    """The process of an answer that sleeps once stayed, because only the check ended it."""
+    answer, pid = tmp_path / "answer.py", tmp_path / "pid"
+    answer.write_text(f"import os, time\nopen({str(pid)!r}, 'w').write(f'{{os.getpid()}}\\n')\ntime.sleep(90)\n")
+    with subprocess.Popen([sys.executable, "-m", "dist_prims", "learn", "check", "7", str(answer)]) as command:
+        deadline = time.monotonic() + 60
+        while not pid.exists() or not pid.read_text().endswith("\n"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        command.kill()
+    assert has_ended(int(pid.read_text()))
 
 
 def test_the_statuses(tmp_path: Path, state: Path) -> None:

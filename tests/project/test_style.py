@@ -29,12 +29,13 @@ LAYERS = {
     "errors": set(),
     "torch_compat": set(),
     "tracing": {"launch", "schedules", "threads"},
-    "learn": {"schedules"},
+    "learn": {"processes", "schedules"},
     "plain_values": set(),
+    "processes": set(),
     "threads": set(),
     "agreement": {"errors", "plain_values", "torch_compat"},
     "collectives": {"agreement", "errors", "launch", "schedules", "torch_compat", "threads", "tracing"},
-    "launch": {"agreement", "autoload", "errors", "threads", "tracing"},
+    "launch": {"agreement", "autoload", "errors", "processes", "threads", "tracing"},
     "backend": {"autoload", "collectives", "errors", "launch", "schedules", "torch_compat", "tracing"},
     "autoload": {"backend", "launch", "torch_compat"},
     "repair": {"agreement", "autoload", "backend", "collectives", "errors", "launch", "torch_compat"},
@@ -83,7 +84,7 @@ TRAINING = {
     "state_transfer": set(),
     "replicated_state": {"checkpoint", "data", "gradients", "state_transfer"},
 }
-PURE = {"_output", "learn", "schedules", "tracing", "_chart"}  # no torch
+PURE = {"_output", "learn", "processes", "schedules", "tracing", "_chart"}  # no torch
 # The files that use private API of torch themselves, instead of torch_compat: one is all about the internals of the
 # compiler, the other one is a subclass of torch's. The list may only become shorter.
 PRIVATE_TORCH = {
