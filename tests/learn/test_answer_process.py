@@ -186,9 +186,9 @@ def has_ended(pid: int) -> bool:
 
 def test_no_process_is_left(tmp_path: Path) -> None:
     """A process that the answer has started, and that holds its connection, ends with the check."""
-    text = f"import os, time\nif os.fork():\n    os._exit(0)\nopen({str(tmp_path / 'pid')!r}, 'w')"
-    text += ".write(str(os.getpid()))\ntime.sleep(600)"
-    assert "has not ended" in wrong(text, tmp_path, seconds=2)
+    text = f"import os, sys, time\nif os.fork():\n    os._exit(0)\nopen({str(tmp_path / 'pid')!r}, 'w')"
+    text += ".write(str(os.getpid()))\nos.write(int(sys.argv[2]), b'1\\n')\ntime.sleep(600)"
+    assert "the process of the answer has sent a reply that is not a message" in wrong(text, tmp_path)
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 
