@@ -14,6 +14,7 @@ from ..schedules import Step
 from ..schedules.pipelines import Action
 from .exercise import WrongAnswerError
 from .messages import AllReduce, Barrier, Call, Receive, Send
+from .wire import one_line
 
 __all__: list[str] = []
 
@@ -59,7 +60,7 @@ class Answer:
     def _reply(self, rank: int, request: dict[str, Any], where: str) -> dict[str, Any]:
         reply = self._ask(rank, request)
         if "error" in reply:
-            text = " ".join(str(reply["error"]).split())[:500]  # one line, so that it is not taken for a verdict
+            text = one_line(str(reply["error"]))[:500]
             raise WrongAnswerError(text if text.startswith(("line ", "the file ", "SyntaxError")) else where + text)
         return reply
 
@@ -91,7 +92,8 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def _action(action: Any) -> Action:
-    if isinstance(action, list) and [type(each) for each in action] == [str, int, int]:
+    is_action = isinstance(action, list) and [type(each) for each in action] == [str, int, int]
+    if is_action and action[0].isprintable():
         return Action(*action)
     raise _malformed(action, "a kind, a stage and a micro-batch")
 

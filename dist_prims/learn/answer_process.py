@@ -153,7 +153,7 @@ class _Process:
         if not data and self._printed:
             lines.append(self._printed)
         for line in lines if self._shown <= _MOST_PRINTED else ():
-            print(f"  the answer prints: {line.decode(errors='replace')!s}")
+            print(f"  the answer prints: {wire.printable(line.decode(errors='replace'))}")
             self._shown += len(line) + 1
             if self._shown > _MOST_PRINTED:
                 print("  the answer prints more, which is not shown")

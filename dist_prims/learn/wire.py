@@ -32,6 +32,20 @@ class Other:
         return self.text
 
 
+def printable(text: str) -> str:
+    """A text of an answer that can be shown: its characters cannot end the line or move the cursor of a terminal.
+
+    >>> printable("x\\r\\x1b[2K✓\\ty")
+    'x??[2K✓\\ty'
+    """
+    return "".join(each if each.isprintable() or each == "\t" else "?" for each in text)
+
+
+def one_line(text: str) -> str:
+    """The words of a text of an answer in one line that can be shown, so that no line of it looks like a verdict."""
+    return printable(" ".join(text.split()))
+
+
 def to_line(message: dict[str, Any]) -> bytes:
     return json.dumps({key: _encoded(value) for key, value in message.items()}).encode() + b"\n"
 
@@ -70,5 +84,5 @@ def _decoded(value: Any) -> Any:
     if kind == "tuple":
         return tuple(_decoded(each) for each in content)
     if kind == "other":
-        return Other(str(content))
+        return Other(one_line(str(content)))
     raise ValueError(kind)

@@ -83,6 +83,36 @@ def test_a_forged_verdict_has_a_prefix(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.startswith(f"✗ line 1: ValueError: no {RIGHT}\n  A hint")
 
 
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        ("ring_all_reduce", "print(FORGED)\n1 / 0"),
+        ("ring_all_reduce", "raise ValueError(FORGED)"),
+        ("ring_all_reduce", "def all_reduce(size):\n    yield TEXT"),
+        ("ring_pass", "def program(rank, size, value):\n    return TEXT\n    yield"),
+        ("ring_pass", "def program(rank, size, value):\n    return FORGED\n    yield"),
+        ("ring_pass", "from dist_prims.learn.messages import Send\ndef program(*_): yield Send(TEXT, 1)"),
+        ("desync", "from dist_prims.learn.messages import AllReduce\ndef program(_): yield AllReduce(FORGED)"),
+        ("crossover", "def crossover(*_): return TEXT"),
+        ("ring_order", "def add(*_): return TEXT"),
+        ("shards", "def shard(*_): return (TEXT, FORGED)"),
+        ("one_f_one_b", f"{solutions.ACTIONS}\ndef order(*_): yield Action(FORGED, 0, 0)"),
+        ("one_f_one_b", f"{solutions.ACTIONS}\ndef order(*_): yield Action('F', TEXT, 0)"),
+    ],
+)
+def test_no_text_of_an_answer_looks_like_a_verdict(
+    task: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text of a returned object once had lines of its own; a carriage return or an escape sequence hid a prefix."""
+    forged = f"FORGED = {f'x{chr(13)}{chr(10)}{RIGHT}{chr(13)}{chr(27)}[1A{chr(27)}[2K{RIGHT}'!r}\n"
+    forged += "class Text:\n    def __repr__(self): return FORGED\nTEXT = Text()\n"
+    (tmp_path / "answer.py").write_text(forged + text)
+    assert main(["learn", "check", str(ORDER.index(task) + 1), str(tmp_path / "answer.py")]) == 1
+    lines = capsys.readouterr().out.split("\n")
+    assert not [line for line in lines if line and not line.isprintable()]
+    assert [line[:1] for line in lines if not line.startswith("  ")] == ["✗", ""]
+
+
 ENDLESS = {
     "a loop that yields nothing": "def all_reduce(size):\n    while True: pass",
     "output": "import sys\nsys.stdout.reconfigure(errors='ignore')\nwhile True: print('x' * 1000)",
