@@ -49,7 +49,7 @@ class Answer:
             reply = self._reply(rank, request, f"rank {rank}: ")
             if "returns" in reply:
                 return reply["returns"]
-            value = yield _call(rank, reply.get("call"))
+            value = yield _parsed_call(rank, reply.get("call"))
             request = {"kind": "resume", "value": value}
 
     def _call(self, kind: str, function: str, given: tuple[Any, ...], root: int | None = None) -> Any:
@@ -98,7 +98,7 @@ def _action(action: Any) -> Action:
     raise _malformed(action, "a kind, a stage and a micro-batch")
 
 
-def _call(rank: int, call: Any) -> Call:
+def _parsed_call(rank: int, call: Any) -> Call:
     if isinstance(call, list) and len(call) == 3:
         kind, other, value = call
         if kind in ("Send", "Receive") and type(other) is int:

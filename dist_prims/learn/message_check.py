@@ -20,7 +20,7 @@ def private_values(count: int) -> list[int]:
     return random.SystemRandom().sample(range(100, 1_000_000), count)
 
 
-def run_answer(answer: Answer, values: Sequence[int]) -> list[Any]:
+def run_programs(answer: Answer, values: Sequence[int]) -> list[Any]:
     """Run the learner's ``program(rank, size, value)`` on one rank for each value; what the ranks return."""
     size = len(values)
     return run(lambda rank, _: answer.program("program", rank, rank, size, values[rank]), size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..answer import Answer
 from ..exercise import Exercise, WrongAnswerError
-from ..message_check import private_values, run_answer
+from ..message_check import private_values, run_programs
 
 __all__: list[str] = []
 
@@ -40,7 +40,7 @@ def program(rank, size, value):
 def _check(answer: Answer) -> str:
     for size in range(1, 9):
         values = private_values(size)
-        for rank, pair in enumerate(run_answer(answer, values)):
+        for rank, pair in enumerate(run_programs(answer, values)):
             wanted = (values[rank - 1] if rank else None), (values[rank + 1] if rank < size - 1 else None)
             if pair != wanted:
                 raise WrongAnswerError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..answer import Answer
 from ..exercise import Exercise, WrongAnswerError
-from ..message_check import private_values, run_answer
+from ..message_check import private_values, run_programs
 
 __all__: list[str] = []
 
@@ -39,7 +39,7 @@ def program(rank, size, value):
 def _check(answer: Answer) -> str:
     for size in range(2, 9):
         values = private_values(size)
-        for rank, value in enumerate(run_answer(answer, values)):
+        for rank, value in enumerate(run_programs(answer, values)):
             if value != values[rank - 1]:
                 raise WrongAnswerError(
                     f"{size} ranks with the values {values}: rank {rank} returns {value!r}; it must return the value "
