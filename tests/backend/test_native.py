@@ -202,4 +202,4 @@ def test_a_call_that_gives_up_its_turn_holds_up_no_other() -> None:
     third = threading.Thread(target=lambda: lane.run(done.append, "third"), daemon=True)
     third.start()
     third.join(30)
-    assert done == [2]
+    assert done == [3]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from torch.nn import functional as F
 import dist_prims
 from dist_prims.errors import CommError
 from dist_prims.schedules.pipelines import pipeline_plan
+from dist_prims.training.group_duplicates import duplicate
+from dist_prims.training.pipeline import transfer
 from dist_prims.training.pipeline.processes import Pipeline
 from dist_prims.training.pipeline.transfer import Transfers
 
@@ -179,6 +183,24 @@ def test_a_call_that_has_sent_nothing_can_be_made_again() -> None:
                 pipeline.step(X, X)
         pipeline.step(X, X)
 
+    dist_prims.spawn(body, 2, timeout=60)
+
+
+def test_a_pipeline_is_made_when_all_ranks_have_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that was interrupted in its first step closed connections that another rank still waited for."""
+
+    def make_slowly(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+        made = duplicate(group, name)
+        if dist.get_rank() == 1:
+            time.sleep(0.3)
+            (tmp_path / "made").touch()
+        return made
+
+    def body() -> None:
+        Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], loss=F.mse_loss)
+        assert (tmp_path / "made").exists()
+
+    monkeypatch.setattr(transfer, "duplicate", make_slowly)
     dist_prims.spawn(body, 2, timeout=60)
 
 

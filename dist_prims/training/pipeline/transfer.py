@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from ...errors import CommError
 from ...schedules.pipelines import PipelinePlan
-from ...torch_compat import timeout_of
+from ...torch_compat import message_device, timeout_of
 from ...tracing import format as fmt
 from ...tracing import recorder
 from ..group_duplicates import duplicate, end_groups
@@ -130,6 +130,8 @@ class Transfers:
         if device.type == "cuda":  # all ranks must make NCCL's first call in a group
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         self._owns_group = self._group is not group
+        # A rank may leave the new group at once, by Ctrl-C, and must not while another rank still makes it.
+        dist.all_reduce(torch.zeros(1, device=message_device(group)), group=group)
         self._finalizer = weakref.finalize(self, end_groups, [self._group], group, os.getpid())
         self._finalizer.atexit = False
         if device.type != "cpu":  # with NCCL, ending its communicator is a collective
