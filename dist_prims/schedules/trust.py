@@ -167,8 +167,11 @@ def name_to_compare(schedule: Schedule, name: str, longest: int = LONGEST_NAME) 
     >>> name_to_compare(build("broadcast", "binomial", 3), "binomial")
     'binomial'
     >>> unregister("broadcast", "mine")
+
+    The name of a schedule that no registered algorithm has made, as by ``bench calibrate``, has a fingerprint too.
     """
-    if not _users_algorithms_of(schedule):
+    is_registered = schedule.algorithm in algorithms(schedule.collective)
+    if is_registered and not _users_algorithms_of(schedule):
         return shortened(name, longest)
     return f"{shortened(name, longest - _DIGITS - 1)}#{fingerprint(schedule)[:_DIGITS]}"
 

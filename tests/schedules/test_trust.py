@@ -7,6 +7,7 @@ they did not name.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -322,6 +323,13 @@ def test_names_of_built_in_algorithms_have_no_fingerprint() -> None:
     long = trust.name_to_compare(build("all_reduce", "ring", 4), "x" * 60)
     assert len(long) == trust.LONGEST_NAME
     assert long != trust.name_to_compare(build("all_reduce", "ring", 4), "x" * 61)
+
+
+def test_a_schedule_without_a_registered_algorithm_has_a_fingerprint() -> None:
+    """``bench calibrate`` makes such schedules, and ended with "unknown all_reduce algorithm"."""
+    made = dataclasses.replace(build("all_reduce", "ring", 4), algorithm="probe")
+    assert trust.without_fingerprint(trust.name_to_compare(made, "probe")) == "probe"
+    assert trust.name_to_compare(made, "probe") != "probe"
 
 
 def test_above_the_limit_only_trusted_algorithms_run(monkeypatch: pytest.MonkeyPatch) -> None:
