@@ -33,6 +33,6 @@ def remedy() -> str:
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     number = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
     return (
-        f"raise the limit of processes and threads of this user (`ulimit -u`, now {number}), that of the container "
-        "(pids.max of its cgroup), or free memory"
+        f"raise the limit of processes and threads of this user (`ulimit -u`, now {number}), the limit of the "
+        "container (pids.max of its cgroup), or free memory"
     )

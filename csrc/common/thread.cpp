@@ -23,7 +23,7 @@ std::thread start_thread(const std::string& what, std::function<void()> body) {
         throw std::system_error(
             error.code(),
             what + " cannot start; raise the limit of processes and threads of this user (`ulimit -u`, now " + number +
-                "), that of the container (pids.max of its cgroup), or free memory");
+                "), the limit of the container (pids.max of its cgroup), or free memory");
     }
 }
 

@@ -45,7 +45,8 @@ enum class Collective : std::uint8_t {
 
 std::size_t size_of(DType dtype);
 const char* name_of(DType dtype);
-// Names a type without a kernel, of `size` bytes. The adapter names those of its torch when it is loaded.
+// Sets the name and size in bytes of a type without a kernel. The adapter calls it for all types of its torch when it
+// is loaded.
 void name_dtype(DType dtype, const std::string& name, std::size_t size);
 const char* name_of(Op op);
 const char* name_of(Collective collective);

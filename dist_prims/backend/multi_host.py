@@ -76,14 +76,14 @@ class MultiHostSchedules:
             choice = _straight(collective, self.topology, low)
         if form := self._form(collective, choice, low, high, root):
             return form
-        # An algorithm of a user's is right for root 0, and wrong for this one.
+        # An algorithm that a user has registered is right for root 0, and wrong for this root.
         choice = _recommended(collective, low, self.topology, version(), only_built_in=True)[0]
         form = self._form(collective, choice, low, high, root)
         assert form is not None
         return form
 
     def _form(self, collective: str, choice: _Choice, low: int, high: int, root: int) -> NativeForm | None:
-        """Return the form of a choice for a root; None if the schedule has an algorithm of a user's and is wrong."""
+        """Return the form of a choice for a root; None if a user has registered its algorithm and it is wrong."""
         algorithm, parameters, segments = choice
         given = {"root": self.order.rank_at.index(root)} if collective in ROOTED else {}
 

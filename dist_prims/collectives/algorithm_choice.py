@@ -99,7 +99,7 @@ def _parameters(text: str, variable: str) -> tuple[tuple[str, Any], ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _price(registered: Algorithm, size: int) -> Cost | None:
-    """Return the price of an algorithm; None if it is an algorithm of a user's that is wrong."""
+    """Return the price of an algorithm; None if a user has registered it and it is wrong."""
     return evaluated(lambda schedule: schedule.price, registered.collective, registered.name, size)
 
 

@@ -116,9 +116,10 @@ class _Named:
         return "hosts" in lookup(call.collective, self.algorithm).parameters and "hosts" not in self.parameters
 
     def schedule(self, call: Call, by_hosts: bool = True) -> Schedule:
-        """Return the schedule. In a group that is known to span hosts, the hosts are those of the group.
+        """Return the schedule.
 
-        Not ``by_hosts``: the ranks are grouped by their numbers.
+        ``by_hosts``: a hierarchical algorithm groups the ranks by the hosts of the group, if these are known. Otherwise
+        it groups them by their numbers.
         """
         parameters = self.parameters if call.root is None else {**self.parameters, "root": call.root}
         order = known_hosts(call.group) if by_hosts and self.needs_hosts(call) else None
@@ -190,7 +191,7 @@ def _native_form(schedule: Schedule, rank: int) -> tuple[Any, Callable[[], None]
 
 
 def _segment_bytes(call: Call, given: int, segments: int, schedule: Schedule) -> int:
-    """The bytes of a segment: those given, else those of a chunk that is cut into ``segments``. 0: chunks are whole."""
+    """The bytes of a segment: ``given``, or a chunk divided by ``segments``; 0 if chunks are sent whole."""
     if given or segments == 1:
         return given
     return max(math.ceil(call.nbytes * schedule.share / segments), 1)

@@ -42,8 +42,8 @@ def known_hosts(group: dist.ProcessGroup) -> HostOrder | None:
 def exchange_hosts(channel: Channel, group: dist.ProcessGroup, device: torch.device) -> None:
     """Exchange the hosts of all ranks; every rank makes this call. After it :func:`known_hosts` returns them.
 
-    A message doubles what a rank knows, so that there are log2 n rounds: first the own host, then that of the next
-    rank, then those of the two ranks after it, and so on.
+    Each message doubles the number of hosts that a rank knows, so there are log2 n rounds. A rank knows its own host
+    first, after one round the host of the next rank too, after two rounds the hosts of four ranks, and so on.
     """
     rank, size = group.rank(), group.size()
     number = int.from_bytes(hashlib.sha256(host_id().encode()).digest()[:7], "little")

@@ -1,4 +1,4 @@
-"""The public collectives with a root, as those of :mod:`.api`.
+"""The public collectives with a root; :mod:`.api` has the others.
 
 Roots (``src``, ``dst``) are ranks of the default group, as in ``torch.distributed``. The examples run in a group of one
 rank and show the form of a call.

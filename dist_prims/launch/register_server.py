@@ -12,8 +12,8 @@ has a key (:mod:`.secret`): a process that does not know the key is not served.
     [code, answer]
 
 Until its first valid request, which proves that it knows the key, a connection may send little and for a short time.
-Where many such connections are open, the oldest makes room for a new one, so strangers neither use the memory of a rank
-nor keep others out.
+Where many such connections are open, the server closes the oldest for each new one, so processes without the key
+neither use the memory of a rank nor keep other ranks out.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 
 def private_values(count: int) -> list[int]:
-    """Values that differ from each other and from run to run: no answer can know those of other ranks."""
+    """Values that differ from each other and from run to run, so no answer can know the values of other ranks."""
     return random.SystemRandom().sample(range(100, 1_000_000), count)
 
 

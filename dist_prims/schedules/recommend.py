@@ -281,7 +281,7 @@ def _growth(registered: Algorithm, size: int) -> tuple[float, float]:
     """The approximate number of transfers in all and in the largest step.
 
     Up to 64 ranks the transfers are counted. Above, the growth from a quarter to a half of the ranks is extrapolated,
-    except for an algorithm of a user's, which may support some sizes only.
+    except for an algorithm that a user has registered: it may support some sizes only.
     """
     if size <= 64 or (not registered.built_in and size <= MOST_RANKS):
         rows = [len(step) for step in build(registered.collective, registered.name, size).steps]

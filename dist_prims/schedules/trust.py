@@ -104,7 +104,7 @@ def _remedy(users: list[Algorithm]) -> str:
 
 
 def remedy_of(schedule: Schedule) -> str:
-    """How to remove the algorithms of users that a schedule has."""
+    """How to remove the algorithms of a schedule that a user has registered."""
     return _remedy(_users_algorithms_of(schedule))
 
 
