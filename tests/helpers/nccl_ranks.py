@@ -1,9 +1,10 @@
-"""Two ranks with NCCL, and the reason where that is not possible."""
+"""Ranks with NCCL, on one GPU or on several, and the reason where that is not possible."""
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,17 @@ def device() -> torch.device:
     return torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
 
 
-def on_two_ranks(body: object) -> None:
+def on_two_ranks(body: Callable[[], None]) -> None:
+    on_ranks(2, body)
+
+
+def on_ranks(count: int, body: Callable[[], None], backend: str = "cpu:gloo,cuda:nccl") -> None:
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    dist_prims.spawn(functools.partial(with_nccl, body), 2, init=False, start_method="spawn", timeout=100)
+    rank = functools.partial(with_nccl, body, backend)
+    dist_prims.spawn(rank, count, init=False, start_method="spawn", timeout=100)
 
 
-def with_nccl(body: object) -> None:
-    dist_prims.init("cpu:gloo,cuda:nccl")
+def with_nccl(body: Callable[[], None], backend: str) -> None:
+    dist_prims.init(backend)
     torch.cuda.set_device(device())
-    body()  # type: ignore[operator]
+    body()

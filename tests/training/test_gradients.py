@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from averaging import BACKENDS, assert_same, batch, net, same_everywhere, spawn
+from nccl_ranks import REASON, device, on_two_ranks
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import dist_prims
 from dist_prims.training.gradients import GradientAverager
 
 
@@ -299,9 +299,7 @@ def test_removed() -> None:
 
 
 def on_a_gpu() -> None:
-    dist_prims.init("cpu:gloo,cuda:nccl")
-    here = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-    torch.cuda.set_device(here)
+    here = device()
     model = net().to(here)
     averager, other = GradientAverager(model, bucket_mb=0.0004), DistributedDataParallel(net().to(here))
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other)]
@@ -316,6 +314,6 @@ def on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
+@pytest.mark.skipif(bool(REASON), reason=REASON or "there is CUDA")
 def test_on_gpus() -> None:
-    dist_prims.spawn(on_a_gpu, 2, init=False, start_method="spawn", timeout=100)
+    on_two_ranks(on_a_gpu)
