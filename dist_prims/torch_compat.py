@@ -7,6 +7,8 @@ of dist_prims, and supports torch 2.11 and later.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -101,6 +103,15 @@ def nccl_options(timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return options
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL that is loaded; torch tells the one that it was compiled with."""
+    with contextlib.suppress(OSError, AttributeError):  # linked into torch
+        number = ctypes.c_int()
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+        return number.value // 10000, number.value // 100 % 100, number.value % 100
+    return tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
 
 
 def premul_sum(factor: float | torch.Tensor) -> Any:

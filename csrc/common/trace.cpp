@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "process.h"

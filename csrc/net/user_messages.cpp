@@ -1,6 +1,7 @@
 #include "user_messages.h"
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <thread>
 #include <utility>

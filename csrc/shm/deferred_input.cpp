@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "../common/kernels.h"
 #include "../common/shared_memory.h"

@@ -21,6 +21,7 @@ from ..launch.detect_launcher import Launcher, detect
 from ..launch.hosts import host_id
 from ..launch.mpi_exchange import library_name
 from ..launch.nodelist import expand_nodelist
+from ..torch_compat import nccl_version
 
 __all__: list[str] = []
 
@@ -109,7 +110,7 @@ def _nccl() -> str:
         return "no: this torch was built without it"
     if not torch.cuda.is_available():
         return "no: there is no CUDA device"
-    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    version = ".".join(map(str, nccl_version()))
     return f"{version}, {torch.cuda.device_count()} devices ({torch.cuda.get_device_name()})"
 
 

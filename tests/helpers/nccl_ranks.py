@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
+from dist_prims.torch_compat import nccl_version
 
 SHARED_GPU = (2, 30)  # the first NCCL that lets two ranks use one GPU
 
@@ -19,8 +20,8 @@ def why_not() -> str:
         return "there is no CUDA device"
     if not dist.is_nccl_available():
         return "this torch has no NCCL"
-    if torch.cuda.device_count() == 1 and torch.cuda.nccl.version()[:2] < SHARED_GPU:
-        return f"one GPU, and NCCL {torch.cuda.nccl.version()} refuses two ranks on it"
+    if torch.cuda.device_count() == 1 and nccl_version() < SHARED_GPU:
+        return f"one GPU, and NCCL {nccl_version()} refuses two ranks on it"
     return ""
 
 

@@ -350,9 +350,10 @@ def test_who_is_not_in_the_group_is_told() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_on_cuda() -> None:
-    def body() -> None:
-        x = torch.randn(4, 4, device="cuda")
-        model = Net().cuda()
-        torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+    dist_prims.spawn(compiled_on_cuda, 1, timeout=110, backend="cpu:gloo,cuda:nccl", start_method="spawn")
 
-    dist_prims.spawn(body, 1, timeout=110, backend="cpu:gloo,cuda:nccl", start_method="fork")
+
+def compiled_on_cuda() -> None:
+    x = torch.randn(4, 4, device="cuda")
+    model = Net().cuda()
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))

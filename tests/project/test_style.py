@@ -62,7 +62,7 @@ LAYERS = {
         "torch_compat",
         "training",
     },
-    "cli": {"_output", "backend", "bench", "launch", "learn", "schedules", "tracing"},
+    "cli": {"_output", "backend", "bench", "launch", "learn", "schedules", "torch_compat", "tracing"},
     "__main__": {"cli"},
 }
 # The same within dist_prims/training.
