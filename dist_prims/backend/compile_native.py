@@ -36,6 +36,9 @@ SANITIZERS = {
 
 # Without contraction a * b + c rounds twice on every processor: the same bits everywhere.
 _COMMON = ["-std=c++20", "-fPIC", "-DNDEBUG", "-ffp-contract=off", "-fno-math-errno", "-Wall"]
+# By name, because some compilers are set up to link libstdc++ statically: a process had a second one beside that of
+# torch, and crashed at the first number that a stream wrote.
+_LIBSTDCXX = "-lstdc++"
 # The core exports its symbols; calls within it are bound at link time and may be inlined.
 _EXPORTS = ["-fno-semantic-interposition", "-fvisibility-inlines-hidden"]
 _HIDES = ["-fvisibility=hidden"]
@@ -170,7 +173,7 @@ def build(libraries: Sequence[Library], into: Path, objects: Path, *, sanitizer:
             each.result()
     for library, found in linked:
         link = [*shlex.split(compiler()), "-shared", *instrument, *map(str, found)]
-        _run([*link, f"-L{into}", *library.link_flags], into / library.file, report)
+        _run([*link, f"-L{into}", *library.link_flags, _LIBSTDCXX], into / library.file, report)
 
 
 def _core_beside(folder: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from . import registered
 __all__: list[str] = []
 
 Op = str | dist.ReduceOp.RedOpType
-_OP_NAMES = {getattr(dist.ReduceOp, name.upper()): name for name in ("sum", "avg", "max", "min", "product")}
+_OPS = {name: getattr(dist.ReduceOp, name.upper()) for name in ("sum", "avg", "max", "min", "product")}
 
 
 def all_reduce(x: torch.Tensor, op: Op = "sum", group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -139,7 +139,12 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 def _op_name(op: Op) -> str:
-    return op if isinstance(op, str) else _OP_NAMES.get(op, str(op))  # an unknown one is refused by the operator
+    if isinstance(op, str):
+        return op
+    for name, each in _OPS.items():
+        if op is each:  # the compiler of torch 2.11 can neither hash nor compare one
+            return name
+    return next((name for name, each in _OPS.items() if op == each), str(op))  # an unknown one is refused later
 
 
 def _dim_first(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -127,6 +127,16 @@ def test_objects_are_compiled_again_when_a_header_is_newer(tmp_path: Path) -> No
     assert (tmp_path / "lib" / "one.so").exists()
 
 
+def test_a_library_has_the_libstdcxx_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that is set up to link it statically gave the process a second one, and every group crashed."""
+    monkeypatch.setenv("CXX", f"{compile_native.compiler()} -static-libstdc++")
+    source = tmp_path / "csrc" / "one.cpp"
+    source.parent.mkdir()
+    source.write_text("#include <iostream>\nvoid one() { std::cout << 1; }\n")
+    compile_native.build([compile_native.Library("one.so", (source,), ())], tmp_path, tmp_path / "objects")
+    assert b"libstdc++.so" in (tmp_path / "one.so").read_bytes()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_one_of_the_ranks_compiles_at_first_use(without_adapter: dict[str, str], tmp_path: Path) -> None:
