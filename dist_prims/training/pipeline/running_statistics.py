@@ -25,7 +25,7 @@ A layer that is called several times in a forward moves its statistics that ofte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -48,14 +48,15 @@ class RunningStatistics:
         self._module = nn.ModuleList(modules)
         self._calls: dict[tuple[int, int], _Merged] = {}  # by buffer, and how often it had been called in this forward
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # of batches, and what is to be added
+        self._known: dict[int, torch.Tensor] | None = None  # the buffers; searched once a batch
 
     def collected(self) -> AbstractContextManager[None]:
         """Within it, the statistics of a micro-batch's forward are collected, and no running statistic changes."""
-        return self._collected() if self._moves else nullcontext()
+        return self._collected() if self._buffers else nullcontext()
 
     def frozen(self) -> AbstractContextManager[None]:
         """Within it, no running statistic changes: for a forward that is computed again in the backward."""
-        return self._frozen() if self._moves else nullcontext()
+        return self._frozen() if self._buffers else nullcontext()
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -69,11 +70,7 @@ class RunningStatistics:
     def forget(self) -> None:
         """Discard the statistics of this batch."""
         self._calls.clear()
-        self._counts = None
-
-    @property
-    def _moves(self) -> bool:
-        return bool(self._buffers())
+        self._counts = self._known = None
 
     @contextmanager
     def _collected(self) -> Iterator[None]:
@@ -88,7 +85,7 @@ class RunningStatistics:
         try:
             for norm, count in zip(norms, scratch, strict=True):
                 norm.num_batches_tracked = count
-            with _InScratch(self._buffers(), self._calls):
+            with _InScratch(self._buffers, self._calls):
                 yield
         finally:
             for norm, count in zip(norms, tracked, strict=True):
@@ -101,13 +98,18 @@ class RunningStatistics:
 
     @contextmanager
     def _frozen(self) -> Iterator[None]:
-        with recomputing(self._module), _InScratch(self._buffers(), {}):
+        with recomputing(self._module), _InScratch(self._buffers, {}):
             yield
 
-    def _buffers(self) -> set[int]:
-        """Those that may be running statistics."""
-        every = (buffer for each in self._module.modules() for buffer in each._buffers.values() if buffer is not None)
-        return {id(each) for each in every if each.dim() == 1 and each.is_floating_point()}
+    @property
+    def _buffers(self) -> dict[int, torch.Tensor]:
+        """The buffers of this batch that may be running statistics, by id."""
+        if self._known is None:
+            every = (buffer for each in self._module.modules() for buffer in each._buffers.values())
+            self._known = {
+                id(each): each for each in every if each is not None and each.dim() == 1 and each.is_floating_point()
+            }
+        return self._known
 
 
 def _counts_batches(module: nn.Module) -> bool:
@@ -132,7 +134,7 @@ class _InScratch(TorchFunctionMode):
     """Within it, on this thread and in the backward that it starts, norms write their statistics into scratch memory,
     from which they are merged into ``calls``."""
 
-    def __init__(self, buffers: set[int], calls: dict[tuple[int, int], _Merged]) -> None:
+    def __init__(self, buffers: Container[int], calls: dict[tuple[int, int], _Merged]) -> None:
         super().__init__()
         self._buffers, self._calls = buffers, calls
         self._turn: Counter[int] = Counter()
