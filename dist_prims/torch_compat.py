@@ -335,6 +335,18 @@ def storage_users(storage: Any) -> int:
     return count
 
 
+def not_a_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same memory, with a gradient, that can be changed in place: neither a leaf nor a view.
+
+    >>> x = torch.tensor([-1.0, 1.0], requires_grad=True)
+    >>> not_a_leaf(x).relu_().sum().backward()
+    >>> x.grad
+    tensor([0., 1.])
+    """
+    same: torch.Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+    return same
+
+
 def has_call_hooks(module: torch.nn.Module) -> bool:
     """Whether hooks are called with a module, forward or backward.
 

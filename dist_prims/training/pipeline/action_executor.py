@@ -7,7 +7,8 @@ the same for both and is here: micro-batches, their share in the loss, metrics, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -99,7 +100,8 @@ class Batch:
         self.inputs: Leaves | None = None
         self.targets: Leaves | None = None
         self.parts: list[tuple[Part, ...]] = []  # of each micro-batch, in the loss and in every metric
-        self.sums: torch.Tensor | None = None  # of the loss and the metrics
+        self.found: dict[int, list[Any]] = {}  # the parts of the loss and the metrics of each micro-batch
+        self.sums: torch.Tensor | None = None  # the loss and the metrics
         self.wants_gradient = False  # a stage before the last one
         self.has_gradient = False  # the loss of some micro-batch that counts
         self.backwards = 0  # of the last stage
@@ -171,14 +173,14 @@ class Job:
             worker.weights(action.micro)
             outgoing = ()
         else:
-            last = action.stage == self.plan.stages - 1
-            outgoing = worker.backward(action.micro, (None,) if last else incoming)
-            batch.backwards += last
+            outgoing = worker.backward(action.micro, incoming)
+            batch.backwards += action.stage == self.plan.stages - 1
             if batch.backwards == batch.num_microbatches:
                 self._check_gradient(batch)  # before an averager sends the gradients of any stage
             if action.stage == 0 and batch.inputs is not None:
                 batch.inputs.set_gradients(action.micro, outgoing)
-        recorder.record(fmt.ACTION, traced, name=str(action))
+        if traced:
+            recorder.record(fmt.ACTION, traced, name=str(action))
         if self.record:
             self.rows.append(Row(*action, begin, self._now(), self.plan.rank_of[action.stage]))
         self.average.done(action)
@@ -190,8 +192,16 @@ class Job:
         batch.targets = _targets_of(targets, batch, device)
         batch.parts = self.objective.parts(batch.lengths, batch.targets.micro_batches)
 
-    def give_back(self, batch: Batch) -> None:
-        """Pass the gradients of inputs and targets to the program."""
+    def finish(self, batch: Batch) -> None:
+        """Sum the loss and the metrics, and pass the gradients of inputs and targets to the program."""
+        if batch.found:
+            device = batch.found[0][0].device
+            numbers = [
+                torch.as_tensor(each, dtype=torch.float64, device=device)
+                for found in batch.found.values()
+                for each in found
+            ]
+            batch.sums = torch.stack(numbers).view(len(batch.found), -1).sum(0)
         give_back(*(each for each in (batch.inputs, batch.targets) if each is not None and batch.learn))
 
     def _check_gradient(self, batch: Batch) -> None:
@@ -239,36 +249,21 @@ class Job:
                     self._evaluate(outputs, micro, batch)
         else:
             batch.wants_gradient |= last and any(each.requires_grad for each in inputs)
-            loss = self._loss_of(micro, batch) if last else None
+            loss = partial(self._evaluate, micro=micro, batch=batch) if last else None
             split = Action("W", stage, micro) in self.plan.places
             outputs = worker.forward(micro, inputs, split=split, again=action in self._again, loss=loss)
         if last and not batch.learn and batch.targets is None:
             batch.outputs[micro] = outputs
         return () if last else outputs
 
-    def _loss_of(self, micro: int, batch: Batch) -> Callable[[Tensors], torch.Tensor]:
-        counted = False
-
-        def loss(outputs: Tensors) -> torch.Tensor:
-            nonlocal counted
-            root = self._evaluate(outputs, micro, batch, count=not counted)
-            counted = True  # a forward that is computed again is not counted again
-            return root
-
-        return loss
-
-    def _evaluate(self, outputs: Tensors, micro: int, batch: Batch, count: bool = True) -> torch.Tensor:
-        """The root of the backward of a micro-batch; its part of loss and metrics is added up."""
+    def _evaluate(self, outputs: Tensors, micro: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The root of the backward of a micro-batch, and its gradient; its part of loss and metrics is kept."""
         assert batch.targets is not None
         parts = batch.parts[micro]
-        root, found = self.objective(outputs, batch.targets.micro_batches[micro], parts, self.module)
+        root, grad, found = self.objective(outputs, batch.targets.micro_batches[micro], parts, self.module)
         batch.has_gradient |= root.requires_grad and parts[0].share != 0
-        if count:
-            with torch.no_grad():
-                numbers = [torch.as_tensor(each, device=root.device).detach().double() for each in found]
-                sums = torch.stack(numbers)
-                batch.sums = sums if batch.sums is None else batch.sums + sums
-        return root
+        batch.found[micro] = found  # the same if a forward is computed again
+        return root, grad
 
     def _now(self) -> float:
         if torch.cuda.is_available():

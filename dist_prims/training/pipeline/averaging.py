@@ -54,7 +54,8 @@ class AverageOnce:
 
     def expect(self, actions: Iterable[Action]) -> None:
         """The actions of this rank in the step."""
-        self._left = Counter(action.stage for action in actions if action.kind != "F")
+        if self._averagers:
+            self._left = Counter(action.stage for action in actions if action.kind != "F")
 
     def done(self, action: Action) -> None:
         """Count an action; send the gradients that are complete now."""

@@ -107,7 +107,7 @@ class DevicePipeline(Owner):
                     outgoing = self._job.do(action, incoming, batch)
                     if to := message_to(self.plan, action):
                         on_their_way[to] = self._copies.start(outgoing, self._device_of[to[1]], apart=to[0] == "F")
-            self._job.give_back(batch)
+            self._job.finish(batch)
         except BaseException:
             self._job.forget()
             raise

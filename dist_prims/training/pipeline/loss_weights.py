@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -102,30 +103,35 @@ class Objective:
 
     def __call__(
         self, outputs: Tensors, target: Tensors, parts: Sequence[Part], trained: nn.Module
-    ) -> tuple[torch.Tensor, list[Any]]:
-        """The root of the backward of a micro-batch, and its contributions to the loss and to each metric."""
+    ) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
+        """The root of a micro-batch's backward, its gradient, and the contributions to the loss and to each metric."""
         output = outputs[0] if len(outputs) == 1 else outputs
         value = self._value(outputs, output, target, parts[0])
         if value.requires_grad and not self._is_checked:
             _refuse_unlisted_parameters(value, outputs, (*trained.parameters(), *target))
-        with torch.no_grad():
-            pairs = zip(parts[1:], self.metrics.values(), strict=True)
-            metrics = [part.share and each(output, *target) * part.share for part, each in pairs]
+        metrics: list[Any] = []
+        if self.metrics:
+            with torch.no_grad():
+                pairs = zip(parts[1:], self.metrics.values(), strict=True)
+                metrics = [part.share and each(output, *target) * part.share for part, each in pairs]
         root = value if self.scaler is None else self.scaler.scale(value)
-        return root, [value.detach(), *metrics]
+        factor = parts[0].share or 1.0
+        return root, torch.full_like(root, factor), [value.detach() * factor, *metrics]
 
     def _value(self, outputs: Tensors, output: Any, target: Tensors, part: Part) -> torch.Tensor:
+        """The loss of a micro-batch; of one that weighs nothing, its part in the loss of the batch."""
         loss, weighed = self.check(), self._weighed[0]
         if not part.share:  # a mean would divide by zero
             if weighed is None or weighed.summed is None:
                 zero: torch.Tensor = _Zero.apply(*outputs)  # type: ignore[no-untyped-call]
                 return zero
             return weighed.summed(output, *target) * part.one  # 0, but for smoothed labels of classes without weight
-        with _Means(weighed is None and self.reduction == "mean" and not self._is_checked):
+        checks = weighed is None and self.reduction == "mean" and not self._is_checked
+        with _Means() if checks else nullcontext():
             value = loss(output, *target)
         if value.dim():
             raise ValueError(f"pipeline: the loss is a tensor of shape {list(value.shape)}; it must be one number")
-        return value * part.share
+        return value
 
     def end_step(self) -> None:
         """Mark the end of a step: the loss function is checked in the first one only."""
@@ -216,17 +222,6 @@ class _Zero(torch.autograd.Function):
 
 class _Means(TorchFunctionMode):
     """Within it, warns where a loss of a program's own takes a mean of which the pipeline does not know the weight."""
-
-    def __init__(self, active: bool) -> None:
-        super().__init__()
-        self._active = active
-
-    def __enter__(self) -> _Means:
-        return super().__enter__() if self._active else self  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: object) -> None:
-        if self._active:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -211,7 +211,7 @@ class Pipeline(Owner):
                 failure = self._do(action, batch, failure)
         if failure is None:
             try:
-                self._job.give_back(batch)
+                self._job.finish(batch)
             except Exception as error:
                 failure = self._failed(error, call)
         result, failure = self._close(call, batch, failure)

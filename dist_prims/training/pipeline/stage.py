@@ -1,28 +1,28 @@
 """Execution of one stage: forward, backward and weight gradients of its micro-batches.
 
-A micro-batch enters a stage through a custom function, so that autograd stops there and returns the gradients; and
-since the inputs are then no leaves, a stage may begin with an operation in place, such as ``ReLU(inplace=True)``.
+The inputs of a micro-batch are leaves, in which autograd stops and stores the gradients. The stage gets tensors of the
+same memory that are not leaves, so it may begin with an operation in place, such as ``ReLU(inplace=True)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...torch_compat import version_of
+from ...torch_compat import not_a_leaf, version_of
 from ..gradients.torch_averaging import parts_that_average
 from .batch_norm import DeferredBatchNorm, commit_batch_norm
 from .running_statistics import RunningStatistics
-from .split_backward import Later, same_memory, split_backward
+from .split_backward import Later, split_backward
 
 __all__: list[str] = []
 
 Tensors = tuple[torch.Tensor, ...]
-Loss = Callable[[Tensors], torch.Tensor]
+Loss = Callable[[Tensors], tuple[torch.Tensor, torch.Tensor]]  # the root of the backward, and its gradient
 
 
 def as_tuple(found: Any, what: str) -> Tensors:
@@ -46,34 +46,13 @@ class _Saved:
     later: Later | None
     again: _Random | None = None  # the random states for a recomputation
     roots: Tensors = ()  # of the backward
+    grad: torch.Tensor | None = None  # of the loss
     wanted: tuple[bool, ...] = ()  # of each, whether a gradient is to come for it
-    found: list[torch.Tensor | None] = field(default_factory=list)  # the gradients of the inputs
 
     def enter(self) -> Tensors:
         if not (torch.is_grad_enabled() and any(each.requires_grad for each in self.inputs)):
             return self.inputs
-        needs = [each.requires_grad for each in self.inputs]
-        device = self.inputs[0].device
-        anchor = torch.empty(0, device=device, requires_grad=True)
-        entered: Tensors = _Enter.apply(anchor, self.found, needs, *(each.detach() for each in self.inputs))  # type: ignore[no-untyped-call]
-        return entered
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, found: list[torch.Tensor | None], needs: list[bool], *inputs: torch.Tensor
-    ) -> Tensors:
-        ctx.found = found  # not its owner, which refers to the graph: a cycle would keep memory alive
-        ctx.set_materialize_grads(False)
-        entered = tuple(same_memory(each) for each in inputs)
-        ctx.mark_non_differentiable(*(each for each, need in zip(entered, needs, strict=True) if not need))
-        return entered
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        ctx.found[:] = grads
-        return (None,) * (3 + len(grads))
+        return tuple(map(not_a_leaf, self.inputs))
 
 
 class StageWorker:
@@ -95,8 +74,9 @@ class StageWorker:
     def forward(
         self, micro: int, inputs: Tensors, *, split: bool = False, again: bool = False, loss: Loss | None = None
     ) -> Tensors:
-        """The outputs, which go on to ``loss`` if there is one. ``split``: there will be :meth:`weights`; ``again``:
-        keep the inputs only, and compute the rest again when the gradient comes."""
+        """The outputs, which go on to ``loss`` if there is one. ``inputs``: leaves, without a gradient yet; ``split``:
+        there will be :meth:`weights`; ``again``: keep the inputs only, and compute the rest again when the gradient
+        comes."""
         saved = self._saved[micro] = _Saved(inputs, loss, Later() if split else None)
         if not again:
             with self.statistics.collected():
@@ -119,7 +99,7 @@ class StageWorker:
         return tuple(each.detach().requires_grad_(learns and _is_differentiable(each)) for each in outputs)
 
     def backward(self, micro: int, grads: Sequence[torch.Tensor | None]) -> Tensors:
-        """The gradients of the inputs that require one, from those of such outputs; for the loss it is (None,)."""
+        """The gradients of the inputs that require one, from those of such outputs; the loss has its own."""
         with self.statistics.frozen():
             return self._backward(micro, self._saved.pop(micro), grads)
 
@@ -128,18 +108,18 @@ class StageWorker:
             with saved.again.repeated(), torch.enable_grad():
                 self._run(saved)
         wanted = [root for root, want in zip(saved.roots, saved.wanted, strict=True) if want]
+        if saved.loss is not None:
+            grads = (saved.grad,)
         pairs = [(root, grad) for root, grad in zip(wanted, grads, strict=True) if root.requires_grad]
         if pairs:
-            with torch.autocast(pairs[0][0].device.type, enabled=False):  # the forward has chosen the types
+            device = pairs[0][0].device.type
+            cast = torch.is_autocast_enabled(device)  # the forward has chosen the types
+            with torch.autocast(device, enabled=False) if cast else nullcontext():
                 torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
         if saved.later is not None:
             self._later[micro] = saved.later
-        found = saved.found or [None] * len(saved.inputs)
-        return tuple(
-            torch.zeros_like(each) if grad is None else grad
-            for each, grad in zip(saved.inputs, found, strict=True)
-            if each.requires_grad
-        )
+        learning = [each for each in saved.inputs if each.requires_grad]
+        return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in learning)
 
     def weights(self, micro: int) -> None:
         """The gradients that a split backward has left."""
@@ -172,8 +152,10 @@ class StageWorker:
 
     def _run(self, saved: _Saved) -> Tensors:
         with split_backward(saved.later) if saved.later is not None else nullcontext():
-            outputs = self.infer(saved.enter())
-            saved.roots = outputs if saved.loss is None else (saved.loss(outputs),)
+            saved.roots = outputs = self.infer(saved.enter())
+            if saved.loss is not None:
+                root, saved.grad = saved.loss(outputs)
+                saved.roots = (root,)
         return outputs
 
 
