@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_prims.training.pipeline.packet import PacketLayout, Pool, pack, spec_of
+from dist_prims.training.pipeline.packet import WELL, Packet, PacketLayout, Pool, read_head, spec_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.int8, torch.bool]
 
@@ -25,22 +25,26 @@ tensors = st.builds(
 def test_tensors_lie_in_a_message_as_they_were(several: list[torch.Tensor]) -> None:
     layout = PacketLayout(map(spec_of, several))
     assert PacketLayout.decode(layout.encode()) == layout
-    data = torch.full((layout.nbytes,), 255, dtype=torch.uint8)
-    pack(data, layout, several)
-    for view, tensor in zip(layout.views(data), several, strict=True):
+    packet = Packet.empty(layout, torch.device("cpu"))
+    packet.data.fill_(255)
+    packet.write(several)
+    assert read_head(packet.data) == (WELL, "")
+    for view, tensor in zip(layout.views(packet.data), several, strict=True):
         assert torch.equal(view, tensor)
         assert view.data_ptr() % 16 == 0 or not view.numel()
 
 
 def test_memory_is_not_used_again_while_a_graph_has_it() -> None:
     pool = Pool(torch.device("cpu"))
-    data = pool.take(64)
-    place = data.data_ptr()
-    x = data.view(torch.float32).fill_(1).requires_grad_()
+    layout = PacketLayout([spec_of(torch.ones(4))])
+    packet = pool.take(layout)
+    place = packet.data.data_ptr()
+    assert pool.take(layout).data.data_ptr() != place  # the packet is there
+    x = packet.tensors[0].detach().fill_(1).requires_grad_()
     y = x.square().sum()
-    del data
-    assert pool.take(64).data_ptr() != place  # x and the graph are there
+    del packet
+    assert pool.take(layout).data.data_ptr() != place  # x and the graph are
     del x
-    assert pool.take(64).data_ptr() != place  # the graph is
+    assert pool.take(layout).data.data_ptr() != place  # the graph is
     del y
-    assert pool.take(64).data_ptr() == place
+    assert pool.take(layout).data.data_ptr() == place

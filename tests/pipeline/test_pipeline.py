@@ -309,9 +309,8 @@ def test_nothing_is_negotiated_twice_and_memory_is_used_again() -> None:
             pipeline.step(*a_batch(8))
             counts.append(len(sizes))
             sizes.clear()
-        assert (
-            counts[1:] == [len(messages(plan, True)) + 1 + 1 + 3] * 3
-        )  # the word in front, behind all is well and the loss
+        # In front the word; behind, that all is well, and the loss.
+        assert counts[1:] == [len(messages(plan, True)) + 1 + 1 + 1] * 3
         assert counts[0] == counts[1] + 2 * plan.num_microbatches
         buffers = sum(map(len, transfers._pool._kept.values()))
         pipeline.step(*a_batch(8))

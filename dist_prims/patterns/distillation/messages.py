@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ...errors import CommError
 from ...torch_compat import exposed_timeout
-from ...training.pipeline.packet import FAILED, HEAD, LAYOUT, WELL, PacketLayout, head_of, pack, read_head, spec_of
+from ...training.pipeline.packet import FAILED, HEAD, LAYOUT, WELL, Packet, PacketLayout, head_of, read_head, spec_of
 
 __all__: list[str] = []
 
@@ -74,10 +74,10 @@ class Messages:
         text = json.dumps(layout.encode(), separators=(",", ":"))
         if len(text) > _TEXT_BYTES:
             raise ValueError(f"{len(layout.specs)} tensors are too many for one message; join some of them")
-        data = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
-        pack(data, layout, message.tensors)
+        packet = Packet.empty(layout, self._device)
+        packet.write(message.tensors)
         self._move(dist.isend, head_of(LAYOUT, text), peer)
-        self._move(dist.isend, data, peer)
+        self._move(dist.isend, packet.data, peer)
 
     def receive(self, peer: int, limit: timedelta | None = None) -> DistillationMessage:
         """The next message of a rank; ``limit`` as in :meth:`send`."""

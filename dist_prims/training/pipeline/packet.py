@@ -117,12 +117,24 @@ class PacketLayout:
         return cls(specs)
 
 
-def pack(data: torch.Tensor, layout: PacketLayout, tensors: Sequence[torch.Tensor]) -> None:
-    """Write tensors into a message, with the head of a message with data."""
-    with torch.no_grad():
-        data[:_WORD].zero_()
-        for view, tensor in zip(layout.views(data), tensors, strict=True):
-            view.copy_(tensor)
+class Packet(NamedTuple):
+    """The memory of a message, and views of its parts."""
+
+    data: torch.Tensor
+    status: torch.Tensor
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def empty(cls, layout: PacketLayout, device: torch.device) -> Packet:
+        """A packet with any content."""
+        data = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        return cls(data, data[:_WORD].view(torch.int64), layout.views(data))
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write tensors, and the status of a message with data."""
+        self.status.zero_()
+        for view, tensor in zip(self.tensors, tensors, strict=True):
+            view.copy_(tensor.detach())
 
 
 def head_of(status: int, text: str = "") -> torch.Tensor:
@@ -143,36 +155,27 @@ def read_head(data: torch.Tensor) -> tuple[int, str]:
 
 
 class Pool:
-    """A pool of message buffers, reused when nothing refers to them: no tensor, no graph, no transfer.
+    """A pool of packets, reused when nothing refers to their memory: no tensor, no graph, no transfer.
 
-    A tensor in a message may live long, in a graph or with a user, so no caller can report when a buffer is free. The
-    pool reads the reference count of the storage instead.
+    A tensor in a message may live long, in a graph or with a user, so no caller can report when a packet is free. The
+    pool reads the reference count of the storage instead, so the ``data`` of a packet from here is a tensor of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._kept: dict[int, list[tuple[torch.Tensor, Any, int]]] = {}
+        self._kept: dict[tuple[TensorSpec, ...], list[tuple[Packet, Any, int]]] = {}
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """An unused buffer, with any content."""
-        kept = self._kept.setdefault(nbytes, [])
-        for data, storage, idle in kept:
-            if _users(storage) == idle:
-                return _view(data)
-        with torch.inference_mode(False):  # it outlives the caller's mode
-            data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        storage = data.untyped_storage()
-        kept.append((data, storage, _users(storage)))
-        return _view(data)
+    def take(self, layout: PacketLayout) -> Packet:
+        """An unused packet, with any content."""
+        kept = self._kept.setdefault(layout.specs, [])
+        for packet, storage, idle in kept:
+            if storage_users(storage) == idle:
+                return Packet(packet.data.detach(), packet.status, packet.tensors)
+        with torch.inference_mode(False):  # the packet outlives the caller's mode
+            packet = Packet.empty(layout, self._device)
+        storage = packet.data.untyped_storage()
+        kept.append((packet, storage, storage_users(storage)))
+        return self.take(layout)
 
     def clear(self) -> None:
         self._kept.clear()
-
-
-def _view(data: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return data[:]
-
-
-def _users(storage: Any) -> int:
-    return storage_users(storage)

@@ -29,17 +29,17 @@ import torch.distributed as dist
 from ...agreement import check_lists, gather_or_raise, gather_values
 from ...collectives.traced_call import in_group
 from ...errors import CommError, MismatchError
-from ...schedules.pipelines import Action, PipelinePlan, Row
+from ...schedules.pipelines import PipelinePlan, Row
 from ...torch_compat import default_group
 from ...tracing import recorder
 from ...tracing.session import begin_from_environment
-from .action_executor import Batch, Job, Owner, joined, make_plan, message_to, parts
+from .action_executor import Batch, Job, Owner, joined, make_plan, parts
 from .given_stages import Stages, count_stages, describe, device_of, own_stages, shared_stages
 from .loss_weights import Function, Objective
 from .outside_gradients import Leaves
-from .packet import FAILED, HEAD, WELL, WORD, head_of, read_head
+from .packet import FAILED, HEAD, WELL, WORD, PacketLayout, TensorSpec, head_of, read_head
 from .stage import Tensors, as_tuple
-from .transfer import PipelineMessage, StageFailedError, Transfers
+from .transfer import ActionMessages, PipelineMessage, StageFailedError, Transfers
 
 __all__: list[str] = []
 
@@ -123,8 +123,9 @@ class Pipeline(Owner):
         self.stages = own
         self.measured: dict[str, torch.Tensor] = {}
         self._transfers = Transfers(self.plan, self._group, self._device, f"Pipeline-{found[0][1]}")
-        self._local: dict[tuple[str, int, int], Tensors] = {}
+        self._local: dict[PipelineMessage, Tensors] = {}
         self._slots: OrderedDict[Any, int] = OrderedDict()
+        self._sums = PacketLayout([TensorSpec(torch.float64, (1 + len(objective.metrics),), (1,), False)])
         self._traced = 0  # calls
         self._unfinished: str | None = None  # the call that has begun, or that was left before all ranks had ended it
 
@@ -196,8 +197,8 @@ class Pipeline(Owner):
 
     def _run_plan(self, call: str, inputs: Any, targets: Any) -> tuple[Tensors | None, Exception | None]:
         """The result, and the failure of which all ranks know."""
-        batch, slot, fresh, failure = self._open(call, inputs)
-        self._transfers.begin(batch.learn, batch.num_microbatches, slot, fresh)
+        agreed, batch, slot, fresh, failure = self._open(call, inputs)
+        steps = self._transfers.begin(batch.learn, batch.num_microbatches, slot, fresh)
         self._job.begin(batch)
         try:
             if failure is None and call == "step":
@@ -206,15 +207,14 @@ class Pipeline(Owner):
                 self._job.set_targets(batch, targets)
         except Exception as error:
             failure = self._failed(error, call)
-        for action in self.plan.actions[self._rank]:
-            if batch.has(action):
-                failure = self._do(action, batch, failure)
+        for step in steps:
+            failure = self._do(step, batch, failure)
         if failure is None:
             try:
                 self._job.finish(batch)
             except Exception as error:
                 failure = self._failed(error, call)
-        result, failure = self._close(call, batch, failure)
+        result, failure = self._close(agreed, batch, failure)
         self._local.clear()
         if failure is None:
             self._job.commit(batch)
@@ -224,8 +224,8 @@ class Pipeline(Owner):
             self._slots.popitem()
         return None, failure
 
-    def _open(self, call: str, inputs: Any) -> tuple[Batch, int, bool, Exception | None]:
-        """Begin a call: the first rank sends what kind of batch comes."""
+    def _open(self, call: str, inputs: Any) -> tuple[str, Batch, int, bool, Exception | None]:
+        """Begin a call: the first rank sends its call, which all ranks end, and what kind of batch comes."""
         first = self.plan.rank_of[0]
         if self._rank != first:
             status, text = read_head(self._transfers.receive(first, HEAD))
@@ -238,7 +238,8 @@ class Pipeline(Owner):
                     f"rank {self._rank}: {call}() of the pipeline, while rank {first} calls {word['call']}(); every "
                     "rank makes the same calls"
                 )
-            return Batch(word["learn"], word["count"], self.plan.num_microbatches), word["slot"], word["fresh"], failure
+            batch = Batch(word["learn"], word["count"], self.plan.num_microbatches)
+            return word["call"], batch, word["slot"], word["fresh"], failure
         try:
             if inputs is None:
                 raise ValueError(f"{call}() has no inputs; the rank of the first stage gives them")
@@ -256,7 +257,7 @@ class Pipeline(Owner):
         slot, fresh = self._slot(batch.learn, whole)
         word = {"call": call, "learn": batch.learn, "count": batch.count, "slot": slot, "fresh": fresh}
         self._send_to_others(head_of(WORD, json.dumps(word)))
-        return batch, slot, fresh, None
+        return call, batch, slot, fresh, None
 
     def _send_to_others(self, head: torch.Tensor) -> None:
         for rank in self._others:
@@ -275,11 +276,13 @@ class Pipeline(Owner):
         self._slots[key] = min(set(range(_KINDS)) - set(self._slots.values()))
         return self._slots[key], True
 
-    def _do(self, action: Action, batch: Batch, failure: Exception | None) -> Exception | None:
+    def _do(self, step: ActionMessages, batch: Batch, failure: Exception | None) -> Exception | None:
         """Do one action, or, after a failure, send the error instead of its result."""
+        action, needs, gives = step
         incoming: Tensors = ()
         try:
-            incoming = self._take(action)
+            if needs is not None:
+                incoming = self._take(needs)
         except StageFailedError as error:
             failure = failure or error
         outgoing: Tensors = ()
@@ -288,36 +291,28 @@ class Pipeline(Owner):
                 outgoing = self._job.do(action, incoming, batch)
             except Exception as error:
                 failure = self._failed(error, str(action))
-        to = message_to(self.plan, action)
-        if to is None:
+        if gives is None:
             return failure
-        target = self.plan.rank_of[to[1]]
-        message = PipelineMessage(*to, self._rank, target)
-        if target == self._rank:
-            self._local[to] = outgoing
+        if gives.target == self._rank:
+            self._local[gives] = outgoing
             return failure
         if failure is None:
             try:
-                self._transfers.send_message(message, outgoing)
+                self._transfers.send_message(gives, outgoing)
             except CommError:
                 raise
             except Exception as error:
                 failure = self._failed(error, str(action))
         if failure is not None:
-            self._transfers.send_failure(message, str(failure))
+            self._transfers.send_failure(gives, str(failure))
         return failure
 
-    def _take(self, action: Action) -> Tensors:
+    def _take(self, message: PipelineMessage) -> Tensors:
         """The tensors that an action needs of another stage."""
-        kind, stage, micro = action
-        maker = stage - 1 if kind == "F" else stage + 1
-        if kind == "W" or not 0 <= maker < self.plan.stages:
-            return ()
-        source = self.plan.rank_of[maker]
-        if source != self._rank:
-            return self._transfers.receive_message(PipelineMessage(kind[0], stage, micro, source, self._rank))
-        passed = self._local.pop((kind[0], stage, micro))
-        if kind != "F":
+        if message.source != self._rank:
+            return self._transfers.receive_message(message)
+        passed = self._local.pop(message)
+        if message.kind != "F":
             return passed
         # A copy, since a stage that begins in place would change a tensor that the stage before keeps.
         return tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in passed)
@@ -326,10 +321,13 @@ class Pipeline(Owner):
         """End a call: the last rank collects failures, and sends the results."""
         last, outputs = self.plan.rank_of[-1], None
         results: Tensors = ()
+        known = (
+            None if call == "forward everywhere" else self._sums if call in ("step", "evaluate") else PacketLayout(())
+        )
         failure = self._verdict(last, failure or self._transfers.unread())
         try:
             if self._rank != last:
-                results = self._transfers.receive_tensors(last)
+                results = self._transfers.receive_tensors(last, known)
             elif failure is None:
                 outputs = None if batch.learn or call == "evaluate" else joined(batch.outputs)
                 if batch.sums is not None:
@@ -343,7 +341,7 @@ class Pipeline(Owner):
                 raise
             failure = failure or self._failed(error, call)
         if self._rank == last:
-            self._transfers.send_tensors(self._others, results, str(failure) if failure else None)
+            self._transfers.send_tensors(self._others, results, known, str(failure) if failure else None)
         self._transfers.finish()
         if failure is None and call in ("step", "evaluate"):
             values = results[0].to(torch.get_default_dtype()).unbind()

@@ -32,13 +32,13 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CommError
-from ...schedules.pipelines import PipelinePlan
+from ...schedules.pipelines import Action, PipelinePlan
 from ...torch_compat import message_device, timeout_of
 from ...tracing import format as fmt
 from ...tracing import recorder
 from ..group_duplicates import duplicate, end_groups
 from .action_executor import in_order, message_to
-from .packet import FAILED, HEAD, LAYOUT, PacketLayout, Pool, head_of, pack, read_head, spec_of
+from .packet import FAILED, HEAD, LAYOUT, Packet, PacketLayout, Pool, head_of, read_head, spec_of
 from .stage import Tensors
 
 __all__: list[str] = []
@@ -72,7 +72,7 @@ class StageFailedError(CommError):
 
 
 class PipelineMessage(NamedTuple):
-    """A message that a stage needs of another rank: "F", its input, or "B", the gradient of its output."""
+    """A message that a stage needs of another stage: "F", its input, or "B", the gradient of its output."""
 
     kind: str
     stage: int
@@ -83,25 +83,40 @@ class PipelineMessage(NamedTuple):
 
 def messages(plan: PipelinePlan, learn: bool, num_microbatches: int | None = None) -> list[PipelineMessage]:
     """All messages of a step between ranks, in the order of the plan; of the first ``num_microbatches`` only."""
-    found = []
-    for action in in_order(plan):
-        to = message_to(plan, action)
-        if (
-            to is None
-            or not (learn or action.kind == "F")
-            or (num_microbatches is not None and action.micro >= num_microbatches)
-        ):
-            continue
-        source, target = plan.rank_of[action.stage], plan.rank_of[to[1]]
-        if source != target:
-            found.append(PipelineMessage(*to, source, target))
-    return found
+    actions = [action for action in in_order(plan) if _is_done(action, learn, num_microbatches)]
+    found = [message for action in actions if (message := _message_of(plan, action))]
+    return [each for each in found if each.source != each.target]
+
+
+def _is_done(action: Action, learn: bool, num_microbatches: int | None) -> bool:
+    return (learn or action.kind == "F") and (num_microbatches is None or action.micro < num_microbatches)
+
+
+def _message_of(plan: PipelinePlan, action: Action) -> PipelineMessage | None:
+    """The message with an action's result, which may go to a stage of the same rank."""
+    to = message_to(plan, action)
+    return to and PipelineMessage(*to, plan.rank_of[action.stage], plan.rank_of[to[1]])
+
+
+class ActionMessages(NamedTuple):
+    """An action of a rank, the message that it needs, and the message with its result."""
+
+    action: Action
+    needs: PipelineMessage | None
+    gives: PipelineMessage | None
 
 
 class _Script:
-    """The messages that one rank sends and receives in a step."""
+    """What one rank does, sends and receives in a step."""
 
     def __init__(self, plan: PipelinePlan, rank: int, learn: bool, num_microbatches: int) -> None:
+        done = [each for each in in_order(plan) if _is_done(each, learn, num_microbatches)]
+        made = {message[:3]: message for action in done if (message := _message_of(plan, action))}
+        self.steps = [
+            ActionMessages(action, made.get((action.kind[0], *action[1:])), _message_of(plan, action))
+            for action in plan.actions[rank]
+            if _is_done(action, learn, num_microbatches)
+        ]
         mine = [each for each in messages(plan, learn, num_microbatches) if rank in (each.source, each.target)]
         self.receives = [each for each in mine if each.target == rank]
         self.sends = [each for each in mine if each.source == rank]
@@ -116,7 +131,7 @@ class _Transfer(NamedTuple):
     """A pending transfer, with its buffer."""
 
     work: Any
-    data: torch.Tensor
+    packet: Packet
     layout: PacketLayout
     failure: str | None = None  # the error, where a layout was expected
 
@@ -146,8 +161,9 @@ class Transfers:
         self._unread: list[torch.Tensor] = []
         self.begin(True, plan.num_microbatches, 0, True)
 
-    def begin(self, learn: bool, num_microbatches: int, slot: int, fresh: bool) -> None:
-        """A step with so many micro-batches of a kind of batch; ``fresh``: its layouts are not known yet."""
+    def begin(self, learn: bool, num_microbatches: int, slot: int, fresh: bool) -> list[ActionMessages]:
+        """The actions of a step with so many micro-batches of a kind of batch; ``fresh``: its layouts are not known
+        yet."""
         if (learn, num_microbatches) not in self._scripts:
             self._scripts[learn, num_microbatches] = _Script(self._plan, self._group.rank(), learn, num_microbatches)
         self._script = self._scripts[learn, num_microbatches]
@@ -159,6 +175,7 @@ class Transfers:
             self._layouts[slot] = {}
             self._pool.clear()
         self._known = self._layouts[slot]
+        return self._script.steps
 
     def send_message(self, message: PipelineMessage, tensors: Tensors) -> None:
         """Send tensors; ValueError, and nothing is sent, if their layout differs from that of earlier such batches."""
@@ -172,13 +189,13 @@ class Transfers:
                 )
         if message.kind == "B":
             layout = self._layout(message)
-        data = self._pool.take(layout.nbytes)
-        pack(data, layout, tensors)  # may fail, and then nothing has been sent
+        packet = self._pool.take(layout)
+        packet.write(tensors)  # may fail, and then nothing has been sent
         self._before(message)
         if message.kind == "F" and self._fresh:
             self._known[message[1:3]] = layout
             self._send_layout(message.target, layout)
-        self.send(message.target, data, message)
+        self.send(message.target, packet.data, message)
 
     def send_failure(self, message: PipelineMessage, text: str) -> None:
         """Send an error instead of the tensors."""
@@ -186,7 +203,7 @@ class Transfers:
         if self._fresh and message.kind == "F":
             self.send(message.target, head_of(FAILED, text))
         else:
-            data = self._pool.take(self._layout(message).nbytes)
+            data = self._pool.take(self._layout(message)).data
             data.zero_()  # a device that has not read the head computes with it
             data[:HEAD] = head_of(FAILED, text)
             self.send(message.target, data, message)
@@ -199,12 +216,15 @@ class Transfers:
         transfer = self._pending.pop(message)
         self._wait(transfer.work)
         self._free(message)
-        if transfer.failure is None and self._queued:
-            self._unread.append(transfer.data[:HEAD])
-        elif failure := transfer.failure or _failure(transfer.data):
-            raise StageFailedError(failure)
-        views = transfer.layout.views(transfer.data)
-        return tuple(v.requires_grad_(spec.needs_grad) for v, spec in zip(views, transfer.layout.specs, strict=True))
+        if transfer.failure is not None:
+            raise StageFailedError(transfer.failure)
+        _, packet, layout, _ = transfer
+        if self._queued:
+            self._unread.append(packet.data[:HEAD])
+        elif packet.status.item():
+            raise StageFailedError(read_head(packet.data)[1])
+        pairs = zip(packet.tensors, layout.specs, strict=True)
+        return tuple(view.detach().requires_grad_(spec.needs_grad) for view, spec in pairs)
 
     def send(self, rank: int, data: torch.Tensor, message: PipelineMessage | None = None) -> None:
         """Begin to send bytes; :meth:`finish` waits."""
@@ -213,28 +233,35 @@ class Transfers:
 
     def receive(self, rank: int, nbytes: int) -> torch.Tensor:
         """Receive bytes."""
-        data = self._pool.take(nbytes)
+        data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._wait(self._start(dist.irecv, data, rank))
         return data
 
-    def send_tensors(self, ranks: list[int], tensors: Tensors, failure: str | None) -> None:
-        """Send tensors, of any layout, or an error, to several ranks; they call :meth:`receive_tensors`."""
-        layout = PacketLayout(spec_of(each.detach()) for each in tensors)
-        data = self._pool.take(layout.nbytes)
-        pack(data, layout, tensors)
-        for rank in ranks:
-            if failure is None:
-                self._send_layout(rank, layout)
-                self.send(rank, data)
-            else:
-                self.send(rank, head_of(FAILED, failure))
+    def send_tensors(self, ranks: list[int], tensors: Tensors, known: PacketLayout | None, failure: str | None) -> None:
+        """Send tensors, or an error and no tensors, to several ranks; they call :meth:`receive_tensors`.
 
-    def receive_tensors(self, rank: int) -> Tensors:
+        ``known``: the layout, if the receivers know it.
+        """
+        layout = known or PacketLayout(spec_of(each.detach()) for each in tensors)
+        packet = Packet.empty(layout, self._device)
+        if failure is None:
+            packet.write(tensors)
+        else:
+            packet.data[:HEAD] = head_of(FAILED, failure)
+        for rank in ranks:
+            if known is None and failure is None:
+                self._send_layout(rank, layout)
+            self.send(rank, packet.data)
+
+    def receive_tensors(self, rank: int, known: PacketLayout | None) -> Tensors:
         """The tensors that rank ``rank`` sends by :meth:`send_tensors`."""
-        layout = self._receive_layout(rank)
+        layout = known or self._receive_layout(rank)
         if isinstance(layout, str):
             raise StageFailedError(layout)
-        return tuple(layout.views(self.receive(rank, layout.nbytes)))
+        data = self.receive(rank, layout.nbytes)
+        if failure := _failure(data):
+            raise StageFailedError(failure)
+        return tuple(layout.views(data))
 
     def unread(self) -> StageFailedError | None:
         """The failure in a head that was not read when its message came, as on CUDA."""
@@ -281,12 +308,13 @@ class Transfers:
         if self._fresh and message.kind == "F":
             layout = self._receive_layout(message.source)
             if isinstance(layout, str):
-                self._pending[message] = _Transfer(None, torch.empty(0), PacketLayout(()), layout)
+                nothing = PacketLayout(())
+                self._pending[message] = _Transfer(None, self._pool.take(nothing), nothing, layout)
                 return
             self._known[message[1:3]] = layout
         layout = self._layout(message)
-        data = self._pool.take(layout.nbytes)
-        self._pending[message] = _Transfer(self._start(dist.irecv, data, message.source), data, layout)
+        packet = self._pool.take(layout)
+        self._pending[message] = _Transfer(self._start(dist.irecv, packet.data, message.source), packet, layout)
 
     def _post_ahead(self) -> None:
         turn = self._script.turn
