@@ -10,7 +10,6 @@ import gc
 import importlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import torch
 
 from dist_prims.schedules import algorithms
 
-pytest_plugins = ["costs"]
+pytest_plugins = ["costs", "tiers"]
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -36,25 +35,10 @@ os.register_at_fork(after_in_child=gc.freeze)
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "helpers").glob("*.py")))
 
 
-_began = time.monotonic()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--skip-after", type=float, metavar="SECONDS", help="skip the tests that would begin later than this, for CI"
-    )
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    limit = item.config.getoption("skip_after")
-    if limit is not None and time.monotonic() - _began > limit:
-        pytest.skip(f"no time is left: the tests began more than {limit:.0f} s ago")
-
-
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """``-n auto``: the default tests wait so often that one worker more than cores keeps the cores busy; the slow ones
     compute."""
-    return (os.cpu_count() or 1) + (config.option.markexpr == "not slow")
+    return (os.cpu_count() or 1) + (config.option.tier == "default")
 
 
 @pytest.fixture(autouse=True)

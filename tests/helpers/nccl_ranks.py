@@ -19,7 +19,7 @@ def why_not() -> str:
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if not dist.is_nccl_available():
-        return "this torch has no NCCL"
+        return "torch has no NCCL"
     if torch.cuda.device_count() == 1 and nccl_version() < SHARED_GPU:
         return f"one GPU, and NCCL {nccl_version()} refuses two ranks on it"
     return ""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import dist_prims
 
 needs_unsorted_groups = pytest.mark.skipif(
-    "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="new_group of this torch sorts the ranks"
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="this torch sorts the ranks of new_group"
 )
 
 
