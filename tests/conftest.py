@@ -18,7 +18,7 @@ import torch
 
 from dist_prims.schedules import algorithms
 
-pytest_plugins = ["costs", "tiers"]
+pytest_plugins = ["costs", "native_stacks", "tiers"]
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -237,7 +237,7 @@ def test_get_error() -> None:
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 
 
-@pytest.mark.skipif(not hasattr(Backend, "supports_abort_hooks"), reason="this torch has no abort hooks")
+@pytest.mark.skipif(not hasattr(Backend, "register_abort_hook"), reason="this torch has no abort hooks")
 def test_abort_hooks_run_when_the_group_ends_by_a_failure() -> None:
     def body() -> None:
         group = dist.new_group(timeout=SHORT)

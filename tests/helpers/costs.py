@@ -1,5 +1,7 @@
 """A plug-in of pytest: what tests cost, as seconds, processes and process groups, by folder and for the slowest tests.
 
+A run of the whole default tier fails if a folder starts more processes, or makes more groups, than LIMITS says.
+
 A process is counted when it is forked or started with ``subprocess``, by the test or by a process forked from it. A
 group is counted once for each rank that makes it. Processes that run another program are not observed: a launcher
 counts as one process.
@@ -12,13 +14,35 @@ import os
 import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed.distributed_c10d as c10d
+from tiers import whole
 
+# The most processes and groups of a folder in the default tier. Lower a limit when tests get cheaper.
+LIMITS = {
+    "tests/backend": (1590, 7000),
+    "tests/bench": (90, 120),
+    "tests/cli": (40, 0),
+    "tests/collectives": (290, 380),
+    "tests/csrc": (380, 0),
+    "tests/integration": (190, 260),
+    "tests/launch": (240, 140),
+    "tests/learn": (80, 0),
+    "tests/models": (60, 70),
+    "tests/ops": (80, 90),
+    "tests/parallel": (150, 170),
+    "tests/patterns": (320, 410),
+    "tests/pipeline": (390, 2280),
+    "tests/project": (140, 310),
+    "tests/repair": (440, 470),
+    "tests/schedules": (60, 80),
+    "tests/tracing": (110, 140),
+    "tests/training": (1540, 2700),
+}
 _SLOWEST = 20
 _PROPERTY = "cost"
 
@@ -37,6 +61,18 @@ class Cost(NamedTuple):
 
     def row(self, name: str) -> str:
         return f"{self.seconds:9.1f} {self.tests:7} {self.processes:10} {self.groups:8}  {name}"
+
+
+def too_many(folders: Mapping[str, Cost]) -> list[str]:
+    """Return a line for each limit that a folder exceeds."""
+    lines = []
+    for folder, cost in sorted(folders.items()):
+        for what, count, limit in zip(
+            ("processes", "groups"), (cost.processes, cost.groups), LIMITS.get(folder, (0, 0)), strict=True
+        ):
+            if count > limit:
+                lines.append(f"ERROR: the tests of {folder} cost {count} {what}; LIMITS in {__file__} allows {limit}")
+    return lines
 
 
 _HEADER = "  seconds   tests  processes   groups"
@@ -74,6 +110,7 @@ class Costs:
     def __init__(self) -> None:
         self._processes, self._groups = _Counter(), _Counter()
         self._of_tests: dict[str, Cost] = {}
+        self._too_many: list[str] = []
         os.register_at_fork(before=self._processes.add)
         popen: Any = subprocess.Popen
         popen._execute_child = self._processes.counting(popen._execute_child)
@@ -98,17 +135,30 @@ class Costs:
         cost = Cost(int(report.when == "call"), report.duration, *counts)
         self._of_tests[report.nodeid] = self._of_tests.get(report.nodeid, Cost()).plus(cost)
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def _folders(self) -> dict[str, Cost]:
         folders: dict[str, Cost] = defaultdict(Cost)
         for test, cost in self._of_tests.items():
             folder = str(Path(test.partition("::")[0]).parent)
             folders[folder] = folders[folder].plus(cost)
+        return folders
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.config.option.tier == "default" and whole(session.config):
+            self._too_many = too_many(self._folders())
+        if self._too_many and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        folders = self._folders()
         total = functools.reduce(Cost.plus, folders.values(), Cost())
         terminalreporter.section("costs by folder")
         terminalreporter.write_line(_HEADER)
         for folder, cost in sorted(folders.items(), key=lambda entry: -entry[1].seconds):
             terminalreporter.write_line(cost.row(folder))
         terminalreporter.write_line(total.row("all"))
+        for line in self._too_many:
+            terminalreporter.write_line(line)
         terminalreporter.section(f"the {_SLOWEST} slowest tests")
         for test, cost in sorted(self._of_tests.items(), key=lambda entry: -entry[1].seconds)[:_SLOWEST]:
             terminalreporter.write_line(cost.row(test))

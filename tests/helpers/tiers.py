@@ -15,11 +15,11 @@ that repeats it.
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import random
 from typing import Any
 
 import pytest
-import torch
 
 SMOKE = (
     "backend/test_backend.py",
@@ -36,6 +36,7 @@ SMOKE = (
 )
 NEEDS_ANOTHER_TORCH = "this torch"  # so begin the reasons of tests that are skipped for the version of torch
 _RECORD = "dist_prims/skipped"  # in the cache of pytest
+_TORCH = importlib.metadata.version("torch")  # whose import would take seconds
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,10 +81,11 @@ def draw(costs: dict[str, float], limit: float, seed: int) -> set[str]:
 
 
 def whole(config: pytest.Config) -> bool:
-    """Whether a whole tier is run."""
-    option = config.option
-    chosen = option.keyword or option.markexpr or option.deselect or option.lf or option.collectonly
-    return config.args_source == pytest.Config.ArgsSource.TESTPATHS and not chosen
+    """Whether this process runs, or distributes, all tests of a tier."""
+    if hasattr(config, "workerinput") or config.args_source != pytest.Config.ArgsSource.TESTPATHS:
+        return False
+    parts = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "slice", "collectonly")
+    return not any(getattr(config.option, name, None) for name in parts)
 
 
 class Tiers:
@@ -97,7 +99,7 @@ class Tiers:
         self._seed = option.seed
         self._skipped: dict[str, str] = {}  # with the reason
         self._ran: set[str] = set()
-        self._record: Any = None  # what the last run of all tests skipped
+        self._record: Any = None  # what the last run of all tests skipped, with another torch
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -136,11 +138,13 @@ class Tiers:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         cache = getattr(session.config, "cache", None)
-        if cache is None or hasattr(session.config, "workerinput"):
+        if cache is None or not whole(session.config):
             return
-        if self._tier == "all" and whole(session.config):
-            cache.set(_RECORD, {"torch": torch.__version__, "skipped": self._skipped})
-        self._record = cache.get(_RECORD, None) if self._tier == "smoke" and whole(session.config) else None
+        if self._tier == "all":
+            cache.set(_RECORD, {"torch": _TORCH, "skipped": self._skipped})
+        elif self._tier == "smoke":
+            record = cache.get(_RECORD, None)
+            self._record = record if record and record["torch"] != _TORCH else None
         if self._record and self._missing() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -152,7 +156,7 @@ class Tiers:
 
     def _compare(self, terminalreporter: pytest.TerminalReporter) -> None:
         ran = sorted(self._ran & self._record["skipped"].keys())
-        terminalreporter.section(f"{len(ran)} tests run, which torch {self._record['torch']} skips")
+        terminalreporter.section(f"torch {_TORCH} ran {len(ran)} tests that {self._record['torch']} skips")
         for test in ran:
             terminalreporter.write_line(test)
         for test in self._missing():

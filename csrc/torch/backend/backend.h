@@ -124,7 +124,7 @@ public:
 
     c10d::ErrorType getError() override;
 #ifdef C10D_BACKEND_HAS_HOOKS
-    bool supportsAbortHooks() const override { return true; }
+    bool supportsAbortHooks() const { return true; }  // overrides a function that torch 2.14 does not have
     void registerAbortHook(int64_t hook_id, c10d::AbortHook hook) override;
     void unregisterAbortHook(int64_t hook_id) override;
 #endif
