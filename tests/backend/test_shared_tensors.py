@@ -120,7 +120,7 @@ def stalls(tensor: torch.Tensor, until: str) -> Iterator[None]:
         yield
     finally:
         thread.join()
-        signal.signal(signal.SIGSEGV, before)
+        signal.signal(signal.SIGSEGV, before or signal.SIG_DFL)  # None is a handler of C
 
 
 def at_once(tensors: list[torch.Tensor]) -> None:

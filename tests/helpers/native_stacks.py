@@ -12,10 +12,12 @@ import signal
 
 import torch
 
+faulthandler.disable()  # a worker of xdist has begun with it, by the variable below
 _interrupt = signal.getsignal(signal.SIGINT)
 torch._C._set_print_stack_traces_on_fatal_signal(True)
 signal.signal(signal.SIGINT, _interrupt)  # torch handles it too
 
 os.environ["PYTHONFAULTHANDLER"] = "1"
-# pytest has enabled faulthandler for a copy of its own stderr; a rank has another.
+faulthandler.enable()
+# pytest then writes to a copy of its own stderr; a rank has another.
 os.register_at_fork(after_in_child=lambda: faulthandler.enable(file=2))
