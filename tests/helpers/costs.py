@@ -43,6 +43,7 @@ LIMITS = {
     "tests/tracing": (110, 140),
     "tests/training": (1540, 2700),
 }
+pytest_plugins = ["tiers"]  # whose options decide whether the limits hold
 _SLOWEST = 20
 _PROPERTY = "cost"
 
