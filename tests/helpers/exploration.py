@@ -1,8 +1,9 @@
 """Explores all interleavings of processes that are written as generators: they yield requests and receive answers.
 
-An answer that is an exception is raised in the process.
+An answer that is an exception is raised in the process; others have a hash.
 
-The state of a process is what its generators hold. Two paths to the same state are explored once from there on.
+The state of a process is what its generators hold. Two paths to the same state are explored once from there on, and
+processes of the same state are one object, so that their steps are computed once.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ class Ended:
 class Process:
     """A generator that has received these answers. ``request`` is what it asks for now; None if it has ended."""
 
-    def __init__(self, start: Callable[[], Generator[Any, Any, Any]], answers: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self,
+        start: Callable[[], Generator[Any, Any, Any]],
+        answers: tuple[Any, ...] = (),
+        known: dict[Hashable, Process] | None = None,
+    ) -> None:
         self.start, self.answers = start, answers
+        self.afterwards: dict[Hashable, Process] = {}  # by answer
         self.request: Any = None
         self.end: Ended | None = None
         generator = start()
@@ -37,9 +44,14 @@ class Process:
         except Exception as error:
             self.request, self.end = None, Ended(error=type(error))
         self.state: Hashable = self.end or tuple(_frames(generator))
+        self.known = {self.state: self} if known is None else known  # the processes of this start, by state
 
     def after(self, answer: Any) -> Process:
-        return Process(self.start, (*self.answers, answer))
+        name = repr(answer) if isinstance(answer, Exception) else answer
+        if name not in self.afterwards:
+            found = Process(self.start, (*self.answers, answer), self.known)
+            self.afterwards[name] = self.known.setdefault(found.state, found)
+        return self.afterwards[name]
 
 
 def _frames(generator: Any) -> Iterator[Hashable]:
@@ -61,23 +73,22 @@ State = tuple[Any, ...]
 
 def explore(
     first: State,
-    key: Callable[[State], Hashable],
     following: Callable[[State], Iterable[State]],
     check: Callable[[State], None],
     most: int,
 ) -> int:
     """Visit every state that can be reached, and ``check`` those that nothing follows. Return the number of states.
 
-    Fails if there are more than ``most``.
+    States are equal if their processes and all else are. Fails if there are more than ``most``.
     """
-    seen, open_states = {key(first)}, [first]
+    seen, open_states = {first}, [first]
     while open_states:
         state = open_states.pop()
         is_last = True
         for after in following(state):
             is_last = False
-            if (name := key(after)) not in seen:
-                seen.add(name)
+            if after not in seen:
+                seen.add(after)
                 open_states.append(after)
         assert len(seen) <= most, "more states than expected"
         if is_last:

@@ -31,10 +31,6 @@ class State(NamedTuple):
     losses: int  # connections that may still be lost
 
 
-def key(state: State) -> Any:
-    return tuple((each.process.state, each.lost) for each in state.proposers), state.values, state.losses
-
-
 def is_too_long(state: State) -> bool:
     promised = max(AcceptorState.parse(value).promised for value in state.values)
     return promised >= (MOST_BALLOTS + 1) * PROPOSERS
@@ -77,7 +73,7 @@ def test_all_interleavings(losses: int) -> None:
         functools.partial(propose, "key", f"value {rank}", rank, PROPOSERS, ACCEPTORS) for rank in range(PROPOSERS)
     ]
     first = State(tuple(Proposer(Process(each)) for each in start), ("",) * ACCEPTORS, losses)
-    print(explore(first, key, following, check, most=2_000_000))
+    print(explore(first, following, check, most=2_000_000))
 
 
 def proposed(values: list[str], value: str, rank: int, reached: Callable[[int], set[int]]) -> str:
