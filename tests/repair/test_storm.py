@@ -15,38 +15,46 @@ from netns import cluster, needs_hosts
 from tests.helpers.storm import Outcome, storm
 
 
-@pytest.mark.timeout(300)
-def test_a_short_storm() -> None:
-    found = storm(20, seed=1, hosts=1)
-    assert found.events() >= 20
-    assert min(found.kills, found.stops, found.joins) >= 2
+def expect(found: Outcome, events: int, of_each_kind: int, *kinds: str) -> None:
+    assert found.events() >= events
+    assert min(map(found.of_kind, kinds)) >= of_each_kind, found
     assert found.repairs > 0
     assert found.steps > 0
 
 
-@needs_hosts
 @pytest.mark.timeout(300)
-def test_a_short_storm_with_cuts() -> None:
-    found = storm_with_cuts(8, 5, timeout=250)
-    assert found.events() >= 8
-    assert min(found.kills, found.stops, found.cuts, found.joins) >= 1
-    assert found.repairs > 0
+@pytest.mark.parametrize(
+    ("events", "seed", "hosts"),
+    [
+        (8, 1, 1),
+        pytest.param(20, 2, 1, marks=pytest.mark.slow),
+        pytest.param(10, 4, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_group_survives_kills_stops_and_joins(events: int, seed: int, hosts: int) -> None:
+    expect(storm(events, seed, hosts), events, max(1, events // 10), "kill", "stop", "join")
 
 
+@needs_hosts
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_group_survives_that_hosts_are_cut_off() -> None:
+    expect(storm_with_cuts(8, 5, timeout=250), 8, 1, "kill", "stop", "cut", "join")
+
+
+@pytest.mark.long(minutes=1)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("events", "seed", "hosts"), [(100, 3, 1), (50, 4, 3)])
-def test_a_long_storm(events: int, seed: int, hosts: int) -> None:
-    found = storm(events, seed, hosts)
-    assert min(found.kills, found.stops, found.joins) >= events // 10
+def test_a_group_survives_many_kills_stops_and_joins(events: int, seed: int, hosts: int) -> None:
+    expect(storm(events, seed, hosts), events, events // 10, "kill", "stop", "join")
 
 
 @needs_hosts
-@pytest.mark.slow
+@pytest.mark.long(minutes=2)
 @pytest.mark.timeout(3600)
-def test_a_long_storm_with_cuts() -> None:
+def test_a_group_leaves_out_hosts_that_are_cut_off() -> None:
     found = storm_with_cuts(40, 7, timeout=3500)
-    assert min(found.kills, found.stops, found.cuts, found.joins) >= 4
+    expect(found, 40, 4, "kill", "stop", "cut", "join")
     assert found.left_out > 0  # processes on a host that was cut off
 
 

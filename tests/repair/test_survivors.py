@@ -5,7 +5,6 @@ The explored code is that which runs; the model replaces the registers, the proc
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
