@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,7 @@ from dist_prims.launch.secret import Secret, remember
 from dist_prims.launch.served import refused, serve_registers, served_store
 from dist_prims.repair.grow import _fields, _meeting
 from tests.helpers.survivors import join_at_rank_0, run_ranks
-from tests.repair.test_shrink import all_reduce_until_failure, die, total
-
-LIMIT = 60.0
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+from tests.repair.test_shrink import LIMIT, all_reduce_until_failure, die, total, wait_until
 
 
 def grow_to(size: int, place: str) -> dist.ProcessGroup | None:
@@ -223,7 +213,7 @@ def test_a_process_without_the_secret_is_not_admitted(
         monkeypatch.setenv("DIST_PRIMS_SECRET", "another secret, long enough" if rank == 2 else "the secret of the job")
         if rank == 2:
             with pytest.raises(TimeoutError, match="none has called grow"):
-                dist_prims.join(place, timeout=3)
+                dist_prims.join(place, timeout=1)
             return "refused"
         if rank == 3:
             dist_prims.join(place, timeout=LIMIT)
@@ -263,17 +253,12 @@ def test_a_forked_child_keeps_nothing_of_what_its_parent_serves() -> None:
 def test_groups_of_a_job_of_spawn_with_a_new_rank(tmp_path: Path) -> None:
     """The new rank does not know the secret of spawn, so groups that are made later use another one as well."""
     place = f"file://{tmp_path}/place"
-    program = f"""
-import torch, torch.distributed as dist, dist_prims
-dist_prims.join({place!r}, timeout={LIMIT})
-total = torch.ones(1)
-group = dist.new_group([0, 1, 2])
-dist.barrier(group)
-for tensor in (total, torch.ones(300_000)):
-    dist.all_reduce(tensor, group=group)
-assert total == 3
-dist.barrier()
-"""
+
+    def join() -> None:
+        dist_prims.join(place, timeout=LIMIT)
+        assert total(dist.new_group([0, 1, 2])) == 3
+        dist.barrier()
+        os._exit(0)
 
     def body() -> float:
         grow_to(3, place)
@@ -281,17 +266,20 @@ dist.barrier()
         dist.barrier()
         return found
 
-    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path) as newcomer:
-        try:
-            assert dist_prims.spawn(body, 2, backend="dist_prims", timeout=LIMIT) == [3, 3]
-            assert newcomer.wait(LIMIT) == 0
-        finally:
-            newcomer.kill()
+    newcomer = multiprocessing.get_context("fork").Process(target=join, daemon=True)
+    newcomer.start()
+    try:
+        assert dist_prims.spawn(body, 2, backend="dist_prims", timeout=LIMIT) == [3, 3]
+        newcomer.join(LIMIT)
+        assert newcomer.exitcode == 0
+    finally:
+        newcomer.kill()
 
 
 @pytest.mark.parametrize("place", ["nowhere", "tcp://127.0.0.1:1"])
-def test_a_place_that_cannot_be_used(place: str, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_used(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 alone uses it. All ranks raise, and keep their group."""
+    monkeypatch.setattr(sys.modules["dist_prims.repair.grow"], "_TIME_FOR_MEETING", 0.5)
 
     def body(rank: int) -> Any:
         expected: type[Exception] = dist_prims.MismatchError
