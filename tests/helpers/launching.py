@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import os
 import re
 import runpy
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 import dist_prims
 
@@ -85,18 +91,56 @@ def run_forked(program: Path, *arguments: str, ranks: int = 1, timeout: float = 
     dist_prims.spawn(main, ranks, init=False, timeout=timeout)
 
 
-def together(*starts: tuple[list[str], Mapping[str, str]]) -> list[str]:
-    """Start several processes at once; what each has printed."""
-    processes = [subprocess.Popen(command, env=environ, **PIPES) for command, environ in starts]
+def forked(*starts: tuple[str, Mapping[str, str]], seconds: float = 60) -> list[subprocess.CompletedProcess[str]]:
+    """Run programs at once in forks of this process, each in an environment of its own, until all have ended.
+
+    A fork has imported torch, for which a fresh interpreter takes one to two seconds of CPU time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        names = [f"{folder}/{number}" for number in range(len(starts))]
+        fork = multiprocessing.get_context("fork")
+        ranks = [fork.Process(target=_main, args=(*start, name)) for start, name in zip(starts, names, strict=True)]
+        deadline = time.monotonic() + seconds
+        try:
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join(max(0.0, deadline - time.monotonic()))
+            ends = [rank.exitcode for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        said = [(Path(f"{name}.stdout").read_text(), Path(f"{name}.stderr").read_text()) for name in names]
+    assert None not in ends, f"not over after {seconds:g} s: {ends} {said}"
+    return [subprocess.CompletedProcess("fork", end or 0, *each) for end, each in zip(ends, said, strict=True)]
+
+
+def _main(program: str, environ: Mapping[str, str], name: str) -> None:
+    for descriptor, stream in enumerate(("stdout", "stderr"), 1):
+        file = os.open(f"{name}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        setattr(sys, stream, open(descriptor, "w", buffering=1, closefd=False))  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    atexit._clear()  # what this process would do at its end
+    status = 1
     try:
-        ends = [process.communicate(timeout=60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, (_, errors) in zip(processes, ends, strict=True):
-        assert process.returncode == 0, errors
-    return [out for out, _ in ends]
+        exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    os._exit(status)
+
+
+def together(*starts: tuple[str, Mapping[str, str]]) -> list[str]:
+    """Run programs at once in forks; what each has printed."""
+    ends = forked(*starts)
+    for end in ends:
+        assert end.returncode == 0, end.stderr
+    return [end.stdout for end in ends]
 
 
 def free_port() -> int:
