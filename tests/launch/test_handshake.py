@@ -28,7 +28,7 @@ def join(
     return handshake(store, rank, size, time.monotonic() + seconds, secret, group)
 
 
-def both(store: dist.Store, first: Secret | None, second: Secret | None, seconds: float = 2) -> list[str]:
+def both(store: dist.Store, first: Secret | None, second: Secret | None, seconds: float = 0.5) -> list[str]:
     """What ranks 0 and 1 end with: a name, or the text of an error."""
 
     def outcome(rank: int) -> str:
@@ -143,7 +143,7 @@ def test_a_rank_with_another_secret(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_rank_0_without_the_secret(capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
-    first, second = both(dist.HashStore(), None, OURS, seconds=4)
+    first, second = both(dist.HashStore(), None, OURS, seconds=1)
     assert first == f"RuntimeError: rank 1 of 2 has a secret, and rank 0 has none; {module.REMEDY}"
     assert "this rank has a secret, and rank 0 has none" in second
     assert time.monotonic() - began < 30
@@ -156,7 +156,7 @@ def test_another_process_cannot_join_as_a_rank(secret: Secret | None) -> None:
 
     def intrude() -> None:
         with pytest.raises((RuntimeError, TimeoutError), match=r"cannot join|no sign of rank 0"):
-            join(store, 1, secret, seconds=1)
+            join(store, 1, secret, seconds=0.5)
 
     with ThreadPoolExecutor(3) as threads:
         rank_0 = threads.submit(join, store, 0, OURS)
@@ -248,7 +248,7 @@ def test_texts_of_another_group_have_no_effect(names: tuple[str, str], capfd: py
 
     with ThreadPoolExecutor(4) as threads:
         with repeatedly(copy):
-            ends = [threads.submit(outcome, a, 1, names[0], 2), threads.submit(outcome, b, 0, names[1], 2)]
+            ends = [threads.submit(outcome, a, 1, names[0], 1), threads.submit(outcome, b, 0, names[1], 1)]
             found = [end.result() for end in ends]
         if names[0] == names[1]:
             assert found[0] == found[1]

@@ -28,37 +28,33 @@ def lines(hosts: int, ranks: int, more: str = "") -> list[str]:
 
 def test_srun_on_one_host(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SUM)
-    (tmp_path / "by_torch.py").write_text(BY_TORCH)
-    srun = "srun --overcommit --ntasks 2 python"
-    done = on_slurm(1, f"{srun} program.py; {srun} by_torch.py; python program.py", tmp_path)
+    done = on_slurm(1, "srun --overcommit --ntasks 2 python program.py", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "2 ranks on 1 host by srun, gloo over loopback" in done.stderr
-    alone = "rank 0 on switch: 1, ((0,),)"  # beside the hosts, where no srun has started it
-    assert sorted(done.stdout.splitlines()) == sorted([*lines(1, 2), *lines(1, 2, ", ((0, 1),)"), alone])
+    assert sorted(done.stdout.splitlines()) == lines(1, 2, ", ((0, 1),)")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_srun_on_two_hosts(tmp_path: Path) -> None:
+def test_srun_and_sbatch_on_two_hosts(tmp_path: Path) -> None:
+    """Where a batch script does not call srun, its program is alone."""
     (tmp_path / "program.py").write_text(SUM)
     (tmp_path / "by_torch.py").write_text(BY_TORCH)
+    (tmp_path / "alone.sh").write_text("#!/bin/bash\npython program.py\n")
     srun = "srun --overcommit --nodes 2 --ntasks-per-node 2 python"
     with_an_address = f"MASTER_ADDR=host0 MASTER_PORT=23456 {srun} by_torch.py"  # as scripts for torch set it
-    done = on_slurm(2, f"{srun} program.py; {srun} by_torch.py; {with_an_address}", tmp_path, timeout=280)
+    batch = "sbatch --nodes 2 --ntasks-per-node 2 --cpus-per-task 1 --overcommit --output"
+    batches = f"{batch} one alone.sh && {batch} four {ROOT}/launch_scripts/slurm.sbatch program.py"
+    wait = 'until [ -z "$(squeue --noheader)" ]; do sleep 0.2; done'  # sbatch --wait looks every ten seconds
+    line = f"{srun} program.py && {srun} by_torch.py && {with_an_address} && {batches} && {wait}"
+    done = on_slurm(2, line, tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "4 ranks on 2 hosts by srun, gloo over eth0" in done.stderr
-    assert sorted(done.stdout.splitlines()) == sorted([*lines(2, 2, ", ((0, 1), (2, 3))"), *lines(2, 2), *lines(2, 2)])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_batch_script_is_alone_and_its_srun_is_not(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(SUM)
-    (tmp_path / "alone.sh").write_text("#!/bin/bash\npython program.py\n")
-    batch = "sbatch --wait --nodes 2 --ntasks-per-node 2 --cpus-per-task 1 --overcommit --output"
-    script = f"{ROOT}/launch_scripts/slurm.sbatch"
-    done = on_slurm(2, f"{batch} one alone.sh && {batch} four {script} program.py", tmp_path, timeout=280)
-    assert done.returncode == 0, done.stderr
+    by_init = lines(2, 2, ", ((0, 1), (2, 3))")
+    assert ranks(done.stdout) == sorted([*by_init, *lines(2, 2), *lines(2, 2)])
     assert "rank 0 on host0: 1, ((0,),)\n" in (tmp_path / "one").read_text()
-    said = (tmp_path / "four").read_text().splitlines()
-    assert sorted(line for line in said if line.startswith("rank")) == lines(2, 2, ", ((0, 1), (2, 3))")
+    assert ranks((tmp_path / "four").read_text()) == by_init
+
+
+def ranks(text: str) -> list[str]:
+    return sorted(line for line in text.splitlines() if line.startswith("rank"))

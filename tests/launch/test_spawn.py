@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -116,7 +116,7 @@ def test_a_hang_ends_and_says_where() -> None:
             time.sleep(1000)
 
     with pytest.raises(TimeoutError, match="these of 2 ranks were still running: 1") as caught:
-        dist_prims.spawn(dream, 2, timeout=2)
+        dist_prims.spawn(dream, 2, timeout=1)
     assert "in dream" in str(caught.value)
 
 
@@ -162,7 +162,7 @@ def test_a_rank_whose_function_has_returned_is_named_when_the_time_to_run_is_ove
             dist.barrier()
 
     with pytest.raises(TimeoutError, match=r"still running: 1 \(the function has returned on rank 0, for which"):
-        dist_prims.spawn(one_barrier_too_many, 2, timeout=5)
+        dist_prims.spawn(one_barrier_too_many, 2, timeout=1.5)
 
 
 def test_a_rank_that_has_destroyed_its_group_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +194,7 @@ def of_a_module() -> int:
     return dist.get_rank()
 
 
+@pytest.mark.slow  # test_spawn_by_value.py has some of a script and of a prompt in the default tier
 def test_fresh_interpreters() -> None:
     assert dist_prims.spawn(of_a_module, 2, start_method="spawn", timeout=100) == [0, 1]
 
@@ -210,20 +211,18 @@ def test_bad_input() -> None:
 
 
 def test_ranks_do_not_outlive_a_parent_that_dies(tmp_path: Path) -> None:
-    program = f"""
-import os, time, dist_prims
-def body():
-    open(os.path.join({str(tmp_path)!r}, str(os.getpid())), "w").close()
-    time.sleep(1000)
-dist_prims.spawn(body, 2, timeout=600)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", program])
+    def body() -> None:
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(1000)
+
+    parent = multiprocessing.get_context("fork").Process(target=dist_prims.spawn, args=(body, 2))
+    parent.start()
     end = time.monotonic() + 60
     while len(pids := [int(path.name) for path in tmp_path.iterdir()]) < 2:
         assert time.monotonic() < end
         time.sleep(0.02)
     parent.kill()
-    parent.wait(30)
+    parent.join(30)
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -243,18 +242,18 @@ def slow_to_join(seconds: float) -> str:
 
 
 def test_the_time_to_run_begins_when_all_have_joined() -> None:
-    assert dist_prims.spawn(of_a_module, 2, backend=slow_to_join(6), timeout=5) == [0, 1]
+    assert dist_prims.spawn(of_a_module, 2, backend=slow_to_join(3), timeout=2) == [0, 1]
 
 
 def test_the_time_to_run_is_not_the_time_to_start() -> None:
-    assert dist_prims.spawn(lambda: time.sleep(6), 1, start_timeout=5) == [None]
+    assert dist_prims.spawn(lambda: time.sleep(3), 1, start_timeout=2) == [None]
 
 
 def test_ranks_that_do_not_start_are_named() -> None:
     with pytest.raises(
-        TimeoutError, match="with start_timeout=2 s these of 2 ranks were still starting: 0, 1"
+        TimeoutError, match="with start_timeout=1 s these of 2 ranks were still starting: 0, 1"
     ) as caught:
-        dist_prims.spawn(of_a_module, 2, backend=slow_to_join(1000), start_timeout=2, timeout=60)
+        dist_prims.spawn(of_a_module, 2, backend=slow_to_join(1000), start_timeout=1, timeout=60)
     assert "time.sleep(seconds)" in str(caught.value) or "in make" in str(caught.value)
 
 
