@@ -94,7 +94,8 @@ def run_forked(program: Path, *arguments: str, ranks: int = 1, timeout: float = 
 def forked(*starts: tuple[str, Mapping[str, str]], seconds: float = 60) -> list[subprocess.CompletedProcess[str]]:
     """Run programs at once in forks of this process, each in an environment of its own, until all have ended.
 
-    A fork has imported torch, for which a fresh interpreter takes one to two seconds of CPU time.
+    A fork has imported torch, for which a fresh interpreter takes one to two seconds of CPU time. Not for MPI, which
+    would not be finalised: a fork ends without what C has registered for the end of an interpreter.
     """
     with tempfile.TemporaryDirectory() as folder:
         names = [f"{folder}/{number}" for number in range(len(starts))]

@@ -240,7 +240,7 @@ def test_a_rank_0_that_does_not_come_is_named(scheme: str, tmp_path: Path) -> No
 @needs_mpirun
 def test_an_mpi_that_is_not_the_launchers_is_named() -> None:
     """The variables say two ranks, but this process is alone in the MPI that mpi4py loads."""
-    [done] = forked((SUM, clean(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")))
+    done = run([sys.executable, "-c", SUM], clean(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2"))
     assert done.returncode != 0
     assert "mpirun of Open MPI started 2 ranks" in done.stderr
     assert "which sees rank 0 of 1: another MPI than the launcher's" in done.stderr

@@ -20,7 +20,6 @@ import dist_prims
 from dist_prims.errors import CommError, LeftOutError, PeerLeftError
 from tests.helpers.survivors import join_at_rank_0, run_ranks
 
-
 LIMIT = 60.0
 
 

@@ -27,7 +27,7 @@ def expect(found: Outcome, events: int, of_each_kind: int, *kinds: str) -> None:
     ("events", "seed", "hosts"),
     [
         (8, 1, 1),
-        pytest.param(20, 2, 1, marks=pytest.mark.slow),
+        pytest.param(20, 1, 1, marks=pytest.mark.slow),
         pytest.param(10, 4, 3, marks=pytest.mark.slow),
     ],
 )
