@@ -292,12 +292,12 @@ def greet(count: int) -> None:
     assert server._answered == {1: ("0" * 16, "host", "a version")}
 
 
-def test_garbage(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_hello_is_not_answered(capfd: pytest.CaptureFixture[str]) -> None:
     greet(5000)
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_much_garbage() -> None:
+def test_many_damaged_hellos_are_not_answered() -> None:
     greet(200_000)  # a million takes 87 s
