@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -91,8 +91,9 @@ def test_first_values_are_torchvisions() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("make", [resnet18, resnet50])
-@pytest.mark.parametrize("options", [{}, {"small_images": True, "in_channels": 1, "num_classes": 10}])
+@pytest.mark.parametrize(
+    ("make", "options"), [(resnet18, {}), (resnet50, {"small_images": True, "in_channels": 1, "num_classes": 10})]
+)
 def test_layers_one_after_the_other_are_the_model(make: Callable[..., ResNet], options: dict[str, int]) -> None:
     model = make(**options)
     twin = copy.deepcopy(model)
@@ -129,10 +130,11 @@ def test_it_learns_digits() -> None:
 
 def both(twin: ResNet, training: bool, count: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     """Output of a twin and of the single model of the same values; their gradients are compared here."""
-    single = resnet50(num_classes=7).train(training).double()  # or 50 layers would make much of the last bit
-    twin.train(training).double()
-    single.load_state_dict(twin.state_dict())
-    x = torch.randn(count, 3, 32, 32, dtype=torch.float64)
+    twin.train(training).double()  # or 50 layers would make much of the last bit
+    with torch.device("meta"):  # its first values are those of the twin
+        single = resnet50(num_classes=7).train(training).double()
+    single.to_empty(device="cpu").load_state_dict(twin.state_dict())
+    x = torch.randn(count, 3, 8, 8, dtype=torch.float64)
     outputs = twin(x), single(x)
     for output in outputs:
         output.square().mean().backward()
@@ -141,9 +143,8 @@ def both(twin: ResNet, training: bool, count: int = 3) -> tuple[torch.Tensor, to
     return outputs
 
 
-@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu"] * 3])
-def test_a_model_on_several_devices_is_the_model(devices: list[str]) -> None:
-    a, b = both(ModelParallelResNet50(devices, num_classes=7), training=True)
+def test_a_model_on_several_devices_is_the_model() -> None:
+    a, b = both(ModelParallelResNet50(["cpu"] * 3, num_classes=7), training=True)
     assert torch.equal(a, b)
 
 
@@ -154,7 +155,10 @@ def test_a_batch_in_parts_gives_what_the_batch_gives(split_size: int) -> None:
 
 
 def test_twins_refuse_what_is_not_theirs() -> None:
-    with pytest.raises(ValueError, match=r"sizes=\[11, 11\] must be 2 numbers, one a device, 23 together"):
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match=r"sizes=\[11, 11\] must be 2 numbers, one a device, 23 together"),
+    ):
         ModelParallelResNet50(["cpu", "cpu"], sizes=[11, 11])
     with pytest.raises(ValueError, match="split_size=0 must be 1 or more"):
         PipelineParallelResNet50(0, ["cpu"])
@@ -174,9 +178,20 @@ def test_twins_on_cuda() -> None:
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}
 
 
-def an_image(count: int, dims: int) -> torch.Tensor:
+def an_image(count: int, dims: int, seed: int = 0) -> torch.Tensor:
     """``count`` images of 3 channels and ``dims`` - 1 directions, far from zero: what sums of squares would lose."""
-    return torch.randn(count, 3, *[2] * (dims - 1)) * torch.tensor(2.0) + 300
+    values = torch.randn(count, 3, *[2] * (dims - 1), generator=torch.Generator().manual_seed(seed))
+    return values * 2 + 300
+
+
+def rounding_of_variance(x: torch.Tensor) -> torch.Tensor:
+    """How far the variance of each channel may move when means are rounded to float32.
+
+    A mean that is off by ``eps * |mean|`` moves the squared distances by that times twice the deviation. A limit
+    relative to the variance would be wrong: four values may happen to lie close to each other.
+    """
+    channels = x.double().transpose(0, 1).flatten(1)
+    return 4 * torch.finfo(x.dtype).eps * channels.square().mean(1).sqrt() * channels.std(1)
 
 
 @settings(deadline=None, max_examples=60)
@@ -186,23 +201,27 @@ def an_image(count: int, dims: int) -> torch.Tensor:
     momentum=st.sampled_from([0.1, 0.7, 1.0, None]),
     affine=st.booleans(),
     batches=st.integers(1, 3),
+    seed=st.integers(0, 2**32),
 )
+@example(dims=1, sizes=[2, 2], momentum=1.0, affine=False, batches=1, seed=1952)  # one variance is 0.0097
 def test_running_statistics_are_those_of_the_whole_batch(
-    dims: int, sizes: list[int], momentum: float | None, affine: bool, batches: int
+    dims: int, sizes: list[int], momentum: float | None, affine: bool, batches: int, seed: int
 ) -> None:
     whole = NORMS[dims](3, momentum=momentum, affine=affine)
     deferred = defer_batch_norm(copy.deepcopy(whole), len(sizes))
-    for _ in range(batches):
-        x = an_image(sum(sizes), dims)
+    images = [an_image(sum(sizes), dims, seed + number) for number in range(batches)]
+    for x in images:
         whole(x)
         for part in x.split(sizes):
             fresh = NORMS[dims](3, affine=affine)
             assert torch.equal(deferred(part), fresh(part))  # each by its own statistics, as ever
     torch.testing.assert_close(deferred.running_mean, whole.running_mean, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(deferred.running_var, whole.running_var, rtol=2e-5, atol=1e-6)
+    limit = torch.stack([rounding_of_variance(x) for x in images]).amax(0)
+    assert ((deferred.running_var - whole.running_var).abs() <= limit).all(), (deferred.running_var, limit)
     assert torch.equal(deferred.num_batches_tracked, whole.num_batches_tracked)
+    whole.load_state_dict(deferred.state_dict())
     x = an_image(2, dims)
-    torch.testing.assert_close(deferred.eval()(x), whole.eval()(x), rtol=1e-4, atol=1e-4)
+    assert torch.equal(deferred.eval()(x), whole.eval()(x))
 
 
 def test_in_double_precision_they_are_equal_to_the_last_digits() -> None:
