@@ -116,7 +116,7 @@ def test_targets_of_more_dimensions_and_probabilities() -> None:
     compare_with(nn.CrossEntropyLoss(weight=WEIGHT), inputs, torch.rand(9, CLASSES, 6).softmax(1))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_mean_over_what_counts_across_ranks(size: int) -> None:
     def body() -> None:
         loss = nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=0)

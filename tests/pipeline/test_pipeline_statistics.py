@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import checkpoint as checkpointing
@@ -19,7 +18,7 @@ from dist_prims.training import DevicePipeline, Pipeline
 from dist_prims.training.pipeline import StageFailedError, defer_batch_norm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-MICROS = 8
+MICROS = 5
 
 
 class Own(nn.BatchNorm2d):
@@ -115,13 +114,13 @@ def compare(own: dict[int, nn.Module], whole: list[nn.Module]) -> None:
 @pytest.mark.parametrize("norm", range(len(NORMS)))
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_statistics_are_those_of_the_batch_in_one_piece(norm: int, checkpoint: bool) -> None:
-    """With 8 micro-batches they moved 5.6 times too far, and further where a forward was computed again."""
-    for name in pipeline_plans():
+    """They moved once a micro-batch, and further where a forward was computed again."""
+    for name in pipeline_plans()[(norm + checkpoint) % 3 :: 3]:  # each plan with most norms, and with both
         plan = pipeline_plan(name, 2, MICROS)
         mine = stages_of(plan.stages, norm)
         whole = copy.deepcopy(mine)
         pipeline = DevicePipeline(mine, plan, devices=["cpu"] * 2, loss=loss, checkpoint=checkpoint)
-        for count in (MICROS, MICROS, 3):
+        for count in (MICROS, 3):
             inputs = torch.cat([a_norm_of(norm, micro) for micro in range(count)])
             if count < MICROS:
                 inputs = inputs[::2]  # a batch of fewer items than micro-batches
@@ -133,11 +132,10 @@ def test_statistics_are_those_of_the_batch_in_one_piece(norm: int, checkpoint: b
         compare(pipeline.stages, whole)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_statistics_across_ranks(size: int) -> None:
+def test_statistics_across_ranks() -> None:
     def body() -> None:
         for name in pipeline_plans():
-            plan = pipeline_plan(name, dist.get_world_size(), MICROS)
+            plan = pipeline_plan(name, 2, MICROS)
             mine = stages_of(plan.stages, 0)
             whole = copy.deepcopy(mine)
             pipeline = Pipeline(mine, plan, loss=loss)
@@ -149,7 +147,7 @@ def test_statistics_across_ranks(size: int) -> None:
             compare(pipeline.stages, whole)
             assert all(stage.norm.num_batches_tracked == 2 for stage in pipeline.stages.values())
 
-    dist_prims.spawn(body, size, backend="dist_prims", timeout=60)
+    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 
 
 def test_a_step_that_fails_moves_no_statistics() -> None:
@@ -198,7 +196,7 @@ def test_an_evaluation_in_inference_mode_between_steps() -> None:
     compare(pipeline.stages, whole)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.slow), "zb_h1"])
 def test_compiled_stages(name: str) -> None:
     torch.manual_seed(0)
     mine = [nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2)]

@@ -171,8 +171,7 @@ def test_stages_that_are_missing_or_double_are_not_saved(tmp_path: Path) -> None
     assert not (tmp_path / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("size", "backend"), [(1, "dist_prims"), (2, "gloo"), (3, "dist_prims")])
 def test_every_rank_saves_and_loads_its_own(size: int, backend: str, tmp_path: Path) -> None:
     def body() -> None:
         rank = dist.get_rank()
