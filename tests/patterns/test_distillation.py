@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -299,8 +300,9 @@ def test_other_classes_and_wrong_calls_are_refused_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("step", [3, 5])
-def test_a_student_that_fails_while_the_other_averages(step: int) -> None:
-    """The teacher waits for student 0, and that for student 1: nobody hears it, and yet its error ends the run."""
+def test_a_student_that_fails_while_the_other_averages(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher waits for student 0, which waits for student 1: no rank receives the report, and yet the run ends."""
+    monkeypatch.setattr("dist_prims.patterns.distillation.student._REPORT_TIMEOUT", timedelta(seconds=0.2))
 
     def body() -> None:
         distillation = Distillation(5)
