@@ -58,8 +58,7 @@ def train(run: Stage1 | Stage3, steps: range) -> list[float]:
     return [value for tensor in run.whole().values() for value in tensor.flatten().tolist()]
 
 
-@pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
-@pytest.mark.parametrize("stage", [Stage1, Stage3])
+@pytest.mark.parametrize(("stage", "backend"), [(Stage1, "gloo"), (Stage3, "dist_prims")])
 def test_a_sharded_run_is_saved_and_goes_on(stage: Any, backend: str, tmp_path: Path) -> None:
     def first() -> list[float]:
         run = stage(tmp_path)
@@ -75,7 +74,7 @@ def test_a_sharded_run_is_saved_and_goes_on(stage: Any, backend: str, tmp_path: 
 
     wanted, *others = dist_prims.spawn(first, 2, backend=backend, timeout=60)
     assert others == [wanted]
-    for size in (2, 1, 3):
+    for size in (1, 3):
         for found in dist_prims.spawn(again, size, backend=backend, timeout=60):
             assert found == pytest.approx(wanted, rel=1e-5)
 

@@ -163,8 +163,8 @@ def test_the_number_of_ranks_may_change_at_every_checkpoint(tmp_path: Path) -> N
     def body(folder: str, last: int) -> torch.Tensor:
         return train(tmp_path / folder, last, 2, dropout=0)
 
-    (alone,) = dist_prims.spawn(body, 1, ("alone", 8), backend="dist_prims", timeout=60)
-    for size, last in ((2, 2), (3, 4), (1, 6), (4, 8)):
+    (alone,) = dist_prims.spawn(body, 1, ("alone", 6), backend="dist_prims", timeout=60)
+    for size, last in ((2, 2), (1, 4), (3, 6)):
         everyones = dist_prims.spawn(body, size, ("changing", last), backend="dist_prims", timeout=60)
         assert all(torch.equal(each, everyones[0]) for each in everyones)
     torch.testing.assert_close(everyones[0], alone, atol=2e-5, rtol=1e-4)

@@ -53,9 +53,10 @@ def compare_gradients(models: Sequence[nn.Module], wanted: Sequence[nn.Module], 
             torch.testing.assert_close(own.grad, right[1].grad, rtol=tolerance, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("out", [16, 1])
-@pytest.mark.parametrize("compress", [None, "fp16"])
+@pytest.mark.parametrize(
+    ("backend", "out", "compress"),
+    [("gloo", 16, None), ("dist_prims", 1, None), ("dist_prims", 16, "fp16"), ("gloo", 1, "fp16")],
+)
 def test_two_averagers_in_one_backward(backend: str, out: int, compress: str | None) -> None:
     """Each rank takes another head: its gradient is waited for until the end, and the other averager's are not."""
 
@@ -135,9 +136,15 @@ class Meeting(nn.Module):
         return self.heads[head](x)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bucket_mb", [25, 1e-4])
-@pytest.mark.parametrize("compress", [None, Int8(), Half(torch.float16)])
+@pytest.mark.parametrize(
+    ("backend", "bucket_mb", "compress"),
+    [
+        ("dist_prims", 25, None),
+        ("gloo", 1e-4, None),
+        ("dist_prims", 1e-4, Int8()),
+        ("gloo", 25, Half(torch.float16)),
+    ],
+)
 def test_a_layer_that_communicates_in_backward(backend: str, bucket_mb: float, compress: Any) -> None:
     def body() -> None:
         torch.manual_seed(0)
@@ -180,8 +187,7 @@ def test_a_layer_that_communicates_in_backward(backend: str, bucket_mb: float, c
     spawn(body, 2, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("by_size", [True, False])
+@pytest.mark.parametrize(("backend", "by_size"), [("gloo", True), ("dist_prims", False)])
 def test_uneven_batches_and_a_layer_that_communicates(backend: str, by_size: bool) -> None:
     """Whether all go on is asked with the first gradient, which rank 0 gets before the layer and rank 1 behind it."""
 

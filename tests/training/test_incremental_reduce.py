@@ -59,16 +59,17 @@ def late_at_random() -> float:
     return random.random() * 0.004 if random.random() < 0.3 else 0.0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.float64), (3, torch.float32), (3, torch.bfloat16), (4, torch.float16)]
+)
 def test_the_bits_are_those_of_a_plain_sum(size: int, dtype: torch.dtype) -> None:
     def body() -> None:
-        for bucket_mb in (0.1, 0.3, 25):
+        for bucket_mb in (0.1, 25):
             random.seed(dist.get_rank())
             one, other = Late(dtype, late_at_random), Late(dtype)
             averaged(one, bucket_mb, incrementally=True)
             averaged(other, bucket_mb, incrementally=False)
-            for number in range(6):
+            for number in range(3):  # from the second on, ranks know each other's memory
                 step(one, number, dtype)
                 step(other, number, dtype)
                 for mine, plain in zip(gradients(one), gradients(other), strict=True):
@@ -142,7 +143,7 @@ def test_other_collectives_in_backward_meet_on_all_ranks() -> None:
         model, other = Normed(late=late_at_random), Normed()
         averaged(model, 0.1, incrementally=True)
         averaged(other, 0.1, incrementally=False)
-        for number in range(8):
+        for number in range(4):
             step(model, number)
             step(other, number)
             assert all(map(torch.equal, gradients(model), gradients(other)))
@@ -157,7 +158,7 @@ def test_two_averagers_in_one_backward() -> None:
         for pair, incrementally in zip(models, (True, False), strict=True):
             for each in pair:
                 averaged(each, 0.1, incrementally=incrementally)
-        for number in range(8):
+        for number in range(4):
             generator = torch.Generator().manual_seed(100 * dist.get_rank() + number)
             x = torch.randn(3, WIDTH, generator=generator)
             for pair in models:

@@ -217,8 +217,7 @@ def test_ranks_with_other_options_are_told(options: tuple[str, float, float]) ->
         dist_prims.spawn(body, 2, timeout=60)
 
 
-@pytest.mark.parametrize("fault", ["float16", "twice"])
-@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
+@pytest.mark.parametrize(("fault", "backend"), [("float16", "gloo"), ("twice", "dist_prims")])
 def test_a_rank_that_cannot_unscale_tells_the_others(fault: str, backend: str) -> None:
     """Else their verdict meets its next call, whatever that is, and both are wrong."""
 

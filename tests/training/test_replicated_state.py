@@ -154,8 +154,18 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("point", [BEFORE, AVERAGING, AVERAGED, STEPPED, ENDED])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("point", "victim"),
+    [
+        (BEFORE, 0),
+        (AVERAGING, 1),
+        (STEPPED, 0),
+        *(
+            pytest.param(point, victim, marks=pytest.mark.slow)
+            for point, victim in [(AVERAGING, 0), (AVERAGED, 0), (AVERAGED, 1), (STEPPED, 1), (ENDED, 0), (ENDED, 1)]
+        ),
+    ],
+)
 def test_a_rank_dies_at_each_point_of_a_step(point: str, victim: int, tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         def at(here: str, step: int) -> None:
@@ -174,7 +184,7 @@ def test_a_rank_dies_at_each_point_of_a_step(point: str, victim: int, tmp_path: 
     assert [weights for _, weights in found] == expected(sizes, [{victim}], tmp_path)
 
 
-@pytest.mark.parametrize(("victim", "ahead"), [(1, 0), (0, 1), (0, 2)])
+@pytest.mark.parametrize(("victim", "ahead"), [(1, 0), pytest.param(0, 2, marks=pytest.mark.slow)])
 def test_ranks_that_are_a_step_behind_take_the_state_of_one_that_is_ahead(
     victim: int, ahead: int, tmp_path: Path
 ) -> None:
@@ -392,8 +402,9 @@ def test_targets_that_cannot_be_replicated(tmp_path: Path) -> None:
     assert run_ranks(body, 2, tmp_path) == ["refused", "refused"]
 
 
-@pytest.mark.parametrize("kind", ["sampler", "stream"])
-@pytest.mark.parametrize("point", [BEFORE, AVERAGED, ENDED])
+@pytest.mark.parametrize(
+    ("kind", "point"), [("sampler", BEFORE), ("sampler", AVERAGED), ("stream", AVERAGED), ("stream", ENDED)]
+)
 def test_items_of_a_real_loader_are_used_once(kind: str, point: str, tmp_path: Path) -> None:
     """Each rank writes down what it draws; what belongs to steps that are done is every item, once."""
 
