@@ -24,7 +24,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def errors(kind: str, scale: int, length: int | None, dtype: torch.dtype, heads: int) -> list[tuple[float, float]]:
     """For q, k and v: the largest relative error of a gradient, of this library and of torch."""
     worst = torch.zeros(3, 2)
-    for seed in range(10):
+    for seed in range(3):
         torch.manual_seed(seed)
         q, k = torch.randn(1, 3, 18, 24).to(dtype), torch.randn(1, heads, 18, 24).to(dtype) * scale
         v, grad = torch.randn(1, heads, 18, 16).to(dtype), torch.randn(1, 3, 18, 16).to(dtype)

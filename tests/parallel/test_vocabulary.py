@@ -17,7 +17,7 @@ import dist_prims
 from dist_prims.errors import MismatchError
 from dist_prims.parallel.vocabulary import linear_cross_entropy, split_cross_entropy, split_log_softmax
 
-SIZES = [1, 2, 3, 4]
+SIZES = [1, 3]
 GROUPS = [(1, "dist_prims"), (2, "gloo"), (3, "dist_prims"), (4, "gloo")]
 
 

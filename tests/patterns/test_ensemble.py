@@ -82,9 +82,7 @@ def test_rows_of_any_dtype_come_in_order(size: int, backend: str) -> None:
     dist_prims.spawn(body, size, timeout=60, backend=backend)
 
 
-@pytest.mark.parametrize(
-    ("size", "backend"), [(1, "gloo"), *((size, backend) for size in (2, 3, 4) for backend in ("gloo", "dist_prims"))]
-)
+@pytest.mark.parametrize(("size", "backend"), [(1, "gloo"), (2, "dist_prims"), (3, "gloo"), (4, "dist_prims")])
 def test_outputs_are_those_of_the_loop(size: int, backend: str) -> None:
     def body() -> None:
         for count in (1, 3, 10):
@@ -138,8 +136,7 @@ def trained_alone(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, opti
         steps.step()
 
 
-@pytest.mark.parametrize("make", [lambda: net(0), Normed], ids=["plain", "batch norm"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("size", "make"), [(1, Normed), (2, lambda: net(0)), (4, Normed)])
 def test_members_learn_as_if_alone(size: int, make: Callable[[], torch.nn.Module]) -> None:
     def adam(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=0.02)
@@ -176,7 +173,7 @@ def test_members_learn_as_if_alone(size: int, make: Callable[[], torch.nn.Module
     dist_prims.spawn(body, size, timeout=60)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_a_members_state_is_that_of_a_plain_model(size: int) -> None:
     def body() -> None:
         members = []
@@ -208,7 +205,7 @@ def test_a_members_state_is_that_of_a_plain_model(size: int) -> None:
     dist_prims.spawn(body, size, timeout=60)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2])
 def test_dropout_is_different_for_each_member(size: int) -> None:
     def body() -> float:
         ensemble = DistributedEnsemble([Dropped() for _ in range(3)])
@@ -283,7 +280,7 @@ UNLIKE = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_members_of_unlike_shape_are_refused_on_every_rank(size: int) -> None:
     def body() -> None:
         for make, words in UNLIKE:
