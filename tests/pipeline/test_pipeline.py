@@ -59,8 +59,9 @@ def test_every_plan_gives_what_the_unsplit_model_gives(size: int, backend: str, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("size", "backend"), [(1, "dist_prims"), (2, "gloo"), (3, "dist_prims"), (4, "gloo"), (7, "dist_prims")]
+)
 def test_every_plan_and_many_micro_batches(size: int, backend: str) -> None:
     dist_prims.spawn(every_plan, size, ([1, 2, 3, 5, 8],), backend=backend, timeout=800)
 
