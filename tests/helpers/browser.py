@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,29 @@ def is_remote(url: str) -> bool:
 
 @contextmanager
 def opened(browser: Any, path: Path, step: str = "", **options: Any) -> Iterator[Any]:
-    """A tab with a page, which must be free of errors and of requests when it is closed."""
-    tab = browser.new_page(**options)
+    """A tab with a page, which must be free of errors and of requests until the end.
+
+    Pages share the first tab: a new tab starts a process. With ``options`` the page has a tab of its own.
+    """
+    is_shared = not options and bool(browser.contexts)
+    tab = browser.contexts[0].pages[0] if is_shared else browser.new_page(**options)
     tab.set_default_timeout(30_000)
+    tab.mouse.move(0, 0)  # where the last page was clicked, a cell of this one may lie
     complaints: list[str] = []
-    tab.on("console", lambda message: complaints.append(message.text))
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
-    tab.on("request", lambda request: complaints.append(request.url) if is_remote(request.url) else None)
-    tab.goto(f"{path.as_uri()}{step}")
-    assert not complaints
-    yield tab
-    tab.close()
+    listeners: dict[str, Callable[[Any], None]] = {
+        "console": lambda message: complaints.append(message.text),
+        "pageerror": lambda error: complaints.append(str(error)),
+        "request": lambda request: complaints.append(request.url) if is_remote(request.url) else None,
+    }
+    for event, listener in listeners.items():
+        tab.on(event, listener)
+    try:
+        tab.goto(f"{path.as_uri()}{step}")
+        assert not complaints
+        yield tab
+    finally:
+        for event, listener in listeners.items():
+            tab.remove_listener(event, listener)
+        if options:
+            tab.close()
     assert not complaints
