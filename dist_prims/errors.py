@@ -66,23 +66,17 @@ class MismatchError(CommError):
 class PeerDiedError(CommError):
     """A rank's process was killed, or has ended with another status than 0. The group cannot go on.
 
-    >>> import subprocess, sys, tempfile
-    >>> program = '''
-    ... import os, sys, torch, torch.distributed as dist, dist_prims
-    ... rank, store = int(sys.argv[1]), f"file://{sys.argv[2]}/store"
-    ... dist.init_process_group("dist_prims", init_method=store, rank=rank, world_size=2)
-    ... if rank == 1:
-    ...     os._exit(1)
-    ... try:
-    ...     dist.all_reduce(torch.ones(2))
-    ... except dist_prims.PeerDiedError as error:
-    ...     print(error)
-    ... '''
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     command = [sys.executable, "-c", program]
-    ...     other = subprocess.Popen([*command, "1", folder])
-    ...     print(subprocess.run([*command, "0", folder], capture_output=True, text=True).stdout)  # doctest: +ELLIPSIS
-    ...     status = other.wait()
+    >>> import os, torch, dist_prims
+    >>> import torch.distributed as dist
+    >>> def die_or_reduce():
+    ...     if dist.get_rank() == 1:
+    ...         os._exit(1)
+    ...     try:
+    ...         dist.all_reduce(torch.ones(2))
+    ...     except PeerDiedError as error:
+    ...         return str(error)
+    >>> text, _ = dist_prims.spawn(die_or_reduce, 2, backend="dist_prims", timeout=60, min_ranks=1)
+    >>> print(text)  # doctest: +ELLIPSIS
     rank 0: rank 1 (process ...) has died in all_reduce(SUM, float32, 2 elements) as call number 1; ...
     """
 
@@ -112,15 +106,15 @@ class CommTimeoutError(CommError, TimeoutError):
     >>> import datetime, time, torch, dist_prims
     >>> import torch.distributed as dist
     >>> def wait_for_a_late_rank():
-    ...     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    ...     group = dist.new_group(timeout=datetime.timedelta(seconds=0.5))
     ...     if dist.get_rank() == 1:
-    ...         return time.sleep(4)
+    ...         return time.sleep(2)
     ...     try:
     ...         dist.all_reduce(torch.ones(2), group=group)
     ...     except CommTimeoutError as error:
     ...         return str(error).partition("(")[0]
     >>> dist_prims.spawn(wait_for_a_late_rank, 2, backend="dist_prims", timeout=60)[0]
-    'rank 0: timeout after 1000 ms in all_reduce'
+    'rank 0: timeout after 500 ms in all_reduce'
     """
 
 
@@ -132,12 +126,12 @@ class CommInterruptedError(CommError):
     >>> import signal, time, torch, dist_prims
     >>> import torch.distributed as dist
     >>> def interrupt_rank_0():
-    ...     if dist.get_rank() == 0:
-    ...         signal.signal(signal.SIGALRM, signal.default_int_handler)
-    ...         signal.alarm(1)
-    ...     else:
-    ...         time.sleep(4)
     ...     try:
+    ...         if dist.get_rank() == 0:
+    ...             signal.signal(signal.SIGALRM, signal.default_int_handler)
+    ...             signal.setitimer(signal.ITIMER_REAL, 0.2)
+    ...         else:
+    ...             time.sleep(2)
     ...         dist.all_reduce(torch.ones(2))
     ...     except (KeyboardInterrupt, CommInterruptedError) as error:
     ...         return type(error).__name__

@@ -38,13 +38,9 @@ def program(name: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_run(program: Path) -> None:
-    run_forked(program)
-
-
-@pytest.mark.parametrize("name", SEVERAL_RANKS)
-def test_programs_run_on_several_ranks(program: Path) -> None:
-    run_forked(program, ranks=3)
+def test_programs_run(name: str, program: Path) -> None:
+    """A program for any number of ranks on 3; below, in the slow tier, also alone."""
+    run_forked(program, ranks=3 if name in SEVERAL_RANKS else 1)
 
 
 @pytest.mark.slow
