@@ -53,7 +53,9 @@ def test_the_summary_counts_processes_and_groups_of_each_test(tmp_path: Path) ->
                 del os.environ[name]
             os.dup2(file.fileno(), 1)
             sys.stdout = os.fdopen(1, "w")
-            os._exit(pytest.main(options))
+            pytest.main(options)
+            sys.stdout.flush()
+            os._exit(0)
     os.waitpid(child, 0)
     output = (tmp_path / "output").read_text()
     rows = {line.split()[-1].split("::")[-1]: line.split()[1:4] for line in output.splitlines() if "::" in line}
