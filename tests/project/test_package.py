@@ -86,6 +86,7 @@ def test_the_versions_of_python_that_are_declared_were_run() -> None:
 def test_packages_import_torch_only_if_they_need_it_and_start_no_thread() -> None:
     program = """
 import os, sys, dist_prims
+import dist_prims.schedules.pipelines
 print(dist_prims.schedules.__name__, "torch" in sys.modules)
 import torch
 before = len(os.listdir("/proc/self/task"))
@@ -159,8 +160,6 @@ def test_a_wheel_of_the_source_distribution_works_without_compiler(tmp_path: Pat
     assert sorted(run(*torchrun, "program.py", cwd=tmp_path, **bare).split()) == ["0:1.5", "1:1.5"]
     said = run(str(python), "-m", "dist_prims", "doctor", cwd=tmp_path, **bare)
     assert f"yes, by the adapter {site}/dist_prims/lib/torch" in said
-    said = run(*torchrun, "-m", "dist_prims.demo", "--out", "pictures", cwd=tmp_path, timeout=400, **bare)
-    assert "all_reduce" in said
     check_types(python, tmp_path)
 
 
@@ -212,6 +211,8 @@ def installed(source: str, folder: Path, **environ: str) -> tuple[Path, Path]:
 
 DDP_PROGRAM = """
 import torch, torch.distributed as dist
+from dist_prims.datasets import digits
+assert len(digits()) == 1797  # a file of the package
 dist.init_process_group("dist_prims")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 model(torch.ones(3, 4) * dist.get_rank()).sum().backward()

@@ -1,5 +1,7 @@
 """Every registered algorithm keeps its promise and its card, at every size and root."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -8,14 +10,14 @@ from dist_prims.schedules.contract import ROOTED
 from dist_prims.schedules.cost import busiest_sender
 
 REGISTRY = [(collective, name) for collective in COLLECTIVES for name in algorithms(collective)]
-SIZES = [*range(1, 34), 64, 100, 127, 128]
 
 
+@pytest.mark.parametrize("sizes", [range(1, 34), pytest.param([64, 100, 127, 128], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(("collective", "name"), REGISTRY)
-def test_every_size_verifies_and_costs_what_its_card_says(collective: str, name: str) -> None:
+def test_every_size_verifies_and_costs_what_its_card_says(collective: str, name: str, sizes: Sequence[int]) -> None:
     card = lookup(collective, name).card
     assert card is not None
-    for size in SIZES:
+    for size in sizes:
         schedule = build(collective, name, size)
         schedule.verify()
         assert card.evaluate("steps", size) == len(schedule.steps), size

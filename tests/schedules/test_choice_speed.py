@@ -34,7 +34,7 @@ TOPOLOGIES = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TOPOLOGIES, st.sampled_from(COLLECTIVES), st.integers(0, 30))
 def test_the_best_of_all_is_found_without_pricing_all(topology: Topology, collective: str, power: int) -> None:
     every = recommend(collective, 1 << power, topology).candidates
@@ -72,7 +72,7 @@ UNITS = ("all_reduce", "broadcast", "reduce")  # hierarchical for hosts of any s
 BLOCKS = ("all_gather", "reduce_scatter", "gather", "scatter")  # for hosts with equally many ranks
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TOPOLOGIES, st.sampled_from((*UNITS, *BLOCKS)), st.integers(0, 30), st.data())
 def test_the_phase_between_hosts_alone_takes_no_longer_than_the_whole(
     topology: Topology, collective: str, power: int, data: st.DataObject

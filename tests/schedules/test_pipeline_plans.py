@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from dataclasses import replace
@@ -124,7 +122,7 @@ def test_one_f_one_b_in_times() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(case=CASES, data=st.data())
 def test_times_keep_every_rule(case: tuple[str, int, int], data: st.DataObject) -> None:
     """Whatever stages and messages take: needs first, one action at a time, nothing below the bound, nothing lost."""
@@ -149,7 +147,7 @@ def test_times_keep_every_rule(case: tuple[str, int, int], data: st.DataObject) 
     assert 0 <= cost.bubble < 1
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(
     ranks=st.integers(1, 8),
     num_microbatches=st.integers(1, 20),
@@ -337,10 +335,11 @@ def test_a_stage_that_needs_no_gradient_of_its_input() -> None:
     assert cost.busy == (8, 12)
 
 
-def test_a_hundred_ranks_and_a_thousand_micro_batches() -> None:
-    plan = pipeline_plan("zb_h1", 100, 1000)
+@pytest.mark.parametrize(("ranks", "num_microbatches"), [(30, 200), pytest.param(100, 1000, marks=pytest.mark.slow)])
+def test_a_large_plan_verifies_and_costs_what_its_card_says(ranks: int, num_microbatches: int) -> None:
+    plan = pipeline_plan("zb_h1", ranks, num_microbatches)
     plan.verify()
-    assert plan.cost().makespan == 3 * 1000 + 99
+    assert plan.cost().makespan == 3 * num_microbatches + ranks - 1
 
 
 def test_pictures_have_a_bar_for_every_action(tmp_path: Path) -> None:
@@ -410,8 +409,3 @@ def test_a_new_schedule_takes_one_function() -> None:
         pipeline_schedule("1f1b", lookup("1f1b").card)(one_by_one)
     with pytest.raises(ValueError, match=r"pipeline schedule '1f1b' is one of dist_prims.* can be removed"):
         unregister("1f1b")
-
-
-def test_plans_load_without_torch() -> None:
-    code = "import sys, dist_prims.schedules.pipelines; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

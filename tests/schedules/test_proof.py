@@ -133,7 +133,7 @@ def check_mutant(schedule: Schedule) -> None:
         assert not schedule.contract.same_bits or has_same_bits(schedule)
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(mutants())
 def test_what_the_proof_accepts_is_right(schedule: Schedule) -> None:
     check_mutant(schedule)
@@ -267,7 +267,7 @@ def test_sums_that_overlap_cannot_make_a_result() -> None:
     assert "from rank 1 to rank 0 replaces the last copy of r0, in chunk 0 of rank 0" in message
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(mutants())
 def test_the_named_step_is_the_first_that_cannot_be_mended(schedule: Schedule) -> None:
     """Steps cut off before the named one can be completed by direct transfers, those up to it cannot."""
