@@ -18,20 +18,22 @@ needs_expecttest = pytest.mark.skipif(
 )
 
 QUICK = [
-    "test_Backend_enum_class",
     "test_all_gather_object_subgroup",
-    "test_all_gather_coalesced_with_empty",
-    "test_all_reduce_full_group_max",
     "test_all_reduce_sum_async",
     "test_all_to_all_single_unequal_split",
+    "test_DistributedDataParallelCPU_grad_is_view",
+    "test_send_recv_any_source",
+]
+OTHERS = [
+    "test_Backend_enum_class",
+    "test_all_gather_coalesced_with_empty",
+    "test_all_reduce_full_group_max",
     "test_barrier_timeout_full_group",
     "test_barrier_timeout_global",
     "test_batch_isend_irecv_gloo_tags",
     "test_scatter_object_list",
-    "test_DistributedDataParallelCPU_grad_is_view",
     "test_isend",
     "test_get_rank_size_full_group",
-    "test_send_recv_any_source",
     "test_send_recv_with_tag",
 ]
 
@@ -41,15 +43,17 @@ def conformance(*options: str, **environ: str) -> subprocess.CompletedProcess[st
 
 
 @needs_expecttest
-def test_tests_of_pytorch_pass(tmp_path: Path) -> None:
-    done = conformance("--tests", f"^({'|'.join(QUICK)})$", "--json", str(tmp_path / "results"))
+@pytest.mark.parametrize("tests", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
+def test_tests_of_pytorch_pass(tests: list[str], tmp_path: Path) -> None:
+    done = conformance("--tests", f"^({'|'.join(tests)})$", "--json", str(tmp_path / "results"))
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "results").read_text())["results"]
-    assert {result["test"]: result["outcome"] for result in results} == dict.fromkeys(QUICK, "passed")
+    assert {result["test"]: result["outcome"] for result in results} == dict.fromkeys(tests, "passed")
 
 
 @needs_expecttest
-def test_a_backend_that_is_none_fails() -> None:
+@pytest.mark.slow
+def test_a_backend_that_does_not_exist_fails() -> None:
     done = conformance("--backend", "nosuch", "--tests", "^test_all_reduce_sum$")
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("error "), done.stdout
@@ -57,6 +61,7 @@ def test_a_backend_that_is_none_fails() -> None:
 
 
 @needs_expecttest
+@pytest.mark.slow
 def test_a_late_test_is_killed_and_told_and_forgiven_if_expected(tmp_path: Path) -> None:
     expected, left = tmp_path / "expected.txt", tmp_path / "left"
     expected.write_text("# late\ntest_all_reduce_sum: no test is so quick\n")

@@ -19,6 +19,7 @@ import dist_prims
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+HEAVY = ("compiled", "mixed_precision")  # seconds of computing: in the slow tier only, on 3 ranks and over gloo
 GUIDE = (ROOT / "docs/guide.md").read_text()
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "patterns").glob("*.md"))}
 PROGRAMS = [
@@ -43,7 +44,7 @@ def run_copy_forked(name: str, folder: Path, *arguments: str, ranks: int) -> Non
     run_forked(Path(shutil.copy(EXAMPLES[name], folder)), *few, *arguments, ranks=ranks)
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "elastic"])
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in (*HEAVY, "elastic")])
 def test_an_example_holds_on_two_ranks(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_copy_forked(name, tmp_path, ranks=2)
     out = capfd.readouterr().out
@@ -52,6 +53,7 @@ def test_an_example_holds_on_two_ranks(name: str, tmp_path: Path, capfd: pytest.
         assert re.search(r"step 4: PeerDiedError\n[^$]*\[3, 3, 3, 3(, 2)+(, 3){4,}\]", out), out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["elastic", "uneven"])
 def test_an_example_holds_under_torchrun(name: str, tmp_path: Path) -> None:
     done = run_copy(name, tmp_path, torchrun(2, "--max-restarts", "1"))
@@ -62,6 +64,7 @@ def test_an_example_holds_under_torchrun(name: str, tmp_path: Path) -> None:
 
 
 @needs_mpirun
+@pytest.mark.slow
 def test_an_example_holds_under_mpirun(tmp_path: Path) -> None:
     done = run_copy("uneven", tmp_path, [str(MPIRUN), "-n", "2", sys.executable])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -156,7 +159,7 @@ def test_a_page_has_one_picture_and_is_linked(name: str) -> None:
     assert f"patterns/{name}.md" in GUIDE
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_of_a_page_runs(program: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -95,10 +95,8 @@ def printed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     ("name", "kind", "launched_by"),
     [
         pytest.param("lightning_fabric", "ddp", "itself", marks=slow),
-        pytest.param("lightning_fabric", "ddp", "torchrun", marks=slow),
         pytest.param("lightning_fabric", "fsdp", "torchrun", marks=slow),
         pytest.param("lightning_fabric", "fsdp2", "itself", marks=slow),
-        pytest.param("lightning_trainer", "ddp", "itself", marks=slow),
         pytest.param("lightning_trainer", "ddp", "torchrun", marks=slow),
         pytest.param("lightning_trainer", "fsdp", "itself", marks=slow),
         pytest.param("lightning_trainer", "fsdp2", "torchrun", marks=slow),
