@@ -113,6 +113,7 @@ def test_a_rival_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Captu
     assert "# without mpich: no environment; --build creates it" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_own_contenders_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--only", "gloo,dist_prims", "--sizes", "8,256K", "--rounds", "1", "--seconds", "60"]
     assert main([*given, "--cache", str(tmp_path), "--json", str(tmp_path / "found.json")]) == 0
