@@ -2,6 +2,8 @@
 
     outcomes = run_ranks(body, 3, tmp_path)  # body(rank) on each, in a group of the backend "dist_prims"
 
+    first, second = run_worlds([(body, 3), (other, 2)], tmp_path)  # at once, each in a default group of its own
+
 An outcome is what the body returned, the exception that it raised, or, of a rank that has ended without either, its
 status.
 """
@@ -13,7 +15,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,14 +31,23 @@ def run_ranks(
     body: Callable[[int], Any], size: int, folder: Path, *, join: bool = True, group_timeout: float = 60
 ) -> list[Any]:
     """Ranks live until all of them have an outcome; after 100 seconds the test fails."""
-    meeting = f"file://{folder}/meeting{next(_names)}"
+    (outcomes,) = run_worlds([(body, size)], folder, join=join, group_timeout=group_timeout)
+    return outcomes
+
+
+def run_worlds(
+    worlds: Sequence[tuple[Callable[[int], Any], int]], folder: Path, *, join: bool = True, group_timeout: float = 60
+) -> list[list[Any]]:
+    """The outcomes of several worlds, each given by the body and the number of its ranks, which run at the same time:
+    the limits of all of them expire while one expires."""
     context = multiprocessing.get_context("fork")
-    pairs = [context.Pipe() for _ in range(size)]
+    places = []
+    for body, size in worlds:
+        meeting = f"file://{folder}/meeting{next(_names)}" if join else ""
+        places += [(body, rank, size, meeting, group_timeout) for rank in range(size)]
+    pairs = [context.Pipe() for _ in places]
     ranks = [
-        context.Process(
-            target=_rank, args=(body, rank, size, meeting if join else "", group_timeout, pairs), daemon=True
-        )
-        for rank in range(size)
+        context.Process(target=_rank, args=(*place, number, pairs), daemon=True) for number, place in enumerate(places)
     ]
     try:
         for rank in ranks:
@@ -44,7 +55,8 @@ def run_ranks(
         for _, theirs in pairs:
             theirs.close()
         deadline = time.monotonic() + 100
-        return [_outcome(rank, ours, deadline) for rank, (ours, _) in zip(ranks, pairs, strict=True)]
+        outcomes = iter([_outcome(rank, ours, deadline) for rank, (ours, _) in zip(ranks, pairs, strict=True)])
+        return [[next(outcomes) for _ in range(size)] for _, size in worlds]
     finally:
         for ours, _ in pairs:
             ours.close()
@@ -97,13 +109,14 @@ def _rank(
     size: int,
     meeting: str,
     group_timeout: float,
+    number: int,
     pairs: list[tuple[Connection, Connection]],
 ) -> None:
-    for number, (ours, theirs) in enumerate(pairs):
+    for other, (ours, theirs) in enumerate(pairs):
         ours.close()
-        if number != rank:
+        if other != number:
             theirs.close()  # its end is to be seen when that rank dies
-    answers = pairs[rank][1]
+    answers = pairs[number][1]
     torch.set_num_threads(1)
     # torch names groups by this count, which a fork of a process that had groups inherits. Ranks that have destroyed
     # their groups count from 0 again, and would not meet the others.

@@ -9,6 +9,7 @@ that is itself blocked, the late rank is the end of that chain.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import re
@@ -24,13 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from survivors import run_ranks
+from survivors import run_worlds
 
 import dist_prims
 from dist_prims.errors import CommTimeoutError
 
 LARGE = 200_000  # elements: several segments of a slot
-TIMEOUT = 2.0  # of the groups whose calls time out
+TIMEOUT = 1.0  # of the groups whose calls time out: the shortest that gives a diagnosis its whole time
 DEADLINE = 60.0  # for survivors to raise, on a machine that is busy with other things
 
 
@@ -137,29 +138,33 @@ class Scenario:
         return self.calls if callable(self.calls) else self.calls[rank]
 
 
-def outcomes(scenario: Scenario, folder: Path) -> dict[int, str]:
-    """What each survivor's error says."""
+def outcomes(scenarios: Sequence[Scenario], folder: Path) -> list[dict[int, str]]:
+    """What the error of each survivor says, for scenarios that run at the same time on ranks of their own."""
+    worlds = [(functools.partial(take_part, scenario), scenario.size) for scenario in scenarios]
+    found = run_worlds(worlds, folder)
+    return [
+        {rank: str(text) for rank, text in enumerate(texts) if rank != scenario.late}
+        for scenario, texts in zip(scenarios, found, strict=True)
+    ]
 
-    def body(rank: int) -> str:
-        groups = Groups.make(TIMEOUT)
-        pids: list[Any] = [None] * scenario.size
-        dist.all_gather_object(pids, os.getpid())
-        if rank == scenario.late:
-            return be_late(scenario)
-        time.sleep(scenario.delays[rank] if scenario.delays else 0)
-        try:
-            scenario.call(rank)(groups)
-            return "no error"
-        except CommTimeoutError as error:
-            return str(error)
-        finally:
-            store().add("raised", 1)
-            await_survivors(scenario.size - 1)
-            if scenario.is_stopped:
-                os.kill(pids[scenario.late], signal.SIGCONT)
 
-    found = run_ranks(body, scenario.size, folder)
-    return {rank: str(text) for rank, text in enumerate(found) if rank != scenario.late}
+def take_part(scenario: Scenario, rank: int) -> str:
+    groups = Groups.make(TIMEOUT)
+    pids: list[Any] = [None] * scenario.size
+    dist.all_gather_object(pids, os.getpid())
+    if rank == scenario.late:
+        return be_late(scenario)
+    time.sleep(scenario.delays[rank] if scenario.delays else 0)
+    try:
+        scenario.call(rank)(groups)
+        return "no error"
+    except CommTimeoutError as error:
+        return str(error)
+    finally:
+        store().add("raised", 1)
+        await_survivors(scenario.size - 1)
+        if scenario.is_stopped:
+            os.kill(pids[scenario.late], signal.SIGCONT)
 
 
 def store() -> Any:
@@ -206,7 +211,7 @@ def chain(size: int, late: int, last: Callable[[Groups], None] | None = None) ->
 def draw(generator: random.Random) -> tuple[str, Scenario]:
     size = generator.choice([2, 3, 4])
     late = generator.randrange(size)
-    delays = [generator.random() if generator.random() < 0.7 else 0.0 for _ in range(size)]
+    delays = [generator.random() / 2 if generator.random() < 0.7 else 0.0 for _ in range(size)]
     is_stopped = generator.random() < 0.4
     kind = generator.choice(["collective", "chain", "chain with sends", "mixed"])
     if kind == "collective":
@@ -228,7 +233,7 @@ def measure(survivors: int, seed: int) -> Iterator[tuple[str, Scenario, dict[int
     while survivors > 0:
         name, scenario = draw(generator)
         with tempfile.TemporaryDirectory() as folder:
-            found = outcomes(scenario, Path(folder))
+            (found,) = outcomes([scenario], Path(folder))
         survivors -= len(found)
         yield name, scenario, found
 
