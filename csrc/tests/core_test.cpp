@@ -276,7 +276,7 @@ PointToPoint::Done quietly() {
 void messages_of_all_lengths(int size, bool carried, const HostSegment::Counters& counters = {}) {
     run_ranks(size, counters, [&](HostSegment& host_segment) {
         const int rank = host_segment.membership.rank();
-        const std::vector<std::size_t> counts{0, 1, 13, 3000, 200000};
+        const std::vector<std::size_t> counts{0, 1, 13, 3000, 100000};
         std::vector<std::vector<std::int64_t>> sent, received;
         std::vector<PointToPoint::Handle> requests;
         sent.reserve(1000);
@@ -344,7 +344,7 @@ CASE(a_message_that_does_not_fit) {
     });
 }
 
-int connect_to(const std::string& word) {
+int connect_to_rendezvous(const std::string& word) {
     sockaddr_un name{};
     name.sun_family = AF_UNIX;
     const std::string text = "dist_prims-" + word;
@@ -392,7 +392,7 @@ CASE(rendezvous_rejects_garbage) {
     const std::size_t descriptors = open_descriptors();
     std::size_t bytes = resident_bytes();
     for (int number = 0; number < hellos; ++number) {
-        const int peer = connect_to(word);
+        const int peer = connect_to_rendezvous(word);
         CHECK(peer >= 0);
         const Descriptor socket(peer);
         if (number % 16 == 0) continue;
@@ -480,7 +480,8 @@ CASE(flight_records_over_the_wrap_of_entries) {
 CASE(messages_over_the_wrap_of_ring_positions) {
     for (const std::uint64_t end : {std::uint64_t{1} << 32, std::uint64_t{1} << 63, std::uint64_t{0}}) {
         for (int size : {2, 3, 5, 7}) {
-            for (const bool carried : {false, true}) messages_of_all_lengths(size, carried, {.ring = end - (20 << 10)});
+            const bool carried = size % 3 == 2;  // 2 and 5
+            messages_of_all_lengths(size, carried, {.ring = end - (20 << 10)});
         }
     }
 }

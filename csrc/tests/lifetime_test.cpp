@@ -93,7 +93,7 @@ CASE(a_callback_drops_the_host_segment) {
 // Threads close at once while a collective runs, others wait, and a callback closes as well. All calls return, and by
 // then every job has ended.
 CASE(many_threads_close_a_queue) {
-    for (int turn = 0; turn < 30; ++turn) {
+    for (int turn = 0; turn < 12; ++turn) {
         const auto queue = std::make_shared<Queue>();
         std::atomic<bool> stopped{false}, begun{false}, all_submitted{false};
         std::atomic<int> ended{0}, failed{0};

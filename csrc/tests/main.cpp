@@ -1,12 +1,13 @@
 // Runs the cases of the C++ tests: all of them, or those named as arguments. --list prints their names. Those of UCX
 // are left out where ucx_test.cpp does not know a UCX.
 //
-// Each case runs in a child process: a failure does not hide the cases after it, and each of them may fork. A case that
-// is named alone runs in the process itself, for a debugger.
+// Each case runs in a child process, four at a time because most of them wait: a failure does not hide the cases after
+// it, and each of them may fork. A case that is named alone runs in the process itself, for a debugger.
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <map>
 #include <string_view>
 
 #include "test_support.h"
@@ -15,14 +16,27 @@ using namespace dist_prims;
 
 namespace {
 
-bool passes(const Case& each) {
+constexpr std::size_t kAtOnce = 4;
+
+pid_t start(const Case& each) {
+    std::fflush(nullptr);
     const pid_t child = ::fork();
     if (child == 0) {
         each.run();
         std::exit(0);  // where the sanitizers report leaks
     }
+    CHECK(child > 0);
+    return child;
+}
+
+// Waits for a case to end, and returns whether it has failed.
+bool next_fails(std::map<pid_t, const char*>& running) {
     int status = 0;
-    return ::waitpid(child, &status, 0) == child && status == 0;
+    const pid_t child = ::wait(&status);
+    CHECK(running.contains(child));
+    if (status) std::fprintf(stderr, "%s fails\n", running[child]);
+    running.erase(child);
+    return status != 0;
 }
 
 }  // namespace
@@ -50,11 +64,11 @@ int main(int argc, char** argv) {
         return 0;
     }
     int failures = 0;
+    std::map<pid_t, const char*> running;
     for (const Case& each : chosen) {
-        std::fflush(nullptr);
-        if (passes(each)) continue;
-        std::fprintf(stderr, "%s fails\n", each.name);
-        ++failures;
+        if (running.size() == kAtOnce) failures += next_fails(running);
+        running[start(each)] = each.name;
     }
+    while (!running.empty()) failures += next_fails(running);
     return failures ? 1 : 0;
 }

@@ -93,12 +93,6 @@ void processes(int size, const std::function<void(int)>& body) {
     for (const auto& child : children) CHECK(child->status() == 0);
 }
 
-std::size_t descriptors() {
-    std::size_t count = 0;
-    for ([[maybe_unused]] const auto& each : std::filesystem::directory_iterator("/proc/self/fd")) ++count;
-    return count;
-}
-
 bool has_ended(const ExitDescriptor& exit, int milliseconds) {
     pollfd entry{exit->get(), POLLIN, 0};
     return ::poll(&entry, 1, milliseconds) > 0;
@@ -111,7 +105,8 @@ void set_limit(rlim_t descriptors) {
 
 // Leave this process so many descriptors.
 void leave_descriptors(int spare) {
-    const std::size_t limit = descriptors() - 1 + static_cast<std::size_t>(spare);  // one of them listed the others
+    const std::size_t limit =
+        open_descriptors() - 1 + static_cast<std::size_t>(spare);  // one of them listed the others
     set_limit(limit);
     while (::fcntl(0, F_DUPFD, 0) >= 0) {  // numbers below the limit may be free
     }
@@ -138,13 +133,13 @@ CASE(groups_share_descriptors) {
         std::vector<RendezvousResult> groups;
         std::size_t before = 0;
         for (int turn = 0; turn < 20; ++turn) {
-            if (turn == 1) before = descriptors();
+            if (turn == 1) before = open_descriptors();
             groups.push_back(meet(shared, rendezvous(rank, 4), turn));
             groups.back().memory = Descriptor();  // mapped, otherwise
             shared->stage += 1;
             shared.await(4 * (turn + 1));
         }
-        CHECK(descriptors() == before);
+        CHECK(open_descriptors() == before);
         for (int peer = 0; peer < 4; ++peer) {
             CHECK((groups[0].exits[static_cast<std::size_t>(peer)] == nullptr) == (peer == rank));
             CHECK(groups[0].exits[static_cast<std::size_t>(peer)] == groups[19].exits[static_cast<std::size_t>(peer)]);

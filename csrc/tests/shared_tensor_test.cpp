@@ -64,11 +64,6 @@ void sum(HostSegment& host_segment, std::uint64_t sequence, const Shared& tensor
     all_reduce(host_segment, DType::kFloat64, Op::kSum, tensor.data, tensor.data, tensor.bytes / 8, tensor_ref);
 }
 
-std::size_t descriptors() {
-    const std::filesystem::directory_iterator all("/proc/self/fd");
-    return static_cast<std::size_t>(std::distance(begin(all), end(all)));
-}
-
 // The bytes allocated in the files of some arenas.
 std::size_t allocated(const std::map<int, SharedTensorRef>& arenas) {
     std::size_t found = 0;
@@ -117,7 +112,7 @@ CASE(free_ranges_of_an_arena) {
 // Of all sizes, from several threads: few descriptors, nothing overlaps, and nothing is left.
 CASE(allocation_of_shared_tensors) {
     Exporter exporter;
-    const std::size_t before = descriptors();
+    const std::size_t before = open_descriptors();
     std::mutex mutex;
     std::map<int, SharedTensorRef> arenas;
     std::vector<std::thread> threads;
@@ -153,7 +148,7 @@ CASE(allocation_of_shared_tensors) {
     CHECK(allocated(arenas) == 0);
     std::byte* const large = exporter.allocate(std::size_t{300} << 20);
     exporter.release(large);
-    CHECK(descriptors() <= before + 4);
+    CHECK(open_descriptors() <= before + 4);
 }
 
 CASE(released_memory_is_freed_though_a_peer_has_it_mapped) {

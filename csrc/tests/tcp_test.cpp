@@ -18,11 +18,11 @@ namespace {
 
 constexpr const char* kKey = "the key of the group";
 
-struct Network {
+struct TcpNetwork {
     std::vector<std::string> addresses;
     std::vector<std::unique_ptr<TcpTransport>> ranks;
 
-    explicit Network(int size) {
+    explicit TcpNetwork(int size) {
         std::vector<Socket> listening;
         for (int rank = 0; rank < size; ++rank)
             addresses.push_back(address_of(listening.emplace_back(listen_at("127.0.0.1"))));
@@ -79,75 +79,75 @@ CASE(a_wait_is_noticed_at_the_wrap_of_waits) {
 }
 
 CASE(tcp_carries_messages_of_every_size) {
-    carries_messages_of_every_size<Network>();
+    carries_messages_of_every_size<TcpNetwork>();
 }
 
 CASE(tcp_messages_of_a_tag_arrive_in_order) {
-    messages_of_a_tag_arrive_in_order<Network>();
+    messages_of_a_tag_arrive_in_order<TcpNetwork>();
 }
 
 CASE(tcp_a_message_behind_large_ones_is_received) {
-    a_message_behind_large_ones_is_received<Network>();
+    a_message_behind_large_ones_is_received<TcpNetwork>();
 }
 
 CASE(tcp_two_ranks_that_send_much_to_each_other_finish) {
-    two_ranks_that_send_much_to_each_other_finish<Network>();
+    two_ranks_that_send_much_to_each_other_finish<TcpNetwork>();
 }
 
 CASE(tcp_moves_messages_for_a_rank_that_does_not_wait) {
-    moves_messages_for_a_rank_that_does_not_wait<Network>();
+    moves_messages_for_a_rank_that_does_not_wait<TcpNetwork>();
 }
 
 CASE(tcp_receives_from_anyone) {
-    receives_from_anyone<Network>();
+    receives_from_anyone<TcpNetwork>();
 }
 
 CASE(tcp_a_message_meets_a_receive_only_with_its_claim) {
-    a_message_meets_a_receive_only_with_its_claim<Network>();
+    a_message_meets_a_receive_only_with_its_claim<TcpNetwork>();
 }
 
 CASE(tcp_many_threads_wait_at_once) {
-    many_threads_wait_at_once<Network>();
+    many_threads_wait_at_once<TcpNetwork>();
 }
 
 CASE(tcp_an_aborted_wait_returns_and_can_be_repeated) {
-    an_aborted_wait_returns_and_can_be_repeated<Network>();
+    an_aborted_wait_returns_and_can_be_repeated<TcpNetwork>();
 }
 
 CASE(tcp_a_rank_that_has_gone_fails_what_depends_on_it) {
-    a_rank_that_has_gone_fails_what_depends_on_it<Network>();
+    a_rank_that_has_gone_fails_what_depends_on_it<TcpNetwork>();
 }
 
 CASE(tcp_the_end_of_a_rank_that_has_left_is_no_death) {
-    the_end_of_a_rank_that_has_left_is_no_death<Network>();
+    the_end_of_a_rank_that_has_left_is_no_death<TcpNetwork>();
 }
 
 CASE(tcp_a_message_after_a_rank_has_left_arrives) {
-    a_message_after_a_rank_has_left_arrives<Network>();
+    a_message_after_a_rank_has_left_arrives<TcpNetwork>();
 }
 
 CASE(tcp_a_wait_beyond_its_limit_closes_all) {
-    a_wait_beyond_its_limit_closes_all<Network>();
+    a_wait_beyond_its_limit_closes_all<TcpNetwork>();
 }
 
 CASE(tcp_lengths_that_differ_are_an_error) {
-    lengths_that_differ_are_an_error<Network>();
+    lengths_that_differ_are_an_error<TcpNetwork>();
 }
 
 CASE(tcp_a_message_of_an_agreement_may_be_shorter) {
-    a_message_of_an_agreement_may_be_shorter<Network>();
+    a_message_of_an_agreement_may_be_shorter<TcpNetwork>();
 }
 
 CASE(tcp_a_request_that_was_given_up_leaves_its_memory_alone) {
-    a_request_that_was_given_up_leaves_its_memory_alone<Network>();
+    a_request_that_was_given_up_leaves_its_memory_alone<TcpNetwork>();
 }
 
 CASE(tcp_an_owner_is_freed_without_a_lock) {
-    an_owner_is_freed_without_a_lock<Network>();
+    an_owner_is_freed_without_a_lock<TcpNetwork>();
 }
 
 CASE(tcp_an_error_says_how_a_connection_has_ended) {
-    Network network(3);
+    TcpNetwork network(3);
     std::vector<std::byte> got(4);
     wait(send(network[1], 0, 1, pattern(4, 2)));
     wait(receive(network[0], 1, 1, got));
@@ -157,7 +157,7 @@ CASE(tcp_an_error_says_how_a_connection_has_ended) {
 }
 
 CASE(tcp_a_message_without_owner_that_was_given_up_in_part_ends_the_connection) {
-    Network network(2);
+    TcpNetwork network(2);
     std::vector<std::byte> got(1);
     const auto incoming = receive(network[1], 0, 2, got);
     wait(send(network[0], 1, 2, pattern(1, 1)));
@@ -171,7 +171,7 @@ CASE(tcp_a_message_without_owner_that_was_given_up_in_part_ends_the_connection) 
 CASE(tcp_rejects_other_processes) {
     const char* const given = std::getenv("DIST_PRIMS_TEST_HELLOS");
     const int attempts = given ? std::atoi(given) : 500;
-    Network network(2);
+    TcpNetwork network(2);
     std::vector<std::byte> got(4);
     const auto incoming = receive(network[0], 1, 1, got);
     std::mt19937 random(1);

@@ -197,7 +197,7 @@ CASE(a_trace_may_end_while_threads_write) {
             while (!is_over) const TraceSpan span(TraceKind::kCopy, 1);
         });
     }
-    for (int round = 0; round < 50; ++round) {
+    for (int round = 0; round < 20; ++round) {
         const TraceFile file(1000);
         wait_until([&] { return file.taken() > 100; });
         file.end();

@@ -109,7 +109,7 @@ void two_ranks_that_send_much_to_each_other_finish() {
     std::vector<std::thread> threads;
     for (const int rank : {0, 1}) {
         threads.emplace_back([&, rank] {
-            const auto mine = pattern(40 << 20, rank);
+            const auto mine = pattern(20 << 20, rank);
             std::vector<std::byte> got(mine.size());
             Transport& transport = network[static_cast<std::size_t>(rank)];
             const auto incoming = receive(transport, 1 - rank, 1, got);
@@ -206,7 +206,7 @@ void a_message_meets_a_receive_only_with_its_claim() {
 
 template <typename Network>
 void many_threads_wait_at_once() {
-    constexpr int kSize = 4, kThreads = 4, kMessages = 200;
+    constexpr int kSize = 4, kThreads = 4, kMessages = 60;
     Network network(kSize);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < kSize; ++rank) {

@@ -28,10 +28,10 @@ ucx::UcxLibrary& library() {
 
 const ucx::Settings kSettings{{"TLS", "tcp"}, {"NET_DEVICES", "lo"}, {"TCP_CONN_NB", "y"}};
 
-struct Network {
+struct UcxNetwork {
     std::vector<std::unique_ptr<Transport>> ranks;
 
-    explicit Network(int size) {
+    explicit UcxNetwork(int size) {
         std::vector<Socket> listening;
         std::vector<std::string> ports, addresses;
         std::vector<std::unique_ptr<ucx::Endpoint>> endpoints;
@@ -60,77 +60,77 @@ std::size_t entries(const char* folder) {
 }  // namespace
 
 CASE(ucx_carries_messages_of_every_size) {
-    carries_messages_of_every_size<Network>();
+    carries_messages_of_every_size<UcxNetwork>();
 }
 
 CASE(ucx_messages_of_a_tag_arrive_in_order) {
-    messages_of_a_tag_arrive_in_order<Network>();
+    messages_of_a_tag_arrive_in_order<UcxNetwork>();
 }
 
 CASE(ucx_a_message_behind_large_ones_is_received) {
-    a_message_behind_large_ones_is_received<Network>();
+    a_message_behind_large_ones_is_received<UcxNetwork>();
 }
 
 CASE(ucx_two_ranks_that_send_much_to_each_other_finish) {
-    two_ranks_that_send_much_to_each_other_finish<Network>();
+    two_ranks_that_send_much_to_each_other_finish<UcxNetwork>();
 }
 
 CASE(ucx_moves_messages_for_a_rank_that_does_not_wait) {
-    moves_messages_for_a_rank_that_does_not_wait<Network>();
+    moves_messages_for_a_rank_that_does_not_wait<UcxNetwork>();
 }
 
 CASE(ucx_receives_from_anyone) {
-    receives_from_anyone<Network>();
+    receives_from_anyone<UcxNetwork>();
 }
 
 CASE(ucx_a_message_meets_a_receive_only_with_its_claim) {
-    a_message_meets_a_receive_only_with_its_claim<Network>();
+    a_message_meets_a_receive_only_with_its_claim<UcxNetwork>();
 }
 
 CASE(ucx_many_threads_wait_at_once) {
-    many_threads_wait_at_once<Network>();
+    many_threads_wait_at_once<UcxNetwork>();
 }
 
 CASE(ucx_an_aborted_wait_returns_and_can_be_repeated) {
-    an_aborted_wait_returns_and_can_be_repeated<Network>();
+    an_aborted_wait_returns_and_can_be_repeated<UcxNetwork>();
 }
 
 CASE(ucx_a_rank_that_has_gone_fails_what_depends_on_it) {
-    a_rank_that_has_gone_fails_what_depends_on_it<Network>();
+    a_rank_that_has_gone_fails_what_depends_on_it<UcxNetwork>();
 }
 
 CASE(ucx_the_end_of_a_rank_that_has_left_is_no_death) {
-    the_end_of_a_rank_that_has_left_is_no_death<Network>();
+    the_end_of_a_rank_that_has_left_is_no_death<UcxNetwork>();
 }
 
 CASE(ucx_a_message_after_a_rank_has_left_arrives) {
-    a_message_after_a_rank_has_left_arrives<Network>();
+    a_message_after_a_rank_has_left_arrives<UcxNetwork>();
 }
 
 CASE(ucx_a_wait_beyond_its_limit_closes_all) {
-    a_wait_beyond_its_limit_closes_all<Network>();
+    a_wait_beyond_its_limit_closes_all<UcxNetwork>();
 }
 
 CASE(ucx_lengths_that_differ_are_an_error) {
-    lengths_that_differ_are_an_error<Network>();
+    lengths_that_differ_are_an_error<UcxNetwork>();
 }
 
 CASE(ucx_a_message_of_an_agreement_may_be_shorter) {
-    a_message_of_an_agreement_may_be_shorter<Network>();
+    a_message_of_an_agreement_may_be_shorter<UcxNetwork>();
 }
 
 CASE(ucx_a_request_that_was_given_up_leaves_its_memory_alone) {
-    a_request_that_was_given_up_leaves_its_memory_alone<Network>();
+    a_request_that_was_given_up_leaves_its_memory_alone<UcxNetwork>();
 }
 
 CASE(ucx_an_owner_is_freed_without_a_lock) {
-    an_owner_is_freed_without_a_lock<Network>();
+    an_owner_is_freed_without_a_lock<UcxNetwork>();
 }
 
 // Connections, descriptors and threads end with the transports.
 CASE(ucx_transports_leave_nothing) {
     const auto exchange = [] {
-        Network network(3);
+        UcxNetwork network(3);
         std::vector<std::byte> got(100000);
         const auto data = pattern(got.size(), 1);
         for (const int to : {1, 2}) {
@@ -150,7 +150,7 @@ CASE(ucx_transports_leave_nothing) {
 // What a rank has sent arrives although it leaves at once.
 CASE(ucx_a_rank_that_leaves_has_sent_all) {
     for (const std::size_t bytes : {1u, 1000u, 60000u, 5000000u}) {
-        Network network(2);
+        UcxNetwork network(2);
         const auto data = pattern(bytes, 3);
         std::vector<std::byte> got(bytes);
         std::thread leaver([&] {
@@ -165,7 +165,7 @@ CASE(ucx_a_rank_that_leaves_has_sent_all) {
 
 // A rank that closes its library, as at the end of its process, fails what waits.
 CASE(ucx_closing_the_library_ends_all_waits) {
-    Network network(2);
+    UcxNetwork network(2);
     std::vector<std::byte> got(4);
     const auto incoming = receive(network[0], 1, 1, got);
     std::thread closer([&] { library().close(); });
