@@ -33,14 +33,19 @@ def group_of(options: Any) -> Any:
     return dist.new_group(backend="dist_prims", pg_options=options)
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("one_shot", [True, False])
+@pytest.mark.parametrize(
+    ("size", "one_shot"),
+    [
+        *((2, True), (3, False)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, True), (2, False), (4, True), (4, False))),
+    ],
+)
 def test_on_one_host(size: int, one_shot: bool) -> None:
     """In one shot every rank folds everything. In two each folds a part: of its slots, or of memory that all share."""
 
     def body() -> None:
         options = dist_prims.BackendOptions(one_shot_bytes=1 << 20 if one_shot else 0, slot_bytes=1 << 16)
-        collectives = Collectives(group_of(options))
+        collectives = Collectives(group_of(options), every_factor=size == 4)
         collectives.check(0, 32 * size)
         if not one_shot:
             check(collectives.shared_all_reduce, collectives.group, 32 * size, view_as_real=True)
@@ -48,12 +53,12 @@ def test_on_one_host(size: int, one_shot: bool) -> None:
     dist_prims.spawn(body, size, backend="dist_prims", timeout=LIMIT)
 
 
-@pytest.mark.parametrize("name", ["ring", "recursive_doubling", "double_tree"])
-def test_by_a_pinned_schedule(name: str) -> None:
+def test_by_a_pinned_schedule() -> None:
     def body() -> None:
-        collectives = Collectives(group_of(dist_prims.BackendOptions(all_reduce=name)))
-        for reduce in (collectives.all_reduce, collectives.strided_all_reduce):
-            check(reduce, collectives.group, 32, view_as_real=True)
+        for name in ("ring", "recursive_doubling", "double_tree"):
+            collectives = Collectives(group_of(dist_prims.BackendOptions(all_reduce=name)))
+            check(collectives.all_reduce, collectives.group, 32, view_as_real=True)
+        check(collectives.strided_all_reduce, collectives.group, 32, view_as_real=True)
         check(collectives.direct_all_reduce, collectives.group, 32)
         check(collectives.coalesced_all_reduce, collectives.group, 32)
 
@@ -100,8 +105,8 @@ def test_in_python(size: int) -> None:
             dist_prims.reduce_scatter(output, tensor, op)
             return output, slice(rank * len(output), (rank + 1) * len(output))
 
-        for name in ("ring", "direct", "recursive_doubling"):  # noqa: B007 - all_reduce reads it
-            check(all_reduce, None, 4 * size)
+        for name in ("ring", "direct"):  # noqa: B007 - all_reduce reads it
+            check(all_reduce, None, 4 * size, every_factor=size == 4)
         for collective in (out_of_place, reduce, reduce_scatter):
             check(collective, None, 4 * size)
         check(out_of_place, None, 0)
@@ -146,17 +151,20 @@ def expected(name: str, given: list[torch.Tensor], rank: int) -> torch.Tensor:
     return torch.cat([each.mean([piece[c] for piece in pieces], mean_step) for c, each in enumerate(orders)])
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [3, 4, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 5, 7))])
 def test_means_of_half_types_along_every_schedule(size: int) -> None:
     """They are finite, near to the exact ones, and have the bits that the schedule's order gives, in C++ and Python."""
     count = 203
+    cases = [(dtype, *each) for dtype in HALF for each in KINDS.items()]
+    if size in (3, 4):
+        cases = cases[::2]  # noise and small numbers of one type, large ones of the other
 
     def body() -> dict[Any, list[int]]:
         rank, found = dist.get_rank(), {}
         gloo = dist.new_group(backend="gloo")
         for name in possible(size):
             group = group_of(dist_prims.BackendOptions(all_reduce=name))
-            for dtype, (kind, make) in [(dtype, each) for dtype in HALF for each in KINDS.items()]:
+            for dtype, kind, make in cases:
                 given = [make(each, dtype, count) for each in range(size)]
                 native, python = given[rank].clone(), given[rank].clone()
                 dist.all_reduce(native, Op.AVG, group)
@@ -189,7 +197,7 @@ def test_the_order_of_a_mean_in_numpy() -> None:
                 assert plan.mean(wide).tobytes() == (plan.evaluate(wide) / np.float32(size)).tobytes()
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 5])
 def test_means_of_half_types_are_rounded_once_on_one_host(size: int) -> None:
     """Small or large, in shared memory or not: added in float32 in the order of ranks, divided there, then rounded."""
 
@@ -209,7 +217,7 @@ def test_means_of_half_types_are_rounded_once_on_one_host(size: int) -> None:
     dist_prims.spawn(body, size, backend="dist_prims", timeout=60)
 
 
-@pytest.mark.parametrize("layout", ["a b", "a a b b b", "a b a c b"])
+@pytest.mark.parametrize("layout", ["a b", "a b a c b"])
 def test_means_of_half_types_across_hosts(layout: str) -> None:
     size = len(layout.split())
 
@@ -236,7 +244,7 @@ def test_means_of_the_largest_number_are_finite_whatever_the_schedule(collective
     """Here without ranks, up to 65 of them: no step gives more for less, so other means are finite as well."""
     largest = {dtype: torch.full((1,), torch.finfo(dtype).max, dtype=dtype) for dtype in HALF}
     for name in algorithms(collective):
-        for size in (2, 3, 6, 7, 9, 15, 17, 33, 64, 65):
+        for size in (2, 3, 7, 17, 32, 65):
             try:
                 schedule = build(collective, name, size)
             except ValueError:

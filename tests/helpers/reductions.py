@@ -7,6 +7,7 @@ order of additions. Only a mean is rounded, once. All ranks hold a number whose 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -140,22 +141,32 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: Any) -> None:
     assert equal, f"{what}: {found.tolist()} instead of {expected.tolist()}"
 
 
-def cases() -> Iterator[tuple[int, torch.dtype, Any]]:
-    """The number of a case, a type, and what ``torch.distributed`` takes as the operation."""
-    for dtype in DTYPES:
-        for number, (op, factor) in enumerate(CASES):
-            yield number, dtype, op if factor is None else dist._make_nccl_premul_sum(factor)
+_turn = itertools.count()  # of the calls of cases(); each rank makes the same ones
+_TURNS = 6
+
+
+def cases(every_factor: bool) -> Iterator[tuple[int, torch.dtype, Any]]:
+    """The number of a case, a type, and what ``torch.distributed`` takes as the operation. Unless ``every_factor``,
+    each type has a sixth of the factors, and the next ones in the next call."""
+    turn = next(_turn)
+    for (at, dtype), (number, (op, factor)) in itertools.product(enumerate(DTYPES), enumerate(CASES)):
+        if factor is None:
+            yield number, dtype, op
+        elif every_factor or (number + at + turn) % _TURNS == 0:
+            yield number, dtype, dist._make_nccl_premul_sum(factor)
 
 
 # Reduces a tensor, and says what this rank has got, and which elements of the whole result that should be.
 Reduce = Callable[[torch.Tensor, Any], tuple[torch.Tensor, slice]]
 
 
-def check(reduce: Reduce, group: Any, count: int, view_as_real: bool = False) -> None:
+def check(
+    reduce: Reduce, group: Any, count: int, view_as_real: bool = False, every_factor: bool = False
+) -> None:
     """All types and operations; those that are refused must be refused on all ranks, before anything is sent, or the
     next one does not match. ``view_as_real``: torch.distributed refuses some of complex numbers by itself."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    for case, dtype, op in cases():
+    for case, dtype, op in cases(every_factor):
         what = (getattr(reduce, "__name__", reduce), CASES[case], dtype, count)
         mine = numbers(rank, count, dtype).clone()
         if is_refused(*CASES[case], dtype) or (view_as_real and dtype in COMPLEX and CASES[case][0] == Op.PRODUCT):
@@ -169,8 +180,8 @@ def check(reduce: Reduce, group: Any, count: int, view_as_real: bool = False) ->
 class Collectives:
     """The collectives of ``torch.distributed`` that reduce, over one group."""
 
-    def __init__(self, group: Any = None) -> None:
-        self.group = group
+    def __init__(self, group: Any = None, every_factor: bool = False) -> None:
+        self.group, self.every_factor = group, every_factor
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.backend: Any = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
 
@@ -230,12 +241,13 @@ class Collectives:
 
     def check(self, *counts: int) -> None:
         """All of them; ``counts`` are multiples of the group's size."""
+        every = self.every_factor
         for count in counts:
             for reduce in (self.all_reduce, self.async_all_reduce, self.strided_all_reduce):
-                check(reduce, self.group, count, view_as_real=True)
+                check(reduce, self.group, count, True, every)
             is_direct = hasattr(self.backend, "all_reduce_")
-            check(self.direct_all_reduce, self.group, count, view_as_real=not is_direct)
+            check(self.direct_all_reduce, self.group, count, not is_direct, every)
             for reduce in (self.coalesced_all_reduce, self.reduce):
-                check(reduce, self.group, count)
+                check(reduce, self.group, count, False, every)
             for reduce in (self.reduce_scatter, self.reduce_scatter_tensor, self.coalesced_reduce_scatter):
-                check(reduce, self.group, count)
+                check(reduce, self.group, count, False, every)
