@@ -57,8 +57,16 @@ def by_name(tensor: torch.Tensor, **options: Any) -> None:
     dist_prims.all_reduce(tensor, algorithm="hierarchical", **options)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
-@pytest.mark.parametrize("layout", ["a a a b b b", "a b a b b a", "a b b"])
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [
+        *(("gloo", "a b a b b a"), ("dist_prims", "a b b")),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("gloo", "a b b"), ("dist_prims", "a b a b b a"), ("dist_prims", "a a a b b b"))
+        ),
+    ],
+)
 def test_an_all_reduce_adds_within_the_hosts_first(backend: str, layout: str) -> None:
     order = HostOrder.of(layout.split())
 
