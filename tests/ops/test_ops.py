@@ -17,7 +17,7 @@ from dist_prims.errors import MismatchError
 from dist_prims.launch import RankFailedError
 from dist_prims.ops import registered
 
-SOMEWHERE = [(1, "gloo"), (2, "dist_prims"), (3, "gloo"), (4, "dist_prims")]
+SOMEWHERE = [(1, "gloo"), (2, "dist_prims"), (3, "gloo"), pytest.param(4, "dist_prims", marks=pytest.mark.slow)]
 on_ranks = pytest.mark.parametrize(("size", "backend"), SOMEWHERE)
 Body = Callable[[], object]
 
@@ -206,7 +206,7 @@ class Net(torch.nn.Module):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("size", "backend"), [(2, "dist_prims"), (3, "gloo")])
+@pytest.mark.parametrize(("size", "backend"), [(2, "dist_prims"), pytest.param(3, "gloo", marks=pytest.mark.slow)])
 def test_one_graph_forwards_and_backwards(size: int, backend: str) -> None:
     def body() -> None:
         group = dist.new_group(list(range(size)))
