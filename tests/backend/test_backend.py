@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,9 +19,8 @@ from values import COMPLEX, FLOAT8, FLOATS, INTEGERS, REDUCTIONS, bits, equal, e
 
 import dist_prims
 from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError, PeerLeftError
-from dist_prims.launch import RankFailedError
 
-SIZES = [1, 2, 3, 4, 7]
+SIZES = [1, 2, 3, 4, pytest.param(7, marks=pytest.mark.slow)]
 Op = dist.ReduceOp
 
 
@@ -44,8 +42,9 @@ def test_every_collective(size: int) -> None:
     spawn(body, size)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_tensors_in_one(size: int) -> None:
+def test_tensors_in_one() -> None:
+    size = 3
+
     def body() -> None:
         rank = dist.get_rank()
         for count in (0, 5, 70_000):
@@ -71,7 +70,7 @@ def test_tensors_in_one(size: int) -> None:
     spawn(body, size)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("size", [3, 4, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 5, 7))])
 def test_the_bits_are_those_of_the_registered_schedule(size: int) -> None:
     """Small: "direct"; large: "two_shot"; reduce_scatter: "direct". Run by the executor in Python over gloo."""
 
@@ -81,10 +80,8 @@ def test_the_bits_are_those_of_the_registered_schedule(size: int) -> None:
         for dtype, count, op in itertools.product(FLOATS, (1031, 90_001), (Op.SUM, Op.AVG, Op.PRODUCT)):
             ours, reference = (noise(rank, dtype, count) for _ in range(2))
             dist.all_reduce(ours, op)
-            for name in ("direct", "two_shot"):
-                reference = noise(rank, dtype, count)
-                dist_prims.all_reduce(reference, op, gloo, algorithm=name)
-                assert bits(ours) == bits(reference), (dtype, count, op, name)
+            dist_prims.all_reduce(reference, op, gloo, algorithm="direct" if count == 1031 else "two_shot")
+            assert bits(ours) == bits(reference), (dtype, count, op)
         mine, expected = torch.zeros(1031), torch.zeros(1031)
         dist.reduce_scatter_tensor(mine, noise(rank, torch.float32, 1031 * size))
         dist_prims.reduce_scatter(expected, noise(rank, torch.float32, 1031 * size), group=gloo, algorithm="direct")
@@ -233,39 +230,33 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = 
 }
 
 
-@pytest.mark.parametrize("name", MISMATCHES)
-def test_ranks_that_disagree_all_get_an_error_that_names_both_sides(name: str) -> None:
-    one, two, words = MISMATCHES[name]
-
+def test_ranks_that_disagree_all_get_an_error_that_names_both_sides() -> None:
     def body() -> None:
-        with pytest.raises(MismatchError) as caught:
-            (one if dist.get_rank() == 0 else two)()
-        for word in ("Rank 0", "rank 1", *words):
-            assert word in str(caught.value), caught.value
-        tensor = torch.ones(5)
-        dist.all_reduce(tensor)  # the group goes on
-        assert tensor.tolist() == [2.0] * 5
+        for one, two, words in MISMATCHES.values():
+            with pytest.raises(MismatchError) as caught:
+                (one if dist.get_rank() == 0 else two)()
+            for word in ("Rank 0", "rank 1", *words):
+                assert word in str(caught.value), caught.value
+            tensor = torch.ones(5)
+            dist.all_reduce(tensor)  # the group goes on
+            assert tensor.tolist() == [2.0] * 5
 
     spawn(body, 2)
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: dist.all_reduce(torch.ones(2), Op.BXOR), "BXOR cannot reduce float32: bits belong to whole numbers"),
-        (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e5m2)), "for movement only"),
-        (lambda: dist.all_gather([torch.ones(2)], torch.ones(2)), "1 tensors for a group of 2 ranks"),
-        (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)), "cannot be shared evenly by 2 ranks"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_sent(call: Callable[[], Any], words: str) -> None:
-    def body() -> str:
-        with pytest.raises(ValueError, match=r"\w") as caught:
-            call()
-        dist.barrier()
-        return str(caught.value)
+def test_bad_input_is_refused_before_anything_is_sent() -> None:
+    def body() -> None:
+        for call, words in (
+            (lambda: dist.all_reduce(torch.ones(2), Op.BXOR), "BXOR cannot reduce float32: bits belong to whole numb"),
+            (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e5m2)), "for movement only"),
+            (lambda: dist.all_gather([torch.ones(2)], torch.ones(2)), "1 tensors for a group of 2 ranks"),
+            (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)), "cannot be shared evenly by 2 ranks"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
+            dist.barrier()
 
-    assert words in spawn(body, 2)[0]
+    spawn(body, 2)
 
 
 def test_a_rank_that_is_killed_is_named_by_all_the_others() -> None:
@@ -275,52 +266,22 @@ def test_a_rank_that_is_killed_is_named_by_all_the_others() -> None:
         dist.barrier()
         if dist.get_rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
 
         def on_and_on() -> None:
             for _ in range(10**6):
                 dist.all_reduce(torch.ones(100_000))
 
-        with pytest.raises(
-            PeerDiedError, match=r"rank 2 \(process \d+\) has died in all_reduce\(SUM, float32"
-        ) as caught:
+        with pytest.raises(PeerDiedError) as caught:
             on_and_on()
-        assert time.monotonic() - began < 30
-        raise LookupError(f"told: {caught.value}")
+        return str(caught.value)
 
-    with pytest.raises(RankFailedError, match="rank 2 was killed by SIGKILL") as caught:
-        spawn(body, 4)
-    assert caught.value.rank == 2
-
-
-def test_survivors_hear_of_a_death(tmp_path: Any) -> None:
-    """With the ranks as processes of their own: no parent ends the survivors."""
-    program = f"""
-import os, signal, sys, torch, torch.distributed as dist, dist_prims
-from dist_prims.errors import PeerDiedError
-dist_prims.init("dist_prims", init_method="file://{tmp_path}/meet", rank=int(sys.argv[1]), world_size=3, timeout=60)
-dist.barrier()
-if dist.get_rank() == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    dist.all_reduce(torch.ones(5))
-except PeerDiedError as error:
-    print(error, flush=True)
-    os._exit(0)
-"""
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", program, str(rank)], stdout=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    try:
-        outs = [rank.communicate(timeout=100)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, -signal.SIGKILL, 0]
-    for survivor in (0, 2):
-        assert f"rank {survivor}: rank 1 (process" in outs[survivor]
-        assert "has died in all_reduce(SUM, float32, 5 elements) as call number 2" in outs[survivor]
+    errors = dist_prims.spawn(body, 4, backend="dist_prims", timeout=30, min_ranks=3)
+    assert errors[2] is None
+    for survivor in (0, 1, 3):
+        found = re.match(
+            rf"rank {survivor}: rank 2 \(process \d+\) has died in all_reduce\(SUM, float32", errors[survivor]
+        )
+        assert found, errors
 
 
 def test_a_rank_that_does_not_come_is_named_when_time_is_up() -> None:
@@ -332,8 +293,9 @@ def test_a_rank_that_does_not_come_is_named_when_time_is_up() -> None:
             options.asyncOp = False
             with pytest.raises(CommTimeoutError, match=r"timeout after 300 ms in all_reduce.*: no sign of rank 1"):
                 group.allreduce([torch.ones(3)], options).wait()
+            dist.distributed_c10d._get_default_store().set("raised", "")
         else:
-            time.sleep(1)
+            dist.distributed_c10d._get_default_store().wait(["raised"])
             with pytest.raises(CommTimeoutError, match="rank 0 has given up waiting"):  # the group has ended
                 dist.all_reduce(torch.ones(3))
 
@@ -401,23 +363,6 @@ def test_a_forked_child_is_told_and_harms_nothing() -> None:
         assert tensor.tolist() == [2.0] * 3
 
     spawn(body, 2)
-
-
-def test_an_unmodified_script(tmp_path: Any) -> None:
-    (tmp_path / "script.py").write_text(
-        "import sys, torch, torch.distributed as dist\n"
-        "dist.init_process_group(sys.argv[1])\n"
-        "tensor = torch.ones(2) * dist.get_rank()\n"
-        "dist.all_reduce(tensor)\n"
-        "print(f'{dist.get_backend()} {tensor.tolist()}\\n', end='', flush=True)\n"
-        "dist.destroy_process_group()\n"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "script.py"), "dist_prims"], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("dist_prims [1.0, 1.0]") == 2
 
 
 def test_ddp_trains_as_over_gloo() -> None:

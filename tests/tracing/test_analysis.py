@@ -37,7 +37,7 @@ def one_rank_is_late(folder: str, algorithm: str | None) -> None:
         dist_prims.all_reduce(torch.ones(6000), algorithm=algorithm)
 
 
-@pytest.mark.parametrize("algorithm", [None, "ring", "recursive_doubling"])
+@pytest.mark.parametrize("algorithm", [None, "ring", pytest.param("recursive_doubling", marks=pytest.mark.slow)])
 def test_the_late_rank_is_found(tmp_path: Path, algorithm: str | None) -> None:
     dist_prims.spawn(one_rank_is_late, 3, (str(tmp_path), algorithm), backend="dist_prims", timeout=60)
     trace = read(tmp_path)

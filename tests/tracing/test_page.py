@@ -25,10 +25,11 @@ def two_calls(folder: str) -> None:
         dist_prims.all_reduce(torch.ones(6000), algorithm="ring")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    dist_prims.spawn(two_calls, 3, (str(tmp_path),), backend="dist_prims", timeout=60)
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trace")
+    dist_prims.spawn(two_calls, 3, (str(folder),), backend="dist_prims", timeout=60)
+    return folder
 
 
 def test_the_figures_are_those_of_the_analysis(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,8 +33,11 @@ from dist_prims.tracing.report import report
 PROGRAM = """
 import torch, torch.distributed as dist
 dist.init_process_group("dist_prims")
+assert dist.get_backend() == "dist_prims"
 for _ in range(5):
-    dist.all_reduce(torch.ones(2))
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.eq(dist.get_world_size()).all()
 dist.destroy_process_group()
 """
 
@@ -268,7 +271,7 @@ def test_a_forked_child_leaves_the_trace_alone(tmp_path: Path) -> None:
     assert [sorted(call.parts) for call in read(tmp_path).calls()] == [[0, 1]]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_unchanged_program_under_torchrun(tmp_path: Path, ranks: int) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
