@@ -59,19 +59,21 @@ def test_async_work_is_progressed_while_the_caller_computes() -> None:
     dist_prims.spawn(body, 2, timeout=60)
 
 
-@pytest.mark.parametrize("algorithm", [None, "ring"])
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
-def test_waiting_for_async_work_can_time_out_and_goes_on(backend: str, algorithm: str | None) -> None:
+def test_waiting_for_async_work_can_time_out_and_goes_on(backend: str) -> None:
     def body() -> None:
-        if dist.get_rank() == 1:
-            time.sleep(0.5)
-        tensor = ones()
-        work = dist_prims.all_reduce(tensor, algorithm=algorithm, async_op=True)
-        if dist.get_rank() == 0:
-            with pytest.raises(TimeoutError, match=r"all_reduce.* on rank 0 did not complete"):
-                work.wait(timedelta(milliseconds=1))
-        assert work.wait(timedelta(seconds=30))
-        assert tensor.tolist() == [2.0] * 5
+        store = dist.distributed_c10d._get_default_store()
+        for algorithm in (None, "ring"):
+            if dist.get_rank() == 1:
+                store.wait([f"waited {algorithm}"])
+            tensor = ones()
+            work = dist_prims.all_reduce(tensor, algorithm=algorithm, async_op=True)
+            if dist.get_rank() == 0:
+                with pytest.raises(TimeoutError, match=r"all_reduce.* on rank 0 did not complete"):
+                    work.wait(timedelta(milliseconds=1))
+                store.set(f"waited {algorithm}", "")
+            assert work.wait(timedelta(seconds=30))
+            assert tensor.tolist() == [2.0] * 5
 
     dist_prims.spawn(body, 2, backend=backend, timeout=60)
 
@@ -96,85 +98,63 @@ def compared(collective: str, *arguments: Any, **options: Any) -> Any:
     return getattr(dist_prims, collective)(*arguments, **{"algorithm": "cheapest", **options})
 
 
-def disagree(*calls: Callable[[], Any], backend: str) -> list[str]:
-    """Rank r makes call r; the errors of all ranks."""
+def disagree(*calls: Callable[[], Any]) -> str:
+    """Rank r makes call r; the error of this rank."""
+    with pytest.raises(MismatchError) as caught:
+        calls[dist.get_rank()]()
+    tensor = ones()
+    dist_prims.all_reduce(tensor)  # the group goes on
+    assert tensor.tolist() == [float(len(calls))] * 5
+    return str(caught.value)
 
-    def body() -> str:
-        with pytest.raises(MismatchError) as caught:
-            calls[dist.get_rank()]()
-        tensor = ones()
-        dist_prims.all_reduce(tensor)  # the group goes on
-        assert tensor.tolist() == [float(len(calls))] * 5
-        return str(caught.value)
 
-    return dist_prims.spawn(body, len(calls), backend=backend, timeout=60)
+DISAGREEMENTS: list[tuple[Callable[[], Any], Callable[[], Any], list[str]]] = [
+    (lambda: compared("all_reduce", ones()), lambda: compared("broadcast", ones()), ["all_reduce", "broadcast"]),
+    (lambda: compared("all_reduce", ones(5)), lambda: compared("all_reduce", ones(6)), ["5", "6"]),
+    (lambda: compared("all_reduce", ones()), lambda: compared("all_reduce", ones().double()), ["float32", "float64"]),
+    (
+        lambda: compared("all_reduce", ones()),
+        lambda: compared("all_reduce", ones(), dist.ReduceOp.MAX),
+        ["SUM", "MAX"],
+    ),
+    (
+        lambda: compared("all_reduce", ones(), algorithm="ring"),
+        lambda: compared("all_reduce", ones(), algorithm="swing"),
+        ["ring", "swing"],
+    ),
+    (lambda: compared("broadcast", ones(), src=0), lambda: compared("broadcast", ones(), src=1), ["0", "1"]),
+    (
+        lambda: compared("all_gather", [torch.empty(1), torch.empty(2)], torch.ones(1)),
+        lambda: compared("all_gather", [torch.empty(2), torch.empty(1)], torch.ones(1)),
+        ["rank 0", "rank 1"],
+    ),
+]
 
 
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
-@pytest.mark.parametrize(
-    ("one", "two", "both"),
-    [
-        (lambda: compared("all_reduce", ones()), lambda: compared("broadcast", ones()), ["all_reduce", "broadcast"]),
-        (lambda: compared("all_reduce", ones(5)), lambda: compared("all_reduce", ones(6)), ["5", "6"]),
-        (
-            lambda: compared("all_reduce", ones()),
-            lambda: compared("all_reduce", ones().double()),
-            ["float32", "float64"],
-        ),
-        (
-            lambda: compared("all_reduce", ones()),
-            lambda: compared("all_reduce", ones(), dist.ReduceOp.MAX),
-            ["SUM", "MAX"],
-        ),
-        (
-            lambda: compared("all_reduce", ones(), algorithm="ring"),
-            lambda: compared("all_reduce", ones(), algorithm="swing"),
-            ["ring", "swing"],
-        ),
-        (lambda: compared("broadcast", ones(), src=0), lambda: compared("broadcast", ones(), src=1), ["0", "1"]),
-        (
-            lambda: compared("all_gather", [torch.empty(1), torch.empty(2)], torch.ones(1)),
-            lambda: compared("all_gather", [torch.empty(2), torch.empty(1)], torch.ones(1)),
-            ["rank 0", "rank 1"],
-        ),
-    ],
-    ids=["collective", "count", "dtype", "operation", "algorithm", "root", "layout"],
-)
-def test_ranks_that_disagree_all_get_an_error_that_names_both_sides(
-    one: Callable[[], Any], two: Callable[[], Any], both: list[str], backend: str
-) -> None:
-    for message in disagree(one, two, backend=backend):
-        for word in ["rank 0", "rank 1", *both]:
-            assert word in message.lower() or word in message
+def test_ranks_that_disagree_all_get_an_error_that_names_both_sides(backend: str) -> None:
+    def body() -> None:
+        for one, two, both in DISAGREEMENTS:
+            message = disagree(one, two)
+            for word in ["rank 0", "rank 1", *both]:
+                assert word in message.lower() or word in message
+
+    dist_prims.spawn(body, 2, backend=backend, timeout=60)
 
 
 def test_ranks_that_disagree_in_segments() -> None:
     one = lambda: compared("all_reduce", ones(), algorithm="ring", segment_bytes=8)  # noqa: E731
     other = lambda: compared("all_reduce", ones(), algorithm="ring")  # noqa: E731
-    for message in disagree(one, other, backend="gloo"):  # the other backend cuts as it likes
+    for message in dist_prims.spawn(disagree, 2, (one, other), timeout=60):  # the other backend cuts as it likes
         assert "segment" in message
 
 
 def test_one_of_many_disagrees() -> None:
     calls = [lambda: compared("all_reduce", ones())] * 3 + [lambda: compared("all_reduce", ones(9))]
-    for message in disagree(*calls, lambda: compared("all_reduce", ones()), backend="gloo"):
+    calls.append(lambda: compared("all_reduce", ones()))
+    for message in dist_prims.spawn(disagree, 5, tuple(calls), timeout=60):
         assert "rank 3" in message
         assert "9" in message
-
-
-def refused(call: Callable[[], Any]) -> str:
-    """What a group of two is told, and that nothing was sent: both go on as if nothing had been called."""
-
-    def body() -> str:
-        with pytest.raises(ValueError, match=r"\w") as caught:
-            call()
-        dist_prims.barrier()
-        return str(caught.value)
-
-    messages = dist_prims.spawn(body, 2, timeout=60)
-    for rank, message in enumerate(messages):
-        assert f"rank {rank}" in message or "algorithm" in message, message
-    return messages[0]
 
 
 BAD_INPUT: dict[str, tuple[Callable[[], Any], str]] = {
@@ -196,17 +176,25 @@ BAD_INPUT: dict[str, tuple[Callable[[], Any], str]] = {
     "dtypes": (lambda: dist_prims.all_reduce(ones(), output=ones().int()), "tensors differ"),
     "splits": (lambda: dist_prims.all_to_all(ones(4), ones(4), [1, 2], [2, 2]), "must be 2 numbers that add up to 4"),
     "segments": (lambda: dist_prims.all_reduce(ones(), segment_bytes=-1), "segment_bytes=-1 is negative"),
-    "gather list": (lambda: dist_prims.gather(ones()), "gather_list must be given on rank 0 and only there"),
+    "gather list": (  # an empty list is wrong on rank 1 too
+        lambda: dist_prims.gather(ones(), [] if dist.get_rank() else None),
+        "gather_list must be given on rank 0 and only there",
+    ),
     "no tensor": (lambda: dist_prims.all_reduce([1.0]), "a tensor is needed, not list"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_input_is_refused_before_anything_is_sent(name: str) -> None:
-    call, words = BAD_INPUT[name]
-    if name == "gather list":  # right on rank 1
-        call = lambda: dist_prims.gather(ones(), [] if dist.get_rank() else None)  # noqa: E731
-    assert words in refused(call)
+def test_bad_input_is_refused_before_anything_is_sent() -> None:
+    def body() -> None:
+        for name, (call, words) in BAD_INPUT.items():
+            with pytest.raises(ValueError, match=r"\w") as caught:
+                call()
+            message = str(caught.value)
+            assert words in message, (name, message)
+            assert f"rank {dist.get_rank()}" in message or "algorithm" in message, (name, message)
+            dist_prims.barrier()
+
+    dist_prims.spawn(body, 2, timeout=60)
 
 
 @pytest.mark.parametrize("backend", ["dist_prims", "gloo"])

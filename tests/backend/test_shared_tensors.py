@@ -7,8 +7,6 @@ import gc
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -137,7 +135,7 @@ def several(tensors: list[torch.Tensor]) -> None:
 
 def until_wait_gives_up(tensors: list[torch.Tensor]) -> None:
     work = dist.all_reduce(tensors[1], async_op=True)
-    work.wait(timedelta(milliseconds=500) if dist.get_rank() == 0 else PATIENCE)
+    work.wait(timedelta(milliseconds=300) if dist.get_rank() == 0 else PATIENCE)
 
 
 def incrementally(tensors: list[torch.Tensor]) -> None:
@@ -157,7 +155,7 @@ def test_nothing_is_written_after_the_error(call: Callable[[list[torch.Tensor]],
         rank = dist.get_rank()
         tensors = [dist_prims.empty(COUNT).fill_(1) for _ in range(3)]
         dist.all_reduce(tensors[1])
-        dist.group.WORLD.set_timeout(timedelta(milliseconds=500 if rank == 0 else 50_000))
+        dist.group.WORLD.set_timeout(timedelta(milliseconds=300 if rank == 0 else 50_000))
         if rank == 0:
             with pytest.raises(CommTimeoutError):
                 call(tensors)
@@ -233,83 +231,71 @@ def test_forked_ranks_have_memory_of_their_own() -> None:
     assert all((each == 3).all() for each in inherited)
 
 
-LIMITED = """
-import resource, torch, dist_prims
-def used():
-    return int(open("/proc/self/statm").read().split()[0]) * 4096
-"""
+def error_of(*sizes: int) -> str:
+    """The error of the last allocation; those before it are written, and succeed."""
+    tensors = [dist_prims.empty(size).fill_(1) for size in sizes[:-1]]
+    assert all(each[-1] == 1 for each in tensors)
+    with pytest.raises(RuntimeError) as caught:
+        dist_prims.empty(sizes[-1])
+    return str(caught.value)
 
 
-def output_of(program: str, *prefix: str) -> str:
-    command = [*prefix, sys.executable, "-c", LIMITED + program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def alone(body: Callable[[], str]) -> str:
+    """What ``body`` returns in a process of its own, which may set its limits."""
+    return dist_prims.spawn(body, 1, init=False, timeout=60)[0]
 
 
 def test_little_address_space() -> None:
     """The first file is smaller then; nothing but the tensors' own size is needed."""
-    program = """
-resource.setrlimit(resource.RLIMIT_AS, (used() + (30 << 20), ) * 2)
-tensors = [dist_prims.empty(1_000_000).fill_(1) for _ in range(3)]
-try:
-    dist_prims.empty(20_000_000)
-except RuntimeError as error:
-    print(error)
-"""
-    assert "Cannot allocate memory" in output_of(program)
+
+    def body() -> str:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+        resource.setrlimit(resource.RLIMIT_AS, (used + (30 << 20),) * 2)
+        return error_of(1_000_000, 1_000_000, 1_000_000, 20_000_000)
+
+    assert "Cannot allocate memory" in alone(body)
 
 
 def test_a_limit_on_the_size_of_files() -> None:
-    program = """
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-tensors = [dist_prims.empty(50_000).fill_(1) for _ in range(20)]
-try:
-    dist_prims.empty(10_000_000)
-except RuntimeError as error:
-    print(error)
-"""
-    said = output_of(program)
-    assert "cannot reserve 40001536 bytes of shared memory" in said
-    assert "ulimit -f" in said
+    def body() -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        return error_of(*[50_000] * 20, 10_000_000)
+
+    error = alone(body)
+    assert "cannot reserve 40001536 bytes of shared memory" in error
+    assert "ulimit -f" in error
 
 
 def test_no_descriptor_is_left() -> None:
-    program = """
-import os
-dist_prims.empty(1)  # imports what it needs; so little takes no descriptor
-held = [os.dup(0) for _ in range(20)]
-resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1, held[-1] + 1))
-try:
-    dist_prims.empty(50_000)
-except RuntimeError as error:
-    print(error)
-"""
-    assert "Too many open files" in output_of(program)
+    def body() -> str:
+        dist_prims.empty(1)  # imports what it needs; so little takes no descriptor
+        taken = [os.dup(0) for _ in range(200)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, taken[-1] + 1))
+        error = error_of(50_000)
+        os.close(taken[0])  # to report the error takes one
+        return error
+
+    assert "Too many open files" in alone(body)
 
 
-def test_more_than_the_control_group_may_have(tmp_path: Path) -> None:
+def test_more_than_the_control_group_may_have() -> None:
     """An error, where the kernel would kill a process of the group."""
     group = Path("/sys/fs/cgroup/memory/dist_prims_test")
-    limit = 2 << 30
     try:
         group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(limit))
+        (group / "memory.limit_in_bytes").write_text(str(2 << 30))
     except OSError as error:
         pytest.skip(f"no control group can be made: {error}")
+
+    def body() -> str:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        return error_of(25_000_000, 700_000_000)
+
     try:
-        enter = f'echo $$ > {group}/cgroup.procs && exec "$0" "$@"'
-        program = """
-assert dist_prims.empty(25_000_000).fill_(1).sum() == 25_000_000
-try:
-    dist_prims.empty(700_000_000)
-except RuntimeError as error:
-    print(error)
-"""
-        said = output_of(program, "sh", "-c", enter)
+        error = alone(body)
     finally:
         group.rmdir()
-    assert "cannot reserve 2800001024 bytes of shared memory: the machine or the control group" in said
+    assert "cannot reserve 2800001024 bytes of shared memory: the machine or the control group" in error
 
 
 def test_a_shape_beyond_all_bounds_is_refused() -> None:

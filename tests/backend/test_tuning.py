@@ -12,6 +12,7 @@ from launching import clean, run
 
 from dist_prims.backend import tuning
 from dist_prims.backend.tuning import CALIBRATION, ONE_SHOT_BYTES, TUNING, tuned
+from dist_prims.cli import main
 
 LIMITS = {"one_shot_bytes": {"2": 4096}}
 
@@ -149,16 +150,25 @@ def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         TUNING.check_writable()
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("no folder")
     path = tmp_path / "file" / "tuning.json"
-    environ = clean(DIST_PRIMS_TUNING=str(path), DIST_PRIMS_CALIBRATION=str(path))
-    done = run([sys.executable, "-m", "dist_prims", "tune", "--ranks", "2"], environ)
-    assert done.returncode == 1
-    assert f"tune: the measurements cannot be written to {path}: " in done.stderr
-    assert "; set DIST_PRIMS_TUNING to a file that can be written\n" in done.stderr
+    monkeypatch.setenv("DIST_PRIMS_TUNING", str(path))
+    monkeypatch.setenv("DIST_PRIMS_CALIBRATION", str(path))
+    assert main(["tune", "--ranks", "2"]) == 1
+    error = capfd.readouterr().err
+    assert f"tune: the measurements cannot be written to {path}: " in error
+    assert "; set DIST_PRIMS_TUNING to a file that can be written\n" in error
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_do_not_measure_what_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    path = tmp_path / "file" / "tuning.json"
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run([*ranks, "-m", "dist_prims.bench", "calibrate"], environ)
+    done = run([*ranks, "-m", "dist_prims.bench", "calibrate"], clean(DIST_PRIMS_CALIBRATION=str(path)))
     assert done.returncode != 0
     assert f"error: the measurements cannot be written to {path}: " in done.stderr
     assert done.stdout == ""
