@@ -21,12 +21,13 @@ def check(usages: list[Usage], bytes_for_each_group: int) -> None:
         assert usage.growth() <= 8 * 2**20 + groups * bytes_for_each_group, usage.text()
 
 
+@pytest.mark.parametrize("seconds", [4, pytest.param(12, marks=pytest.mark.slow)])
 @LAYOUTS
-def test_a_rank_uses_no_more_after_many_groups(layout: str, engine: str) -> None:
-    check(run(Options(12, least_groups=120, layout=layout, engine=engine)), bytes_for_each_group=8192)
+def test_a_rank_uses_no_more_after_many_groups(layout: str, engine: str, seconds: float) -> None:
+    check(run(Options(seconds, least_groups=120, layout=layout, engine=engine)), bytes_for_each_group=8192)
 
 
-@pytest.mark.slow
+@pytest.mark.long(minutes=3)
 @pytest.mark.timeout(900)
 @LAYOUTS
 def test_a_rank_uses_no_more_after_a_minute(layout: str, engine: str) -> None:
