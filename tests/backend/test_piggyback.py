@@ -106,7 +106,9 @@ def collectives_of(count: int, root: int) -> None:
 
 
 @pytest.mark.usefixtures("host_engine")
-@pytest.mark.parametrize("layout", ["a b", "a b b c", "a b a c b d", "a b c d e"])
+@pytest.mark.parametrize(
+    "layout", ["a b", "a b a c b d", *(pytest.param(each, marks=pytest.mark.slow) for each in ("a b b c", "a b c d e"))]
+)
 def test_every_collective_moves_the_right_data(layout: str) -> None:
     def body() -> None:
         size = dist.get_world_size()

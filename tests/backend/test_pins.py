@@ -22,8 +22,11 @@ from dist_prims.schedules.contract import ROOTED
 BackendOptions = dist_prims.BackendOptions
 # Some layouts of hosts have no schedule that is hierarchical: hosts of 3 and 1 ranks, and one rank on each.
 LAYOUTS = [
-    *("a", "a a a", "a a a b", "a b a b"),
-    *(pytest.param(each, marks=pytest.mark.slow) for each in ("a a", "a a a a", "a a a a a a a", "a a b b", "a b c")),
+    *("a", "a a a", "a b a b"),
+    *(
+        pytest.param(each, marks=pytest.mark.slow)
+        for each in ("a a", "a a a a", "a a a a a a a", "a a a b", "a a b b", "a b c")
+    ),
 ]
 
 
@@ -98,7 +101,7 @@ def test_every_algorithm_of_every_collective(layout: str) -> None:
                 found = backend().algorithm(64, collective, size - 1 if collective in ROOTED else -1)
                 assert found.startswith(name), (found, name)
                 assert found.endswith(segments) or "~" in found, (found, segments)
-            for count, dtype in itertools.islice(cases, 3):
+            for count, dtype in itertools.islice(cases, 2):
                 every_collective(count, dtype)
 
     run(layout, body)

@@ -136,7 +136,7 @@ def test_an_algorithm_of_a_user_is_chosen_for_the_roots_for_which_it_works() -> 
     assert names[0].startswith("free#")
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     hosts=st.lists(st.integers(1, 4), min_size=2, max_size=4),
     collective=st.sampled_from(COLLECTIVES),

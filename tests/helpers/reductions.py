@@ -160,9 +160,7 @@ def cases(every_factor: bool) -> Iterator[tuple[int, torch.dtype, Any]]:
 Reduce = Callable[[torch.Tensor, Any], tuple[torch.Tensor, slice]]
 
 
-def check(
-    reduce: Reduce, group: Any, count: int, view_as_real: bool = False, every_factor: bool = False
-) -> None:
+def check(reduce: Reduce, group: Any, count: int, view_as_real: bool = False, every_factor: bool = False) -> None:
     """All types and operations; those that are refused must be refused on all ranks, before anything is sent, or the
     next one does not match. ``view_as_real``: torch.distributed refuses some of complex numbers by itself."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
