@@ -87,9 +87,9 @@ def test_a_rank_that_has_attached_and_dies(victim: int, tmp_path: Path) -> None:
 
     def body(rank: int) -> Any:
         if rank == victim:
-            threading.Timer(2, die).start()
+            between_rendezvous_and_attaching(threading.Timer(0.5, die).start)
         elif rank == 2:
-            between_rendezvous_and_attaching(lambda: time.sleep(4))
+            between_rendezvous_and_attaching(lambda: time.sleep(1.5))
         began = time.monotonic()
         meeting = f"file://{tmp_path}/meeting"
         with pytest.raises(PeerDiedError) as caught:
@@ -110,7 +110,7 @@ def test_the_store_that_dies_with_rank_0(tmp_path: Path) -> None:
         join_at_rank_0(rank, 3, tmp_path)
         dist.barrier()
         if rank == 0:
-            time.sleep(1)
+            time.sleep(0.3)
             die()
         return new_group()
 
@@ -123,11 +123,11 @@ def test_the_store_that_dies_with_rank_0(tmp_path: Path) -> None:
 def test_a_rank_that_is_interrupted_tells_the_others(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         if rank == 2:
-            between_rendezvous_and_attaching(lambda: time.sleep(3))
+            between_rendezvous_and_attaching(lambda: time.sleep(1))
         if rank != 1:
             return new_group()
         signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(LookupError("of the handler")))
-        signal.setitimer(signal.ITIMER_REAL, 1)
+        signal.setitimer(signal.ITIMER_REAL, 0.4)
         with pytest.raises(LookupError, match="of the handler"):
             dist.new_group(timeout=timedelta(seconds=60))
         return None
@@ -146,7 +146,7 @@ def test_handled_signals_do_no_harm(ranks: list[int], tmp_path: Path) -> None:
         if rank in ranks:
             signal.signal(signal.SIGALRM, lambda *_: seen.append(1))
             signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
-        for turn in range(40):
+        for turn in range(25):
             time.sleep(0.005 * (rank == turn % 3))
             dist.destroy_process_group(dist.new_group())
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -218,7 +218,7 @@ def test_a_rank_that_stops_before_it_publishes_its_address_is_named_by_all_other
             dist_prims.backend.tcp_endpoint.make = wait_for_others  # type: ignore[assignment]
         dist.barrier()  # the timeout is one of the handshake as well
         with pytest.raises(RuntimeError if rank == 1 else CommTimeoutError) as caught:
-            dist.new_group(backend="dist_prims", timeout=timedelta(seconds=8))
+            dist.new_group(backend="dist_prims", timeout=timedelta(seconds=3))
         if rank != 1:
             expected = f"rank {rank}: timeout while the group was made: no sign of rank 1; "
             assert str(caught.value).startswith(expected), str(caught.value)

@@ -6,8 +6,6 @@ import gc
 import multiprocessing
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engines import require
+from launching import run_scripts
 from ranks import span
 
 import dist_prims
@@ -193,32 +192,31 @@ def test_a_callback_that_raises_ends_nothing(capfd: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("layout", ["a a a", "a a b"])
-@pytest.mark.parametrize("late", [None, 0, 1, 2])
-def test_a_group_leaves_no_key_in_the_store(layout: str, late: int | None) -> None:
+def test_a_group_leaves_no_key_in_the_store(layout: str) -> None:
     """On one host it once left 8, and between hosts 17. Each key is there until the last rank has read it."""
 
     def late_extension() -> Any:
-        time.sleep(0.4)
+        time.sleep(0.1)
         return extension()
 
     def body() -> list[int]:
         found = []
         store = group_store(default_group())
         assert store is not None
-        if dist.get_rank() == late:
-            create.extension = late_extension
-        for _ in range(3):
-            group = dist.new_group()
-            total = torch.ones(1)
-            dist.all_reduce(total, group=group)
-            assert total.item() == 3
-            dist.destroy_process_group(group)
-            dist.barrier()
-            found.append(store.num_keys())
-            dist.barrier()
+        for late in (None, None, 0, 1, 2):
+            create.extension = late_extension if dist.get_rank() == late else extension
+            for _ in range(2):
+                group = dist.new_group()
+                total = torch.ones(1)
+                dist.all_reduce(total, group=group)
+                assert total.item() == 3
+                dist.destroy_process_group(group)
+                dist.barrier()
+                found.append(store.num_keys())
+                dist.barrier()
         return [after - before for before, after in pairwise(found)]
 
-    assert span(layout, body) == [[0, 0]] * 3
+    assert span(layout, body) == [[0] * 9] * 3
 
 
 def test_a_process_keeps_no_options_of_groups_that_have_ended() -> None:
@@ -241,27 +239,26 @@ def test_a_process_keeps_no_options_of_groups_that_have_ended() -> None:
 
 
 ENDS = """
-import contextlib, os, sys, time, torch, torch.distributed as dist, dist_prims
-rank, status, store = int(sys.argv[1]), int(sys.argv[3]), f"file://{sys.argv[4]}"
-os.environ["DIST_PRIMS_HOST_ID"] = sys.argv[2][rank]
-dist.init_process_group("dist_prims", init_method=store, rank=rank, world_size=3)
+import contextlib
+hosts, status = sys.argv[3 + number // 3].split(":")
+rank, status, meeting = number % 3, int(status), folder / f"meeting{number // 3}"
+os.environ["DIST_PRIMS_HOST_ID"] = hosts[rank]
+dist.init_process_group("dist_prims", init_method=f"file://{meeting}", rank=rank, world_size=3)
 if rank == 0:
     try:
         senders = [dist.recv(torch.zeros(3)) for _ in range(2)]
-        open(sys.argv[4] + ".received", "w").close()
+        meeting.with_suffix(".received").touch()
         print(*sorted(senders), dist.recv(torch.zeros(3)), flush=True)
     except dist_prims.PeerDiedError as error:
         print(error, flush=True)
     os._exit(0)
 dist.send(torch.ones(3), 0)
 if rank == 1:
-    while not os.path.exists(sys.argv[4] + ".received"):
-        time.sleep(0.01)
+    await_path(meeting.with_suffix(".received"))
     sys.exit(status)
 if status == 0:
-    while not os.path.exists(sys.argv[4] + ".ended"):
-        time.sleep(0.01)
-    time.sleep(2)  # the end of rank 1 would be taken for its death by now
+    await_end(number - 1)
+    time.sleep(1)  # the end of rank 1 would be taken for its death by now
     dist.send(torch.ones(3), 0)
 else:
     with contextlib.suppress(dist_prims.errors.CommError):  # until rank 0 has ended the group
@@ -270,33 +267,25 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "engine"),
-    [("aaa", "tcp"), ("abc", "tcp"), pytest.param("abc", "ucx", marks=pytest.mark.slow)],
-    ids=["one host", "over TCP", "over UCX"],
+    ("engine", "cases"),
+    [
+        ("tcp", ["aaa:0", "abc:0", "aaa:1", "abc:1"]),
+        pytest.param("ucx", ["abc:0", "abc:1"], marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("status", [0, 1])
 def test_a_program_that_ends_well_leaves_its_groups(
-    hosts: str, engine: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, cases: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many programs do not destroy their groups. The end of such a rank was taken for its death, and a receive from any
     rank failed; with another exit status than 0 it still does."""
     require(engine)
     monkeypatch.setenv("DIST_PRIMS_ENGINE", engine)
-    options = [hosts, str(status), str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", ENDS, str(rank), *options], stdout=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    try:
-        assert ranks[1].wait(90) == status
-        (tmp_path / "store.ended").touch()
-        output = ranks[0].communicate(timeout=60)[0]
-        assert [each.wait(60) for each in ranks] == [0, status, 0]
-    finally:
-        for each in ranks:
-            each.kill()
-    expected = r"rank 0: rank 1 .* in recv\(12 bytes from any rank" if status else r"1 2 2\n$"
-    assert re.match(expected, output), output
+    found = run_scripts(ENDS, 3 * len(cases), tmp_path, {**os.environ}, cases)
+    for case, (first, second, third) in zip(cases, zip(found[::3], found[1::3], found[2::3], strict=True), strict=True):
+        status = int(case[-1])
+        expected = r"0: rank 0: rank 1 .* in recv\(12 bytes from any rank" if status else r"0: 1 2 2\n$"
+        assert re.match(expected, first), (case, found)
+        assert (second, third) == (f"{status}: ", "0: "), (case, found)
 
 
 def test_a_worker_of_multiprocessing_that_ends_well_leaves_its_groups(tmp_path: Path) -> None:
@@ -316,7 +305,7 @@ def test_a_worker_of_multiprocessing_that_ends_well_leaves_its_groups(tmp_path: 
         assert received.wait(LIMIT)
         if rank == 2:
             assert ended.wait(LIMIT)
-            time.sleep(2)  # the end of rank 1 would be taken for its death by now
+            time.sleep(1)  # the end of rank 1 would be taken for its death by now
             dist.send(torch.ones(3), 0)
 
     workers = [context.Process(target=body, args=(rank,)) for rank in range(3)]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engines import require
-from launching import clean
+from launching import clean, run_scripts
 from ranks import span
 
 import dist_prims
@@ -45,29 +45,26 @@ def total(group: dist.ProcessGroup | None = None, count: int = 5) -> float:
     return tensor[-1].item()
 
 
-def torchrun(folder: Path, program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the text of a program on 3 ranks, in processes of which none has loaded UCX."""
-    path = folder / "program.py"
-    path.write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(path)]
-    environment = clean(DIST_PRIMS_ENGINE="ucx", **environment)
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-
+# The ranks are forks of a process that has not loaded UCX.
+JOIN = """
+def join(meeting):
+    method = f"file://{folder}/{meeting}"
+    dist_prims.init("dist_prims", init_method=method, rank=number, world_size=3, timeout=30)
+os.environ["DIST_PRIMS_HOST_ID"] = str(number)
+"""
 
 WITHOUT_UCX = """
-import os, torch, torch.distributed as dist, dist_prims
-os.environ["DIST_PRIMS_HOST_ID"] = rank = os.environ["RANK"]
-if rank == "1":
-    os.environ["DIST_PRIMS_UCX"] = os.environ["BROKEN"]
+if number == 1:
+    os.environ["DIST_PRIMS_UCX"] = str(folder)
 try:
-    dist_prims.init("dist_prims", timeout=30)
+    join("first")
 except RuntimeError as error:
-    print(f"{error}\\n", end="", flush=True)
+    print(error)
 os.environ["DIST_PRIMS_ENGINE"] = "tcp"
-dist_prims.init("dist_prims", timeout=30)
+join("second")
 tensor = torch.ones(1)
 dist.all_reduce(tensor)
-print(f"over tcp {tensor.item()}\\n", end="", flush=True)
+print(f"over tcp {tensor.item()}")
 dist.destroy_process_group()
 """
 
@@ -76,16 +73,13 @@ def test_a_rank_without_ucx_is_named_on_all_ranks(tmp_path: Path, needs_ucx: Non
     """The library of rank 1 is an empty file."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libucp.so.0").touch()
-    done = torchrun(tmp_path, WITHOUT_UCX, BROKEN=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    errors = [line for line in done.stdout.splitlines() if line.startswith(("UCX", "dist_prims: rank"))]
-    assert len(errors) == 3, done.stdout
-    for text in errors:
+    for text in run_scripts(JOIN + WITHOUT_UCX, 3, tmp_path, clean(DIST_PRIMS_ENGINE="ucx")):
         assert "UCX cannot be the transport between the hosts of this group (rank 1: " in text
         assert "cannot open shared object file" in text
         assert "pip install libucx-cu12" in text
         assert "to use TCP instead: DIST_PRIMS_ENGINE=tcp" in text
-    assert done.stdout.count("over tcp 3.0") == 3
+        assert text.startswith("0: ")
+        assert text.endswith("over tcp 3.0\n")
 
 
 def test_a_rank_that_cannot_create_a_worker_is_named_on_all_ranks(needs_ucx: None) -> None:
@@ -124,7 +118,7 @@ def test_groups_leave_no_descriptors_and_threads(needs_ucx: None) -> None:
 
         use_a_group()  # what the first one makes for all
         before = count()
-        for _ in range(20):
+        for _ in range(8):
             use_a_group()
         assert count() == before
 
@@ -206,13 +200,14 @@ def test_ranks_that_are_forked_where_mpi_is_used(tmp_path: Path, needs_ucx: None
 
 def test_the_doctor_reports_the_ucx_that_a_group_will_use(needs_ucx: None) -> None:
     """The report had the version of the UCX that MPI contains, also in a process that mpirun had not started."""
-    version = "from dist_prims.backend import ucx_library; print(ucx_library.version())"
-    report = "from dist_prims.cli.doctor import report; print(report())"
-    alone, of_doctor = (
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=clean()).stdout
-        for program in (version, report)
-    )
-    assert re.search(rf"^UCX +{re.escape(alone.strip())}, over", of_doctor, re.MULTILINE), of_doctor
+    program = """
+from dist_prims.backend import ucx_library
+from dist_prims.cli.doctor import report
+print(report(), ucx_library.version(), sep="\\n")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, env=clean())
+    version = done.stdout.splitlines()[-1]
+    assert re.search(rf"^UCX +{re.escape(version)}, over", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_a_rank_that_cannot_be_reached_is_not_taken_for_dead(needs_ucx: None) -> None:
@@ -239,9 +234,7 @@ def test_a_rank_that_cannot_be_reached_is_not_taken_for_dead(needs_ucx: None) ->
 
 
 PROGRAM = """
-import os, sys, torch, torch.distributed as dist, dist_prims
-os.environ["DIST_PRIMS_HOST_ID"] = os.environ["RANK"]
-dist_prims.init("dist_prims", timeout=30)
+join("meeting")
 tensor = torch.ones(1_000_000)
 for _ in range(5):
     tensor.fill_(1)
@@ -251,16 +244,16 @@ if (child := os.fork()) == 0:
     sys.exit(3)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 dist.all_reduce(tensor)
-print(f"{tensor[-1].item()}\\n", end="", flush=True)
+print(tensor[-1].item(), flush=True)
 """
 
 
-def test_a_program_may_end_without_destroying_the_group(tmp_path: Path, needs_ucx: None) -> None:
+def test_a_program_may_end_without_destroying_the_group(
+    tmp_path: Path, needs_ucx: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Neither do its ranks crash, nor its forked children, nor does UCX print anything."""
-    done = torchrun(tmp_path, PROGRAM)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["9.0"] * 3
-    assert "ucx" not in done.stderr.lower()
+    assert run_scripts(JOIN + PROGRAM, 3, tmp_path, clean(DIST_PRIMS_ENGINE="ucx")) == ["0: 9.0\n"] * 3
+    assert "ucx" not in capfd.readouterr().err.lower()
 
 
 def test_active_ports_for_rdma_are_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engines import require
-from ranks import press_ctrl_c_soon, span
+from ranks import press_ctrl_c_soon, span, store
 from values import equal
 
 from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError, PeerLeftError
@@ -222,7 +222,7 @@ def test_a_receive_from_any_rank_where_another_host_has_no_rank_left(is_killed: 
         if rank == 1:
             return os.kill(os.getpid(), signal.SIGKILL) if is_killed else dist.destroy_process_group()
         if rank == 2:
-            time.sleep(3)
+            store().wait(["raised"]) if is_killed else time.sleep(1)
             with contextlib.suppress(PeerDiedError):  # this rank is alive, and the group may not be
                 dist.send(torch.zeros(3), 0)
             return None
@@ -234,6 +234,7 @@ def test_a_receive_from_any_rank_where_another_host_has_no_rank_left(is_killed: 
             return None
         with pytest.raises(PeerDiedError, match=r"rank 1 on host b .* in recv\(12 bytes from any rank"):
             dist.recv(torch.zeros(3))
+        store().set("raised", "")
         return None
 
     with pytest.raises(RankFailedError, match="rank 1") if is_killed else contextlib.nullcontext():
@@ -249,13 +250,13 @@ def test_an_abort_by_another_thread_is_reported_to_other_hosts() -> None:
         dist.recv(torch.ones(3), peer)
         if peer == 1:
             backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-            threading.Timer(1, backend.abort).start()
+            threading.Timer(0.3, backend.abort).start()
         began = time.monotonic()
         with pytest.raises(PeerLeftError, match="rank 0"):
             dist.recv(torch.ones(3), peer)
         assert time.monotonic() - began < 10
-        if peer == 1:
-            time.sleep(3)  # the connections of this rank stay open
+        # Until then the connections of rank 0 stay open.
+        store().wait(["raised"]) if peer == 1 else store().set("raised", "")
 
     span("a b", body)
 
@@ -275,12 +276,15 @@ def test_a_limit_ends_the_wait_and_the_group(source: int | None) -> None:
             work = dist.irecv(tensor, source)
             with pytest.raises(CommTimeoutError, match=wait):
                 work.wait(timedelta(milliseconds=300))
-            time.sleep(2)
+            store().set("raised", "")
+            store().wait(["sent 1", "sent 2"])
+            time.sleep(0.2)
             assert not tensor.any()  # nothing is written late
         else:
-            time.sleep(2)
+            store().wait(["raised"])
             with pytest.raises((PeerDiedError, CommTimeoutError)):
                 send_and_meet()
+            store().set(f"sent {dist.get_rank()}", "")
 
     span("a a b", body)
 
@@ -289,11 +293,12 @@ def test_a_limit_ends_the_wait_and_the_group(source: int | None) -> None:
 def test_ctrl_c_ends_a_wait_for_a_message(source: int | None) -> None:
     def body() -> None:
         if dist.get_rank() == 1:
-            time.sleep(1)
+            store().wait(["interrupted"])
             return
         press_ctrl_c_soon()
         with pytest.raises(KeyboardInterrupt):
             dist.recv(torch.ones(3), source)
+        store().set("interrupted", "")
 
     span("a b", body)
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -89,6 +89,49 @@ def run_forked(program: Path, *arguments: str, ranks: int = 1, timeout: float = 
         runpy.run_path(str(program), run_name="__main__")
 
     dist_prims.spawn(main, ranks, init=False, timeout=timeout)
+
+
+SCRIPTS = """
+import ctypes, os, pathlib, sys, time
+import torch, torch.distributed as dist, dist_prims, dist_prims.backend.create
+folder, children = pathlib.Path(sys.argv[1]), {}
+for number in range(int(sys.argv[2])):
+    if (child := os.fork()) == 0:
+        ctypes.CDLL(None).prctl(1, 9)  # it is killed at the end of the process that has forked it
+        os.dup2(os.open(folder / f"said{number}", os.O_WRONLY | os.O_CREAT), 1)
+        break
+    children[child] = number
+else:
+    while children:
+        child, status = os.wait()
+        new = folder / "new"
+        new.write_text(str(os.waitstatus_to_exitcode(status)))
+        new.rename(folder / f"status{children.pop(child)}")
+    os._exit(0)
+def await_path(path):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+def await_end(other):
+    await_path(folder / f"status{other}")
+"""
+
+
+def run_scripts(
+    program: str, count: int, folder: Path, environ: Mapping[str, str] | None = None, arguments: Sequence[str] = ()
+) -> list[str]:
+    """Run a script in several processes at once, which end as interpreters do: f"{status}: {output}" of each.
+
+    The processes are forks of one interpreter, because each fresh one imports torch for two seconds. The program finds
+    its ``number``, the ``folder``, and ``await_end(number)`` of another process.
+    """
+    done = run([sys.executable, "-c", SCRIPTS + program, str(folder), str(count), *arguments], environ)
+    assert done.returncode == 0, done.stderr
+    sys.stderr.write(done.stderr)
+    return [
+        f"{(folder / f'status{each}').read_text()}: {(folder / f'said{each}').read_text()}" for each in range(count)
+    ]
 
 
 def forked(*starts: tuple[str, Mapping[str, str]], seconds: float = 60) -> list[subprocess.CompletedProcess[str]]:

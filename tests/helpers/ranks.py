@@ -6,6 +6,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ import dist_prims
 needs_unsorted_groups = pytest.mark.skipif(
     "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="this torch sorts the ranks of new_group"
 )
+
+
+def store() -> Any:
+    """The store of the default group, in which no rank waits for another one without end."""
+    found = dist.distributed_c10d._get_default_store()
+    found.set_timeout(timedelta(seconds=50))
+    return found
 
 
 def press_ctrl_c_soon() -> None:

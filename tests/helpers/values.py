@@ -69,7 +69,7 @@ def everything(size: int) -> None:
         dist.all_to_all(received, sent)
         for peer, found in enumerate(received):
             equal(found, held(10 * peer + rank, count + rank), ("all_to_all", count, peer))
-        for root in range(size):
+        for root in range(size) if count < 40_000 else (size - 1,):
             tensor = held(rank, count)
             dist.broadcast(tensor, root)
             equal(tensor, held(root, count), ("broadcast", count, root))
