@@ -291,8 +291,10 @@ def test_the_record_of_a_failure_says_who_is_behind(
             with pytest.raises(CommTimeoutError):
                 dist.all_gather_into_tensor(torch.ones(9), torch.ones(3))
         else:
+            store().set(f"begins {dist.get_rank()}", "")
+            store().wait(["begins 0", "begins 2"])  # so the second of the two calls before the first gives up
             with pytest.raises((CommTimeoutError, PeerDiedError)):
-                all_reduce(torch.ones(7), 0.5)
+                all_reduce(torch.ones(7), 1)
             store().set(f"raised {dist.get_rank()}", "")
 
     spawn(body, 3)

@@ -165,8 +165,8 @@ def test_a_rank_or_host_that_fails_is_named_by_all_others(engine: str, tmp_path:
 
         begin("measures")
         betas = said("measures", "[", 2)
-        if engine == "tcp":
-            assert betas == {"0": "[1e-09, 8.5e-08, 8.5e-08]"} | {"1": "[1e-09, 8.5e-08, 8.5e-08]"}
+        if engine == "tcp":  # the first group has measured
+            assert betas == dict.fromkeys("01", "[8.5e-08, 8.5e-08]")
         for host in range(3):
             job.slow(host, "1gbit")
         begin("sums")
