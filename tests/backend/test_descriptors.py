@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import signal
@@ -61,9 +62,13 @@ def test_many_groups_under_a_low_limit_still_see_a_death(tmp_path: Path) -> None
     assert run_ranks(body, 4, tmp_path) == [None, -signal.SIGKILL, None, None]
 
 
-@pytest.mark.parametrize("poor", [0, 2])
-@pytest.mark.parametrize("spare", [0, 1, 2, 3])
-@pytest.mark.parametrize("has_folder", [False, True], ids=["no folder", "folder"])
+@pytest.mark.parametrize(
+    ("poor", "spare", "has_folder"),
+    [
+        pytest.param(poor, spare, has_folder, marks=[pytest.mark.slow] * ((poor // 2 + spare + has_folder) % 2))
+        for poor, spare, has_folder in itertools.product([0, 2], range(4), [False, True])
+    ],
+)
 def test_none_is_left_to_make_a_group(
     poor: int, spare: int, has_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
