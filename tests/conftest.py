@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from dist_prims.schedules import algorithms
 
@@ -25,6 +26,10 @@ sys.dont_write_bytecode = False
 for name in ("torch._dynamo", "dist_prims.backend.create", "dist_prims.collectives"):
     importlib.import_module(name)
 algorithms("all_reduce")  # imports the files of all algorithms
+
+# Examples are the same in each run: no test fails by chance. More examples belong to the long tests.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 # Ranks that tests fork do not collect the garbage of this process. The destructor of a store or of a group joins its
 # thread, which a forked process does not have. A thread that the forked process has started may have the same handle,

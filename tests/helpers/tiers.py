@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def minutes(item: pytest.Item) -> float | None:
     """What ``item`` declares to cost, or None if it is not long."""
     mark = item.get_closest_marker("long")
-    return None if mark is None else float(mark.args[0])
+    return None if mark is None else float(mark.kwargs["minutes"])
 
 
 def needs_another_torch(item: pytest.Item) -> bool:

@@ -16,9 +16,9 @@ def test_default(): pass
 @pytest.mark.slow
 def test_slow(): pass
 @pytest.mark.slow
-@pytest.mark.long(1)
+@pytest.mark.long(minutes=1)
 def test_long(): pass
-@pytest.mark.long(2)
+@pytest.mark.long(minutes=2)
 @pytest.mark.parametrize("case", range(4))
 def test_random(case, random_seed): assert random_seed == 20261127
 @pytest.mark.skipif(NO_WINDOW, reason="this torch has no windows")
