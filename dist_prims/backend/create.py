@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import secrets
@@ -79,11 +80,13 @@ class MadeGroup:
     key: bytes = field(repr=False)  # of the registers by which survivors agree; empty without a secret
     addresses: list[str]  # by rank, see quorum_ranks.publish(); empty on one host
     registers: Any = None  # those that this rank serves
+    order: int = 0  # in which this process has begun to make its groups
     failed_grows: int = 0
     undecided_grow: str = ""  # the agreement of a call of grow() whose outcome this rank does not know
 
 
 _groups: weakref.WeakValueDictionary[str, MadeGroup] = weakref.WeakValueDictionary()  # by name; the backend keeps them
+_orders = itertools.count(1)
 
 
 def made_group(name: str) -> MadeGroup:
@@ -217,6 +220,7 @@ def make_repaired(
 
 
 def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
+    order = next(_orders)
     begin_from_environment()
     prims_options = keep_options(request.name, request.given)
     slot_bytes = slot_bytes_of(prims_options)
@@ -273,7 +277,10 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
     )
     temporary.delete()
     pin_schedules(backend, rank, size, prims_options, multi_host, check)
-    _groups[request.name] = made
+    made.order = order
+    # An attempt whose time is up may still succeed, and is discarded: it must not take the place of its successor.
+    if (other := _groups.get(request.name)) is None or other.order < order:
+        _groups[request.name] = made
     return backend
 
 

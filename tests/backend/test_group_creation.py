@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -275,3 +276,34 @@ def test_one_shot_bytes_out_of_range_are_refused() -> None:
     for value in (-1, 2**64, "32K"):
         with pytest.raises(ValueError, match=r"BackendOptions\(one_shot_bytes=...\): .* from 0 to"):
             dist_prims.BackendOptions(one_shot_bytes=value)
+
+
+def test_an_attempt_that_ends_late_does_not_replace_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repair tries again under the same name when its time is up. The earlier attempt succeeded then, was discarded,
+    and took with it what was known about the living group: the next grow() raised KeyError."""
+    create = dist_prims.backend.create
+    handshake, is_waiting, go_on = create._handshake, threading.Event(), threading.Event()
+
+    def slow_at_first(*args: Any) -> Any:
+        if not is_waiting.is_set():
+            is_waiting.set()
+            assert go_on.wait(30)
+        return handshake(*args)
+
+    def attempt() -> Any:
+        return create.make_repaired(None, dist.HashStore(), "0 after it", 0, 1, timedelta(seconds=30), is_grown=False)
+
+    def body() -> None:
+        monkeypatch.setattr(create, "_handshake", slow_at_first)
+        late: list[Any] = []
+        thread = threading.Thread(target=lambda: late.append(attempt()))
+        thread.start()
+        assert is_waiting.wait(30)
+        living = attempt()
+        go_on.set()
+        thread.join(30)
+        late.pop().abort()
+        gc.collect()
+        assert create.made_group("0 after it").request.name == living.options.group_name
+
+    dist_prims.spawn(body, 1, timeout=60)
