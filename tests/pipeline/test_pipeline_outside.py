@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -197,3 +198,72 @@ def test_a_function_that_learns_is_refused(name: str) -> None:
         stages_of(1), name, devices=["cpu"], loss=lambda output: output.sum(), num_microbatches=MICROS
     )
     assert pipeline.step(x).isfinite()
+
+
+class Balanced(nn.Module):
+    """Keeps a loss of its own, as a mixture of experts does, and its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.balance, self.seen = self.gate(x).softmax(-1).square().mean(), x
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_loss_that_reaches_what_a_stage_has_kept(name: str, checkpoint: bool) -> None:
+    """The inputs of stages are leaves, and were taken for parameters that the pipeline does not have."""
+    torch.manual_seed(0)
+    stages = [nn.Linear(3, 3), *(Balanced() for _ in range({"1f1b": 1, "zbv": 3}[name]))]
+    whole = copy.deepcopy(stages)
+
+    def loss_of(kept: nn.Module) -> Any:
+        return lambda output, target: F.mse_loss(output, target) + kept.balance + kept.seen.square().mean()
+
+    pipeline = DevicePipeline(
+        stages, name, devices=["cpu"] * 2, loss=loss_of(stages[-1]), num_microbatches=2, checkpoint=checkpoint
+    )
+    inputs, targets = torch.randn(4, 3), torch.randn(4, 3)
+    loss = pipeline.step(inputs, targets)
+    wanted = []
+    for x, y in zip(inputs.split(2), targets.split(2), strict=True):
+        wanted.append(loss_of(whole[-1])(nn.Sequential(*whole)(x), y) / 2)
+        wanted[-1].backward()
+    torch.testing.assert_close(loss, sum(wanted).detach())
+    for mine, its in zip(nn.ModuleList(stages).parameters(), nn.ModuleList(whole).parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+
+
+def test_a_first_stage_may_change_an_input_without_gradient() -> None:
+    """It became one with a gradient, and the step failed by a gradient too many."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x += self.by
+            return x
+
+    stages = [Shifted(), nn.Linear(3, 1)]
+    whole = copy.deepcopy(stages)
+    inputs, targets = torch.randn(4, 3), torch.randn(4, 1)
+    F.mse_loss(nn.Sequential(*whole)(inputs.clone()), targets).backward()
+    DevicePipeline(stages, devices=["cpu"] * 2, loss=F.mse_loss, num_microbatches=2).step(inputs.clone(), targets)
+    torch.testing.assert_close(stages[0].by.grad, whole[0].by.grad)
+
+
+@pytest.mark.parametrize("part", ["loss", "metric"])
+def test_what_is_not_one_real_number_is_refused(part: str) -> None:
+    functions = {"loss": F.mse_loss, "metric": F.l1_loss}
+    for wrong in (lambda output, target: output - target, lambda output, target: (output - target).sum() * 1j):
+        loss, metric = {**functions, part: wrong}.values()
+        pipeline = DevicePipeline(
+            [nn.Linear(3, 3), nn.Linear(3, 1)], devices=["cpu"] * 2, loss=loss, metrics={"size": metric}
+        )
+        with pytest.raises(ValueError, match=rf"the {part}.* is a tensor of torch.* it must be one real number"):
+            pipeline.step(torch.randn(4, 3), torch.randn(4, 1))

@@ -260,10 +260,16 @@ class Job:
         """The root of the backward of a micro-batch, and its gradient; its part of loss and metrics is kept."""
         assert batch.targets is not None
         parts = batch.parts[micro]
-        root, grad, found = self.objective(outputs, batch.targets.micro_batches[micro], parts, self.module)
+        root, grad, found = self.objective(outputs, batch.targets.micro_batches[micro], parts, self._known)
         batch.has_gradient |= root.requires_grad and parts[0].share != 0
         batch.found[micro] = found  # the same if a forward is computed again
         return root, grad
+
+    def _known(self) -> Iterator[torch.Tensor]:
+        """The leaves that a loss may reach: parameters, and inputs of stages, of which a stage may keep a part."""
+        yield from self.module.parameters()
+        for worker in self.workers.values():
+            yield from worker.inputs()
 
     def _now(self) -> float:
         if torch.cuda.is_available():

@@ -102,18 +102,23 @@ class Objective:
         return list(zip(*found, strict=True))
 
     def __call__(
-        self, outputs: Tensors, target: Tensors, parts: Sequence[Part], trained: nn.Module
+        self, outputs: Tensors, target: Tensors, parts: Sequence[Part], known: Callable[[], Iterable[torch.Tensor]]
     ) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
-        """The root of a micro-batch's backward, its gradient, and the contributions to the loss and to each metric."""
+        """The root of a micro-batch's backward, its gradient, and the contributions to the loss and to each metric.
+
+        ``known``: the leaves that the loss may reach past ``outputs``.
+        """
         output = outputs[0] if len(outputs) == 1 else outputs
         value = self._value(outputs, output, target, parts[0])
         if value.requires_grad and not self._is_checked:
-            _refuse_unlisted_parameters(value, outputs, (*trained.parameters(), *target))
+            _refuse_unlisted_parameters(value, outputs, (*known(), *target))
         metrics: list[Any] = []
         if self.metrics:
             with torch.no_grad():
                 pairs = zip(parts[1:], self.metrics.values(), strict=True)
                 metrics = [part.share and each(output, *target) * part.share for part, each in pairs]
+            for name, metric in zip(self.metrics, metrics, strict=True):
+                _require_one_number(f"metric {name!r}", metric)
         root = value if self.scaler is None else self.scaler.scale(value)
         factor = parts[0].share or 1.0
         return root, torch.full_like(root, factor), [value.detach() * factor, *metrics]
@@ -129,8 +134,7 @@ class Objective:
         checks = weighed is None and self.reduction == "mean" and not self._is_checked
         with _Means() if checks else nullcontext():
             value = loss(output, *target)
-        if value.dim():
-            raise ValueError(f"pipeline: the loss is a tensor of shape {list(value.shape)}; it must be one number")
+        _require_one_number("loss", value)
         return value
 
     def end_step(self) -> None:
@@ -238,6 +242,12 @@ class _Means(TorchFunctionMode):
                     stacklevel=2,
                 )
         return func(*args, **kwargs)
+
+
+def _require_one_number(what: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor) and (value.dim() or value.is_complex()):
+        found = f"a tensor of {value.dtype} and shape {list(value.shape)}"
+        raise ValueError(f"pipeline: the {what} is {found}; it must be one real number")
 
 
 def _refuse_unlisted_parameters(loss: torch.Tensor, outputs: Tensors, known: Iterable[torch.Tensor]) -> None:

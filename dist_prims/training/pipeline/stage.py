@@ -51,7 +51,7 @@ class _Saved:
 
     def enter(self) -> Tensors:
         if not (torch.is_grad_enabled() and any(each.requires_grad for each in self.inputs)):
-            return self.inputs
+            return tuple(each.detach() for each in self.inputs)
         return tuple(map(not_a_leaf, self.inputs))
 
 
@@ -66,6 +66,11 @@ class StageWorker:
         self._refuse_other_averaging()
         self._saved: dict[int, _Saved] = {}
         self._later: dict[int, Later] = {}
+
+    def inputs(self) -> Iterator[torch.Tensor]:
+        """The inputs of the micro-batches of which no gradient has come."""
+        for saved in self._saved.values():
+            yield from saved.inputs
 
     def infer(self, inputs: Tensors) -> Tensors:
         """The outputs; nothing is kept."""
@@ -101,7 +106,9 @@ class StageWorker:
     def backward(self, micro: int, grads: Sequence[torch.Tensor | None]) -> Tensors:
         """The gradients of the inputs that require one, from those of such outputs; the loss has its own."""
         with self.statistics.frozen():
-            return self._backward(micro, self._saved.pop(micro), grads)
+            found = self._backward(micro, self._saved[micro], grads)
+        del self._saved[micro]
+        return found
 
     def _backward(self, micro: int, saved: _Saved, grads: Sequence[torch.Tensor | None]) -> Tensors:
         if saved.again is not None:
