@@ -33,8 +33,10 @@ settings.load_profile("repeatable")
 
 # Ranks that tests fork do not collect the garbage of this process. The destructor of a store or of a group joins its
 # thread, which a forked process does not have. A thread that the forked process has started may have the same handle,
-# and is then joined twice: a rank waited without end, or crashed.
+# and is then joined twice: a rank waited without end, or crashed. They compute with one thread: those of OpenMP do not
+# exist there either, and a large tensor waited for them.
 os.register_at_fork(after_in_child=gc.freeze)
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 # Failing assertions of the helpers show both values, as those of the tests do.
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "helpers").glob("*.py")))
