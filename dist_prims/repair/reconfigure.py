@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -158,6 +159,7 @@ def _make(
     A store whose process is stopped answers nothing: a thread waits for it, and can be left.
     """
     size, limit = len(members), timeout.total_seconds()
+    deadline = time.monotonic() + limit
     probe = ProcessProbe([each.address for each in members], _FIRST_PROBE)
 
     def ended() -> list[int]:
@@ -167,8 +169,9 @@ def _make(
         store = dist.PrefixStore(f"{_PURPOSE}/{uuid}", open_store(members[0].address, size, limit))
         _compare(store, members)
         store.set(f"groups/{rank}", str(group_count()))
+        left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
         made = make_repaired(
-            request.given, store, request.name, rank, size, timeout, ended=ended, is_reconfigured=True, **kind
+            request.given, store, request.name, rank, size, left, ended=ended, is_reconfigured=True, **kind
         )
         groups = store.multi_get([f"groups/{each}" for each in range(size)])
         return made, store, max(map(int, groups))

@@ -95,9 +95,18 @@ def test_a_member_that_has_died(dead: int, tmp_path: Path) -> None:
     assert found == [(0, 2, 2), (1, 2, 2)]
 
 
-def test_a_member_that_does_not_come(tmp_path: Path) -> None:
+def test_a_member_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time in which the store answers is part of the limit: the error came too late to be the one raised."""
+    module = importlib.import_module("dist_prims.repair.reconfigure")
+    open_store = module.open_store
+
+    def open_late(*args: Any) -> Any:
+        time.sleep(0.7)
+        return open_store(*args)
+
     def body(rank: int) -> Any:
         start(rank, 3, tmp_path)
+        monkeypatch.setattr(module, "open_store", open_late)
         meeting = Meeting(tmp_path)
         handles = meeting.handles(rank, range(3))
         if rank < 2:
