@@ -63,6 +63,7 @@ class _GroupRequest:
     is_grown: bool = False  # some of its ranks were not started by the launcher of the others
     is_reconfigured: bool = False  # its ranks may have had other groups before, with other names and stores of torch
     is_foreign: bool = False  # its ranks may not be in the default group, and have no global ranks
+    order: int = field(default_factory=itertools.count(1).__next__)  # of the requests of this process
 
     @property
     def common_name(self) -> str:
@@ -80,13 +81,11 @@ class MadeGroup:
     key: bytes = field(repr=False)  # of the registers by which survivors agree; empty without a secret
     addresses: list[str]  # by rank, see quorum_ranks.publish(); empty on one host
     registers: Any = None  # those that this rank serves
-    order: int = 0  # in which this process has begun to make its groups
     failed_grows: int = 0
     undecided_grow: str = ""  # the agreement of a call of grow() whose outcome this rank does not know
 
 
 _groups: weakref.WeakValueDictionary[str, MadeGroup] = weakref.WeakValueDictionary()  # by name; the backend keeps them
-_orders = itertools.count(1)
 
 
 def made_group(name: str) -> MadeGroup:
@@ -220,7 +219,6 @@ def make_repaired(
 
 
 def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
-    order = next(_orders)
     begin_from_environment()
     prims_options = keep_options(request.name, request.given)
     slot_bytes = slot_bytes_of(prims_options)
@@ -277,9 +275,8 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
     )
     temporary.delete()
     pin_schedules(backend, rank, size, prims_options, multi_host, check)
-    made.order = order
     # An attempt whose time is up may still succeed, and is discarded: it must not take the place of its successor.
-    if (other := _groups.get(request.name)) is None or other.order < order:
+    if (other := _groups.get(request.name)) is None or other.request.order < request.order:
         _groups[request.name] = made
     return backend
 
@@ -329,12 +326,11 @@ def _ended_by_default_group(ranks: list[int]) -> Callable[[], list[int]]:
     ``ranks`` are the global ranks of the group; empty if they are unknown. Where the new group is the default group, or
     the default group has another backend, no death is detected before the ranks have attached to the shared memory.
     """
-    if ranks and dist.is_initialized():
-        default = default_group()
-        if _CPU.type in device_types(default):
-            ended = getattr(backend_of(default, _CPU), "ended", list)
-            return lambda: [ranks.index(rank) for rank in ended() if rank in ranks]
-    return list
+    default = default_group() if ranks and dist.is_initialized() else None
+    if default is None or _CPU.type not in device_types(default):
+        return list
+    ended = getattr(backend_of(default, _CPU), "ended", list)
+    return lambda: [ranks.index(rank) for rank in ended() if rank in ranks]
 
 
 class _DeathMonitor:
@@ -377,9 +373,8 @@ def _handshake(request: _GroupRequest, monitor: _DeathMonitor) -> tuple[Any, str
     deadline = time.monotonic() + timeout.total_seconds()
     name, hosts = handshake(store, rank, size, deadline, secret, request.common_name, monitor.check)
     own = dist.PrefixStore(name, store)
-    if secret is None:
-        return own, name, hosts, None
-    return extension().SignedStore(own, secret.key("store", name)), name, hosts, secret
+    signed = own if secret is None else extension().SignedStore(own, secret.key("store", name))
+    return signed, name, hosts, secret
 
 
 def _compare_ranks(store: Any, rank: int, ranks: list[int]) -> None:
