@@ -63,7 +63,7 @@ class _GroupRequest:
     is_grown: bool = False  # some of its ranks were not started by the launcher of the others
     is_reconfigured: bool = False  # its ranks may have had other groups before, with other names and stores of torch
     is_foreign: bool = False  # its ranks may not be in the default group, and have no global ranks
-    order: int = field(default_factory=itertools.count(1).__next__)  # of the requests of this process
+    order: int = field(default_factory=itertools.count(1).__next__)  # so that a late attempt replaces no later one
 
     @property
     def common_name(self) -> str:
@@ -275,7 +275,6 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
     )
     temporary.delete()
     pin_schedules(backend, rank, size, prims_options, multi_host, check)
-    # An attempt whose time is up may still succeed, and is discarded: it must not take the place of its successor.
     if (other := _groups.get(request.name)) is None or other.request.order < request.order:
         _groups[request.name] = made
     return backend
