@@ -161,20 +161,6 @@ def test_by_url(scheme: str, tmp_path: Path) -> None:
         assert outs == ["rank 0 of 2: 3\n", "rank 1 of 2: 3\n"]
 
 
-def test_at_one_address_twice_in_a_process() -> None:
-    """init() kept the group that the program had destroyed, and with it the store that listened at the address."""
-    url = f"tcp://127.0.0.1:{free_port()}"
-
-    def rank() -> None:
-        number = dist.get_rank()
-        dist.destroy_process_group()
-        for _ in range(3):
-            dist_prims.init("dist_prims", init_method=url, rank=number, world_size=2, timeout=30)
-            dist.destroy_process_group()
-
-    dist_prims.spawn(rank, 2, timeout=60)
-
-
 def test_by_a_file_that_the_dead_have_left(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/meeting"
     programs = [SUM.replace("init(", f"init(init_method={url!r}, world_size=2, rank={rank}, ") for rank in "01"]
