@@ -106,8 +106,8 @@ def nccl_options(timeout: timedelta) -> Any:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL that is loaded; torch tells the one that it was compiled with."""
-    with contextlib.suppress(OSError, AttributeError):  # linked into torch
+    """The version of the NCCL that is loaded. ``torch.cuda.nccl`` has the version that torch was compiled with."""
+    with contextlib.suppress(OSError, AttributeError):  # no such library if NCCL is linked into torch
         number = ctypes.c_int()
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
         return number.value // 10000, number.value // 100 % 100, number.value % 100

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make the environment, build, and run the test suite: ./launch_scripts/test.sh [--all | --long] [pytest arguments]
 #
-#   (none)    the default tier: a row of each kind, minutes
+#   (none)    the default tier: some tests of each kind
 #   --all     all tests but those marked long, then the smoke tier with the newest torch
 #   --long    the tests marked long, then the smoke tier with each version of torch; --slice MINUTES draws a part of the
 #             tests, and leaves the versions out. --seed N repeats random tests and the part.

@@ -33,8 +33,8 @@ settings.load_profile("repeatable")
 
 # Ranks that tests fork do not collect the garbage of this process. The destructor of a store or of a group joins its
 # thread, which a forked process does not have. A thread that the forked process has started may have the same handle,
-# and is then joined twice: a rank waited without end, or crashed. They compute with one thread: those of OpenMP do not
-# exist there either, and a large tensor waited for them.
+# and is then joined twice: a rank waited without end, or crashed. Such ranks compute with one thread: the threads of
+# OpenMP do not exist in a forked process, and an operation on a large tensor waited for them.
 os.register_at_fork(after_in_child=gc.freeze)
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 

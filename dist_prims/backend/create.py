@@ -63,7 +63,7 @@ class _GroupRequest:
     is_grown: bool = False  # some of its ranks were not started by the launcher of the others
     is_reconfigured: bool = False  # its ranks may have had other groups before, with other names and stores of torch
     is_foreign: bool = False  # its ranks may not be in the default group, and have no global ranks
-    order: int = field(default_factory=itertools.count(1).__next__)  # so that a late attempt replaces no later one
+    order: int = field(default_factory=itertools.count(1).__next__)  # a group that is made late replaces no newer one
 
     @property
     def common_name(self) -> str:

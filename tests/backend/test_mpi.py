@@ -194,7 +194,7 @@ if rank == 1:
             dist.all_reduce(torch.ones(3))
     except RuntimeError as error:
         names_all = "rank 0" in str(error) and ("interrupted" in str(error)) == (handler == "interrupt")
-        print("told" if names_all else error, flush=True)
+        print("named" if names_all else error, flush=True)
 else:
     signal.signal(signal.SIGINT, handle)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -205,7 +205,7 @@ else:
     MPI.COMM_WORLD.send(None, dest=1)
 """
     done = kind.run(2, "-c", code)
-    assert sorted(done.stdout.split()) == [raised, "told"], done.stdout + done.stderr
+    assert sorted(done.stdout.split()) == [raised, "named"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@
 
 ``run`` runs tests in a copy of the working tree (build/line-coverage), whose libraries are compiled without
 optimization and with marks, and prints both percentages. FOLDER receives the lines that each test executes. The same
-command again continues an interrupted run: tests that have passed
-according to FOLDER are left out. ``compare`` lists the lines
-that only the first measurement covers, even if other lines of the file have changed in between.
+command again continues an interrupted run, without the tests that have passed according to FOLDER. ``compare`` lists
+the lines that only the first measurement covers, even if other lines of the file have changed in between.
 
 Coverage.py and gcov keep their counts in the memory of each process and write them at its exit; here, hundreds of tests
 kill ranks. So a trace function (``python_marks.c``) and the compiled code (``native_marks.cpp``) set a byte in mapped

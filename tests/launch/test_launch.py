@@ -274,7 +274,7 @@ def test_hosts_are_told_apart_by_more_than_their_name() -> None:
     assert [place.local_rank for place in places] == [0, 1, 0, 1]
 
 
-def test_the_doctor_tells_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_reports_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in filter(LAUNCHER_VARIABLES.search, list(os.environ)):
         monkeypatch.delenv(name)
     assert main() == 0

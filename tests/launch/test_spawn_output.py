@@ -167,7 +167,7 @@ def test_a_stream_that_breaks_ends_the_ranks_and_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_on_a_terminal_several_ranks_are_told_apart(size: int) -> None:
+def test_on_a_terminal_lines_of_several_ranks_have_a_prefix(size: int) -> None:
     def body() -> None:
         print("a line of", "words", sys.stdout.isatty())
 

@@ -131,7 +131,7 @@ def test_it_learns_digits() -> None:
 def both(twin: ResNet, training: bool, count: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     """Output of a twin and of the single model of the same values; their gradients are compared here."""
     twin.train(training).double()  # or 50 layers would make much of the last bit
-    with torch.device("meta"):  # its first values are those of the twin
+    with torch.device("meta"):  # the values are copied below
         single = resnet50(num_classes=7).train(training).double()
     single.to_empty(device="cpu").load_state_dict(twin.state_dict())
     x = torch.randn(count, 3, 8, 8, dtype=torch.float64)

@@ -266,7 +266,7 @@ class Job:
         return root, grad
 
     def _known(self) -> Iterator[torch.Tensor]:
-        """The leaves that a loss may reach: parameters, and inputs of stages, of which a stage may keep a part."""
+        """The leaves that a loss may reach: parameters, and the inputs of stages, which a stage may keep."""
         yield from self.module.parameters()
         for worker in self.workers.values():
             yield from worker.inputs()

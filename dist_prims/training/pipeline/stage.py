@@ -68,7 +68,7 @@ class StageWorker:
         self._later: dict[int, Later] = {}
 
     def inputs(self) -> Iterator[torch.Tensor]:
-        """The inputs of the micro-batches of which no gradient has come."""
+        """The inputs of the micro-batches whose backward has not ended."""
         for saved in self._saved.values():
             yield from saved.inputs
 
@@ -104,7 +104,7 @@ class StageWorker:
         return tuple(each.detach().requires_grad_(learns and _is_differentiable(each)) for each in outputs)
 
     def backward(self, micro: int, grads: Sequence[torch.Tensor | None]) -> Tensors:
-        """The gradients of the inputs that require one, from those of such outputs; the loss has its own."""
+        """The gradients of the inputs that require one, from those of the outputs. A loss needs no ``grads``."""
         with self.statistics.frozen():
             found = self._backward(micro, self._saved[micro], grads)
         del self._saved[micro]

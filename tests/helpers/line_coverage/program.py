@@ -87,7 +87,7 @@ def _executable_lines(code: CodeType) -> Iterator[int]:
 
 
 def _blocks(library: Path, folder: Path, work: Path) -> dict[str, Any]:
-    """The files of csrc in a library, and the lines of each basic block: those of its instructions.
+    """The files of csrc in a library, and the lines of the instructions of each basic block.
 
     A block begins with a call that sets its mark, whose index is the address after the call, and ends where the next
     begins. The instructions of a function before its first call belong to its first block.
