@@ -136,6 +136,8 @@ def test_a_rank_is_cut_off_in_grow(has_made: bool, hosts: str, tmp_path: Path, m
         if rank == 1:
             monkeypatch.setattr(attempt, "_perform", perform_until_cut)
             with pytest.raises(CommError, match="cannot reach a majority"):
+                while not has_made:  # as rank 0: the new rank may come late
+                    dist_prims.grow(place, timeout=1)
                 grow_to(3, place)
             monkeypatch.setattr(attempt, "_perform", perform)
             if has_made:
