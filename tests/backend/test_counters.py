@@ -60,6 +60,7 @@ def test_numbers_of_calls_messages_and_incremental_sums_wrap(
     assert run_ranks(body, 3, tmp_path, join=False) == [3.0] * 3
 
 
+@pytest.mark.slow
 def test_numbers_of_wait_for_graphs_wrap(tmp_path: Path) -> None:
     """Rank 0 waits for rank 1 in one group, rank 1 for rank 2 in another one, and rank 2 for both in the group of all.
     Each wait is published in the graphs of all groups of its process."""

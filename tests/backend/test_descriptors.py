@@ -62,6 +62,7 @@ def test_many_groups_under_a_low_limit_still_see_a_death(tmp_path: Path) -> None
     assert run_ranks(body, 4, tmp_path) == [None, -signal.SIGKILL, None, None]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("poor", "spare", "has_folder"),
     [

@@ -52,6 +52,7 @@ def test_large_uneven_exchanges_follow_each_other() -> None:
     assert choices("a a a b b b", 1 << 30, "gather")[2] == "direct"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("large", [{0}, {1, 2}, pytest.param({0, 1, 2, 3}, marks=pytest.mark.slow)])
 def test_ranks_may_send_their_blocks_in_different_orders(large: set[int]) -> None:
     """Each rank knows its own lengths only, so some ranks are pairwise while others are direct."""
@@ -186,6 +187,7 @@ def test_blocks_of_different_lengths(layout: str) -> None:
     run(layout, body)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["a a a", "a b b"])
 def test_lengths_that_do_not_match_are_named(layout: str) -> None:
     def body() -> None:

@@ -264,6 +264,7 @@ def run_restarts(tmp_path: Path, restarts: int) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts(tmp_path: Path) -> None:
     done = run_restarts(tmp_path, 1)
     assert done.returncode == 0, done.stderr

@@ -82,6 +82,7 @@ def test_a_rank_that_has_met_the_others_and_dies(tmp_path: Path) -> None:
         assert (kind, "rank 2 has died while the group was made" in text) == ("PeerDiedError", True), text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_has_attached_and_dies(victim: int, tmp_path: Path) -> None:
     """Of the default group: no other group watches the processes."""
@@ -205,6 +206,7 @@ def test_a_group_of_other_ranks_is_made_although_one_has_died(tmp_path: Path) ->
     assert run_ranks(body, 3, tmp_path) == [[2.0] * 3, -signal.SIGKILL, [2.0] * 3]
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_before_it_publishes_its_address_is_named_by_all_others(tmp_path: Path) -> None:
     """Between hosts the error was torch's "wait timeout", with the names of keys; on one host it names the rank."""
 

@@ -145,6 +145,7 @@ for number, (phase, hosts, ranks, body) in enumerate([
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("engine", ["tcp", pytest.param("ucx", marks=pytest.mark.slow)])
 def test_a_rank_or_host_that_fails_is_named_by_all_others(engine: str, tmp_path: Path) -> None:
@@ -214,6 +215,7 @@ def test_bench_hosts_compares_with_gloo_and_with_a_stream(tmp_path: Path) -> Non
     assert {line["contender"] for line in found} == {"gloo", "stream", *ours}
 
 
+@pytest.mark.slow
 def test_bench_hosts_on_one_host_says_what_to_do() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "dist_prims.bench", "hosts"], capture_output=True, text=True, timeout=120

@@ -191,6 +191,7 @@ def test_a_callback_that_raises_ends_nothing(capfd: pytest.CaptureFixture[str]) 
     assert not re.search("terminate called", capfd.readouterr().err)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["a a a", "a a b"])
 def test_a_group_leaves_no_key_in_the_store(layout: str) -> None:
     """On one host it once left 8, and between hosts 17. Each key is there until the last rank has read it."""
@@ -266,6 +267,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "cases"),
     [

@@ -44,6 +44,7 @@ def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:dist_prims")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(7, marks=pytest.mark.slow)])
 def test_lent_memory_gives_the_same_bits(size: int) -> None:
     def body() -> None:
@@ -151,6 +152,7 @@ def test_the_direct_call() -> None:
     spawn(body, 3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [3, 4, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 5, 7))])
 def test_a_pinned_schedule_gives_the_bits_of_its_order(size: int) -> None:
     def body() -> None:

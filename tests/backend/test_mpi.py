@@ -43,12 +43,14 @@ def test_all_that_ranks_check(kind: Kind, ranks: int) -> None:
     succeed(kind.run(ranks, PROGRAM, *CASES), *CASES)
 
 
+@pytest.mark.slow
 def test_calls_from_one_thread_at_a_time_are_enough(kind: Kind) -> None:
     """And a process that leaves its group alive, with a receive under way, ends well."""
     cases = ["async", "messages", "stay"]
     succeed(kind.run(2, PROGRAM, *cases, MPI4PY_RC_THREAD_LEVEL="serialized"), *cases)
 
 
+@pytest.mark.slow
 def test_calls_from_one_thread_alone_are_not(kind: Kind) -> None:
     code = "from dist_prims.backend import mpi_library; print(mpi_library.unusable_reason())"
     done = kind.run(1, "-c", code, MPI4PY_RC_THREAD_LEVEL="funneled")
@@ -95,6 +97,7 @@ def bounded(kind: Kind, tmp_path: Path) -> Callable[[int], dict[str, str]]:
     return bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [32_767, pytest.param(524_287, marks=pytest.mark.slow)])
 def test_few_tags_are_enough(kind: Kind, bounded: Callable[[int], dict[str, str]], largest: int) -> None:
     """The standard guarantees the first, builds for InfiniBand have the second; tags once began at 2^26."""
@@ -102,6 +105,7 @@ def test_few_tags_are_enough(kind: Kind, bounded: Callable[[int], dict[str, str]
     succeed(kind.run(3, str(ROOT / "tests/helpers/wrapping.py"), str(users), **bounded(largest)), "well")
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_use_mpi(kind: Kind) -> None:
     """On one rank MPI allows no threads: all raise if MPI was asked for, or all ranks use TCP and rank 0 warns."""
     code = """
@@ -153,6 +157,7 @@ dist.barrier()
     assert "[rank1]: ValueError: the error of rank 1" in done.stderr, "one rank's error must end the job, and be seen"
 
 
+@pytest.mark.slow
 def test_init_process_group_with_other_numbers_than_the_launcher() -> None:
     kind = KINDS["MPICH"]
     if reason := kind.lacks():
@@ -161,6 +166,7 @@ def test_init_process_group_with_other_numbers_than_the_launcher() -> None:
     assert "rank is 0, but mpirun of MPICH says 1; omit rank" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("handler", "raised"),
     [
@@ -228,6 +234,7 @@ def test_where_the_variables_are_set_all_is_as_it_was(
         dist.init_process_group("gloo", **given)
 
 
+@pytest.mark.slow
 def test_a_process_without_mpirun_stays_without_mpi() -> None:
     code = """
 import sys, torch.distributed

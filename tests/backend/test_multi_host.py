@@ -53,12 +53,14 @@ def test_mpi_of_a_lone_process_is_no_engine_between_hosts() -> None:
     assert dist_prims.spawn(rank, 2, ("ab",), timeout=60) == [2.0, 2.0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_collective(layout: str) -> None:
     size = len(layout.split())
     span(layout, everything, size)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["a b", "a b b c"])
 def test_every_type_and_operation(layout: str) -> None:
     size = len(layout.split())
@@ -121,6 +123,7 @@ def test_all_ranks_end_with_the_same_bits() -> None:
     assert all(each == first for each in others)
 
 
+@pytest.mark.slow
 def test_segments_change_nothing() -> None:
     """Sums of whole numbers, cut into more segments than some have elements."""
 
@@ -328,6 +331,7 @@ def test_the_order_of_hosts() -> None:
     assert HostOrder.of(["b", "a", "b"]) == HostOrder(rank_at=(0, 2, 1), hosts=(2, 1))
 
 
+@pytest.mark.slow
 def test_a_schedule_for_every_collective_and_size() -> None:
     """And the same on every rank, for they are named in the agreement."""
     names = ["a", "b", "a", "b", "b"]

@@ -38,6 +38,7 @@ def go_on_until_it_fails(tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [2, 500_000])
 def test_a_death_is_known_on_every_host(count: int) -> None:
     def body() -> None:
@@ -58,6 +59,7 @@ def test_a_death_is_known_on_every_host(count: int) -> None:
         span("a a b b c c", body)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_on_every_host() -> None:
     def body() -> None:
         rank = dist.get_rank()
@@ -79,6 +81,7 @@ def test_a_rank_that_is_stopped_is_named_on_every_host() -> None:
     span("a a b b", body, group=1)
 
 
+@pytest.mark.slow
 def test_a_wait_with_a_limit_ends_the_group_and_writes_nothing_late() -> None:
     def body() -> None:
         rank = dist.get_rank()
@@ -134,6 +137,7 @@ def test_destroyed_with_work_in_flight() -> None:
     span("a b", body)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["a b", "a a b b", "a b a b", "a b c"])
 def test_monitored_barriers(layout: str) -> None:
     """Each barrier waits for the last rank, also while a message of a user is pending."""
@@ -165,6 +169,7 @@ def monitored_barrier(seconds: float, wait_all_ranks: bool = False) -> None:
     group.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["a a a", "a a b b"])
 def test_the_limit_of_a_monitored_barrier_is_that_of_rank_0(layout: str) -> None:
     """The other ranks wait for rank 0 for the timeout of the group, as in gloo's barrier."""
@@ -178,6 +183,7 @@ def test_the_limit_of_a_monitored_barrier_is_that_of_rank_0(layout: str) -> None
     span(layout, body)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "wait_all_ranks"), [("a a b b", False), ("a b a b", True), ("a b c d", False)])
 def test_a_monitored_barrier_names_the_late_ranks(layout: str, wait_all_ranks: bool, host_engine: str) -> None:
     """Rank 2 waits for rank 3, which is late. All ranks name rank 3, and rank 0 also those that it has not seen.
@@ -206,6 +212,7 @@ def test_a_monitored_barrier_names_the_late_ranks(layout: str, wait_all_ranks: b
     span(layout, body)
 
 
+@pytest.mark.slow
 def test_a_monitored_barrier_ends_by_a_death_and_by_ctrl_c() -> None:
     def dies() -> str:
         monitored_barrier(50)
@@ -230,6 +237,7 @@ def test_a_monitored_barrier_ends_by_a_death_and_by_ctrl_c() -> None:
     span("a b c", is_interrupted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", [monitored_barrier, lambda limit: dist.recv(torch.zeros(3), 0)])
 def test_a_dead_rank_is_named_by_ranks_that_wait_for_another_rank(
     call: Callable[[float], Any], host_engine: str

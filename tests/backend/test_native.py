@@ -27,6 +27,7 @@ def on_two(body: Callable[[int], Any], backend: str) -> None:
     dist_prims.spawn(lambda: body(dist.get_rank()), 2, backend=backend, timeout=60)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensors_are_freed_without_garbage_collection(backend: str, is_async: bool) -> None:

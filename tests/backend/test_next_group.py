@@ -44,6 +44,7 @@ def check(ranks: list[int], rank: int) -> None:
         equal(received, held(ranks[position - 1], 7), ranks)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "groups",
     [
@@ -70,6 +71,7 @@ def test_ranks_leave_and_join(groups: list[Parts], tmp_path: Path) -> None:
     assert run_ranks(body, 3, tmp_path, join=False) == ["done"] * 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", ["death", "abort", "timeout"])
 def test_the_next_group_works_after_a_fault(fault: str, tmp_path: Path) -> None:
     """An error of the old group is no error of the next one, on no rank that is left."""

@@ -29,6 +29,7 @@ def test_on_one_host(size: int) -> None:
     dist_prims.spawn(body, size, backend="dist_prims", timeout=100)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hosts", ["a b", "a a b"])
 def test_between_hosts(hosts: str) -> None:
     def body() -> None:
@@ -38,6 +39,7 @@ def test_between_hosts(hosts: str) -> None:
     span(hosts, body, timeout=100)
 
 
+@pytest.mark.slow
 def test_over_gloo() -> None:
     """By gloo's own collectives, where a call names no algorithm, and by a schedule."""
 

@@ -26,6 +26,7 @@ def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60) 
 COUNTS = [0, 1, 13, 1031, 400_007]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 4, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 7))])
 def test_everyone_to_everyone_last_tag_first(size: int) -> None:
     def body() -> None:

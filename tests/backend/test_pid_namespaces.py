@@ -55,6 +55,7 @@ _reason = _missing()
 pytestmark = pytest.mark.skipif(bool(_reason), reason=_reason)
 
 
+@pytest.mark.slow
 def test_only_the_end_of_a_rank_is_taken_for_its_death(tmp_path: Path) -> None:
     """Rank 1 is process 2 of its namespace, and process 2 of the namespace of rank 0 ends before it."""
     (tmp_path / "program.py").write_text(PROGRAM)

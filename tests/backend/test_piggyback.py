@@ -32,6 +32,7 @@ def travels(layout: str, collective: str, nbytes: int, costs: Any = ASSUMED) -> 
     return group.choose_or_piggyback(collective, nbytes, 0)[1]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("collective", FOLLOWED)
 @pytest.mark.parametrize("layout", ["a b", "a a b b", "a a b b c c"])
 def test_small_data_travels_with_the_agreement(layout: str, collective: str) -> None:
@@ -105,6 +106,7 @@ def collectives_of(count: int, root: int) -> None:
     equal(same, torch.cat([each + 100 * rank for each in every]), "all_to_all_single")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("host_engine")
 @pytest.mark.parametrize(
     "layout", ["a b", "a b a c b d", *(pytest.param(each, marks=pytest.mark.slow) for each in ("a b b c", "a b c d e"))]

@@ -83,6 +83,7 @@ def every_collective(count: int, dtype: torch.dtype, group: Any = None) -> None:
     dist.barrier(group=group)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_algorithm_of_every_collective(layout: str) -> None:
     """Each is pinned once, uncut or in segments; one group runs all of them."""
@@ -160,6 +161,7 @@ def test_the_pinned_schedule_is_what_runs(layout: str) -> None:
     run(layout, body)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["a a a a", "a a b b"])
 def test_segments_do_not_change_the_bits(layout: str) -> None:
     """Of algorithms that add every element in the same order, wherever it lies in the data."""

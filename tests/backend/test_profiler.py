@@ -117,6 +117,7 @@ def test_each_collective_has_its_event(tmp_path: Path) -> None:
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_gloo_records_is_recorded_alike(tmp_path: Path) -> None:
     """gloo has no such events up to torch 2.15; where it has one, its fields are those of this backend."""

@@ -79,6 +79,7 @@ def test_across_hosts(layout: str) -> None:
     span(layout, body, timeout=LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_in_python(size: int) -> None:
     def body() -> None:
@@ -151,6 +152,7 @@ def expected(name: str, given: list[torch.Tensor], rank: int) -> torch.Tensor:
     return torch.cat([each.mean([piece[c] for piece in pieces], mean_step) for c, each in enumerate(orders)])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [3, 4, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 5, 7))])
 def test_means_of_half_types_along_every_schedule(size: int) -> None:
     """They are finite, near to the exact ones, and have the bits that the schedule's order gives, in C++ and Python."""

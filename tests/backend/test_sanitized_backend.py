@@ -69,6 +69,7 @@ def fuzz(python: list[str], seed: int, seconds: float, limit: float, **environme
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_fuzz(seed: int) -> None:

@@ -147,6 +147,7 @@ def part(tensors: list[torch.Tensor]) -> None:
     dist.all_reduce(tensors[1][100:])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("call", [at_once, directly, several, until_wait_gives_up, incrementally, part])
 def test_nothing_is_written_after_the_error(call: Callable[[list[torch.Tensor]], None]) -> None:
     """Rank 1 stops in the middle of its share, and goes on when rank 0 has raised and uses its tensors again."""

@@ -147,6 +147,7 @@ def test_a_handler_makes_a_collective_of_python_in_one() -> None:
     spawn(body, 2)
 
 
+@pytest.mark.slow
 def test_a_handler_ends_a_group_across_hosts() -> None:
     """The ranks of the other hosts get an error at their next call."""
 
@@ -240,6 +241,7 @@ def test_a_handler_may_ask_for_a_schedule_while_one_is_chosen() -> None:
     span("a b", body, group=LIMIT, timeout=90)
 
 
+@pytest.mark.slow
 def test_exit_in_a_handler_ends_the_process_with_its_code(tmp_path: Path) -> None:
     """With the default group: destroyed by the handler first, or left to the end of the process."""
     program = """

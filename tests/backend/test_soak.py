@@ -21,6 +21,7 @@ def check(usages: list[Usage], bytes_for_each_group: int) -> None:
         assert usage.growth() <= 8 * 2**20 + groups * bytes_for_each_group, usage.text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [4, pytest.param(12, marks=pytest.mark.slow)])
 @LAYOUTS
 def test_a_rank_uses_no_more_after_many_groups(layout: str, engine: str, seconds: float) -> None:

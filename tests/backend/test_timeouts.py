@@ -48,6 +48,7 @@ def check(scenarios: Mapping[str, Scenario], folder: Path) -> list[str]:
     return texts
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("calls", [COLLECTIVES[:5], COLLECTIVES[5:]], ids=["half", "other half"])
 def test_a_rank_that_does_not_make_the_call_is_named(calls: list[Callable[[Groups], None]], tmp_path: Path) -> None:
     for text in check({call.__name__: Scenario(3, 1, call) for call in calls}, tmp_path):
@@ -86,6 +87,7 @@ def test_the_end_of_a_chain_of_receives_is_named(tmp_path: Path) -> None:
     check(scenarios, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_rank_that_holds_up_collectives_by_a_receive_is_not_named(tmp_path: Path) -> None:
     scenarios = {
         call.__name__: Scenario(4, 3, [call, call, receive(3), call], delays=[0.0, 0.35, 0.15, 0.0])
@@ -113,6 +115,7 @@ def finds(rank: int, text: str) -> bool:
     return named(text) == [rank]
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_while_its_collective_waits_is_named(tmp_path: Path) -> None:
     """Rank 1 has begun an all_reduce that waits for rank 0, which waits for a message that rank 1 does not send: there
     is no deadlock, rank 1 is late."""
@@ -185,6 +188,7 @@ def receive_or_reduce(peer: int | None, group: Any) -> None:
     dist.all_reduce(torch.ones(3), group=group) if peer is None else dist.recv(torch.ones(3), peer, group=group)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_in_another_group_is_named(tmp_path: Path) -> None:
     """Rank 0 waits for rank 1 in one group, rank 1 for rank 2 in another one; rank 3 waits in the group of all."""
 

@@ -44,6 +44,7 @@ def run(program: str, environ: dict[str, str], timeout: float = 100) -> subproce
     )
 
 
+@pytest.mark.slow
 def test_without_adapter_and_compiler_the_error_says_what_to_do(without_adapter: dict[str, str]) -> None:
     environ = {**without_adapter, "CXX": "/no/compiler"}
     program = """
@@ -65,6 +66,7 @@ print("report:", report())
     assert "compiling the adapter" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_named(without_adapter: dict[str, str], tmp_path: Path) -> None:
     """It was a bare FileExistsError or PermissionError, without remedy."""
     (tmp_path / "cache").write_text("")
@@ -74,6 +76,7 @@ def test_a_cache_that_cannot_be_written_is_named(without_adapter: dict[str, str]
     assert "set XDG_CACHE_HOME to a folder that is writable" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_adapter_that_does_not_load_is_named(without_adapter: dict[str, str]) -> None:
     import torch
 
@@ -85,12 +88,14 @@ def test_an_adapter_that_does_not_load_is_named(without_adapter: dict[str, str])
     assert "invalid ELF header" in done.stderr or "file too short" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_without_core_the_error_says_so(without_adapter: dict[str, str]) -> None:
     Path(without_adapter["PYTHONPATH"], "dist_prims", "lib", compile_native.CORE).unlink()
     done = run("import dist_prims; dist_prims.empty(3)", without_adapter)
     assert "dist_prims was installed without its native libraries" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_is_quoted(without_adapter: dict[str, str], tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text(

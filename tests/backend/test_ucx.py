@@ -188,6 +188,7 @@ assert not any("forked" in reason for reason in reasons())
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_are_forked_where_mpi_is_used(tmp_path: Path, needs_ucx: None) -> None:
     """MPICH uses UCX. A forked rank lacked the thread that accepts connections, and waited for its group in vain."""
     path = tmp_path / "program.py"
@@ -198,6 +199,7 @@ def test_ranks_that_are_forked_where_mpi_is_used(tmp_path: Path, needs_ucx: None
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_doctor_reports_the_ucx_that_a_group_will_use(needs_ucx: None) -> None:
     """The report had the version of the UCX that MPI contains, also in a process that mpirun had not started."""
     program = """
@@ -248,6 +250,7 @@ print(tensor[-1].item(), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_program_may_end_without_destroying_the_group(
     tmp_path: Path, needs_ucx: None, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -266,6 +266,7 @@ def send_and_meet() -> None:
     dist.barrier()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("source", [2, None])
 def test_a_limit_ends_the_wait_and_the_group(source: int | None) -> None:
     wait = r"recv\(12 bytes from (rank 2 on host b|any rank), tag 0\)"

@@ -153,6 +153,7 @@ def test_calibrate_without_another_host(tmp_path: Path) -> None:
 SMALL_PIPELINE = ["pipeline", "--model", "resnet18", "--image", "32", "--batch", "4", "--rounds", "1"]
 
 
+@pytest.mark.slow
 def test_pipelines_beside_what_they_could_reach(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The exit status says that losses and gradients are the unsplit model's, torch's own pipelines included."""
     options = ["--microbatches", "2", "--schedules", "zb_h1,interleaved_1f1b", "--pictures", str(tmp_path)]
@@ -171,6 +172,7 @@ def test_pipelines_by_their_number_of_micro_batches(tmp_path: Path, capfd: pytes
     assert xml.etree.ElementTree.parse(tmp_path / "sweep.svg").getroot().tag.endswith("svg")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["1", "2"])
 def test_times_of_repairs(hosts: str, capfd: pytest.CaptureFixture[str]) -> None:
     """The victims are ranks 0 and 1; the survivors check their sum."""

@@ -81,6 +81,7 @@ def test_showing_waits_for_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_prove_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(RIGHT)
@@ -182,6 +183,7 @@ def test_recommend_takes_a_calibration_and_other_collectives(
     assert ": 4 µs predicted" in out  # 2 steps, each 4 messages on 2 cores
 
 
+@pytest.mark.slow
 def test_recommend_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recommend", "--hosts", "1", "--ranks", "4000", "--collective", "gather"]) == 0
     assert "Not priced" not in capsys.readouterr().out
@@ -253,6 +255,7 @@ def test_show_takes_a_file(tmp_path: Path) -> None:
     assert "registers mine; name one of them" in done.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", ["def f(:", "import no_such_module", "1 / 0"])
 def test_a_file_that_cannot_be_run_is_one_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "bad.py"

@@ -44,7 +44,7 @@ def test_show_proves_what_it_shows(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (ENDLESS, "there are more than 100,064 steps; does the loop end?"),
+        pytest.param(ENDLESS, "there are more than 100,064 steps; does the loop end?", marks=pytest.mark.slow),
         (WRONG.replace("src=0", "src=[][0]"), "line 4: IndexError: list index out of range"),
         (WRONG.replace("yield", "raise SystemExit(0)\n    yield"), "SystemExit"),
     ],
@@ -58,6 +58,7 @@ def test_an_algorithm_that_cannot_be_shown_is_an_error(text: str, error: str, fi
         assert what == "prove" or (error in out and "Traceback" not in out)
 
 
+@pytest.mark.slow
 def test_a_file_that_ends_the_process_is_an_error(file: Path) -> None:
     for what in ("show", "prove"):
         status, out = shown(file, "raise SystemExit(0)", what)
@@ -150,6 +151,7 @@ def test_an_order_of_a_pipeline_that_does_not_end_is_an_error() -> None:
         pipelines.unregister("mine")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arguments", [["show", "all_reduce", "ring"], ["learn", "check", "7"], ["recommend"]])
 def test_output_in_ascii(arguments: list[str], tmp_path: Path) -> None:
     """A stdout in ASCII once ended these commands with a UnicodeEncodeError."""

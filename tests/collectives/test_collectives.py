@@ -170,6 +170,7 @@ def ways(collective: str) -> list[dict[str, str]]:
     return [{}, *({"algorithm": name} for name in ("cheapest", *algorithms(collective)))]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_algorithm_on_the_backend(size: int) -> None:
     """Most are C++ there. The same calls as asynchronous ones, which end in copies where the tensors have gaps."""
@@ -194,6 +195,7 @@ def test_every_algorithm_on_the_backend(size: int) -> None:
     dist_prims.spawn(body, size, backend="dist_prims", timeout=60)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_algorithm_whole_and_in_segments(size: int) -> None:
     def body() -> None:
@@ -366,6 +368,7 @@ def predicted(collective: str, name: str, dtype: torch.dtype, size: int, count: 
     return torch.cat(sums) if sums else noise(rank, dtype, count)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("backend", "size"),
     [

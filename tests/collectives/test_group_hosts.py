@@ -57,6 +57,7 @@ def by_name(tensor: torch.Tensor, **options: Any) -> None:
     dist_prims.all_reduce(tensor, algorithm="hierarchical", **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("backend", "layout"),
     [
@@ -82,6 +83,7 @@ def test_an_all_reduce_adds_within_the_hosts_first(backend: str, layout: str) ->
     on_hosts(backend, layout, rank_main)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
 def test_all_collectives_are_right_where_ranks_of_a_host_are_not_consecutive(backend: str) -> None:
     def rank_main() -> None:

@@ -1,15 +1,16 @@
 """A plug-in of pytest: the tiers of the tests, and the seed of random tests.
 
-    pytest                           tests marked neither ``slow`` nor ``long``
+    pytest                           tests marked neither ``slow`` nor ``long``; some cases of those marked ``sampled``
     pytest --all                     all tests but those marked ``long``
     pytest --long                    the tests marked ``long``
     pytest --long --slice MINUTES    some of them, drawn by the seed, whose declared minutes sum to at most MINUTES
     pytest --smoke                   what other versions of torch are tested with
     pytest FILE::TEST                this test, whatever its tier
 
-``long(minutes)`` declares what one case costs on 2 quiet cores. A random test takes its seed from the fixture
-``random_seed``: that of ``--seed``, by default one of the day. The summary prints the seed, and a failure the command
-that repeats it.
+``sampled(cases)``: the default tier and the smoke tier have this number of the test's parametrized cases, the last case
+and, if the number is above 1, the first among them. ``long(minutes)`` declares what one case costs on 2 quiet cores. A
+random test takes its seed from the fixture ``random_seed``: that of ``--seed``, by default one of the day. The summary
+prints the seed, and a failure the command that repeats it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import random
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -69,6 +71,28 @@ def in_tier(item: pytest.Item, tier: str) -> bool:
     return tier == "all" or not is_slow
 
 
+def sample(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Leave out cases of tests that are marked ``sampled``: the cases that stay are evenly spaced."""
+    cases: dict[tuple[Any, ...], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases[item.path, item.parent, item.name.partition("[")[0]].append(item)
+    left_out = set[pytest.Item]()
+    for of_test in cases.values():
+        mark = of_test[0].get_closest_marker("sampled")
+        assert mark is not None
+        left_out.update(of_test)
+        left_out.difference_update(evenly_spaced(of_test, mark.args[0]))
+    return [item for item in items if item not in left_out]
+
+
+def evenly_spaced(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """``count`` of the cases, or all if there are fewer."""
+    if count >= len(cases):
+        return cases
+    return [cases[-1]] if count == 1 else [cases[index * (len(cases) - 1) // (count - 1)] for index in range(count)]
+
+
 def draw(costs: dict[str, float], limit: float, seed: int) -> set[str]:
     """Draw names, by the seed alone, whose costs sum to at most ``limit``."""
     names, drawn, total = sorted(costs), set(), 0.0
@@ -109,6 +133,8 @@ class Tiers:
         if self._named:
             return
         selected = [item for item in items if in_tier(item, self._tier)]
+        if self._tier in ("default", "smoke"):
+            selected = sample(selected)
         if self._slice is not None:
             costs = {item.nodeid: minutes(item) or 0.0 for item in selected}
             drawn = draw(costs, self._slice, self._seed)

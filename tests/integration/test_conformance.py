@@ -42,6 +42,7 @@ def conformance(*options: str, **environ: str) -> subprocess.CompletedProcess[st
     return run_to_its_end([sys.executable, str(RUNNER), "--ranks", "3", *options], clean(**environ), timeout=100)
 
 
+@pytest.mark.slow
 @needs_expecttest
 @pytest.mark.parametrize("tests", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
 def test_tests_of_pytorch_pass(tests: list[str], tmp_path: Path) -> None:

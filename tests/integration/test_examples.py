@@ -159,6 +159,7 @@ def test_a_page_has_one_picture_and_is_linked(name: str) -> None:
     assert f"patterns/{name}.md" in GUIDE
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_of_a_page_runs(program: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert "no sign of ranks [1, 2]" in done.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_a_rank_0_that_does_not_come_is_named(scheme: str, tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meeting"
@@ -237,6 +238,7 @@ def test_a_rank_0_that_does_not_come_is_named(scheme: str, tmp_path: Path) -> No
     assert "no sign of rank 0" in done.stderr
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_an_mpi_that_is_not_the_launchers_is_named() -> None:
     """The variables say two ranks, but this process is alone in the MPI that mpi4py loads."""
@@ -340,6 +342,7 @@ def test_the_start_says_that_the_ranks_are_not_authenticated(by: str, secret: st
     assert [out.count("ranks are not authenticated") for out in outs] == [0 if secret else 1, 0]
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_a_secret_of_some_ranks_under_mpirun(tmp_path: Path) -> None:
     """Of rank 0 alone it is refused; of another rank alone it is not used."""

@@ -103,6 +103,7 @@ def test_a_variable_that_is_no_number_is_named() -> None:
         detect({"PMI_RANK": "1", "PMI_SIZE": "many", "PMI_FD": "3"})
 
 
+@pytest.mark.sampled(1)
 @needs_mpirun
 @pytest.mark.parametrize(
     ("by", "program", "mpi_says"),
@@ -154,6 +155,7 @@ def test_flux_without_pmi_is_told() -> None:
     assert "PMI_FD=1 is not a socket" in no_socket.stderr
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_a_rank_that_does_not_come_to_the_barrier_is_told(tmp_path: Path) -> None:
     program = tmp_path / "program.py"

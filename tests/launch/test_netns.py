@@ -46,6 +46,7 @@ print(len({*hosts}), "hosts:", found, link_costs.uncalibrated(hosts)["one_machin
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=[needs_mpirun, pytest.mark.slow])])
 def test_ranks_on_two_hosts_meet_and_know_it(launcher: str) -> None:
     """They know too that the hosts share the cores of a machine, where large data is cut into fewer segments."""
@@ -112,6 +113,7 @@ def test_a_rank_that_fails_ends_the_others(launcher: str) -> None:
     assert time.monotonic() - began < 50
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_the_script(number: signal.Signals) -> None:
     interfaces = sorted(path.name for path in Path("/sys/class/net").iterdir())
@@ -144,6 +146,7 @@ def processes_in(spaces: set[str]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_links_are_shaped_both_ways_and_can_be_slowed(tmp_path: Path) -> None:
     """Ratios only: the machine may be busy."""
     program = (
@@ -175,6 +178,7 @@ for rate in "before", "after":
         assert seconds[f"after {sender}"] > 5 * seconds[f"before {sender}"]  # 20 times, if nothing else runs
 
 
+@pytest.mark.slow
 def test_a_cut_link_is_silent_and_can_be_mended() -> None:
     program = (
         PAIR
@@ -228,6 +232,7 @@ def test_what_it_cannot_do_it_says_in_one_line(arguments: str, words: str) -> No
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_two_clusters_at_once_but_not_of_one_name() -> None:
     with cluster(2, 1, ["bash", "-c", "echo up; sleep 30"], how="each") as job:
         job.wait_for("up", times=2)

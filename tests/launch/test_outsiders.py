@@ -72,6 +72,7 @@ def joins_as(user: int, url: str, backend: str) -> str:
     return joins(url, 1, backend, 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 def test_a_process_of_another_user_cannot_join_as_a_rank(backend: str, tmp_path: Path) -> None:
@@ -88,6 +89,7 @@ def test_a_process_of_another_user_cannot_join_as_a_rank(backend: str, tmp_path:
     assert result_of(rank_0) == "3 of 2"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", ["init", "init_process_group"])
 def test_a_process_without_the_secret_cannot_join(by: str, tmp_path: Path) -> None:
     """The secret of the environment, as ranks of several hosts have it; with dist_prims.init and with torch alone."""
@@ -202,6 +204,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["tcp", "ucx"])
 def test_a_group_works_while_random_bytes_arrive_at_its_ports(engine: str) -> None:
     require(engine)

@@ -106,6 +106,7 @@ def test_another_process_at_the_address_of_a_rank_that_has_died(answer: bytes) -
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 def test_an_answer_that_does_not_fit_the_buffers() -> None:
     """The server sends the rest when the client has read, and serves others meanwhile."""
     served = Served()
@@ -133,6 +134,7 @@ def test_a_server_that_is_stopped() -> None:
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 def test_registers_end_with_their_group_unless_they_were_changed() -> None:
     served = Served()
     client = served.client()

@@ -31,6 +31,7 @@ def test_mpirun() -> None:
     assert sorted(re.findall(r"rank . of 2: 3", done.stdout)) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
 
 
+@pytest.mark.slow
 def test_torchrun_with_a_restart(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     fails_at_first = "import os\nassert os.environ['TORCHELASTIC_RESTART_COUNT'] == '1'\n"
@@ -40,6 +41,7 @@ def test_torchrun_with_a_restart(tmp_path: Path) -> None:
     assert done.stdout.count("rank 1 of 2: 3") == 1
 
 
+@pytest.mark.slow
 def test_slurm_with_its_variables_simulated(tmp_path: Path) -> None:
     """No SLURM here: a script in srun's place starts two ranks with the variables that srun sets."""
     fake = tmp_path / "srun"

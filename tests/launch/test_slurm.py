@@ -26,6 +26,7 @@ def lines(hosts: int, ranks: int, more: str = "") -> list[str]:
     return [f"rank {rank} on host{rank // ranks}: {size * (size + 1) // 2}{more}" for rank in range(size)]
 
 
+@pytest.mark.slow
 def test_srun_on_one_host(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SUM)
     done = on_slurm(1, "srun --overcommit --ntasks 2 python program.py", tmp_path)

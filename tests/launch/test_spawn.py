@@ -120,6 +120,7 @@ def test_a_hang_ends_and_says_where() -> None:
     assert "in dream" in str(caught.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hosts", ["aaa", "aab"], ids=["one host", "two hosts"])
 def test_a_rank_whose_function_has_returned_is_named_as_gone(hosts: str) -> None:
     """It kept its groups until all functions had returned, so the other ranks waited for the timeout."""
@@ -154,6 +155,7 @@ def test_what_a_rank_has_sent_before_its_function_returned_arrives(hosts: str) -
     assert dist_prims.spawn(late_receivers, 3, timeout=100, init=False) == [[], [7, 7], [0, 7]]
 
 
+@pytest.mark.slow
 def test_a_rank_whose_function_has_returned_is_named_when_the_time_to_run_is_over() -> None:
     """Over gloo a rank cannot leave without a loss of data, so the parent says which ranks the others may wait for."""
 
@@ -241,6 +243,7 @@ def slow_to_join(seconds: float) -> str:
     return name
 
 
+@pytest.mark.slow
 def test_the_time_to_run_begins_when_all_have_joined() -> None:
     assert dist_prims.spawn(of_a_module, 2, backend=slow_to_join(3), timeout=2) == [0, 1]
 

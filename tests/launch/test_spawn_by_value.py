@@ -48,6 +48,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["standard input", pytest.param("-c", marks=pytest.mark.slow), "-i"])
 @pytest.mark.timeout(300)
 def test_what_a_program_without_a_source_defines(how: str, tmp_path: Path) -> None:
@@ -62,6 +63,7 @@ def test_what_a_program_without_a_source_defines(how: str, tmp_path: Path) -> No
     assert done.stdout.split("\n")[:-1] == wanted, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_script_is_imported_by_name(tmp_path: Path) -> None:
     """As multiprocessing does: what it defines may hold what cannot travel."""

@@ -39,6 +39,7 @@ def wrong(text: str, folder: Path, task: str = "ring_all_reduce", seconds: float
     return str(caught.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("task", ["ring_pass", "ring_all_reduce", "ring_order", "one_f_one_b"])
 def test_a_right_answer_of_each_kind_is_accepted(task: str, tmp_path: Path) -> None:
     path = tmp_path / "answer.py"
@@ -46,6 +47,7 @@ def test_a_right_answer_of_each_kind_is_accepted(task: str, tmp_path: Path) -> N
     assert check(ORDER.index(task) + 1, path)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -83,6 +85,7 @@ def test_a_forged_verdict_has_a_prefix(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.startswith(f"✗ line 1: ValueError: no {RIGHT}\n  A hint")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("task", "text"),
     [
@@ -121,6 +124,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", ENDLESS.values(), ids=ENDLESS.keys())
 def test_an_endless_answer_meets_its_deadline(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert wrong(text, tmp_path, seconds=1) == "the answer has not ended after 1 s. Does a loop of it end?"

@@ -183,6 +183,7 @@ def changed_lines(text: str, other: str) -> set[str]:
     return {line[2:].strip() for line in lines if line.startswith("+")}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_mutants_are_refused_or_right(number: int, tmp_path: Path) -> None:
     text, right_too = solution(number), RIGHT_TOO.get(ORDER[number - 1], set())

@@ -41,6 +41,7 @@ def loss(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
     return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("size", "attention", "order", "kv_heads"),
     [
@@ -211,6 +212,7 @@ def test_a_second_derivative_is_refused() -> None:
     dist_prims.spawn(body, 2, timeout=60)
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     """The graph breaks at the call, and is the same computation."""
 
@@ -277,6 +279,7 @@ def peak(size: int, kind: str) -> float:
     return max(dist_prims.spawn(body, size, backend="dist_prims", timeout=60))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 def test_memory_falls_with_the_ranks(kind: str) -> None:
     one, two, four = (peak(size, kind) for size in (1, 2, 4))

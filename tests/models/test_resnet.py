@@ -91,6 +91,7 @@ def test_first_values_are_torchvisions() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "options"), [(resnet18, {}), (resnet50, {"small_images": True, "in_channels": 1, "num_classes": 10})]
 )
@@ -110,6 +111,7 @@ def test_layers_one_after_the_other_are_the_model(make: Callable[..., ResNet], o
         assert torch.equal(a, b), name  # running statistics, too
 
 
+@pytest.mark.slow
 def test_it_learns_digits() -> None:
     torch.manual_seed(0)
     images, labels = (tensor[:32] for tensor in digits().tensors)
@@ -148,6 +150,7 @@ def test_a_model_on_several_devices_is_the_model() -> None:
     assert torch.equal(a, b)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("split_size", [2, 9])
 def test_a_batch_in_parts_gives_what_the_batch_gives(split_size: int) -> None:
     a, b = both(PipelineParallelResNet50(split_size, ["cpu", "cpu"], num_classes=7), training=False)
@@ -194,6 +197,7 @@ def rounding_of_variance(x: torch.Tensor) -> torch.Tensor:
     return 4 * torch.finfo(x.dtype).eps * channels.square().mean(1).sqrt() * channels.std(1)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     dims=st.sampled_from([1, 2, 3, 4]),

@@ -28,6 +28,7 @@ def rows_of(rank: int, rows: int, dtype: torch.dtype = torch.float64) -> torch.T
     return torch.randint(-4, 5, (rows, 3), generator=generator).to(dtype)
 
 
+@pytest.mark.sampled(2)
 @on_ranks
 def test_values(size: int, backend: str) -> None:
     def body() -> None:
@@ -108,6 +109,7 @@ def functions(size: int) -> dict[str, tuple[Body, Body]]:
     }
 
 
+@pytest.mark.sampled(2)
 @on_ranks
 def test_derivatives_are_those_of_one_process(size: int, backend: str) -> None:
     """First and second, of the sum of all ranks' losses; with ties of extremes and zeros in products."""
@@ -169,6 +171,7 @@ def test_reduce_scatter_of_an_extreme_keeps_nothing_for_a_way_back() -> None:
     dist_prims.spawn(body, 1, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_torch_asks_of_an_operator() -> None:
     def body() -> None:
@@ -231,6 +234,7 @@ def test_one_graph_forwards_and_backwards(size: int, backend: str) -> None:
     dist_prims.spawn(body, size, timeout=280, backend=backend)
 
 
+@pytest.mark.slow
 def test_export_and_load() -> None:
     def body() -> None:
         class Sum(torch.nn.Module):

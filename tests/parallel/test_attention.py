@@ -84,6 +84,7 @@ def compare(
         near(one, other, bound, name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("size", "backend"), [(1, "dist_prims"), (2, "dist_prims"), (3, "gloo"), (4, "dist_prims")])
 def test_equal_to_the_unsplit(size: int, backend: str) -> None:
     def body() -> None:
@@ -100,6 +101,7 @@ def test_equal_to_the_unsplit(size: int, backend: str) -> None:
     dist_prims.spawn(body, size, backend=backend, timeout=60)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_types(dtype: torch.dtype) -> None:
     def body() -> None:
@@ -254,6 +256,7 @@ def test_autocast_lowers_as_the_original_does() -> None:
     dist_prims.spawn(body, 2, timeout=60)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(
     size=st.integers(1, 5),

@@ -47,6 +47,7 @@ def errors(kind: str, scale: int, length: int | None, dtype: torch.dtype, heads:
     return [tuple(each) for each in worst.tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_are_as_accurate_as_torch(dtype: torch.dtype) -> None:
     """With features of v unlike those of q the backward used the rounded output: an error of 1.12, torch 0.004."""

@@ -60,6 +60,7 @@ RULES = [  # smoothing, weighted, reduction
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("size", "backend"), GROUPS)
 def test_cross_entropy_is_that_of_the_joined_logits(size: int, backend: str) -> None:
     def body() -> None:
@@ -126,6 +127,7 @@ def test_logits_far_apart_and_masked(size: int) -> None:
     dist_prims.spawn(body, size, timeout=60)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_types(dtype: torch.dtype) -> None:
     def body() -> None:
@@ -193,6 +195,7 @@ def test_the_exact_gradient_by_differences() -> None:
     dist_prims.spawn(body, 3, timeout=60)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("size", "backend"), GROUPS)
 def test_linear_and_loss_by_chunks(size: int, backend: str) -> None:
     def body() -> None:

@@ -30,6 +30,7 @@ GROUPS = [  # ranks, teachers among them, batches ahead, backend
 ]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 6), st.floats(0.5, 20), st.integers(0, 99))
 def test_soft_targets(rows: int, classes: int, temperature: float, seed: int) -> None:
@@ -123,6 +124,7 @@ def alone(count: int) -> tuple[list[torch.Tensor], nn.Module]:
     return learn(student, answered), student
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("size", "teachers", "ahead", "backend"), GROUPS)
 def test_the_run_of_a_single_process(size: int, teachers: int, ahead: int, backend: str) -> None:
     """One student on a rank of its own: the same bits. Several: the same losses but for the order of additions."""
@@ -242,6 +244,7 @@ def outcome(distillation: Distillation, teacher: Callable[..., Any], fails_at: i
     return "well"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ahead", "backend"), [(0, "dist_prims"), (1, "gloo"), (3, "dist_prims")])
 def test_what_fails_on_one_side_reaches_the_other(ahead: int, backend: str) -> None:
     def body() -> list[str]:

@@ -82,6 +82,7 @@ def test_rows_of_any_dtype_come_in_order(size: int, backend: str) -> None:
     dist_prims.spawn(body, size, timeout=60, backend=backend)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("size", "backend"), [(1, "gloo"), (2, "dist_prims"), (3, "gloo"), (4, "dist_prims")])
 def test_outputs_are_those_of_the_loop(size: int, backend: str) -> None:
     def body() -> None:

@@ -189,6 +189,7 @@ def by_backward(model: nn.Module, inputs: Any, targets: torch.Tensor) -> tuple[t
     return torch.stack(losses), {name: torch.stack(grads) for name, grads in rows.items()}
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", CASES)
 def test_every_layer_gives_what_the_loop_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -216,6 +217,7 @@ def test_every_layer_gives_what_the_loop_gives(name: str, monkeypatch: pytest.Mo
         assert fallen == {"trick": expected, "vmap": {*grads}, "loop": set()}[method]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), dims=st.integers(1, 3), transposed=st.booleans(), groups=st.integers(1, 3))
 def test_convolutions_of_any_kind(data: st.DataObject, dims: int, transposed: bool, groups: int) -> None:
@@ -354,6 +356,7 @@ def test_a_pool_on_all_ranks(size: int, backend: str) -> None:
     dist_prims.spawn(body, size, timeout=60, backend=backend)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=5)
 @given(values=st.lists(st.sampled_from([0.0, 1.0, -1.0, 5.0, float("nan")]), max_size=9), k=st.integers(0, 10))
 def test_the_largest_of_all_are_in_order(values: list[float], k: int) -> None:

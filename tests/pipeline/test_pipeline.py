@@ -42,6 +42,7 @@ def every_plan(num_microbatches: Sequence[int]) -> None:
             assert (outputs is None) == (dist.get_rank() != plan.rank_of[-1])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("size", "backend", "num_microbatches"),
     [
@@ -66,6 +67,7 @@ def test_every_plan_and_many_micro_batches(size: int, backend: str) -> None:
     dist_prims.spawn(every_plan, size, ([1, 2, 3, 5, 8],), backend=backend, timeout=800)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", pipeline_plans())
 @pytest.mark.parametrize(
     ("ranks", "num_microbatches"), [(1, 1), (1, 3), (2, 2), (2, 8), (3, 1), (3, 5), (4, 3), (4, 5)]
@@ -209,6 +211,7 @@ class CheckpointedLayer(nn.Module):
         return x + checkpointing.checkpoint(self.inner, x, use_reentrant=False)
 
 
+@pytest.mark.slow
 def test_layers_that_checkpoint_within_a_stage() -> None:
     """A split backward ended in a CheckpointError of torch."""
 

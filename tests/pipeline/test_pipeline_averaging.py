@@ -72,6 +72,7 @@ def is_split(plan: PipelinePlan) -> bool:
     return any(action.kind == "W" for actions in plan.actions for action in actions)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks_of_two_pipelines_average_each_stage_once(backend: str) -> None:
     """Two pipelines of two ranks: one averager of all stages of a rank, or one of each."""
@@ -106,6 +107,7 @@ def test_ranks_of_two_pipelines_average_each_stage_once(backend: str) -> None:
     dist_prims.spawn(body, 4, backend=backend, timeout=110)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pipelines_over_devices_are_averaged_in_small_buckets(backend: str) -> None:
     def body() -> None:

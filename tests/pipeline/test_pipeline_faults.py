@@ -57,6 +57,7 @@ class Explosive(nn.Module):
         return self.layer(Bomb.apply(x))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("backend", "name"), [("dist_prims", "1f1b"), ("gloo", "zbv")])
 def test_a_failure_reaches_all_and_the_next_step_works(backend: str, name: str) -> None:
     """Who fails, in what, before and after the layouts are known."""

@@ -72,6 +72,7 @@ def steps_after(pipeline: Pipeline, may_raise: type[BaseException] | None) -> No
     assert again.forward(X, everywhere=True).shape == X.shape
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_ranks_that_are_interrupted_at_any_point_make_the_pipeline_again(backend: str, name: str) -> None:
@@ -92,6 +93,7 @@ def test_ranks_that_are_interrupted_at_any_point_make_the_pipeline_again(backend
     dist_prims.spawn(body, 2, backend=backend, timeout=60)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_rank_that_is_interrupted_ends_the_call_of_all(backend: str) -> None:
     def body() -> None:
@@ -145,6 +147,7 @@ def interrupted_at(transfers: Transfers, number: int, of: str) -> None:
     setattr(transfers, name, interrupted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("of", ["start", "before a wait", "behind a wait"])
 def test_an_interrupt_within_a_transfer_ends_the_call_of_all(backend: str, of: str) -> None:

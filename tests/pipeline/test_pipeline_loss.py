@@ -72,6 +72,7 @@ LOSSES: list[tuple[Callable[..., torch.Tensor], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", range(len(LOSSES)))
 def test_a_mean_over_what_counts(case: int) -> None:
     """Micro-batches were weighted by their items: 3.673 for 3.730, and gradients wrong alike."""

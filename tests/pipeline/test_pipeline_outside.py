@@ -56,6 +56,7 @@ def same_gradients(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(mine.grad, its.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_inputs_and_targets_have_their_gradients(checkpoint: bool, frozen: bool) -> None:
@@ -122,6 +123,7 @@ def test_a_trunk_that_fails_in_its_backward_fails_on_all_ranks() -> None:
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_loss_with_parameters(size: int) -> None:
     """They were in no parameters(), and so no optimiser had them."""

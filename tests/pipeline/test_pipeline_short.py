@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MICROS = 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("size", "backend"), [(1, "dist_prims"), (2, "gloo"), (3, "dist_prims")])
 def test_short_batches_give_what_the_batch_in_one_piece_gives(size: int, backend: str) -> None:
     def body() -> None:

@@ -196,6 +196,7 @@ def test_an_evaluation_in_inference_mode_between_steps() -> None:
     compare(pipeline.stages, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.slow), "zb_h1"])
 def test_compiled_stages(name: str) -> None:
     torch.manual_seed(0)

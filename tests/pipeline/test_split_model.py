@@ -149,6 +149,7 @@ def assert_same(model: nn.Module, stages: int, x: Any, **how: Any) -> list[Stage
 UNET_LAYERS = 16
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stages", [1, 2, 3, UNET_LAYERS])
 def test_values_that_skip_layers_cross_every_cut(stages: int) -> None:
     torch.manual_seed(0)
@@ -170,6 +171,7 @@ def test_stages_carry_what_later_ones_need_and_no_more() -> None:
     assert [stage.gives for stage in stages] == [*expected[1:], ()]
 
 
+@pytest.mark.slow
 def test_a_resnet_is_cut_anywhere() -> None:
     torch.manual_seed(0)
     model = ResNet(BasicBlock, (2, 1, 1, 1), num_classes=5, in_channels=1, small_images=True)

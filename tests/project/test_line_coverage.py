@@ -57,6 +57,7 @@ def measured(tmp_path: Path) -> Path:
     return work
 
 
+@pytest.mark.slow
 def test_the_lines_of_a_process_that_is_killed_are_not_lost(measured: Path) -> None:
     """They were lost with tools that write at the exit of a process; threads were not observed at first."""
     measurement = Measurement(measured)
@@ -68,6 +69,7 @@ def test_the_lines_of_a_process_that_is_killed_are_not_lost(measured: Path) -> N
     assert percentages(measurement) == {"dist_prims/": (10, 11), "csrc/": (4, 5)}
 
 
+@pytest.mark.slow
 def test_a_lost_line_is_found_although_its_number_has_changed(measured: Path) -> None:
     base, new = Measurement(measured), Measurement(measured)
     new.text["csrc/small.cpp"] = ["// another line", *new.text["csrc/small.cpp"]]

@@ -84,6 +84,7 @@ def test_every_kind_is_found_in_code_and_none_in_text(find: object, text: str) -
     assert all(edit.text != lines[edit.number - 1] for edit in edits)
 
 
+@pytest.mark.slow
 def test_a_planted_mistake_is_caught_by_the_first_chosen_test_that_fails(project: Path) -> None:
     swapped = next(edit for edit in python_mistakes(PYTHON) if edit.number == 6)
     diff = project / "swapped.diff"

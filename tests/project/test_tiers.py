@@ -21,9 +21,13 @@ def test_long(): pass
 @pytest.mark.long(minutes=2)
 @pytest.mark.parametrize("case", range(4))
 def test_random(case, random_seed): assert random_seed == 20261127
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", [pytest.param(0, marks=pytest.mark.slow), *range(1, 7)])
+def test_sampled(case): pass
 @pytest.mark.skipif(NO_WINDOW, reason="this torch has no windows")
 def test_window(): pass
 """
+SAMPLED, ALL_CASES = ({f"test_sampled[{case}]" for case in cases} for cases in ((1, 3, 6), range(7)))
 LONG = {"test_long", *(f"test_random[{case}]" for case in range(4))}
 
 
@@ -32,7 +36,7 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        markers = 'markers = ["slow:", "long(minutes):"]'
+        markers = 'markers = ["slow:", "sampled(cases):", "long(minutes):"]'
         (folder / "pyproject.toml").write_text(f'[tool.pytest.ini_options]\ntestpaths = ["tests"]\n{markers}\n')
         (folder / "tests").mkdir()
         self.write(no_window=True)
@@ -60,8 +64,8 @@ def names_in(output: str) -> set[str]:
 
 
 def test_each_tier_has_its_tests(runs: Runs) -> None:
-    assert names_in(runs()) == {"test_default", "test_window"}
-    assert names_in(runs("--all")) == {"test_default", "test_window", "test_slow"}
+    assert names_in(runs()) == {"test_default", "test_window", *SAMPLED}
+    assert names_in(runs("--all")) == {"test_default", "test_window", "test_slow", *ALL_CASES}
     assert names_in(runs("--long", "--seed", "20261127")) == LONG
     assert names_in(runs("tests/test_it.py::test_slow")) == {"test_slow"}
 

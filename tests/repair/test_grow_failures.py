@@ -25,6 +25,7 @@ from tests.repair.test_grow import grow_to
 from tests.repair.test_shrink import LIMIT, all_reduce_until_failure, die, total, wait_until
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("moment", ["announced", "confirmed", "admitted"])
 def test_a_new_rank_dies_on_the_way(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The running ranks go on with the group that they have, and admit the next rank."""
@@ -82,6 +83,7 @@ def test_the_rank_that_has_read_an_announcement_dies(tmp_path: Path, monkeypatch
     assert run_ranks(body, 2, tmp_path, join=False) == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_running_rank_dies_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others keep their group, whose next call raises; the new rank announces itself again."""
     place = f"file://{tmp_path}/place"
@@ -106,6 +108,12 @@ def test_a_running_rank_dies_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     assert run_ranks(body, 4, tmp_path, join=False) == [3, -signal.SIGKILL, 3, 3]
 
 
+def grow_until_failure(place: str) -> None:
+    while made_group(dist.group.WORLD.group_name).failed_grows == 0:  # type: ignore[union-attr]
+        dist_prims.grow(place, timeout=1)
+
+
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("hosts", ["aaa", "abc"])
 @pytest.mark.parametrize("has_made", [True, False])
 def test_a_rank_is_cut_off_in_grow(has_made: bool, hosts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +144,7 @@ def test_a_rank_is_cut_off_in_grow(has_made: bool, hosts: str, tmp_path: Path, m
         if rank == 1:
             monkeypatch.setattr(attempt, "_perform", perform_until_cut)
             with pytest.raises(CommError, match="cannot reach a majority"):
-                while not has_made:  # as rank 0: the new rank may come late
-                    dist_prims.grow(place, timeout=1)
-                grow_to(3, place)
+                grow_to(3, place) if has_made else grow_until_failure(place)
             monkeypatch.setattr(attempt, "_perform", perform)
             if has_made:
                 wait_until((tmp_path / "grown").exists)
@@ -150,8 +156,7 @@ def test_a_rank_is_cut_off_in_grow(has_made: bool, hosts: str, tmp_path: Path, m
             (tmp_path / "grown").touch()
             all_reduce_until_failure()
         elif rank == 0:
-            while made_group(dist.group.WORLD.group_name).failed_grows == 0:  # type: ignore[union-attr]
-                dist_prims.grow(place, timeout=1)
+            grow_until_failure(place)
         if rank < 2 or has_made:
             dist_prims.shrink()
         if not has_made:
@@ -161,6 +166,7 @@ def test_a_rank_is_cut_off_in_grow(has_made: bool, hosts: str, tmp_path: Path, m
     assert run_ranks(body, 3, tmp_path, join=False) == ([2, -signal.SIGKILL, 2] if has_made else [3, 3, 3])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hosts", ["aaa", "aba"])
 def test_many_failures(
     hosts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

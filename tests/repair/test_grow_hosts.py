@@ -92,6 +92,7 @@ LOST = "the running ranks have a secret of their launcher, which a new rank cann
 UNREACHABLE = "the running ranks listen at the loopback interface"
 
 
+@pytest.mark.slow
 @needs_hosts
 @pytest.mark.timeout(240)
 def test_a_group_on_one_host_admits_a_rank_of_another_or_refuses_it(tmp_path: Path) -> None:

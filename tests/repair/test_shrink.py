@@ -70,6 +70,7 @@ def survivors(size: int, dead: set[int], folder: Path, store_at_rank_0: bool = T
     return run_ranks(body, size, folder, join=not store_at_rank_0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("size", "dead"), [(2, {0}), (2, {1}), (3, {1}), (4, {0}), (4, {1, 3}), (4, {0, 1, 2}), (7, {0, 4, 5})]
 )
@@ -127,6 +128,7 @@ def test_one_failure_after_another(tmp_path: Path) -> None:
     assert run_ranks(body, 5, tmp_path, join=False)[4] == [4, 3, 2, 1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "place", [0, 2, 4, 6, *(pytest.param(place, marks=pytest.mark.slow) for place in (1, 3, 5, 7))]
 )

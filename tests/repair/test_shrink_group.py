@@ -60,6 +60,7 @@ def test_torch_shrink_group_names_a_further_loss(tmp_path: Path) -> None:
     assert run_ranks(body, 3, tmp_path)[0] == "error"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("excluded", "flags"),
     [

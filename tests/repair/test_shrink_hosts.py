@@ -59,6 +59,7 @@ OTHERS = [(engine, *loss) for loss, used in LOSSES.items() for engine in ("tcp",
 OTHERS += [("ucx", "aabb", (0,)), ("ucx", "abcd", (3,))]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("engine", "layout", "dead"),
     [
@@ -99,6 +100,7 @@ def test_a_host_is_lost_as_it_makes_the_group(tmp_path: Path, monkeypatch: pytes
     assert run_ranks(body, 5, tmp_path, join=False) == [3, 3, -signal.SIGKILL, 3, -signal.SIGKILL]
 
 
+@pytest.mark.slow
 def test_a_pause_of_most_servers(tmp_path: Path) -> None:
     """Servers of registers that do not answer for 2.5 s are not lost."""
 
@@ -120,6 +122,7 @@ def test_a_pause_of_most_servers(tmp_path: Path) -> None:
     assert run_ranks(body, 4, tmp_path, join=False) == [3, 3, 3, -signal.SIGKILL]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "dead"), [("ab", {0}), ("aabb", {0, 1}), ("abc", {0, 1})])
 def test_without_a_majority_the_survivors_raise(layout: str, dead: set[int], tmp_path: Path) -> None:
     """The ranks that serve the stores of the quorum are lost: the survivors cannot know that others do not go on."""
@@ -143,6 +146,7 @@ def test_without_a_majority_the_survivors_raise(layout: str, dead: set[int], tmp
     )
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_of_another_host_is_left_out(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         os.environ["DIST_PRIMS_HOST_ID"] = "aab"[rank]

@@ -41,6 +41,7 @@ def texts(root: xml.etree.ElementTree.Element) -> list[str]:
     return [text.text or "" for text in root.iter(f"{SVG}text")]
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("collective", "name"), REGISTRY)
 def test_every_message_is_an_arrow_and_a_word(collective: str, name: str, tmp_path: Path) -> None:
     for size in (1, 2, 3, 4, 7):

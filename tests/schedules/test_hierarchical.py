@@ -38,6 +38,7 @@ def test_ranks_that_are_not_consecutive_change_no_limit_of_steps() -> None:
     assert renumbered.steps._most == hierarchical("all_to_all", (2, 2)).steps._most > 100_000
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("hosts", [(1,), (3, 1), (2, 3), (1, 2, 2)])
 @pytest.mark.parametrize(("collective", "kind"), [("broadcast", "all_gather"), ("reduce", "reduce_scatter")])
 def test_uneven_hosts_every_root_and_every_phase(collective: str, kind: str, hosts: tuple[int, ...]) -> None:

@@ -89,6 +89,7 @@ EXPRESSIONS = """([ranks, chunks]) => {
 }"""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_chunks_are_those_of_simulate_and_expressions_those_of_order(
     browser: Any, tmp_path: Path, collective: str
@@ -178,6 +179,7 @@ def seconds(text: str) -> float:
     return float(number) * SECONDS[unit]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("collective", "name"), [("all_reduce", "ring"), ("all_gather", "bruck"), ("barrier", "dissemination")]
 )
@@ -326,6 +328,7 @@ def test_in_a_notebook(browser: Any, tmp_path: Path) -> None:
         assert second.locator("h1").inner_text() == "pipeline 1f1b, 2 ranks, 2 stages, 3 micro-batches"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", pipeline_plans())
 def test_a_pipeline_has_the_times_of_its_cost(browser: Any, tmp_path: Path, name: str) -> None:
     with opened(browser, pipeline_plan(name, 3, 4).html(tmp_path / "page.html")) as tab:

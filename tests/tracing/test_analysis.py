@@ -37,6 +37,7 @@ def one_rank_is_late(folder: str, algorithm: str | None) -> None:
         dist_prims.all_reduce(torch.ones(6000), algorithm=algorithm)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", [None, "ring", pytest.param("recursive_doubling", marks=pytest.mark.slow)])
 def test_the_late_rank_is_found(tmp_path: Path, algorithm: str | None) -> None:
     dist_prims.spawn(one_rank_is_late, 3, (str(tmp_path), algorithm), backend="dist_prims", timeout=60)
@@ -64,6 +65,7 @@ def rings(folder: str, algorithm: str, count: int) -> None:
         dist_prims.all_reduce(torch.ones(count), algorithm=algorithm)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", ["ring", "two_shot", "recursive_doubling", "tree"])
 def test_steps_are_predicted_by_the_cost_model(tmp_path: Path, algorithm: str) -> None:
     dist_prims.spawn(rings, 3, (str(tmp_path), algorithm, 3000), backend="dist_prims", timeout=60)

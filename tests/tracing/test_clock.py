@@ -60,6 +60,7 @@ def check_causality(trace: Trace) -> None:
     assert checked > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not may_unshare(), reason="no time namespace may be made here")
 def test_ranks_of_two_time_namespaces(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)

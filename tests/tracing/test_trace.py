@@ -271,6 +271,7 @@ def test_a_forked_child_leaves_the_trace_alone(tmp_path: Path) -> None:
     assert [sorted(call.parts) for call in read(tmp_path).calls()] == [[0, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_unchanged_program_under_torchrun(tmp_path: Path, ranks: int) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -330,6 +331,7 @@ def test_a_folder_without_a_trace_is_an_error(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_damaged_files_are_ignored_or_read_in_part(tmp_path: Path) -> None:
     with dist_prims.trace(tmp_path, events=1000):
         recorder.active.event(fmt.ACTION, 1, 2, name="an action")

@@ -124,6 +124,7 @@ def stepped(adam: torch.optim.Adam, shard: torch.Tensor, steps: int) -> None:
         adam.step()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("count", "saved", "size", "padded"), [(11, 1, 4, False), (1, 2, 3, False), (11, 3, 2, True), (11, 2, 2, False)]
 )

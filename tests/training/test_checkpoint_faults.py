@@ -54,6 +54,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("harm", [cut_off, flip, Path.unlink])
 def test_a_damaged_file_is_refused_by_name(harm: Callable[[Path], None], tmp_path: Path) -> None:
     def one(name: str) -> None:

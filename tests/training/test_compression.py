@@ -59,6 +59,7 @@ def same_on_all_ranks(tensor: torch.Tensor) -> bool:
     return len(set(everyones)) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("size", "backend"), [(1, "dist_prims"), (2, "gloo"), (3, "dist_prims"), (4, "dist_prims")])
 def test_what_is_lost_comes_later(size: int, backend: str) -> None:
     """Over some steps and a few without gradients, as much arrives as was computed: of every dtype and layout."""
@@ -386,6 +387,7 @@ def averaged(compress: str | Staged | None, overlap: bool = True) -> float:
     return float(torch.nn.functional.cross_entropy(model(images), labels))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
 def test_with_the_gradient_averager(backend: str) -> None:
     def body() -> None:

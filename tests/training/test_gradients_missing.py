@@ -27,6 +27,7 @@ class Branches(torch.nn.Module):
         return self.branch[branch](self.frozen(self.shared(x))).square().mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("size", "backend", "bucket_mb"),
     [

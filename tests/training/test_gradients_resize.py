@@ -46,6 +46,7 @@ def fail(model: nn.Module, victim: bool) -> None:
         loss(model, 1).backward()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [None, "fp16", "powersgd", "int8"])
 def test_a_resized_averager_averages_as_a_new_one(kind: str | None, tmp_path: Path) -> None:
     """What the failed backward had collected is not in the next mean, and no error feedback either."""

@@ -59,6 +59,7 @@ def late_at_random() -> float:
     return random.random() * 0.004 if random.random() < 0.3 else 0.0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("size", "dtype"), [(2, torch.float64), (3, torch.float32), (3, torch.bfloat16), (4, torch.float16)]
 )

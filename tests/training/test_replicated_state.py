@@ -154,6 +154,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("point", "victim"),
     [

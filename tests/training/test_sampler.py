@@ -59,6 +59,7 @@ def test_huge_orders_go_back(count: int, seed: int, data: st.DataObject) -> None
     assert len(set(items[:-2].tolist())) == len(positions)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("count", [5, 24, 50])
 def test_each_item_comes_equally_often_at_each_position(count: int) -> None:

@@ -31,6 +31,7 @@ def accumulated(model: torch.nn.Module, steps: Iterable[int], branch: int | None
         each.grad = total.get(each)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("units", "size"), [("two", 1), ("none", 2), ("two", 3), ("children", 4)])
 def test_zero_3_trains_as_the_plain_run(units: str, size: int) -> None:
     def body(exact: bool) -> None:
