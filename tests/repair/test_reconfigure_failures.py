@@ -145,8 +145,7 @@ def test_a_member_dies_as_it_makes_the_group(victim: int, tmp_path: Path, monkey
     assert found == [(0, 2, 2), (1, 2, 2)]
 
 
-@pytest.mark.parametrize("victim", [0, 1, 3])
-@pytest.mark.parametrize("delay", [0.05, 0.3, 0.6])
+@pytest.mark.parametrize(("victim", "delay"), [(1, 0.05), (0, 0.3), (3, 0.6)])
 def test_a_rank_dies_at_some_moment(victim: int, delay: float, tmp_path: Path) -> None:
     """The others go on without it, whatever call it was in; some may have made a group that others have not."""
 
