@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from survivors import run_ranks
 
 import dist_prims
 from dist_prims.errors import CommTimeoutError, MismatchError
-from tests.helpers.survivors import run_ranks
 
 NEAR_THE_END = 2**64 - 3
 

@@ -1,7 +1,7 @@
 """A storm of failures: ranks are killed, stopped and started, and hosts cut off, while the others use their group.
 
-    python -m tests.helpers.storm --events 100 --seed 1
-    ./launch_scripts/netns-hosts.sh 3 1 none --login -- python -m tests.helpers.storm --events 20 --hosts 3 --cuts
+    python tests/helpers/storm.py --events 100 --seed 1
+    ./launch_scripts/netns-hosts.sh 3 1 none --login -- python tests/helpers/storm.py --events 20 --hosts 3 --cuts
 
 Each process repeats: an all_reduce of numbers that tell who took part, checked against the members of the group; from
 time to time ``grow``; after an error ``shrink``. The parent sends the signals, cuts the links of hosts, starts new
@@ -39,12 +39,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from storm_hosts import NamedHosts, NamespaceHosts
 
 import dist_prims
 from dist_prims.backend.create import made_group
 from dist_prims.backend.quorum_ranks import quorum_ranks
 from dist_prims.errors import CommError, LeftOutError
-from tests.helpers.storm_hosts import NamedHosts, NamespaceHosts
 
 MOST, LEAST = 8, 2  # processes
 KINDS = {"kill": 4, "stop": 3, "join": 3, "cut": 3}  # of events, and how often each is tried

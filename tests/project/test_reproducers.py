@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from tests.helpers.reproducers import main
+from reproducers import main
 
 
 def test_a_missing_program_is_an_error(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from survivors import join_at_rank_0, run_ranks
 
 import dist_prims
 from dist_prims.backend.create import made_group
@@ -24,7 +25,6 @@ from dist_prims.launch.network import is_loopback
 from dist_prims.launch.secret import Secret, remember
 from dist_prims.launch.served import refused, serve_registers, served_store
 from dist_prims.repair.grow import _fields, _meeting
-from tests.helpers.survivors import join_at_rank_0, run_ranks
 from tests.repair.test_shrink import LIMIT, all_reduce_until_failure, die, total, wait_until
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from survivors import join_at_rank_0, run_ranks
 
 import dist_prims
 from dist_prims.backend.create import made_group
@@ -20,7 +21,6 @@ from dist_prims.errors import CommError, LeftOutError
 from dist_prims.repair.grow import _meeting
 from dist_prims.repair.quorum import NoMajorityError
 from dist_prims.repair.survivors import Announce, Make
-from tests.helpers.survivors import join_at_rank_0, run_ranks
 from tests.repair.test_grow import grow_to
 from tests.repair.test_shrink import LIMIT, all_reduce_until_failure, die, total, wait_until
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from exploration import Process, explore
 
 from dist_prims.backend.quorum_ranks import quorum_ranks
 from dist_prims.launch.register_server import RegisterClient, RegisterServer
 from dist_prims.repair.quorum import Acceptor, AcceptorState, NoMajorityError, QuorumRegisters, propose
-from tests.helpers.exploration import Process, explore
 
 ACCEPTORS, PROPOSERS = 3, 2
 MOST_BALLOTS = 3  # of each proposer: two that hinder each other could go on without end

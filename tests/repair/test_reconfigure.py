@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from reconfigured import ALONE, Meeting, needs_reconfigure, newest, place, reconfigure, start, total
+from survivors import join_at_rank_0, run_ranks
 
 import dist_prims
 from dist_prims.errors import PeerLeftError
-from tests.helpers.reconfigured import ALONE, Meeting, needs_reconfigure, newest, place, reconfigure, start, total
-from tests.helpers.survivors import join_at_rank_0, run_ranks
 from tests.repair.test_shrink import all_reduce_until_failure, die
 
 pytestmark = needs_reconfigure

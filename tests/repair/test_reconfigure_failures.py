@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from reconfigured import Meeting, needs_reconfigure, place, reconfigure, start, total
+from survivors import run_ranks
 
 from dist_prims.errors import CommError, PeerDiedError, PeerLeftError
-from tests.helpers.reconfigured import Meeting, needs_reconfigure, place, reconfigure, start, total
-from tests.helpers.survivors import run_ranks
 from tests.repair.test_shrink import all_reduce_until_failure, die
 
 pytestmark = needs_reconfigure

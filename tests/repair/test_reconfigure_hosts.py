@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launching import free_port
+from reconfigured import Meeting, needs_reconfigure, place, reconfigure, start, total
+from survivors import run_ranks
 
 from dist_prims.backend.create import find_made_group
 from dist_prims.backend.tcp_endpoint import own_address
 from dist_prims.errors import PeerDiedError
 from dist_prims.launch.network import is_loopback
 from dist_prims.launch.secret import Secret, remember
-from tests.helpers.launching import free_port
-from tests.helpers.reconfigured import Meeting, needs_reconfigure, place, reconfigure, start, total
-from tests.helpers.survivors import run_ranks
 from tests.repair.test_shrink import all_reduce_until_failure, die
 
 pytestmark = needs_reconfigure

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from survivors import join_at_rank_0, run_ranks
 
 import dist_prims
 from dist_prims.errors import CommError, LeftOutError, PeerLeftError
-from tests.helpers.survivors import join_at_rank_0, run_ranks
 
 LIMIT = 60.0
 

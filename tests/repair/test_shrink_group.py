@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from survivors import run_ranks
 
 import dist_prims
 from dist_prims.errors import CommError, PeerLeftError
-from tests.helpers.survivors import run_ranks
 from tests.repair.test_shrink import all_reduce_until_failure, die, total, wait_until
 
 SHRINK_DEFAULT, SHRINK_ABORT = 0, 1  # torch's flags

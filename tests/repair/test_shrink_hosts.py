@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from engines import require
+from survivors import join_at_rank_0, run_ranks
 
 import dist_prims
 from dist_prims.errors import CommError
-from tests.helpers.survivors import join_at_rank_0, run_ranks
 from tests.repair.test_shrink import all_reduce_until_failure, die, total
 
 

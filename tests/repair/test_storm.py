@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from netns import cluster, needs_hosts
+from storm import Outcome, storm
 
-from tests.helpers.storm import Outcome, storm
+PROGRAM = Path(__file__).parents[1] / "helpers" / "storm.py"
 
 
 def expect(found: Outcome, events: int, of_each_kind: int, *kinds: str) -> None:
@@ -61,7 +63,7 @@ def test_a_group_leaves_out_hosts_that_are_cut_off() -> None:
 def storm_with_cuts(events: int, seed: int, timeout: int) -> Outcome:
     """Three hosts, so that a majority is left when one is cut off."""
     options = f"--events {events} --seed {seed} --hosts 3 --cuts"
-    command = [sys.executable, "-m", "tests.helpers.storm", *options.split()]
+    command = [sys.executable, str(PROGRAM), *options.split()]
     with cluster(3, 1, command, how="login", timeout=timeout) as job:
         done = job.result()
     assert done.returncode == 0, done.stderr

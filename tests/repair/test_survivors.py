@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from exploration import Process, explore
 
 from dist_prims.repair.survivors import (
     Announce,
@@ -27,7 +28,6 @@ from dist_prims.repair.survivors import (
     prevent,
     survive,
 )
-from tests.helpers.exploration import Process, explore
 
 GROW, SHRINK = "grow", "shrink"  # agreements
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from averaging import batch, net
+from survivors import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -19,8 +21,6 @@ import dist_prims
 from dist_prims.training import GradientAverager, LocalSGD
 from dist_prims.training.checkpoint import Checkpoints
 from dist_prims.training.compression import PowerSGD
-from tests.helpers.averaging import batch, net
-from tests.helpers.survivors import run_ranks
 
 Loss = Callable[[nn.Module, int], torch.Tensor]
 

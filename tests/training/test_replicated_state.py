@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from survivors import run_ranks
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
@@ -29,7 +30,6 @@ from dist_prims.training.checkpoint import randomness
 from dist_prims.training.elastic import GlobalBatches
 from dist_prims.training.sharding import ZeroOptimizer
 from dist_prims.training.state_transfer import transfer
-from tests.helpers.survivors import run_ranks
 
 STEPS, FAILS_AT = 7, 3
 DATA = [(torch.randn(6, generator=torch.Generator().manual_seed(n)), torch.tensor(n % 3)) for n in range(48)]
