@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import backend_of
 from survivors import run_ranks
 
 import dist_prims
 from dist_prims.errors import CommTimeoutError, MismatchError
 
 NEAR_THE_END = 2**64 - 3
-
-
-def backend() -> Any:
-    return dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
 
 
 def ring(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,7 +38,7 @@ def test_numbers_of_calls_messages_and_incremental_sums_wrap(
         monkeypatch.setenv("DIST_PRIMS_HOST_ID", hosts[rank])
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         dist.init_process_group("dist_prims", init_method=f"file://{tmp_path}/store", rank=rank, world_size=3)
-        backend().number_from(NEAR_THE_END)
+        backend_of().number_from(NEAR_THE_END)
         for turn in range(6):
             total = torch.ones(5)
             dist.all_reduce(total)
@@ -49,7 +46,7 @@ def test_numbers_of_calls_messages_and_incremental_sums_wrap(
             assert ring(torch.tensor([rank, turn])).tolist() == [(rank - 1) % 3, turn]
             if hosts == "aaa":
                 shared = dist_prims.empty(20_000).fill_(rank)
-                incremental = backend().incremental_reduce(shared, 1 << 20, None)
+                incremental = backend_of().incremental_reduce(shared, 1 << 20, None)
                 for expected in (0 + 1 + 2, 3 * 3):  # the second sum is that of the first results
                     incremental.all_reduce(False).wait()
                     assert shared.eq(expected).all()
@@ -66,7 +63,7 @@ def test_numbers_of_wait_for_graphs_wrap(tmp_path: Path) -> None:
     Each wait is published in the graphs of all groups of its process."""
 
     def body(rank: int) -> str:
-        backend().number_from(NEAR_THE_END)
+        backend_of().number_from(NEAR_THE_END)
         limit, text = timedelta(seconds=1), ""
         members = [ranks for _ in range(3) for ranks in ([0, 1], [1, 2])]
         groups = [dist.new_group(ranks, timeout=limit, backend="dist_prims") for ranks in members]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import span
+from ranks import backend_of, span
 from survivors import join_at_rank_0, run_ranks, store_process
 
 import dist_prims.backend.create
@@ -40,14 +40,15 @@ def new_group() -> tuple[str, str]:
 
 def between_rendezvous_and_attaching(act: Any) -> None:
     """Have this rank call `act` there when it makes its next group."""
-    tuned = dist_prims.backend.create.tuned
+    module: Any = dist_prims.backend.create
+    tuned = module.tuned
 
     def acting(*args: Any, **kwargs: Any) -> int:
-        dist_prims.backend.create.tuned = tuned
+        module.tuned = tuned
         act()
         return tuned(*args, **kwargs)
 
-    dist_prims.backend.create.tuned = acting
+    module.tuned = acting
 
 
 def die() -> None:
@@ -196,7 +197,7 @@ def test_a_group_of_other_ranks_is_made_although_one_has_died(tmp_path: Path) ->
         dist.barrier()
         if rank == 1:
             die()
-        while not dist.group.WORLD._get_backend(torch.device("cpu")).ended():
+        while not backend_of().ended():
             time.sleep(0.01)
         group = dist.new_group([0, 2], use_local_synchronization=True)
         tensor = torch.ones(3)
@@ -248,7 +249,7 @@ def test_ranks_of_unlike_versions_make_no_group(hosts: str) -> None:
 
     def body() -> str:
         if dist.get_rank() == 1:
-            dist_prims.launch.handshake.PROTOCOL += 1  # type: ignore[attr-defined]
+            dist_prims.launch.handshake.PROTOCOL += 1
         with pytest.raises(RuntimeError) as caught:
             dist.new_group()
         return str(caught.value)
@@ -277,7 +278,7 @@ def test_a_slot_size_out_of_range_is_refused_before_anything_is_sent(
 def test_one_shot_bytes_out_of_range_are_refused() -> None:
     for value in (-1, 2**64, "32K"):
         with pytest.raises(ValueError, match=r"BackendOptions\(one_shot_bytes=...\): .* from 0 to"):
-            dist_prims.BackendOptions(one_shot_bytes=value)
+            dist_prims.BackendOptions(one_shot_bytes=value)  # type: ignore[arg-type]
 
 
 def test_an_attempt_that_ends_late_does_not_replace_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from engines import require
 from launching import run_scripts
-from ranks import span
+from ranks import backend_of, span
 
 import dist_prims
 from dist_prims.backend import create, options, options_of
@@ -31,10 +31,6 @@ LIMIT = 50  # seconds, of any wait here
 
 def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 90) -> list[Any]:
     return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=timeout)
-
-
-def backend(group: Any) -> Any:
-    return group._get_backend(torch.device("cpu"))
 
 
 def at_once(*actions: Callable[[], Any]) -> None:
@@ -59,7 +55,7 @@ def test_abort_beside_destroy_and_beside_itself(under_way: bool) -> None:
     def body() -> None:
         for turn in range(3 if under_way else 15):
             group = dist.new_group()
-            ends = [backend(group).abort] * 3 + [lambda group=group: dist.destroy_process_group(group)]
+            ends = [backend_of(group).abort] * 3 + [lambda group=group: dist.destroy_process_group(group)]
             works = [dist.all_reduce(torch.ones(1000), group=group, async_op=True) for _ in range(3)]
             for work in works:
                 work.wait()
@@ -204,8 +200,9 @@ def test_a_group_leaves_no_key_in_the_store(layout: str) -> None:
         found = []
         store = group_store(default_group())
         assert store is not None
+        module: Any = create
         for late in (None, None, 0, 1, 2):
-            create.extension = late_extension if dist.get_rank() == late else extension
+            module.extension = late_extension if dist.get_rank() == late else extension
             for _ in range(2):
                 group = dist.new_group()
                 total = torch.ones(1)

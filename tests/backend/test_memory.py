@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 from collections.abc import Callable
@@ -12,31 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from reductions import all_reduce_algorithms, shared
 from values import equal, held, noise, summed
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.schedules import Step, algorithm, algorithms, build, unregister
+from dist_prims.schedules import Step, algorithm, unregister
 
 Op = dist.ReduceOp
 
 
 def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60) -> list[Any]:
     return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=timeout)
-
-
-def lent(tensor: torch.Tensor) -> torch.Tensor:
-    return dist_prims.empty(list(tensor.shape), tensor.dtype).copy_(tensor)
-
-
-def possible(size: int) -> list[str]:
-    """The algorithms for so many ranks; some are for powers of two only."""
-    found = []
-    for name in algorithms("all_reduce"):
-        with contextlib.suppress(ValueError):
-            build("all_reduce", name, size)
-            found.append(name)
-    return found
 
 
 def mapped() -> int:
@@ -53,10 +39,10 @@ def test_lent_memory_gives_the_same_bits(size: int) -> None:
             for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64):
                 for op in (Op.SUM, Op.MAX) if dtype != torch.complex64 else (Op.SUM, Op.AVG):
                     given = noise(rank, torch.float32, count).to(dtype)
-                    plain, shared = given.clone(), lent(given)
+                    plain, tensor = given.clone(), shared(given)
                     dist.all_reduce(plain, op)
-                    dist.all_reduce(shared, op)
-                    equal(shared, plain, (count, dtype, op))
+                    dist.all_reduce(tensor, op)
+                    equal(tensor, plain, (count, dtype, op))
 
     spawn(body, size)
 
@@ -65,7 +51,7 @@ def test_lent_memory_gives_the_same_bits(size: int) -> None:
 def test_only_some_ranks_lend(lenders: int) -> None:
     def body() -> None:
         rank = dist.get_rank()
-        tensor = lent(held(rank, 50_000)) if rank < lenders else held(rank, 50_000)
+        tensor = shared(held(rank, 50_000)) if rank < lenders else held(rank, 50_000)
         for _ in range(3):
             tensor.copy_(held(rank, 50_000))
             dist.all_reduce(tensor)
@@ -157,7 +143,7 @@ def test_the_direct_call() -> None:
 def test_a_pinned_schedule_gives_the_bits_of_its_order(size: int) -> None:
     def body() -> None:
         rank = dist.get_rank()
-        for name in possible(size):
+        for name in all_reduce_algorithms(size):
             group = dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce=name))
             for count in (0, 1, 5, 1031, 100_003):
                 for dtype in (torch.float32, torch.bfloat16):

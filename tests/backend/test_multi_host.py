@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import span
+from ranks import backend_of, span
 from torch.nn.parallel import DistributedDataParallel
 from values import COMPLEX, FLOAT8, FLOATS, INTEGERS, bits, equal, everything, held, noise, summed
 from wrapping import go_round, refuse
@@ -31,10 +31,6 @@ LAYOUTS = [
     "a b b c",
     *(pytest.param(each, marks=pytest.mark.slow) for each in ("a a b b", "a a b b b c c")),
 ]
-
-
-def backend() -> Any:
-    return dist.group.WORLD._get_backend(torch.device("cpu"))
 
 
 def test_mpi_of_a_lone_process_is_no_engine_between_hosts() -> None:
@@ -99,6 +95,7 @@ def test_the_bits_are_those_of_the_schedule() -> None:
     def body() -> None:
         gloo = dist.new_group(backend="gloo")
         rank = dist.get_rank()
+        more: Any
         for name, more in (("ring", {}), ("tree", {}), ("hierarchical", {"hosts": (2, 3)})):
             group = dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce=name), backend="dist_prims")
             for dtype, count in ((torch.float32, 1031), (torch.bfloat16, 40_000)):
@@ -136,7 +133,7 @@ def test_segments_change_nothing() -> None:
             schedule = build("all_reduce", name, size, **shape)
             for segments in (1, 2, 7, 64):
                 form = to_native(schedule, rank, 0, 1 << 62, name, segments)
-                backend().pin("all_reduce", name, lambda root, form=form: [form])
+                backend_of().pin("all_reduce", name, lambda root, form=form: [form])
                 for count in (257, 1000, 100_003):
                     tensor = held(rank, count)
                     dist.all_reduce(tensor)
@@ -254,7 +251,7 @@ def test_many_at_once_and_groups_within_groups() -> None:
         for work in reversed(works):
             work.wait()
         assert all((tensor == 6).all() for tensor in tensors)
-        assert backend().spans_hosts
+        assert backend_of().spans_hosts
 
     span("a a b b", body)
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pinning import backend, pin
-from ranks import span
+from pinning import pin
+from ranks import backend_of, span
 from values import equal, held, summed
 
 from dist_prims import MismatchError
@@ -122,15 +122,15 @@ def test_every_collective_moves_the_right_data(layout: str) -> None:
 
 def test_the_name_tells_how_data_travels() -> None:
     def body() -> None:
-        names = [backend().algorithm(nbytes, "all_gather") for nbytes in (64, 8192, 1 << 22)]
+        names = [backend_of().algorithm(nbytes, "all_gather") for nbytes in (64, 8192, 1 << 22)]
         assert [name == NAME for name in names] == [True, True, False]
         two_by_two = Topology((2, 2), Level(0, 0), Level(0, 0))
         for collective, most in (("broadcast", MOST_BYTES), ("all_to_all", MOST_BYTES // 2)):
             assert fits(collective, most, two_by_two)
             assert not fits(collective, most + 1, two_by_two)
-            assert backend().algorithm(most + 1, collective, 0 if collective == "broadcast" else -1) != NAME
+            assert backend_of().algorithm(most + 1, collective, 0 if collective == "broadcast" else -1) != NAME
         pin(all_gather="ring")
-        assert backend().algorithm(64, "all_gather") == "ring"
+        assert backend_of().algorithm(64, "all_gather") == "ring"
         collectives_of(5, 1)
 
     span("a a b b", body)

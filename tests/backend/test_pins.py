@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pinning import backend, pin, run
+from pinning import pin, run
+from ranks import backend_of
 from values import bits, equal, noise
 
 import dist_prims
@@ -99,7 +100,7 @@ def test_every_algorithm_of_every_collective(layout: str) -> None:
             chosen = {each: known[each][number % len(known[each])] for each in PINNABLE}
             pin(**{collective: name + segments for collective, name in chosen.items()})
             for collective, name in chosen.items():
-                found = backend().algorithm(64, collective, size - 1 if collective in ROOTED else -1)
+                found = backend_of().algorithm(64, collective, size - 1 if collective in ROOTED else -1)
                 assert found.startswith(name), (found, name)
                 assert found.endswith(segments) or "~" in found, (found, segments)
             for count, dtype in itertools.islice(cases, 2):
@@ -121,9 +122,10 @@ def test_the_pinned_schedule_is_what_runs(layout: str) -> None:
         last = size - 1
         for collective in PINNABLE:
             more = {"root": 0} if collective in ROOTED else {}
-            made = (lambda size, root=0: silent(size)) if more else (lambda size: silent(size))
+            made: Any = (lambda size, root=0: silent(size)) if more else (lambda size: silent(size))
             algorithm(collective, name="silent", trust=True, replicas="may differ")(made)  # never chosen by price
-        group = dist.new_group(pg_options=BackendOptions(**dict.fromkeys(PINNABLE, "silent:0-1K")))
+        pinned: dict[str, Any] = dict.fromkeys(PINNABLE, "silent:0-1K")
+        group = dist.new_group(pg_options=BackendOptions(**pinned))
         for count in (3, 5000):  # pinned and not
             is_pinned = count == 3
 
@@ -209,7 +211,8 @@ def test_ranks_that_pin_different_schedules_are_named(layout: str) -> None:
 
     def body() -> None:
         rank, two = dist.get_rank(), lambda: [torch.ones(512) for _ in range(2)]
-        group = dist.new_group(pg_options=BackendOptions(**{each: names[rank] for each, names in pins.items()}))
+        pinned: dict[str, Any] = {each: names[rank] for each, names in pins.items()}
+        group = dist.new_group(pg_options=BackendOptions(**pinned))
         root: dict[str, Any] = {"group": group}
         calls = {
             "all_reduce": lambda: dist.all_reduce(torch.ones(512), **root),
@@ -246,7 +249,7 @@ def test_options_the_environment_and_groups_of_a_group(monkeypatch: pytest.Monke
         for each, is_given in ((world, False), (group, True), (half, True)):
             if each is None:
                 continue
-            name = backend(each).algorithm
+            name = backend_of(each).algorithm
             assert [name(size, "all_gather") for size in (1023, 1024)] == ["", "bruck"]
             assert name(8, "scatter", 0) == ("direct x2" if is_given else "binomial")
             assert name(8) == ("ring" if is_given else "")
@@ -302,7 +305,7 @@ def test_schedules_are_proved_for_each_root(layout: str) -> None:
         ("barrier", "dissemination:1K-max", "a barrier has no data"),
     ],
 )
-def test_settings_that_cannot_be_read_are_refused(collective: str, text: str, message: str) -> None:
+def test_settings_that_cannot_be_read_are_refused(collective: str, text: Any, message: str) -> None:
     with pytest.raises(ValueError, match=collective) as caught:
         BackendOptions(**{collective: text})
     assert message in str(caught.value)
@@ -330,7 +333,7 @@ def test_an_algorithm_that_is_not_for_the_group_is_refused_when_it_is_made(monke
             ("broadcast", "hierarchical(inner=rnig)", "unknown all_gather algorithm 'rnig'; did you mean 'ring'"),
         ):
             with pytest.raises(ValueError, match=collective) as caught:
-                dist.new_group(pg_options=BackendOptions(**{collective: text}))
+                dist.new_group(pg_options=BackendOptions(**{collective: text}))  # type: ignore[arg-type]
             assert message in str(caught.value)
 
     dist_prims.spawn(body, 3, backend="dist_prims", timeout=60)

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from ranks import span
-from reductions import ALL, HALF, NOTHING, Collectives, Op, check
-from test_memory import lent, possible
+from reductions import ALL, HALF, NOTHING, Collectives, Op, all_reduce_algorithms, check, shared
 from values import bits, noise
 
 import dist_prims
@@ -164,7 +163,7 @@ def test_means_of_half_types_along_every_schedule(size: int) -> None:
     def body() -> dict[Any, list[int]]:
         rank, found = dist.get_rank(), {}
         gloo = dist.new_group(backend="gloo")
-        for name in possible(size):
+        for name in all_reduce_algorithms(size):
             group = group_of(dist_prims.BackendOptions(all_reduce=name))
             for dtype, kind, make in cases:
                 given = [make(each, dtype, count) for each in range(size)]
@@ -212,7 +211,7 @@ def test_means_of_half_types_are_rounded_once_on_one_host(size: int) -> None:
                 for each in given[1:]:  # as float32 adds, but that the sum of bfloat16 may be larger
                     total = (total / 8 + each.double() / 8).float().double() * 8
                 want = (total / size).float().to(dtype)
-                for tensor in (given[rank].clone(), lent(given[rank])):
+                for tensor in (given[rank].clone(), shared(given[rank])):
                     dist.all_reduce(tensor, Op.AVG)
                     assert bits(tensor) == bits(want), (dtype, make, count)
 

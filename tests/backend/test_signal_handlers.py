@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launching import run_scripts
-from ranks import span, store
+from ranks import backend_of, span, store
 
 import dist_prims
 from dist_prims.backend.multi_host import MultiHostSchedules
@@ -53,10 +53,6 @@ def handled(handler: Callable[[], Any]) -> Iterator[list[Any]]:
         signal.signal(signal.SIGALRM, before)
 
 
-def backend(group: Any) -> Any:
-    return group._get_backend(torch.device("cpu"))
-
-
 def pinned() -> Any:
     return dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce="ring"), backend="dist_prims")
 
@@ -80,7 +76,7 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 }
 ENDS: dict[str, Callable[[Any], Any]] = {
     "destroy": dist.destroy_process_group,
-    "abort": lambda group: backend(group).abort(),
+    "abort": lambda group: backend_of(group).abort(),
 }
 
 
@@ -228,10 +224,10 @@ def test_a_handler_may_ask_for_a_schedule_while_one_is_chosen() -> None:
         def and_ask(self: MultiHostSchedules, collective: str, nbytes: int, root: int, is_even: bool) -> Any:
             if not asked:
                 asked.append("")
-                asked[0] = backend(group).algorithm(nbytes)
+                asked[0] = backend_of(group).algorithm(nbytes)
             return choose(self, collective, nbytes, root, is_even)
 
-        MultiHostSchedules.choose = and_ask  # type: ignore[method-assign]
+        MultiHostSchedules.choose = and_ask  # type: ignore[method-assign, assignment]
         group = dist.new_group()
         total = torch.ones(1 << 16)
         dist.all_reduce(total, group=group)

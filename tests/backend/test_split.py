@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import span
+from ranks import backend_of, span
 from torch._C._distributed_c10d import Backend, ErrorType
 
 import dist_prims
 
 LIMIT = timedelta(seconds=30)
 SHORT = timedelta(seconds=1)
+
+
+def world_group() -> Any:
+    """The default group; torch's annotations know no str as a name of a group."""
+    return dist.group.WORLD
 
 
 def total(group: Any, value: int) -> int:
@@ -28,7 +33,7 @@ def total(group: Any, value: int) -> int:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_two_halves_work_while_the_parent_does(size: int) -> None:
     def body() -> None:
-        rank, world = dist.get_rank(), dist.group.WORLD
+        rank, world = dist.get_rank(), world_group()
         halves = [list(range(size // 2)), list(range(size // 2, size))]  # of 1 and 2 ranks for a size of 3
         mine = halves[rank >= size // 2]
         half = world.split_group(mine, timeout=LIMIT)
@@ -46,7 +51,7 @@ def test_two_halves_work_while_the_parent_does(size: int) -> None:
 
 def test_a_split_of_a_split_and_the_same_split_again() -> None:
     def body() -> None:
-        rank, world = dist.get_rank(), dist.group.WORLD
+        rank, world = dist.get_rank(), world_group()
         for _ in range(2):  # torch gives both the same name
             group, members = world, list(range(4))
             while len(members) > 1:
@@ -60,7 +65,7 @@ def test_a_split_of_a_split_and_the_same_split_again() -> None:
 
 def test_ranks_outside_get_none_and_need_not_call() -> None:
     def body() -> None:
-        rank, world = dist.get_rank(), dist.group.WORLD
+        rank, world = dist.get_rank(), world_group()
         if rank == 2:
             assert world.split_group([0, 1]) is None
         elif rank < 2:
@@ -71,7 +76,7 @@ def test_ranks_outside_get_none_and_need_not_call() -> None:
 
 def test_the_timeout_is_that_of_the_split_and_leaves_the_parents() -> None:
     def body() -> None:
-        world = dist.group.WORLD
+        world = world_group()
         cpu = torch.device("cpu")
         before = world._get_backend(cpu).options._timeout
         half = world.split_group([0, 1], timeout=SHORT, group_name="short")
@@ -106,7 +111,7 @@ def test_bad_ranks_raise_before_anything_is_sent(ranks: list[int], error: str) -
     def body() -> None:
         if dist.get_rank() == 0:  # the other rank does not call
             with pytest.raises((ValueError, RuntimeError), match=error):
-                dist.group.WORLD.split_group(ranks, timeout=LIMIT)
+                world_group().split_group(ranks, timeout=LIMIT)
         dist.barrier()
 
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
@@ -114,14 +119,14 @@ def test_bad_ranks_raise_before_anything_is_sent(ranks: list[int], error: str) -
 
 def test_ranks_that_disagree_get_an_error() -> None:
     def body() -> None:
-        rank, world = dist.get_rank(), dist.group.WORLD
+        rank, world = dist.get_rank(), world_group()
         start = time.monotonic()
         with pytest.raises(ValueError, match="ranks disagree"):  # the same size
             world.split_group([0, 2] if rank == 0 else [1, 2], timeout=LIMIT, group_name="one")
         assert time.monotonic() - start < 20
 
     def sizes() -> None:
-        rank, world = dist.get_rank(), dist.group.WORLD
+        rank, world = dist.get_rank(), world_group()
         start = time.monotonic()
         with pytest.raises((ValueError, RuntimeError, TimeoutError)):
             world.split_group([[0, 1], [0, 1, 2]][rank], timeout=SHORT, group_name="two")
@@ -133,7 +138,7 @@ def test_ranks_that_disagree_get_an_error() -> None:
 
 def test_a_group_that_spans_hosts_splits() -> None:
     def body() -> None:
-        rank, world = dist.get_rank(), dist.group.WORLD
+        rank, world = dist.get_rank(), world_group()
         across = world.split_group([0, 2] if rank % 2 == 0 else [1, 3], timeout=LIMIT)
         within = world.split_group([0, 1] if rank < 2 else [2, 3], timeout=LIMIT)
         cpu = torch.device("cpu")
@@ -148,7 +153,7 @@ def test_a_group_that_spans_hosts_splits() -> None:
 @pytest.mark.parametrize("layout", ["a a a", "a a b"])
 def test_two_groups_merge(layout: str) -> None:
     def body() -> None:
-        rank, world = dist.get_rank(), dist.group.WORLD
+        rank, world = dist.get_rank(), world_group()
         part = world.split_group([0] if rank == 0 else [1, 2], timeout=LIMIT)
         store = dist.PrefixStore("merged", world.get_group_store())
         merged = part.merge_remote_group(store, 3, LIMIT, group_name="merged")
@@ -173,7 +178,7 @@ def test_a_merged_group_may_have_a_name_of_its_own_on_each_rank() -> None:
     """torch derives the name from that of each part, so the codes of the handshake cannot contain it."""
 
     def body() -> None:
-        rank, world = dist.get_rank(), dist.group.WORLD
+        rank, world = dist.get_rank(), world_group()
         part = world.split_group([rank], timeout=LIMIT, group_name=f"part {rank}")
         merged = part.merge_remote_group(dist.PrefixStore("merged", world.get_group_store()), 2, LIMIT)
         assert str(rank) in merged.group_name
@@ -184,7 +189,7 @@ def test_a_merged_group_may_have_a_name_of_its_own_on_each_rank() -> None:
 
 def test_a_merge_with_too_many_calls_or_too_few_fails() -> None:
     def body() -> None:
-        rank, world = dist.get_rank(), dist.group.WORLD
+        rank, world = dist.get_rank(), world_group()
         store = world.get_group_store()
         dist_group = world.split_group([rank], timeout=LIMIT)
         with pytest.raises((RuntimeError, TimeoutError, dist_prims.CommTimeoutError)):
@@ -217,7 +222,7 @@ def test_new_group_needs_no_call_of_the_ranks_outside() -> None:
     """torch calls perform_nocolor_split on them for a backend that supports splitting, if the world has a device."""
 
     def body() -> None:
-        dist.group.WORLD._get_backend(torch.device("cpu")).perform_nocolor_split(torch.device("cpu"))
+        backend_of().perform_nocolor_split(torch.device("cpu"))
 
     dist_prims.spawn(body, 1, backend="dist_prims", timeout=60)
 
@@ -273,7 +278,7 @@ def test_gather_single() -> None:
     def body() -> None:
         rank = dist.get_rank()
         output = torch.zeros(6, dtype=torch.int64) if rank == 1 else None
-        dist.gather_single(torch.tensor([rank, 10]), output, dst=1)
+        dist.gather_single(torch.tensor([rank, 10]), output, dst=1)  # type: ignore[attr-defined]
         if output is not None:
             assert output.tolist() == [0, 10, 1, 10, 2, 10]
 

@@ -22,7 +22,7 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = torch.nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        self.conv = torch.nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.norm = torch.nn.BatchNorm2d(4)
         self.inner = torch.nn.Linear(16, 16, bias=False)
         self.tied = torch.nn.Linear(16, 16)
@@ -33,7 +33,8 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.conv(x)).relu().flatten(1)
         x = self.tied(self.inner(x).relu()) * self.scale + self.empty.sum()
-        return self.fine(x.double())
+        result: torch.Tensor = self.fine(x.double())
+        return result
 
 
 def net(seed: int = 0) -> Net:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Process:
         except Exception as error:
             self.request, self.end = None, Ended(error=type(error))
         self.state: Hashable = self.end or tuple(_frames(generator))
-        self.known = {self.state: self} if known is None else known  # the processes of this start, by state
+        # The processes of this start, by state.
+        self.known: dict[Hashable, Process] = {self.state: self} if known is None else known
 
     def after(self, answer: Any) -> Process:
         name = repr(answer) if isinstance(answer, Exception) else answer
@@ -68,13 +69,13 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-State = tuple[Any, ...]
+S = TypeVar("S", bound=Hashable)
 
 
 def explore(
-    first: State,
-    following: Callable[[State], Iterable[State]],
-    check: Callable[[State], None],
+    first: S,
+    following: Callable[[S], Iterable[S]],
+    check: Callable[[S], None],
     most: int,
 ) -> int:
     """Visit every state that can be reached, and ``check`` those that nothing follows. Return the number of states.

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ torch.distributed.all_reduce(total)
 print(f"rank {place.rank} of {place.size}: {total.item()}", flush=True)
 """
 
-PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 LAUNCHER_VARIABLES = re.compile(
     r"RANK$|^WORLD_SIZE$|^MASTER_|^LOCAL_|^PMI|^OMPI_|^SLURM_|^TORCHELASTIC_|^FLUX_|^PALS_|^MV2_|^MVP_|^PRTE_"

@@ -154,7 +154,7 @@ def case_small_pieces() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor = torch.arange(20) + rank
     other = torch.empty_like(tensor)
-    works = [dist.isend(tensor, (rank + 1) % size, group), dist.irecv(other, (rank - 1) % size, group)]
+    works: list[Any] = [dist.isend(tensor, (rank + 1) % size, group), dist.irecv(other, (rank - 1) % size, group)]
     if size > 1:
         for work in works:
             work.wait()
@@ -192,7 +192,7 @@ def case_layouts() -> None:
     dist.all_to_all_single(out, torch.full((sum(sent), 2), float(rank)), received, sent)
     same(out, torch.repeat_interleave(torch.arange(float(size)), torch.tensor(received))[:, None].repeat(1, 2))
     options = dist.AllreduceOptions()
-    options.reduceOp = ReduceOp.PRODUCT
+    options.reduceOp = ReduceOp(ReduceOp.PRODUCT)
     product = torch.tensor([1j, 2])
     world().allreduce([product], options).wait()  # torch's own all_reduce refuses it
     same(product, reduce(torch.mul, [torch.tensor([1j, 2])] * size))
@@ -216,7 +216,8 @@ def case_groups() -> None:
 def case_messages() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
-    limit = world()._get_backend(torch.device("cpu")).largest_tag
+    backend: Any = world()._get_backend(torch.device("cpu"))
+    limit = backend.largest_tag
     assert limit >= 32_766
     with raises(ValueError, f"tag {limit + 1} is not from 0 to {limit}"):
         dist.isend(torch.ones(1), after, tag=limit + 1) if size > 1 else world().send([torch.ones(1)], 0, limit + 1)
@@ -224,7 +225,7 @@ def case_messages() -> None:
         return
     tags = [0, 1, 77, limit]
     boxes = {tag: torch.zeros(2) for tag in tags}
-    waiting = [dist.irecv(boxes[tag], before, tag=tag) for tag in tags]
+    waiting: list[Any] = [dist.irecv(boxes[tag], before, tag=tag) for tag in tags]
     total = torch.ones(1)
     dist.all_reduce(total)  # beside the messages
     for tag in reversed(tags):
@@ -275,7 +276,8 @@ def raises(kind: type[BaseException], *words: str) -> Iterator[None]:
 
 
 def group_of(seconds: float = 30) -> dist.ProcessGroup:
-    return dist.new_group(backend=NAME, timeout=timedelta(seconds=seconds))
+    group: dist.ProcessGroup = dist.new_group(backend=NAME, timeout=timedelta(seconds=seconds))
+    return group
 
 
 def case_overlap() -> None:
@@ -289,7 +291,8 @@ def case_faults() -> None:
         return
     group = group_of()
     with raises(CommTimeoutError, f"rank {rank} of {size}, mpi:recv, from rank {before}, tag 5: 200 ms"):
-        dist.irecv(torch.ones(1), before, group, tag=5).wait(timedelta(milliseconds=200))
+        late: Any = dist.irecv(torch.ones(1), before, group, tag=5)
+        late.wait(timedelta(milliseconds=200))
     with raises(CommTimeoutError, "200 ms"):  # the group has ended
         dist.all_reduce(torch.ones(1), group=group)
     group = group_of(0.3)
@@ -310,7 +313,7 @@ def case_faults() -> None:
     group = group_of(0.5)
     if rank != 1:
         with raises(CommTimeoutError, "timed out in monitoredBarrier", f"no sign of rank {int(rank == 0)}"):
-            group.monitored_barrier(timedelta(seconds=0.5))
+            group.monitored_barrier(timedelta(seconds=0.5))  # type: ignore[attr-defined]
     dist.barrier()
     if rank < 2:
         with raises(CommTimeoutError, "making a group of 0, 1: no sign of"):
@@ -346,15 +349,16 @@ def case_ddp() -> None:
     for backend in (NAME, "gloo"):
         group = dist.new_group(backend=backend)
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
-        model = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+        whole = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        model = torch.nn.parallel.DistributedDataParallel(whole, process_group=group)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for step in range(3):
             optimizer.zero_grad()
             torch.manual_seed(step * size + rank)
             model(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        found: list[Any] = [parameter.grad for parameter in model.parameters()]
+        gradients.append(torch.cat([gradient.flatten() for gradient in found]))
     torch.testing.assert_close(*gradients)
 
 
@@ -367,7 +371,8 @@ def case_one_library() -> None:
 def case_lacks() -> None:
     """Each thing that may be missing is named, with what to do."""
     assert mpi_library.unusable_reason() == ""
-    library, folder = MPI.Get_library_version, mpi_library.LIBRARIES
+    patched: Any = mpi_library
+    library, folder = MPI.Get_library_version, patched.LIBRARIES
     mpi_library._library.cache_clear()
     MPI.Get_library_version = lambda: "Another MPI 1.0"
     assert (
@@ -375,10 +380,10 @@ def case_lacks() -> None:
         == "mpi4py has loaded an MPI with neither MPICH's nor Open MPI's ABI: Another MPI 1.0"
     )
     MPI.Get_library_version = library
-    mpi_library.LIBRARIES = folder / "empty"
+    patched.LIBRARIES = folder / "empty"
     with raises(RuntimeError, "no group over MPI: the library of dist_prims for", "DIST_PRIMS_MPICC="):
         mpi_library.make([0], SECOND)
-    mpi_library.LIBRARIES = folder
+    patched.LIBRARIES = folder
     me, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     assert mpi_library.group_unusable_reason([me], 0) == ""
     assert f"it is rank {me} of {size} in MPI.COMM_WORLD" in mpi_library.group_unusable_reason([me + 1], 0)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from ranks import span
+from ranks import backend_of, span
 
 import dist_prims
 from dist_prims.backend.link_costs import ASSUMED
@@ -24,16 +23,12 @@ def run(layout: str, body: Callable[..., Any], *args: Any) -> list[Any]:
     return dist_prims.spawn(body, len(layout.split()), args, backend="dist_prims", timeout=60)
 
 
-def backend(group: Any = None) -> Any:
-    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
-
-
-def pin(**algorithms_of: str) -> None:
+def pin(**algorithms_of: Any) -> None:
     """Pin schedules in the default group, as at its creation."""
     rank, size = dist.get_rank(), dist.get_world_size()
     hosts: list[str] = [""] * size
     dist.all_gather_object(hosts, host_id())
     multi_host = MultiHostSchedules(hosts, rank, ASSUMED, Schedule.verify) if len(set(hosts)) > 1 else None
     for collective in PINNABLE:
-        backend().pin(collective, "", None)
-    pin_schedules(backend(), rank, size, dist_prims.BackendOptions(**algorithms_of), multi_host, Schedule.verify)
+        backend_of().pin(collective, "", None)
+    pin_schedules(backend_of(), rank, size, dist_prims.BackendOptions(**algorithms_of), multi_host, Schedule.verify)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -53,14 +53,15 @@ def unsplit(
     return torch.stack([losses[micro] for micro in range(num_microbatches)]).sum()
 
 
-def compare(own: dict[int, nn.Module], whole: Sequence[nn.Module], exact: bool) -> None:
+def compare(own: Mapping[int, nn.Module], whole: Iterable[nn.Module], exact: bool) -> None:
+    stages = list(whole)
     for number, module in own.items():
-        for (name, mine), its in zip(module.named_parameters(), whole[number].parameters(), strict=True):
+        for (name, mine), its in zip(module.named_parameters(), stages[number].parameters(), strict=True):
             if its.grad is None:
                 assert mine.grad is None, (number, name)
                 continue
-            tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-6}
-            torch.testing.assert_close(mine.grad, its.grad, **tolerance, msg=f"stage {number}: {name}")
+            rtol, atol = (0.0, 0.0) if exact else (1e-5, 1e-6)
+            torch.testing.assert_close(mine.grad, its.grad, rtol=rtol, atol=atol, msg=f"stage {number}: {name}")
 
 
 def normed(count: int, deferred: bool) -> list[nn.Module]:

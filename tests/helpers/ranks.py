@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import dist_prims
 
@@ -38,6 +40,11 @@ def children() -> set[int]:
     found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = {int(pid) for file in found for pid in file.read_text().split()}
     return {pid for pid in pids if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def backend_of(group: Any = None) -> Any:
+    """The backend of a group, by default of the default group, with methods that torch's type does not know."""
+    return (group or distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
 
 
 def span(

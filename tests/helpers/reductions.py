@@ -6,6 +6,7 @@ order of additions. Only a mean is rounded, once. All ranks hold a number whose 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import dist_prims
+from dist_prims.schedules import algorithms, build
 from dist_prims.torch_compat import reduce_scatter_single
 
 Op = dist.ReduceOp
@@ -42,7 +45,7 @@ FACTORS = [
     torch.tensor(True),
 ]
 # An operation, and the factor of a PREMUL_SUM.
-CASES = [*((op, None) for op in (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX, *BITWISE))]
+CASES: list[tuple[Any, Any]] = [*((op, None) for op in (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX, *BITWISE))]
 CASES += [(Op.PREMUL_SUM, factor) for factor in FACTORS]
 LARGE = {torch.float16: 40000.0, torch.bfloat16: 224 * 2.0**120}
 FOLDS: dict[Any, Callable[[Any, Any], Any]] = {
@@ -59,7 +62,7 @@ FOLDS: dict[Any, Callable[[Any, Any], Any]] = {
 
 
 @functools.cache
-def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+def numbers(rank: int, count: int, dtype: torch.dtype) -> Any:
     """What a rank holds. All cases share the tensor: a caller that writes to it takes a clone."""
     at = torch.arange(count)
     if dtype == torch.bool:
@@ -175,13 +178,29 @@ def check(reduce: Reduce, group: Any, count: int, view_as_real: bool = False, ev
             same(found, reference(case, dtype, count, size)[part], what)
 
 
+def shared(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory that all ranks of the host map."""
+    return dist_prims.empty(list(tensor.shape), tensor.dtype).copy_(tensor)
+
+
+def all_reduce_algorithms(size: int) -> list[str]:
+    """The algorithms for so many ranks; some are for powers of two only."""
+    found = []
+    for name in algorithms("all_reduce"):
+        with contextlib.suppress(ValueError):
+            build("all_reduce", name, size)
+            found.append(name)
+    return found
+
+
 class Collectives:
     """The collectives of ``torch.distributed`` that reduce, over one group."""
 
     def __init__(self, group: Any = None, every_factor: bool = False) -> None:
         self.group, self.every_factor = group, every_factor
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.backend: Any = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+        self.members: Any = group or distributed_c10d._get_default_group()
+        self.backend: Any = self.members._get_backend(torch.device("cpu"))
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> tuple[torch.Tensor, slice]:
         dist.all_reduce(tensor, op, self.group)
@@ -234,7 +253,7 @@ class Collectives:
         output, part = self._output(tensor)
         options = dist.ReduceScatterOptions()
         options.reduceOp = op
-        (self.group or dist.group.WORLD).reduce_scatter_tensor_coalesced([output], [tensor], options).wait()
+        self.members.reduce_scatter_tensor_coalesced([output], [tensor], options).wait()
         return output, part
 
     def check(self, *counts: int) -> None:

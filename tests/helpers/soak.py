@@ -248,7 +248,7 @@ def messages(group: Any, rank: int, size: int, number: int) -> None:
     """Around the ring, with two tags in the other order."""
     after, before = (rank + 1) % size, (rank - 1) % size
     inboxes = [torch.zeros_like(held(before, count)) for count in COUNTS]
-    pending = [
+    pending: list[Any] = [
         dist.irecv(inbox, tag=tag, group=group, group_src=before)
         for tag, inbox in reversed(list(enumerate(inboxes, start=number % 1000)))
     ]

@@ -321,7 +321,7 @@ class Storm:
         until, steps = time.monotonic() + seconds, 0
         while (left := until - time.monotonic()) > 0:
             self.end_disturbances()
-            by_reports = {reports: number for number, (_, reports) in self.processes.items()}
+            by_reports: dict[Any, int] = {reports: number for number, (_, reports) in self.processes.items()}
             for ready in wait([*by_reports], min(left, 0.05)):
                 steps += self.read(by_reports[ready], ready)
         return steps

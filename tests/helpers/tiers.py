@@ -120,7 +120,7 @@ class Tiers:
         self._tier, self._slice, self._named = option.tier, option.slice, any("::" in arg for arg in config.args)
         if option.seed is None:  # workers of xdist receive the number
             option.seed = int(f"{datetime.datetime.now(datetime.timezone.utc):%Y%m%d}")
-        self._seed = option.seed
+        self._seed: int = option.seed
         self._skipped: dict[str, str] = {}  # with the reason
         self._ran: set[str] = set()
         self._record: Any = None  # what the last run of all tests skipped, with another torch

@@ -23,7 +23,8 @@ TAGS, SEGMENTS, ROUNDS = 1020, 130, 16
 
 
 def backend() -> Any:
-    return dist.group.WORLD._get_backend(torch.device("cpu"))
+    world: Any = dist.group.WORLD
+    return world._get_backend(torch.device("cpu"))
 
 
 def go_round(largest: int) -> None:
@@ -37,7 +38,7 @@ def go_round(largest: int) -> None:
     for turn in range(ROUNDS):
         tag = largest - turn if turn % 2 else turn
         inbox = torch.zeros(100)
-        pending = dist.irecv(inbox, before, tag=tag)
+        pending: Any = dist.irecv(inbox, before, tag=tag)
         for count in (1, 300, 5000):  # with the agreement; two segments at most; as many as were asked for
             tensor = held(rank, count)
             dist.all_reduce(tensor)

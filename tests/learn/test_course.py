@@ -28,7 +28,7 @@ def code(path: Path) -> str:
 def test_there_are_ten_lessons_in_order() -> None:
     titles = [course.split(path.read_text())[0].text.split("\n")[0] for path in LESSONS]
     assert [int(path.stem[:2]) for path in LESSONS] == list(range(1, 11))
-    assert [int(re.match(r"# (\d+)\. ", title)[1]) for title in titles] == list(range(1, 11))  # type: ignore[index]
+    assert [int(re.match(r"# (\d+)\. ", title)[1]) for title in titles] == list(range(1, 11))
 
 
 def test_every_exercise_belongs_to_a_lesson() -> None:

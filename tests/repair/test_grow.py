@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import backend_of
 from survivors import join_at_rank_0, run_ranks
 
 import dist_prims
@@ -134,7 +135,7 @@ def test_options_of_the_group_are_those_of_new_ranks(tmp_path: Path) -> None:
             store = dist.FileStore(f"{tmp_path}/store", 2)
             dist.init_process_group("dist_prims", store=store, rank=rank, world_size=2, pg_options=options)
             grow_to(3, place)
-        return dist.group.WORLD._get_backend(torch.device("cpu")).algorithm(1 << 20), total()
+        return backend_of().algorithm(1 << 20), total()
 
     assert run_ranks(body, 3, tmp_path, join=False) == [("ring", 3.0)] * 3
 

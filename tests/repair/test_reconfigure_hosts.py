@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launching import free_port
+from ranks import backend_of
 from reconfigured import Meeting, needs_reconfigure, place, reconfigure, start, total
 from survivors import run_ranks
 
@@ -51,7 +52,7 @@ def test_between_hosts(tmp_path: Path) -> None:
         if rank < 4:
             reconfigure(2, handles[:4])
             assert total() == 4
-            backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+            backend = backend_of()
             assert backend.spans_hosts
             assert backend.engine == "tcp"
             if rank == 0:

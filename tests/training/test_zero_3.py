@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_zero import Net, alike, average, loss_of, nbytes, spawn, states
+from sharding import Net, alike, average, loss_of, nbytes, spawn, states
 from torch.utils.checkpoint import checkpoint
 
 from dist_prims.errors import MismatchError, PeerLeftError
@@ -311,10 +311,10 @@ def test_zero_3_begins_and_ends() -> None:
             assert (sharded.parameters()[0].grad is None) == set_to_none
         assert not sharded.parameters()[0].grad.any()
         sharded.remove()
-        torch.nn.init.ones_(model[0].weight)
+        torch.nn.init.ones_(model.get_parameter("0.weight"))
         sharded.remove()
-        assert torch.equal(model[0].weight, torch.ones(2, 3))
-        assert copy.deepcopy(model).zero_grad() is None
+        assert torch.equal(model.get_parameter("0.weight"), torch.ones(2, 3))
+        copy.deepcopy(model).zero_grad()
         for method in (sharded.parameters, sharded.state_dict, lambda: sharded.clip_grad_norm(1.0)):
             with pytest.raises(RuntimeError, match="has made the model plain"):
                 method()
@@ -324,7 +324,8 @@ def test_zero_3_begins_and_ends() -> None:
 
 def test_zero_3_shows_what_hinders_a_forward() -> None:
     def body() -> None:
-        model, x = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3, dtype=torch.half)), torch.ones(1, 3)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3, dtype=torch.half))
+        x = torch.ones(1, 3)
         model.forward = lambda x: model[1](model[0](x).half())
         ShardedParameters(model, [])  # two tensors to gather
         with pytest.raises(MismatchError) as found:
@@ -357,7 +358,7 @@ def test_zero_3_refuses() -> None:
         with pytest.raises(ValueError, match="Linear is not a part of the model"):
             ShardedParameters(model, [torch.nn.Linear(1, 1)])
         with pytest.raises(ValueError, match="unit ModuleList contains unit Linear; give one"):
-            ShardedParameters(model, [model.blocks, model.blocks[0][0]])
+            ShardedParameters(model, [model.blocks, model.get_submodule("blocks.0.0")])
         with pytest.raises(ValueError, match="the model has no parameters"):
             ShardedParameters(torch.nn.ReLU())
         sharded = ShardedParameters(model)

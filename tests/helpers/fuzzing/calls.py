@@ -410,8 +410,8 @@ def _sum_by_pieces(
             if rank.private.random() < 0.1 and not sum_of.is_shown():
                 sum_of.forget()
                 for again in order[: order.index(number) + 1]:
-                    part = slice(again * piece, (again + 1) * piece)
-                    sum_of.put(again, tensor[part], mine[part].clone(), 1.0)
+                    at = slice(again * piece, (again + 1) * piece)
+                    sum_of.put(again, tensor[at], mine[at].clone(), 1.0)
         work = sum_of.all_reduce(rank.private.random() < 0.5)
         work.wait()
         call.equal(tensor, call.reduced())

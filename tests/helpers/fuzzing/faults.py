@@ -76,7 +76,7 @@ def mismatched_message(rank: Rank, shared: Random) -> None:
     if group.me == 0:
         dist.send(content(0, wrong, 0), group=group.handle, group_dst=1, tag=7)
         return
-    work = dist.irecv(torch.zeros(count, dtype=torch.int64), group=group.handle, group_src=0, tag=7)
+    work: Any = dist.irecv(torch.zeros(count, dtype=torch.int64), group=group.handle, group_src=0, tag=7)
     rank.fails("a message of another length", work.wait, MismatchError)
 
 

@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import line_marks
+import line_marks  # type: ignore[import-not-found]  # in the folder of this file, which is a root of the program
 import numpy as np
 import pytest
 
