@@ -167,7 +167,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], Any], str]] = {
     "bits": (lambda: dist_prims.all_reduce(ones(), dist.ReduceOp.BXOR), "BXOR cannot reduce torch.float32"),
     "mean": (lambda: dist_prims.all_reduce(torch.ones(2).bool(), dist.ReduceOp.AVG), "AVG cannot reduce torch.bool"),
     "name of an op": (lambda: dist_prims.all_reduce(ones(), "mean"), """op='mean': there are "sum", "avg", """),
-    "order": (lambda: dist_prims.all_reduce(ones().cfloat(), dist.ReduceOp.MAX), "complex numbers have no order"),
+    "order": (lambda: dist_prims.all_reduce(ones() * 1j, dist.ReduceOp.MAX), "complex numbers have no order"),
     "device": (lambda: dist_prims.all_reduce(ones().to("meta")), "the tensor is on meta, but the group serves cpu"),
     "sparse": (lambda: dist_prims.all_reduce(ones().to_sparse()), "call .to_dense() first"),
     "algorithm": (lambda: dist_prims.all_reduce(ones(), algorithm="rign"), "ring"),
@@ -180,7 +180,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: dist_prims.gather(ones(), [] if dist.get_rank() else None),
         "gather_list must be given on rank 0 and only there",
     ),
-    "no tensor": (lambda: dist_prims.all_reduce([1.0]), "a tensor is needed, not list"),
+    "no tensor": (lambda: dist_prims.all_reduce([1.0]), "a tensor is needed, not list"),  # type: ignore[call-overload]
 }
 
 

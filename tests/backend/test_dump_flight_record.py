@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import dist_prims
-from dist_prims.__main__ import main
 from dist_prims.backend.dump_flight_record import dump_file
+from dist_prims.cli import main
 
 
 def fail(remove: str = "") -> None:

@@ -66,7 +66,7 @@ def test_ranks_may_send_their_blocks_in_different_orders(large: set[int]) -> Non
             names.append(found[2])
             return found
 
-        MultiHostSchedules.choose = noted  # type: ignore[method-assign]
+        MultiHostSchedules.choose = noted  # type: ignore[method-assign, assignment]
         group = dist.new_group()
         rank, size = dist.get_rank(), dist.get_world_size()
         for longest in (25_000, 400_000):  # elements of 8 bytes
@@ -102,8 +102,9 @@ def test_orders_of_an_exchange_have_the_same_messages(size: int) -> None:
 def test_a_part_of_an_exchange_is_the_program_of_its_rank(size: int, name: str) -> None:
     schedule = build("all_to_all", name, size)
     assert schedule.part is not None
-    whole = Schedule(*(getattr(schedule, name) for name in ("collective", "algorithm", "size", "chunks", "contract")),
-                     schedule.steps)  # fmt: skip
+    whole = Schedule(
+        schedule.collective, schedule.algorithm, schedule.size, schedule.chunks, schedule.contract, schedule.steps
+    )
     for rank in range(size):
         assert compile_program(schedule, rank) == compile_program(whole, rank)
 
@@ -112,7 +113,7 @@ def test_a_part_of_an_exchange_is_the_program_of_its_rank(size: int, name: str) 
 def test_a_named_algorithm_runs_in_the_backend(layout: str) -> None:
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        channel.Channel.start = None  # type: ignore[assignment, method-assign]  # no message of Python
+        channel.Channel.start = None  # type: ignore[method-assign]  # no message of Python
         for name in ("bruck", "direct", "pairwise", "hierarchical"):
             for count in (0, 1, 5000):
                 output = torch.full((count * size,), -1)

@@ -5,6 +5,8 @@ On one GPU all ranks share it, which NCCL allows from 2.30 on; on more each rank
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,5 +59,5 @@ def averages() -> None:
 
 
 @pytest.mark.parametrize("body", [all_reduces, other_collectives, async_work_behind_a_kernel, averages])
-def test_on_two_ranks(body: object) -> None:
+def test_on_two_ranks(body: Callable[[], None]) -> None:
     on_two_ranks(body)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -83,10 +84,10 @@ int MPI_Irecv(void *data, int count, MPI_Datatype type, int from, int tag, MPI_C
 
 
 @pytest.fixture
-def bounded(kind: Kind, tmp_path: Path) -> Callable[[int], dict[str, str]]:
+def bounded(kind: Kind, tmp_path: Path) -> Callable[[int], dict[str, Any]]:
     """The environment in which MPI_TAG_UB is a number of ours."""
 
-    def bound(largest: int) -> dict[str, str]:
+    def bound(largest: int) -> dict[str, Any]:
         (tmp_path / "bound.c").write_text(BOUND)
         library = tmp_path / "bound.so"
         mpicc = [str(kind.home / "bin" / "mpicc"), f"-DBOUND={largest}", "-shared", "-fPIC"]
@@ -99,7 +100,7 @@ def bounded(kind: Kind, tmp_path: Path) -> Callable[[int], dict[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("largest", [32_767, pytest.param(524_287, marks=pytest.mark.slow)])
-def test_few_tags_are_enough(kind: Kind, bounded: Callable[[int], dict[str, str]], largest: int) -> None:
+def test_few_tags_are_enough(kind: Kind, bounded: Callable[[int], dict[str, Any]], largest: int) -> None:
     """The standard guarantees the first, builds for InfiniBand have the second; tags once began at 2^26."""
     users = largest - 1 - 1025  # one is the engine's, and the group has the last ones
     succeed(kind.run(3, str(ROOT / "tests/helpers/wrapping.py"), str(users), **bounded(largest)), "well")
@@ -223,7 +224,7 @@ else:
     ],
 )
 def test_where_the_variables_are_set_all_is_as_it_was(
-    environ: dict[str, str], given: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
+    environ: dict[str, str], given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank or size in the environment, or an address there and the rest by the caller: torch reads it."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -47,7 +47,7 @@ def test_tensors_are_freed_without_garbage_collection(backend: str, is_async: bo
                     work.wait()
             ends = [weakref.ref(tensor), weakref.ref(output)]
             del tensor, output, work, works
-            until(lambda ends=ends: not any(end() for end in ends), time.monotonic() + 30, "the end of the tensors")
+            until(lambda ends=ends: not any(end() for end in ends), time.monotonic() + 30, "the end of the tensors")  # type: ignore[misc]
 
     on_two(body, backend)
 
@@ -129,14 +129,17 @@ def test_complex_numbers_meet_too() -> None:
     on_two(body, "dist_prims")
 
 
+BY_PRICE_AND_BY_NAME: list[dict[str, Any]] = [{}, {"algorithm": "ring"}]
+
+
 def test_a_sum_is_not_a_sum_with_factors() -> None:
     def body(rank: int) -> None:
         op = dist._make_nccl_premul_sum(2.0) if rank else Op.SUM
-        for how in ({}, {"algorithm": "ring"}):
+        for how in BY_PRICE_AND_BY_NAME:
             with pytest.raises(MismatchError, match="PREMUL_SUM"):
                 dist_prims.all_reduce(torch.ones(3), op, **how)
         tensor = torch.ones(3)
-        for how in ({}, {"algorithm": "ring"}):
+        for how in BY_PRICE_AND_BY_NAME:
             dist_prims.all_reduce(tensor, dist._make_nccl_premul_sum(0.5), **how)
         assert tensor.tolist() == [1.0] * 3
 
@@ -186,7 +189,8 @@ def test_models_that_differ_in_shapes_only(backend: str) -> None:
 
 def test_a_call_that_gives_up_its_turn_holds_up_no_other() -> None:
     """An exception of a signal handler in the wait for earlier calls left all later ones waiting."""
-    lane, go, done = CollectiveQueue(), threading.Event(), []
+    lane, go = CollectiveQueue(), threading.Event()
+    done: list[Any] = []
     wait_for = lane._turn.wait_for
 
     def interrupted(*arguments: Any) -> Any:
@@ -194,8 +198,8 @@ def test_a_call_that_gives_up_its_turn_holds_up_no_other() -> None:
             raise KeyboardInterrupt
         return wait_for(*arguments)
 
-    first = lane.start(lambda _: go.wait(30) and None, "first")
-    lane._turn.wait_for = interrupted  # type: ignore[method-assign]
+    first = lane.start(lambda _: go.wait(30) and None, "first")  # type: ignore[arg-type]
+    lane._turn.wait_for = interrupted  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
         lane.run(done.append, "second")
     go.set()

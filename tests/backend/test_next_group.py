@@ -35,7 +35,8 @@ def check(ranks: list[int], rank: int) -> None:
     assert (dist.get_rank(), dist.get_world_size()) == (position, size)
     tensor = held(rank, 1000)
     dist.all_reduce(tensor)
-    equal(tensor, sum(held(each, 1000) for each in ranks), ranks)
+    expected: Any = sum(held(each, 1000) for each in ranks)
+    equal(tensor, expected, ranks)
     if size > 1:
         received = torch.empty(7, dtype=torch.int64)
         sending = dist.isend(held(rank, 7), (position + 1) % size)

@@ -6,6 +6,8 @@ Between hosts they were right. Over gloo the results of a schedule were wrong to
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 from overlapping import check
@@ -13,8 +15,8 @@ from ranks import span
 
 import dist_prims
 
-DIRECT = {"algorithm": "direct"}
-PINNED = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"), "direct")
+DIRECT: dict[str, Any] = {"algorithm": "direct"}
+PINNED: dict[str, Any] = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"), "direct")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -65,11 +65,11 @@ def test_only_the_end_of_a_rank_is_taken_for_its_death(tmp_path: Path) -> None:
         shell = [*UNSHARE, "sh", "-c", command, "sh", *program]
         ranks.append(subprocess.Popen(shell, env=clean(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     try:
-        first, second = [rank.communicate(timeout=100)[0] for rank in ranks]
+        first, second = [each.communicate(timeout=100)[0] for each in ranks]
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(20)
+        for each in ranks:
+            each.kill()
+            each.wait(20)
     assert second == "sum [2.0, 2.0, 2.0, 2.0]\n"
     # The error contains no pid, which would be that of another process.
     assert first.startswith(second + "rank 0: rank 1 has died in all_reduce"), first

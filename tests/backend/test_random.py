@@ -96,7 +96,12 @@ class Calls:
     def gather(self, give: Any, mine: torch.Tensor, _: Any, root: int, where: Any) -> Any:
         places = [torch.zeros_like(mine) for _ in give] if self.rank == root else None
         call = lambda **how: dist.gather(mine, places, None, group_dst=root, **how)  # noqa: E731
-        return call, lambda: [equal(found, wanted, where) for found, wanted in zip(places or [], give, strict=False)]
+
+        def check() -> None:
+            for found, wanted in zip(places or [], give, strict=False):
+                equal(found, wanted, where)
+
+        return call, check
 
     def scatter(self, give: Any, mine: torch.Tensor, _: Any, root: int, where: Any) -> Any:
         found, parts = torch.zeros_like(mine), [each.clone() for each in give] if self.rank == root else None

@@ -293,10 +293,10 @@ def test_more_than_the_control_group_may_have() -> None:
         return error_of(25_000_000, 700_000_000)
 
     try:
-        error = alone(body)
+        message = alone(body)
     finally:
         group.rmdir()
-    assert "cannot reserve 2800001024 bytes of shared memory: the machine or the control group" in error
+    assert "cannot reserve 2800001024 bytes of shared memory: the machine or the control group" in message
 
 
 def test_a_shape_beyond_all_bounds_is_refused() -> None:

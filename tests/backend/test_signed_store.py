@@ -41,7 +41,7 @@ def test_codes_are_those_of_python() -> None:
 
 def test_values_come_back() -> None:
     inner = dist.HashStore()
-    store = signed(inner)
+    store: Any = signed(inner)
     store.set("a", "1")
     store.multi_set(["b", "c"], ["2", ""])
     assert [store.get("a"), *store.multi_get(["b", "c"])] == [b"1", b"2", b""]
@@ -61,7 +61,7 @@ def test_values_come_back() -> None:
     with pytest.raises(dist.DistStoreError, match="timeout"):
         store.wait(["a"], timedelta(milliseconds=10))
     store.set_timeout(timedelta(seconds=7))
-    assert inner.timeout == timedelta(seconds=7)
+    assert inner.timeout == timedelta(seconds=7)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_forged_value_is_refused(forged: bytes) -> None:
 
 def test_a_value_cannot_be_appended_to() -> None:
     with pytest.raises(RuntimeError, match="cannot append"):
-        signed(dist.HashStore()).append("a", "1")
+        signed(dist.HashStore()).append("a", "1")  # type: ignore[attr-defined]
 
 
 needs_list_keys = pytest.mark.skipif(not hasattr(dist.TCPStore, "list_keys"), reason="this torch cannot list keys")
@@ -124,7 +124,7 @@ def test_the_address_of_a_rank_cannot_be_replaced() -> None:
                 other.set(key, "127.0.0.1:1")
             return make(store, rank, *rest)
 
-        tcp_endpoint.make = replacing
+        tcp_endpoint.make = replacing  # type: ignore[assignment]
         with pytest.raises(RuntimeError) as caught:
             make_group(port, 5)
         return str(caught.value)
@@ -148,7 +148,7 @@ def test_the_store_shows_no_key() -> None:
             found.update((name, other.get(name)) for name in names)  # before the ranks delete them
             return made
 
-        tcp_endpoint.make = looking
+        tcp_endpoint.make = looking  # type: ignore[assignment]
         make_group(port, 30)
         dist.all_reduce(torch.ones(1))
         other = at_store(port)

@@ -39,7 +39,7 @@ from dist_prims.errors import CommTimeoutError
 
 def check(scenarios: Mapping[str, Scenario], folder: Path) -> list[str]:
     """The errors of all survivors, of which each names the late rank of its scenario."""
-    texts = []
+    texts: list[Any] = []
     for (name, scenario), found in zip(scenarios.items(), outcomes([*scenarios.values()], folder), strict=True):
         named_ranks = {rank: named(text) for rank, text in found.items()}
         assert named_ranks == {rank: [scenario.late] for rank in found}, (name, found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "machine", lambda: "Another Processor, CPUs 64, cores 32, sockets 1, NUMA nodes 4")
-    monkeypatch.setattr(tuning.socket, "gethostname", lambda: "node2")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node2")
 
 
 def test_the_file_says_where_it_was_measured(home: Path) -> None:
@@ -68,7 +69,7 @@ def test_a_file_that_the_user_names_is_checked_too(
 ) -> None:
     path = CALIBRATION.write({"gamma": 1}, tmp_path / "mine.json")
     monkeypatch.setenv("DIST_PRIMS_CALIBRATION", str(path))
-    here, host = tuning.machine(), tuning.socket.gethostname()
+    here, host = tuning.machine(), socket.gethostname()
     assert (CALIBRATION.read() or {})["gamma"] == 1
     on_another_machine(monkeypatch)
     assert CALIBRATION.read(warn=False) is None

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ def needs_ucx() -> None:
 def engine_of(group: dist.ProcessGroup | None = None) -> str:
     group = group or dist.group.WORLD
     assert group is not None
-    return str(group._get_backend(torch.device("cpu")).engine)
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return str(backend.engine)
 
 
 def total(group: dist.ProcessGroup | None = None, count: int = 5) -> float:
@@ -164,7 +166,7 @@ def test_forked_children_change_nothing(needs_ucx: None) -> None:
                     os._exit(left.code if isinstance(left.code, int) else 1)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
             assert total(count=100_000) == 2
-        loader = torch.utils.data.DataLoader(list(range(32)), batch_size=4, num_workers=2)  # type: ignore[arg-type]
+        loader: Any = torch.utils.data.DataLoader(list(range(32)), batch_size=4, num_workers=2)  # type: ignore[arg-type]
         for batch in loader:
             dist.all_reduce(batch)
         assert total() == 2

@@ -130,14 +130,14 @@ def check_all_to_all(count: int, rank: int, size: int, **options: Any) -> None:
     if options.get("algorithm") in ("bruck", "hierarchical"):
         return
     length = lambda src, dst: (src + 2 * dst + count) % 5  # noqa: E731
-    sent = [held(10 * rank + peer, length(rank, peer)) for peer in range(size)]
+    blocks = [held(10 * rank + peer, length(rank, peer)) for peer in range(size)]
     expected = [held(10 * peer + rank, length(peer, rank)) for peer in range(size)]
     received = [torch.full_like(block, -1) for block in expected]
-    dist_prims.all_to_all(received, sent, **options)
+    dist_prims.all_to_all(received, blocks, **options)
     equal(torch.cat(received), torch.cat(expected), ("lists", count, options))
     output = torch.full((sum(map(len, expected)), 2), -1)
-    rows = torch.cat(sent)[:, None].repeat(1, 2)
-    dist_prims.all_to_all(output, rows, [*map(len, expected)], [*map(len, sent)], **options)
+    rows = torch.cat(blocks)[:, None].repeat(1, 2)
+    dist_prims.all_to_all(output, rows, [*map(len, expected)], [*map(len, blocks)], **options)
     equal(output, torch.cat(expected)[:, None].repeat(1, 2), ("splits of rows", count, options))
 
 
@@ -165,7 +165,7 @@ def counts_for(size: int) -> list[int]:
 CHECKS: dict[str, Callable[..., None]] = {name: globals()[f"check_{name}"] for name in COLLECTIVES}
 
 
-def ways(collective: str) -> list[dict[str, str]]:
+def ways(collective: str) -> list[dict[str, Any]]:
     """Without an algorithm, by price, and by each name."""
     return [{}, *({"algorithm": name} for name in ("cheapest", *algorithms(collective)))]
 
@@ -181,7 +181,7 @@ def test_every_algorithm_on_the_backend(size: int) -> None:
                 CHECKS[collective](count, dist.get_rank(), size, **how)
         for how in ways("all_reduce"):
             tensor, output = held(dist.get_rank(), 26)[::2], torch.zeros(26, dtype=torch.int64)[::2]
-            expected = sum(held(r, 26)[::2] for r in range(size))
+            expected: Any = sum(held(r, 26)[::2] for r in range(size))
             works = [
                 dist_prims.all_reduce(tensor, output=output, async_op=True, **how),
                 dist_prims.all_reduce(tensor, async_op=True, **how),
@@ -310,7 +310,8 @@ def test_groups_of_some_ranks(backend: str) -> None:
         for name in algorithms("all_reduce"):  # both groups at once
             tensor = held(rank, 13)
             dist_prims.all_reduce(tensor, group=mine, algorithm=name)
-            equal(tensor, sum(held(r, 13) for r in members), (members, name))
+            expected: Any = sum(held(r, 13) for r in members)
+            equal(tensor, expected, (members, name))
         for root in members:
             tensor = held(rank, 13)
             dist_prims.broadcast(tensor, src=root, group=mine)
@@ -456,9 +457,9 @@ def tags_of_calls(first: int) -> list[int]:
     tags = set()
     start = Channel.start
 
-    def noted(channel: Channel, *transfers: Any) -> Any:
-        tags.add(channel._tag)
-        return start(channel, *transfers)
+    def noted(self: Channel, sends: Any, receives: Any) -> Any:
+        tags.add(self._tag)
+        return start(self, sends, receives)
 
     Channel.start = noted  # type: ignore[method-assign]
     queue = queue_of(dist.group.WORLD)

@@ -46,7 +46,7 @@ def is_sum_in_order_of(hosts: HostOrder | tuple[int, ...], call: Callable[[torch
         schedule = hosts.build("all_reduce", "hierarchical", **inner)
     else:
         schedule = build("all_reduce", "hierarchical", size, hosts=hosts, **inner)
-    every = np.random.default_rng(5).uniform(-1e8, 1e8, (size, schedule.chunks, CHUNK)).astype(np.float32)
+    every: Any = np.random.default_rng(5).uniform(-1e8, 1e8, (size, schedule.chunks, CHUNK)).astype(np.float32)
     tensor = torch.from_numpy(every[dist.get_rank()].reshape(-1).copy())
     call(tensor)
     sums = [schedule.order(chunk).evaluate(every[:, chunk]) for chunk in range(schedule.chunks)]
@@ -139,7 +139,8 @@ def in_turn(call: Callable[[], Any]) -> list[Any]:
 
     The results are the errors, or None.
     """
-    works, errors = [], []
+    works: list[Any] = []
+    errors: list[Any] = []
 
     def wait() -> None:
         try:

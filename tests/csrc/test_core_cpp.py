@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sanitized import build_core
@@ -37,7 +38,7 @@ def build(program: Path, libraries: Path, *flags: str) -> None:
 
 
 @functools.cache
-def ucx() -> dict[str, str]:
+def ucx() -> dict[str, Any]:
     """The variables that ucx_test.cpp needs; none where there is no UCX."""
     if ucx_library.unusable_reason():
         return {}

@@ -20,7 +20,7 @@ def spawn(body: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=100)
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
@@ -147,7 +147,8 @@ def test_fully_shard(shape: tuple[int, ...]) -> None:
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         model(batch(dist.get_rank())).square().mean().backward()
-        close([each.grad.full_tensor() for each in model.parameters()], reference_gradients(dist.get_world_size()))
+        parameters: list[Any] = list(model.parameters())
+        close([each.grad.full_tensor() for each in parameters], reference_gradients(dist.get_world_size()))
 
     spawn(body, 2 if len(shape) == 1 else 4)
 
@@ -159,7 +160,7 @@ def test_dtensor_and_tensor_parallel() -> None:
     def body() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
         whole = torch.arange(24.0).view(4, 6)
-        split = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+        split: Any = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
         assert torch.equal((split @ split.t()).full_tensor(), whole @ whole.t())
         assert torch.equal(split.redistribute(mesh, [Replicate(), Shard(0)]).full_tensor(), whole)
         model = net()
@@ -237,7 +238,8 @@ def test_checkpoints(tmp_path: Path) -> None:
     def body() -> None:
         state = {"whole": torch.arange(6.0), "rank": torch.full((2,), float(dist.get_rank()))}
         checkpoint.save(state, checkpoint_id=str(tmp_path / "sync"))
-        checkpoint.async_save(state, checkpoint_id=str(tmp_path / "async")).result(60)
+        saving: Any = checkpoint.async_save(state, checkpoint_id=str(tmp_path / "async"))
+        saving.result(60)
         for name in ("sync", "async"):
             found = {"whole": torch.zeros(6)}
             checkpoint.load(found, checkpoint_id=str(tmp_path / name))

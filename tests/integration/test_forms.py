@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_minimal_ddp_says_what_it_does_not_do() -> None:
 
 def test_minimal_ddp_takes_several_dtypes() -> None:
     def body() -> None:
-        model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).double()])
+        model: Any = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).double()])
         assert len(MinimalDDP(model).buckets) == 2
         scale = 1.0 + dist.get_rank()
         (scale * model[1](model[0](torch.ones(1, 1)).double())).sum().backward()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from dist_prims.training.sharding import ShardedParameters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON or "there is CUDA")]
 
-CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # convolutions and products of a GPU are rounded otherwise
+CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-4}  # convolutions and products of a GPU are rounded otherwise
 
 
 def pipelines() -> None:

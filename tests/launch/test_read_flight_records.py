@@ -56,7 +56,7 @@ def test_errors_and_flight_records_number_calls_alike(backend: str, tensors: int
         if tensors == 1:
             dist_prims.all_reduce(torch.ones(count), algorithm=None if backend == "dist_prims" else "ring")
         else:
-            dist.group.WORLD.allreduce_coalesced([torch.ones(count)] * tensors).wait()  # type: ignore[union-attr]
+            dist.group.WORLD.allreduce_coalesced([torch.ones(count)] * tensors).wait()
 
     def body() -> str:
         if tensors == 1:

@@ -16,7 +16,8 @@ def test_a_lost_reply_of_the_dns_does_not_repeat_the_connection(monkeypatch: pyt
     """Before it connects, torch asks the DNS for the name of the address, within the time of the attempt. The first
     attempt had 0.5 s, so each lost reply failed it, and the next attempt asked again: ``shrink`` took 18.8 s once."""
     attempts: list[float] = []
-    connect = served.connect
+    module: Any = served
+    connect = module.connect
 
     def slow(host: str, port: int, size: int, timeout: float) -> Any:
         attempts.append(timeout)

@@ -176,7 +176,7 @@ def test_a_rank_that_has_destroyed_its_group_is_not_named(monkeypatch: pytest.Mo
 
     def body() -> None:
         if dist.get_rank() == 1:
-            dist.destroy_process_group = lambda: time.sleep(1000)
+            dist.destroy_process_group = lambda group=None: time.sleep(1000)
 
     finish = spawn_parent.RankProcesses.finish
     monkeypatch.setattr(spawn_parent.RankProcesses, "finish", finish_soon)

@@ -75,7 +75,7 @@ def test_trains_split_as_it_does_whole(size: int, attention: str, order: str, kv
 def step(model: GPT) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.5 * parameter.grad
+            parameter.sub_(0.5 * parameter.grad)
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
@@ -110,7 +110,7 @@ def test_a_copy_and_a_checkpoint_of_activations() -> None:
     def body() -> None:
         torch.manual_seed(0)
         block = CausalSelfAttention(8, 2, attention="ring", group=dist.new_group([0, 1]))
-        other = copy.deepcopy(torch.nn.Sequential(block))
+        other: Any = copy.deepcopy(torch.nn.Sequential(block))
         assert other[0].group is block.group  # a group cannot be copied
         x = split_sequence(torch.randn(1, 8, 8), 1, None, "zigzag")
         block(x).square().sum().backward()
@@ -119,7 +119,7 @@ def test_a_copy_and_a_checkpoint_of_activations() -> None:
             assert one is not two
             assert torch.equal(one.grad, two.grad)
         model = GPT(**SMALL, attention="ring", group=block.group)
-        again = copy.deepcopy(model)
+        again: Any = copy.deepcopy(model)
         assert again.group is again.blocks[1].attention.group is block.group
         assert torch.equal(again(batch(0)[0][:, :12]), model(batch(0)[0][:, :12]))
 
@@ -297,7 +297,8 @@ def on_cuda() -> None:
             *whole, grad = (torch.randn(shape).to(device(), dtype) for shape in shapes)
             mine = [split_sequence(each, 2, None, "zigzag").requires_grad_() for each in whole]
             whole = [each.requires_grad_() for each in whole]
-            single = scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+            q, k, v = whole
+            single = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             wanted = [single, *torch.autograd.grad(single, whole, grad)]
             for attention in (ring_attention, ulysses_attention):
                 output = attention(*mine, causal=True, order="zigzag", enable_gqa=True)

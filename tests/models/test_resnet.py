@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dist_prims.datasets import digits
-from dist_prims.models.resnet import ResNet, resnet18, resnet34, resnet50, resnet101, resnet152
+from dist_prims.models.resnet import BasicBlock, ResNet, resnet18, resnet34, resnet50, resnet101, resnet152
 from dist_prims.models.two_device_resnet import ModelParallelResNet50, PipelineParallelResNet50
 from dist_prims.training.pipeline.batch_norm import (
     DeferredBatchNorm,
@@ -115,7 +116,7 @@ def test_layers_one_after_the_other_are_the_model(make: Callable[..., ResNet], o
 def test_it_learns_digits() -> None:
     torch.manual_seed(0)
     images, labels = (tensor[:32] for tensor in digits().tensors)
-    model = ResNet(type(resnet18().layer1[0]), (1, 1, 1, 1), 10, in_channels=1, small_images=True)
+    model = ResNet(BasicBlock, (1, 1, 1, 1), 10, in_channels=1, small_images=True)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for _ in range(8):
@@ -211,8 +212,8 @@ def rounding_of_variance(x: torch.Tensor) -> torch.Tensor:
 def test_running_statistics_are_those_of_the_whole_batch(
     dims: int, sizes: list[int], momentum: float | None, affine: bool, batches: int, seed: int
 ) -> None:
-    whole = NORMS[dims](3, momentum=momentum, affine=affine)
-    deferred = defer_batch_norm(copy.deepcopy(whole), len(sizes))
+    whole: Any = NORMS[dims](3, momentum=momentum, affine=affine)
+    deferred: Any = defer_batch_norm(copy.deepcopy(whole), len(sizes))
     images = [an_image(sum(sizes), dims, seed + number) for number in range(batches)]
     for x in images:
         whole(x)
@@ -256,7 +257,7 @@ def test_a_deferred_model_keeps_names_parameters_and_buffers() -> None:
 
 def test_a_norm_of_several_places_stays_one() -> None:
     shared = nn.BatchNorm1d(2)
-    model = defer_batch_norm(nn.Sequential(shared, nn.ReLU(), shared), 2)
+    model: Any = defer_batch_norm(nn.Sequential(shared, nn.ReLU(), shared), 2)
     assert model[0] is model[2]
 
 
@@ -264,7 +265,7 @@ def test_without_running_statistics_and_in_evaluation_nothing_is_counted() -> No
     bare = defer_batch_norm(nn.BatchNorm1d(2, track_running_stats=False), 2)
     x = torch.randn(4, 2)
     assert torch.equal(bare(x), nn.BatchNorm1d(2)(x))
-    evaluated = defer_batch_norm(nn.BatchNorm1d(2), 1).eval()
+    evaluated: Any = defer_batch_norm(nn.BatchNorm1d(2), 1).eval()
     assert torch.equal(evaluated(x), nn.BatchNorm1d(2).eval()(x))
     commit_batch_norm(evaluated)
     assert evaluated.running_mean.tolist() == [0, 0]
@@ -286,7 +287,7 @@ def test_a_batch_that_ends_early() -> None:
 
 
 def test_another_number_of_micro_batches_begins_anew() -> None:
-    norm = defer_batch_norm(nn.Sequential(nn.BatchNorm1d(1)), 3)
+    norm: Any = defer_batch_norm(nn.Sequential(nn.BatchNorm1d(1)), 3)
     norm(torch.tensor([[1000.0], [1002.0]]))
     defer_batch_norm(norm, 1)
     norm(torch.tensor([[0.0], [2.0]]))

@@ -6,6 +6,7 @@ import io
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from dist_prims.ops import registered
 
 SOMEWHERE = [(1, "gloo"), (2, "dist_prims"), (3, "gloo"), pytest.param(4, "dist_prims", marks=pytest.mark.slow)]
 on_ranks = pytest.mark.parametrize(("size", "backend"), SOMEWHERE)
-Body = Callable[[], object]
+Body = Callable[..., Any]
 
 
 def rows_of(rank: int, rows: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -81,8 +82,8 @@ def test_uneven_parts(size: int, backend: str) -> None:
         send = [(rank + each) % 3 for each in range(size)]  # as much as comes back
         mine = rows_of(rank, sum(send)).requires_grad_()
         got = ops.all_to_all(mine, send, send)
-        wanted = [rows_of(each, sum((each + to) % 3 for to in range(size))) for each in range(size)]
-        cuts = [rows.split([(each + to) % 3 for to in range(size)])[rank] for each, rows in enumerate(wanted)]
+        sent = [rows_of(each, sum((each + to) % 3 for to in range(size))) for each in range(size)]
+        cuts = [rows.split([(each + to) % 3 for to in range(size)])[rank] for each, rows in enumerate(sent)]
         assert torch.equal(got, torch.cat(cuts))
         (got * (rank + 1)).sum().backward()
         wanted = torch.cat([torch.full((length, 3), each + 1.0) for each, length in enumerate(send)])
@@ -154,7 +155,7 @@ def test_every_rank_makes_the_way_back(size: int, backend: str) -> None:
         x = torch.full((2,), 3.0 if is_root else 0.0).requires_grad_()
         (ops.broadcast(x) * (dist.get_rank() + 1)).sum().backward()
         assert x.grad.tolist() == [size * (size + 1) / 2 if is_root else 0.0] * 2
-        x.grad = None
+        x = x.detach().requires_grad_()
         y = ops.reduce(x)
         (y.square().sum() if is_root else 0 * y.sum()).backward()
         assert x.grad.tolist() == [6.0, 6.0]
@@ -165,8 +166,10 @@ def test_every_rank_makes_the_way_back(size: int, backend: str) -> None:
 def test_reduce_scatter_of_an_extreme_keeps_nothing_for_a_way_back() -> None:
     def body() -> None:
         x = torch.ones(4, requires_grad=True)
-        assert ops.all_reduce(x, "max").grad_fn.saved_tensors
-        assert not ops.reduce_scatter(x, "max")._base.grad_fn.saved_tensors
+        reduced: Any = ops.all_reduce(x, "max").grad_fn
+        assert reduced.saved_tensors
+        scattered: Any = ops.reduce_scatter(x, "max")._base.grad_fn
+        assert not scattered.saved_tensors
 
     dist_prims.spawn(body, 1, timeout=60)
 

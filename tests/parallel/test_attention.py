@@ -177,7 +177,8 @@ def nested_mistakes() -> None:
 def nested_one(kind: str, order: str, causal: bool, lengths: list[int], whole: list[list[Tensor]]) -> None:
     asked = [torch.nested.nested_tensor(each, layout=torch.jagged, requires_grad=True) for each in whole]
     q, *kv = (split_sequence(each, 1, None, order) for each in asked)
-    k, v = (torch.nested.nested_tensor_from_jagged(each.values(), offsets=q.offsets()) for each in kv)
+    offsets = q.offsets()  # type: ignore[attr-defined]
+    k, v = (torch.nested.nested_tensor_from_jagged(each.values(), offsets=offsets) for each in kv)
     output = BOTH[kind](*(each.transpose(1, 2) for each in (q, k, v)), causal=causal, order=order, enable_gqa=True)
     output.transpose(1, 2).values().square().sum().backward()
     grads = [each.grad.values().clone() for each in asked]
@@ -186,7 +187,8 @@ def nested_one(kind: str, order: str, causal: bool, lengths: list[int], whole: l
     alone = [[each.clone().requires_grad_() for each in kind] for kind in whole]
     mine = output.transpose(1, 2).unbind()
     for row, sequence in enumerate(zip(*alone, strict=True)):
-        single = unsplit(*(each.transpose(0, 1)[None] for each in sequence), causal, None, None)[0].transpose(0, 1)
+        alone_q, alone_k, alone_v = (each.transpose(0, 1)[None] for each in sequence)
+        single = unsplit(alone_q, alone_k, alone_v, causal, None, None)[0].transpose(0, 1)
         held = chunks(lengths[row], dist.get_world_size(), order, dist.get_rank())
         expected = torch.cat([single[start:stop] for start, stop in held])
         near(mine[row], expected)
@@ -337,10 +339,13 @@ MISTAKES: list[tuple[str, Callable[[], Any]]] = [
     (r"lengths=\[9\] must be one for each of 1 sequences, from 0 to 8", lambda: ring_attention(*good(), lengths=[9])),
     (r"lengths=\[1, 2\] must be one", lambda: ring_attention(*good(), lengths=torch.tensor([1, 2]))),
     (r"lengths=\[None\] must be whole numbers", lambda: ring_attention(*good(), lengths=[None])),
-    (r"lengths=\[3.9\] must be whole numbers", lambda: ring_attention(*good(), lengths=[3.9])),
+    (r"lengths=\[3.9\] must be whole numbers", lambda: ring_attention(*good(), lengths=[3.9])),  # type: ignore[list-item]
     (r"lengths=tensor.* must be whole numbers", lambda: ring_attention(*good(), lengths=torch.tensor([[3]]))),
-    ("scale='x' must be a finite int or float", lambda: ring_attention(*good(), scale="x")),
-    ("scale=tensor.* must be a finite", lambda: ring_attention(*good(), scale=torch.ones(1, requires_grad=True))),
+    ("scale='x' must be a finite int or float", lambda: ring_attention(*good(), scale="x")),  # type: ignore[arg-type]
+    (
+        "scale=tensor.* must be a finite",
+        lambda: ring_attention(*good(), scale=torch.ones(1, requires_grad=True)),  # type: ignore[arg-type]
+    ),
     ("causal=None .* must be True or False", lambda: ring_attention(*good(), causal=None)),
     ("1 heads of queries and 1 of keys cannot be split evenly", lambda: ulysses_attention(*(x[:, :1] for x in good()))),
 ]

@@ -32,8 +32,8 @@ def errors(kind: str, scale: int, length: int | None, dtype: torch.dtype, heads:
             grad[:, :, length:] = 0
         right = [each.double().requires_grad_() for each in (q, k, v)]
         exact(*right).backward(grad.double())
-        theirs = [each.clone().requires_grad_() for each in (q, k, v)]
-        scaled_dot_product_attention(*theirs, is_causal=True, enable_gqa=heads < 3).backward(grad)
+        theirs = a, b, c = [each.clone().requires_grad_() for each in (q, k, v)]
+        scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=heads < 3).backward(grad)
         order = "zigzag" if kind == "ring" else "contiguous"
         attention = ring_attention if kind == "ring" else ulysses_attention
         mine = [split_sequence(each, 2, order=order).requires_grad_() for each in (q, k, v)]

@@ -68,7 +68,7 @@ def test_cross_entropy_is_that_of_the_joined_logits(size: int, backend: str) -> 
             logits, targets = case(rows, words)
             weights = torch.rand(words) + 0.1
             whole, part = logits.clone().requires_grad_(), mine(logits)
-            more = {"label_smoothing": smoothing, "reduction": reduction}
+            more: Any = {"label_smoothing": smoothing, "reduction": reduction}
             right = F.cross_entropy(whole, targets, weight=weights if weighted else None, **more)
             loss = split_cross_entropy(part, targets, class_weight=mine(weights) if weighted else None, **more)
             assert loss.shape == right.shape
@@ -211,7 +211,7 @@ def test_linear_and_loss_by_chunks(size: int, backend: str) -> None:
             ]:
                 whole = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
                 part = [hidden.clone().requires_grad_(), mine(weight, 0), mine(bias, 0)]
-                more = {"label_smoothing": smoothing, "reduction": reduction}
+                more: Any = {"label_smoothing": smoothing, "reduction": reduction}
                 right = F.cross_entropy(
                     F.linear(*whole[: 2 + with_bias]), targets, weight=classes if weighted else None, **more
                 )

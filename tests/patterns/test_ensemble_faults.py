@@ -117,13 +117,13 @@ def test_an_ensemble_that_fails_on_one_rank_fails_on_all(backend: str) -> None:
         one = dist.get_rank() == 1
         own = MismatchError if not one else (ValueError, TypeError)
         with pytest.raises(own, match="member 1 is a NoneType, not a Module"):
-            DistributedEnsemble((lambda number: None) if one else net, 3)  # type: ignore[arg-type, return-value]
+            DistributedEnsemble((lambda number: None) if one else net, 3)
         with pytest.raises(own, match="count=None with a function"):
             DistributedEnsemble(net, None if one else 3)
         with pytest.raises(own, match="a Tanh, has neither parameters nor buffers"):
             DistributedEnsemble((lambda number: nn.Tanh()) if one else net, 3)
         with pytest.raises(RuntimeError, match="deepcopy"):  # a MismatchError is one
-            DistributedEnsemble(Unready if one else net, 3)  # type: ignore[arg-type]
+            DistributedEnsemble(Unready if one else net, 3)
         ensemble, x = DistributedEnsemble(net, 3), torch.ones(2, 4)
         with pytest.raises(own, match="member 5; there are 3"):
             ensemble.member(5 if one else 0)

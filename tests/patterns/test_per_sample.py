@@ -49,7 +49,7 @@ class Double(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad * 2
 
 
@@ -68,7 +68,7 @@ def in_place(m: Any, x: torch.Tensor) -> torch.Tensor:
 def tied() -> nn.Module:
     table = nn.Embedding(7, 4)
     model = Calls(lambda m, x: m.out(m.mix(m.table(x))), table=table, mix=nn.Linear(4, 4), out=nn.Linear(4, 7))
-    model.out.weight = table.weight  # type: ignore[union-attr, assignment]
+    model.out.weight = table.weight  # type: ignore[union-attr]
     return model
 
 
@@ -199,9 +199,12 @@ def test_every_layer_gives_what_the_loop_gives(name: str, monkeypatch: pytest.Mo
     norms = torch.stack([each.flatten(1).square().sum(1) for each in grads.values()]).sum(0).sqrt()
     fallen: set[str] = set()
     plain = PerSampleGradients._by_vmap
-    monkeypatch.setattr(
-        PerSampleGradients, "_by_vmap", lambda self, x, y, names: [fallen.update(names), plain(self, x, y, names)][1]
-    )
+
+    def noted(samples: Any, x: Any, y: Any, names: list[str]) -> Any:
+        fallen.update(names)
+        return plain(samples, x, y, names)
+
+    monkeypatch.setattr(PerSampleGradients, "_by_vmap", noted)
     for method in ("trick", "vmap", "loop"):
         fallen.clear()
         samples = PerSampleGradients(model, square, method=method)
@@ -209,9 +212,7 @@ def test_every_layer_gives_what_the_loop_gives(name: str, monkeypatch: pytest.Mo
         torch.testing.assert_close(found["norms"], norms, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found["losses"], losses, rtol=1e-5, atol=1e-5)
         for key, grad in samples.gradients(inputs, targets).items():
-            torch.testing.assert_close(
-                grad, grads[key], rtol=1e-5, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
-            )
+            torch.testing.assert_close(grad, grads[key], rtol=1e-5, atol=1e-5, msg=(key + ": {}").format)
             single = PerSampleGradients(model, square, key, method=method).norms(inputs, targets)
             torch.testing.assert_close(single, grads[key].flatten(1).norm(dim=1), rtol=1e-5, atol=1e-5)
         assert fallen == {"trick": expected, "vmap": {*grads}, "loop": set()}[method]
@@ -226,7 +227,7 @@ def test_convolutions_of_any_kind(data: st.DataObject, dims: int, transposed: bo
 
     kernel, stride, padding, dilation, sizes = draw(1, 3), draw(1, 3), draw(0, 2), draw(1, 2), draw(3, 5)
     channels = [groups * count for count in data.draw(st.tuples(st.integers(1, 2), st.integers(1, 2)))]
-    kinds = (
+    kinds: Any = (
         (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
         if transposed
         else (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -311,11 +312,11 @@ def test_what_is_refused() -> None:
         x += 1
         return y + x
 
-    model = Calls(changes, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    changing = Calls(changes, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match=r"in place|inplace"):
-        PerSampleGradients(model, square).norms(x, y)
+        PerSampleGradients(changing, square).norms(x, y)
     with pytest.raises(RuntimeError, match=r"the input of the layer of 'b.weight' was changed in place"):
-        PerSampleGradients(model, square, "b").norms(x, y)
+        PerSampleGradients(changing, square, "b").norms(x, y)
 
 
 @pytest.mark.parametrize(

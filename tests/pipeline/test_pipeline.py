@@ -234,7 +234,8 @@ def test_checkpointing_across_ranks() -> None:
     def body() -> None:
         for name in ("1f1b", "zbv"):
             plan = pipeline_plan(name, 2, 3)
-            mine, whole = stages_of(plan.stages), stages_of(plan.stages)
+            mine: list[Any] = stages_of(plan.stages)
+            whole = stages_of(plan.stages)
             for module in mine:
                 module[0].inplace = False
             pipeline = Pipeline(mine, plan, loss=F.mse_loss, checkpoint=True)
@@ -309,10 +310,15 @@ def test_nothing_is_negotiated_twice_and_memory_is_used_again() -> None:
     def body() -> list[int]:
         plan = pipeline_plan("1f1b", 2, 4)
         pipeline = Pipeline(stages_of(2), plan, loss=F.mse_loss)
-        transfers = pipeline._transfers
+        transfers: Any = pipeline._transfers
         sizes: list[int] = []
         start = transfers._start
-        transfers._start = lambda kind, data, peer: (sizes.append(data.nbytes), start(kind, data, peer))[1]
+
+        def noted(kind: Any, data: torch.Tensor, peer: int) -> Any:
+            sizes.append(data.nbytes)
+            return start(kind, data, peer)
+
+        transfers._start = noted
         counts = []
         for _ in range(4):
             pipeline.step(*a_batch(8))

@@ -142,7 +142,7 @@ def test_what_cannot_be_sent_is_told_at_once() -> None:
 
 def test_a_failed_step_leaves_no_statistics() -> None:
     """The micro-batches that a failed step had seen were once part of the next batch, and of all that followed."""
-    norm = defer_batch_norm(nn.Sequential(nn.BatchNorm1d(4)), 3)
+    norm: Any = defer_batch_norm(nn.Sequential(nn.BatchNorm1d(4)), 3)
     stage = nn.Sequential(norm, Explosive())
     pipeline = DevicePipeline([stage], "fill_drain", devices=["cpu"], loss=F.mse_loss, num_microbatches=3)
     Bomb.armed = "F"

@@ -62,6 +62,7 @@ def steps_after(pipeline: Pipeline, may_raise: type[BaseException] | None) -> No
     if may_raise is None or not isinstance(saved, may_raise):
         assert isinstance(saved, CommError), repr(saved)
         assert "make the pipeline again, on every rank of its group" in str(saved)
+    stage: Any
     for stage in pipeline.stages.values():
         stage.at = NEVER
     words = r"rank \d: step\(\) of the pipeline: step\(\) before it was left .* make the pipeline again"
@@ -86,6 +87,7 @@ def test_ranks_that_are_interrupted_at_any_point_make_the_pipeline_again(backend
             if warm:
                 pipeline.step(X, X)
             point = second if dist.get_rank() else first
+            stage: Any
             for stage in pipeline.stages.values():
                 stage.at = point
             steps_after(pipeline, None if point == NEVER else KeyboardInterrupt)
@@ -99,6 +101,7 @@ def test_one_rank_that_is_interrupted_ends_the_call_of_all(backend: str) -> None
     def body() -> None:
         for guilty, kind in enumerate([KeyboardInterrupt, SystemExit, GeneratorExit]):
             pipeline = Pipeline([Interrupted(4, 4) for _ in range(3)], loss=F.mse_loss, num_microbatches=4)
+            stage: Any
             for stage in pipeline.stages.values():
                 stage.at, stage.kind = 2 if dist.get_rank() == guilty else NEVER, kind
             steps_after(pipeline, kind if dist.get_rank() == guilty else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ def a_batch(count: int = 13) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(count, CLASSES), targets
 
 
-def compare(own: dict[int, nn.Module], whole: list[nn.Module], rtol: float = 1e-5) -> None:
+def compare(own: Mapping[int, nn.Module], whole: list[nn.Module], rtol: float = 1e-5) -> None:
     for number, module in own.items():
         for (name, mine), its in zip(module.named_parameters(), whole[number].parameters(), strict=True):
             torch.testing.assert_close(mine.grad, its.grad, rtol=rtol, atol=1e-6, msg=f"stage {number}: {name}")

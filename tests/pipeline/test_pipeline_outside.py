@@ -63,7 +63,7 @@ def test_inputs_and_targets_have_their_gradients(checkpoint: bool, frozen: bool)
     """Those of inputs were dropped; those of targets that a program had computed failed at the second micro-batch."""
     for name, count in itertools.product(pipeline_plans(), COUNTS):
         plan = pipeline_plan(name, 2, MICROS)
-        mine = stages_of(plan.stages)
+        mine: list[Any] = stages_of(plan.stages)
         if checkpoint:
             mine[0][0].inplace = False
         nn.ModuleList(mine).requires_grad_(not frozen)
@@ -131,8 +131,10 @@ def test_a_loss_with_parameters(size: int) -> None:
     def body() -> None:
         for number, name in enumerate(pipeline_plans()):
             plan, checkpoint = pipeline_plan(name, size, MICROS), (number + size) % 2 == 0
-            mine, loss = stages_of(plan.stages), Margin()
-            mine[0][0].inplace = False
+            first: Any
+            first, *_ = mine = stages_of(plan.stages)
+            loss = Margin()
+            first[0].inplace = False
             whole, its = nn.Sequential(*copy.deepcopy(mine)), copy.deepcopy(loss)
             pipeline = Pipeline(mine, plan, loss=loss, checkpoint=checkpoint)
             for count in COUNTS:
@@ -188,7 +190,7 @@ def test_a_function_that_learns_is_refused(name: str) -> None:
         with pytest.raises(ValueError, match=r"learns a parameter of shape .* make it one that holds") as failed:
             pipeline.step(x, t)
         assert str(shape) in str(failed.value)
-    stages = stages_of(2)
+    stages: list[Any] = stages_of(2)
 
     def regularised(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -222,7 +224,7 @@ def test_a_loss_that_reaches_what_a_stage_has_kept(name: str, checkpoint: bool) 
     stages = [nn.Linear(3, 3), *(Balanced() for _ in range({"1f1b": 1, "zbv": 3}[name]))]
     whole = copy.deepcopy(stages)
 
-    def loss_of(kept: nn.Module) -> Any:
+    def loss_of(kept: Any) -> Any:
         return lambda output, target: F.mse_loss(output, target) + kept.balance + kept.seen.square().mean()
 
     pipeline = DevicePipeline(

@@ -31,7 +31,7 @@ def test_ranks_do_not_train_copies_of_a_parameter() -> None:
     """Each rank once trained its copy of a tied weight with a part of the gradient, and the copies differed."""
 
     class Head(nn.Module):
-        def __init__(self, weight: nn.Parameter) -> None:
+        def __init__(self, weight: torch.Tensor) -> None:
             super().__init__()
             self.weight = weight
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -36,6 +36,8 @@ class Functional(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
+        self.mean: torch.Tensor
+        self.variance: torch.Tensor
         self.register_buffer("mean", torch.zeros(channels))
         self.register_buffer("variance", torch.ones(channels))
 
@@ -97,6 +99,7 @@ def loss(output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> tor
 def in_one_piece(stages: list[nn.Module], x: torch.Tensor) -> None:
     with torch.no_grad():
         state: Any = (x,)
+        each: Any
         for stage in stages:
             for each in stage.modules():
                 if hasattr(each, "micro_batches"):
@@ -104,11 +107,11 @@ def in_one_piece(stages: list[nn.Module], x: torch.Tensor) -> None:
             state = stage(*state)
 
 
-def compare(own: dict[int, nn.Module], whole: list[nn.Module]) -> None:
+def compare(own: Mapping[int, nn.Module], whole: list[nn.Module]) -> None:
     for number, stage in own.items():
         for name, buffer in stage.named_buffers():
             its = whole[number].get_buffer(name)
-            torch.testing.assert_close(buffer, its, rtol=1e-5, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(buffer, its, rtol=1e-5, atol=1e-4, msg=(name + ": {}").format)
 
 
 @pytest.mark.parametrize("norm", range(len(NORMS)))
@@ -145,7 +148,7 @@ def test_statistics_across_ranks() -> None:
                 in_one_piece(whole, inputs)
             pipeline.eval().evaluate(inputs, inputs)
             compare(pipeline.stages, whole)
-            assert all(stage.norm.num_batches_tracked == 2 for stage in pipeline.stages.values())
+            assert all(stage.get_buffer("norm.num_batches_tracked") == 2 for stage in pipeline.stages.values())
 
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 
@@ -202,7 +205,7 @@ def test_compiled_stages(name: str) -> None:
     torch.manual_seed(0)
     mine = [nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2)]
     plain = copy.deepcopy(mine)
-    compiled = [torch.compile(stage, backend="eager") for stage in mine]
+    compiled: list[Any] = [torch.compile(stage, backend="eager") for stage in mine]
     inputs = torch.randn(16, 4)
     losses = []
     for stages in (compiled, plain):

@@ -104,7 +104,7 @@ class UNet(nn.Module):
         return [("net", self.net)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        part = self.net
+        part: Any = self.net
         fine = part[0](x)
         coarse = part[4](part[3](part[2](fine)))
         x = part[7][1].combine(part[7][0](part[6](coarse)), coarse)
@@ -138,8 +138,8 @@ def assert_same(model: nn.Module, stages: int, x: Any, **how: Any) -> list[Stage
     assert torch.equal(output, expected)
     for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-5, atol=1e-6, msg=name)
-    for (name, a), b in zip(model.named_buffers(), twin.buffers(), strict=True):
-        assert torch.equal(a, b), name
+    for (name, buffer), other in zip(model.named_buffers(), twin.buffers(), strict=True):
+        assert torch.equal(buffer, other), name
     assert [key for part in parts for key in part.state_dict()] == list(model.state_dict())
     ours = {id(parameter) for part in parts for parameter in part.parameters()}
     assert ours == {id(parameter) for parameter in twin.parameters()}  # shared, not copied
@@ -227,7 +227,7 @@ def test_nested_sequentials_are_cut_finely_but_hooked_ones_and_own_forwards_stay
     model = nn.Sequential(inner, Own(nn.ReLU()), hooked, resnet18(2, in_channels=1))
     names = [name for name, _ in layers(model)]
     assert names[:5] == ["0.0", "0.1.0", "1", "2", "3.conv1"]
-    assert_same(nn.Sequential(*model[:3]), 4, torch.randn(2, 2), by=[1, 1, 1, 1])
+    assert_same(nn.Sequential(*list(model)[:3]), 4, torch.randn(2, 2), by=[1, 1, 1, 1])
 
 
 def test_a_replaced_module_is_heard_and_stages_travel() -> None:
@@ -331,6 +331,7 @@ class Gives(nn.Module):
 class Positions(nn.Module):
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__()
+        self.table: torch.Tensor
         self.register_buffer("table", table)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -375,6 +376,7 @@ def test_costs_of_what_is_known() -> None:
 class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"4\.bias, 4\.weight are in no part of the checkpoint"):
         load_stages(tmp_path, larger)
     with pytest.raises(ValueError, match=r"3\.bias, 3\.weight of the checkpoint are not in the module"):
-        load_stages(tmp_path, nn.Sequential(*a_net()[:3]))
+        load_stages(tmp_path, nn.Sequential(*list(a_net())[:3]))
     other = a_net()
     other[3] = nn.Linear(4, 3)
     first = copy.deepcopy(other[0])

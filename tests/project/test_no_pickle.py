@@ -72,7 +72,8 @@ def test_a_pickle_that_a_rank_sends_does_not_run(tmp_path: Path) -> None:
     def attack() -> str:
         if dist.get_rank() == 1:
             text = pickle.dumps(Malicious(str(new_way)), protocol=0).decode("ascii")
-            agreement.to_text = lambda value: text
+            module: Any = agreement
+            module.to_text = lambda value: text
         try:
             GradientAverager(torch.nn.Linear(2, 2))
         except ValueError as error:

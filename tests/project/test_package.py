@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ assert not any(name.startswith("dist_prims") for name in sys.modules)
 torch.distributed.init_process_group("dist_prims", store=torch.distributed.HashStore(), rank=0, world_size=1)
 print(torch.distributed.get_backend())
 """
-    environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    environ: dict[str, Any] = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     assert run(sys.executable, "-c", program, cwd=tmp_path, **environ) == "dist_prims\n"
 
 
@@ -119,7 +120,7 @@ def test_what_was_measured_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             found = [noise(rank, torch.float32, count) for _ in range(2)]
             dist.all_reduce(found[0])
             dist.all_reduce(found[1], group=one)
-            equal(*found, count)
+            equal(found[0], found[1], count)
         with pytest.raises(MismatchError, match=r"by one shot to 0, slot 1048576.*by one shot to [12], slot 1048576"):
             dist.new_group(pg_options=dist_prims.BackendOptions(one_shot_bytes=rank))
 
@@ -158,7 +159,7 @@ def test_a_wheel_of_the_source_distribution_works_without_compiler(tmp_path: Pat
     libraries = {str(each.relative_to(site / "dist_prims/lib")) for each in site.glob("dist_prims/lib/**/*.so")}
     assert {CORE, mpi_file("mpich")} <= libraries
     (tmp_path / "program.py").write_text(DDP_PROGRAM)
-    bare = {"PATH": str(python.parent), "CXX": "/no/compiler", "PYTHONPATH": ""}
+    bare: dict[str, Any] = {"PATH": str(python.parent), "CXX": "/no/compiler", "PYTHONPATH": ""}
     torchrun = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert sorted(run(*torchrun, "program.py", cwd=tmp_path, **bare).split()) == ["0:1.5", "1:1.5"]
     said = run(str(python), "-m", "dist_prims", "doctor", cwd=tmp_path, **bare)
@@ -179,7 +180,7 @@ def test_the_pure_wheel_needs_neither_torch_nor_posix(tmp_path: Path) -> None:
     (site / "sitecustomize.py").write_text(
         "import sys\nsys.modules.update(dict.fromkeys(['fcntl', 'resource', 'pwd', 'grp', 'torch']))\n"
     )
-    here = {"cwd": tmp_path, "PYTHONPATH": ""}
+    here: dict[str, Any] = {"cwd": tmp_path, "PYTHONPATH": ""}
     assert "all_reduce" in run(str(python), "-m", "dist_prims", "algorithms", **here)
     run(str(python), "-m", "dist_prims", "show", "all_reduce", "ring", "--size", "4", "--svg", "ring.svg", **here)
     assert (tmp_path / "ring.svg").stat().st_size > 1000
@@ -201,7 +202,7 @@ def test_an_isolated_build_fails_at_once_with_the_remedy(tmp_path: Path) -> None
     assert "Install torch 2.11 or later first, then: pip install --no-build-isolation ." in done.stderr + done.stdout
 
 
-def installed(source: str, folder: Path, **environ: str) -> tuple[Path, Path]:
+def installed(source: str, folder: Path, **environ: Any) -> tuple[Path, Path]:
     """Python and site-packages of a new environment with a wheel of the source, without dependencies."""
     build = ["wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", str(folder), source]
     run(sys.executable, "-m", "pip", *build, timeout=900, **environ)

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -78,7 +79,7 @@ def inventory(site: Path) -> set[str]:
 def examples(name: PublicName) -> Iterator[doctest.Example]:
     """The examples on a name's page in the reference: of the object, its methods and its module."""
     value = name.value
-    documented = [importlib.import_module(name.module), importlib.import_module(name.home)]
+    documented: list[Any] = [importlib.import_module(name.module), importlib.import_module(name.home)]
     if name.kind != "data":
         documented.append(value)
     if inspect.isclass(value):

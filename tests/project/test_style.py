@@ -224,6 +224,7 @@ def test_private_api_of_torch_is_used_in_torch_compat_only() -> None:
     assert not PRIVATE_TORCH - set(found), "these files use none any more: remove them from PRIVATE_TORCH"
 
 
+@pytest.mark.timeout(300)  # of mypy without a cache, beside other tests
 @pytest.mark.parametrize("check", CHECKS)
 def test_style_and_types(check: str) -> None:
     found = run("launch_scripts/checks.sh", check)
@@ -265,7 +266,9 @@ def exported(tree: ast.Module) -> list[str] | None:
         )
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
             return [
-                ast.literal_eval(each) for each in getattr(node.value, "elts", []) if isinstance(each, ast.Constant)
+                ast.literal_eval(each)
+                for each in getattr(getattr(node, "value", None), "elts", [])
+                if isinstance(each, ast.Constant)
             ]
     return None
 

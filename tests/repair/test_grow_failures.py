@@ -109,7 +109,7 @@ def test_a_running_rank_dies_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def grow_until_failure(place: str) -> None:
-    while made_group(dist.group.WORLD.group_name).failed_grows == 0:  # type: ignore[union-attr]
+    while made_group(dist.group.WORLD.group_name).failed_grows == 0:
         dist_prims.grow(place, timeout=1)
 
 

@@ -204,7 +204,7 @@ def test_after_abort(tmp_path: Path) -> None:
         handles = Meeting(tmp_path).handles(rank, range(3))
         reconfigure(1, handles)
         total()
-        dist.group.WORLD._get_backend(torch.device("cpu")).abort()  # type: ignore[union-attr]
+        dist.group.WORLD._get_backend(torch.device("cpu")).abort()
         with pytest.raises(RuntimeError):
             dist.all_reduce(torch.ones(1))
         reconfigure(2, handles)

@@ -266,7 +266,7 @@ def test_options_and_pins_remain(tmp_path: Path) -> None:
         with pytest.raises(CommError):
             dist.all_reduce(torch.ones(1), group=group)
         group = dist_prims.shrink(group)
-        backend = group._get_backend(torch.device("cpu"))
+        backend: Any = group._get_backend(torch.device("cpu"))
         return backend.algorithm(1 << 20), backend.options._timeout.total_seconds()
 
     assert run_ranks(body, 3, tmp_path, join=False)[:2] == [("ring", 7.0), ("ring", 7.0)]
@@ -367,8 +367,8 @@ def test_groups_split_from_a_repaired_sub_group(tmp_path: Path) -> None:
             return 0
         with pytest.raises(CommError):
             total(group)
-        repaired = dist_prims.shrink(group)
-        part: Any = repaired.split_group([0, 1], timeout=timedelta(seconds=60), group_name="part")
+        repaired: Any = dist_prims.shrink(group)
+        part = repaired.split_group([0, 1], timeout=timedelta(seconds=60), group_name="part")
         sum_of_part = torch.ones(1)
         part.allreduce([sum_of_part]).wait()
         return sum_of_part.item()

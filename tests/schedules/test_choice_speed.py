@@ -140,7 +140,7 @@ def test_steps_of_messages_are_joined_and_run_backwards() -> None:
     two = CountedStep(Step([0, 1], [1, 0], [0, 0]), 2, lambda: Step([0, 0, 1, 1], [1, 1, 0, 0], [0, 2, 1, 3]))
     joined = Step.concat([two, Step(2, 0, 5), WideStep(two, [1, 2, 1, 1])])
     assert joined.narrow[0].src.tolist() == [0, 1, 2, 0, 1]
-    assert joined.narrow[1].tolist() == [2, 2, 1, 3, 2]  # type: ignore[union-attr]
+    assert joined.narrow[1].tolist() == [2, 2, 1, 3, 2]
     assert len(joined) == len(joined.rows()) == 10
     assert joined.rows()[5:8] == [(0, 1, 0, 0, False), (0, 1, 2, 2, False), (0, 1, 3, 3, False)]
     assert two.backwards().rows()[1] == (1, 0, 2, 2, True)

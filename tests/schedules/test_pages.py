@@ -266,7 +266,15 @@ def test_a_step_that_names_no_rank_or_chunk_has_a_page_and_a_picture(tmp_path: P
         rank = np.arange(size)
         if size == 5:
             raise KeyError(size)  # the page compares prices for other numbers of ranks
-        yield Step(**{"src": rank, "dst": rank, "chunk": rank, "reduce": False, "into": rank, name: rank + far})
+        arrays: dict[str, Any] = {
+            "src": rank,
+            "dst": rank,
+            "chunk": rank,
+            "reduce": False,
+            "into": rank,
+            name: rank + far,
+        }
+        yield Step(**arrays)
 
     try:
         schedule = build("all_reduce", "far", 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_rabenseifner_halves_then_gathers() -> None:
     for size in range(2, 34):
         p = 1 << (size.bit_length() - 1)
         schedule = build("reduce", "rabenseifner", size, root=size // 2)
-        added = sum(np.bincount(step.dst[step.reduce], minlength=size) for step in schedule.steps)
+        added: Any = sum(np.bincount(step.dst[step.reduce], minlength=size) for step in schedule.steps)
         assert added.max() * schedule.share <= (p - 1) / p + (size > p) / 2
         assert max(schedule.bytes_sent(rank) for rank in range(size)) < 2
 

@@ -7,6 +7,7 @@ import itertools
 import re
 import xml.etree.ElementTree as ET
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -394,7 +395,7 @@ def test_the_table_has_every_schedule() -> None:
 
 def test_a_new_schedule_takes_one_function() -> None:
     @pipeline_schedule("one by one", PipelineCard("one at a time", "3*m*(p-1)", "1", "never", "none"))
-    def one_by_one(rank: int, ranks: int, num_microbatches: int, stages_a_rank: int) -> object:
+    def one_by_one(rank: int, ranks: int, num_microbatches: int, stages_a_rank: int) -> Iterator[Action]:
         for micro in range(num_microbatches):
             yield from (F(rank, micro), BW(rank, micro))
 

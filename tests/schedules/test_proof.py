@@ -7,6 +7,7 @@ place of its own, so a sum counts how often every contribution is in it. It shar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections import deque
@@ -155,6 +156,10 @@ def test_the_oracle_agrees_on_right_schedules(schedule: Schedule) -> None:
     assert not schedule.contract.same_bits or has_same_bits(schedule)
 
 
+def drop(at: int, row: int, steps: list[Rows]) -> None:
+    steps[at].pop(row)
+
+
 @pytest.mark.parametrize(("collective", "name"), REGISTRY)
 def test_a_dropped_transfer_is_missed(collective: str, name: str) -> None:
     """Unless it was not needed: a chunk that opens a fold where it lies, or one that its receiver had already."""
@@ -162,7 +167,7 @@ def test_a_dropped_transfer_is_missed(collective: str, name: str) -> None:
     transfers = [(at, row) for at, step in enumerate(schedule.steps) for row in range(len(step))]
     missed = 0
     for at, row in transfers:
-        without = changed(schedule, lambda steps, at=at, row=row: steps[at].pop(row))
+        without = changed(schedule, functools.partial(drop, at, row))
         right = is_right(without)
         assert accepts(without) == (right and (not schedule.contract.same_bits or has_same_bits(without)))
         missed += not right

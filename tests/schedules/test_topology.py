@@ -6,6 +6,7 @@ import itertools
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from dist_prims.schedules.topology import Level, Topology
 REGISTRY = [(collective, name) for collective in COLLECTIVES for name in algorithms(collective)]
 FREE = Level(0, 0)
 GIGABYTE = Level(0, 1e-9)
-LINKS = {"inner": Level(2e-6, 1e-10), "outer": Level(30e-6, 7e-10), "gamma": 2e-10, "congestion": 3e-10}
+LINKS: dict[str, Any] = {"inner": Level(2e-6, 1e-10), "outer": Level(30e-6, 7e-10), "gamma": 2e-10, "congestion": 3e-10}
 HOSTS = [(1,), (4,), (1, 1), (1, 3), (2, 3), (2, 2, 2), (1, 1, 5), (3, 1, 2, 2), (1,) * 9]
 
 
@@ -42,11 +43,11 @@ def _plain_step(step: Step, nbytes: float, topology: Topology) -> tuple[Counter[
     """The seconds of each resource, and those of one message between hosts from start to end."""
     core = topology.processor or Level(topology.outer.alpha, 0)
     host = [number for number, ranks in enumerate(topology.hosts) for _ in range(ranks)]
-    rank: Counter[tuple[str, int]] = Counter()
-    work: Counter[tuple[str, int]] = Counter()  # what takes a core another time than the rank
-    link: Counter[tuple[str, int]] = Counter()
-    congested: Counter[int] = Counter()
-    told = set()
+    rank: Any = Counter()  # of seconds, as the others; the type of a Counter is for whole numbers
+    work: Any = Counter()  # what takes a core another time than the rank
+    link: Any = Counter()
+    congested: Any = Counter()
+    met = set()
     hosts_to = [
         {host[src] for src, dst, *_ in step.rows() if host[dst] == to} - {to} for to in range(len(topology.hosts))
     ]
@@ -57,8 +58,8 @@ def _plain_step(step: Step, nbytes: float, topology: Topology) -> tuple[Counter[
             rank["in", dst] += nbytes * topology.gamma
         if src == dst:
             continue
-        message = 0.0 if (src, dst) in told else (topology.inner if near else topology.outer).alpha
-        told.add((src, dst))
+        message = 0.0 if (src, dst) in met else (topology.inner if near else topology.outer).alpha
+        met.add((src, dst))
         for way, who in (("out", src), ("in", dst)):
             rank[way, who] += message + (nbytes * topology.inner.beta if near else 0)
             if not near:
@@ -69,7 +70,7 @@ def _plain_step(step: Step, nbytes: float, topology: Topology) -> tuple[Counter[
     message = topology.outer.alpha + busiest if any(host[src] != host[dst] for src, dst, *_ in step.rows()) else 0.0
     for who, time in congested.items():
         link["link in", who] += time
-    cores: Counter[tuple[str, int]] = Counter()
+    cores: Any = Counter()
     for (way, who), time in rank.items():
         if topology.cores is not None:
             time += work[way, who]
@@ -81,7 +82,7 @@ def _plain_step(step: Step, nbytes: float, topology: Topology) -> tuple[Counter[
 def cases(draw: st.DrawFn) -> tuple[Schedule, Topology]:
     hosts = draw(st.sampled_from(HOSTS))
     collective, name = draw(st.sampled_from(REGISTRY))
-    given = {"root": draw(st.integers(0, sum(hosts) - 1))} if collective in ROOTED else {}
+    given: dict[str, Any] = {"root": draw(st.integers(0, sum(hosts) - 1))} if collective in ROOTED else {}
     if name == "hierarchical":
         within = {"all_reduce": "all_gather", "broadcast": "all_gather", "reduce": "reduce_scatter"}
         equal = collective in within or len(set(hosts)) == 1  # otherwise the default: hosts that divide the ranks
@@ -168,7 +169,7 @@ def test_links_by_hand() -> None:
     ring, hierarchical = build("all_reduce", "ring", 4), build("all_reduce", "hierarchical", 4, hosts=(2, 2))
     for schedule, quarters in ((ring, 6), (hierarchical, 4)):
         assert schedule.cost(64e6, topology=cluster) == pytest.approx(quarters * 16e-3)
-        found = replay.replay(schedule, cluster)
+        found: Any = replay.replay(schedule, cluster)
         assert (found.sent * schedule.share * 4).tolist() == [quarters, quarters]
         assert (found.received * schedule.share * 4).tolist() == [quarters, quarters]
     within = Topology((2, 2), Level(1e-3, 0), Level(5e-3, 0))  # reduce-scatter 1, ring of 2 hosts 2, all-gather 1

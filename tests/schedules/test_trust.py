@@ -152,10 +152,10 @@ def test_equal_steps_are_proved_once_on_each_rank() -> None:
         count = 0
         verify = Schedule.verify
 
-        def counted(schedule: Schedule) -> None:
+        def counted(self: Schedule) -> None:
             nonlocal count
             count += 1
-            verify(schedule)
+            verify(self)
 
         Schedule.verify = counted  # type: ignore[method-assign]
         for _ in range(3):

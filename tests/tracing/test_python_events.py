@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,9 +101,9 @@ def test_actions_and_messages_of_a_pipeline(tmp_path: Path, backend: str) -> Non
         assert min(sent, received) >= 3
         groups = {process.group_of(n).key[1] for n in range(len(process.events)) if is_python[n]}
         assert groups == {"pipeline"}
-    actions = [rank["actions"] for rank in analyse(trace)["ranks"]]
-    assert [each["count"] for each in actions] == [6, 6]
-    assert all(0 < each["seconds"] <= each["span"] for each in actions)
+    by_rank = [rank["actions"] for rank in analyse(trace)["ranks"]]
+    assert [each["count"] for each in by_rank] == [6, 6]
+    assert all(0 < each["seconds"] <= each["span"] for each in by_rank)
     assert "bubble" in report(trace)
 
 
@@ -126,7 +127,7 @@ def test_buckets_of_gradients(tmp_path: Path, backend: str) -> None:
         assert int(process.events["bytes"][found].sum()) == 4 * 4 * (100 * 100 + 100)
 
 
-def gloo_program() -> list[float]:
+def gloo_program() -> Any:
     return dist_prims.all_gather([torch.empty(1), torch.empty(1)], torch.ones(1), algorithm="ring") or [1.0]
 
 

@@ -37,8 +37,9 @@ class Run:
         self.rate = torch.optim.lr_scheduler.CosineAnnealingLR(self.adam, 9)
         self.sampler = ShardedSampler(97, seed=5)
         self.generator = torch.Generator().manual_seed(dist.get_rank())
-        state = {"model": self.model, "adam": self.adam, "rate": self.rate, "sampler": self.sampler}
-        own = {"generator": self.generator, "statistics": self.model[1]}  # each rank has seen other samples
+        state: dict[str, Any] = {"model": self.model, "adam": self.adam, "rate": self.rate, "sampler": self.sampler}
+        # Each rank has seen other samples.
+        own: dict[str, Any] = {"generator": self.generator, "statistics": self.model[1]}
         self.checkpoints = Checkpoints(folder, state, own=own)
 
     def train(self, steps: int) -> torch.Tensor:
@@ -205,6 +206,7 @@ def values(folder: Path, start: float = 0.0, **options: Any) -> tuple[torch.Tens
 def test_ranks_that_disagree_write_nothing(tmp_path: Path) -> None:
     def body() -> None:
         rank = dist.get_rank()
+        sharded: Any
         for words, step, state, sharded in [
             ("differ in step: rank 0 has 1, rank 1 has 2", 1 + rank, {}, {}),
             ("differ in state: rank 0 has .'a'., rank 1 has .'b'.", 1, {"ab"[rank]: torch.ones(1)}, {}),
@@ -248,12 +250,14 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
         for each in parameters:
             each.grad = torch.ones_like(each)
         optimizer.step()
-        state = {"a": torch.ones(2), "net": nn.Linear(2, 2), "adam": optimizer}
+        state: dict[str, Any] = {"a": torch.ones(2), "net": nn.Linear(2, 2), "adam": optimizer}
         Checkpoints(tmp_path, state, own={"b": torch.ones(1)}).save(1)
 
     def restore() -> None:
         a, larger = torch.zeros(2), nn.Linear(2, 2)
         larger.register_buffer("more", torch.ones(1))
+        state: Any
+        more: Any
         for words, state, more in [
             (r"'net' is \(2, 2\) of .* at \['weight'\] in the checkpoint and \(3, 2\)", {"net": nn.Linear(2, 3)}, {}),
             (r"'net' in the checkpoint has bias, unlike here", {"net": nn.Linear(2, 2, bias=False)}, {}),
@@ -354,19 +358,20 @@ def test_arguments(tmp_path: Path) -> None:
                 Checkpoints("x", **arguments)
         for rows in (2.0, True, -1):
             with pytest.raises(ValueError, match=rf"Padded: rows[ =]{rows}"):
-                Padded(torch.ones(1), rows)
-        checkpoints = Checkpoints(tmp_path, {}, sharded={"p": Padded(torch.ones(2), np.int64(2))})
+                Padded(torch.ones(1), rows)  # type: ignore[arg-type]
+        two: Any = np.int64(2)
+        checkpoints = Checkpoints(tmp_path, {}, sharded={"p": Padded(torch.ones(2), two)})
         for step in (2.0, True, "2"):
             with pytest.raises(ValueError, match=f"step {step!r} is a .*; give a whole number"):
-                checkpoints.save(step)
-        assert checkpoints.save(np.int64(3)).name == "step-3.json"
+                checkpoints.save(step)  # type: ignore[arg-type]
+        assert checkpoints.save(two + 1).name == "step-3.json"
         assert Checkpoints(tmp_path, {}).restore() == 3
 
     spawn(body, 1)
 
 
 def on_a_gpu(folder: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).cuda()
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).cuda()
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
 
     def step() -> torch.Tensor:

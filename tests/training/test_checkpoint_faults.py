@@ -281,7 +281,8 @@ def test_what_is_saved_can_be_loaded(tmp_path: Path) -> None:
         checkpoints.save(1)
         again = Checkpoints(tmp_path, {str(number): Of(value) for number, value in enumerate(values)})
         again.restore()
-        assert [each.value for each in again._whole.values()] == values
+        whole: Any = again._whole
+        assert [each.value for each in whole.values()] == values
         rate = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)]), [1, 2])
         Checkpoints(tmp_path / "rate", {"rate": rate}).save(1)
         assert Checkpoints(tmp_path / "rate", {"rate": rate}).restore() == 1

@@ -30,7 +30,7 @@ MAKERS: dict[str, Maker] = {
     "topk": lambda: TopK(ratio=0.3),
     "powersgd": lambda: PowerSGD(rank=2, warm_up=0),
 }
-LAYOUTS = [[(12, 30), (7,)], [(1,)], [(0, 3)], [(33, 4), (), (5,), (8, 3, 3, 3), (2, 2)]]
+LAYOUTS: list[list[tuple[int, ...]]] = [[(12, 30), (7,)], [(1,)], [(0, 3)], [(33, 4), (), (5,), (8, 3, 3, 3), (2, 2)]]
 
 
 def bucket_of(index: int, shapes: list[tuple[int, ...]], values: torch.Tensor) -> Bucket:
@@ -110,7 +110,7 @@ def test_without_feedback_it_is_lost() -> None:
         for make_one, values in cases:
             kept, lost = make_one(True), make_one(False)
             mean = sum(mean_by(kept, values) for _ in range(200)) / 200
-            torch.testing.assert_close(mean, values, rtol=0.1, atol=0, msg=lambda text, it=kept: f"{it}: {text}")
+            torch.testing.assert_close(mean, values, rtol=0.1, atol=0, msg=f"{kept}: {{}}".format)
             once = mean_by(lost, values)
             assert torch.equal(once, mean_by(lost, values))  # it errs each time alike
             assert not torch.allclose(once, values, rtol=2e-4, atol=0), lost

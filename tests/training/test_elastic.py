@@ -90,7 +90,7 @@ def test_one_rank_is_told_to_stop_and_all_leave_after_the_same_step(backend: str
     def body() -> tuple[int, int, int]:
         before, value = signal.getsignal(signal.SIGTERM), torch.zeros(1)
         done = 0
-        code = 0
+        code: Any = 0
         try:
             for step in elastic_steps(Checkpoints(tmp_path, {"value": value}), 1000, every=100):
                 value += 1
@@ -132,7 +132,7 @@ def test_ranks_that_would_not_end_alike_are_refused(tmp_path: Path) -> None:
             (4.0, 2, r"last 4\.0 is a float; give a whole number"),
         ):
             with pytest.raises((ValueError, MismatchError), match=words):
-                next(elastic_steps(Checkpoints(tmp_path, {}), last, every=every))
+                next(elastic_steps(Checkpoints(tmp_path, {}), last, every=every))  # type: ignore[arg-type]
 
     dist_prims.spawn(body, 3, backend="gloo", timeout=60)
 

@@ -141,7 +141,7 @@ def test_a_backward_that_raises_before_anything_is_sent_does_no_harm() -> None:
                 model[1](Failing.apply(model[0](torch.ones(1, 2)))).sum().backward()
             model.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
-        assert torch.equal(model[1].bias.grad, torch.ones(1))
+        assert torch.equal(model.get_parameter("1.bias").grad, torch.ones(1))
 
     spawn(body, 2)
 
@@ -170,7 +170,7 @@ def test_a_backward_that_raised_is_not_taken_for_one_that_runs(kept: bool) -> No
                 torch.testing.assert_close(layer.weight.grad, wanted)
             layers.zero_grad()
 
-    def weights(layers: torch.nn.ModuleList) -> list[torch.Tensor]:
+    def weights(layers: Any) -> list[torch.Tensor]:
         """The gradients of a product of three."""
         first, second, third = (layer.weight.detach() for layer in layers)
         return [second * third, first * third, first * second]
@@ -204,6 +204,7 @@ def test_a_model_that_torch_averages_is_refused() -> None:
     def body() -> None:
         outer, part, sharded = DistributedDataParallel(two_layers()), two_layers(), fsdp(two_layers())
         wrapped = DistributedDataParallel(part[1])
+        model: Any
         for model, words in (
             (outer, r"the model is a DistributedDataParallel.*delete the"),
             (torch.nn.Sequential(part[0], wrapped), "module '1' is a DistributedDataParallel"),
@@ -261,7 +262,7 @@ def test_a_parameter_of_another_shape_is_refused() -> None:
             model.zero_grad()
         GradientAverager(model)
         (model(torch.ones(1, 2)).sum() * dist.get_rank()).backward()
-        assert torch.equal(model[1].bias.grad, torch.full((5,), 0.5))
+        assert torch.equal(model.get_parameter("1.bias").grad, torch.full((5,), 0.5))
 
     spawn(body, 2)
 
@@ -270,7 +271,7 @@ def test_parameters_that_the_model_gets_later_are_named_in_one_warning() -> None
     """Their gradients are not averaged, even if no other parameter gets one; a removed averager says nothing."""
 
     def body() -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleList())
+        model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleList())
         averager = GradientAverager(model)
         wrapper = torch.nn.ModuleList([model])
         wrapper.append(torch.nn.Linear(2, 2))  # not in the averager's model
@@ -359,6 +360,6 @@ def test_a_model_of_dtensors_is_refused_by_name() -> None:
         model(torch.ones(1, 2) * mesh.get_local_rank("dp")).square().sum().backward()
         sum(single(torch.ones(1, 2) * copy).square().sum() / 2 for copy in range(2)).backward()
         for own, wanted in zip(model.parameters(), single.parameters(), strict=True):
-            torch.testing.assert_close(own.grad.full_tensor(), wanted.grad)
+            torch.testing.assert_close(own.grad.full_tensor(), wanted.grad)  # type: ignore[attr-defined]
 
     spawn(body, 4)

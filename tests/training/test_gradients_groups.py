@@ -177,10 +177,10 @@ def test_a_layer_that_communicates_in_backward(backend: str, bucket_mb: float, c
             x = x.detach().requires_grad_()
             (wanted.heads[head](x).square().sum() / 2).backward()
             grads.append(x.grad)
-        for layer in reversed(range(4)):
+        for depth in reversed(range(4)):
             summed = torch.stack(grads).sum(0)
             for rank in range(2):
-                x, y = kept[rank][layer]
+                x, y = kept[rank][depth]
                 y.backward(summed)
                 grads[rank] = x.grad
 
@@ -192,8 +192,9 @@ def test_uneven_batches_and_a_layer_that_communicates(backend: str, by_size: boo
     """Whether all go on is asked with the first gradient, which rank 0 gets before the layer and rank 1 behind it."""
 
     def body() -> None:
-        model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
-        for layer in model:
+        layers = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
+        model = nn.ModuleList(layers)
+        for layer in layers:
             nn.init.ones_(layer.weight)
         averager = GradientAverager(model)
         with averager.join(by_size):
@@ -201,7 +202,7 @@ def test_uneven_batches_and_a_layer_that_communicates(backend: str, by_size: boo
                 model.zero_grad()
                 x = Meet.apply(model[0](torch.ones(1, 1)))
                 (x if (dist.get_rank() + step) % 2 else model[1](x)).sum().backward()
-                assert [each.weight.grad.item() for each in model] == [2.0, 0.5]
+                assert [each.weight.grad.item() for each in layers] == [2.0, 0.5]
 
     spawn(body, 2, backend)
 
@@ -248,7 +249,7 @@ def test_a_parameter_of_two_averagers() -> None:
             ):
                 GradientAverager(model)
         (models[0](torch.ones(1, 2)).sum() * (1 + dist.get_rank())).backward()
-        torch.testing.assert_close(shared.bias.grad, 2.0 * models[0][1].weight.detach()[0])
+        torch.testing.assert_close(shared.bias.grad, 2.0 * models[0].get_parameter("1.weight").detach()[0])
         averager.remove()
         GradientAverager(models[1]).remove()
         if dist.get_rank() == 1:
@@ -284,7 +285,8 @@ def test_an_averager_lives_as_long_as_its_parameters() -> None:
         for _ in range(3):
             weight.grad = None
             (weight.sum() * (1 + dist.get_rank())).backward()
-            assert weight.grad.tolist() == [1.5, 1.5]
+            averaged: Any = weight.grad
+            assert averaged.tolist() == [1.5, 1.5]
             if other is not None:
                 dead = weakref.ref(other)
             other = None
@@ -341,7 +343,7 @@ def test_a_duplicate_has_the_options_and_the_timeout() -> None:
         group = dist.new_group(pg_options=options, timeout=timedelta(seconds=77), backend="dist_prims")
         found = duplicate(group, "another")
         assert found is not group
-        backend = found._get_backend(torch.device("cpu"))
+        backend: Any = found._get_backend(torch.device("cpu"))
         assert backend.algorithm(1 << 20) == "ring"
         assert backend.options._timeout == timedelta(seconds=77)
         plain: Any = duplicate(dist.group.WORLD, "a third")._get_backend(torch.device("cpu"))

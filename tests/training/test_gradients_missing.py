@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_sparse_gradients(backend: str, announced: bool) -> None:
                 model[1](embedding(rows[rank])).sum().backward()
             wanted = torch.zeros(10, 3)
             for each in rows:
-                wanted.index_add_(0, each, model[1].weight.detach().expand(len(each), 3) / size)
+                wanted.index_add_(0, each, model.get_parameter("1.weight").detach().expand(len(each), 3) / size)
             assert embedding.weight.grad.is_sparse
             assert embedding.weight.grad.is_coalesced()
             torch.testing.assert_close(embedding.weight.grad.to_dense(), wanted)
@@ -157,7 +158,7 @@ def test_uneven_numbers_of_batches(backend: str, by_size: bool) -> None:
             torch.testing.assert_close(own, wanted)
         assert same_everywhere(model)
         model(x[0, dist.get_rank()]).square().mean().backward()  # and on as before
-        assert model[0].weight.grad.abs().sum() > 0
+        assert model.get_parameter("0.weight").grad.abs().sum() > 0
 
     spawn(body, 3, backend)
 
@@ -214,7 +215,8 @@ def test_join_of_two_averagers(size: int, backend: str, inner: int) -> None:
             there = [other for other in range(size) if step < counts[other]]
             for kind in (0, 1, 2):
                 factor = (1 if kind else 2) / size  # the first in no_sync() as well
-                sum(factor * loss(alone, kind, other, step) for other in there).backward()
+                total: Any = sum(factor * loss(alone, kind, other, step) for other in there)
+                total.backward()
                 descend(alone)
         for own, wanted in zip(models, alone, strict=True):
             torch.testing.assert_close(own.weight, wanted.weight)

@@ -45,8 +45,8 @@ def test_what_is_complete_is_sent_and_gets_no_more() -> None:
             assert sending.sent == 1
             (model[0](x).sum() * (1 + dist.get_rank())).backward()
             assert sending.sent == 1
-        for layer in model:
-            assert torch.equal(layer.weight.grad, torch.full((2, 2), 1.5))
+        for weight in model.parameters():
+            assert torch.equal(weight.grad, torch.full((2, 2), 1.5))
         words = r"parameter '1\.weight' has got a gradient after complete\(\) was called"
         with averager.once() as complete:
             for layer in model:
@@ -111,7 +111,7 @@ def test_what_some_steps_do_not_use_holds_up_nothing(late: bool) -> None:
         averager._averaging.reads_late = late
         sending = averager._averaging.sending
         ahead = []
-        model.body[0].weight.register_hook(lambda _: ahead.append(sending.sent))
+        model.get_parameter("body.0.weight").register_hook(lambda _: ahead.append(sending.sent))
         for step in range(5):
             model.zero_grad()
             model(torch.ones(1, 4), (step + dist.get_rank()) % 4).sum().backward()

@@ -61,7 +61,7 @@ def test_a_resized_averager_averages_as_a_new_one(kind: str | None, tmp_path: Pa
         fail(model, rank == 1)
         dist_prims.shrink()
         averager.resize()
-        found = []
+        found: list[Any] = []
         for _ in range(2):
             assert found or gradients(model) == [None] * len(gradients(model))
             for step in (2, 3):
@@ -86,7 +86,7 @@ def test_large_buckets_that_are_summed_while_they_fill(tmp_path: Path) -> None:
             model(x).sum().backward()
             model.zero_grad()
         if rank == 2:
-            model[1].weight.register_hook(lambda gradient: die())
+            model.get_parameter("1.weight").register_hook(lambda gradient: die())
         with pytest.raises(dist_prims.CommError):
             model(x).sum().backward()
         dist_prims.shrink()
@@ -94,7 +94,7 @@ def test_large_buckets_that_are_summed_while_they_fill(tmp_path: Path) -> None:
         for _ in range(2):
             model.zero_grad()
             model(x).sum().backward()
-        return model[2].bias.grad.unique().tolist()
+        return model.get_parameter("2.bias").grad.unique().tolist()
 
     assert run_ranks(body, 3, tmp_path)[:2] == [[2.0], [2.0]]
 
@@ -148,7 +148,7 @@ def test_another_rank_dies_in_resize(tmp_path: Path) -> None:
         fail(model, rank == 3)
         dist_prims.shrink()
         if rank == 0:
-            averager._synchronize = lambda _: die()  # type: ignore[method-assign]
+            averager._synchronize = lambda source: die()  # type: ignore[method-assign]
         if rank > 0:
             with pytest.raises(dist_prims.CommError):
                 averager.resize()
@@ -206,7 +206,7 @@ HOOKS: dict[str, Any] = {
 
 
 def hooked(model: nn.Module, name: str) -> DistributedDataParallel:
-    parallel = DistributedDataParallel(model, bucket_cap_mb=1e-4)  # type: ignore[arg-type]
+    parallel = DistributedDataParallel(model, bucket_cap_mb=1e-4)
     if HOOKS[name]:
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2) if name == "powerSGD_hook" else None
         parallel.register_comm_hook(state, HOOKS[name])
@@ -225,7 +225,7 @@ def test_ddp_is_made_again(name: str, tmp_path: Path) -> None:
         parallel = hooked(model, name)
         parallel(x).square().mean().backward()
         if rank == 1:
-            model[0].weight.register_hook(lambda gradient: die())
+            model.get_parameter("0.weight").register_hook(lambda gradient: die())
         with pytest.raises(RuntimeError, match=r"rank 1 \(process \d+\) has died"):
             parallel(x).square().mean().backward()
         dist_prims.shrink()

@@ -192,7 +192,7 @@ def test_accumulated_kept_unused_and_strided_gradients() -> None:
     class Mixed(Late):
         def __init__(self) -> None:
             super().__init__()
-            self.conv = torch.nn.Conv2d(8, 16, 16).to(memory_format=torch.channels_last)
+            self.conv = torch.nn.Conv2d(8, 16, 16).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self.unused = torch.nn.Linear(WIDTH, WIDTH)
             self.empty = torch.nn.Parameter(torch.empty(0, 3))
             self.transposed = torch.nn.Parameter(torch.randn(WIDTH, WIDTH + 1))

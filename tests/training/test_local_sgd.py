@@ -53,6 +53,8 @@ class Kinds(torch.nn.Module):
         self.empty = torch.nn.Parameter(torch.randn(0))
         self.scalar = torch.nn.Parameter(torch.randn(()))
         self.frozen = torch.nn.Parameter(torch.randn(2), requires_grad=False)
+        self.mean: torch.Tensor
+        self.count: torch.Tensor
         self.register_buffer("mean", torch.randn(3))
         self.register_buffer("count", torch.tensor(seed))
 
@@ -190,7 +192,7 @@ def test_in_small_buckets_it_is_the_same() -> None:
             local = LocalSGD(model, every=1)
             with torch.no_grad():
                 for parameter in local._parameters:
-                    parameter *= 1 + dist.get_rank()
+                    parameter.mul_(1 + dist.get_rank())
             local.step()
             results.append(bits(model))
         assert results[0] == results[1] == results[2]
@@ -206,6 +208,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(options: dict[str, Any])
         saved = copy.deepcopy([each.state_dict() for each in (whole.model, whole.optimizer, whole.local)])
         whole.steps(10, 20)
         resumed = Trainer(**options)
+        each: Any
         for each, state in zip((resumed.model, resumed.optimizer, resumed.local), saved, strict=True):
             each.load_state_dict(state)
         resumed.steps(10, 20)
@@ -287,13 +290,14 @@ def test_counts_of_steps_remain_each_ranks_own(shape: tuple[int, ...]) -> None:
 
 def test_bad_use_is_refused() -> None:
     def body() -> None:
-        for options in ({"every": 0}, {"warm_up": -1}):
+        bad: list[dict[str, Any]] = [{"every": 0}, {"warm_up": -1}]
+        for options in bad:
             with pytest.raises(ValueError, match=r"LocalSGD\(every="):
                 LocalSGD(net(), **options)
         local = LocalSGD(net(), warm_up=2)
         with pytest.raises(ValueError, match=r"step 0 of rank . is one of the first warm_up=2: call average_gradients"):
             local.step()
-        model = net()
+        model: Any = net()
         model[1].requires_grad_(False)
         local = LocalSGD(model)
         model[1].requires_grad_(True)
@@ -341,7 +345,7 @@ def on_gpu() -> None:
     for _ in range(4):
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += dist.get_rank() + 1
+                parameter.add_(dist.get_rank() + 1)
         averaged = local.step()
         assert averaged == same_everywhere(model)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -209,7 +210,8 @@ def test_ranks_with_other_options_are_told(options: tuple[str, float, float]) ->
     def body() -> None:
         weight = parameter()
         optimizer = torch.optim.SGD([weight], lr=1.0)
-        scaler = GradScaler("cpu", **{options[0]: options[1 + dist.get_rank()]})
+        option: dict[str, Any] = {options[0]: options[1 + dist.get_rank()]}
+        scaler = GradScaler("cpu", **option)
         backward(scaler, weight, -1.0)
         scaler.step(optimizer)
 
@@ -250,8 +252,9 @@ def test_a_rank_may_hold_no_parameters_at_all() -> None:
 
     def body() -> float:
         weight = parameter()
-        groups = [{"params": []}, {"params": [weight]}] if dist.get_rank() == 0 else [{"params": []}]
-        optimizer, scaler = torch.optim.SGD(groups, lr=1.0), GradScaler("cpu", init_scale=8.0)
+        groups: list[dict[str, Any]] = [{"params": []}, {"params": [weight]}]
+        optimizer = torch.optim.SGD(groups if dist.get_rank() == 0 else groups[:1], lr=1.0)
+        scaler = GradScaler("cpu", init_scale=8.0)
         for gradient in (float("inf"), -1.0):
             if dist.get_rank() == 0:
                 backward(scaler, weight, gradient)
@@ -303,7 +306,7 @@ def test_averaged_gradients(wrapper: str) -> None:
     """An infinity of one rank reaches all, also through float16, where what is too large becomes one."""
 
     def body() -> None:
-        model: torch.nn.Module = torch.nn.Linear(4, 1, bias=False)
+        model: Any = torch.nn.Linear(4, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
         weight = model.weight
         if wrapper == "ddp":
@@ -329,7 +332,7 @@ def test_averaged_gradients(wrapper: str) -> None:
 def test_each_rank_trains_a_part_as_one_process_trains_all() -> None:
     """Sharded parameters in float16 autocast: the parts together are what one process has, scale and all."""
 
-    def train(models: list[torch.nn.Module], scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
+    def train(models: Sequence[torch.nn.Module], scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
         optimizer = torch.optim.SGD([each for model in models for each in model.parameters()], lr=0.01)
         for step in range(6):
             optimizer.zero_grad()

@@ -18,7 +18,7 @@ from dist_prims.errors import MismatchError
 from dist_prims.training.data import Batches, partition_dataset
 from dist_prims.training.partition import deal
 
-fractions = st.lists(st.integers(0, 20), min_size=1, max_size=7).filter(any)
+fractions: st.SearchStrategy[Any] = st.lists(st.integers(0, 20), min_size=1, max_size=7).filter(any)
 fractions = fractions.map(lambda raw: [each / sum(raw) for each in raw])
 
 GOLDEN_LABELS = [[7, 2, 0, 3], [1, 6, 4, 5]]

@@ -72,7 +72,7 @@ def test_a_stream_over_changes_of_the_ranks(lengths: list[int], size: int, chang
     may_repeat = False
     for steps, lost, new in changes:
         batches = [rank.batches(2, collate=list) for rank in ranks]
-        taken = [[next(each, []) for _ in range(steps)] for each in batches]
+        taken: list[Any] = [[next(each, []) for _ in range(steps)] for each in batches]
         seen += chain(*chain(*taken))
         full = [sum(bool(batch) for batch in each) for each in taken]
         left = survivors(ranks, lost)

@@ -208,7 +208,7 @@ def test_a_loader_that_reads_ahead() -> None:
 def test_a_second_pass_without_set_epoch_is_told(count: int, drop_last: bool) -> None:
     """It gave no batches and no error: a run of ten epochs trained for one."""
     for sampler in samplers(count, 2):
-        loader = DataLoader(range(count), 2, sampler=sampler, drop_last=drop_last)  # type: ignore[arg-type]
+        loader: DataLoader[int] = DataLoader(range(count), 2, sampler=sampler, drop_last=drop_last)  # type: ignore[arg-type]
         batches = len(sampler) // 2 if drop_last else -(-len(sampler) // 2)
         for epoch in range(2):
             sampler.set_epoch(epoch)
@@ -222,7 +222,7 @@ def test_a_run_that_is_resumed_at_the_end_of_an_epoch() -> None:
     sampler.advance(4)
     resumed = ShardedSampler(4, rank=0, size=1)
     resumed.load_state_dict(sampler.state_dict())
-    loader = DataLoader(range(4), 2, sampler=resumed)  # type: ignore[arg-type]
+    loader: DataLoader[int] = DataLoader(range(4), 2, sampler=resumed)  # type: ignore[arg-type]
     found = []
     for epoch in range(2):
         resumed.set_epoch(epoch)
@@ -233,14 +233,14 @@ def test_a_run_that_is_resumed_at_the_end_of_an_epoch() -> None:
 def test_a_pass_that_was_left_goes_on() -> None:
     """Also on the rank whose share is at its end when rank 0 has one more, and not where a loop left it at the end."""
     for sampler in samplers(5, 2, uneven="keep"):
-        loader = DataLoader(range(5), 2, sampler=sampler)  # type: ignore[arg-type]
+        loader: DataLoader[int] = DataLoader(range(5), 2, sampler=sampler)  # type: ignore[arg-type]
         next(sampler.follow(loader))
         assert len([*sampler.follow(loader)]) == 1 - sampler.rank
     sampler = ShardedSampler(4, rank=0, size=1)
-    loader = DataLoader(range(4), 2, sampler=sampler)  # type: ignore[arg-type]
-    assert len([*zip(range(2), sampler.follow(loader), strict=False)]) == 2
+    short: DataLoader[int] = DataLoader(range(4), 2, sampler=sampler)  # type: ignore[arg-type]
+    assert len([*zip(range(2), sampler.follow(short), strict=False)]) == 2
     with pytest.raises(ValueError, match="has followed epoch 0 to its end"):
-        next(sampler.follow(loader))
+        next(sampler.follow(short))
 
 
 def test_ranks_make_as_many_steps_unless_told_otherwise() -> None:
@@ -291,7 +291,7 @@ def test_what_is_refused() -> None:
         sampler.advance(4)
     with pytest.raises(ValueError, match="epoch -1 is negative"):
         sampler.set_epoch(-1)
-    loader = DataLoader(range(5), batch_sampler=BatchSampler(sampler, 2, False))  # type: ignore[arg-type]
+    loader: DataLoader[int] = DataLoader(range(5), batch_sampler=BatchSampler(sampler, 2, False))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="own batch_sampler"):
         next(sampler.follow(loader))
 

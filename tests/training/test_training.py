@@ -136,7 +136,7 @@ def test_items_are_fetched_when_asked_for() -> None:
     assert [part[3]] == Costly.fetched
     with pytest.raises(IndexError):
         part[500_000]
-    loaded = next(iter(torch.utils.data.DataLoader(part, batch_size=4)))
+    loaded = next(iter(torch.utils.data.DataLoader(part, batch_size=4)))  # type: ignore[arg-type]
     assert len(loaded) == 4
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import torch
 import torchmetrics
@@ -10,17 +11,17 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 
-class CPUFSDPStrategy(FSDPStrategy):
+class CPUFSDPStrategy(FSDPStrategy):  # type: ignore[misc]
     """FSDP on the CPU: Trainer refuses FSDPStrategy itself where there is no GPU, and accepts a subclass."""
 
 
-class Model(LightningModule):
-    def __init__(self):
+class Model(LightningModule):  # type: ignore[misc]
+    def __init__(self) -> None:
         super().__init__()
         self.accuracy = torchmetrics.Accuracy("binary")
-        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        self.layers: Any = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 
-    def configure_model(self):
+    def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
         elif isinstance(self.trainer.strategy, FSDPStrategy):
@@ -28,13 +29,13 @@ class Model(LightningModule):
             device = torch.device("cpu")
             self.layers = FullyShardedDataParallel(self.layers, device_id=device, use_orig_params=True)
 
-    def training_step(self, batch):
+    def training_step(self, batch: Any) -> torch.Tensor:
         x, y = batch
         loss = torch.nn.functional.mse_loss(self.layers(x), y)
         self.log("train_loss", loss, sync_dist=True)
         return loss
 
-    def validation_step(self, batch, index):
+    def validation_step(self, batch: Any, index: int) -> None:
         x, y = batch
         found = self.layers(x)
         self.accuracy(found.sigmoid(), (y > 0).int())
@@ -45,7 +46,7 @@ class Model(LightningModule):
             self.log(f"positive_{reduction}", positive, sync_dist=True, reduce_fx=reduction)
         self.log("rank", self.global_rank, sync_dist=True)
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 

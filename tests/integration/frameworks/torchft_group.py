@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,10 @@ from torchft_prims import ProcessGroupPrims
 TIMEOUT = timedelta(seconds=20)
 
 
-def total(group, value):
+def total(group: Any, value: int) -> float:
     tensor = torch.full((1000,), float(value))
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.SUM
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
     group.allreduce([tensor], options).wait()
     return tensor[-1].item()
 
