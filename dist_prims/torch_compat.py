@@ -111,7 +111,7 @@ def nccl_version() -> tuple[int, ...]:
         number = ctypes.c_int()
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
         return number.value // 10000, number.value // 100 % 100, number.value % 100
-    return tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    return tuple(torch.cuda.nccl.version())
 
 
 def premul_sum(factor: float | torch.Tensor) -> Any:

@@ -205,7 +205,7 @@ def _on_a_stream(job: Callable[[int], None], device: torch.device) -> Callable[[
     """On CUDA, run the job on a stream of its own, after the kernels that the caller has queued so far."""
     if device.type != "cuda":
         return job
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
 
     def run(number: int) -> None:

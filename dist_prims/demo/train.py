@@ -100,7 +100,7 @@ def _train(
         for images, labels in batches_of(epoch):
             loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             average(model)
             optimizer.step()
             losses.append(loss.detach())

@@ -86,5 +86,5 @@ def spawn(
 
 
 def _safe_start_method() -> str:
-    in_use = torch.cuda.is_initialized() or dist.is_initialized()  # type: ignore[no-untyped-call]
+    in_use = torch.cuda.is_initialized() or dist.is_initialized()
     return "spawn" if in_use else "fork"

@@ -151,7 +151,7 @@ class DistributedEnsemble:
         losses = self._rows(inputs, each, loss, targets)
         if losses is None:
             return self._nothing()
-        losses.sum().backward()  # type: ignore[no-untyped-call]
+        losses.sum().backward()
         return losses.detach()
 
     def parameters(self) -> Iterator[torch.Tensor]:

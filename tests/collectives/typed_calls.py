@@ -1,7 +1,9 @@
-"""The types of the collectives: mypy checks this file together with the package, and nothing runs it.
+"""The types of the collectives: mypy checks this file as strictly as the package, and nothing runs it.
 
 The type of an asynchronous call was that of a work or None, so ``work.wait()`` was an error of the type checker.
 """
+
+# mypy: strict-optional
 
 from __future__ import annotations
 

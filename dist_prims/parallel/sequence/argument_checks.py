@@ -113,7 +113,7 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """
     if not torch.compiler.is_compiling():  # a decorator would import the compiler here, which takes seconds
         return function
-    disabled: Callable[_P, _R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    disabled: Callable[_P, _R] = torch.compiler.disable(function)
     return disabled
 
 

@@ -28,7 +28,7 @@ def capture() -> dict[str, Any]:
     # A save does not initialise CUDA.
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "numpy": {**numpy, "state": words},
         "python": [version, torch.tensor(numbers), next_gauss],
     }

@@ -27,7 +27,7 @@ def hook_gradient(parameter: torch.Tensor, call: Callable[[torch.Tensor], None])
     frozen = not parameter.requires_grad
     with without_torch_function():  # a parameter of a lazy module refuses both methods before the first forward
         parameter.requires_grad_(True)
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)
         if frozen:
             parameter.requires_grad_(False)
     return handle

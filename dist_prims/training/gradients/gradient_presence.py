@@ -72,7 +72,7 @@ class Agreement:
             self._work.wait()
         if self._table.is_cuda:
             self._table = self._table.to("cpu", non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event()
             self._copied.record()
 
     def read(self) -> Verdict:

@@ -84,7 +84,7 @@ class DeferredBatchNorm(BatchNorm):
         self._elements = self._seen = 0
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        self._kind._check_input_dim(self, input)  # type: ignore[no-untyped-call]
+        self._kind._check_input_dim(self, input)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self.training and self.track_running_stats) or self.running_mean is None or self.running_var is None:

@@ -125,7 +125,7 @@ class _Copies:
     """Copies between devices, on a stream for each device."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._streams = {each: torch.cuda.Stream(each) for each in devices if each.type == "cuda"}  # type: ignore[no-untyped-call]
+        self._streams = {each: torch.cuda.Stream(each) for each in devices if each.type == "cuda"}
 
     def start(self, tensors: Tensors, device: torch.device, apart: bool = False) -> _Copy:
         """``apart``: in memory of their own, since a stage that begins in place would change a tensor of the one
@@ -159,5 +159,5 @@ class _Copies:
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]

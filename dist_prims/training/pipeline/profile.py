@@ -158,7 +158,7 @@ def _timed(run: _Run) -> tuple[Any, float]:
 
 
 def _finish() -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 

@@ -103,7 +103,7 @@ class _Parts:
         if self._left[key]:
             self._sums[key] = grad
         else:
-            weight.backward(grad)  # type: ignore[no-untyped-call]
+            weight.backward(grad)
 
 
 class split_backward(TorchFunctionMode):

@@ -102,7 +102,7 @@ class ShardedParameters:
             self._wrap(module, own)
         for unit in self._units:
             for each in unit.parameters if unit.trained else []:
-                hook: Any = each.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+                hook: Any = each.register_post_accumulate_grad_hook(self._arrived)
                 self._undo.callback(hook.remove)
         self._replace(model, "zero_grad", _Bound(model.zero_grad, self._zero_grad))
         refuse = functools.partial(_refuse_step, weakref.ref(self))
