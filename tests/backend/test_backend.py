@@ -113,7 +113,7 @@ def test_every_type_and_reduction_is_as_in_python() -> None:
 
 def test_half_types_round_as_torch_does() -> None:
     """All 65,536 patterns of both half types, added to zero: what comes back is what went in, but for the payloads of
-    NaN, whose bits nobody promises."""
+    NaN, whose bits no library promises."""
 
     def body() -> None:
         patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
@@ -260,7 +260,7 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
 
 
 def test_a_rank_that_is_killed_is_named_by_all_the_others() -> None:
-    """Also by those who do not wait for it directly, and although nobody else exits."""
+    """Also by ranks that do not wait for it directly, and although no other rank exits."""
 
     def body() -> str:
         dist.barrier()
@@ -342,7 +342,7 @@ def test_ctrl_c_ends_a_wait() -> None:
     spawn(body, 2)
 
 
-def test_a_forked_child_is_told_and_harms_nothing() -> None:
+def test_a_call_in_a_forked_child_is_refused_and_harms_nothing() -> None:
     def body() -> None:
         dist.all_reduce(torch.ones(3), async_op=True).wait()
         reader, writer = os.pipe()

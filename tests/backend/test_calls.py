@@ -51,7 +51,7 @@ def test_async_work_is_progressed_while_the_caller_computes() -> None:
         tensor = ones()
         work = dist_prims.all_reduce(tensor, async_op=True)
         end = time.monotonic() + 30
-        while not work.is_completed():  # nobody waits for it
+        while not work.is_completed():  # no thread waits for it
             assert time.monotonic() < end
             time.sleep(0.001)
         assert tensor.tolist() == [2.0] * 5
@@ -223,7 +223,7 @@ def test_without_a_group() -> None:
         dist_prims.all_reduce(ones())
 
 
-def test_a_rank_outside_the_group_is_told() -> None:
+def test_a_call_of_a_rank_outside_the_group_is_refused() -> None:
     def body() -> None:
         group = dist.new_group([0])
         if dist.get_rank() == 1:

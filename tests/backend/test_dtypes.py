@@ -1,4 +1,4 @@
-"""Types in the agreement on a call: each type of torch is told from all others, also one that can only be moved."""
+"""Types in the agreement on a call: each type of torch differs from all others, also one that can only be moved."""
 
 from __future__ import annotations
 

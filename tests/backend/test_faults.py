@@ -278,7 +278,7 @@ def test_torchrun_restarts_several_times(tmp_path: Path) -> None:
     assert done.stdout.count("end of turn 4 4.0") == 2
 
 
-def test_the_record_of_a_failure_says_who_is_behind(
+def test_the_record_of_a_failure_names_the_rank_that_is_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DIST_PRIMS_DUMP", str(tmp_path))
@@ -392,7 +392,7 @@ def test_abort_ends_what_is_under_way() -> None:
     spawn(body, 2)
 
 
-def test_a_monitored_barrier_names_who_is_missing() -> None:
+def test_a_monitored_barrier_names_the_missing_ranks() -> None:
     def body() -> None:
         group = dist.new_group()
         for _ in range(3):

@@ -191,7 +191,7 @@ def test_a_rank_or_host_that_fails_is_named_by_all_others(engine: str, tmp_path:
         begin("vanishes")
         said("vanishes", "begins", 4 + 2 + 6)
         time.sleep(0.3)
-        job.cut(2)  # nobody gets a reset, so all wait until time is up
+        job.cut(2)  # no rank gets a reset, so all wait until time is up
         found = said("vanishes", "ends", before + 6)
     for rank in "0123":
         assert re.search(r"rank [45] on host host2", found[rank]), found

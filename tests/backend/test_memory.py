@@ -1,4 +1,4 @@
-"""Memory that ranks lend each other, the direct call, and schedules that are pinned."""
+"""Shared tensors, the direct call, and schedules that are pinned."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mapped() -> int:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(7, marks=pytest.mark.slow)])
-def test_lent_memory_gives_the_same_bits(size: int) -> None:
+def test_shared_tensors_give_the_same_bits(size: int) -> None:
     def body() -> None:
         rank = dist.get_rank()
         for count in (0, 1, 13, 40_003, 300_007):
@@ -47,11 +47,11 @@ def test_lent_memory_gives_the_same_bits(size: int) -> None:
     spawn(body, size)
 
 
-@pytest.mark.parametrize("lenders", [1, 2])
-def test_only_some_ranks_lend(lenders: int) -> None:
+@pytest.mark.parametrize("with_shared", [1, 2])
+def test_some_ranks_may_have_a_shared_tensor(with_shared: int) -> None:
     def body() -> None:
         rank = dist.get_rank()
-        tensor = shared(held(rank, 50_000)) if rank < lenders else held(rank, 50_000)
+        tensor = shared(held(rank, 50_000)) if rank < with_shared else held(rank, 50_000)
         for _ in range(3):
             tensor.copy_(held(rank, 50_000))
             dist.all_reduce(tensor)
@@ -60,7 +60,7 @@ def test_only_some_ranks_lend(lenders: int) -> None:
     spawn(body, 3)
 
 
-def test_views_of_lent_memory_are_lent() -> None:
+def test_views_of_shared_tensors_are_shared() -> None:
     def body() -> None:
         rank = dist.get_rank()
         whole = dist_prims.empty((4, 100_000), torch.int64).zero_()
@@ -96,7 +96,7 @@ def test_a_call_on_a_destroyed_group_keeps_nothing() -> None:
     spawn(body, 2)
 
 
-def test_torch_allocates_lent_memory_through_the_backend() -> None:
+def test_torch_allocates_shared_tensors_through_the_backend() -> None:
     def body() -> None:
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         assert backend.supports_tensor_alloc(torch.device("cpu"))
@@ -115,7 +115,7 @@ def test_a_forked_child_does_not_have_the_memory() -> None:
         tensor = dist_prims.empty(1000).fill_(1)
         if (pid := os.fork()) == 0:
             assert mapped() == 0
-            del tensor  # and harms nobody by it
+            del tensor  # which harms no other process
             os._exit(0 if mapped() == 0 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert tensor.sum() == 1000
@@ -195,7 +195,7 @@ def test_the_environment_pins_for_every_group(monkeypatch: pytest.MonkeyPatch) -
     spawn(body, 4)
 
 
-def test_ranks_that_pin_different_schedules_are_told() -> None:
+def test_ranks_that_pin_different_schedules_get_an_error() -> None:
     def body() -> None:
         names = ["ring", "swing"]
         group = dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce=names[dist.get_rank()]))

@@ -38,7 +38,7 @@ def succeed(done: CompletedProcess[str], *cases: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 4))])
-def test_all_that_ranks_check(kind: Kind, ranks: int) -> None:
+def test_every_case_of_the_program_succeeds(kind: Kind, ranks: int) -> None:
     if kind is KINDS["Open MPI"] and ranks != 3:
         pytest.skip("once is enough for a second MPI")
     succeed(kind.run(ranks, PROGRAM, *CASES), *CASES)
@@ -305,7 +305,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_open_mpi_from_nothing(tmp_path: Path, step: Callable[..., str]) -> None:
+def test_an_environment_with_open_mpi_can_be_made(tmp_path: Path, step: Callable[..., str]) -> None:
     """An environment with the wheel of Open MPI, the library built for it, and what ranks check."""
     if not KINDS["Open MPI"].lacks():
         pytest.skip("there is a library for Open MPI, and the tests above run with it")

@@ -192,7 +192,7 @@ def test_inputs_stay_as_they_are_and_outputs_may_lie_anywhere(layout: str) -> No
     span(layout, body)
 
 
-def test_ranks_that_disagree_are_told_on_every_host_and_go_on() -> None:
+def test_ranks_that_disagree_get_an_error_on_every_host_and_go_on() -> None:
     def body() -> None:
         rank = dist.get_rank()
         for one, other in ((5, 6), (5, 50_000), (50_000, 50_001)):
@@ -217,7 +217,7 @@ def test_ranks_that_disagree_are_told_on_every_host_and_go_on() -> None:
     span("a b b c", body)
 
 
-def test_ranks_that_would_exchange_by_different_schedules_are_told() -> None:
+def test_ranks_that_would_exchange_by_different_schedules_get_an_error() -> None:
     """Rank 2 knows an algorithm that the others do not. The lengths of all ranks match, so the names are compared."""
 
     def body() -> None:

@@ -64,7 +64,7 @@ def test_messages_of_one_tag_keep_their_order() -> None:
     spawn(body, 2)
 
 
-def test_from_anyone() -> None:
+def test_a_receive_from_any_rank_reports_the_source() -> None:
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         if rank != 0:
@@ -111,7 +111,7 @@ def test_messages_and_collectives_do_not_wait_for_each_other() -> None:
     spawn(body, 2)
 
 
-def test_what_nobody_waits_for_arrives_too() -> None:
+def test_messages_arrive_although_no_thread_waits() -> None:
     """A message of many times the lane, and each rank busy with something else until it is there."""
 
     def body() -> None:

@@ -24,7 +24,7 @@ from dist_prims.errors import CommTimeoutError, MismatchError
 
 PAGE = 4096
 COUNT = 300_000  # elements
-PATIENCE = timedelta(seconds=50)
+LIMIT = timedelta(seconds=50)
 
 
 def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60) -> list[Any]:
@@ -99,7 +99,7 @@ def test_an_averager_that_is_removed_leaves_no_memory() -> None:
 
 @contextmanager
 def stalls(tensor: torch.Tensor, until: str) -> Iterator[None]:
-    """Whoever touches the middle of the second half of ``tensor`` stops there until the store has the key.
+    """A process that touches the middle of the second half of ``tensor`` stops there until the store has the key.
 
     Python's own handler of SIGSEGV only notes the signal, and the instruction is tried again.
     """
@@ -107,7 +107,7 @@ def stalls(tensor: torch.Tensor, until: str) -> Iterator[None]:
     page = ctypes.c_void_p(tensor[len(tensor) * 3 // 4 :].data_ptr() // PAGE * PAGE)
 
     def let_go() -> None:
-        store().wait([until], PATIENCE)
+        store().wait([until], LIMIT)
         libc.mprotect(page, PAGE, 3)  # reading and writing
 
     before = signal.signal(signal.SIGSEGV, lambda *_: None)
@@ -135,7 +135,7 @@ def several(tensors: list[torch.Tensor]) -> None:
 
 def until_wait_gives_up(tensors: list[torch.Tensor]) -> None:
     work = dist.all_reduce(tensors[1], async_op=True)
-    work.wait(timedelta(milliseconds=300) if dist.get_rank() == 0 else PATIENCE)
+    work.wait(timedelta(milliseconds=300) if dist.get_rank() == 0 else LIMIT)
 
 
 def incrementally(tensors: list[torch.Tensor]) -> None:
@@ -163,7 +163,7 @@ def test_nothing_is_written_after_the_error(call: Callable[[list[torch.Tensor]],
             for each in tensors:
                 each.fill_(7)
             store().set("raised", "")
-            store().wait(["late"], PATIENCE)
+            store().wait(["late"], LIMIT)
             for each in tensors:
                 assert (each == 7).all()
         else:
@@ -188,7 +188,7 @@ def test_a_tensor_on_which_a_call_has_failed_serves_the_next_group() -> None:
                 dist.all_reduce(tensor, group=group)
             store().set("raised", "")
         else:
-            store().wait(["raised"], PATIENCE)
+            store().wait(["raised"], LIMIT)
         for turn in range(2):
             tensor.fill_(rank + turn)
             dist.all_reduce(tensor)

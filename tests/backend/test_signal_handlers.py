@@ -118,7 +118,7 @@ def test_a_handler_ends_the_group_that_it_interrupts(pairs: list[tuple[str, str]
     spawn(body, 2)
 
 
-def test_a_handler_makes_a_collective_of_python_in_one() -> None:
+def test_a_python_collective_in_a_handler_inside_another_is_refused() -> None:
     """It waited for the one that it interrupts."""
 
     def in_handler() -> str:
@@ -131,9 +131,9 @@ def test_a_handler_makes_a_collective_of_python_in_one() -> None:
         tensor = torch.ones(1 << 20)
         dist_prims.scan(torch.ones(1 << 20))  # the next one waits soon after it begins, and for long
         if dist.get_rank() == 0:
-            with handled(in_handler) as told:
+            with handled(in_handler) as errors:
                 dist_prims.scan(tensor)
-            assert "scan (" in told[0]
+            assert "scan (" in errors[0]
         else:
             store().wait(["handled"], timedelta(seconds=LIMIT))
             dist_prims.scan(tensor)

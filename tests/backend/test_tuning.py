@@ -44,7 +44,7 @@ def test_the_file_says_where_it_was_measured(home: Path) -> None:
     assert (tuned(2), tuned(3)) == (4096, ONE_SHOT_BYTES)
 
 
-def test_types_of_machines_share_a_home(
+def test_a_measurement_of_another_machine_is_ignored_with_a_warning(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = TUNING.write(LIMITS)

@@ -121,7 +121,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert xml.etree.ElementTree.parse(tmp_path / "all.svg")
 
 
-def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--sizes", "8X"])
     assert "'8X' is not a size" in capsys.readouterr().err

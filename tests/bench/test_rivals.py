@@ -17,7 +17,7 @@ from dist_prims.bench.rivals.libraries import CONTENDERS, build, holds
 from dist_prims.bench.rivals.rounds import Figures, interleaved, once, per_round
 
 
-def test_arguments() -> None:
+def test_arguments_are_read_and_have_defaults() -> None:
     given = _parser().parse_args(["--ranks", "4", "--only", "gloo,mpich", "--cache", "x"])
     assert (given.ranks, given.only, given.cache, given.build, given.rounds) == (
         4,
@@ -44,7 +44,7 @@ def test_each_contender_has_its_entry() -> None:
         assert bool(contender.starter or contender.library) <= bool(contender.packages)
 
 
-def test_the_order_turns() -> None:
+def test_contenders_run_in_turn_in_each_round() -> None:
     order = list(interleaved(["a", "b", "c"], 4))
     assert [name for _, name in order] == [*"abc", *"bca", *"cab", *"abc"]
     assert [round for round, _ in order] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
@@ -57,7 +57,7 @@ def test_rounds_share_the_iterations() -> None:
     assert per_round(64 << 20, 100) == 3
 
 
-def test_table() -> None:
+def test_the_table_has_medians_and_names_what_is_missing() -> None:
     found = {
         "ours": {8: Figures([3e-6, 1e-6, 2e-6]), 1024: Figures([5e-6], wrong=7)},
         "theirs": {8: Figures([0.5])},
@@ -90,7 +90,7 @@ def test_one_that_fails_ends_the_others() -> None:
         run([["no-such-command"]], 5, [dict(os.environ)])
 
 
-def test_environment() -> None:
+def test_the_environment_of_a_rival_has_one_thread() -> None:
     theirs = environment(Path("home"), {"OMP_NUM_THREADS": "3"})
     assert theirs["PATH"].startswith(f"{Path('home/bin')}{os.pathsep}")
     assert theirs["OMP_NUM_THREADS"] == "3"
@@ -98,7 +98,7 @@ def test_environment() -> None:
     assert environment(None, {})["OMP_NUM_THREADS"] == "1"
 
 
-def test_a_folder_of_somebody_else_stays(tmp_path: Path) -> None:
+def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
     home = tmp_path / "mpich"
     home.mkdir()
     (home / "kept").touch()

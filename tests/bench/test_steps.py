@@ -51,7 +51,7 @@ def test_a_group_that_sends_nothing_is_found_out(order: tuple[str, ...]) -> None
     assert dist_prims.spawn(body, 2, timeout=60) == [[False, False]] * 2
 
 
-def test_what_is_exposed() -> None:
+def test_the_table_has_exposed_time_and_ratio() -> None:
     table = Table("decode", "token", 2, {"none": [2.0, 2.0, 9.0], "gloo": [6.0], "dist_prims": [3.0]}, True)
     assert table.median("none") == 1
     assert table.exposed("gloo") == 2
@@ -70,7 +70,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert [*found["tables"][0]["contenders"]] == ["none", "gloo", "dist_prims"]
 
 
-def test_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         steps.main(["--what", "dpp"])
     assert "'dpp' is not a list of ddp or decode" in capsys.readouterr().err

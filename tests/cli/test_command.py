@@ -223,7 +223,9 @@ def test_recommend_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -
         (["prove", "--sizes", "4-2"], "'4-2' is not a number of ranks; write for example 1-8 or 2,4,8"),
     ],
 )
-def test_mistakes_are_told_in_a_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_reported_in_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     err = capsys.readouterr().err
     assert words in err

@@ -208,7 +208,7 @@ def test_every_algorithm_whole_and_in_segments(size: int) -> None:
     dist_prims.spawn(body, size, timeout=100)
 
 
-def test_hierarchies() -> None:
+def test_hierarchies_of_any_inner_and_outer_algorithm_add() -> None:
     """Three pairs of an inner and an outer algorithm for each division into hosts, so that all nine pairs occur."""
 
     def body() -> None:

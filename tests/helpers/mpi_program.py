@@ -246,7 +246,7 @@ def case_messages() -> None:
 
 
 def case_async() -> None:
-    """Many at once, waited for in another order; and some that nobody waits for."""
+    """Many at once, waited for in another order; and some that no rank waits for."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = [torch.full((100,), float(rank + number)) for number in range(50)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -257,7 +257,7 @@ def case_async() -> None:
     alone = torch.ones(300_000)
     future = dist.all_reduce(alone, async_op=True).get_future()
     future.then(lambda _: ended.set())
-    assert ended.wait(20), "what nobody waits for must end, too"
+    assert ended.wait(20), "a work that no thread waits for must end, too"
     same(alone, torch.full((300_000,), float(size)))
     time.sleep(0.05)
     before = time.thread_time(), time.process_time()

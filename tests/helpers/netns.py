@@ -5,7 +5,7 @@
 
     with cluster(2, 1, [sys.executable, "program.py"]) as job:
         job.wait_for("training")
-        job.cut(1)  # its packets vanish, and nobody is told
+        job.cut(1)  # its packets vanish, and no rank gets an error from the kernel
         done = job.result()
 
 Ranks share a pipe: print a line with one call of ``print(..., flush=True)``.
@@ -67,7 +67,7 @@ class Job:
             time.sleep(0.02)
 
     def cut(self, host: int) -> None:
-        """From now on its packets vanish; nobody gets a reset."""
+        """From now on its packets vanish; no rank gets a reset."""
         self._fault("--cut", str(host))
 
     def mend(self, host: int) -> None:
@@ -103,8 +103,8 @@ def cluster(
         path = f"{Path(command[0]).parent}:{path}"
     settings = {"PATH": path, "NAME": name, "TIMEOUT": str(timeout), "PYTHONUNBUFFERED": ""}
     with tempfile.TemporaryDirectory() as folder:
-        heed = ["env", "--default-signal=INT"]  # a shell that starts tests in the background has it ignored
-        start = [*heed, SCRIPT, str(hosts), str(ranks), rate, f"--{how}", "--", *command]
+        default_signals = ["env", "--default-signal=INT"]  # a shell that starts tests in the background has it ignored
+        start = [*default_signals, SCRIPT, str(hosts), str(ranks), rate, f"--{how}", "--", *command]
         with open(f"{folder}/stdout", "w") as out, open(f"{folder}/stderr", "w") as errors:
             process = Popen(start, env=clean(**{**settings, **(env or {})}), stdout=out, stderr=errors, text=True)
         try:

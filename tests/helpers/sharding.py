@@ -11,8 +11,8 @@ import torch.distributed as dist
 import dist_prims
 
 
-class Net(torch.nn.Module):
-    """Tied weights, two dtypes, a frozen layer, one that nobody uses, one for each rank, a buffer, empty and scalar."""
+class MixedNet(torch.nn.Module):
+    """Tied weights, two dtypes, a frozen layer, an unused one, one for each rank, a buffer, empty and scalar."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class Process:
+class RankProcess:
     """What a process of a storm is given."""
 
     number: int
@@ -114,7 +114,7 @@ def used() -> dict[str, int]:
     return dict(found)
 
 
-def run_rank(own: Process, reports: Connection) -> None:
+def run_rank(own: RankProcess, reports: Connection) -> None:
     """The program of a process."""
     torch.set_num_threads(1)
     try:
@@ -129,7 +129,7 @@ def run_rank(own: Process, reports: Connection) -> None:
         os._exit(0)
 
 
-def _steps(own: Process, reports: Connection) -> None:
+def _steps(own: RankProcess, reports: Connection) -> None:
     if own.first:
         rank, size, file = own.first
         timeout = dist.default_pg_timeout.__class__(seconds=own.times.collective)
@@ -210,7 +210,7 @@ class Storm:
         reached = [host for host in range(self.hosts.count) if host not in self.cut]
         host = min(reached, key=lambda host: (on_host[host], self.random.random()))
         ours, theirs = self.context.Pipe(duplex=False)
-        own = Process(number, f"file://{self.folder}/place", self.hosts, host, self.times, first)
+        own = RankProcess(number, f"file://{self.folder}/place", self.hosts, host, self.times, first)
         process = self.context.Process(target=run_rank, args=(own, theirs), daemon=True)
         process.start()
         theirs.close()

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, which nobody ends when one of them dies; for tests of what the survivors see.
+"""Ranks in processes of their own, which go on when one of them dies; for tests of what the survivors see.
 
     outcomes = run_ranks(body, 3, tmp_path)  # body(rank) on each, in a group of the backend "dist_prims"
 

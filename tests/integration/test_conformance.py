@@ -63,7 +63,7 @@ def test_a_backend_that_does_not_exist_fails() -> None:
 
 @needs_expecttest
 @pytest.mark.slow
-def test_a_late_test_is_killed_and_told_and_forgiven_if_expected(tmp_path: Path) -> None:
+def test_a_test_that_takes_too_long_is_killed_and_may_be_expected(tmp_path: Path) -> None:
     expected, left = tmp_path / "expected.txt", tmp_path / "left"
     expected.write_text("# late\ntest_all_reduce_sum: no test is so quick\n")
     left.mkdir()

@@ -253,9 +253,9 @@ def test_objects_and_differentiable_collectives() -> None:
 
     def body() -> None:
         rank = dist.get_rank()
-        everyones: list[Any] = [None, None]
-        dist.all_gather_object(everyones, {"rank": rank, "text": "x" * 1000 * rank})
-        assert [each["rank"] for each in everyones] == [0, 1]
+        by_rank: list[Any] = [None, None]
+        dist.all_gather_object(by_rank, {"rank": rank, "text": "x" * 1000 * rank})
+        assert [each["rank"] for each in by_rank] == [0, 1]
         objects = [{"a": 1}] if rank == 0 else [None]
         dist.broadcast_object_list(objects, 0)
         assert objects == [{"a": 1}]

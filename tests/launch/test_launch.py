@@ -88,7 +88,7 @@ def test_bad_urls() -> None:
         from_url("env://", environ={})
 
 
-def test_alone() -> None:
+def test_a_rank_alone_prints_one_line_unless_quiet() -> None:
     done, quiet = forked((SUM, clean()), (SUM, clean(DIST_PRIMS_QUIET="1")))
     assert done.stdout == quiet.stdout == "rank 0 of 1: 1\n"
     assert done.stderr == f"dist_prims: 1 rank on 1 host by python, {BACKEND} over loopback\n"
@@ -145,7 +145,7 @@ def test_under_a_launcher(launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("init_method", ["", "init_method='env://', "], ids=["found", "asked"])
-def test_by_variables(init_method: str) -> None:
+def test_ranks_meet_by_environment_variables(init_method: str) -> None:
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     program = SUM.replace("init(", f"init({init_method}")
     outs = together(*((program, clean(RANK=rank, **variables)) for rank in "01"))
@@ -153,7 +153,7 @@ def test_by_variables(init_method: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
-def test_by_url(scheme: str, tmp_path: Path) -> None:
+def test_ranks_meet_by_a_url_again_and_again(scheme: str, tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meeting"
     programs = [SUM.replace("init(", f"init(init_method={url!r}, world_size=2, rank={rank}, ") for rank in "01"]
     for _ in range(2):  # the second time there is what the first has left: the file, or a port that has just closed
@@ -198,7 +198,7 @@ def test_ranks_of_spawn_listen_on_loopback_only() -> None:
         assert found <= {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
-def test_twice_is_harmless_and_otherwise_is_told() -> None:
+def test_a_second_init_is_harmless_and_another_world_size_is_an_error() -> None:
     def body() -> None:
         place = dist_prims.init()
         assert dist_prims.init(timeout=120) == place  # spawn's: to start, and to run
@@ -249,7 +249,7 @@ def test_an_mpi_that_is_not_the_launchers_is_named() -> None:
 
 
 @pytest.mark.slow  # test_scripts.py has a restart in the default tier, test_faults.py one after a rank was killed
-def test_torchrun_starts_anew_after_a_crash(tmp_path: Path) -> None:
+def test_torchrun_restarts_the_ranks_after_a_crash(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         SUM + "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    os._exit(place.rank)\n"
     )
@@ -266,7 +266,7 @@ def test_an_exception_ends_the_whole_job_under_mpirun() -> None:
     assert "LookupError: this one" in done.stderr
 
 
-def test_hosts_are_told_apart_by_more_than_their_name() -> None:
+def test_hosts_are_distinguished_by_their_identifier() -> None:
     def named() -> Placement:
         os.environ["DIST_PRIMS_HOST_ID"] = "aabb"[int(os.environ["RANK"])]
         return dist_prims.init(timeout=60)

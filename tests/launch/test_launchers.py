@@ -146,7 +146,7 @@ def test_an_exception_ends_the_whole_job(tmp_path: Path) -> None:
     assert "LookupError: this one" in done.stderr
 
 
-def test_flux_without_pmi_is_told() -> None:
+def test_flux_without_pmi_is_an_error_with_a_remedy() -> None:
     flux = {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"}
     done, no_socket = forked((SUM, clean(**flux)), (SUM, clean(**flux, PMI_FD="1")))
     assert "Flux started 2 ranks (FLUX_TASK_RANK=0, FLUX_JOB_SIZE=2), but offers no PMI-1" in done.stderr
@@ -157,7 +157,7 @@ def test_flux_without_pmi_is_told() -> None:
 
 @pytest.mark.slow
 @needs_mpirun
-def test_a_rank_that_does_not_come_to_the_barrier_is_told(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_reach_the_barrier_is_an_error(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     absent = "import os, time\nif os.environ['FLUX_TASK_RANK'] == '1': time.sleep(1000)\n"
     program.write_text(absent + SUM.replace("timeout=60", "timeout=1"))
@@ -247,7 +247,7 @@ def test_a_store_of_the_callers_needs_no_launcher(tmp_path: Path) -> None:
     assert outs == ["3\n", "3\n"]
 
 
-def test_what_rank_0_fails_at_is_told_to_all(tmp_path: Path) -> None:
+def test_an_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path) -> None:
     environ = clean(DIST_PRIMS_ENGINE="carrier pigeon", STORE=str(tmp_path / "store"))
     first, second = together(*((STORE, {**environ, "MY_RANK": rank}) for rank in "01"))
     assert first.startswith("DIST_PRIMS_ENGINE='carrier pigeon': 'tcp', 'ucx', 'mpi' or 'gloo'")

@@ -222,7 +222,7 @@ while peer.recv(1):
         ("2 2 none --ssh -- true", "after RATE come --torchrun, --mpirun"),
         ("2 2 none --each true", "and then -- command"),
         ("--cut", "give --cut NAME HOST"),
-        ("--cut nobody 1", "no cluster named 'nobody' is running"),
+        ("--cut missing 1", "no cluster named 'missing' is running"),
     ],
 )
 def test_what_it_cannot_do_it_says_in_one_line(arguments: str, words: str) -> None:

@@ -51,7 +51,7 @@ def request(key: bytes, *parts: Any, group: str = "group") -> list[Any]:
     return [group, "1", _code(key, "request", group, "1", parts), parts]
 
 
-def test_calls() -> None:
+def test_each_call_has_its_result() -> None:
     served = Served()
     client = served.client()
     assert client.call("read") == [[], {}]
@@ -171,7 +171,7 @@ def mutations(generator: random.Random) -> bytes:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [2_000, pytest.param(50_000, marks=pytest.mark.slow)])
-def test_garbage(count: int) -> None:
+def test_changed_requests_are_not_answered_and_change_nothing(count: int) -> None:
     """Random and changed requests: no answer, no change, no descriptor left; a right client is served."""
     served, generator = Served(), random.Random(7)
     assert served.answers(mutations(generator)) == b""
@@ -212,23 +212,21 @@ def test_without_a_free_descriptor_the_server_pauses(monkeypatch: pytest.MonkeyP
     assert min(later - earlier for earlier, later in itertools.pairwise(times)) >= 0.2
 
 
-def test_strangers_leave_little_and_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_without_the_key_use_little_memory_and_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of 1024 connections without the key could leave 1 MiB. Now the oldest of 64 goes for each new one."""
     monkeypatch.setattr(register_server, "_TIME_TO_PROVE", 1000.0)
     served = Served()
     port = served.listening.getsockname()[1]
     with contextlib.ExitStack() as open_sockets:
-        strangers = [
-            open_sockets.enter_context(socket.create_connection(("127.0.0.1", port), 20)) for _ in range(3 * 64)
-        ]
-        for stranger in strangers[::2]:
+        sockets = [open_sockets.enter_context(socket.create_connection(("127.0.0.1", port), 20)) for _ in range(3 * 64)]
+        for connection in sockets[::2]:
             with contextlib.suppress(OSError):  # closed already
-                stranger.sendall(b"x" * 60_000)
+                connection.sendall(b"x" * 60_000)
         client = served.client()
         assert client.call("read") == [[], {}]
-        for stranger in strangers[: 2 * 64]:
+        for connection in sockets[: 2 * 64]:
             with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""
+                assert connection.recv(1) == b""
         connections = list(served.server._connections.values())
         assert sum(not each.is_proved for each in connections) <= 64
         assert client.call("announce", 0, 1, "x" * 900_000) is True
@@ -238,14 +236,14 @@ def test_a_first_request_has_a_limit_of_size_and_time(monkeypatch: pytest.Monkey
     """A request that is too long for a new connection follows a short one."""
     monkeypatch.setattr(register_server, "_TIME_TO_PROVE", 1000.0)
     served = Served()
-    with socket.create_connection(("127.0.0.1", served.listening.getsockname()[1]), 20) as stranger:
+    with socket.create_connection(("127.0.0.1", served.listening.getsockname()[1]), 20) as connection:
         with contextlib.suppress(OSError):
-            stranger.sendall(b"x" * (1 << 18))
+            connection.sendall(b"x" * (1 << 18))
         with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b"", "closed, although it has sent less than 1 MiB"
+            assert connection.recv(1) == b"", "closed, although it has sent less than 1 MiB"
     with monkeypatch.context() as patch:  # not for the client below, which may need longer
         patch.setattr(register_server, "_TIME_TO_PROVE", 0.2)
-        with socket.create_connection(("127.0.0.1", served.listening.getsockname()[1]), 20) as stranger:
-            stranger.sendall(b"[")
-            assert stranger.recv(1) == b"", "closed, although it was used less than 60 s ago"
+        with socket.create_connection(("127.0.0.1", served.listening.getsockname()[1]), 20) as connection:
+            connection.sendall(b"[")
+            assert connection.recv(1) == b"", "closed, although it was used less than 60 s ago"
     assert served.client().call("announce", 0, 1, "x" * 900_000) is True

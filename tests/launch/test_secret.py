@@ -38,7 +38,7 @@ def test_the_variable_comes_before_the_file(tmp_path: Path, monkeypatch: pytest.
     assert str(by_home) == f"Secret(of the file {tmp_path}/.config/dist_prims/secret)"
 
 
-def test_without_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_variable_and_a_file_there_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert provided_by_user({}) is None
     assert choose("host0", {}) is None
@@ -92,7 +92,7 @@ def test_a_home_in_which_no_file_can_be_made(monkeypatch: pytest.MonkeyPatch) ->
     assert of_this_host() is None
 
 
-def test_one_host() -> None:
+def test_loopback_and_local_world_size_show_one_host() -> None:
     torchrun = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
     assert is_one_host("127.0.0.1", {})
     assert is_one_host("::1", {})
@@ -101,7 +101,7 @@ def test_one_host() -> None:
     assert not is_one_host("10.0.0.1", {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"})
 
 
-def test_codes() -> None:
+def test_a_code_fits_one_message_and_one_secret() -> None:
     secret, other = Secret(b"a" * 32, "x"), Secret(b"b" * 32, "x")
     code = secret.code("hello", 1)
     assert secret.is_code(code, "hello", 1)

@@ -52,7 +52,7 @@ def test_the_first_failure_is_raised_with_its_traceback() -> None:
     assert isinstance(caught.value.__cause__, LookupError)
 
 
-def test_an_exception_that_cannot_travel_is_told_in_words() -> None:
+def test_an_exception_that_cannot_be_pickled_is_reported_as_text() -> None:
     def body() -> None:
         class Local(Exception):
             def __init__(self, one: int, two: int) -> None:

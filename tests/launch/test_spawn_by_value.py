@@ -89,7 +89,7 @@ def test_a_lambda_travels_by_value() -> None:
     assert fn(*args) == 7
 
 
-def test_what_cannot_travel_is_told_at_once() -> None:
+def test_an_object_that_cannot_be_pickled_is_refused_at_once() -> None:
     lock = threading.Lock()
     with pytest.raises(
         TypeError, match=r"cannot pickle '_thread.lock' object. Remedy: create the object named here inside fn"
@@ -97,7 +97,7 @@ def test_what_cannot_travel_is_told_at_once() -> None:
         dist_prims.spawn(lambda: lock.locked(), 1, start_method="spawn", timeout=60)
 
 
-def test_what_cannot_be_imported_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_a_rank_cannot_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("made_here")
     exec("def f(): pass", vars(module))
     monkeypatch.setitem(sys.modules, "made_here", module)

@@ -43,7 +43,7 @@ def test_lines_of_ranks_do_not_mix() -> None:
         assert [line for line in out.splitlines() if f"rank {rank} " in line] == wanted[200 * rank : 200 * (rank + 1)]
 
 
-def test_with_a_prefix() -> None:
+def test_lines_have_the_rank_as_a_prefix() -> None:
     def body() -> None:
         print("one", "two", sep="\n")
         print("error", file=sys.stderr)
@@ -74,7 +74,7 @@ def test_much_output_does_not_block() -> None:
     assert out == ("x" * 30_000 + "\n") * 200
 
 
-def test_the_last_words_of_a_rank() -> None:
+def test_output_without_a_newline_is_printed_when_a_rank_ends() -> None:
     def body() -> None:
         print("partial", end="", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -116,7 +116,7 @@ def test_what_a_hanging_rank_has_printed_is_shown() -> None:
         ([b"\r"], ""),
     ],
 )
-def test_lines(pieces: list[bytes], shown: str) -> None:
+def test_lines_are_complete_whatever_the_pieces(pieces: list[bytes], shown: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         output = Output("stdout", 0, prefix=True)
         writes = os.open(f"/proc/self/fd/{output.descriptor}", os.O_WRONLY)
@@ -154,14 +154,14 @@ def test_a_stream_that_knows_fewer_letters_gets_escapes() -> None:
 def test_a_stream_that_breaks_ends_the_ranks_and_leaves_nothing() -> None:
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
-            raise BrokenPipeError("nobody reads")
+            raise BrokenPipeError("the reader has closed")
 
     def body() -> None:
         print("a line")
         time.sleep(1000)
 
     before = len(os.listdir("/proc/self/fd"))
-    with contextlib.redirect_stdout(Broken()), pytest.raises(BrokenPipeError, match="nobody reads"):
+    with contextlib.redirect_stdout(Broken()), pytest.raises(BrokenPipeError, match="the reader has closed"):
         dist_prims.spawn(body, 2, timeout=60)
     assert len(os.listdir("/proc/self/fd")) == before
 

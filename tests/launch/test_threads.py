@@ -34,7 +34,7 @@ def test_the_error_has_the_thread_and_the_remedy(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_queue_without_a_thread_takes_no_job() -> None:
-    """The next call waited for ever, because the queue was taken for one that has a thread."""
+    """The next call waited without end, because the queue was taken for one that has a thread."""
 
     def body() -> list[float]:
         data = torch.ones(2)

@@ -17,22 +17,22 @@ from dist_prims.cli import main
 from dist_prims.learn import course
 from dist_prims.learn.exercise import ORDER, exercise
 
-LESSONS = course.files()
-each_lesson = pytest.mark.parametrize("path", LESSONS, ids=[path.stem for path in LESSONS])
+PAGES = course.files()
+each_lesson = pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])
 
 
 def code(path: Path) -> str:
     return "\n".join(part.text for part in course.split(path.read_text()) if part.is_code)
 
 
-def test_there_are_ten_lessons_in_order() -> None:
-    titles = [course.split(path.read_text())[0].text.split("\n")[0] for path in LESSONS]
-    assert [int(path.stem[:2]) for path in LESSONS] == list(range(1, 11))
+def test_the_course_has_ten_pages_in_order() -> None:
+    titles = [course.split(path.read_text())[0].text.split("\n")[0] for path in PAGES]
+    assert [int(path.stem[:2]) for path in PAGES] == list(range(1, 11))
     assert [int(re.match(r"# (\d+)\. ", title)[1]) for title in titles] == list(range(1, 11))
 
 
 def test_every_exercise_belongs_to_a_lesson() -> None:
-    text = "".join(path.read_text() for path in [*LESSONS, LESSONS[0].parent / "index.md"])
+    text = "".join(path.read_text() for path in [*PAGES, PAGES[0].parent / "index.md"])
     named = {int(number) for number in re.findall(r"\b[Ee]xercise (\d+)", text)}
     assert named == set(range(1, len(ORDER) + 1))
 
@@ -63,12 +63,12 @@ def test_a_lesson_states_facts_that_its_cells_check(path: Path) -> None:
     assert "## Summary" in text
 
 
-def test_the_lessons_as_notebooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_page_is_written_as_a_notebook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["learn", "course", str(tmp_path / "course")]) == 0
     made = sorted((tmp_path / "course").iterdir())
-    assert [path.name for path in made] == [path.with_suffix(".ipynb").name for path in LESSONS]
+    assert [path.name for path in made] == [path.with_suffix(".ipynb").name for path in PAGES]
     assert str(made[0]) in capsys.readouterr().out
-    for notebook, lesson in zip(made, LESSONS, strict=True):
+    for notebook, lesson in zip(made, PAGES, strict=True):
         found = json.loads(notebook.read_text())
         assert (found["nbformat"], found["nbformat_minor"]) == (4, 5)
         sources = ["".join(cell["source"]) for cell in found["cells"] if cell["cell_type"] == "code"]

@@ -231,7 +231,7 @@ def test_compiled() -> None:
     dist_prims.spawn(body, 2, timeout=60)
 
 
-def test_where_others_no_longer_ask_a_mistake_is_raised_at_once() -> None:
+def test_an_error_is_raised_at_once_where_other_ranks_do_not_compare() -> None:
     """On CUDA a known kind of call asks nothing: to tell the others would be to wait for an answer that never comes."""
 
     def body() -> None:
@@ -247,7 +247,7 @@ def test_where_others_no_longer_ask_a_mistake_is_raised_at_once() -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
-def test_a_group_waits_as_long_as_it_was_told_to(backend: str) -> None:
+def test_a_group_waits_as_long_as_its_own_timeout(backend: str) -> None:
     def body() -> None:
         group = dist.new_group([0, 1], timeout=timedelta(seconds=50))
         ring_attention(*torch.ones(3, 1, 2, 4, 8), group=group)

@@ -1,4 +1,4 @@
-"""ResNets under torchvision's names, their twins on several devices, and batch norm under micro-batches."""
+"""ResNets under torchvision's names, the same on several devices, and batch norm under micro-batches."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_batch_in_parts_gives_what_the_batch_gives(split_size: int) -> None:
     torch.testing.assert_close(a, b)
 
 
-def test_twins_refuse_what_is_not_theirs() -> None:
+def test_resnets_on_several_devices_refuse_wrong_sizes() -> None:
     with (
         torch.device("meta"),
         pytest.raises(ValueError, match=r"sizes=\[11, 11\] must be 2 numbers, one a device, 23 together"),
@@ -170,7 +170,7 @@ def test_twins_refuse_what_is_not_theirs() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_twins_on_cuda() -> None:
+def test_a_resnet_on_two_devices_is_the_model() -> None:
     devices = ["cuda:0", f"cuda:{torch.cuda.device_count() - 1}"]
     twin = PipelineParallelResNet50(2, devices, num_classes=7)
     a, b = both(twin, training=False)
@@ -286,7 +286,7 @@ def test_a_batch_that_ends_early() -> None:
     assert deferred.num_batches_tracked == 1
 
 
-def test_another_number_of_micro_batches_begins_anew() -> None:
+def test_another_number_of_micro_batches_starts_a_new_batch() -> None:
     norm: Any = defer_batch_norm(nn.Sequential(nn.BatchNorm1d(1)), 3)
     norm(torch.tensor([[1000.0], [1002.0]]))
     defer_batch_norm(norm, 1)

@@ -31,7 +31,7 @@ def rows_of(rank: int, rows: int, dtype: torch.dtype = torch.float64) -> torch.T
 
 @pytest.mark.sampled(2)
 @on_ranks
-def test_values(size: int, backend: str) -> None:
+def test_operators_have_the_values_of_one_process(size: int, backend: str) -> None:
     def body() -> None:
         rank = dist.get_rank()
         for count, dtype in itertools.product((0, 1, 5), (torch.float32, torch.float16, torch.bfloat16, torch.int64)):
@@ -60,7 +60,7 @@ def test_values(size: int, backend: str) -> None:
 
 
 @on_ranks
-def test_uneven_parts(size: int, backend: str) -> None:
+def test_parts_may_have_different_lengths(size: int, backend: str) -> None:
     def body() -> None:
         rank = dist.get_rank()
         lengths = [(3 * each) % 4 for each in range(size)]  # 0, 3, 2, 1
@@ -93,7 +93,7 @@ def test_uneven_parts(size: int, backend: str) -> None:
 
 
 def functions(size: int) -> dict[str, tuple[Body, Body]]:
-    """For each function what it does on a rank, and what one process does with everybody's tensors, by rank."""
+    """For each function what it does on a rank, and what one process does with the tensors of all ranks, by rank."""
     cut = lambda whole: list(whole.chunk(size))  # noqa: E731
     return {
         "sum": (ops.all_reduce, lambda xs: [xs.sum(0)] * size),
@@ -134,7 +134,7 @@ def test_derivatives_are_those_of_one_process(size: int, backend: str) -> None:
 
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_the_derivative_of_an_extreme_that_is_no_number(op: str) -> None:
-    """Nobody holds a NaN, for it is equal to nothing: the derivative is NaN on every rank, as that of torch.amax."""
+    """A NaN equals nothing, so no rank holds the extreme: its derivative is NaN on every rank, as torch.amax's is."""
 
     def body() -> None:
         xs = torch.tensor([[1.0, 5.0, 7.0], [1.0, float("nan"), 8.0]], requires_grad=True)
@@ -147,7 +147,7 @@ def test_the_derivative_of_an_extreme_that_is_no_number(op: str) -> None:
 
 
 @on_ranks
-def test_every_rank_makes_the_way_back(size: int, backend: str) -> None:
+def test_every_rank_takes_part_in_backward(size: int, backend: str) -> None:
     """A placeholder requires a gradient, and so does a result that only the root has a use for; else it would wait."""
 
     def body() -> None:
@@ -206,7 +206,7 @@ class Net(torch.nn.Module):
         y = y + 0.1 * ops.all_reduce(y.sum(0), group=self.group) + ops.broadcast(y, group=self.group)
         rows = ops.reduce_scatter(ops.all_gather(y, dim=1, group=self.group), dim=1, group=self.group)
         swapped = ops.all_to_all(rows.repeat(size, 1), group=self.group)
-        ops.all_reduce(swapped, group=self.group)  # nobody uses it, and yet no rank may leave it out
+        ops.all_reduce(swapped, group=self.group)  # the result is not used, and yet no rank may leave it out
         loss = swapped.square().mean() + ops.all_reduce(y, dist.ReduceOp.MAX, self.group).mean()
         return ops.all_reduce(loss, "avg", self.group)
 
@@ -294,7 +294,7 @@ def test_inductor_keeps_the_order_of_calls(tmp_path: Path, monkeypatch: pytest.M
     dist_prims.spawn(body, 2, timeout=280, backend="dist_prims")
 
 
-def test_bad_calls_are_told_before_anything_is_sent() -> None:
+def test_bad_calls_are_refused_before_anything_is_sent() -> None:
     def body() -> None:
         x = torch.ones(3, 2)
         for call, says in [
@@ -316,7 +316,7 @@ def test_bad_calls_are_told_before_anything_is_sent() -> None:
         y = torch.ones(4, requires_grad=True)
         with pytest.raises(ValueError, match="use all_reduce, which has one"):
             ops.reduce_scatter(y, "max").sum().backward()
-        dist_prims.barrier()  # nothing was sent, and nobody is left behind
+        dist_prims.barrier()  # nothing was sent, and no rank still waits
 
     dist_prims.spawn(body, 2, timeout=60)
     for early in (ops.all_reduce, lambda x: ops.all_to_all(x, send=[1])):
@@ -337,7 +337,7 @@ def test_an_error_names_the_rank_in_the_group() -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
-def test_ranks_that_disagree_are_told(backend: str) -> None:
+def test_ranks_that_disagree_get_an_error(backend: str) -> None:
     def body() -> None:
         with pytest.raises(MismatchError, match=r"(?s)[Rr]ank 0.*rank 1"):
             ops.all_reduce(torch.ones(2 + dist.get_rank()))
@@ -345,7 +345,7 @@ def test_ranks_that_disagree_are_told(backend: str) -> None:
     dist_prims.spawn(body, 2, timeout=60, backend=backend)
 
 
-def test_who_is_not_in_the_group_is_told() -> None:
+def test_a_rank_outside_the_group_gets_an_error() -> None:
     def body() -> None:
         pair = dist.new_group([0])
         ops.all_reduce(torch.ones(1), group=pair)

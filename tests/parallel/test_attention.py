@@ -103,7 +103,7 @@ def test_equal_to_the_unsplit(size: int, backend: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_types(dtype: torch.dtype) -> None:
+def test_each_dtype_is_as_the_unsplit(dtype: torch.dtype) -> None:
     def body() -> None:
         for kind in BOTH:
             compare(kind, "zigzag", (2, 6, 24, 8), dtype=dtype)
@@ -115,7 +115,7 @@ def test_types(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_lengths(size: int) -> None:
+def test_sequences_of_given_lengths_are_as_the_unsplit(size: int) -> None:
     def body() -> None:
         whole = 8 * size
         for lengths in ([whole, 1, 5], [0, whole - 1, whole], [3, 3, 4]):
@@ -128,7 +128,7 @@ def test_lengths(size: int) -> None:
     dist_prims.spawn(body, size, timeout=60)
 
 
-def test_nested() -> None:
+def test_nested_tensors_are_as_the_unsplit() -> None:
     def body() -> None:
         lengths = [11, 1, 7, 0, 2]
         torch.manual_seed(0)
@@ -351,7 +351,7 @@ MISTAKES: list[tuple[str, Callable[[], Any]]] = [
 ]
 
 
-def test_mistakes_are_told_before_anything_is_sent() -> None:
+def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
     def body() -> None:
         for words, mistake in MISTAKES:
             with pytest.raises(ValueError, match=words + ".*nothing was sent"):
@@ -359,7 +359,7 @@ def test_mistakes_are_told_before_anything_is_sent() -> None:
             if dist.get_rank() == 0:
                 with pytest.raises(ValueError, match=words):
                     mistake()
-            else:  # one rank makes it, the others are told
+            else:  # one rank makes it, the others get its error
                 with pytest.raises(MismatchError, match=f"rank 0 failed: ValueError: .*{words}"):
                     ring_attention(*good())
         for x in ring_attention(*good()):  # and the group goes on
@@ -368,7 +368,7 @@ def test_mistakes_are_told_before_anything_is_sent() -> None:
     dist_prims.spawn(body, 2, timeout=60)
 
 
-def test_ranks_that_disagree_are_told() -> None:
+def test_ranks_that_disagree_get_an_error() -> None:
     def body() -> None:
         rank = dist.get_rank()
         odd = rank == 1

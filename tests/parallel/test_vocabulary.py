@@ -39,9 +39,9 @@ def mine(tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 
 def same_bits(tensor: torch.Tensor) -> bool:
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, tensor.detach().contiguous().view(-1).view(torch.uint8))
-    return all(torch.equal(each, everyones[0]) for each in everyones)
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, tensor.detach().contiguous().view(-1).view(torch.uint8))
+    return all(torch.equal(each, by_rank[0]) for each in by_rank)
 
 
 def case(rows: int, words: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,7 +237,7 @@ def test_linear_takes_batches_of_sequences_and_autocast_and_frozen_parts() -> No
         hidden, weight, targets = torch.randn(2, 5, 8), torch.randn(30, 8), torch.randint(30, (2, 5))
         whole, part = weight.clone().requires_grad_(), mine(weight, 0)
         right = F.cross_entropy((hidden @ whole.t()).flatten(0, 1), targets.flatten())
-        loss = linear_cross_entropy(hidden, part, targets, chunk=3)  # nobody asks for the gradient of hidden
+        loss = linear_cross_entropy(hidden, part, targets, chunk=3)  # the gradient of hidden is not asked for
         torch.testing.assert_close(loss, right)
         right.backward()
         loss.backward()

@@ -55,7 +55,7 @@ def test_other_targets_have_another_checksum() -> None:
         with pytest.raises(MismatchError, match=r"targets from 0 to 1,.* targets from 0 to 3,"):
             split_cross_entropy(torch.zeros(2, 4), torch.tensor([[0, 1], [3, 0]][dist.get_rank()]))
         far = torch.tensor([[0, 1], [0, 9]][dist.get_rank()])
-        with pytest.raises(MismatchError, match="targets from 0 to 9"):  # on both: nobody waits for rows
+        with pytest.raises(MismatchError, match="targets from 0 to 9"):  # on both: no rank waits for rows
             split_cross_entropy(torch.zeros(2, 4), far)
 
     dist_prims.spawn(body, 2, timeout=60)
@@ -74,7 +74,7 @@ def test_autocast_leaves_float64() -> None:
 
 
 @pytest.mark.parametrize("name", ["hidden", "weight"])
-def test_what_is_no_tensor_is_told_to_the_others(name: str) -> None:
+def test_an_argument_that_is_not_a_tensor_is_an_error_on_all_ranks(name: str) -> None:
     def body() -> None:
         given: dict[str, Any] = {"hidden": torch.ones(2, 3), "weight": torch.ones(4, 3)}
         given[name] = None if dist.get_rank() else given[name]

@@ -153,7 +153,7 @@ def test_the_run_of_a_single_process(size: int, teachers: int, ahead: int, backe
     dist_prims.spawn(body, size, timeout=60, backend=backend)
 
 
-def test_who_asks_whom() -> None:
+def test_students_are_assigned_to_teachers_in_turn() -> None:
     def body() -> None:
         distillation = Distillation(5, 3)
         assert [distillation.students_of(teacher) for teacher in (4, 5, 6)] == [[0, 3], [1], [2]]
@@ -340,7 +340,7 @@ def test_the_students_have_the_backend_and_timeout_of_the_group(backend: str) ->
     dist_prims.spawn(body, 2, timeout=50, backend=backend)
 
 
-def lessons_on_devices() -> None:
+def distilling_on_devices() -> None:
     distillation = Distillation(3, device=device())
     if distillation.is_teacher:
         distillation.teach(lambda x: x * 2)
@@ -352,4 +352,4 @@ def lessons_on_devices() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(REASON), reason=REASON or "there is CUDA")
 def test_messages_on_devices() -> None:
-    on_two_ranks(lessons_on_devices)
+    on_two_ranks(distilling_on_devices)

@@ -193,7 +193,7 @@ def test_a_members_state_is_that_of_a_plain_model(size: int) -> None:
             plain.load_state_dict(state)
             assert all(torch.equal(state[key], before[number][key]) for key in before[number])
             torch.testing.assert_close(ensemble.outputs(x)[number], member(x).detach())
-            state["first.bias"].zero_()  # it is nobody else's memory
+            state["first.bias"].zero_()  # no member has this memory
             assert not torch.equal(ensemble.member(number)["first.bias"], state["first.bias"])
         ensemble.load_member(2, before[0])
         assert torch.equal(ensemble.member(2)["first.weight"], before[0]["first.weight"])
@@ -289,7 +289,7 @@ def test_members_of_unlike_shape_are_refused_on_every_rank(size: int) -> None:
                 DistributedEnsemble(make, 4)
             with pytest.raises((ValueError, MismatchError), match=words):
                 DistributedEnsemble([make(number) for number in range(4)])
-        dist_prims.barrier()  # nobody is left behind
+        dist_prims.barrier()  # no rank still waits
 
     dist_prims.spawn(body, size, timeout=60)
 
@@ -318,7 +318,7 @@ def test_what_cannot_be_an_ensemble() -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
-def test_ranks_that_disagree_are_told_and_go_on(backend: str) -> None:
+def test_ranks_that_disagree_get_an_error_and_go_on(backend: str) -> None:
     def body() -> None:
         rank, ensemble = dist.get_rank(), DistributedEnsemble(net, 5)
         with pytest.raises(MismatchError, match=r"float32 \[7, 3\].*float32 \[8, 3\]"):

@@ -111,7 +111,7 @@ def test_complex_and_double_members(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
 def test_an_ensemble_that_fails_on_one_rank_fails_on_all(backend: str) -> None:
-    """Each is followed by the next on all ranks: nobody is left behind."""
+    """Each is followed by the next on all ranks: no rank still waits."""
 
     def body() -> None:
         one = dist.get_rank() == 1

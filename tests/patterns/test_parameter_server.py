@@ -1,4 +1,4 @@
-"""The parameter server: synchronous where it is told to be, stale by as much as it says, and no rank left waiting."""
+"""The parameter server: synchronous without staleness, stale by at most the bound, and no rank left waiting."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_without_staleness_it_is_synchronous_sgd(size: int, server: int, backend
     assert (report.steps, report.failed) == (max(steps.values(), default=0), [])
     assert report.gradients == steps
     assert report.staleness == ({0: sum(steps.values())} if steps else {})
-    for mine, twins in zip(found[server][1], synchronous(workers, steps), strict=True):
-        assert torch.equal(mine, twins)  # to the bit
+    for mine, wanted in zip(found[server][1], synchronous(workers, steps), strict=True):
+        assert torch.equal(mine, wanted)  # to the bit
     if workers:
         last = max(steps, key=lambda rank: steps[rank])
         for mine, theirs in zip(found[server][1], found[last][1], strict=True):
@@ -91,7 +91,7 @@ def test_without_staleness_it_is_synchronous_sgd(size: int, server: int, backend
 
 
 @pytest.mark.parametrize(("bound", "backend"), [(None, "dist_prims"), (1, "gloo"), (2, "dist_prims")])
-def test_staleness_is_bounded_and_told(bound: int | None, backend: str) -> None:
+def test_staleness_is_bounded_and_reported(bound: int | None, backend: str) -> None:
     """Worker 2 waits until worker 1 has done all that the bound lets it do, by a message of its own."""
 
     def body() -> Any:
@@ -148,7 +148,7 @@ def test_a_worker_that_fails_says_so_and_the_others_go_on() -> None:
 
 @pytest.mark.parametrize(("bound", "backend"), [(0, "dist_prims"), (1, "gloo"), (None, "dist_prims")])
 def test_a_server_that_fails_says_so_and_the_ranks_go_on(bound: int | None, backend: str) -> None:
-    """Worker 1 steps once more after it was told, 2 does not, and 3 leaves without a step."""
+    """Worker 1 steps once more after the error, 2 does not, and 3 leaves without a step."""
 
     def body() -> None:
         rank, model = dist.get_rank(), Net()
@@ -221,9 +221,9 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
             Worker(unlike) if rank else ParameterServer(unlike, sgd(unlike))
         with pytest.raises(ValueError, match=r"rank 0 makes a ParameterServer with server=0 and staleness=-1; it must"):
             Worker(model) if rank else ParameterServer(model, sgd(model), staleness=-1)
-        for nobody in (-1, 5):
-            with pytest.raises(ValueError, match=f"makes a Worker with server={nobody}; the ranks .* are 0 to 1"):
-                Worker(model, server=nobody)
+        for outside in (-1, 5):
+            with pytest.raises(ValueError, match=f"makes a Worker with server={outside}; the ranks .* are 0 to 1"):
+                Worker(model, server=outside)
         sparse = torch.nn.Embedding(3, 2, sparse=True)
         if rank == 0:
             assert ParameterServer(sparse, torch.optim.SGD(sparse.parameters())).serve().failed == [1]

@@ -261,7 +261,7 @@ def test_half_types_do_not_overflow() -> None:
     torch.testing.assert_close(norms, torch.full((2,), (3 * (4 * 100.0**2 + 1) * 300.0**2) ** 0.5), rtol=1e-3, atol=0)
 
 
-def test_what_is_left_alone_and_what_is_chosen() -> None:
+def test_gradients_stay_and_parameters_are_chosen_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     model[0].bias.requires_grad_(False)
     model(torch.ones(1, 4)).sum().backward()
@@ -287,7 +287,7 @@ def test_what_is_left_alone_and_what_is_chosen() -> None:
         }  # fmt: skip
 
 
-def test_what_is_refused() -> None:
+def test_wrong_arguments_and_models_are_refused() -> None:
     x, y = torch.randn(3, 4), torch.randn(3)
     with pytest.raises(ValueError, match="method='magic'; choose one of trick, vmap, loop"):
         PerSampleGradients(nn.Linear(4, 3), square, method="magic")
@@ -333,10 +333,12 @@ def test_a_pool_on_all_ranks(size: int, backend: str) -> None:
         for count, chunk in ((0, 4), (1, 4), (3, 1), (10, 2), (10, 100)):
             pool = TensorDataset(xs[:count], ys[:count])
             alone = PerSampleGradients(model, F.cross_entropy, method="loop").norms(xs[:count], ys[:count])
-            told: list[tuple[int, int]] = []
-            rows = over_pool(samples.norms, pool, chunk=chunk, progress=lambda *done, told=told: told.append(done))
+            reported: list[tuple[int, int]] = []
+            rows = over_pool(
+                samples.norms, pool, chunk=chunk, progress=lambda *done, reported=reported: reported.append(done)
+            )
             mine = len(rows.mine)
-            assert told == [(min(mine, done + chunk), mine) for done in range(0, mine, chunk)]
+            assert reported == [(min(mine, done + chunk), mine) for done in range(0, mine, chunk)]
             torch.testing.assert_close(rows.gather(), alone, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(rows.local, alone[rows.mine.start : rows.mine.stop], rtol=1e-5, atol=1e-5)
             at_root = rows.gather(root=0)
@@ -370,7 +372,7 @@ def test_the_largest_of_all_are_in_order(values: list[float], k: int) -> None:
     dist_prims.spawn(body, 3, timeout=60)
 
 
-def test_ranks_that_disagree_are_told_and_go_on() -> None:
+def test_ranks_that_disagree_get_an_error_and_go_on() -> None:
     def body() -> None:
         rank = dist.get_rank()
         pool = TensorDataset(torch.arange(6.0))

@@ -139,7 +139,7 @@ def test_kinds_of_batches_beyond_what_is_remembered() -> None:
 
 
 class Carry(nn.Module):
-    """Takes and returns several tensors: one that is worked on, a skip, numbers, one that nobody learns from."""
+    """Takes and returns several tensors: one that is worked on, a skip, numbers, one without gradient."""
 
     def __init__(self, first: bool, last: bool) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ def test_nothing_is_negotiated_twice_and_memory_is_used_again() -> None:
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 
 
-def test_rows_are_what_was_done() -> None:
+def test_recorded_rows_are_the_actions_of_the_step() -> None:
     def body() -> list[Any]:
         pipeline = Pipeline(stages_of(2), "zb_h1", loss=F.mse_loss, num_microbatches=3)
         pipeline.step(*a_batch())

@@ -1,4 +1,4 @@
-"""Pipelines when something is wrong: every rank is told, and the next step works."""
+"""Pipelines when something is wrong: every rank gets the error, and the next step works."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_failure_that_no_message_carries_reaches_all(plan: str) -> None:
 
 
 def test_a_failure_reaches_all_where_heads_are_read_late() -> None:
-    """As on CUDA, where nobody waits for a message to read it: a rank in between computes with zeros and sends on."""
+    """As on CUDA, where no rank waits for a message to read it: a rank in between computes with zeros and sends on."""
 
     def body() -> None:
         pipeline = Pipeline([Explosive() for _ in range(3)], "1f1b", loss=F.mse_loss, num_microbatches=3)
@@ -127,7 +127,7 @@ def test_a_failure_reaches_all_where_heads_are_read_late() -> None:
     dist_prims.spawn(body, 3, timeout=60)
 
 
-def test_what_cannot_be_sent_is_told_at_once() -> None:
+def test_a_tensor_that_cannot_be_sent_is_refused_at_once() -> None:
     class Sparse(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.to_sparse()
@@ -155,7 +155,7 @@ def test_a_failed_step_leaves_no_statistics() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bad_calls_are_told_to_all(backend: str) -> None:
+def test_bad_calls_are_an_error_on_all_ranks(backend: str) -> None:
     def body() -> None:
         pipeline = Pipeline(stages_of(2), "1f1b", loss=F.mse_loss, num_microbatches=4)
         rank = dist.get_rank()

@@ -77,7 +77,7 @@ def steps_after(pipeline: Pipeline, may_raise: type[BaseException] | None) -> No
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_ranks_that_are_interrupted_at_any_point_make_the_pipeline_again(backend: str, name: str) -> None:
-    """The next step once waited for ever, or read messages of the old step as its own."""
+    """The next step once waited without end, or read messages of the old step as its own."""
 
     def body() -> None:
         plan = pipeline_plan(name, 2, 4)

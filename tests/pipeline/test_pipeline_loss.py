@@ -113,7 +113,7 @@ def test_targets_of_more_dimensions_and_probabilities() -> None:
     torch.manual_seed(0)
     inputs, indices = torch.randn(9, CLASSES, 6), torch.randint(0, CLASSES, (9, 6))
     indices[torch.rand(9, 6) < torch.arange(9)[:, None] / 9] = -100
-    compare_with(F.cross_entropy, inputs, indices)  # by what it ignores unless told otherwise
+    compare_with(F.cross_entropy, inputs, indices)  # by what it ignores by default
     compare_with(nn.CrossEntropyLoss(weight=WEIGHT), inputs, torch.rand(9, CLASSES, 6).softmax(1))
 
 

@@ -82,7 +82,7 @@ def test_inputs_and_targets_have_their_gradients(checkpoint: bool, frozen: bool)
         leaf.requires_grad_(False)
         assert leaf.grad.shape == x.shape
         if not frozen:
-            pipeline.step(x, t)  # such a batch, and nobody wants its gradient
+            pipeline.step(x, t)  # such a batch, whose gradient is not asked for
 
 
 def test_gradients_of_inputs_across_ranks() -> None:

@@ -64,9 +64,9 @@ def test_a_split_backward_gives_the_whole_one(case: int, of_input: bool) -> None
             torch.testing.assert_close(y.grad, x.grad)
 
 
-@pytest.mark.parametrize("watched", ["hook", "after", "by nobody"])
-def test_whoever_watches_a_weight_sees_each_gradient(watched: str) -> None:
-    """A product of matrices is added to ``.grad`` as it is computed, but not behind somebody's back."""
+@pytest.mark.parametrize("watched", ["hook", "after", "by no hook"])
+def test_every_hook_of_a_weight_sees_each_gradient(watched: str) -> None:
+    """A product of matrices is added to ``.grad`` as it is computed, but not where a hook would miss it."""
     layer = nn.Conv2d(2, 3, 1, bias=False)
     seen: list[torch.Tensor] = []
     if watched == "hook":
@@ -82,7 +82,7 @@ def test_whoever_watches_a_weight_sees_each_gradient(watched: str) -> None:
         found.sum().backward()
         later.drain()
     assert layer.weight.grad.flatten().tolist() == [27.0] * 6
-    assert len(seen) == {"hook": 6, "after": 6, "by nobody": 1}[watched]  # the first is always autograd's
+    assert len(seen) == {"hook": 6, "after": 6, "by no hook": 1}[watched]  # the first is always autograd's
 
 
 def test_a_split_backward_leaves_the_weights_for_later() -> None:
@@ -216,7 +216,7 @@ def test_what_cannot_be_split_is_left_to_autograd(make: Callable[[], Any]) -> No
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_forward_that_differentiates_is_refused(twice: bool) -> None:
-    """It added gradients that nobody had asked for, and lost those of second derivatives."""
+    """It added gradients that the caller had not asked for, and lost those of second derivatives."""
     model = Differentiated(twice=twice)
     with split_backward(Later()), pytest.raises(RuntimeError, match="choose a plan that does not split it, such as"):
         model(torch.randn(4, 3))

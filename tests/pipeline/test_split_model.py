@@ -230,7 +230,7 @@ def test_nested_sequentials_are_cut_finely_but_hooked_ones_and_own_forwards_stay
     assert_same(nn.Sequential(*list(model)[:3]), 4, torch.randn(2, 2), by=[1, 1, 1, 1])
 
 
-def test_a_replaced_module_is_heard_and_stages_travel() -> None:
+def test_a_replaced_module_takes_effect_and_stages_are_pickled() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     stage = split(model, 2, by=[1, 1])[1]
     stage._modules["1"] = nn.Tanh()
@@ -302,7 +302,7 @@ def test_what_cannot_be_split(model: nn.Module, stages: int, how: dict[str, Any]
         split(model, stages, **how)
 
 
-def test_what_is_no_chain() -> None:
+def test_modules_that_are_not_a_chain_are_refused() -> None:
     with pytest.raises(TypeError, match="a Linear does not define the order of its layers"):
         split(LINEAR, 1, by=[1])
     with pytest.raises(RuntimeError, match=r"Stash\('a'\) works in a Chain"):
@@ -467,6 +467,6 @@ def test_a_sample_that_does_not_fit_reaches_all_ranks() -> None:
         words = "rank 0 could not measure" if dist.get_rank() else "shapes cannot be multiplied"
         with pytest.raises(expected, match=words):
             split(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), 2, by="time", sample=torch.ones(2, 7))
-        dist_prims.barrier()  # nobody is left behind
+        dist_prims.barrier()  # no rank still waits
 
     dist_prims.spawn(body, 3, timeout=60)

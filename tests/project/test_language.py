@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-PYTHON = sorted([*(ROOT / "dist_prims").rglob("*.py"), *EXAMPLES.glob("*.py")])
+TESTS = sorted(path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
+PYTHON = sorted([*(ROOT / "dist_prims").rglob("*.py"), *EXAMPLES.glob("*.py"), *TESTS])
 CPP = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp"))
 SCRIPTS = sorted((ROOT / "launch_scripts").iterdir())
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
@@ -81,18 +82,23 @@ def test_no_text_contains_a_banned_phrase(phrase: str) -> None:
 
 
 def test_no_two_classes_of_a_language_have_one_name() -> None:
-    python, cpp = defaultdict(list), defaultdict(list)
+    """The helpers of tests are a language of their own; files of tests and examples may each have a ``Net``."""
+    python: dict[str, list[Path]] = defaultdict(list)
+    helpers: dict[str, list[Path]] = defaultdict(list)
+    cpp: dict[str, list[Path]] = defaultdict(list)
     for path in PYTHON:
-        for node in ast.parse(path.read_text()).body if path.parent != EXAMPLES else []:
+        if path.parent == EXAMPLES or (path in TESTS and "helpers" not in path.parts):
+            continue
+        for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                python[node.name].append(path)
+                (helpers if path in TESTS else python)[node.name].append(path)
     for path in CPP:
         if "tests" not in path.parts:
             for name in re.findall(
                 r"^(?:class|struct) (\w+)(?: final)?(?: : [^;{]*)? \{", without_comments(path.read_text()), re.MULTILINE
             ):
                 cpp[name].append(path)
-    for language in (python, cpp):
+    for language in (python, helpers, cpp):
         several = {
             name: [str(path.relative_to(ROOT)) for path in paths] for name, paths in language.items() if len(paths) > 1
         }

@@ -143,7 +143,7 @@ def test_the_search_finds_words_of_all_parts(site: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_lessons_show_what_their_cells_print(site: Path) -> None:
+def test_the_course_shows_what_its_cells_print(site: Path) -> None:
     page = (site / "docs/course/03_ring_all_reduce.html").read_text()
     assert "2 ranks: 2 steps, a rank sends 1.0 of its data" in page
     assert page.count("<iframe") == 1

@@ -191,7 +191,7 @@ def test_a_new_rank_of_another_version_is_refused_at_once(
     assert len(re.findall(f"that wants to join is refused: {reason}", capfd.readouterr().err)) == 1
 
 
-def test_wrong_use(tmp_path: Path) -> None:
+def test_wrong_calls_of_join_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give file:///path, tcp://host:port, or a store"):
         dist_prims.join("nowhere")
     with pytest.raises(TimeoutError, match=r"none has called grow\(\)"):

@@ -198,7 +198,7 @@ def test_ranks_that_wait_in_the_old_group(tmp_path: Path) -> None:
     assert run_ranks(body, 3, tmp_path, join=False) == [3, 3, 3]
 
 
-def test_after_abort(tmp_path: Path) -> None:
+def test_reconfigure_works_after_an_abort(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         start(rank, 3, tmp_path)
         handles = Meeting(tmp_path).handles(rank, range(3))

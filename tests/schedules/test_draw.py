@@ -126,7 +126,7 @@ def test_a_terminal_is_80_columns_wide() -> None:
             assert max(map(len, lines), default=0) <= 80, (collective, name, size)
 
 
-def test_a_promise_in_words() -> None:
+def test_the_contract_is_described_in_words() -> None:
     assert describe_contract(build("reduce_scatter", "ring", 2)) == [
         ("starts", "every rank: chunks 0-1, its own data"),
         ("ends", "rank 0: chunk 0, the sum over ranks 0..1; rank 1: chunk 1, the sum over ranks 0..1"),
@@ -150,7 +150,7 @@ def test_the_pictures_of_the_documentation_are_fresh(tmp_path: Path) -> None:
         assert again.read_text() == (PICTURES / file).read_text(), f"draw {file} again"
 
 
-def test_what_no_one_could_read_is_refused(tmp_path: Path) -> None:
+def test_a_picture_of_too_many_ranks_or_steps_is_refused(tmp_path: Path) -> None:
     room = "a picture shows at most 32 ranks and 64 steps; build it for fewer ranks"
     with pytest.raises(ValueError, match=f"33 ranks and 6 steps; {room}"):
         build("broadcast", "binomial", 33).draw(tmp_path / "x.svg")

@@ -119,7 +119,7 @@ def test_chunks_are_those_of_simulate_and_expressions_those_of_order(
                 assert tab.evaluate(EXPRESSIONS, [ranks, schedule.chunks]) == orders, (name, size)
 
 
-def test_controls(browser: Any, tmp_path: Path) -> None:
+def test_keys_and_buttons_move_between_steps(browser: Any, tmp_path: Path) -> None:
     with opened(browser, build("all_reduce", "ring", 5).html(tmp_path / "ring.html"), "#step=3") as tab:
         assert position(tab) == "step 3"
         for press, now in [
@@ -323,7 +323,7 @@ def test_a_page_that_would_be_too_large_is_refused(tmp_path: Path) -> None:
     assert build("all_gather", "ring", 1000)._repr_html_() is None
 
 
-def test_in_a_notebook(browser: Any, tmp_path: Path) -> None:
+def test_each_page_in_a_notebook_has_a_frame_of_its_own(browser: Any, tmp_path: Path) -> None:
     """Two schedules in one document: each is in a frame of its own."""
     ring, plan = build("all_reduce", "ring", 3), pipeline_plan("1f1b", 2, 3)
     assert ring._repr_html_() == in_notebook(schedule_page(ring))

@@ -99,7 +99,7 @@ def test_what_two_ranks_and_eight_micro_batches_can_reach() -> None:
     }
 
 
-def test_one_f_one_b_in_times() -> None:
+def test_one_f_one_b_has_the_times_of_the_diagram() -> None:
     """0  1  2  3  4  5  6  7  8  9 10 11
     rank 0  F0 F1       BW0-- F2 BW1--    BW2--
     rank 1     F0 BW0-- F1 BW1-- F2 BW2--
@@ -215,7 +215,7 @@ def with_order(plan: PipelinePlan, rank: int, order: list[Action]) -> PipelinePl
     return replace(plan, actions=tuple(actions))
 
 
-def test_a_circle_is_told() -> None:
+def test_a_deadlock_names_the_actions_that_wait_for_each_other() -> None:
     plan = pipeline_plan("1f1b", 2, 2)
     f0, f1, b0, b1 = plan.actions[1][0], plan.actions[1][2], plan.actions[1][1], plan.actions[1][3]
     wrong = with_order(plan, 0, [Action("F", 0, 0), Action("BW", 0, 0), Action("F", 0, 1), Action("BW", 0, 1)])
@@ -230,7 +230,7 @@ def test_a_circle_is_told() -> None:
     )
 
 
-def test_a_rank_that_waits_for_itself_is_told() -> None:
+def test_a_rank_that_waits_for_itself_is_named() -> None:
     plan = pipeline_plan("zb_h1", 1, 1)
     wrong = with_order(plan, 0, [Action("W", 0, 0), Action("F", 0, 0), Action("B", 0, 0)])
     with pytest.raises(
@@ -326,7 +326,7 @@ def test_price_of_an_incomplete_plan_says_what_is_missing() -> None:
         (lambda: pipeline_plan("1f1b", 65, 1).draw("/nowhere.svg"), "a picture shows at most 64 ranks"),
     ],
 )
-def test_mistakes_are_told(call: object, sentence: str) -> None:
+def test_wrong_arguments_are_refused_by_name(call: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         call()  # type: ignore[operator]
 
@@ -354,7 +354,7 @@ def test_pictures_have_a_bar_for_every_action(tmp_path: Path) -> None:
         assert all(x >= 0 and x + wide <= width for x, wide in places)
 
 
-def test_a_run_beside_its_plan(tmp_path: Path) -> None:
+def test_a_picture_shows_a_run_and_its_plan_in_one_scale(tmp_path: Path) -> None:
     """Recorded rows are plain tuples in seconds of some clock; both panels have one scale."""
     plan = pipeline_plan("1f1b", 2, 3)
     cost = plan.cost(0.010, 0.010, 0.010)

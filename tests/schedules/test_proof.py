@@ -260,7 +260,7 @@ def test_a_sum_that_took_in_too_much_is_named() -> None:
 
 
 def test_sums_that_overlap_cannot_make_a_result() -> None:
-    """r0+r1 and r1+r2 are left: whoever adds them counts r1 twice."""
+    """r0+r1 and r1+r2 are left: a rank that adds them counts r1 twice."""
     message = refusal(
         "all_reduce",
         1,

@@ -360,7 +360,7 @@ def test_a_long_ring_is_not_stored() -> None:
         (lambda: recommend("all_redduce", 1, Topology((2,), FREE, FREE)), "did you mean 'all_reduce'"),
     ],
 )
-def test_mistakes_are_told(make: object, words: str) -> None:
+def test_wrong_arguments_are_refused_by_name(make: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()  # type: ignore[operator]
 
@@ -397,7 +397,7 @@ def test_the_recommended_is_the_quickest_and_above_the_bound() -> None:
         ("hierarchical", (8,) * 12_500),
     ],
 )
-def test_at_scale(name: str, hosts: tuple[int, ...]) -> None:
+def test_large_clusters_are_replayed_and_priced(name: str, hosts: tuple[int, ...]) -> None:
     """The deadline is the timeout; docs and reports say what it takes."""
     given = {"hosts": hosts} if name == "hierarchical" else {}
     schedule = build("all_reduce", name, sum(hosts), **given)

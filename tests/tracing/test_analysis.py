@@ -1,4 +1,4 @@
-"""The analysis of traces: who has waited for whom, steps, predictions, the critical path, and Chrome's events."""
+"""The analysis of traces: which rank waited for which, steps, predictions, the critical path, and Chrome's events."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_a_store_without_a_server_delays_nothing(tmp_path: Path, monkeypatch: py
     assert [path.suffix for path in tmp_path.iterdir()] == [".trace"]
 
 
-def test_garbage_is_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_without_the_token_are_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     server = clock.ClockServer(store, "key")
     facts = json.loads(store.get("key"))

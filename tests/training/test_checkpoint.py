@@ -344,7 +344,7 @@ def test_of_a_tensor_that_is_in_parts_no_part_is_taken_for_the_whole(tmp_path: P
     spawn(body, 2, "gloo")
 
 
-def test_arguments(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     def body() -> None:
         with pytest.raises(ValueError, match="keep=0"):
             Checkpoints("x", {}, keep=0)

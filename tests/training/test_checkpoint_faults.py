@@ -82,7 +82,7 @@ def test_a_damaged_file_is_refused_by_name(harm: Callable[[Path], None], tmp_pat
     spawn(body, 2)
 
 
-def test_nothing_but_damage_is_no_new_beginning(tmp_path: Path) -> None:
+def test_damage_of_every_checkpoint_is_an_error(tmp_path: Path) -> None:
     def body() -> None:
         three_saves(tmp_path)
         dist.barrier()
@@ -224,7 +224,7 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
 
 
 def test_only_rank_0_does_not_see_the_directory(tmp_path: Path) -> None:
-    """All began anew, from step 0."""
+    """All ranks started again from step 0."""
 
     def body() -> None:
         alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
@@ -300,7 +300,7 @@ def no_room(kind: int = signal.SIG_IGN) -> None:
 
 
 @pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
-def test_a_failed_write_is_told_to_all_and_the_old_checkpoint_stays(backend: str, tmp_path: Path) -> None:
+def test_a_failed_write_raises_on_all_ranks_and_the_old_checkpoint_stays(backend: str, tmp_path: Path) -> None:
     def body() -> None:
         three_saves(tmp_path)
         value, checkpoints = values(tmp_path)
@@ -343,7 +343,7 @@ def test_a_rank_that_dies_while_it_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     program = (
         "import torch, sys, dist_prims\n"
         "from dist_prims.training.checkpoint import Checkpoints\n"
@@ -368,7 +368,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert done.stdout.rstrip().endswith(" 1")
 
 
-def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     def body() -> None:

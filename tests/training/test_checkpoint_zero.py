@@ -79,7 +79,7 @@ def test_a_sharded_run_is_saved_and_goes_on(stage: Any, backend: str, tmp_path: 
             assert found == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_save_that_rank_0_refuses_leaves_nobody_in_a_collective(tmp_path: Path) -> None:
+def test_a_save_that_rank_0_refuses_leaves_no_rank_in_a_collective(tmp_path: Path) -> None:
     def body() -> None:
         run = Stage1(tmp_path)
         train(run, range(1))

@@ -1,4 +1,4 @@
-"""Compressors of gradients: that they bring the mean, lose nothing for ever, and send as few bytes as they say."""
+"""Compressors of gradients: that they bring the mean, lose nothing at last, and send as few bytes as they say."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def mean_by(compressor: Staged, values: torch.Tensor, index: int = 0) -> torch.T
 
 
 def same_on_all_ranks(tensor: torch.Tensor) -> bool:
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, bytes(tensor.cpu().view(-1).view(torch.uint8).numpy()))
-    return len(set(everyones)) == 1
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, bytes(tensor.cpu().view(-1).view(torch.uint8).numpy()))
+    return len(set(by_rank)) == 1
 
 
 @pytest.mark.sampled(2)
@@ -246,7 +246,7 @@ def test_ranks_that_disagree_all_get_an_error() -> None:
             mean_by(TopK(0.25 if rank == 1 else 0.5), values)
         with pytest.raises(MismatchError, match=r"of 10 elements.*rank 2 has.*of 11 elements"):
             mean_by(Half(), torch.ones(11 if rank == 2 else 10))
-        assert torch.equal(mean_by(Half(), values), values)  # nobody is left behind
+        assert torch.equal(mean_by(Half(), values), values)  # no rank still waits
 
     dist_prims.spawn(body, 3, timeout=60)
 
@@ -406,7 +406,7 @@ def test_with_the_gradient_averager(backend: str) -> None:
     dist_prims.spawn(body, 2, backend=backend, timeout=100)
 
 
-def test_a_gradient_averager_is_told_that_ranks_compress_differently() -> None:
+def test_ranks_that_compress_differently_get_an_error() -> None:
     def body() -> None:
         model = torch.nn.Linear(8, 8)
         with pytest.raises(MismatchError, match=r"ratio=0.5.*rank 1 has .*ratio=0.25"):

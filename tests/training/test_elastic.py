@@ -36,12 +36,12 @@ WORKER = str(ROOT / "tests/helpers/elastic_worker.py")
 
 def shares(size: int, steps: int, count: int, batch: int, shuffle: bool = True) -> list[list[tuple[list[int], float]]]:
     """Per step, what each rank gets, without ranks."""
-    everyones = []
+    by_rank = []
     for rank in range(size):
         batches = GlobalBatches(range(count), batch, seed=4, shuffle=shuffle)
         batches._rank, batches._size = rank, size
-        everyones.append([(items.tolist(), weight) for items, weight in (next(batches) for _ in range(steps))])
-    return [list(each) for each in zip(*everyones, strict=True)]
+        by_rank.append([(items.tolist(), weight) for items, weight in (next(batches) for _ in range(steps))])
+    return [list(each) for each in zip(*by_rank, strict=True)]
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_batches_go_on_and_refuse_another_data_set() -> None:
 
 
 @pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
-def test_one_rank_is_told_to_stop_and_all_leave_after_the_same_step(backend: str, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(backend: str, tmp_path: Path) -> None:
     def body() -> tuple[int, int, int]:
         before, value = signal.getsignal(signal.SIGTERM), torch.zeros(1)
         done = 0
@@ -165,9 +165,9 @@ def test_the_number_of_ranks_may_change_at_every_checkpoint(tmp_path: Path) -> N
 
     (alone,) = dist_prims.spawn(body, 1, ("alone", 6), backend="dist_prims", timeout=60)
     for size, last in ((2, 2), (1, 4), (3, 6)):
-        everyones = dist_prims.spawn(body, size, ("changing", last), backend="dist_prims", timeout=60)
-        assert all(torch.equal(each, everyones[0]) for each in everyones)
-    torch.testing.assert_close(everyones[0], alone, atol=2e-5, rtol=1e-4)
+        by_rank = dist_prims.spawn(body, size, ("changing", last), backend="dist_prims", timeout=60)
+        assert all(torch.equal(each, by_rank[0]) for each in by_rank)
+    torch.testing.assert_close(by_rank[0], alone, atol=2e-5, rtol=1e-4)
 
 
 def log(folder: Path) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from dist_prims.training.gradients import GradientAverager
 )
 def test_the_same_as_ddp(size: int, backend: str, overlap: bool, bucket_mb: float) -> None:
     def body() -> None:
-        model = net(seed=dist.get_rank())  # rank 0's is everybody's
+        model = net(seed=dist.get_rank())  # all ranks get rank 0's
         GradientAverager(model, bucket_mb=bucket_mb, overlap=overlap)
         other = DistributedDataParallel(net(), gradient_as_bucket_view=True)
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, other)]
@@ -68,7 +68,7 @@ def test_many_steps_leave_the_same_bits(steps: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_dtypes(backend: str) -> None:
+def test_gradients_of_each_dtype_are_averaged(backend: str) -> None:
     def body() -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.complex64):
             weight = torch.nn.Parameter(torch.ones(7, dtype=dtype))
@@ -203,7 +203,7 @@ def test_overflow_where_a_rank_has_no_gradient() -> None:
     spawn(body, 2)
 
 
-def test_checkpoints() -> None:
+def test_gradients_within_activation_checkpoints_are_averaged() -> None:
     def body() -> None:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
@@ -296,7 +296,7 @@ def test_sub_groups() -> None:
     spawn(body, 4)
 
 
-def test_removed() -> None:
+def test_a_removed_averager_sends_nothing() -> None:
     def body() -> None:
         model = torch.nn.Linear(2, 1)
         GradientAverager(model).remove()

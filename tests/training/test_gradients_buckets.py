@@ -72,7 +72,7 @@ def test_buckets_follow_the_order_of_gradients_and_give_old_memory_back() -> Non
         for step in range(3):
             model.zero_grad()
             model[0](model[1](torch.ones(1, 64))).sum().backward()
-            assert all(ref() is not None for ref in old), step  # not built anew
+            assert all(ref() is not None for ref in old), step  # not built again
         for parameter in model.parameters():
             assert any(parameter.grad is view for b in averager._averaging.sending.layout.buckets for view in b.views)
 

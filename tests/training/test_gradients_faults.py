@@ -27,7 +27,7 @@ from dist_prims.training.gradients import GradientAverager
 from dist_prims.training.sharding import ShardedParameters
 
 
-def test_frozen_on_one_rank_only_is_told_on_every_rank() -> None:
+def test_a_parameter_frozen_on_one_rank_is_an_error_on_every_rank() -> None:
     def body() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
         GradientAverager(model)
@@ -102,7 +102,7 @@ class Failing(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_fails_in_backward_is_what_is_told(backend: str) -> None:
+def test_an_exception_in_backward_is_the_one_that_is_reported(backend: str) -> None:
     def body() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         GradientAverager(model, bucket_mb=1e-5)

@@ -64,7 +64,7 @@ def test_parameters_that_some_ranks_do_not_use(size: int, backend: str, bucket_m
     spawn(body, size, backend)
 
 
-def test_who_misses_nothing_may_read_later_what_the_others_said() -> None:
+def test_a_rank_with_all_gradients_may_read_the_agreement_later() -> None:
     """As ranks with a GPU do: here on the CPU, on ranks that miss something and ranks that do not."""
 
     def body() -> None:
@@ -183,7 +183,7 @@ def test_a_second_epoch_of_join() -> None:
     spawn(body, 3)
 
 
-def test_join_where_nobody_has_anything() -> None:
+def test_join_ends_where_no_rank_has_a_batch() -> None:
     def body() -> None:
         with GradientAverager(torch.nn.Linear(1, 1)).join():
             pass
@@ -268,7 +268,7 @@ def test_a_step_of_one_averager_after_the_join_of_another() -> None:
 
 
 def test_unscale_within_join() -> None:
-    """The ranks that were done did not take part in the verdict: the others were told to make equal calls."""
+    """The ranks that were done did not take part in the verdict: the others got the advice to make equal calls."""
 
     def body() -> list[float]:
         model, own = torch.nn.Linear(1, 1, bias=False), torch.nn.Parameter(torch.ones(1))

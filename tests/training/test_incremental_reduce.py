@@ -1,4 +1,4 @@
-"""Buckets of lent memory that are summed while they fill: whoever comes first, the bits are those of a plain sum."""
+"""Buckets in shared memory that are summed while they fill: in any order of ranks the bits are those of a plain sum."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_bits_are_those_of_a_plain_sum(size: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_rank_far_behind_holds_nobody_up_and_little_is_held(slow: int) -> None:
+def test_a_rank_far_behind_delays_no_other_and_little_memory_is_kept(slow: int) -> None:
     def body() -> None:
         bucket_mb = 0.14  # two layers
         model = Late(late=lambda: 0.02 if dist.get_rank() == slow else 0.0)
@@ -236,8 +236,8 @@ def test_ranks_with_fewer_batches() -> None:
     spawn(body, 3, backend="dist_prims", timeout=60)
 
 
-def test_what_others_have_seen_of_a_backward_is_not_begun_anew() -> None:
-    """In the first step nobody sees anything before it is sent: the ranks do not know each other's memory yet."""
+def test_a_backward_that_other_ranks_have_seen_is_not_started_again() -> None:
+    """In the first step no rank sees anything before it is sent: the ranks do not know each other's memory yet."""
 
     def body() -> None:
         model, other = Late(), Late()
@@ -264,7 +264,7 @@ def test_what_others_have_seen_of_a_backward_is_not_begun_anew() -> None:
     spawn(body, 2, backend="dist_prims", timeout=60)
 
 
-def test_a_schedule_that_is_pinned_and_groups_that_lend_nothing() -> None:
+def test_pinned_schedules_and_groups_without_shared_tensors_reduce_whole_buckets() -> None:
     def body() -> None:
         ring = dist.new_group(backend="dist_prims", pg_options=dist_prims.BackendOptions(all_reduce="ring"))
         gloo = dist.new_group(backend="gloo")

@@ -222,7 +222,7 @@ def test_directories_and_pipes(tmp_path: Path) -> None:
     "name", ["/etc/x.txt", "../x.txt", "a/../../x.txt", "./..", "/" + "a" * 200, ".//../x.txt", "././/./.."]
 )
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_names_that_lead_out_are_refused(tmp_path: Path, name: str, form: int) -> None:
+def test_names_that_point_outside_the_archive_are_refused(tmp_path: Path, name: str, form: int) -> None:
     with pytest.raises(TarError, match="leads out of the archive"):
         list(tar_members(pack(tmp_path / "a.tar", {"good.txt": b"", name: b""}, form)))
 
@@ -297,7 +297,7 @@ def test_damage_is_seen(tmp_path: Path) -> None:
         list(tar_members(path))
 
 
-def test_limits(tmp_path: Path) -> None:
+def test_an_archive_above_a_limit_is_refused(tmp_path: Path) -> None:
     path = pack(tmp_path / "a.tar", {"a.bin": bytes(10), "b.bin": bytes(20)})
     assert len(list(tar_samples(path, max_member_bytes=20, max_total_bytes=30, max_members=2))) == 2
     for option, limit, value in (("max_member_bytes", 19, 20), ("max_total_bytes", 29, 30), ("max_members", 1, 2)):

@@ -28,14 +28,14 @@ def bits(model: torch.nn.Module) -> list[bytes]:
     return [bytes(tensor.cpu().reshape(-1).view(torch.uint8).numpy()) for tensor in model.state_dict().values()]
 
 
-def everyones(thing: Any) -> list[Any]:
+def of_all_ranks(thing: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, thing)
     return found
 
 
 def same_everywhere(model: torch.nn.Module) -> bool:
-    first, *others = everyones(bits(model))
+    first, *others = of_all_ranks(bits(model))
     return all(other == first for other in others)
 
 
@@ -134,7 +134,7 @@ class Trainer:
     "chosen",
     [["local", "outer"], pytest.param(["local", "with momentum", "post-local", "outer"], marks=pytest.mark.slow)],
 )
-def test_it_learns(chosen: list[str]) -> None:
+def test_ranks_learn_together_what_one_alone_does_not(chosen: list[str]) -> None:
     """Margins: alone a rank comes to 3 or more, knowing half of the digits; together to 0.2 or so."""
 
     def body() -> dict[str, float]:
@@ -240,7 +240,7 @@ def test_ranks_that_disagree_all_get_an_error() -> None:
         local = LocalSGD(model, outer=nesterov if rank else lambda p: torch.optim.SGD(p, lr=1))
         with pytest.raises(MismatchError, match="average after step 0"):
             local.average()
-        LocalSGD(model).average()  # nobody is left behind
+        LocalSGD(model).average()  # no rank still waits
 
     dist_prims.spawn(body, 2, timeout=60)
 
@@ -283,7 +283,7 @@ def test_counts_of_steps_remain_each_ranks_own(shape: tuple[int, ...]) -> None:
         local.step()
         (state,) = optimizer.state.values()
         assert state["step"].item() == 1 + dist.get_rank()
-        assert len({str(each) for each in everyones(state["exp_avg"].tolist())}) == 1
+        assert len({str(each) for each in of_all_ranks(state["exp_avg"].tolist())}) == 1
 
     dist_prims.spawn(body, 2, timeout=60)
 

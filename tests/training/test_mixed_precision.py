@@ -27,7 +27,7 @@ def backward(scaler: torch.amp.GradScaler, weight: torch.nn.Parameter, gradient:
     scaler.scale((weight * gradient).sum()).backward()
 
 
-def everyones(value: object) -> list[Any]:
+def of_all_ranks(value: object) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
@@ -54,7 +54,7 @@ def test_a_rank_that_overflows_holds_all_back(size: int, backend: str) -> None:
             scaler.update()
         assert weight.tolist() == [2.0 + 2 * rank] * 2  # unscaled, and every step made
         assert scaler.get_scale() == 8.0 / 2 ** (2 * size - 1)  # grown after two
-        assert everyones(scaler.state_dict()) == [scaler.state_dict()] * size
+        assert of_all_ranks(scaler.state_dict()) == [scaler.state_dict()] * size
 
     dist_prims.spawn(body, size, timeout=60, backend=backend)
 
@@ -173,7 +173,7 @@ def test_a_state_is_loaded_and_compared() -> None:
             MismatchError, match=r"Rank 0 has GradScaler\(scale=4\.0,.*rank 1 has GradScaler\(scale=2\.0,"
         ):
             other.step(optimizer)
-        other.step(optimizer)  # gradients have been divided by different scales: whoever goes on, skips
+        other.step(optimizer)  # gradients have been divided by different scales: a rank that goes on skips
         assert weight.tolist() == [0.0, 0.0]
         dist_prims.barrier()
 
@@ -181,7 +181,7 @@ def test_a_state_is_loaded_and_compared() -> None:
 
 
 @pytest.mark.parametrize("news", ["load_state_dict", "update"])
-def test_news_of_one_rank_make_all_compare(news: str) -> None:
+def test_a_changed_scale_of_one_rank_makes_all_compare(news: str) -> None:
     """The others do not know of it, and would take the comparison for their verdict."""
 
     def body() -> None:
@@ -206,7 +206,7 @@ def test_news_of_one_rank_make_all_compare(news: str) -> None:
 
 
 @pytest.mark.parametrize("options", [("growth_interval", 100, 101), ("growth_factor", 2.0, 2.000001)])
-def test_ranks_with_other_options_are_told(options: tuple[str, float, float]) -> None:
+def test_ranks_with_other_options_get_an_error(options: tuple[str, float, float]) -> None:
     def body() -> None:
         weight = parameter()
         optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -239,7 +239,7 @@ def test_a_rank_that_cannot_unscale_tells_the_others(fault: str, backend: str) -
             scaler.unscale_(optimizers[0 if fault == "twice" and is_bad else 1])
         if not is_bad:
             scaler.step(optimizers[1])
-            assert weights[1].tolist() == [0.0, 0.0]  # whoever goes on nonetheless, skips
+            assert weights[1].tolist() == [0.0, 0.0]  # a rank that goes on nonetheless skips
         total = torch.tensor([7.0])
         dist.all_reduce(total)
         assert total.item() == 14.0
@@ -296,13 +296,13 @@ def test_a_scaler_that_is_off_does_nothing() -> None:
     dist_prims.spawn(body, 2, timeout=60)
 
 
-def test_without_a_group() -> None:
+def test_a_scaler_without_a_group_says_to_call_init() -> None:
     with pytest.raises(ValueError, match=r"call dist_prims\.init"):
         GradScaler("cpu")
 
 
 @pytest.mark.parametrize("wrapper", ["averager", "fp16", "ddp"])
-def test_averaged_gradients(wrapper: str) -> None:
+def test_an_overflow_of_one_rank_skips_the_step_of_all(wrapper: str) -> None:
     """An infinity of one rank reaches all, also through float16, where what is too large becomes one."""
 
     def body() -> None:
@@ -322,7 +322,7 @@ def test_averaged_gradients(wrapper: str) -> None:
             scaler.scale(model(x).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
-            assert everyones(weight.tolist()) == [weight.tolist()] * 2
+            assert of_all_ranks(weight.tolist()) == [weight.tolist()] * 2
         assert weight.tolist() == [[0.75] * 4]
         assert scaler.get_scale() == 2.0**9
 

@@ -84,7 +84,7 @@ def test_labels_and_weights_of_every_kind() -> None:
     assert len({item < 50 for item in shuffled[:10]}) == 2  # a part is not in the order of the labels
 
 
-def test_parts_by_label_and_weight_are_the_same_for_ever() -> None:
+def test_parts_by_label_and_weight_are_always_the_same() -> None:
     assert parts_of(DataPartitioner(range(8), [0.5, 0.5], seed=1, stratify=[0, 1] * 4)) == GOLDEN_LABELS
     assert parts_of(DataPartitioner(range(8), [0.5, 0.5], seed=1, weights=range(8))) == GOLDEN_WEIGHTS
 
@@ -116,7 +116,7 @@ def test_batches_of_all_ranks_are_the_batches_of_one(count: int, batch: int, siz
         for total, *step in zip(totals, *ranks, strict=True):
             owned = [items if weight else items[:0] for items, weight in step]
             assert sum(map(len, owned)) == total
-            assert all(len(items) >= 1 for items, _ in step)  # nobody runs without an item
+            assert all(len(items) >= 1 for items, _ in step)  # no rank runs without an item
             for items, (_, weight) in zip(owned, step, strict=True):
                 assert weight == pytest.approx(len(items) * len(sizes) / total)
                 seen += items.tolist()
@@ -174,9 +174,9 @@ def test_mean_gradients_are_those_of_one_process(size: int, count: int, batch: i
             model.zero_grad()
             (loss_of(model, x, y) * weight).backward()
             dist_prims.average_gradients(model)
-            everyones: list[Any] = [None] * size
-            dist.all_gather_object(everyones, index.tolist() if weight else [])
-            whole = [*chain(*everyones)]
+            by_rank: list[Any] = [None] * size
+            dist.all_gather_object(by_rank, index.tolist() if weight else [])
+            whole = [*chain(*by_rank)]
             assert len(whole) == min(batch, count - steps * batch), rank
             wanted = torch.autograd.grad(loss_of(model, data.x[whole], data.y[whole]), list(model.parameters()))
             for parameter, gradient in zip(model.parameters(), wanted, strict=True):
@@ -200,7 +200,7 @@ def test_ranks_that_differ_all_get_an_error() -> None:
             partition_dataset(range(10), 0)
         with pytest.raises(ValueError, match="has 3 shares for 2 ranks"):
             partition_dataset(range(10), 4, sizes=[0.4, 0.3, 0.3])
-        dist_prims.barrier()  # nobody is left behind
+        dist_prims.barrier()  # no rank still waits
 
     dist_prims.spawn(body, 2, timeout=60)
 

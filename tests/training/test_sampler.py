@@ -82,7 +82,7 @@ def test_neighbours_of_a_huge_order_lie_anywhere() -> None:
     assert abs(np.corrcoef(items[:-1], items[1:])[0, 1]) < 0.02
 
 
-def test_orders_are_the_same_for_ever() -> None:
+def test_orders_are_always_the_same() -> None:
     assert Permutation(10, 7)(range(10)).tolist() == [4, 3, 7, 6, 9, 0, 2, 5, 8, 1]
     assert Permutation(10**6, 7)(range(4)).tolist() == [959263, 383501, 562135, 354761]
     assert Permutation(10**12, [1, 2])([0, 1, 2, 10**12 - 1]).tolist() == [
@@ -205,7 +205,7 @@ def test_a_loader_that_reads_ahead() -> None:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("count", [5, 6, 1])
-def test_a_second_pass_without_set_epoch_is_told(count: int, drop_last: bool) -> None:
+def test_a_second_pass_without_set_epoch_is_an_error(count: int, drop_last: bool) -> None:
     """It gave no batches and no error: a run of ten epochs trained for one."""
     for sampler in samplers(count, 2):
         loader: DataLoader[int] = DataLoader(range(count), 2, sampler=sampler, drop_last=drop_last)  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ def test_a_pass_that_was_left_goes_on() -> None:
         next(sampler.follow(short))
 
 
-def test_ranks_make_as_many_steps_unless_told_otherwise() -> None:
+def test_ranks_make_as_many_steps_by_default() -> None:
     """Five items on two ranks: by default one rank once had a batch less, and the other waited for it in
     average_gradients."""
 
@@ -273,8 +273,8 @@ def test_the_group_says_rank_and_size() -> None:
         group = dist.new_group([1, 2])
         return list(ShardedSampler(10, seed=1, group=group)) if dist.get_rank() else []
 
-    nobody, first, second = dist_prims.spawn(within, 3, timeout=60)
-    assert (nobody, sorted(first + second)) == ([], list(range(10)))
+    outside, first, second = dist_prims.spawn(within, 3, timeout=60)
+    assert (outside, sorted(first + second)) == ([], list(range(10)))
 
 
 def test_what_is_refused() -> None:

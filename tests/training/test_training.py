@@ -18,7 +18,7 @@ from dist_prims.launch import RankFailedError
 
 
 class Branches(torch.nn.Module):
-    """A net of several dtypes, with a branch for each rank, a frozen part and one that nobody uses."""
+    """A net of several dtypes, with a branch for each rank, a frozen part and one that no forward uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ def test_gradients_become_their_mean(size: int, bucket_mb: float) -> None:
         model = Branches()
         model(torch.arange(6.0).view(2, 3) + rank, rank % 2).backward()
         dist_prims.average_gradients(model, bucket_mb=bucket_mb)
-        everyones = [gradients(each) for each in range(size)]
+        by_rank = [gradients(each) for each in range(size)]
         for name, parameter in model.named_parameters():
-            there = [each[name] for each in everyones if each[name] is not None]
+            there = [each[name] for each in by_rank if each[name] is not None]
             if not there:
                 assert parameter.grad is None, name
             else:  # where a rank has none, it counts as zero
@@ -83,7 +83,7 @@ def test_sparse_gradients_are_refused_on_every_rank() -> None:
         model(torch.tensor([1, 2])).sum().backward()
         with pytest.raises(ValueError, match=r"parameter '0\.weight' has a sparse gradient"):
             dist_prims.average_gradients(model)
-        dist_prims.barrier()  # nobody is left behind
+        dist_prims.barrier()  # no rank still waits
 
     dist_prims.spawn(body, 2, timeout=60)
 
@@ -115,7 +115,7 @@ def test_sizes_as_counts(counts: list[int]) -> None:
     assert [len(parts.use(part)) for part in range(len(counts))] == counts
 
 
-def test_parts_are_the_same_everywhere_and_for_ever() -> None:
+def test_parts_are_the_same_everywhere_and_always() -> None:
     assert DataPartitioner(range(8), [0.5, 0.5], seed=1).use(0).indices.tolist() == [7, 2, 1, 6]
     assert DataPartitioner(range(8), [0.5, 0.5], seed=2).use(0).indices.tolist() != [7, 2, 1, 6]
 
@@ -154,7 +154,7 @@ def test_sizes_that_lose_items_are_refused(sizes: list[Any], words: str) -> None
         DataPartitioner(range(10), sizes)
 
 
-def test_a_part_that_is_not_there() -> None:
+def test_a_part_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="there is no part 2; there are 2"):
         DataPartitioner(range(10), [0.5, 0.5]).use(2)
 

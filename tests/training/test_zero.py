@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from sharding import Net, alike, average, loss_of, nbytes, spawn, states
+from sharding import MixedNet, alike, average, loss_of, nbytes, spawn, states
 
 import dist_prims
 from dist_prims.errors import MismatchError
@@ -40,7 +40,7 @@ def test_zero_1_steps_as_the_plain_run(name: str, size: int) -> None:
 
     def body() -> None:
         rank = dist.get_rank()
-        model, plain = Net(), Net()
+        model, plain = MixedNet(), MixedNet()
         if rank:  # rank 0's values count
             torch.nn.init.zeros_(model.scale)
         optimizer, twin = ZeroOptimizer(model.parameters(), kind, **options), kind(plain.parameters(), **options)
@@ -65,10 +65,10 @@ def test_zero_1_steps_as_the_plain_run(name: str, size: int) -> None:
 def test_zero_1_over_gradients_averaged_before_and_groups_of_parameters(backend: str) -> None:
     def body() -> None:
         rank = dist.get_rank()
-        model, plain = Net(), Net()
+        model, plain = MixedNet(), MixedNet()
         averager = dist_prims.GradientAverager(model)
 
-        def groups(net: Net) -> list[dict[str, Any]]:
+        def groups(net: MixedNet) -> list[dict[str, Any]]:
             return [{"params": [net.embed.weight], "lr": 0.5}, {"params": [*net.fine.parameters()], "momentum": 0.3}]
 
         optimizer = ZeroOptimizer(groups(model), torch.optim.SGD, average=False, lr=0.1)
@@ -77,7 +77,7 @@ def test_zero_1_over_gradients_averaged_before_and_groups_of_parameters(backend:
             for net, over in ((model, optimizer), (plain, twin)):
                 over.zero_grad()
 
-                def closure(net: Net = net, step: int = step) -> torch.Tensor:
+                def closure(net: MixedNet = net, step: int = step) -> torch.Tensor:
                     loss = loss_of(net, step, rank)
                     loss.backward()
                     if net is plain:
@@ -93,7 +93,7 @@ def test_zero_1_over_gradients_averaged_before_and_groups_of_parameters(backend:
 
 def trained(kind: str, state: dict[str, Any] | None, steps: range) -> dict[str, Any]:
     """The same batches on every rank, so that any number of ranks trains alike; plain where there is one rank."""
-    model = Net()
+    model = MixedNet()
     make: Any = torch.optim.AdamW if kind == "plain" else lambda p, **o: ZeroOptimizer(p, torch.optim.AdamW, **o)
     optimizer = make(model.named_parameters(), lr=0.01, amsgrad=True)
     if state is not None:
@@ -120,7 +120,7 @@ def test_zero_1_goes_on_on_any_number_of_ranks() -> None:
         alike(ended["model"].values(), plain["model"].values())
         for number, each in plain["optimizer"]["state"].items():
             alike(ended["optimizer"]["state"][number].values(), each.values())
-    assert half["optimizer"]["param_groups"][0]["param_names"] == [name for name, _ in Net().named_parameters()]
+    assert half["optimizer"]["param_groups"][0]["param_names"] == [name for name, _ in MixedNet().named_parameters()]
 
 
 def test_zero_1_in_a_part_of_the_ranks() -> None:
@@ -128,7 +128,7 @@ def test_zero_1_in_a_part_of_the_ranks() -> None:
         group = dist.new_group([2, 0])
         if dist.get_rank() == 1:
             with pytest.raises(ValueError, match="not a member"):
-                ZeroOptimizer(Net().parameters(), torch.optim.SGD, group=group)
+                ZeroOptimizer(MixedNet().parameters(), torch.optim.SGD, group=group)
             return
         model = torch.nn.Linear(3, 2)
         torch.nn.init.constant_(model.weight, 1.0 + dist.get_rank())
@@ -148,9 +148,9 @@ def test_zero_1_refuses_before_anything_is_sent() -> None:
         with pytest.raises(MismatchError, match=r"Rank 0 has tensor '0' .*\(2, 3\).* rank 1 has .*\(2, 4\)"):
             ZeroOptimizer(torch.nn.Linear(3 + rank, 2).parameters(), torch.optim.SGD)
         with pytest.raises(MismatchError, match="average=True, SGD; rank 1 has average=True, Adam"):
-            ZeroOptimizer(Net().parameters(), (torch.optim.SGD, torch.optim.Adam)[rank])
+            ZeroOptimizer(MixedNet().parameters(), (torch.optim.SGD, torch.optim.Adam)[rank])
         with pytest.raises(ValueError, match="LBFGS steps along all parameters"):
-            ZeroOptimizer(Net().parameters(), torch.optim.LBFGS)
+            ZeroOptimizer(MixedNet().parameters(), torch.optim.LBFGS)
         for different in ({"lr": 0.1 + rank}, {"lr": 0.1, "betas": (0.9, 0.9 + 0.05 * rank)}):
             with pytest.raises(MismatchError, match=f"parameters with {{.*'lr': {0.1}.*}}; rank 1 has a group of"):
                 ZeroOptimizer(torch.nn.Linear(2, 1).parameters(), torch.optim.Adam, **different)
@@ -210,7 +210,7 @@ def test_on_a_gpu() -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for sharding in (1, 3):
-            model, plain = (Net().cuda() for _ in range(2))
+            model, plain = (MixedNet().cuda() for _ in range(2))
             over = ShardedParameters(model) if sharding == 3 else None
             optimizer: Any = (
                 torch.optim.Adam(over.parameters(), lr=0.01)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharding import Net, alike, average, loss_of, nbytes, spawn, states
+from sharding import MixedNet, alike, average, loss_of, nbytes, spawn, states
 from torch.utils.checkpoint import checkpoint
 
 from dist_prims.errors import MismatchError, PeerLeftError
@@ -35,7 +35,7 @@ def accumulated(model: torch.nn.Module, steps: Iterable[int], branch: int | None
 @pytest.mark.parametrize(("units", "size"), [("two", 1), ("none", 2), ("two", 3), ("children", 4)])
 def test_zero_3_trains_as_the_plain_run(units: str, size: int) -> None:
     def body(exact: bool) -> None:
-        rank, model, plain = dist.get_rank(), Net(), Net()
+        rank, model, plain = dist.get_rank(), MixedNet(), MixedNet()
         if rank:  # rank 0's values count
             torch.nn.init.zeros_(model.scale)
         named = {"children": None, "two": [model.blocks[1], model.fine], "none": []}[units]
@@ -69,7 +69,7 @@ def test_zero_3_trains_as_the_plain_run(units: str, size: int) -> None:
 
 def test_zero_3_clips_as_the_plain_run() -> None:
     def body() -> None:
-        model, plain = Net(), Net()
+        model, plain = MixedNet(), MixedNet()
         sharded = ShardedParameters(model)
         loss_of(model, 0, dist.get_rank(), 0).backward()
         loss_of(plain, 0, dist.get_rank(), 0).backward()
@@ -161,7 +161,7 @@ def test_zero_3_under_checkpoints() -> None:
 
 def test_zero_3_goes_on_on_any_number_of_ranks() -> None:
     def body(state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        model = Net()
+        model = MixedNet()
         sharded = ShardedParameters(model)
         if state is not None:
             sharded.load_state_dict(state)
@@ -171,9 +171,9 @@ def test_zero_3_goes_on_on_any_number_of_ranks() -> None:
         return {name: value.clone() for name, value in sharded.state_dict().items()}
 
     once = spawn(body, 3, None)[1]
-    assert list(once) == list(Net().state_dict())
+    assert list(once) == list(MixedNet().state_dict())
     twice = spawn(body, 2, once)
-    plain = Net()
+    plain = MixedNet()
     for step in range(2):
         plain.zero_grad()
         loss_of(plain, step, 0, 0).backward()
@@ -346,7 +346,7 @@ def test_zero_3_shows_what_hinders_a_forward() -> None:
 
 def test_zero_3_refuses() -> None:
     def body() -> None:
-        rank, model = dist.get_rank(), Net()
+        rank, model = dist.get_rank(), MixedNet()
         with pytest.raises(MismatchError, match=r"Rank 0 has unit 'fine' of 2 .* rank 1 has unit 'frozen' of 2"):
             ShardedParameters(model, [(model.fine, model.frozen)[rank]])
         buffers = torch.nn.Linear(1, 1)
@@ -365,9 +365,9 @@ def test_zero_3_refuses() -> None:
         with pytest.raises(RuntimeError, match=r"isnan reads a parameter of shape \(6, 6\) that is not gathered now"):
             torch.isnan(model.fine.weight)
         with pytest.raises(ValueError, match=r"'fine\.weight' has shape \(1,\) in the state and \(6, 6\) in the model"):
-            sharded.load_state_dict({**Net().state_dict(), "fine.weight": torch.ones(1)})
+            sharded.load_state_dict({**MixedNet().state_dict(), "fine.weight": torch.ones(1)})
         with pytest.raises(ValueError, match="'more' is in the state or in the model"):
-            sharded.load_state_dict({**Net().state_dict(), "more": torch.ones(1)})
+            sharded.load_state_dict({**MixedNet().state_dict(), "more": torch.ones(1)})
         loss = loss_of(model, 0, rank, 0)
         with torch.no_grad():
             for each in sharded.parameters():
@@ -378,7 +378,7 @@ def test_zero_3_refuses() -> None:
             model.fine.bias.requires_grad_(False)
         with pytest.raises(ValueError, match="a parameter of fine was frozen on rank 1 after it was sharded"):
             loss_of(model, 0, rank, 0).backward()
-        model = Net()
+        model = MixedNet()
         ShardedParameters(model)
         with pytest.raises(RuntimeError, match="half reads a parameter"):
             model.half()

@@ -98,7 +98,7 @@ def bad_receive(rank: Rank, shared: Random) -> None:
                 tensor = torch.zeros(2, 2).t()
         work: Any = dist.irecv(tensor, group=group.handle, group_src=0, tag=8)
         received.append(True)
-        rank.until(work.is_completed, "a receive that nobody waits for")
+        rank.until(work.is_completed, "a receive that no thread waits for")
         work.wait()
 
     received: list[bool] = []

@@ -281,10 +281,10 @@ def is_broken(result: Result) -> bool:
 
 
 def row(result: Result, expected: dict[str, str]) -> str:
-    told = [result.reason] if result.reason else []
+    remarks = [result.reason] if result.reason else []
     if is_broken(result) and result.test in expected:
-        told.append(f"(expected: {expected[result.test]})")
-    return f"{result.outcome:8} {result.seconds:7.2f} s  {result.test:64} {' '.join(told)}".rstrip()
+        remarks.append(f"(expected: {expected[result.test]})")
+    return f"{result.outcome:8} {result.seconds:7.2f} s  {result.test:64} {' '.join(remarks)}".rstrip()
 
 
 def describe(
