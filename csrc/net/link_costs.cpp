@@ -88,7 +88,8 @@ LinkCosts measure_link(RemotePeers& remote, int peer, std::uint64_t network, std
             messages.send(block->data(), bytes, block);
             messages.receive();
         });
-        betas.push_back(std::max(spent - echo, 0.0) / static_cast<double>(bytes));
+        // If all echoes were delayed and the block was not, its time is the best that is known.
+        betas.push_back((spent > echo ? spent - echo : spent) / static_cast<double>(bytes));
         const std::chrono::duration<double> all = Clock::now() - began;
         if (all.count() > kLongEnough && spent > kLongEnoughInEchoes * echo) break;
     }

@@ -207,6 +207,31 @@ CASE(all_ranks_learn_what_the_link_costs) {
     }
 }
 
+// The first messages of a rank are late: the number of its network and its echoes.
+class SlowBeginning : public InMemoryTransport {
+public:
+    using InMemoryTransport::InMemoryTransport;
+    Handle send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner) override {
+        if (sent_++ < 7) std::this_thread::sleep_for(20ms);
+        return InMemoryTransport::send(to, tag, data, bytes, std::move(owner));
+    }
+
+private:
+    int sent_ = 0;
+};
+
+// Where echoes took longer than blocks, the difference was taken for a link that costs nothing, so for none.
+CASE(a_link_with_late_echoes_has_costs) {
+    InMemoryNetwork network;
+    run_group(
+        {{0}, {1}},
+        [](MultiHostGroup& group, int rank) {
+            const LinkCosts costs = group.first_agreement(sum_of(0, 1), rank == 0 ? 7 : 8, 60s);
+            CHECK(costs.alpha > 0.01 && costs.beta > 0);
+        },
+        [&](int rank) { return std::make_unique<SlowBeginning>(network, rank); });
+}
+
 CASE(costs_of_a_link_are_packed) {
     for (const LinkCosts costs : {LinkCosts{50e-6, 8.5e-9}, LinkCosts{1, 4e-6}, LinkCosts{1e-9, 1e-15}}) {
         const LinkCosts unpacked = LinkCosts::unpacked(costs.packed());
