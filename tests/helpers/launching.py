@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -53,18 +54,19 @@ def clean(**more: str) -> dict[str, str]:
 def run(
     command: list[str], environ: Mapping[str, str] | None = None, timeout: float = 60, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """Run it to its end; a launcher that takes too long is asked to end its ranks, which a kill would leave behind."""
+    """Run it to its end. A launcher that takes too long is asked to end its ranks, because a kill would leave them
+    behind. What is left of its process group is killed."""
     environ = clean() if environ is None else environ
-    with subprocess.Popen(command, env=environ, cwd=cwd, **PIPES) as process:
+    with subprocess.Popen(command, env=environ, cwd=cwd, start_new_session=True, **PIPES) as process:
         try:
             out, errors = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
+        except BaseException:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=20)
+                process.wait(20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             raise
-        finally:
-            process.kill()
     return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
