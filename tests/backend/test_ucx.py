@@ -71,6 +71,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_rank_without_ucx_is_named_on_all_ranks(tmp_path: Path, needs_ucx: None) -> None:
     """The library of rank 1 is an empty file."""
     (tmp_path / "lib").mkdir()

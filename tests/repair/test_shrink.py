@@ -130,7 +130,7 @@ def test_one_failure_after_another(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "place", [0, 2, 4, 6, *(pytest.param(place, marks=pytest.mark.slow) for place in (1, 3, 5, 7))]
+    "place", [0, 2, 4, *(pytest.param(place, marks=pytest.mark.slow) for place in (1, 3, 5, 6, 7))]
 )
 def test_a_rank_dies_while_the_survivors_agree(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first member, which serves the store of the next group, dies at each of its requests."""

@@ -172,7 +172,7 @@ def check(state: State) -> None:
     assert {end.error for end in ends.values() if end and end.error} <= {LeftOut, GaveUp}, ends
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("size", "budget"),

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +25,7 @@ for _ in range(2):
         with accelerator.accumulate(model):
             loss = torch.nn.functional.mse_loss(model(x), y)
             accelerator.backward(loss)
-            norm: Any = accelerator.clip_grad_norm_(model.parameters(), 1.0) if accelerator.sync_gradients else None
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0) if accelerator.sync_gradients else None
             optimizer.step()
             optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())

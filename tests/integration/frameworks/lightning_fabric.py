@@ -2,7 +2,6 @@
 
 import json
 import sys
-from typing import Any
 
 import torch
 from lightning.fabric import Fabric, seed_everything
@@ -11,11 +10,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 
-class CPUFSDPStrategy(FSDPStrategy):  # type: ignore[misc]
+class CPUFSDPStrategy(FSDPStrategy):
     """FSDP on the CPU: Fabric refuses FSDPStrategy itself where there is no GPU, and accepts a subclass."""
 
 
-def shard(model: Any, mesh: Any) -> Any:
+def shard(model, mesh):
     for layer in model:
         if isinstance(layer, torch.nn.Linear):
             fully_shard(layer, mesh=mesh["data_parallel"])
@@ -34,7 +33,7 @@ fabric.launch()
 assert torch.distributed.get_backend() == backend
 
 seed_everything(0, verbose=False)
-model: Any = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 if kind == "ddp":
     model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
 else:

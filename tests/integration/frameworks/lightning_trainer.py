@@ -2,7 +2,6 @@
 
 import json
 import sys
-from typing import Any
 
 import torch
 import torchmetrics
@@ -11,17 +10,17 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 
-class CPUFSDPStrategy(FSDPStrategy):  # type: ignore[misc]
+class CPUFSDPStrategy(FSDPStrategy):
     """FSDP on the CPU: Trainer refuses FSDPStrategy itself where there is no GPU, and accepts a subclass."""
 
 
-class Model(LightningModule):  # type: ignore[misc]
-    def __init__(self) -> None:
+class Model(LightningModule):
+    def __init__(self):
         super().__init__()
         self.accuracy = torchmetrics.Accuracy("binary")
-        self.layers: Any = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
         elif isinstance(self.trainer.strategy, FSDPStrategy):
@@ -29,13 +28,13 @@ class Model(LightningModule):  # type: ignore[misc]
             device = torch.device("cpu")
             self.layers = FullyShardedDataParallel(self.layers, device_id=device, use_orig_params=True)
 
-    def training_step(self, batch: Any) -> torch.Tensor:
+    def training_step(self, batch):
         x, y = batch
         loss = torch.nn.functional.mse_loss(self.layers(x), y)
         self.log("train_loss", loss, sync_dist=True)
         return loss
 
-    def validation_step(self, batch: Any, index: int) -> None:
+    def validation_step(self, batch, index):
         x, y = batch
         found = self.layers(x)
         self.accuracy(found.sigmoid(), (y > 0).int())
@@ -46,7 +45,7 @@ class Model(LightningModule):  # type: ignore[misc]
             self.log(f"positive_{reduction}", positive, sync_dist=True, reduce_fx=reduction)
         self.log("rank", self.global_rank, sync_dist=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from typing import Any
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -13,7 +12,7 @@ from dist_prims.training import ShardedSampler
 ITEMS, SEEN_BEFORE = 101, 3
 
 
-def make_loader() -> StatefulDataLoader:
+def make_loader():
     sampler = ShardedSampler(ITEMS, seed=0, uneven="keep")
     return StatefulDataLoader(range(ITEMS), batch_size=4, sampler=sampler, num_workers=2)
 
@@ -23,13 +22,13 @@ dist_prims.init(backend)
 loader = make_loader()
 batches = iter(loader)
 seen = [next(batches) for _ in range(SEEN_BEFORE)]
-states: list[Any] = [None] * torch.distributed.get_world_size()
+states = [None] * torch.distributed.get_world_size()
 torch.distributed.all_gather_object(states, loader.state_dict())  # as a checkpoint would
 
 resumed = make_loader()
 resumed.load_state_dict(states[torch.distributed.get_rank()])
 seen += [*resumed]
-everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+everywhere = [None] * torch.distributed.get_world_size()
 torch.distributed.all_gather_object(everywhere, torch.cat(seen).tolist())
 items = sorted(item for each in everywhere for item in each)
 assert items == [*range(ITEMS)], items

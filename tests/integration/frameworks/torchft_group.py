@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +13,10 @@ from torchft_prims import ProcessGroupPrims
 TIMEOUT = timedelta(seconds=20)
 
 
-def total(group: Any, value: int) -> float:
+def total(group, value):
     tensor = torch.full((1000,), float(value))
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+    options.reduceOp = dist.ReduceOp.SUM
     group.allreduce([tensor], options).wait()
     return tensor[-1].item()
 

@@ -17,7 +17,7 @@ TIMEOUT = timedelta(seconds=30)
 STEPS, DIES_AT, DIES = 8, 3, 2
 
 
-def replica(backend: str, number: int) -> None:
+def replica(backend, number):
     weight = torch.zeros(4)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(

@@ -6,11 +6,11 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 from torchft.process_group import ProcessGroupWrapper
 
 
-class ProcessGroupPrims(ProcessGroupWrapper):  # type: ignore[misc]
-    def getBackendName(self) -> str:
+class ProcessGroupPrims(ProcessGroupWrapper):
+    def getBackendName(self):
         return "torchft-dist_prims"
 
-    def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+    def _create_pg(self, store, rank, world_size):
         options = _DistributedBackendOptions()
         options.store, options.group_rank, options.group_size = store, rank, world_size
         options.timeout, options.group_id = self._timeout, f"quorum {self._quorum_id}"

@@ -18,7 +18,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--tokens", type=int, default=64)
@@ -58,7 +58,7 @@ def main() -> None:
             for name in given.communicators
         }
     sampling = SamplingParams(max_tokens=given.tokens, temperature=0, ignore_eos=True, detokenize=False)
-    names, seconds = [*engines], {name: list[float]() for name in engines}
+    names, seconds = [*engines], {name: [] for name in engines}
     for round in range(-2, given.rounds):
         prompts = [{"prompt_token_ids": [round + 3 + each, 1, 2, 3]} for each in range(given.batch)]
         tokens = {}

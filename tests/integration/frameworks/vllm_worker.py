@@ -8,17 +8,17 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 
-class GroupCommunicator(CpuCommunicator):  # type: ignore[misc]
+class GroupCommunicator(CpuCommunicator):
     """Calls the collectives of torch.distributed."""
 
-    def _all_group_ranks_share_shm_group_name(self) -> bool:
+    def _all_group_ranks_share_shm_group_name(self):
         return False
 
 
-class PrimsWorker(CPUWorker):  # type: ignore[misc]
+class PrimsWorker(CPUWorker):
     backend = "dist_prims"
 
-    def init_device(self) -> None:
+    def init_device(self):
         platform = type(current_platform)
         platform.dist_backend = self.backend
         platform.get_device_communicator_cls = classmethod(lambda cls: f"{__name__}.GroupCommunicator")
