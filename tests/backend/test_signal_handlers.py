@@ -104,6 +104,7 @@ def interrupt(group: Any, wait: str, end: str, schedule: str = "any schedule") -
 PAIRS = [*itertools.product(WAITS, ENDS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pairs",
     [PAIRS[::4] + PAIRS[3::4], pytest.param(PAIRS[1::4] + PAIRS[2::4], marks=pytest.mark.slow)],

@@ -248,6 +248,7 @@ def test_the_time_to_run_begins_when_all_have_joined() -> None:
     assert dist_prims.spawn(of_a_module, 2, backend=slow_to_join(3), timeout=2) == [0, 1]
 
 
+@pytest.mark.slow
 def test_the_time_to_run_is_not_the_time_to_start() -> None:
     assert dist_prims.spawn(lambda: time.sleep(3), 1, start_timeout=2) == [None]
 

@@ -48,7 +48,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["standard input", pytest.param("-c", marks=pytest.mark.slow), "-i"])
 @pytest.mark.timeout(300)
 def test_what_a_program_without_a_source_defines(how: str, tmp_path: Path) -> None:

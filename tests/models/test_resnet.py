@@ -146,6 +146,7 @@ def both(twin: ResNet, training: bool, count: int = 3) -> tuple[torch.Tensor, to
     return outputs
 
 
+@pytest.mark.slow
 def test_a_model_on_several_devices_is_the_model() -> None:
     a, b = both(ModelParallelResNet50(["cpu"] * 3, num_classes=7), training=True)
     assert torch.equal(a, b)

@@ -119,6 +119,7 @@ def test_chunks_are_those_of_simulate_and_expressions_those_of_order(
                 assert tab.evaluate(EXPRESSIONS, [ranks, schedule.chunks]) == orders, (name, size)
 
 
+@pytest.mark.slow
 def test_keys_and_buttons_move_between_steps(browser: Any, tmp_path: Path) -> None:
     with opened(browser, build("all_reduce", "ring", 5).html(tmp_path / "ring.html"), "#step=3") as tab:
         assert position(tab) == "step 3"
