@@ -43,8 +43,9 @@ pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / 
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """``-n auto``: tests wait so often that one worker more than cores keeps the cores busy; the long ones compute."""
-    return (os.cpu_count() or 1) + (config.option.tier != "long")
+    """``-n auto``: the default tests wait so often that one worker more than cores keeps the cores busy; the slow ones
+    compute."""
+    return (os.cpu_count() or 1) + (config.option.tier in ("default", "smoke"))
 
 
 @pytest.fixture(autouse=True)
