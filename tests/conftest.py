@@ -48,6 +48,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return (os.cpu_count() or 1) + (config.option.tier in ("default", "smoke"))
 
 
+@pytest.fixture
+def loopback_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TCPStore asks for the name of each address. The DNS, which is not asked about the loopback interface, takes 5 s
+    if a reply is lost: longer than some limits of tests."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
     """Restore the environment after each test: ``init()`` sets variables, which the ranks of later tests inherited."""

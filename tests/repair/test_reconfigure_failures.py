@@ -19,7 +19,7 @@ from survivors import run_ranks
 from dist_prims.errors import CommError, PeerDiedError, PeerLeftError
 from tests.repair.test_shrink import all_reduce_until_failure, die
 
-pytestmark = needs_reconfigure
+pytestmark = [needs_reconfigure, pytest.mark.usefixtures("loopback_addresses")]
 
 
 def test_wrong_handles(tmp_path: Path) -> None:
