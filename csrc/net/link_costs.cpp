@@ -88,7 +88,7 @@ LinkCosts measure_link(RemotePeers& remote, int peer, std::uint64_t network, std
             messages.send(block->data(), bytes, block);
             messages.receive();
         });
-        // If all echoes were delayed and the block was not, its time is the best that is known.
+        // If the echoes were delayed and the block was not, the time of the block is the best estimate.
         betas.push_back((spent > echo ? spent - echo : spent) / static_cast<double>(bytes));
         const std::chrono::duration<double> all = Clock::now() - began;
         if (all.count() > kLongEnough && spent > kLongEnoughInEchoes * echo) break;

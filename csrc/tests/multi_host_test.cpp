@@ -220,7 +220,7 @@ private:
     int sent_ = 0;
 };
 
-// Where echoes took longer than blocks, the difference was taken for a link that costs nothing, so for none.
+// A price of 0 means that the link was not measured. The price was 0 if the echoes took longer than the blocks.
 CASE(a_link_with_late_echoes_has_costs) {
     InMemoryNetwork network;
     run_group(

@@ -35,7 +35,8 @@ def copy_project(source: Path, folder: Path) -> Path:
 
 
 def _copy_environment(folder: Path) -> None:
-    """Copy the environment of this process by hard links. Its package and its interpreter are those of the copy."""
+    """Copy the environment of this process by hard links. The new environment has the package and the
+    interpreter of the copy."""
     old, new = Path(sys.prefix), folder / ".venv"
     shutil.rmtree(new, ignore_errors=True)
     run("cp", "-a", "--link", str(old), str(new))

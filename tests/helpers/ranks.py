@@ -43,7 +43,7 @@ def children() -> set[int]:
 
 
 def backend_of(group: Any = None) -> Any:
-    """The backend of a group, by default of the default group, with methods that torch's type does not know."""
+    """The backend of a group, by default of the default group, with methods that torch's type does not have."""
     return (group or distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
 
 

@@ -216,7 +216,7 @@ def test_what_cannot_be_split_is_left_to_autograd(make: Callable[[], Any]) -> No
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_forward_that_differentiates_is_refused(twice: bool) -> None:
-    """It added gradients that the caller had not asked for, and lost those of second derivatives."""
+    """It added gradients that the caller had not asked for, and lost the gradients of second derivatives."""
     model = Differentiated(twice=twice)
     with split_backward(Later()), pytest.raises(RuntimeError, match="choose a plan that does not split it, such as"):
         model(torch.randn(4, 3))

@@ -1,4 +1,4 @@
-"""Buckets in shared memory that are summed while they fill: in any order of ranks the bits are those of a plain sum."""
+"""Buckets in shared memory that are summed while they fill: in any order of ranks they have the bits of a plain sum."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class StageWorker:
         return tuple(each.detach().requires_grad_(learns and _is_differentiable(each)) for each in outputs)
 
     def backward(self, micro: int, grads: Sequence[torch.Tensor | None]) -> Tensors:
-        """The gradients of the inputs that require one, from those of the outputs. A loss needs no ``grads``."""
+        """The gradients of the inputs that require one. ``grads``: the gradients of the outputs; a loss needs none."""
         with self.statistics.frozen():
             found = self._backward(micro, self._saved[micro], grads)
         del self._saved[micro]
