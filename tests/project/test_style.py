@@ -89,7 +89,7 @@ PURE = {"_output", "learn", "processes", "schedules", "tracing", "_chart"}  # no
 # The files that use private API of torch themselves, instead of torch_compat: one is all about the internals of the
 # compiler, the other one is a subclass of torch's. The list may only become shorter.
 PRIVATE_TORCH = {
-    "ops/inductor_order.py",
+    "ops.py",
     "training/mixed_precision.py",
 }
 PRIVATE = re.compile(r"_[a-zA-Z]\w*|distributed_c10d")
