@@ -133,9 +133,9 @@ PUBLIC = [
 ]
 # The modules whose __all__ is the public interface, beside that of every package. In others it is empty.
 DOCUMENTED = {"errors", "models.gpt", "models.resnet", "patterns.ensemble", "patterns.parameter_server"}
-DOCUMENTED |= {"schedules.topology", "training.elastic", "training.mixed_precision"}
+DOCUMENTED |= {"ops", "schedules.topology", "training.elastic", "training.mixed_precision"}
 # The examples of these run in a group of one rank.
-WITH_A_GROUP = ("agreement", "backend", "collectives", "parallel", "patterns", "torch_compat", "training")
+WITH_A_GROUP = ("agreement", "backend", "collectives", "ops", "parallel", "patterns", "torch_compat", "training")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
