@@ -1,9 +1,14 @@
-"""``python -m dist_prims.bench``: measure collectives, on the ranks of a launcher or on ranks that it starts itself."""
+"""``python -m dist_prims.bench``: measure collectives, on the ranks of a launcher or on ranks that it starts itself.
+
+A word first measures something else: ``steps`` of training, collectives between ``hosts``, the ``repair`` of groups, a
+``pipeline``; ``calibrate`` measures what the link costs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,26 +26,13 @@ from .memory import chunk_bytes, extra_bytes
 from .report import environment, heading, plot, row, write_json
 
 _SECONDS = 3600.0
+_OTHERS = ("calibrate", "hosts", "pipeline", "repair", "steps")
 
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["calibrate"]:
-        from .calibrate import main as calibrate  # imports the backend, which may not be built
-
-        return calibrate(words[1:])
-    if words[:1] == ["pipeline"]:
-        from .pipeline import main as pipeline
-
-        return pipeline(words[1:])
-    if words[:1] == ["hosts"]:
-        from .hosts import main as hosts  # imports the backend
-
-        return hosts(words[1:])
-    if words[:1] == ["repair"]:
-        from .repair import main as repair  # imports the backend
-
-        return repair(words[1:])
+    if words and words[0] in _OTHERS:  # imported here: most import the backend, which may not be built
+        return int(importlib.import_module(f".{words[0]}", __package__).main(words[1:]))
     parser = _parser()
     given = parser.parse_args(words)
     try:

@@ -19,7 +19,6 @@ import argparse
 import functools
 import math
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -312,7 +311,3 @@ def _sweep(given: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> in
         lines = {name: sorted(points) for name, points in lines.items()}
         print(line_chart(given.pictures / "sweep.svg", title, "images of a micro-batch", "images a second", lines))
     return int(not agree)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""``python -m dist_prims.bench.steps``: measure the cost of communication in real use, beside the computation.
+"""``python -m dist_prims.bench steps``: measure the cost of communication in real use, beside the computation.
 
 Two kinds of work: training steps of DistributedDataParallel, which hides part of its communication behind the backward
 pass, and tokens of a tensor-parallel decoder, which can hide none. Each runs over a group of gloo, over a group of
@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -337,7 +336,7 @@ def _works(text: str) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m dist_prims.bench.steps", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m dist_prims.bench steps", description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", type=positive, default=2, help="number of ranks to start without a launcher (2)")
     parser.add_argument(
         "--steps", type=positive, default=20, help="runs of each contender: 1 step or 16 tokens each (20)"
@@ -348,7 +347,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, help="write all times")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,7 @@
-"""The program of each rank of a contender, run in the contender's own environment: ``python program.py orders.json``.
+"""The program of each rank of a contender, run in the contender's own environment.
+
+    python library_rank.py prepare ENTRY HOME     # compile what the library needs, once
+    python library_rank.py measure orders.json    # on each rank
 
 It needs numpy and the contender; dist_prims only if that is the contender. The loop is that of the benchmark: new
 values in the whole buffer, a barrier, one call, a check of the result; for small data another barrier and many timed
@@ -15,6 +18,7 @@ import importlib.util
 import json
 import mmap
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,10 +29,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__: list[str] = []
-
-SLOT = 64  # bytes; a cache line for each rank, and one for the order to stop
-_SMALL, _CALLS_IN_A_ROW = 64 * 1024, 50
+SLOT = 64  # bytes of the page: a cache line for each rank, and one for the order to stop
+_SMALL, _CALLS_IN_A_ROW, _WARMUP = 64 * 1024, 50, 2
 _PERIOD = 13  # of the values, as in cases.py
 
 Array = npt.NDArray[np.float32]
@@ -82,7 +84,7 @@ def measure(
         return (time.perf_counter() - began) / times
 
     seconds, wrong, began = [], 0, time.monotonic()
-    for number in range(-orders["warmup"], orders["iterations"][str(nbytes)]):
+    for number in range(-_WARMUP, orders["iterations"][str(nbytes)]):
         start = (orders["round"] + number) % _PERIOD
         values = pattern[start : start + count]
         np.add(values, rank, out=buffer)
@@ -143,10 +145,10 @@ def _group(backend: str, direct: bool = False) -> Callable[[dict[str, Any]], tup
 def _deepspeed(orders: dict[str, Any]) -> tuple[int, int, Bind]:
     """The compiled operator without the package deepspeed, whose import takes seconds."""
     torch = import_module("torch")
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // orders["ranks"]))
     rank, size = _own_rank()
-    spec = importlib.util.spec_from_file_location("deepspeed_shm_comm", orders["library"])
-    assert spec is not None
-    assert spec.loader is not None
+    library = Path(orders["home"], "extensions/deepspeed_shm_comm/deepspeed_shm_comm.so")
+    spec: Any = importlib.util.spec_from_file_location("deepspeed_shm_comm", library)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.initialize(size, rank)
@@ -160,7 +162,7 @@ def _deepspeed(orders: dict[str, Any]) -> tuple[int, int, Bind]:
 
 
 def _oneccl(orders: dict[str, Any]) -> tuple[int, int, Bind]:
-    library = ctypes.CDLL(orders["library"])
+    library = ctypes.CDLL(f"{orders['home']}/all_reduce.so")
     rank, size = ctypes.c_int(), ctypes.c_int()
     library.start(ctypes.byref(rank), ctypes.byref(size))
     atexit.register(library.stop)
@@ -172,7 +174,7 @@ def _oneccl(orders: dict[str, Any]) -> tuple[int, int, Bind]:
     return rank.value, size.value, bind
 
 
-OPENED: dict[str, Callable[[dict[str, Any]], tuple[int, int, Bind]]] = {
+ENTRIES: dict[str, Callable[[dict[str, Any]], tuple[int, int, Bind]]] = {
     "mpi": _mpi,
     "gloo": _group("gloo"),
     "dist_prims": _group("dist_prims"),
@@ -185,16 +187,66 @@ OPENED: dict[str, Callable[[dict[str, Any]], tuple[int, int, Bind]]] = {
 def main(path: str) -> None:
     orders = json.loads(Path(path).read_text())
     faulthandler.dump_traceback_later(orders["seconds"], exit=True)  # also ends a loop in C++
-    rank, size, bind = OPENED[orders["opens"]](orders)
+    rank, size, bind = ENTRIES[orders["entry"]](orders)
     assert size == orders["ranks"], f"{size} ranks, asked for {orders['ranks']}"
     place = Path(orders["place"])
     barrier = SharedMemoryBarrier(place / "page", rank, size, orders["seconds"])
     barrier()
     with (place / f"rank-{rank}.jsonl").open("w") as file:
-        for nbytes in orders["sizes"]:
+        for nbytes in map(int, orders["iterations"]):
             print(json.dumps(measure(bind, nbytes, rank, size, barrier, orders)), file=file, flush=True)
     barrier()
 
 
+def prepare(entry: str, home: Path) -> None:
+    if entry == "deepspeed":  # otherwise it compiles its operator on first use
+        import_module("deepspeed.ops.op_builder.cpu").ShareMemCommBuilder().load()
+    if entry == "oneccl":
+        source, lib = home / "all_reduce.cpp", home / "lib"
+        source.write_text(_ONECCL)
+        flags = ["-O2", "-std=c++17", "-shared", "-fPIC", f"-I{home / 'include'}"]
+        libraries = [f"-L{lib}", "-lccl", "-lmpi", f"-Wl,-rpath,{lib}"]
+        subprocess.run(["g++", *flags, str(source), "-o", str(home / "all_reduce.so"), *libraries], check=True)
+
+
+_ONECCL = """
+#include <mpi.h>
+
+#include <memory>
+#include <oneapi/ccl.hpp>
+
+static std::unique_ptr<ccl::communicator> world;
+
+extern "C" void start(int* rank, int* size) {
+    int given;
+    ccl::init();
+    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &given);
+    MPI_Comm_rank(MPI_COMM_WORLD, rank);
+    MPI_Comm_size(MPI_COMM_WORLD, size);
+    ccl::shared_ptr_class<ccl::kvs> store;
+    ccl::kvs::address_type address;
+    if (*rank == 0) {
+        store = ccl::create_main_kvs();
+        address = store->get_address();
+    }
+    MPI_Bcast(address.data(), static_cast<int>(address.size()), MPI_BYTE, 0, MPI_COMM_WORLD);
+    if (*rank != 0) store = ccl::create_kvs(address);
+    world = std::make_unique<ccl::communicator>(ccl::create_communicator(*size, *rank, store));
+}
+
+extern "C" void all_reduce(float* data, size_t count) {
+    ccl::allreduce(data, data, count, ccl::datatype::float32, ccl::reduction::sum, *world).wait();
+}
+
+extern "C" void stop() {
+    world.reset();
+    MPI_Finalize();
+}
+"""
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] == "prepare":
+        prepare(sys.argv[2], Path(sys.argv[3]))
+    else:
+        main(sys.argv[2])

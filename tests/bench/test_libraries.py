@@ -1,0 +1,73 @@
+"""The comparison with other libraries: everything but the libraries, which need a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, str(ROOT / "docs/benchmarks/libraries.py"), "--rounds", "1", "--seconds", "60"]
+sys.path.insert(0, str(ROOT / "docs/benchmarks"))
+
+import libraries  # noqa: E402
+
+
+def test_commands_have_a_deadline() -> None:
+    with pytest.raises(libraries.Failed, match=r"not done in 0.3 s; almost"):
+        libraries.run([["sh", "-c", "echo almost; sleep 30 & sleep 30"]], 0.3, [dict(os.environ)])
+
+
+def test_a_command_that_fails_ends_the_others() -> None:
+    failing = [sys.executable, "-c", "raise ValueError('why')"]
+    with pytest.raises(libraries.Failed, match="ValueError: why"):
+        libraries.run([failing, ["sleep", "100"]], 90, [dict(os.environ)] * 2)
+    with pytest.raises(libraries.Failed, match="no-such-command"):
+        libraries.run([["no-such-command"]], 5, [dict(os.environ)])
+
+
+def test_sizes_that_all_ranks_have_measured_count(tmp_path: Path) -> None:
+    """A rank may be killed while it writes a line."""
+    line = json.dumps({"nbytes": 8, "seconds": [1.0, 2.0], "wrong": 1})
+    (tmp_path / "0").write_text(f"{line}\n{line.replace('8', '16')}\n")
+    (tmp_path / "1").write_text(f"{line.replace('1.0', '3.0')}\n{line[:9]}")
+    assert libraries.slowest([tmp_path / "0", tmp_path / "1"]) == [{"nbytes": 8, "seconds": [3.0, 2.0], "wrong": 2}]
+    assert libraries.slowest([tmp_path / "0", tmp_path / "missing"]) == []
+
+
+def test_a_folder_of_other_files_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mpich").mkdir()
+    (tmp_path / "mpich/kept").touch()
+    assert libraries.main(["--only", "mpich", "--build", "--cache", str(tmp_path)]) == 0
+    assert (tmp_path / "mpich/kept").exists()
+
+
+@pytest.mark.slow
+def test_contenders_of_this_environment(tmp_path: Path) -> None:
+    command = [
+        *PROGRAM,
+        "--only",
+        "gloo",
+        "dist_prims",
+        "direct",
+        "mpich",
+        "--sizes",
+        "8,256K",
+        "--cache",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "found.json")], capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    assert "wrong elements: 0" in done.stdout
+    assert "mpich: no environment; --build creates it" in done.stdout
+    lines = json.loads((tmp_path / "found.json").read_text())["lines"]
+    assert {(line["contender"], line["nbytes"]) for line in lines} == {
+        (name, nbytes) for name in ("gloo", "dist_prims", "direct") for nbytes in (8, 256 << 10)
+    }
+    assert all(0 < seconds < 10 for line in lines for seconds in line["seconds"])
