@@ -9,7 +9,6 @@ it is first used, and ``dist_prims.schedules`` needs NumPy only.
 """
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names as in _HOME, for editors and type checkers
@@ -85,15 +84,11 @@ _HOME = {
     "trace": "tracing",
 }
 _PACKAGES = {"datasets", "errors", "models", "ops", "parallel", "patterns", "repair", "schedules", "training"}
-_OLD_NAMES = {"Options": "BackendOptions"}  # of version 0.1
 
 __all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OLD_NAMES:
-        warnings.warn(f"dist_prims.{name} is called {_OLD_NAMES[name]}", DeprecationWarning, stacklevel=2)
-        name = _OLD_NAMES[name]
     if name in _PACKAGES:
         return importlib.import_module(f"dist_prims.{name}")
     if name not in _HOME:

@@ -8,9 +8,6 @@ True
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 from torch.distributed import DistBackendError
 
 __all__ = [
@@ -146,19 +143,3 @@ class LeftOutError(CommError):
     >>> issubclass(LeftOutError, CommError)
     True
     """
-
-
-_OLD_NAMES = {  # of version 0.1
-    "CommTimeout": CommTimeoutError,
-    "Interrupted": CommInterruptedError,
-    "PeerDied": PeerDiedError,
-    "PeerLeft": PeerLeftError,
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _OLD_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = _OLD_NAMES[name]
-    warnings.warn(f"dist_prims.errors.{name} is called {found.__name__}", DeprecationWarning, stacklevel=2)
-    return found

@@ -6,9 +6,9 @@ import argparse
 
 import torch
 
-__all__: list[str] = []
+from ..schedules.advice import parse_bytes
 
-_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+__all__: list[str] = []
 
 
 def sizes(text: str) -> list[int]:
@@ -30,10 +30,10 @@ def sizes(text: str) -> list[int]:
 
 
 def size(text: str) -> int:
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
-    if not number.isdigit() or unit not in {"", *_UNITS}:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 512, 16K, 1M or 2G")
-    return int(number) * _UNITS.get(unit, 1)
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def dtype(text: str) -> torch.dtype:

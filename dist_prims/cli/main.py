@@ -52,9 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["plan"]:  # the name of the subcommand in version 0.1
-        print("dist_prims: 'plan' is now called 'recommend'", file=sys.stderr)
-        words[0] = "recommend"
     parser = _parser()
     given, more = parser.parse_known_args(words)
     if more and (given.run is not show.run or any(word.startswith("-") for word in more)):

@@ -17,6 +17,7 @@ import re
 from typing import Any, NamedTuple
 
 from ..schedules import algorithms, lookup
+from ..schedules.advice import parse_bytes
 from ..schedules.cost import Cost
 from ..schedules.registry import Algorithm
 from ..schedules.trust import evaluated, may_be_chosen
@@ -33,16 +34,14 @@ ALPHA, BETA, GAMMA = 60e-6, 0.5e-9, 0.1e-9
 # the length of the block, whereas a rank that forwards blocks does not know the lengths of other ranks' blocks.
 UNFORWARDED = ("pairwise", "direct")
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
 
 def _bytes(text: str, variable: str) -> int:
     if text == "max":
         return 1 << 63
-    match = re.fullmatch(r"(\d+)([KMG]?)B?", text.upper())
-    if match is None:
-        raise ValueError(f"{variable}: {text!r} is not a size; write 512, 16K, 1M, 2G or max")
-    return int(match[1]) * _UNITS[match[2]]
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"{variable}: {error} or max") from None
 
 
 class SizeRange(NamedTuple):

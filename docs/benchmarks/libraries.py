@@ -250,7 +250,7 @@ def _reason(output: Any) -> str:
     output.seek(0)
     lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower() and not line.startswith(("File", "raise"))]
-    return ([*lines[-1:], *errors] or ["no output"])[-1][:200]
+    return str(([*lines[-1:], *errors] or ["no output"])[-1])[:200]
 
 
 def slowest(files: Sequence[Path]) -> list[dict[str, Any]]:

@@ -161,13 +161,6 @@ def test_recommend_recommends_and_says_why(capsys: pytest.CaptureFixture[str]) -
     assert "times the lower bound" in reasons
 
 
-def test_plan_is_the_old_name_of_recommend(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recommend", "--hosts", "2"]) == 0
-    recommended = capsys.readouterr()
-    assert main(["plan", "--hosts", "2"]) == 0
-    assert capsys.readouterr() == (recommended.out, "dist_prims: 'plan' is now called 'recommend'\n")
-
-
 def test_recommend_takes_a_calibration_and_other_collectives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

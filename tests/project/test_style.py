@@ -290,14 +290,6 @@ def test_at_most_300_names_are_public() -> None:
     assert sum(len(exported(tree) or []) for _, tree in public) + len(dist_prims.__all__) <= 300
 
 
-def test_old_names_warn() -> None:
-    with pytest.warns(DeprecationWarning, match=r"dist_prims\.Options is called BackendOptions"):
-        assert dist_prims.Options is dist_prims.BackendOptions
-    for old in ("CommTimeout", "Interrupted", "PeerDied", "PeerLeft"):
-        with pytest.warns(DeprecationWarning, match=rf"errors\.{old} is called \w+Error"):
-            assert issubclass(getattr(dist_prims.errors, old), dist.DistBackendError)
-
-
 def test_files_and_functions_stay_short() -> None:
     for _, path, tree in sources():
         assert len(path.read_text().splitlines()) <= 400, f"{path} is long: the idea is not found yet"
