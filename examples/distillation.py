@@ -1,15 +1,15 @@
 """Distillation: a small network learns handwritten digits from a large one on a separate rank.
 
-The last rank holds the teacher and computes answers while the students, on the other ranks, learn from the previous
-batch. With one rank the teacher is in the student's process. Most images have no label: there only the teacher counts.
-The losses of the students are those of one process.
+The last rank holds the teacher. A student requests the answer to batch t + 1 before it learns from batch t, so the
+teacher computes meanwhile. With one rank the teacher is in the student's process. Most images have no label: there only
+the teacher counts. The losses of the students are those of one process.
 
-    torchrun --nproc-per-node 2 distillation.py --seeds 3
+    torchrun --nproc-per-node 2 distillation.py --seed 0
 """
 
 import argparse
-import statistics
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,102 +18,102 @@ from torch.nn import functional as F
 
 import dist_prims
 from dist_prims.datasets import digits
-from dist_prims.patterns.distillation import Distillation, Regressor, cosine_loss, soft_target_loss
 
-BATCH, EPOCHS, LARGE, SMALL, LABELLED = 60, 15, 128, 16, 60
+BATCH, EPOCHS, LARGE, SMALL, LABELLED, HEAT = 60, 15, 128, 16, 60, 2.0  # HEAT: the temperature of soft targets
 METHODS = ("labels alone", "soft targets", "cosine of hidden states", "regressor of hidden states")
-
-Pair = tuple[torch.Tensor, torch.Tensor]  # images and labels; or logits and hidden states
 
 
 class Net(nn.Module):
-    """A network that returns logits and its hidden state; ``method`` selects the loss of a student."""
+    """A network that returns logits and its hidden state side by side; ``method`` selects the loss of a student."""
 
     def __init__(self, hidden: int, method: str = "", seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.first, self.last, self.method = nn.Linear(64, hidden), nn.Linear(hidden, 10), method
-        self.regressor = Regressor((hidden,), (LARGE,)) if method.startswith("regressor") else None
+        self.regressor = nn.Linear(hidden, LARGE) if method.startswith("regressor") else None
         self.double()  # float64, so that rounding does not hide an error
 
-    def forward(self, x: torch.Tensor) -> Pair:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = F.relu(self.first(x))
-        return self.last(hidden), hidden
+        return torch.cat([self.last(hidden), hidden], 1)
 
-    def loss(self, batch: Pair, answer: Pair) -> torch.Tensor:
-        logits, hidden = self(batch[0])
-        loss = F.cross_entropy(logits, batch[1], reduction="sum") / len(logits)
-        if self.regressor is not None:
-            return loss + 0.25 * self.regressor.loss(hidden, answer[1])
-        if self.method == "soft targets":
-            return 0.25 * loss + 0.75 * soft_target_loss(logits, answer[0], temperature=2)
-        return loss + 0.25 * cosine_loss(hidden, answer[1]) if self.method.startswith("cosine") else loss
+    def loss(self, images: torch.Tensor, labels: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        (logits, hidden), (soft, state) = (each.tensor_split([10], 1) for each in (self(images), answer))
+        loss = F.cross_entropy(logits, labels, reduction="sum") / len(logits)
+        if self.method == "soft targets":  # times HEAT squared, because the gradient decreases with the square
+            divergence = F.kl_div((logits / HEAT).log_softmax(1), (soft / HEAT).softmax(1), reduction="batchmean")
+            return 0.25 * loss + 0.75 * HEAT**2 * divergence
+        if self.method.startswith("cosine"):
+            pooled = F.avg_pool1d(state, LARGE // SMALL)  # to the width of the student
+            return loss + 0.25 * (1 - F.cosine_similarity(hidden, pooled)).mean()
+        return loss if self.regressor is None else loss + 0.25 * F.mse_loss(self.regressor(hidden), state)
 
 
-def learn(net: Net, answered: Iterable[tuple[Pair, Pair]]) -> torch.Tensor:
+def learn(net: Net, answered: Iterable[Any]) -> torch.Tensor:
     """Train on batches and the teacher's answers; return the losses."""
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     losses = []
-    for batch, answer in answered:
+    for (images, labels), answer in answered:
         optimizer.zero_grad()
-        losses.append(net.loss(batch, answer))
+        losses.append(net.loss(images, labels, answer))
         losses[-1].backward()
         optimizer.step()
     return torch.stack(losses).detach()
 
 
-def answered_by(teacher: Net | None, batches: list[Pair]) -> Iterator[tuple[Pair, Pair]]:
-    for batch in batches:
-        yield batch, torch.no_grad()(teacher)(batch[0]) if teacher else batch
+def answered_by(teacher: int, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Any]:
+    """Batches with the answers of rank ``teacher``, which works on the next batch while the caller uses this one."""
+    asked: list[tuple[torch.Tensor, list[Any]]] = []
+    for number, batch in enumerate(batches):
+        for images, _ in batches[len(asked) : number + 2]:  # at the start two requests, then one ahead
+            answer = images.new_empty(len(images), 10 + LARGE)
+            asked.append((answer, [dist.isend(images, teacher), dist.irecv(answer, teacher)]))
+        answer, works = asked[number]
+        for work in works:
+            work.wait()
+        yield batch, answer
 
 
-def batches_of(images: torch.Tensor, labels: torch.Tensor, count: int) -> list[Pair]:
-    random = torch.Generator().manual_seed(0)
-    orders = [torch.split(torch.randperm(len(images), generator=random), count) for _ in range(EPOCHS)]
-    return [(images[each], labels[each]) for order in orders for each in order if len(each) == count]
+@torch.no_grad()
+def teach(teacher: Net, students: int, count: int, steps: int) -> None:
+    """Answer ``steps`` requests of ``count`` images from each student, in turn."""
+    for _ in range(steps):
+        for student in range(students):
+            dist.recv(images := torch.empty(count, 64, dtype=torch.float64), student)
+            dist.send(teacher(images), student)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3, help="students of each method")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the students")
     parser.add_argument("--backend", default="dist_prims", help="backend of the group")
     arguments = parser.parse_args()
     dist_prims.init(arguments.backend)
-    rank, distillation = dist.get_rank(), Distillation(classes=10, teachers=int(dist.get_world_size() > 1))
-    students = dist.get_world_size() - distillation.teachers
+    rank, size = dist.get_rank(), dist.get_world_size()
+    learners = dist.new_group([*range(students := max(size - 1, 1))])
     images, labels = digits().tensors
     chosen = [dist_prims.DataPartitioner(labels, [0.2, 0.8], seed=7).use(each).indices for each in (0, 1)]
     (x, y), (held_out, truth) = ((images[each].flatten(1).double(), labels[each]) for each in chosen)
     count = BATCH // students * students
-    learn(teacher := Net(LARGE), answered_by(None, batches_of(x, y, count)))
-    for parameter in teacher.parameters():
-        dist_prims.broadcast(parameter.data)
-    batches = batches_of(x, y.where(torch.arange(len(y)) < LABELLED, -100), count)  # -100: no label
-
-    def accuracy(net: Net) -> float:
-        return float((net(held_out)[0].argmax(1) == truth).double().mean())
-
-    log = print if rank == 0 else lambda text: None
-    log(f"students have {LABELLED} labels       accuracy on {len(truth)} images, median of {arguments.seeds}")
-    log(f"{f'the teacher, all {len(y)} labels':30}{accuracy(teacher):6.1%}")
+    few = y.where(torch.arange(len(y)) < LABELLED, -100)  # -100: no label
+    full, batches = ([*zip(x.split(count), part.split(count), strict=True)][:-1] * EPOCHS for part in (y, few))
+    learn(teacher := Net(LARGE), [(batch, torch.empty(1, 10)) for batch in full])
+    answered_here = [(batch, teacher(batch[0]).detach()) for batch in batches]
     for method in METHODS:
-        results = []
-        for seed in range(arguments.seeds):
-            student, losses = Net(SMALL, method, seed), torch.zeros(len(batches), dtype=torch.float64)
-            if distillation.is_teacher:
-                distillation.teach(teacher)
-            else:
-                averager = dist_prims.GradientAverager(student, group=distillation.students)
-                own = [(images.chunk(students)[rank], labels.chunk(students)[rank]) for images, labels in batches]
-                with distillation.student(own, None if distillation.teachers else teacher) as answered:
-                    losses = learn(student, answered)
-                averager.remove()
-            dist_prims.all_reduce(losses)
-            if rank == 0:
-                alone = learn(Net(SMALL, method, seed), answered_by(teacher, batches))
-                torch.testing.assert_close(losses / students, alone, rtol=0, atol=1e-5 * (students > 1))
-                results.append(accuracy(student))
-        log(f"{method:30}{statistics.median(results or [0]):6.1%}")
+        student, losses = Net(SMALL, method, arguments.seed), torch.zeros(len(batches), dtype=torch.float64)
+        if rank == students:
+            teach(teacher, students, count // students, len(batches))
+        else:
+            averager = dist_prims.GradientAverager(student, group=learners)
+            own = [(images.chunk(students)[rank], labels.chunk(students)[rank]) for images, labels in batches]
+            losses = learn(student, answered_by(students, own) if size > 1 else answered_here)
+            averager.remove()
+        dist_prims.all_reduce(losses)
+        if rank == 0:
+            alone = learn(Net(SMALL, method, arguments.seed), answered_here)
+            torch.testing.assert_close(losses / students, alone, rtol=0, atol=1e-5 * (students > 1))
+            scores = [(net(held_out)[:, :10].argmax(1) == truth).double().mean() for net in (student, teacher)]
+            print(f"{method:27}as in one process; accuracy {scores[0]:.1%}, the teacher's {scores[1]:.1%}")
 
 
 if __name__ == "__main__":

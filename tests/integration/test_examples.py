@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import MPIRUN, clean, needs_mpirun, run, run_forked
+from launching import MPIRUN, clean, forked, free_port, needs_mpirun, run, run_forked
 
 import dist_prims
 
@@ -22,6 +22,10 @@ EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))
 HEAVY = ("compiled", "mixed_precision")  # seconds of computing: in the slow tier only, on 3 ranks and over gloo
 GUIDE = (ROOT / "docs/guide.md").read_text()
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "patterns").glob("*.md"))}
+# Examples whose ranks wait for each other by messages, and a line before which rank 1 fails.
+FAILING = {
+    "distillation": "            dist.send(teacher(images), student)",
+}
 PROGRAMS = [
     pytest.param(program, id=f"{name}-{number}")
     for name, text in PAGES.items()
@@ -40,8 +44,7 @@ def run_copy(name: str, folder: Path, launcher: list[str], *arguments: str) -> s
 
 
 def run_copy_forked(name: str, folder: Path, *arguments: str, ranks: int) -> None:
-    few = ["--seeds", "1"] if name == "distillation" else []
-    run_forked(Path(shutil.copy(EXAMPLES[name], folder)), *few, *arguments, ranks=ranks)
+    run_forked(Path(shutil.copy(EXAMPLES[name], folder)), *arguments, ranks=ranks)
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in (*HEAVY, "elastic")])
@@ -98,6 +101,19 @@ def test_a_wrong_result_is_the_exit_status(tmp_path: Path) -> None:
     done = run([*torchrun(2), "wrong.py"], clean(OMP_NUM_THREADS="1"), timeout=110, cwd=tmp_path)
     assert done.returncode != 0
     assert "DistributedDataParallel.join() differs from one process" in done.stderr
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_rank_that_fails_in_an_example_is_named_by_the_other(name: str) -> None:
+    line = FAILING[name]
+    indent = " " * (len(line) - len(line.lstrip()))
+    text = EXAMPLES[name].read_text().replace("parse_args()", "parse_args([])")
+    assert text.count(line) == 1
+    program = text.replace(line, f'{indent}assert dist.get_rank() != 1, "out of memory"\n{line}')
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    other, failed = forked(*((program, clean(RANK=str(rank), **place)) for rank in range(2)))
+    assert "AssertionError: out of memory" in failed.stderr
+    assert re.search(r"Peer(Died|Left)Error: rank 0: rank 1 ", other.stderr), other.stderr
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
