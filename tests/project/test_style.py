@@ -132,8 +132,8 @@ PUBLIC = [
     "trace",
 ]
 # The modules whose __all__ is the public interface, beside that of every package. In others it is empty.
-DOCUMENTED = {"errors", "models.gpt", "models.resnet", "patterns.ensemble", "patterns.parameter_server"}
-DOCUMENTED |= {"ops", "schedules.topology", "training.elastic", "training.mixed_precision"}
+DOCUMENTED = {"errors", "models.gpt", "models.resnet", "ops", "patterns.parameter_server", "schedules.topology"}
+DOCUMENTED |= {"training.elastic", "training.mixed_precision"}
 # The examples of these run in a group of one rank.
 WITH_A_GROUP = ("agreement", "backend", "collectives", "ops", "parallel", "patterns", "torch_compat", "training")
 
