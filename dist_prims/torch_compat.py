@@ -16,10 +16,9 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules import batchnorm, instancenorm
+from torch.nn.modules import batchnorm
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_map_only as tree_map_only
 
 __all__: list[str] = []
 
@@ -32,10 +31,7 @@ default_group: Callable[[], dist.ProcessGroup] = dist.distributed_c10d._get_defa
 # graph_task_id() identifies the backward pass that runs in this thread; -1 outside of one.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 BatchNorm: TypeAlias = batchnorm._BatchNorm
-InstanceNorm: TypeAlias = instancenorm._InstanceNorm
-Norm: TypeAlias = batchnorm._NormBase  # the base of both
-# transform_level() counts the transforms of torch.func, such as vmap, that run in this thread; None without any.
-transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+Norm: TypeAlias = batchnorm._NormBase  # the base of BatchNorm and of instance norms
 
 
 def group_named(name: str) -> dist.ProcessGroup:
@@ -287,16 +283,6 @@ def is_in_function_transform() -> bool:
     False
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def unbatched(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """The tensor of all samples under vmap, and the dimension of the samples; None where x does not depend on the
-    sample. A Function with a rule for vmap would give the same, but costs 0.3 ms."""
-    functorch: Any = torch._C._functorch
-    if not functorch.is_batchedtensor(x):
-        return x, None
-    found: tuple[torch.Tensor, int] = functorch._unwrap_batched(x, functorch.maybe_get_level(x))
-    return found
 
 
 def without_torch_function() -> Any:

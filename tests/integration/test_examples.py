@@ -26,6 +26,7 @@ PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "patter
 FAILING = {
     "distillation": "            dist.send(teacher(images), student)",
     "ensemble": "        assert_near(gather(rows, counts), expected)",
+    "per_sample": "        largest, chosen = top(norms, items, 3)",
 }
 PROGRAMS = [
     pytest.param(program, id=f"{name}-{number}")
