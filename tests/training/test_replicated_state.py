@@ -415,7 +415,7 @@ def test_items_of_a_real_loader_are_used_once(kind: str, point: str, tmp_path: P
             data: Any = ShardedSampler(60, seed=2, uneven="keep")
             loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(items), 4, sampler=data)
         else:
-            data = ShardedIterable([range(start, start + 20) for start in range(0, 60, 20)], seed=2, shuffle_buffer=3)
+            data = ShardedIterable([range(start, start + 20) for start in range(0, 60, 20)], seed=2, window=3)
         layer = nn.Linear(1, 1)
         sizes = torch.zeros(30, dtype=torch.int64)
         state = ReplicatedState({"layer": layer, "data": data, "sizes": sizes})

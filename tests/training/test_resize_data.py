@@ -53,25 +53,37 @@ def test_a_sampler_over_changes_of_the_ranks(count: int, size: int, changes: lis
     assert count - len(seen) < (len(ranks) if uneven == "drop" else 1)
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def group_of(rank: int, size: int) -> dist.ProcessGroup:
+    return dist.ProcessGroup(dist.HashStore(), rank, size)
+
+
+@pytest.mark.usefixtures("alone")
 @settings(deadline=None, max_examples=100)
 @given(
     lengths=st.lists(st.integers(0, 30), max_size=6),
     size=st.integers(1, 4),
     changes=changes,
-    buffer=st.sampled_from([0, 4]),
+    window=st.sampled_from([1, 4]),
 )
-def test_a_stream_over_changes_of_the_ranks(lengths: list[int], size: int, changes: list[Any], buffer: int) -> None:
+def test_a_stream_over_changes_of_the_ranks(lengths: list[int], size: int, changes: list[Any], window: int) -> None:
     """Samples may be repeated only where all ranks that are left had come to their end, and a lost one had not."""
     sources = [[(shard, item) for item in range(length)] for shard, length in enumerate(lengths)]
 
     def fresh(rank: int, size: int) -> ShardedIterable:
-        return ShardedIterable(sources, rank=rank, size=size, seed=3, shuffle_buffer=buffer)
+        return ShardedIterable(sources, group=group_of(rank, size), seed=3, window=window)
 
     ranks = [fresh(rank, size) for rank in range(size)]
     seen: list[Any] = []
     may_repeat = False
     for steps, lost, new in changes:
-        batches = [rank.batches(2, collate=list) for rank in ranks]
+        batches = [rank.batches(2, list) for rank in ranks]
         taken: list[Any] = [[next(each, []) for _ in range(steps)] for each in batches]
         seen += chain(*chain(*taken))
         full = [sum(bool(batch) for batch in each) for each in taken]
@@ -80,21 +92,22 @@ def test_a_stream_over_changes_of_the_ranks(lengths: list[int], size: int, chang
         states = [rank.state_dict() for rank in left]
         ranks = [*left, *(fresh(number, 99) for number in range(new))]
         for number, rank in enumerate(ranks):
-            rank.resize(states=states, rank=number, size=len(ranks))
-    seen += chain(*ranks)
+            rank.resize(group_of(number, len(ranks)), states=states)
+    seen += chain(*(batch for rank in ranks for batch in rank.batches(2, list)))
     assert {*seen} == {*chain(*sources)}
     assert may_repeat or len(seen) == len(set(seen))
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_stream_with_workers_loses_no_sample() -> None:
     sources = [[(shard, item) for item in range(length)] for shard, length in enumerate([9, 14, 8, 11, 10, 12, 3])]
-    ranks = [ShardedIterable(sources, rank=rank, size=2, seed=1) for rank in range(2)]
-    batches = [rank.batches(2, workers=2, collate=list) for rank in ranks]
+    ranks = [ShardedIterable(sources, group=group_of(rank, 2), workers=2, seed=1) for rank in range(2)]
+    batches = [rank.batches(2, list) for rank in ranks]
     seen = [*chain(*(next(each) for each in batches for _ in range(5)))]
-    ranks[1].resize(states=[ranks[1].state_dict()], rank=0, size=1)
-    with pytest.raises(RuntimeError, match=r"resize\(\) was called after batches\(\)"):
+    ranks[1].resize(states=[ranks[1].state_dict()])
+    with pytest.raises(RuntimeError, match=r"call batches\(\) again"):
         next(batches[1])
-    seen += chain(*ranks[1].batches(4, workers=2, collate=list))
+    seen += chain(*ranks[1].batches(4, list))
     assert sorted(seen) == sorted(chain(*sources))
 
 
@@ -107,17 +120,10 @@ def test_a_stream_gathers_the_states_of_the_ranks_that_are_left() -> None:
             return seen  # as if it died: the others go on without it
         pair = dist_prims.shrink(timeout=0.5)
         stream.resize(pair)
-        return [*seen, *stream]
+        return [*seen, *chain(*stream.batches(3, list))]
 
     found = dist_prims.spawn(body, 3, backend="dist_prims", timeout=60)
     assert sorted(chain(*found)) == list(range(24))
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")
@@ -130,7 +136,7 @@ def test_global_batches_do_not_depend_on_the_sizes(sizes: list[int], count: int,
         for step, size in enumerate(sizes):
             for number, each in enumerate(ranks[:size]):
                 each.step = step
-                each.resize(dist.ProcessGroup(dist.HashStore(), number, size))
+                each.resize(group_of(number, size))
             shares = [next(each) for each in ranks[:size]]
             found.append([*chain(*(items.tolist() for items, weight in shares if weight))])
         return found

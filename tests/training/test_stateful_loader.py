@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader over our samplers and streams: every item once, also through a resume.
+"""torchdata's StatefulDataLoader over our samplers: every item once, also through a resume.
 
 Once the state that it saved did not say how far the loader had drawn, and a resumed epoch began again: 70 items were
 given for 50.
@@ -7,18 +7,16 @@ given for 50.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch.utils.data import Dataset
 
-from dist_prims.training import ShardedIterable, ShardedSampler
+from dist_prims.training import ShardedSampler
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
 COUNT, SIZE, BATCH = 50, 2, 4
-STREAMS = [range(0, 13), range(13, 20), range(20, 44), range(44, COUNT)]
 
 
 class Numbers(Dataset[int]):
@@ -34,46 +32,39 @@ def over_a_sampler(rank: int, workers: int, **options: Any) -> tuple[Any, Any]:
     return stateful.StatefulDataLoader(Numbers(), BATCH, sampler=sampler, num_workers=workers, **options), sampler
 
 
-def over_a_stream(rank: int, workers: int, **options: Any) -> tuple[Any, Any]:
-    stream = ShardedIterable(STREAMS, rank=rank, size=SIZE, seed=3, shuffle_buffer=5)
-    return stateful.StatefulDataLoader(stream, BATCH, num_workers=workers, **options), stream
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [over_a_sampler, over_a_stream])
-def test_every_item_once_through_a_resume(make: Callable[..., tuple[Any, Any]], workers: int) -> None:
+def test_every_item_once_through_a_resume(workers: int) -> None:
     # A loader that was read to its end begins again at its start, by its own rule.
     for stop, epoch in [(3, 1)] if workers else [(0, 0), (0, 1), (1, 1), (3, 0)]:
         seen: list[int] = []
         for rank in range(SIZE):
-            loader, data = make(rank, workers)
+            loader, data = over_a_sampler(rank, workers)
             data.set_epoch(epoch)
             batches = iter(loader)
             before = [batch.tolist() for batch in itertools.islice(batches, stop)]
             state = loader.state_dict()
             del batches
 
-            resumed, data = make(rank, workers)
+            resumed, data = over_a_sampler(rank, workers)
             data.set_epoch(epoch)
             resumed.load_state_dict(state)
             after = [batch.tolist() for batch in resumed]
-            undisturbed, data = make(rank, workers)
+            undisturbed, data = over_a_sampler(rank, workers)
             data.set_epoch(epoch)
             assert before + after == [batch.tolist() for batch in undisturbed], (stop, epoch, rank)
             seen += [item for batch in before + after for item in batch]
         assert sorted(seen) == list(range(COUNT)), (stop, epoch)
 
 
-@pytest.mark.parametrize("make", [over_a_sampler, over_a_stream])
-def test_the_epoch_after_a_resumed_one_is_whole(make: Callable[..., tuple[Any, Any]]) -> None:
+def test_the_epoch_after_a_resumed_one_is_whole() -> None:
     seen: list[int] = []
     for rank in range(SIZE):
-        loader, data = make(rank, 0)
+        loader, data = over_a_sampler(rank, 0)
         next(iter(loader))
-        resumed, data = make(rank, 0)
+        resumed, data = over_a_sampler(rank, 0)
         resumed.load_state_dict(loader.state_dict())
-        assert len(list(resumed)) < len(list(make(rank, 0)[0]))
+        assert len(list(resumed)) < len(list(over_a_sampler(rank, 0)[0]))
         data.set_epoch(1)
         seen += [item for batch in resumed for item in batch.tolist()]
     assert sorted(seen) == list(range(COUNT))

@@ -4,15 +4,11 @@ from .batches import Batches, partition_dataset
 from .iterable import ShardedIterable
 from .permutation import Permutation
 from .sampler import ShardedSampler
-from .tar import TarError, tar_members, tar_samples
 
 __all__ = [
     "Batches",
     "Permutation",
     "ShardedIterable",
     "ShardedSampler",
-    "TarError",
     "partition_dataset",
-    "tar_members",
-    "tar_samples",
 ]

@@ -1,14 +1,7 @@
 """Sharded streams: each sample once an epoch over ranks and workers, resumable after a crash.
 
-A stream has no length and cannot be read from its middle. Each *consumer* (a DataLoader worker of a rank) therefore
-gets the same number of whole shards. The shards that are left over are fewer than the consumers: each is read by
-several consumers, which take its samples round-robin (*stripes*). This works for a single shard, too.
-
-What a consumer yields in an epoch is a function of the shards, the seed and its number. Its state is therefore the
-number of samples that it has yielded: a resumed consumer reads again from the beginning and skips them, which restores
-the shuffle buffer as well. The rest of a consumer's stream is a stream, too. If the number of consumers changes, the
-rests of the old consumers are assigned to the new ones as if they were shards. The cost of a resume is reading again
-what was read in the epoch.
+Each *consumer* (a worker of a rank) reads as many whole shards; several take turns in a shard that is left over. When
+resumed, it reads again and skips what it has yielded. If the consumers change, the rests of the old ones become shards.
 """
 
 from __future__ import annotations
@@ -18,7 +11,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
@@ -28,281 +20,131 @@ from .permutation import Permutation
 
 __all__: list[str] = []
 
-_SAME = ("shards", "seed", "shuffle", "shuffle_buffer")
 
+class ShardedIterable:
+    """The samples of ``open(source)`` for each of ``sources``, which must give the same samples each time.
 
-def _open(source: Any) -> Iterable[Any]:
-    samples: Iterable[Any] = source() if callable(source) else source
-    return samples
+    >>> stream = ShardedIterable([range(0, 4), range(4, 7)], seed=1)
+    >>> before, state = next(stream.batches(2)).tolist(), stream.state_dict()
+    >>> stream.load_state_dict([state])  # of each rank; on any number of ranks
+    >>> sorted([*before, *(item for batch in stream.batches(4) for item in batch.tolist())])
+    [0, 1, 2, 3, 4, 5, 6]
 
-
-class ShardedIterable(IterableDataset[Any]):
-    """The samples of ``sources``: iterables, functions that make one, or anything that ``open`` makes one of.
-
-    >>> streams = [range(0, 4), range(4, 7), range(7, 12)]
-    >>> mine, yours = (ShardedIterable(streams, rank=rank, size=2, seed=1) for rank in range(2))
-    >>> sorted([*mine, *yours]) == list(range(12))
-    True
-    >>> [len(batch) for batch in ShardedIterable(streams).batches(5)]
-    [5, 5, 2]
-
-    ``open(source)`` may be ``tar_samples``, for paths of archives. Each epoch has its own order of shards unless
-    ``shuffle`` is False. ``shuffle_buffer``: the number of samples in memory, of which a random one is yielded. Reading
-    a source again must give the same samples. A DataLoader of the program must not have ``persistent_workers``: they
-    keep copies that set_epoch() does not change. torchdata's StatefulDataLoader saves and restores the position of this
-    rank itself, on the same number of ranks and workers. Ranks may have different numbers of samples; if every step
-    communicates, train within ``GradientAverager.join``.
+    ``workers``: of each rank's DataLoader. ``window``: samples that are shuffled together.
     """
 
     def __init__(
         self,
         sources: Sequence[Any],
-        open: Callable[[Any], Iterable[Any]] = _open,
+        open: Callable[[Any], Iterable[Any]] = iter,
         *,
         group: dist.ProcessGroup | None = None,
-        rank: int | None = None,
-        size: int | None = None,
+        workers: int = 0,
+        window: int = 1,
         seed: int = 0,
-        shuffle: bool = True,
-        shuffle_buffer: int = 0,
     ) -> None:
-        if shuffle_buffer < 0 or seed < 0:
-            raise ValueError(f"ShardedIterable: shuffle_buffer={shuffle_buffer} and seed={seed} must be at least 0")
-        self.sources, self.open = sources, open
-        self.shards, self.seed, self.shuffle, self.shuffle_buffer = len(sources), seed, shuffle, shuffle_buffer
-        self.rank, self.size = place_of("ShardedIterable", group, rank, size)
-        self.epoch = 0
-        self._last_read = -1  # the epoch that a worker's copy has given
-        self._before: list[list[int]] = []  # samples that each consumer has given, by change of consumers
-        self._given: list[int] = []  # by this rank's workers since
-        self._full: list[int] = []  # the same, if every batch had been full
-        self._resizes = 0
+        self._sources, self._open, self._workers, self._window, self._seed = sources, open, workers, window, seed
+        self.rank, self.size = place_of("ShardedIterable", group, None, None)
+        self._begin(0, [])
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch, or continue it if it has begun, as after ``load_state_dict``."""
-        if epoch < 0:
-            raise ValueError(f"ShardedIterable: epoch {epoch} is negative")
+        """Begin this epoch, with an order of its own, or continue it if it has begun."""
         if epoch != self.epoch:
-            self.epoch, self._before, self._given, self._full = epoch, [], [], []
+            self._begin(epoch, [])
 
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        return _Samples(partial(self._read, number, workers), self._given[number] if self._given else 0)
+    def _begin(self, epoch: int, before: list[list[int]]) -> None:
+        self._order = Permutation(len(self._sources), [self._seed, epoch])(range(len(self._sources))).tolist()
+        self.epoch, self._before = epoch, before  # samples yielded by all consumers, for each change of the consumers
+        self._yielded = [0] * max(self._workers, 1)  # since then, by each worker of this rank
+        self._full = [*self._yielded]  # the same, if every batch had been full
 
-    def _read(self, number: int, workers: int, given: int) -> Iterator[Any]:
-        """Yield the samples of worker ``number`` of this rank, from sample ``given`` on.
+    def batches(self, size: int, collate: Callable[[list[Any]], Any] = default_collate, **kwargs: Any) -> Iterator[Any]:
+        """The rest of the epoch in batches, from a DataLoader with these options; ranks may have different numbers.
 
-        Errors are raised with the first sample: a loader does not report an error of a worker that comes earlier.
+        A sample counts when its batch is yielded: save the state after the step that trains on the batch.
         """
-        stream = self._stream(len(self._before), self.rank * workers + number, self.size * workers)
-        self._check_workers(workers)
-        if get_worker_info():
-            self._check_epoch()
-        yield from islice(stream, given, None)
-
-    def _check_epoch(self) -> None:
-        """Raise in a worker that is asked for the same epoch twice; by default each epoch has new workers."""
-        again, self._last_read = self._last_read == self.epoch, self.epoch
-        if again and (self.shuffle or self.shuffle_buffer > 1 or self._given or self._before):
-            raise ValueError(
-                f"ShardedIterable: rank {self.rank}: a worker is asked for epoch {self.epoch} again: set_epoch() "
-                "does not reach the workers of a DataLoader with persistent_workers=True; use batches(), or set it to "
-                "False"
-            )
-
-    def _check_workers(self, workers: int) -> None:
-        if len(self._given) not in (0, workers):
-            raise ValueError(
-                f"ShardedIterable: rank {self.rank} began epoch {self.epoch} with {len(self._given)} workers and "
-                f"continues with {workers}; load the states of all ranks by load_state_dict(), or begin a new epoch"
-            )
-
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        workers: int = 0,
-        collate: Callable[[list[Any]], Any] = default_collate,
-        **options: Any,
-    ) -> Iterator[Any]:
-        """The rest of the epoch in batches, from a DataLoader with ``workers`` and ``options``.
-
-        Samples count as given when their batch is yielded, not when a worker has prefetched them. Save the state after
-        the step that trains on the batch.
-        """
-        self._check_workers(max(workers, 1))
-        given = self._given = self._given or [0] * max(workers, 1)
-        full = self._full = self._full or [0] * len(given)
-        resizes = self._resizes
-        loader = DataLoader(self, batch_size, num_workers=workers, collate_fn=_Origin(collate), **options)
-        for turn, (worker, count, batch) in enumerate(loader):
-            if resizes != self._resizes:
-                raise RuntimeError(
-                    f"ShardedIterable: rank {self.rank}: resize() was called after batches(); call batches() again"
-                )
-            given[worker] += count
-            full[turn % len(full)] += batch_size
+        yielded, full = self._yielded, self._full
+        data = _OfWorker(partial(self._batches, size, collate))
+        loader = DataLoader(data, batch_size=None, collate_fn=tuple, num_workers=self._workers, **kwargs)
+        for turn, (worker, samples, batch) in enumerate(loader):
+            if yielded is not self._yielded:
+                raise RuntimeError("ShardedIterable: call batches() again after a change of the position")
+            yielded[worker] += samples
+            full[turn % len(full)] += size
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this rank in the epoch, as plain numbers; ``load_state_dict`` takes those of all ranks."""
-        state = {name: getattr(self, name) for name in _SAME}
-        place = {"epoch": self.epoch, "rank": self.rank, "size": self.size}
-        since = {"given": list(self._given), "full": list(self._full), "resizes": self._resizes}
-        return {**state, **place, "before": [list(each) for each in self._before], **since}
+        options = {"shards": len(self._sources), "seed": self._seed, "window": self._window, "workers": len(self._full)}
+        counts = {"yielded": [*self._yielded], "full": [*self._full], "before": [*map(list, self._before)]}
+        return {**options, "epoch": self.epoch, "rank": self.rank, "size": self.size, **counts}
 
     def load_state_dict(self, states: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Resume from the states of all ranks, on any number of ranks and workers; or from the state of this rank, on
-        the same number of ranks and workers."""
-        if isinstance(states, Mapping) and self.size > 1 and (states["rank"], states["size"]) == (self.rank, self.size):
-            self._check_settings(states)
-            self._resizes = int(states.get("resizes", self._resizes))
-            self.epoch = int(states["epoch"])
-            self._before, self._given = [list(each) for each in states["before"]], list(states["given"])
-            self._full = list(states.get("full", self._given))
-            return
-        given = [states] if isinstance(states, Mapping) else sorted(states, key=lambda state: int(state["rank"]))
-        where = f"ShardedIterable: rank {self.rank} loads a state"
-        ranks = [int(state["rank"]) for state in given]
-        if not given or ranks != list(range(int(given[0]["size"]))):
-            raise ValueError(f"{where} of ranks {ranks}; give a list of the states of all ranks of one save")
-        for state in given:
-            self._check_settings(state)
-            for name in ("epoch", "size", "before"):
-                if state[name] != given[0][name]:
-                    raise ValueError(f"{where} whose ranks differ in {name}: {given[0][name]} and {state[name]}")
-        workers = {len(state["given"]) for state in given} - {0}
-        if len(workers) > 1:
-            raise ValueError(f"{where} whose ranks had {sorted(workers)} workers; all ranks must have equally many")
-        self.epoch, self._given, self._full = int(given[0]["epoch"]), [], []
-        self._before = [list(each) for each in given[0]["before"]]
-        if workers:
-            none = [0] * workers.pop()
-            self._before.append([count for state in given for count in state["given"] or none])
+        """Continue from the states of all ranks of one save, on any number of ranks and workers."""
+        states = [states] if isinstance(states, Mapping) else sorted(states, key=lambda state: int(state["rank"]))
+        ranks, own = [state["rank"] for state in states], self.state_dict()
+        if not states or ranks != list(range(states[0]["size"])):
+            raise ValueError(f"ShardedIterable: states of ranks {ranks}; give a list of the states of all ranks")
+        expected = {**states[0], **{name: own[name] for name in ("shards", "seed", "window")}}
+        for name in ("shards", "seed", "window", "workers", "epoch", "size", "before"):
+            values = [state[name] for state in states]
+            if any(value != expected[name] for value in values):
+                raise ValueError(f"ShardedIterable: {name} of the states is {values}; expected: {expected[name]} each")
+        yielded = [count for state in states for count in state["yielded"]]
+        self._begin(int(states[0]["epoch"]), [*map(list, states[0]["before"]), yielded])
 
-    def resize(
-        self,
-        group: dist.ProcessGroup | None = None,
-        *,
-        states: Sequence[Mapping[str, Any]] | None = None,
-        rank: int | None = None,
-        size: int | None = None,
-    ) -> None:
-        """Continue the epoch on the ranks of another group, as after ``dist_prims.shrink``; all of them call this.
+    def resize(self, group: dist.ProcessGroup | None = None, *, states: Sequence[dict[str, Any]] | None = None) -> None:
+        """Continue the epoch on the ranks of another group; ``states`` are those of the old ranks that are left.
 
-        >>> streams = [range(0, 6), range(6, 12)]
-        >>> mine, lost = (ShardedIterable(streams, rank=rank, size=2, seed=1) for rank in range(2))
-        >>> given = [next(data.batches(2)).tolist() for data in (mine, lost)]
-        >>> mine.resize(states=[mine.state_dict()], rank=0, size=1)
-        >>> sorted([*given[0], *given[1], *mine]) == list(range(12))
-        True
-
-        ``states`` are those of the ranks of the old group that are left, by default those of the ranks of ``group``.
-        If new ranks are among these, give the states, as :class:`ReplicatedState` does.
-
-        A lost rank is taken to have given as many full batches as another rank. So no sample is lost. Samples are
-        repeated only where a worker of the lost rank had come to its end before another worker of that rank, or where
-        the ranks that are left had come to theirs before the lost one.
+        A lost rank counts as having yielded as many full batches as another rank, so no sample is lost. Samples repeat
+        only if one of its workers had ended before another, or the ranks that are left had ended before it.
         """
-        given = [*(gather_values(self.state_dict(), group) if states is None else states)]
-        resizes = max(int(state["resizes"]) for state in given)  # if it failed on some ranks, these have given nothing
-        given = [state for state in given if state["resizes"] == resizes]  # since it succeeded on others
-        self.rank, self.size = place_of("ShardedIterable.resize", group, rank, size)
-        missing = {*range(int(given[0]["size"]))} - {int(state["rank"]) for state in given}
-        full = [max(counts) for counts in zip(*(state["full"] for state in given if state["full"]), strict=False)]
-        self.load_state_dict([*given, *({**given[0], "rank": each, "given": full} for each in missing)])
-        self._resizes = resizes + 1
+        left = [*(gather_values(self.state_dict(), group) if states is None else states)]
+        changes = max(len(state["before"]) for state in left)
+        left = [state for state in left if len(state["before"]) == changes]  # the last resize of others failed
+        self.rank, self.size = place_of("ShardedIterable.resize", group, None, None)
+        lost = {*range(left[0]["size"])} - {state["rank"] for state in left}
+        full = [max(counts) for counts in zip(*(state["full"] for state in left), strict=True)]
+        self.load_state_dict([*left, *({**left[0], "rank": number, "yielded": full} for number in lost)])
 
-    def _check_settings(self, state: Mapping[str, Any]) -> None:
-        for name in _SAME:
-            if state[name] != getattr(self, name):
-                raise ValueError(
-                    f"ShardedIterable: rank {self.rank} loads a state with {name}={state[name]}, and has "
-                    f"{getattr(self, name)}; give both the same"
-                )
+    def _batches(self, size: int, collate: Callable[[list[Any]], Any], worker: int) -> Iterator[tuple[int, int, Any]]:
+        """The worker's number, the number of samples and the batch, for the rest of its samples."""
+        number, consumers = self.rank * len(self._full) + worker, self.size * len(self._full)
+        samples = self._read(len(self._before), number, consumers, self._yielded[worker])
+        while chunk := [*islice(samples, size)]:
+            yield worker, len(chunk), collate(chunk)
 
-    def _stream(self, stage: int, consumer: int, consumers: int) -> Iterator[Any]:
-        """The samples of a consumer since change number ``stage`` of the consumers; 0 is the beginning of the epoch."""
+    def _read(self, stage: int, consumer: int, consumers: int, skip: int) -> Iterable[Any]:
+        """The samples of a consumer since change number ``stage`` of the consumers, without the first ``skip``."""
         if stage:
-            before = self._before[stage - 1]
-            old = [_Rest(self, stage - 1, each, before) for each in range(len(before))]
-            yield from _assigned(old, iter, consumer, consumers)
-            return
-        order = Permutation(self.shards, [self.seed, self.epoch])(range(self.shards)).tolist()
-        sources = [self.sources[shard] for shard in order] if self.shuffle else self.sources
-        samples = _assigned(sources, self.open, consumer, consumers)
-        key = [self.seed, self.epoch, consumer, consumers]
-        yield from _shuffled(samples, self.shuffle_buffer, key) if self.shuffle_buffer > 1 else samples
+            old = self._before[stage - 1]
+            shards = [partial(self._read, stage - 1, number, len(old), old[number]) for number in range(len(old))]
+        else:
+            shards = [partial(self._open, self._sources[number]) for number in self._order]
+        samples = _assigned(shards, consumer, consumers)
+        if not stage and self._window > 1:
+            samples = _shuffled(samples, self._window, [self._seed, self.epoch, consumer, consumers])
+        return islice(samples, skip, None)
 
 
-class _Samples(Iterator[Any]):
-    """An iterator of one consumer whose state can be saved and loaded, for torchdata's StatefulDataLoader."""
-
-    def __init__(self, read: Callable[[int], Iterator[Any]], given: int) -> None:
+class _OfWorker(IterableDataset[Any]):
+    def __init__(self, read: Callable[[int], Iterator[Any]]) -> None:
         self._read = read
-        self._begin(given)
-
-    def _begin(self, given: int) -> None:
-        self._given, self._rest = given, self._read(given)
-
-    def __next__(self) -> Any:
-        sample = next(self._rest)
-        self._given += 1
-        return sample
-
-    def state_dict(self) -> dict[str, int]:
-        return {"given": self._given}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._begin(state["given"])
-
-
-class _Rest:
-    """The rest of the stream of a consumer of an earlier stage."""
-
-    def __init__(self, data: ShardedIterable, stage: int, consumer: int, given: list[int]) -> None:
-        self._data, self._stage, self._consumer, self._given = data, stage, consumer, given
 
     def __iter__(self) -> Iterator[Any]:
-        stream = self._data._stream(self._stage, self._consumer, len(self._given))
-        return islice(stream, self._given[self._consumer], None)
+        return self._read(getattr(get_worker_info(), "id", 0))
 
 
-class _Origin:
-    """Collates in the worker, and adds the worker's number and the number of samples."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> tuple[int, int, Any]:
-        worker = get_worker_info()
-        return worker.id if worker else 0, len(samples), self._collate(samples)
-
-
-def _assigned(
-    sources: Sequence[Any], open: Callable[[Any], Iterable[Any]], consumer: int, consumers: int
-) -> Iterator[Any]:
-    """The whole sources of a consumer, then a stripe of a source that is left over."""
-    whole = len(sources) // consumers * consumers
+def _assigned(shards: Sequence[Callable[[], Iterable[Any]]], consumer: int, consumers: int) -> Iterator[Any]:
+    """The samples of the whole shards of a consumer, then a stripe of a shard that is left over."""
+    whole = len(shards) // consumers * consumers
     for number in range(consumer, whole, consumers):
-        yield from open(sources[number])
-    left = len(sources) - whole
-    if left:
-        mine, stripe = consumer % left, consumer // left
-        share = len(range(mine, consumers, left))  # consumers that read this one
-        yield from islice(open(sources[whole + mine]), stripe, None, share)
+        yield from shards[number]()
+    if left := len(shards) - whole:
+        sharers = len(range(consumer % left, consumers, left))
+        yield from islice(shards[whole + consumer % left](), consumer // left, None, sharers)
 
 
-def _shuffled(samples: Iterator[Any], size: int, key: list[int]) -> Iterator[Any]:
-    random = np.random.RandomState(np.random.SeedSequence(key).generate_state(8))
-    kept: list[Any] = []
-    for sample in samples:
-        if len(kept) < size:
-            kept.append(sample)
-        else:
-            chosen = random.randint(size)
-            yield kept[chosen]
-            kept[chosen] = sample
-    for chosen in random.permutation(len(kept)).tolist():
-        yield kept[chosen]
+def _shuffled(samples: Iterator[Any], window: int, key: list[int]) -> Iterator[Any]:
+    for number, items in enumerate(iter(lambda: [*islice(samples, window)], [])):
+        yield from (items[index] for index in Permutation(len(items), [*key, number])(range(len(items))))
