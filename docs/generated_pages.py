@@ -22,7 +22,6 @@ from dist_prims.schedules.pipelines import draw_gantt, pipeline_plan, pipeline_p
 
 # Bases outside this package: their methods are not repeated in the reference.
 FOREIGN_BASES = "Module, Optimizer, Sampler, IterableDataset, DistBackendError, TimeoutError, Exception, tuple"
-FOREIGN_BASES += ", GradScaler"
 
 
 @dataclass(frozen=True)

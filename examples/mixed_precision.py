@@ -2,7 +2,7 @@
 
 A small network learns the colour of each point of a board from its coordinates; each rank has a part of the points.
 Computed and sent in 16 bits it learns as in float32. Then each rank trains an expert that no other rank has, and rank
-0 overflows: with torch's scaler only rank 0 skips the step, with the scaler of dist_prims all ranks skip it.
+0 overflows: with torch's scaler only rank 0 skips the step, with ``unscale`` of dist_prims all ranks skip it.
 
     torchrun --nproc-per-node 2 mixed_precision.py --steps 120
 """
@@ -15,15 +15,14 @@ from torch.nn.functional import mse_loss
 
 import dist_prims
 from dist_prims.training.compression import Half
-from dist_prims.training.mixed_precision import GradScaler
+from dist_prims.training.mixed_precision import unscale
 
 SIDE, SQUARES = 16, 4
 
 
 def board() -> tuple[torch.Tensor, torch.Tensor]:
     """The coordinates of every point, and the colour of its square."""
-    line = torch.arange(SIDE)
-    points = torch.cartesian_prod(line, line)
+    points = torch.cartesian_prod(torch.arange(SIDE), torch.arange(SIDE))
     colours = (points // (SIDE // SQUARES)).sum(1, keepdim=True) % 2
     return 8 * points / SIDE - 4, colours.float()
 
@@ -45,7 +44,7 @@ def fit(dtype: torch.dtype, steps: int, alone: bool = False) -> tuple[torch.Tens
     if not alone:
         dist_prims.GradientAverager(model, compress=Half(dtype) if is_half else None)
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=5e-3), []
-    scaler = GradScaler("cpu", enabled=dtype == torch.float16)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
     for _ in range(steps):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=dtype, enabled=is_half):
@@ -76,14 +75,16 @@ def check_rounding() -> None:
     torch.testing.assert_close(weight[0].grad, gradients.view(-1), rtol=0, atol=0)
 
 
-def train_experts(scaler: torch.amp.GradScaler) -> torch.Tensor:
+def train_experts(agree: bool) -> torch.Tensor:
     """Train a part of the model that only this rank has for three steps; steps made and scale of every rank."""
     weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in range(3):
         optimizer.zero_grad()
         overflow = float("inf") if step == 1 and dist.get_rank() == 0 else 1.0
         scaler.scale(-overflow * weight.sum()).backward()
+        if agree:
+            unscale(scaler, optimizer)
         scaler.step(optimizer)
         scaler.update()
     found = [torch.zeros(2) for _ in range(dist.get_world_size())]
@@ -98,20 +99,19 @@ def main() -> None:
     arguments = parser.parse_args()
     dist_prims.init(arguments.backend)
     log = print if dist.get_rank() == 0 else lambda text: None
-    alone = fit(torch.float32, arguments.steps, alone=True)
-    fits = {"float32, one process": alone}
+    fits = {"float32, one process": fit(torch.float32, arguments.steps, alone=True)}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         fits[f"{str(dtype)[6:]}, all ranks"] = fit(dtype, arguments.steps)
     log("computed and sent in    first loss   last loss   points right    scale")
     for name, (losses, right, scale) in fits.items():
         log(f"{name:22} {losses[0]:11.4f} {losses[-1]:11.4f} {right:14.0%} {scale:8g}")
         assert right > 0.95 or arguments.steps < 120, f"{name}: only {right:.0%} of the points are right"
-    torch.testing.assert_close(fits["float32, all ranks"][0][:10], alone[0][:10], rtol=1e-3, atol=0)
+    first = [fits[f"float32, {name}"][0][:10] for name in ("all ranks", "one process")]
+    torch.testing.assert_close(*first, rtol=1e-3, atol=0)
     check_rounding()
     log("\nrank 0 overflows in step 1 of 3   steps of each rank     scale of each rank")
-    for scaler in (torch.amp.GradScaler("cpu", init_scale=8.0), GradScaler("cpu", init_scale=8.0)):
-        steps, scales = train_experts(scaler).tolist()
-        name = f"{type(scaler).__module__.split('.')[0]}'s GradScaler"
+    for name, agree in (("GradScaler", False), ("unscale, GradScaler", True)):
+        steps, scales = train_experts(agree).tolist()
         log(f"{name:33} {' '.join(f'{each:g}' for each in steps):22} {' '.join(f'{each:g}' for each in scales)}")
     assert set(steps) == {2.0}, "a rank has made a step that another has skipped"
 

@@ -20,7 +20,7 @@ from dist_prims.errors import MismatchError
 from dist_prims.parallel.vocabulary import split_cross_entropy
 from dist_prims.schedules.pipelines import pipeline_plan, pipeline_plans
 from dist_prims.training import DevicePipeline, Pipeline
-from dist_prims.training.mixed_precision import GradScaler
+from dist_prims.training.mixed_precision import unscale
 from dist_prims.training.pipeline import StageFailedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -201,7 +201,7 @@ def test_a_scaled_loss_is_reported_as_it_is(name: str) -> None:
         plan = pipeline_plan(name, 2, MICROS)
         mine, (inputs, targets) = stages_of(plan.stages), a_batch()
         whole = nn.Sequential(*copy.deepcopy(mine))
-        scaler = GradScaler("cpu", init_scale=1024.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         pipeline = Pipeline(mine, plan, loss=nn.CrossEntropyLoss(ignore_index=0), scaler=scaler)
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
         its = torch.optim.SGD(whole.parameters(), lr=0.1)
@@ -209,6 +209,7 @@ def test_a_scaled_loss_is_reported_as_it_is(name: str) -> None:
             optimizer.zero_grad()
             its.zero_grad()
             value = pipeline.step(inputs, targets)
+            unscale(scaler, optimizer)
             scaler.step(optimizer)
             scaler.update()
             wanted = F.cross_entropy(whole(inputs), targets, ignore_index=0)

@@ -71,10 +71,10 @@ TRAINING = {
     "incremental_reduce": set(),
     "compressor": {"incremental_reduce"},
     "group_duplicates": set(),
-    "compression": {"compressor"},
-    "gradients": {"compression", "compressor", "group_duplicates", "incremental_reduce"},
-    "average": {"gradients"},
     "mixed_precision": set(),
+    "compression": {"compressor"},
+    "gradients": {"compression", "compressor", "group_duplicates", "incremental_reduce", "mixed_precision"},
+    "average": {"gradients"},
     "partition": set(),
     "data": {"partition"},
     "checkpoint": {"data"},
@@ -86,12 +86,9 @@ TRAINING = {
     "replicated_state": {"checkpoint", "data", "gradients", "state_transfer"},
 }
 PURE = {"_output", "learn", "processes", "schedules", "tracing", "_chart"}  # no torch
-# The files that use private API of torch themselves, instead of torch_compat: one is all about the internals of the
-# compiler, the other one is a subclass of torch's. The list may only become shorter.
-PRIVATE_TORCH = {
-    "ops.py",
-    "training/mixed_precision.py",
-}
+# The file that uses private API of torch itself, instead of torch_compat: it is about the internals of the compiler.
+# The list may only become shorter.
+PRIVATE_TORCH = {"ops.py"}
 PRIVATE = re.compile(r"_[a-zA-Z]\w*|distributed_c10d")
 NOT_OF_TORCH = {"_exit", "_extra_reducers", "_getframe", "_replace"}  # os, multiprocessing, sys, named tuples
 

@@ -39,13 +39,13 @@ from ...collectives.call import group_of
 from ...torch_compat import graph_task_id, knows_group
 from ..compressor import Compressor, Exact
 from ..group_duplicates import duplicate, end_groups, ranks_of
+from ..mixed_precision import agree_on_overflow, unscale
 from .averaging import Averaging
 from .backward_end import Ending
 from .clipping import clip
 from .compressor_choice import compressor_of, describe, give_up, refuse_shared, restart, take
 from .gradient_hook import hook_gradient
 from .initial_sync import broadcast_coalesced, check_same_model
-from .loss_scaling import agree_on_overflow, unscale
 from .model_changes import ModelWatch
 from .nested_backward import within_a_backward
 from .ownership import assign, predecessors, release
@@ -257,8 +257,9 @@ class GradientAverager:
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.unscale_(optimizer)``, and all ranks find an inf where one does: all skip the step, or none."""
         self._check_in_use()
-        announce = functools.partial(self._joining.announce, VERDICT) if self._joining else _nothing
-        unscale(scaler, optimizer, self._group, announce)
+        if self._joining and scaler.is_enabled():
+            self._joining.announce(VERDICT)
+        unscale(scaler, optimizer, self._group)
 
     def remove(self) -> None:
         """Detach from the model and the compressor, and end the averager's group. Every rank calls this, after the same
@@ -291,7 +292,7 @@ class GradientAverager:
     def _take_part(self, kind: int, factor: float) -> None:
         """In :meth:`join`, when this rank is done: take part in a step of the others with zeros, and leave none."""
         if kind == VERDICT:
-            agree_on_overflow(torch.zeros((), device=self._device), self._group)
+            agree_on_overflow(0.0, self._group)
             return
         self._averaging.begin()
         self._averaging.end(factor, shadow=True)

@@ -50,9 +50,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ``param_groups``, so schedulers work; ``state`` holds what this rank owns. All ranks make equally many steps. A
     gradient that is missing on some ranks counts as zero there; one that is missing on all is not stepped.
 
-    With float16 use GradScaler of training.mixed_precision: with torch's, each rank skips a step on its own, and the
-    other ranks wait. To clip, use ``average=False`` and GradientAverager.clip_grad_norm: with ``average=True`` no rank
-    has all means.
+    With float16 call unscale of training.mixed_precision: with torch's GradScaler alone, each rank skips a step on its
+    own, and the other ranks wait. To clip, use ``average=False`` and GradientAverager.clip_grad_norm: with
+    ``average=True`` no rank has all means.
     """
 
     collective_state_dict = True  # read by Checkpoints

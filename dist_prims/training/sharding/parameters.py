@@ -68,7 +68,7 @@ class ShardedParameters:
     same units in the same order, and their losses must reach the same units; the computation within a unit may differ.
     Gradients are means over the ranks, added up until ``zero_grad()`` of the optimizer or of the model. A parameter
     without a gradient counts as zero if its unit has one. Freeze parameters, and copy the model, before sharding. With
-    float16 use GradScaler of training.mixed_precision: torch's checks only the shards of this rank.
+    float16 call unscale of training.mixed_precision: torch's GradScaler checks only the shards of this rank.
     """
 
     collective_state_dict = True  # read by Checkpoints
