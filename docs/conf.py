@@ -149,7 +149,7 @@ def outputs_of(lesson: Path) -> list[dict[str, str]]:
 
 
 class LinkPublicNames(SphinxPostTransform):
-    """Make links of public names in texts: ``dist_prims.training.LocalSGD``, and of classes also ``LocalSGD``."""
+    """Make links of public names in texts: ``dist_prims.training.Pipeline``, and of classes also ``Pipeline``."""
 
     default_priority = 20
 

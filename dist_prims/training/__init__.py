@@ -8,7 +8,6 @@ The rest is imported from its own module: :mod:`.compression`, :mod:`.checkpoint
 from .average import average_gradients
 from .data import Batches, ShardedIterable, ShardedSampler, partition_dataset
 from .gradients import GradientAverager
-from .local_sgd import LocalSGD
 from .partition import DataPartitioner, Partition
 from .pipeline import DevicePipeline, Pipeline
 from .pipeline.split_model import split
@@ -19,7 +18,6 @@ __all__ = [
     "DataPartitioner",
     "DevicePipeline",
     "GradientAverager",
-    "LocalSGD",
     "Partition",
     "Pipeline",
     "ReplicatedState",

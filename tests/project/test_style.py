@@ -79,7 +79,6 @@ TRAINING = {
     "data": {"partition"},
     "checkpoint": {"data"},
     "elastic": {"checkpoint", "data", "partition"},
-    "local_sgd": {"average", "gradients"},
     "pipeline": {"checkpoint", "gradients", "group_duplicates"},
     "sharding": {"gradients"},
     "state_transfer": set(),

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 import dist_prims
 from dist_prims.errors import MismatchError
 from dist_prims.launch import RankFailedError
-from dist_prims.training import LocalSGD
 from dist_prims.training.gradients import GradientAverager
 from dist_prims.training.sharding import ShardedParameters
 
@@ -344,12 +343,12 @@ def test_a_model_of_dtensors_is_refused_by_name() -> None:
         model = parallelize_module(two_layers(), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         model(torch.ones(1, 2)).sum().backward()
         group = mesh.get_group("dp")
-        for call in (GradientAverager, dist_prims.average_gradients, LocalSGD):
+        for call in (GradientAverager, dist_prims.average_gradients):
             words = rf"^rank {group.rank()}: {call.__name__}: '0.weight' is a DTensor.*fully_shard\(model, mesh="
             with pytest.raises(ValueError, match=words):
                 call(model, group=group)
         mixed = model if dist.get_rank() < 2 else two_layers()
-        for call in (GradientAverager, dist_prims.average_gradients, LocalSGD):
+        for call in (GradientAverager, dist_prims.average_gradients):
             with pytest.raises((ValueError, MismatchError), match=r"'0\.weight' is a DTensor"):
                 call(mixed, group=group)
         torch.manual_seed(0)
