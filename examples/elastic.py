@@ -10,6 +10,7 @@ import argparse
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.nn.utils import parameters_to_vector
 import dist_prims
 from dist_prims.datasets import digits
 from dist_prims.training.checkpoint import Checkpoints
-from dist_prims.training.elastic import GlobalBatches, elastic_steps
+from dist_prims.training.data import GlobalBatches
 from dist_prims.training.sharding import ZeroOptimizer
 
 
@@ -40,11 +41,22 @@ def train(
     batches = GlobalBatches(digits(), 50, seed=3)
     checkpoints = Checkpoints(folder, {"model": model, "optimizer": optimizer, "batches": batches})
     torch.manual_seed(1 + dist.get_rank())  # a different dropout mask on each rank
-    for step, (images, labels, weight) in zip(elastic_steps(checkpoints, last, every=every), batches, strict=False):
+    stop = torch.zeros(1)  # 1 after SIGTERM, which torchrun sends before it changes the membership
+    handler = signal.signal(signal.SIGTERM, lambda *_: stop.fill_(1))
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, handler))
+    for step in range(checkpoints.restore(), last):
         before(step)
+        images, labels, weight = next(batches)
         optimizer.zero_grad()
         (F.cross_entropy(model(images), labels) * weight).backward()
         optimizer.step()  # averages the gradients as well
+        leave = stop.clone()
+        dist.all_reduce(leave, dist.ReduceOp.MAX)  # all ranks stop after the same step
+        if leave or (step + 1) % every == 0 or step + 1 == last:
+            checkpoints.save(step + 1)
+        if leave and step + 1 < last:
+            sys.exit(128 + signal.SIGTERM)
+    signal.signal(signal.SIGTERM, handler)
     return parameters_to_vector(model.parameters()).detach()
 
 

@@ -27,7 +27,7 @@ from torch.nn.utils import parameters_to_vector
 import dist_prims
 from dist_prims.datasets import digits
 from dist_prims.training import ReplicatedState
-from dist_prims.training.elastic import GlobalBatches
+from dist_prims.training.data import GlobalBatches
 
 RANK_OF_LAUNCHER = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 RANKS, STEPS, DIES_AT, JOINS_AT = 3, 12, 4, 8

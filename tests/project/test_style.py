@@ -78,7 +78,6 @@ TRAINING = {
     "partition": set(),
     "data": {"partition"},
     "checkpoint": {"data"},
-    "elastic": {"checkpoint", "data", "partition"},
     "pipeline": {"checkpoint", "gradients", "group_duplicates"},
     "sharding": {"gradients"},
     "state_transfer": set(),
@@ -129,7 +128,7 @@ PUBLIC = [
 ]
 # The modules whose __all__ is the public interface, beside that of every package. In others it is empty.
 DOCUMENTED = {"errors", "models.gpt", "models.resnet", "ops", "patterns.parameter_server", "schedules.topology"}
-DOCUMENTED |= {"training.elastic", "training.mixed_precision"}
+DOCUMENTED |= {"training.mixed_precision"}
 # The examples of these run in a group of one rank.
 WITH_A_GROUP = ("agreement", "backend", "collectives", "ops", "parallel", "patterns", "torch_compat", "training")
 

@@ -25,20 +25,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dist_prims
-from dist_prims.errors import MismatchError
-from dist_prims.training.checkpoint import Checkpoints
-from dist_prims.training.elastic import GlobalBatches, StopRequest, elastic_steps
+from dist_prims.training.data import GlobalBatches
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1"]
 ROOT = Path(__file__).parents[2]
 WORKER = str(ROOT / "tests/helpers/elastic_worker.py")
 
 
-def shares(size: int, steps: int, count: int, batch: int, shuffle: bool = True) -> list[list[tuple[list[int], float]]]:
+def shares(size: int, steps: int, count: int, batch: int) -> list[list[tuple[list[int], float]]]:
     """Per step, what each rank gets, without ranks."""
     by_rank = []
     for rank in range(size):
-        batches = GlobalBatches(range(count), batch, seed=4, shuffle=shuffle)
+        batches = GlobalBatches(range(count), batch, seed=4)
         batches._rank, batches._size = rank, size
         by_rank.append([(items.tolist(), weight) for items, weight in (next(batches) for _ in range(steps))])
     return [list(each) for each in zip(*by_rank, strict=True)]
@@ -53,15 +51,13 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 @settings(deadline=None, max_examples=50)
-@given(size=st.integers(2, 7), count=st.integers(1, 30), batch=st.integers(1, 12), shuffle=st.booleans())
-def test_the_samples_and_their_order_do_not_depend_on_the_ranks(
-    size: int, count: int, batch: int, shuffle: bool
-) -> None:
+@given(size=st.integers(2, 7), count=st.integers(1, 30), batch=st.integers(1, 12))
+def test_the_samples_and_their_order_do_not_depend_on_the_ranks(size: int, count: int, batch: int) -> None:
     steps = 2 * -(-count // batch)  # two epochs
-    one = [step[0][0] for step in shares(1, steps, count, batch, shuffle)]
+    one = [step[0][0] for step in shares(1, steps, count, batch)]
     for epoch in (one[: steps // 2], one[steps // 2 :]):
         assert sorted(itertools.chain(*epoch)) == list(range(count))
-    for wanted, by_rank in zip(one, shares(size, steps, count, batch, shuffle), strict=True):
+    for wanted, by_rank in zip(one, shares(size, steps, count, batch), strict=True):
         assert list(itertools.chain(*(items for items, weight in by_rank if weight))) == wanted
         for items, weight in by_rank:
             assert weight in (0, pytest.approx(len(items) * size / len(wanted)))
@@ -87,73 +83,46 @@ def test_batches_go_on_and_refuse_another_data_set() -> None:
 
 @pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(backend: str, tmp_path: Path) -> None:
-    def body() -> tuple[int, int, int]:
-        before, value = signal.getsignal(signal.SIGTERM), torch.zeros(1)
-        done = 0
-        code: Any = 0
+    def body(signalled: int) -> tuple[list[int], Any]:
+        before, steps = signal.getsignal(signal.SIGTERM), []
+
+        def note(step: int) -> None:
+            steps.append(step)
+            if dist.get_rank() == 1 and step == signalled:
+                os.kill(os.getpid(), signal.SIGTERM)
+
         try:
-            for step in elastic_steps(Checkpoints(tmp_path, {"value": value}), 1000, every=100):
-                value += 1
-                done = step + 1
-                if dist.get_rank() == 1 and step == 7:
-                    os.kill(os.getpid(), signal.SIGTERM)
+            train(tmp_path, 12, 100, before=note)
         except SystemExit as left:
-            code = left.code
+            return steps, left.code
         assert signal.getsignal(signal.SIGTERM) == before
-        value.zero_()
-        with StopRequest() as stop:
-            assert not stop.agreed()
-        return done, Checkpoints(tmp_path, {"value": value}).restore(), code + int(value)
+        return steps, 0
 
-    assert dist_prims.spawn(body, 3, backend=backend, timeout=60) == [(8, 8, 151)] * 3
+    assert dist_prims.spawn(body, 3, (7,), backend=backend, timeout=60) == [(list(range(8)), 143)] * 3
+    assert dist_prims.spawn(body, 3, (11,), backend=backend, timeout=60) == [([8, 9, 10, 11], 0)] * 3
 
 
-def test_every_step_is_done_once_and_the_last_is_saved(tmp_path: Path) -> None:
-    def body(last: int) -> list[int]:
-        return list(elastic_steps(Checkpoints(tmp_path, {}, keep=9), last, every=3))
-
-    assert dist_prims.spawn(body, 2, (7,), timeout=60) == [list(range(7))] * 2
-    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["step-3.json", "step-6.json", "step-7.json"]
-    assert dist_prims.spawn(body, 1, (9,), timeout=60) == [[7, 8]]
-    assert dist_prims.spawn(body, 3, (9,), timeout=60) == [[]] * 3
-    with pytest.raises(dist_prims.launch.RankFailedError, match="every=0 must be at least 1"):
-        dist_prims.spawn(lambda: list(elastic_steps(Checkpoints(tmp_path, {}), 9, every=0)), 1, timeout=60)
-
-
-def test_ranks_that_would_not_end_alike_are_refused(tmp_path: Path) -> None:
-    """The one with fewer steps left, and the others waited."""
+def test_a_forked_process_ends_as_it_would_have(tmp_path: Path) -> None:
+    """It had the handler of the training, which only notes: Pool.terminate() waited for its workers without end."""
 
     def body() -> None:
-        rank = dist.get_rank()
-        for last, every, words in (
-            (4 + rank, 2, r"Rank 0 has last=4, every=2; rank 1 has last=5, every=2"),
-            (4, 2 + rank, r"rank 1 has last=4, every=3"),
-            (4, 2 - rank, r"rank 2: every=0 must be at least 1"),
-            (4.0, 2, r"last 4\.0 is a float; give a whole number"),
-        ):
-            with pytest.raises((ValueError, MismatchError), match=words):
-                next(elastic_steps(Checkpoints(tmp_path, {}), last, every=every))  # type: ignore[arg-type]
+        here, there = multiprocessing.Pipe()
 
-    dist_prims.spawn(body, 3, backend="gloo", timeout=60)
+        def sleep() -> None:
+            there.send("I run")
+            time.sleep(100)
 
+        def terminate_a_child(step: int) -> None:
+            child = multiprocessing.get_context("fork").Process(target=sleep)
+            child.start()
+            assert here.poll(50)
+            child.terminate()
+            child.join(50)
+            assert child.exitcode == -signal.SIGTERM
 
-@pytest.mark.usefixtures("alone")
-def test_a_forked_process_ends_as_it_would_have() -> None:
-    """It had our handler, which only notes: Pool.terminate() waited for its workers without end."""
-    here, there = multiprocessing.Pipe()
+        train(tmp_path, 1, 1, before=terminate_a_child)
 
-    def sleeps() -> None:
-        there.send("I run")
-        time.sleep(100)
-
-    with StopRequest() as stop, here, there:
-        child = multiprocessing.get_context("fork").Process(target=sleeps)
-        child.start()
-        assert here.poll(50)
-        child.terminate()
-        child.join(50)
-        assert child.exitcode == -signal.SIGTERM
-        assert not stop.agreed()
+    dist_prims.spawn(body, 1, timeout=60)
 
 
 @pytest.mark.timeout(300)

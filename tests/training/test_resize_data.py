@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import dist_prims
-from dist_prims.training.data import ShardedIterable, ShardedSampler
-from dist_prims.training.elastic import GlobalBatches
+from dist_prims.training.data import GlobalBatches, ShardedIterable, ShardedSampler
 
 # Changes of the ranks: the steps before it, whether each rank is lost in it (one remains at least), and the new ranks.
 changes = st.lists(
