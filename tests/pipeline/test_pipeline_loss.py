@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 import dist_prims
 from dist_prims.errors import MismatchError
-from dist_prims.parallel.vocabulary import split_cross_entropy
 from dist_prims.schedules.pipelines import pipeline_plan, pipeline_plans
 from dist_prims.training import DevicePipeline, Pipeline
 from dist_prims.training.mixed_precision import unscale
@@ -66,7 +65,6 @@ LOSSES: list[tuple[Callable[..., torch.Tensor], dict[str, Any]]] = [
     (Smoothed(weight=WEIGHT, label_smoothing=0.1), {}),
     (nn.NLLLoss(weight=WEIGHT, ignore_index=1), {}),
     (partial(F.nll_loss, ignore_index=0), {}),
-    (partial(split_cross_entropy, ignore_index=0), {}),
     (by_items(partial(F.cross_entropy, ignore_index=0)), {"loss_weight": lambda target: (target != 0).sum()}),
     (by_items(partial(F.cross_entropy, weight=WEIGHT)), {"loss_weight": lambda target: WEIGHT[target].sum()}),
 ]
@@ -77,26 +75,20 @@ LOSSES: list[tuple[Callable[..., torch.Tensor], dict[str, Any]]] = [
 def test_a_mean_over_what_counts(case: int) -> None:
     """Micro-batches were weighted by their items: 3.673 for 3.730, and gradients wrong alike."""
     loss, options = LOSSES[case]
-    if getattr(loss, "func", None) is split_cross_entropy:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for name, count in itertools.product(pipeline_plans(), (13, 3)):
-            plan = pipeline_plan(name, 2, MICROS)
-            mine, (inputs, targets) = stages_of(plan.stages), a_batch(count)
-            whole = copy.deepcopy(mine)
-            metrics = {"known": nn.CrossEntropyLoss(ignore_index=0)}
-            pipeline = DevicePipeline(mine, plan, devices=["cpu"] * 2, loss=loss, metrics=metrics, **options)
-            value = pipeline.step(inputs, targets)
-            outputs = nn.Sequential(*whole)(inputs)
-            wanted = loss(outputs, targets)
-            wanted.backward()
-            torch.testing.assert_close(value, wanted.detach())
-            torch.testing.assert_close(pipeline.measured["known"], metrics["known"](outputs, targets).detach())
-            compare(pipeline.stages, whole)
-            torch.testing.assert_close(pipeline.evaluate(inputs, targets), wanted.detach())
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    for name, count in itertools.product(pipeline_plans(), (13, 3)):
+        plan = pipeline_plan(name, 2, MICROS)
+        mine, (inputs, targets) = stages_of(plan.stages), a_batch(count)
+        whole = copy.deepcopy(mine)
+        metrics = {"known": nn.CrossEntropyLoss(ignore_index=0)}
+        pipeline = DevicePipeline(mine, plan, devices=["cpu"] * 2, loss=loss, metrics=metrics, **options)
+        value = pipeline.step(inputs, targets)
+        outputs = nn.Sequential(*whole)(inputs)
+        wanted = loss(outputs, targets)
+        wanted.backward()
+        torch.testing.assert_close(value, wanted.detach())
+        torch.testing.assert_close(pipeline.measured["known"], metrics["known"](outputs, targets).detach())
+        compare(pipeline.stages, whole)
+        torch.testing.assert_close(pipeline.evaluate(inputs, targets), wanted.detach())
 
 
 def test_targets_of_more_dimensions_and_probabilities() -> None:
@@ -172,7 +164,6 @@ def test_a_mean_that_a_function_hides_is_warned_of() -> None:
         ({"loss_weight": 3}, ValueError, "loss_weight=3 with reduction='mean'; it is a function of the targets"),
         ({"loss_weight": len, "reduction": "sum"}, ValueError, "with reduction='sum'"),
         ({"scaler": 2.0}, TypeError, r"scaler=2.0 has no scale\(\)"),
-        ({"loss": partial(split_cross_entropy, class_weight=WEIGHT)}, ValueError, "weight of targets by loss_weight="),
     ],
 )
 def test_what_no_loss_can_be(options: dict[str, Any], error: type[Exception], words: str) -> None:

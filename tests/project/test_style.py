@@ -42,7 +42,7 @@ LAYERS = {
     "repair": {"agreement", "autoload", "backend", "collectives", "errors", "launch", "torch_compat"},
     "ops": {"collectives", "errors", "torch_compat"},
     "parallel": {"agreement", "collectives", "errors", "torch_compat"},
-    "training": {"agreement", "backend", "collectives", "errors", "parallel", "schedules", "torch_compat", "tracing"},
+    "training": {"agreement", "backend", "collectives", "errors", "schedules", "torch_compat", "tracing"},
     "models": {"parallel", "torch_compat", "training"},
     "patterns": {"agreement", "collectives", "errors", "torch_compat", "training"},
     "datasets": set(),

@@ -29,7 +29,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ...parallel.vocabulary import split_cross_entropy
 from .split_backward import layer_of
 from .stage import Tensors
 
@@ -167,11 +166,7 @@ def _weighed(loss: Function) -> _Weighed | None:
     found = getattr(loss, "_orig_mod", loss)  # of torch.compile
     if isinstance(found, nn.Module) and type(found).forward in _FORWARDS:
         return _Weighed(partial(_of_module, found), partial(_summed, found, whole))
-    if found is split_cross_entropy and settings.get("class_weight") is not None:
-        raise ValueError(
-            "pipeline: each rank has some columns of class_weight; give the weight of targets by loss_weight="
-        )
-    if found not in (F.cross_entropy, F.nll_loss, split_cross_entropy) or not _is_mean(settings):
+    if found not in (F.cross_entropy, F.nll_loss) or not _is_mean(settings):
         return None
     weight = partial(_counting, settings.get("weight"), settings.get("ignore_index", _IGNORED))
     old = {name: None for name in ("size_average", "reduce") if name in settings}
