@@ -83,7 +83,7 @@ _HOME = {
     "spawn": "launch",
     "trace": "tracing",
 }
-_PACKAGES = {"datasets", "errors", "models", "ops", "parallel", "patterns", "repair", "schedules", "training"}
+_PACKAGES = {"datasets", "errors", "models", "ops", "parallel", "repair", "schedules", "training"}
 
 __all__ = ["__version__", *_HOME]
 

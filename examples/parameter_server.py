@@ -7,58 +7,85 @@ Rank 0 is the server, the other ranks train on digits. One worker is slow; witho
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections import Counter
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import dist_prims
 from dist_prims.datasets import digits
-from dist_prims.patterns.parameter_server import ParameterServer, Report, Worker
 
-BATCH, RATE = 32, 0.2
-SLOW = 0.02  # additional seconds of a step of the last worker, if there are several workers
+BATCH, RATE, SLOW = 32, 0.2, 0.02  # SLOW: additional seconds of a step of the last of several workers
+IMAGES, LABELS = digits().tensors
+LEAVES = -1.0  # a message has a version and then weights or a gradient; this version says that a worker leaves
 
 
 def net() -> torch.nn.Module:
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # the same weights on every rank
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
 
 
-def batches(rank: int, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    images, labels = digits().tensors
-    draw = torch.Generator().manual_seed(rank)
-    for _ in range(steps):
-        chosen = torch.randint(len(labels), (BATCH,), generator=draw)
-        yield images[chosen], labels[chosen]
+def gradient(model: torch.nn.Module, rank: int, number: int) -> torch.Tensor:
+    """The gradient of batch ``number`` of a rank, as one vector."""
+    chosen = torch.randint(len(LABELS), (BATCH,), generator=torch.Generator().manual_seed(1000 * rank + number))
+    loss = F.cross_entropy(model(IMAGES[chosen]), LABELS[chosen])
+    return parameters_to_vector(torch.autograd.grad(loss, [*model.parameters()]))
 
 
-def train(model: torch.nn.Module, bound: int | None, steps: int) -> Report | None:
-    """Serve or work; return the report on the server."""
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    if rank == 0:
-        return ParameterServer(model, torch.optim.SGD(model.parameters(), lr=RATE), staleness=bound).serve()
-    with Worker(model) as worker:
-        for x, y in batches(rank, steps):
-            if bound != 0 and rank == last > 1:
-                time.sleep(SLOW)
-            F.cross_entropy(model(x), y).backward()
-            worker.step()
-    return None
+class Trainer:
+    """A model whose parameters are views of one vector, and SGD with a mean of gradients, added in their order."""
+
+    def __init__(self) -> None:
+        self.model, self.steps = net(), 0
+        self.weights = torch.nn.Parameter(parameters_to_vector(self.model.parameters()).detach())
+        vector_to_parameters(self.weights.detach(), self.model.parameters())
+        self.optimizer = torch.optim.SGD([self.weights], lr=RATE)
+
+    def step(self, gradients: list[torch.Tensor]) -> None:
+        self.weights.grad = torch.stack([each / len(gradients) for each in gradients]).sum(0)
+        self.optimizer.step()
+        self.steps += 1
 
 
-def train_alone(workers: int, steps: int) -> torch.Tensor:
-    """The weights after synchronous SGD in one process."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for step in zip(*(batches(rank, steps) for rank in range(1, workers + 1)), strict=True):
-        gradients = [torch.autograd.grad(F.cross_entropy(model(x), y), [*model.parameters()]) for x, y in step]
-        for parameter, *each in zip(model.parameters(), *gradients, strict=True):
-            parameter.grad = sum(part / workers for part in each)
-        optimizer.step()
-    return parameters_to_vector(model.parameters()).detach()
+def serve(trainer: Trainer, bound: int | None) -> Counter[int]:
+    """Answer workers until all have left; return the number of gradients by staleness.
+
+    A worker more than ``bound`` gradients ahead of the slowest waits. The bound 0 makes one step of all workers.
+    """
+    present = {*range(1, dist.get_world_size())}
+    staleness, received = Counter[int](), Counter[int]()
+    waiting: dict[int, torch.Tensor] = {}  # gradients of workers without an answer
+    while present:
+        worker = dist.recv(message := torch.empty(1 + len(trainer.weights)))  # from any rank
+        if message[0] == LEAVES:
+            present.remove(worker)
+        else:
+            staleness[trainer.steps - int(message[0])] += 1
+            received[worker] += 1
+            waiting[worker] = message[1:]
+            if bound != 0:
+                trainer.step([message[1:]])
+        if bound == 0 and waiting:
+            if waiting.keys() != present:
+                continue
+            trainer.step([waiting[each] for each in sorted(waiting)])
+        slowest = min((received[each] for each in present), default=0)
+        for each in [each for each in waiting if bound is None or received[each] <= slowest + bound]:
+            del waiting[each]
+            dist.send(torch.cat([torch.tensor([trainer.steps]), trainer.weights.detach()]), each)
+    return staleness
+
+
+def work(steps: int, seconds: float) -> None:
+    model, message = net(), torch.zeros(1)
+    for number in range(steps):
+        time.sleep(seconds)
+        dist.send(message := torch.cat([message[:1], gradient(model, dist.get_rank(), number)]), 0)
+        dist.recv(message, 0)
+        vector_to_parameters(message[1:], model.parameters())
+    dist.send(torch.full_like(message, LEAVES), 0)
 
 
 def main() -> None:
@@ -67,34 +94,26 @@ def main() -> None:
     parser.add_argument("--backend", default="dist_prims", help="backend of the group")
     arguments = parser.parse_args()
     dist_prims.init(arguments.backend)
-    images, labels = digits().tensors
-    workers = dist.get_world_size() - 1
-    torch.optim.SGD(net().parameters())  # the first optimizer of a process imports a lot: exclude it from the times
-    if dist.get_rank() == 0:
-        print(
-            f"{workers} workers, {arguments.steps} steps each" if workers else "a server without workers learns nothing"
-        )
-        print("bound                     steps   mean staleness   largest   accuracy     ms")
+    rank, workers, steps = dist.get_rank(), dist.get_world_size() - 1, arguments.steps
+    if rank == 0:
+        print(f"{steps} gradients of {workers} workers\nbound       steps   mean staleness   largest   accuracy")
     for bound in (0, 3, None):
-        model = net()
-        dist.barrier()
-        began = time.perf_counter()
-        report = train(model, bound, arguments.steps)
-        dist.barrier()
-        if report is None:
+        dist.barrier()  # the server receives from any rank: no worker may begin before all have left
+        if rank > 0:
+            work(steps, SLOW if bound != 0 and rank == workers > 1 else 0.0)
             continue
-        seconds = time.perf_counter() - began
-        assert sum(report.gradients.values()) == workers * arguments.steps, "a gradient did not arrive once"
-        largest, allowed = max(report.staleness, default=0), 0 if bound is None else 2 * bound + 1
+        staleness = serve(server := Trainer(), bound)
+        assert staleness.total() == workers * steps, "a gradient did not arrive once"
+        largest, allowed = max(staleness, default=0), 0 if bound is None else 2 * bound + 1
         assert bound is None or largest <= allowed * max(workers - 1, 0), f"a gradient is {largest} steps old"
         if bound == 0 and workers:
-            weights = parameters_to_vector(model.parameters()).detach()
-            torch.testing.assert_close(weights, train_alone(workers, arguments.steps), rtol=0, atol=0)
-        count = max(sum(report.staleness.values()), 1)
-        mean = sum(age * number for age, number in report.staleness.items()) / count
-        accuracy = (model(images).argmax(1) == labels).float().mean()
-        name = "unbounded" if bound is None else "0: bits of one process" if bound == 0 else bound
-        print(f"{name:<24}{report.steps:7} {mean:16.1f} {largest:9} {accuracy:10.1%} {1000 * seconds:6.0f}")
+            alone = Trainer()
+            for number in range(steps):
+                alone.step([gradient(alone.model, 1 + each, number) for each in range(workers)])
+            assert torch.equal(alone.weights, server.weights), "not the bits of one process"
+        mean = sum(age * number for age, number in staleness.items()) / max(staleness.total(), 1)
+        accuracy = (server.model(IMAGES).argmax(1) == LABELS).float().mean()
+        print(f"{bound!s:<10}{server.steps:7} {mean:16.1f} {largest:9} {accuracy:10.1%}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Parts of a custom trainer: averaging of gradients, partitioning of data over ranks, pipelines of model stages.
 
 The rest is imported from its own module: :mod:`.compression`, :mod:`.checkpoint`, :mod:`.mixed_precision`,
-:mod:`.sharding`; :mod:`dist_prims.parallel`, ``dist_prims.patterns`` and :mod:`dist_prims.models`.
+:mod:`.sharding`; :mod:`dist_prims.parallel` and :mod:`dist_prims.models`.
 """
 
 from .average import average_gradients

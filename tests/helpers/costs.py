@@ -35,7 +35,6 @@ LIMITS = {
     "tests/models": (40, 45),
     "tests/ops": (40, 50),
     "tests/parallel": (90, 105),
-    "tests/patterns": (175, 240),
     "tests/pipeline": (185, 825),
     "tests/project": (155, 1320),
     "tests/repair": (235, 280),

@@ -26,6 +26,7 @@ PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "patter
 FAILING = {
     "distillation": "            dist.send(teacher(images), student)",
     "ensemble": "        assert_near(gather(rows, counts), expected)",
+    "parameter_server": "        dist.recv(message, 0)",
     "per_sample": "        largest, chosen = top(norms, items, 3)",
 }
 PROGRAMS = [
@@ -105,6 +106,7 @@ def test_a_wrong_result_is_the_exit_status(tmp_path: Path) -> None:
     assert "DistributedDataParallel.join() differs from one process" in done.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAILING)
 def test_a_rank_that_fails_in_an_example_is_named_by_the_other(name: str) -> None:
     line = FAILING[name]

@@ -44,7 +44,6 @@ LAYERS = {
     "parallel": {"agreement", "collectives", "errors", "torch_compat"},
     "training": {"agreement", "backend", "collectives", "errors", "schedules", "torch_compat", "tracing"},
     "models": {"parallel", "torch_compat", "training"},
-    "patterns": {"agreement", "collectives", "errors", "torch_compat", "training"},
     "datasets": set(),
     "_chart": {"schedules"},
     "_console": {"collectives"},
@@ -127,10 +126,9 @@ PUBLIC = [
     "trace",
 ]
 # The modules whose __all__ is the public interface, beside that of every package. In others it is empty.
-DOCUMENTED = {"errors", "models.gpt", "models.resnet", "ops", "patterns.parameter_server", "schedules.topology"}
-DOCUMENTED |= {"training.mixed_precision"}
+DOCUMENTED = {"errors", "models.gpt", "models.resnet", "ops", "schedules.topology", "training.mixed_precision"}
 # The examples of these run in a group of one rank.
-WITH_A_GROUP = ("agreement", "backend", "collectives", "ops", "parallel", "patterns", "torch_compat", "training")
+WITH_A_GROUP = ("agreement", "backend", "collectives", "ops", "parallel", "torch_compat", "training")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
