@@ -354,16 +354,6 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def ragged_dim(nested: Any) -> int:
-    """The dimension of a jagged tensor in which its parts have different lengths."""
-    return int(nested._ragged_idx)
-
-
-def has_holes(nested: Any) -> bool:
-    """Whether the parts of a jagged tensor leave gaps in its memory."""
-    return nested._lengths is not None
-
-
 def chosen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> Any:
     """The kernel that ``scaled_dot_product_attention`` would take, as a member of ``SDPBackend``."""
     from torch.nn.attention import SDPBackend

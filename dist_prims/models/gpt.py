@@ -135,10 +135,10 @@ class GPT(_InGroup):
             problem = f"a sequence of {length} tokens is longer than context={self.context}"
             if self.attention == "plain":
                 raise ValueError(f"GPT: {problem}")
-            refuse("GPT", problem, self.group or default_group(), tokens.device)
+            refuse("GPT", problem, self.group or default_group())
         if ranks == 1:
             return torch.arange(length, device=tokens.device)
-        return sequence_positions(length, self.group, self.order, device=tokens.device)
+        return sequence_positions(length, self.group, self.order)
 
 
 class _Block(nn.Module):

@@ -2,10 +2,4 @@
 
 from .sequence import join_sequence, ring_attention, sequence_positions, split_sequence, ulysses_attention
 
-__all__ = [
-    "join_sequence",
-    "ring_attention",
-    "sequence_positions",
-    "split_sequence",
-    "ulysses_attention",
-]
+__all__ = ["join_sequence", "ring_attention", "sequence_positions", "split_sequence", "ulysses_attention"]

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_ranks import REASON, device, on_two_ranks
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 import dist_prims
 from dist_prims.errors import MismatchError
@@ -23,8 +22,7 @@ from dist_prims.parallel.sequence import (
     split_sequence,
     ulysses_attention,
 )
-from dist_prims.parallel.sequence.argument_checks import _AGREED, refuse
-from dist_prims.parallel.sequence.ring_step import Hop
+from dist_prims.parallel.sequence.ring import Hop
 
 CONTEXT = 24  # divides by 2, 4, 6 and 8
 SMALL: dict[str, Any] = {"vocabulary": 11, "context": CONTEXT, "width": 16, "heads": 4, "layers": 2}
@@ -174,9 +172,9 @@ def test_split_and_join(size: int, order: str) -> None:
 
 def test_sequences_that_cannot_be_split() -> None:
     def body() -> None:
-        with pytest.raises(ValueError, match=r"6 tokens do not divide into 4 chunks \(order='zigzag', 2 ranks\)"):
+        with pytest.raises(ValueError, match=r"6 tokens do not divide into 4 chunks \(order='zigzag'\)"):
             split_sequence(torch.ones(1, 6), 1, None, "zigzag")
-        with pytest.raises(ValueError, match="3 tokens are not two chunks"):
+        with pytest.raises(ValueError, match="3 tokens do not divide into 2 chunks"):
             join_sequence(torch.ones(1, 3), 1, None, "zigzag")
         with pytest.raises(ValueError, match="order='snake'; choose"):
             sequence_positions(4, None, "snake")
@@ -231,21 +229,6 @@ def test_compiled() -> None:
     dist_prims.spawn(body, 2, timeout=60)
 
 
-def test_an_error_is_raised_at_once_where_other_ranks_do_not_compare() -> None:
-    """On CUDA a known kind of call asks nothing: to tell the others would be to wait for an answer that never comes."""
-
-    def body() -> None:
-        ring_attention(*torch.ones(3, 1, 2, 4, 8))
-        assert not _AGREED  # a CPU asks each time
-        if dist.get_rank() == 0:
-            _AGREED[dist.group.WORLD] = {"a call"}
-            with pytest.raises(ValueError, match="rank 0: ring_attention: a mistake; nothing was sent"):
-                refuse("ring_attention", "a mistake", dist.group.WORLD, torch.device("cuda"))
-        ring_attention(*torch.ones(3, 1, 2, 4, 8))
-
-    dist_prims.spawn(body, 2, timeout=60)
-
-
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
 def test_a_group_waits_as_long_as_its_own_timeout(backend: str) -> None:
     def body() -> None:
@@ -286,28 +269,3 @@ def test_memory_falls_with_the_ranks(kind: str) -> None:
     print(f"{kind}: {one / 1e6:.1f}, {two / 1e6:.1f}, {four / 1e6:.1f} MB on 1, 2 and 4 ranks")
     assert four < 0.6 * two
     assert four < 0.5 * one
-
-
-def on_cuda() -> None:
-    """The memory-efficient kernel takes float32, the flash kernel bfloat16; 40 tokens fill no block of theirs."""
-    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
-        for kv_heads in (4, 2):
-            torch.manual_seed(0)
-            shapes = [(2, heads, 80, 16) for heads in (4, kv_heads, kv_heads, 4)]
-            *whole, grad = (torch.randn(shape).to(device(), dtype) for shape in shapes)
-            mine = [split_sequence(each, 2, None, "zigzag").requires_grad_() for each in whole]
-            whole = [each.requires_grad_() for each in whole]
-            q, k, v = whole
-            single = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            wanted = [single, *torch.autograd.grad(single, whole, grad)]
-            for attention in (ring_attention, ulysses_attention):
-                output = attention(*mine, causal=True, order="zigzag", enable_gqa=True)
-                found = [output, *torch.autograd.grad(output, mine, split_sequence(grad, 2, None, "zigzag"))]
-                for one, other in zip(found, wanted, strict=True):
-                    assert torch.allclose(one, split_sequence(other, 2, None, "zigzag"), atol=bound, rtol=bound)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(bool(REASON), reason=REASON or "there is CUDA")
-def test_on_cuda() -> None:
-    on_two_ranks(on_cuda)

@@ -8,10 +8,4 @@ from .ring import ring_attention
 from .split import join_sequence, sequence_positions, split_sequence
 from .ulysses import ulysses_attention
 
-__all__ = [
-    "join_sequence",
-    "ring_attention",
-    "sequence_positions",
-    "split_sequence",
-    "ulysses_attention",
-]
+__all__ = ["join_sequence", "ring_attention", "sequence_positions", "split_sequence", "ulysses_attention"]

@@ -26,15 +26,8 @@ __all__: list[str] = []
 ORDERS = {"contiguous": 1, "zigzag": 2}  # and the number of chunks of a rank
 
 
-class Chunk(NamedTuple):
-    """Tokens of the whole sequence, from ``start`` up to ``stop``."""
-
-    start: int
-    stop: int
-
-
 class Piece(NamedTuple):
-    """One call of a kernel: these sequences of the batch, queries against keys, both counted on their own rank."""
+    """One call of a kernel: these rows of the batch, queries against keys, both counted on their own rank."""
 
     rows: slice
     queries: slice
@@ -42,86 +35,65 @@ class Piece(NamedTuple):
     causal: bool
 
 
-def chunks(length: int, size: int, order: str, rank: int) -> tuple[Chunk, ...]:
-    """The chunks of a sequence on ``rank``, in their order there.
+def chunks(tokens: int, size: int, order: str, rank: int) -> list[range]:
+    """The tokens of a sequence on ``rank``, in their order there.
 
     >>> chunks(8, 2, "contiguous", 1), chunks(8, 2, "zigzag", 1)
-    ((Chunk(start=4, stop=8),), (Chunk(start=2, stop=4), Chunk(start=4, stop=6)))
+    ([range(4, 8)], [range(2, 4), range(4, 6)])
     """
     count = ORDERS[order] * size
     numbers = [rank] if order == "contiguous" else [rank, count - 1 - rank]
-    return tuple(Chunk(number * length // count, (number + 1) * length // count) for number in numbers)
+    return [range(number * tokens // count, (number + 1) * tokens // count) for number in numbers]
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """A batch of sequences over ``size`` ranks.
-
-    ``lengths``: the tokens of each sequence. With ``padded`` all of them are cut where a sequence of that length is;
-    without it each is cut by itself, so that every rank has its share of each.
-    """
+    """Rows of ``tokens`` tokens over ``size`` ranks. ``lengths``: how many tokens of each row are not padding."""
 
     size: int
     order: str
+    tokens: int
     lengths: tuple[int, ...]
-    padded: int | None = None
 
-    def chunks_of(self, rank: int) -> list[tuple[Chunk, ...]]:
-        """The chunks of each sequence on a rank, in order; padding comes last."""
-        return [self._chunks_of(length, rank) for length in self.lengths]
-
-    @property
-    def width(self) -> int:
-        """The padded number of tokens of a sequence on a rank, the same on all ranks."""
-        lengths = [self.padded] if self.padded is not None else set(self.lengths)
-        on_rank = [chunks(length, self.size, self.order, rank) for length in lengths for rank in range(self.size)]
-        return max((_tokens(each) for each in on_rank), default=0)
-
-    def pieces(self, queries: int, keys: int, causal: bool) -> list[Piece]:
-        """The calls of a kernel for the queries of one rank and the keys of another.
-
-        >>> SequenceLayout(2, "zigzag", (8,)).pieces(queries=1, keys=0, causal=True)
-        [Piece(rows=slice(0, 1, None), queries=slice(0, 4, None), keys=slice(0, 2, None), causal=False)]
-        """
-        return _pieces(self, queries, keys, causal)
-
-    def _chunks_of(self, length: int, rank: int) -> tuple[Chunk, ...]:
-        if self.padded is None:
-            return chunks(length, self.size, self.order, rank)
-        cut = chunks(self.padded, self.size, self.order, rank)
-        return tuple(Chunk(start, min(stop, length)) for start, stop in cut if start < length)
+    def chunks_of(self, rank: int, length: int) -> list[range]:
+        """The tokens of a row on a rank, without padding."""
+        return [chunk[: max(length - chunk.start, 0)] for chunk in chunks(self.tokens, self.size, self.order, rank)]
 
 
 @functools.lru_cache(maxsize=1024)
-def _pieces(layout: SequenceLayout, queries: int, keys: int, causal: bool) -> list[Piece]:
-    found = []
-    tables = enumerate(zip(layout.chunks_of(queries), layout.chunks_of(keys), strict=True))
-    same_cut = itertools.groupby(tables, key=lambda each: each[1])
-    for (query_chunks, key_chunks), run in same_cut:
-        first, *others = (row for row, _ in run)
-        rows = slice(first, first + 1 + len(others))
-        found += [Piece(rows, *each) for each in _squares(query_chunks, key_chunks, causal, queries == keys)]
-    return found
+def pieces_of(layout: SequenceLayout, queries: int, keys: int, causal: bool) -> list[Piece]:
+    """The calls of a kernel for the queries of one rank and the keys of another.
+
+    >>> pieces_of(SequenceLayout(2, "zigzag", 8, (8,)), queries=1, keys=0, causal=True)
+    [Piece(rows=slice(0, 1, None), queries=slice(0, 4, None), keys=slice(0, 2, None), causal=False)]
+    """
+    pieces, first = [], 0
+    for length, run in itertools.groupby(layout.lengths):
+        rows = slice(first, first + len(list(run)))
+        first = rows.stop
+        held, seen = layout.chunks_of(queries, length), layout.chunks_of(keys, length)
+        own = queries == keys
+        if own or not causal:  # a rank has its chunks in the order of the sequence: a plain causal mask
+            squares = [(slice(0, sum(map(len, held))), slice(0, sum(map(len, seen))))]
+        else:
+            squares = _squares(held, seen)
+        pieces += [
+            Piece(rows, asks, answers, own and causal) for asks, answers in squares if asks.stop and answers.stop
+        ]
+    return pieces
 
 
-def _squares(
-    query_chunks: tuple[Chunk, ...], key_chunks: tuple[Chunk, ...], causal: bool, own: bool
-) -> list[tuple[slice, slice, bool]]:
-    if not causal or own:  # a rank holds its chunks in the order of the sequence: its own mask is a plain causal one
-        whole = [(slice(0, _tokens(query_chunks)), slice(0, _tokens(key_chunks)), causal)]
-        return [each for each in whole if _tokens(query_chunks) and _tokens(key_chunks)]
-    squares: list[tuple[slice, slice, bool]] = []
-    begin = 0
-    for query in query_chunks:
-        end = begin + query.stop - query.start
-        seen = slice(0, _tokens(tuple(key for key in key_chunks if key.stop <= query.start)))
-        if squares and squares[-1][:2] == (slice(squares[-1][0].start, begin), seen):
-            squares[-1] = (slice(squares[-1][0].start, end), seen, False)
-        elif seen.stop and end > begin:
-            squares.append((slice(begin, end), seen, False))
-        begin = end
+def _squares(held: list[range], seen: list[range]) -> list[tuple[slice, slice]]:
+    """The queries of a rank, and the keys of another rank that they see. Neighbouring chunks of queries that see the
+    same keys are one square."""
+    squares: list[tuple[slice, slice]] = []
+    start = 0
+    for chunk in held:
+        stop = start + len(chunk)
+        keys = slice(0, sum(len(other) for other in seen if other.stop <= chunk.start))
+        if squares and squares[-1][1] == keys:
+            squares[-1] = (slice(squares[-1][0].start, stop), keys)
+        elif chunk:
+            squares.append((slice(start, stop), keys))
+        start = stop
     return squares
-
-
-def _tokens(on_rank: tuple[Chunk, ...]) -> int:
-    return sum(chunk.stop - chunk.start for chunk in on_rank)

@@ -4,42 +4,38 @@ Gathering all keys would take the memory that splitting the sequence saves. Here
 the block of keys and values that it has, while that block is sent to the next rank and another one is received from the
 rank before. Outputs of blocks are merged with the logarithms of their denominators, so the result is exact. The
 backward goes round once more; the gradients of keys and values travel behind the block that they belong to, accumulate
-each rank's share, and arrive at its owner in the last step. Where no fused kernel fits, keys and values go round twice
-in the backward, see ``mean`` in ``kernels.py``.
+each rank's share, and arrive at its owner in the last step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ..first_order_only import once
-from .argument_checks import AttentionCall, Tensors, agree, lowered, uncompiled
-from .jagged import dense, laid_out, like
-from .kernels import Mean, Tensor, choose, merge
-from .layout import Piece, SequenceLayout
-from .ring_step import Hop
+from . import kernels
+from .argument_checks import AttentionCall, agree, refuse_second_derivative, uncompiled
+from .kernels import Tensors, merge, prepared, wide
+from .layout import Piece, SequenceLayout, pieces_of
 
 __all__: list[str] = []
 
 
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = False,
     scale: float | None = None,
     group: dist.ProcessGroup | None = None,
     order: str = "contiguous",
     enable_gqa: bool = False,
-    lengths: Sequence[int] | torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> torch.Tensor:
+    lengths: Sequence[int] | Tensor | None = None,
+) -> Tensor:
     """Attention of this rank's tokens to the whole sequence, (batch, heads, tokens, features) as in
     ``scaled_dot_product_attention``.
 
@@ -50,124 +46,109 @@ def ring_attention(
 
     Rank r passes its part from ``split_sequence`` in the same ``order``; with ``causal`` "zigzag" shares the work
     evenly. ``enable_gqa``: several heads of queries share one of keys. ``lengths``: how long each sequence of a padded
-    batch is, in tokens of the whole; the output for padding is 0. Jagged nested tensors of sequences that were split
-    one by one are taken too.
+    batch is, in tokens of the whole; the output for padding is 0.
     """
-    options = {"causal": causal, "scale": scale, "order": order, "enable_gqa": enable_gqa, "dropout_p": dropout_p}
-    return uncompiled(_ring)(AttentionCall.of("ring_attention", group, lengths, options), (q, k, v))
+    call = AttentionCall("ring_attention", group, causal, scale, order, enable_gqa, lengths)
+    return uncompiled(_ring)(call, (q, k, v))
 
 
-def _ring(call: AttentionCall, tensors: Tensors) -> torch.Tensor:
-    tensors = lowered(tensors)
-    call = agree(call, tensors)
-    layout = laid_out(call, tensors[0])
-    group = call.group if call.group.size() > 1 else None
-    plan = Plan(layout, call.group.rank(), call.causal, call.scale or 0.0, group)
-    output = attend(plan, *(dense(each, layout.width) for each in tensors))
-    return like(output, tensors[0])
+def _ring(call: AttentionCall, tensors: Tensors) -> Tensor:
+    call, tensors = agree(call, tensors)
+    return attend(call, *tensors)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A rank's part of the computation. Without a group nothing is sent: the layout is of one rank."""
-
-    layout: SequenceLayout
-    rank: int
-    causal: bool
-    scale: float
-    group: dist.ProcessGroup | None
-
-    def pieces(self, step: int) -> list[Piece]:
-        """The calls of a kernel with the block that is here at this step."""
-        return self.layout.pieces(self.rank, (self.rank - step) % self.layout.size, self.causal)
-
-
-def attend(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention of this rank's queries to the keys of all ranks.
-
-    >>> x = torch.randn(1, 1, 4, 2)
-    >>> attend(Plan(SequenceLayout(1, "contiguous", (4,)), 0, False, 1.0, None), x, x, x).shape
-    torch.Size([1, 1, 4, 2])
-    """
-    output: torch.Tensor = _Attention.apply(q, k, v, plan)  # type: ignore[no-untyped-call]
-    return output
+def attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks; without a group, to those of this rank."""
+    size, shared = 1 if call.group is None else call.group.size(), k.shape[1]
+    # A row of the kernel's batch is a head of keys, with its heads of queries.
+    rows = q.flatten(0, 1).unflatten(0, (len(k) * shared, q.shape[1] // shared))
+    flat = prepared(rows, k.flatten(0, 1).unsqueeze(1), v.flatten(0, 1).unsqueeze(1), call.causal)
+    lengths = tuple(length for length in call.lengths for _ in range(shared))
+    layout = SequenceLayout(size, call.order, size * q.shape[2], lengths)
+    output: Tensor = _Attention.apply(*flat, call, layout)  # type: ignore[no-untyped-call]
+    return output.view(*q.shape[:3], flat[2].shape[3])[..., : v.shape[3]].to(q.dtype)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
-        kernel = choose(q, k, v, plan.causal)
-        output = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=_wide(q))
-        logs = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float64 if kernel.mean else _wide(q))
-        for step, keys, values in _passing(plan, k, v):
-            for rows, queries, seen, causal in plan.pieces(step):
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, layout: SequenceLayout) -> Tensor:
+        output = torch.zeros_like(q, dtype=wide(q))
+        logs = q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
+        for pieces, keys, values in _passing(call, layout, k, v):
+            for rows, queries, seen, causal in pieces:
                 block = keys[rows, :, seen], values[rows, :, seen]
-                part = kernel.forward(q[rows, :, queries], *block, causal, plan.scale)
+                part = kernels.forward(q[rows, :, queries], *block, causal, call.scale)
                 merge(output[rows, :, queries], logs[rows, :, queries], *part)
         output = output.to(q.dtype)
-        ctx.save_for_backward(q, k, v, None if kernel.mean else output, logs)
-        ctx.plan, ctx.kernel = plan, kernel
+        ctx.save_for_backward(q, k, v, output, logs)
+        ctx.call, ctx.layout = call, layout
         return output
 
     @staticmethod
-    @once
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        refuse_second_derivative()
         q, k, v, output, logs = ctx.saved_tensors
-        plan: Plan = ctx.plan
-        if ctx.kernel.mean:
-            output = _mean_gradient(plan, ctx.kernel.mean, grad, q, k, v, logs)
-        of_q = torch.zeros_like(q, dtype=_wide(q))
-        of_block = k.new_zeros(k.numel() + v.numel(), dtype=_wide(q))
-        spare: torch.Tensor | None = None
+        grad = grad.contiguous()
+        of_q = torch.zeros_like(q, dtype=wide(q))
+        of_block = k.new_zeros(k.numel() + v.numel(), dtype=wide(k))
+        spare: Tensor | None = None
         behind: Hop | None = None  # the transfer of the gradients of the current block
-        for step, keys, values in _passing(plan, k, v):
-            shares = []
-            for rows, queries, seen, causal in plan.pieces(step):
-                asked = [each[rows, :, queries] for each in (grad, q, output, logs)]
+        for pieces, keys, values in _passing(ctx.call, ctx.layout, k, v):
+            # 1. This rank's part of the block's gradients, while the parts of the ranks before arrive.
+            parts = []
+            for rows, queries, seen, causal in pieces:
+                of_grad, asked, of_output, of_logs = (x[rows, :, queries] for x in (grad, q, output, logs))
                 block = keys[rows, :, seen], values[rows, :, seen]
-                share, *others = ctx.kernel.backward(*asked[:2], *block, *asked[2:], causal, plan.scale)
-                of_q[rows, :, queries] += share
-                shares.append(others)
+                part, *others = kernels.backward(of_grad, asked, *block, of_output, of_logs, causal, ctx.call.scale)
+                of_q[rows, :, queries] += part
+                parts.append(others)
+            # 2. Their sum follows the block to the next rank.
             if behind:
                 of_block, spare = behind.arrived(), of_block
             of_keys, of_values = _unpack(of_block, k, v)
-            for (rows, _, seen, _), (of_k, of_v) in zip(plan.pieces(step), shares, strict=True):
+            for (rows, _, seen, _), (of_k, of_v) in zip(pieces, parts, strict=True):
                 of_keys[rows, :, seen] += of_k
                 of_values[rows, :, seen] += of_v
-            behind = Hop(of_block, plan.group, spare) if plan.group else None
+            behind = Hop(of_block, ctx.call.group, spare) if ctx.layout.size > 1 else None
         of_keys, of_values = _unpack(behind.arrived() if behind else of_block, k, v)
-        return of_q.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), None
+        return of_q.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), None, None
 
 
-def _mean_gradient(plan: Plan, mean: Mean, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor) -> Tensor:
-    """What a kernel with ``mean`` takes in place of the output."""
-    total = q.new_zeros(*q.shape[:-1], 1, dtype=_wide(q))
-    for step, keys, values in _passing(plan, k, v):
-        for rows, queries, seen, causal in plan.pieces(step):
-            of_grad, of_q, of_logs = (each[rows, :, queries] for each in (grad, q, logs))
-            part = mean(of_grad, of_q, keys[rows, :, seen], values[rows, :, seen], of_logs, causal, plan.scale)
-            total[rows, :, queries] += part
-    return total
-
-
-def _passing(plan: Plan, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """The blocks of all ranks, this rank's first. While the caller computes with one, it is sent on."""
-    if plan.group is None:
-        yield 0, k, v
+def _passing(
+    call: AttentionCall, layout: SequenceLayout, k: Tensor, v: Tensor
+) -> Iterator[tuple[list[Piece], Tensor, Tensor]]:
+    """The blocks of all ranks, this rank's first, and the calls of a kernel with each. While the caller computes with a
+    block, it is sent on."""
+    if layout.size == 1:
+        yield pieces_of(layout, 0, 0, call.causal), k, v
         return
-    block = torch.cat([k.reshape(-1), v.reshape(-1)])  # one message
-    spare: torch.Tensor | None = None
-    for step in range(plan.layout.size - 1):
-        hop = Hop(block, plan.group, spare)
-        yield step, *_unpack(block, k, v)
-        block, spare = hop.arrived(), block
-    yield plan.layout.size - 1, *_unpack(block, k, v)
+    rank, block = call.group.rank(), torch.cat([k.reshape(-1), v.reshape(-1)])  # one message
+    hop: Hop | None = None
+    spare: Tensor | None = None
+    for step in range(layout.size):
+        if hop:
+            block, spare = hop.arrived(), block
+        hop = Hop(block, call.group, spare) if step < layout.size - 1 else None
+        yield pieces_of(layout, rank, (rank - step) % layout.size, call.causal), *_unpack(block, k, v)
 
 
-def _unpack(block: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpack(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return block[: k.numel()].view(k.shape), block[k.numel() :].view(v.shape)
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype of sums."""
-    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+class Hop:
+    """A transfer to the next rank and from the rank before, which begins at once. ``into``: the receive buffer."""
+
+    def __init__(self, data: Tensor, group: dist.ProcessGroup, into: Tensor | None = None) -> None:
+        self._data = data  # keeps the memory until it is sent
+        self._received = torch.empty_like(data) if into is None else into
+        rank, size = group.rank(), group.size()
+        send = dist.P2POp(dist.isend, data, group=group, group_peer=(rank + 1) % size)
+        receive = dist.P2POp(dist.irecv, self._received, group=group, group_peer=(rank - 1) % size)
+        self._works = dist.batch_isend_irecv([send, receive]) if data.numel() else []
+
+    def arrived(self) -> Tensor:
+        """Wait for both transfers; the tensor from the rank before."""
+        for work in self._works:
+            work.wait()
+        return self._received

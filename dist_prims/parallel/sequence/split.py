@@ -6,28 +6,20 @@ and a split is a selection of tokens: its gradient is zero for the tokens that o
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...collectives import all_gather, reduce_scatter
-from ...torch_compat import has_holes, ragged_dim
-from ..first_order_only import once
-from .argument_checks import uncompiled
+from ...agreement import check_same
+from .argument_checks import refuse_second_derivative, uncompiled
 from .layout import ORDERS, chunks
 
 __all__: list[str] = []
 
 
-def sequence_positions(
-    length: int,
-    group: dist.ProcessGroup | None = None,
-    order: str = "contiguous",
-    *,
-    device: torch.device | str | None = None,
-) -> torch.Tensor:
+def sequence_positions(length: int, group: dist.ProcessGroup | None = None, order: str = "contiguous") -> torch.Tensor:
     """The positions of this rank's tokens in a sequence of ``length``.
 
     With 2 ranks, 8 tokens and "zigzag" rank 0 has [0, 1, 6, 7] and rank 1 has [2, 3, 4, 5].
@@ -35,28 +27,23 @@ def sequence_positions(
     >>> sequence_positions(4)
     tensor([0, 1, 2, 3])
     """
-    own = chunks(length, dist.get_world_size(group), _known(order, group), dist.get_rank(group))
-    return torch.cat([torch.arange(start, stop, device=device) for start, stop in own])
+    _check("sequence_positions", group, order)
+    own = chunks(length, dist.get_world_size(group), order, dist.get_rank(group))
+    return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in own])
 
 
 def split_sequence(
     x: torch.Tensor, dim: int = 1, group: dist.ProcessGroup | None = None, order: str = "contiguous"
 ) -> torch.Tensor:
-    """This rank's tokens of a sequence that every rank has whole; of a jagged nested tensor its share of each sequence.
+    """This rank's tokens of a sequence that every rank has whole.
 
     >>> split_sequence(torch.arange(8).view(1, 8))
     tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
     """
-    if x.is_nested:
-        return _split_each(x, dim, group, order)
-    size, length = dist.get_world_size(group), x.shape[dim]
-    if length % (ORDERS[_known(order, group)] * size):
-        raise ValueError(
-            f"rank {dist.get_rank(group)}: split_sequence: {length} tokens do not divide into {ORDERS[order] * size} "
-            f"chunks (order={order!r}, {size} ranks); pad the sequence, and give lengths to the attention"
-        )
-    parts = [x.narrow(dim, start, stop - start) for start, stop in chunks(length, size, order, dist.get_rank(group))]
-    return torch.cat(parts, dim)
+    size = dist.get_world_size(group)
+    _check("split_sequence", group, order, x.shape[dim], size)
+    own = chunks(x.shape[dim], size, order, dist.get_rank(group))
+    return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in own], dim)
 
 
 def join_sequence(
@@ -69,70 +56,54 @@ def join_sequence(
     >>> join_sequence(torch.arange(8).view(1, 8)).shape
     torch.Size([1, 8])
     """
-    if x.is_nested:
-        raise ValueError(
-            "join_sequence: parts must have equal length; join the sequences of a nested tensor one by one"
-        )
-    if x.shape[dim] % ORDERS[_known(order, group)]:
-        raise ValueError(
-            f"rank {dist.get_rank(group)}: join_sequence: {x.shape[dim]} tokens are not two chunks of order {order!r}"
-        )
-    joined: torch.Tensor = uncompiled(_Join.apply)(x, dim, group, order)
-    return joined
+    _check("join_sequence", group, order, x.shape[dim])
+    return uncompiled(_join)(x, dim, group, order)
 
 
-class _Join(torch.autograd.Function):
+def _join(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, order: str) -> torch.Tensor:
+    text = f"join_sequence({tuple(x.shape)}, {x.dtype}, dim={dim}, order={order!r})"
+    check_same(text, "Every rank must have a part of equal length", group, x.device)
+    size = dist.get_world_size(group)
+    parts = exchange(x.expand(size, *x.shape), group)  # its gradient is summed over the ranks
+    return torch.cat(parts.unbind(), dim).index_select(dim, places(size, x.shape[dim], order).argsort().to(x.device))
+
+
+def places(size: int, width: int, order: str) -> torch.Tensor:
+    """The positions of the tokens of all ranks, rank by rank, with ``width`` tokens on each.
+
+    >>> places(2, 4, "zigzag")
+    tensor([0, 1, 6, 7, 2, 3, 4, 5])
+    """
+    held = [chunk for rank in range(size) for chunk in chunks(size * width, size, order, rank)]
+    return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in held])
+
+
+class _Exchange(torch.autograd.Function):
+    """Row r goes to rank r, and the row of rank r comes in its place; so do the gradients."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, order: str) -> torch.Tensor:
-        ctx.dim, ctx.group, ctx.order = dim, group, order
-        parts = list(x.new_empty(dist.get_world_size(group), *x.shape))
-        all_gather(parts, x.detach().contiguous(), group)
-        ctx.place = _place(len(parts), x.shape[dim], order, x.device)
-        return torch.cat(parts, dim).index_select(dim, ctx.place.argsort())
+    def forward(ctx: Any, data: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        exchanged = torch.empty_like(data, memory_format=torch.contiguous_format)
+        if data.numel():
+            dist.all_to_all_single(exchanged, data.contiguous(), group=group)
+        return exchanged
 
     @staticmethod
-    @once
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        size = dist.get_world_size(ctx.group)
-        parts = [each.contiguous() for each in grad.index_select(ctx.dim, ctx.place).chunk(size, ctx.dim)]
-        mine = torch.empty_like(parts[0])
-        reduce_scatter(mine, parts, group=ctx.group)
-        return mine, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        refuse_second_derivative()
+        return exchange(grad, ctx.group), None
 
 
-def _place(size: int, width: int, order: str, device: torch.device) -> torch.Tensor:
-    """The positions of the tokens of all ranks, rank by rank."""
-    own = [each for rank in range(size) for each in chunks(size * width, size, order, rank)]
-    return torch.cat([torch.arange(start, stop, device=device) for start, stop in own])
+exchange: Callable[[torch.Tensor, dist.ProcessGroup | None], torch.Tensor] = _Exchange.apply
 
 
-def _split_each(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, order: str) -> torch.Tensor:
-    if x.layout != torch.jagged or ragged_dim(x) != dim:
-        raise ValueError(
-            f"split_sequence: a nested tensor must be made with layout=torch.jagged and have its tokens in dim={dim}"
-        )
-    if has_holes(x):
-        raise ValueError(
-            "split_sequence: a nested tensor must have no holes; call x.contiguous() before transposing it"
-        )
-    by_token = x.transpose(1, dim) if dim != 1 else x
-    order = _known(order, group)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    begins: list[int] = by_token.offsets().tolist()  # type: ignore[attr-defined]
-    mine, offsets = [], [0]
-    for begin, end in itertools.pairwise(begins):
-        own = chunks(end - begin, size, order, rank)
-        mine += [torch.arange(begin + start, begin + stop) for start, stop in own]
-        offsets.append(offsets[-1] + sum(stop - start for start, stop in own))
-    values = by_token.values()
-    chosen = values[torch.cat(mine).to(values.device)]
-    split = torch.nested.nested_tensor_from_jagged(chosen, offsets=torch.tensor(offsets, device=values.device))
-    return split.transpose(1, dim) if dim != 1 else split
-
-
-def _known(order: str, group: dist.ProcessGroup | None) -> str:
+def _check(name: str, group: dist.ProcessGroup | None, order: str, length: int = 0, chunks_here: int = 1) -> None:
     if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group in which the sequence is split")
+        raise ValueError(f"rank {dist.get_rank()} is not in the group of this {name}")
     if order not in ORDERS:
         raise ValueError(f"order={order!r}; choose {' or '.join(map(repr, ORDERS))}")
-    return order
+    if length % (count := ORDERS[order] * chunks_here):
+        raise ValueError(
+            f"{name}: {length} tokens do not divide into {count} chunks (order={order!r}); pad the sequence"
+        )
