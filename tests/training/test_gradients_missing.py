@@ -288,6 +288,31 @@ def test_unscale_within_join() -> None:
     assert spawn(body, 3) == [[0.9, 4.0], [0.9, 2.0], [0.8, 2.0]]
 
 
+def test_a_rank_that_cannot_unscale_within_join_tells_the_others() -> None:
+    """The others, and a rank that was done, waited for its verdict."""
+
+    def body() -> None:
+        model, rank = torch.nn.Linear(1, 1), dist.get_rank()
+        averager, scaler = GradientAverager(model), torch.amp.GradScaler("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        words = "already been called" if rank == 1 else rf"rank {rank}: unscale: a rank could not unscale"
+
+        def train() -> None:
+            with averager.join():
+                for step in range(1 + rank):
+                    scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+                    if (rank, step) == (1, 1):
+                        scaler.unscale_(optimizer)
+                    averager.unscale_(scaler, optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+
+        with pytest.raises(RuntimeError, match=words):
+            train()
+
+    spawn(body, 3)
+
+
 def test_averagers_that_cannot_be_joined_are_refused_on_all_ranks() -> None:
     def body() -> None:
         model, other, rank = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), dist.get_rank()
