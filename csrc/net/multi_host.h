@@ -11,9 +11,8 @@
 // For each host 32 bytes are sent, with a checksum of the call, and the data. Only if checksums differ, a second
 // gathering brings the calls themselves, for the error. Then no rank has written its output.
 //
-// Leaders post the receives of the next agreement in the middle of the current one. gloo sends at once if the receive
-// is posted; otherwise it sends a request first, which doubles the time. These receives are as large as the largest
-// message; most messages are shorter.
+// Leaders post the receives of the next agreement in the middle of the current one, so that a message never waits for
+// its receive. These receives are as large as the largest message; most messages are shorter.
 #pragma once
 
 #include <array>

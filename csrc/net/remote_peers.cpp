@@ -156,7 +156,6 @@ bool RemotePeers::wait_until_deadline(const Handle& request) {
 }
 
 bool RemotePeers::is_done_after_deadline(const Handle& request) {
-    if (!transport_->has_exact_is_done()) return wait_until_deadline(request);
     progress();
     if (!is_done(request)) return false;
     wait(request);
@@ -256,12 +255,10 @@ void RemotePeers::throw_failure(CommError::Kind kind, int culprit, const Members
 // Waits for the notice that another rank may have sent before it went. A wait of the transport that is too late would
 // close all connections, and then this rank could not send a notice itself.
 void RemotePeers::receive_notice(std::chrono::milliseconds limit) {
-    if (transport_->has_exact_is_done()) {
-        const auto until = Clock::now() + limit;
-        while (!notice_request_->is_done()) {
-            if (Clock::now() >= until) return;
-            std::this_thread::sleep_for(kBetweenLooks);
-        }
+    const auto until = Clock::now() + limit;
+    while (!notice_request_->is_done()) {
+        if (Clock::now() >= until) return;
+        std::this_thread::sleep_for(kBetweenLooks);
     }
     try {
         if (notice_request_->wait(limit))
@@ -278,7 +275,7 @@ void RemotePeers::end() {
     membership_.give_notice(CommError::Kind::kInterrupted,
                             membership_.number(membership_.rank()));  // the first notice stands
     const auto interrupt = interrupt_of([this] { send_notice(); });
-    const auto second = interrupt_of([this] {  // gloo closes all connections when one message times out
+    const auto second = interrupt_of([this] {  // a transport ends all messages when one of them times out
         const auto nothing = std::make_shared<std::byte>();
         transport_->receive(remote_ranks_.front(), tags.unused(), nothing.get(), 1, nothing)->wait(1ms);
     });
@@ -291,9 +288,8 @@ void RemotePeers::leave() {
     if (!membership_.notice() && !has_left_.exchange(true)) transport_->leave();
 }
 
-// Sends the notice twice. The listener thread of a remote rank wakes up at once; but gloo sends a request to the
-// receiver first, and a listener that is busy with other remarks may be too late. So the notice also goes to the
-// receive that all ranks have posted from the beginning.
+// Sends the notice twice. The listener thread of a remote rank wakes up at once, but a listener that is busy with other
+// remarks may be too late. So the notice also goes to the receive that all ranks have posted from the beginning.
 void RemotePeers::send_notice() {
     const auto notice = membership_.notice();
     diagnosis_->send_notice(*notice);

@@ -47,7 +47,7 @@ void TimeoutDiagnosis::repost_receive() {
     for (std::size_t attempt = 0;; ++attempt) {
         try {
             return post_receive();
-        } catch (const std::exception&) {  // gloo reports here each rank that has gone, once
+        } catch (const std::exception&) {  // a transport may report here each rank that has gone, once
             if (attempt == others_.size()) throw;
         }
     }

@@ -1,4 +1,4 @@
-// The interface of what carries bytes between hosts: TCP (see ../tcp), MPI or gloo.
+// The interface of what carries bytes between hosts: TCP (see ../tcp), UCX or MPI.
 #pragma once
 
 #include <chrono>
@@ -36,10 +36,9 @@ public:
     public:
         virtual ~TransportRequest() = default;
         // Returns true when the request is done, and false if it was aborted; then the caller may wait again. Throws
-        // TransportError if the other side is gone or `limit` has passed. The transport is unusable afterwards, because
-        // gloo closes all its connections.
+        // TransportError if the other side is gone or `limit` has passed. The transport is unusable afterwards.
         virtual bool wait(std::chrono::milliseconds limit) = 0;
-        // Whether wait() would return or throw at once, as far as the transport can tell without waiting.
+        // Whether wait() would return or throw at once.
         virtual bool is_done() = 0;
         // Makes a wait return: the current one of another thread, or the next one.
         virtual void abort() = 0;
@@ -60,8 +59,6 @@ public:
     virtual Handle receive_from_any(int /*tag*/, std::byte* /*data*/, std::size_t /*bytes*/, Owner, const ClaimPtr&) {
         throw std::logic_error("this transport has no receives with a claim");
     }
-    // Whether is_done() is exact. Gloo learns that a message has come only in a wait for it.
-    virtual bool has_exact_is_done() const { return true; }
     // A rank whose connection to this one has ended although it has not left the group; kAnyone if there is none, or
     // the transport cannot tell.
     virtual int dead_rank() { return kAnyone; }

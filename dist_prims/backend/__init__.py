@@ -1,7 +1,7 @@
 """The backend "dist_prims" of ``torch.distributed``.
 
 The ranks of one host reduce in shared memory. A group on several hosts executes schedules over a transport: TCP,
-UCX, MPI or gloo. The backend passes sparse tensors to gloo, and CUDA tensors to NCCL if torch was built with it. Two
+UCX or MPI. The backend passes sparse tensors to gloo, and CUDA tensors to NCCL if torch was built with it. Two
 ranks share a host if they have the same host id (see ``dist_prims.launch.hosts``) and can send memory descriptors to
 each other over a local socket.
 

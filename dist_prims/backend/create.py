@@ -41,7 +41,6 @@ from .tuning import CALIBRATION, tuned
 
 __all__: list[str] = []
 
-_LARGEST_TAG_OF_GLOO = 2**31 - 1
 _CPU = torch.device("cpu")
 _EXIT_TIME = 0.5  # seconds from the end of a connection to the end of its process
 
@@ -230,7 +229,6 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
     if request.is_child:
         _compare_ranks(temporary, rank, ranks)
     check = functools.partial(require_proof, rank=rank)
-    make_gloo = functools.cache(lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout))
     made = MadeGroup(request, hosts, token, secret.key("registers", token) if secret else b"", [])
     multi_host, network = None, 0
     transports: dict[str, Any] = {"engine": None, "tcp": None, "ucx": None}
@@ -240,7 +238,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         network = 0 if known else network_number()
         multi_host = MultiHostSchedules(hosts, rank, known or link_costs.uncalibrated(hosts), check)
         remember_hosts(request.name, multi_host.order)
-        transports = _transports(request, temporary, ranks, hosts, prims_options.engine, key, make_gloo)
+        transports = _transports(request, temporary, ranks, hosts, prims_options.engine, key)
         made.addresses, made.registers = quorum_ranks.publish(temporary, rank, hosts, token, made.key)
     one_shot = prims_options.one_shot_bytes
     one_shot = tuned(size, warn=ranks[rank] == 0) if one_shot is None else one_shot
@@ -259,8 +257,8 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         timeout=timeout,
         hosts=_short(hosts),
         **transports,
-        largest_tag=getattr(transports["engine"], "largest_tag", _LARGEST_TAG_OF_GLOO),
-        make_gloo=make_gloo,
+        largest_tag=getattr(transports["engine"], "largest_tag", 0),
+        make_gloo=lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout),
         make_child=functools.partial(_make_child, made),
         choose=multi_host.choose_or_piggyback if multi_host else None,  # a group on one host has no schedules
         accelerator=_nccl(store, rank, size, timeout),
@@ -303,7 +301,7 @@ class _TemporaryKeys:
 
 
 def _transports(
-    request: _GroupRequest, store: Any, ranks: list[int], hosts: list[str], option: str, key: str, make_gloo: Any
+    request: _GroupRequest, store: Any, ranks: list[int], hosts: list[str], option: str, key: str
 ) -> dict[str, Any]:
     """Return what carries the messages between hosts, as arguments of PrimsBackend."""
     requested = option or os.environ.get("DIST_PRIMS_ENGINE", "")
@@ -311,9 +309,8 @@ def _transports(
     if (request.is_merged or request.is_repaired) and requested in ("", "mpi"):
         requested = "tcp"
     selected = transport_selection.select(store, request.rank, ranks, requested)
-    mpi = functools.partial(mpi_library.make, ranks, request.timeout)
     return {
-        "engine": {"mpi": mpi, "gloo": make_gloo}.get(selected, lambda: None)(),
+        "engine": mpi_library.make(ranks, request.timeout) if selected == "mpi" else None,
         "tcp": tcp_endpoint.make(store, request.rank, hosts, key) if selected in ("tcp", "ucx") else None,
         "ucx": ucx_library.make(store, request.rank, request.size) if selected == "ucx" else None,
     }

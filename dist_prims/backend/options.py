@@ -39,7 +39,7 @@ class BackendOptions:
     - ``one_shot_bytes``: up to this size every rank of an all_reduce adds the whole data of all ranks. Above it, each
       rank adds one part, and all ranks read the sums. The default is the value that ``python -m dist_prims tune`` has
       measured on this type of machine, or 32 K. From 0 to 2**40.
-    - ``engine``: the transport between hosts, "tcp", "ucx", "mpi" or "gloo". The default is ``DIST_PRIMS_ENGINE``, or
+    - ``engine``: the transport between hosts, "tcp", "ucx" or "mpi". The default is ``DIST_PRIMS_ENGINE``, or
       MPI if mpirun has started the ranks and all of them can use MPI, else TCP. The option of rank 0 applies to all
       ranks. If a rank cannot use the requested transport, all ranks raise RuntimeError with that rank and the reason.
 

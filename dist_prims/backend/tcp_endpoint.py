@@ -31,7 +31,7 @@ def make(store: Any, rank: int, hosts: Sequence[str], key: str) -> Any:
         made = extension().TcpEndpoint(own_address())
         return made, made.address
 
-    remedy = "set GLOO_SOCKET_IFNAME on that rank to the interface that leads to them, or use DIST_PRIMS_ENGINE=gloo"
+    remedy = "set GLOO_SOCKET_IFNAME on that rank to the interface that leads to them"
     failure = "cannot listen for the ranks of other hosts"
     endpoint, addresses = exchange(store, rank, len(hosts), "tcp", listen, failure, remedy)
     endpoint.addresses = addresses

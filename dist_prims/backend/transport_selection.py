@@ -1,4 +1,4 @@
-"""Selection of the transport between the hosts of a group: TCP, gloo, or MPI or UCX where every rank can use it.
+"""Selection of the transport between the hosts of a group: TCP, or MPI or UCX where every rank can use it.
 
 All ranks must use the same transport. MPI or UCX may be usable on some ranks only: on one host a library may not be
 built or installed, or MPI may not support threads. Rank 0 therefore proposes a transport, every rank answers with the
@@ -18,14 +18,13 @@ from . import mpi_library, ucx_library
 
 __all__: list[str] = []
 
-ENGINES = ("", "tcp", "gloo", "mpi", "ucx")
-CHOICES = "'tcp', 'ucx', 'mpi' or 'gloo'"
+ENGINES = ("", "tcp", "mpi", "ucx")
+CHOICES = "'tcp', 'ucx' or 'mpi'"
 _TITLES = {"mpi": "MPI", "ucx": "UCX"}  # of those that a rank may be unable to use
 
 
 def select(store: Any, rank: int, ranks: Sequence[int], requested: str) -> str:
-    """Return the transport for a group of these ranks: "tcp", "ucx", "mpi" or "gloo". Every rank calls this, with its
-    store.
+    """Return the transport for a group of these ranks: "tcp", "ucx" or "mpi". Every rank calls this, with its store.
 
     ``requested`` is the transport that the user requests, or an empty string; that of rank 0 applies. A requested
     transport that a rank cannot use is an error on all ranks. Without a request, TCP replaces it, with a warning on

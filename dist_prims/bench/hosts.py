@@ -29,7 +29,7 @@ from .stream import ONE_WAY, Hosts, Stream, least_bytes
 
 __all__: list[str] = []
 
-_ENGINES = ("tcp", "ucx", "gloo", "mpi")
+_ENGINES = ("tcp", "ucx", "mpi")
 _NAMES = (*CASES, *MESSAGES)
 _TIMEOUT = 600.0
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench hosts", description=__doc__.split("\n\n")[0])
     parser.add_argument("--collectives", default=",".join(_NAMES), help="default: all")
     parser.add_argument("--sizes", type=sizes, default="64,64K,1M,16M", help="64,64K,1M,16M")
-    parser.add_argument("--engines", default="tcp", help="of tcp, ucx, gloo and mpi, each a contender (tcp)")
+    parser.add_argument("--engines", default="tcp", help="of tcp, ucx and mpi, each a contender (tcp)")
     parser.add_argument("--iterations", type=positive, default=7)
     parser.add_argument("--json", type=Path, help="write all times")
     given = parser.parse_args(arguments)

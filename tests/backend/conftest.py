@@ -6,7 +6,7 @@ import pytest
 from engines import require
 
 
-@pytest.fixture(params=["tcp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gloo", "ucx"))])
+@pytest.fixture(params=["tcp", pytest.param("ucx", marks=pytest.mark.slow)])
 def host_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What carries messages between the hosts of a test."""
     require(request.param)

@@ -47,14 +47,12 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["gloo", "mpi"])
-def test_sums_over_links(engine: str) -> None:
+def test_sums_over_links_by_mpi() -> None:
     """Under mpirun MPI carries what is between the hosts."""
     env = {"TESTS": str(Path(__file__).parents[1] / "helpers")}
-    env |= {"DIST_PRIMS_ENGINE": engine} if engine == "gloo" else {}
-    done = on_hosts(2, 2, PROGRAM + RIGHT, rate="1gbit", mpirun=engine == "mpi", env=env)
+    done = on_hosts(2, 2, PROGRAM + RIGHT, rate="1gbit", mpirun=True, env=env)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"right on 2 hosts over {engine}\n") == 4
+    assert done.stdout.count("right on 2 hosts over mpi\n") == 4
 
 
 @pytest.mark.slow
@@ -205,13 +203,13 @@ def test_bench_hosts_compares_with_gloo_and_with_a_stream(tmp_path: Path) -> Non
     file = tmp_path / "lines.json"
     command = [sys.executable, "-m", "dist_prims.bench", "hosts", "--sizes", "64,128K", "--iterations", "1"]
     few = ["--collectives", "all_reduce,broadcast,all_to_all,barrier"]
-    with cluster(2, 2, [*command, *few, "--engines", "tcp,gloo,ucx", "--json", str(file)]) as job:
+    with cluster(2, 2, [*command, *few, "--engines", "tcp,ucx", "--json", str(file)]) as job:
         done = job.result()
     assert done.returncode == 0, done.stderr
     assert "Wrong elements: 0" in done.stdout
     assert len(re.findall(r"^\| \w+ \| (?:64 B|128 KB) \|", done.stdout, re.MULTILINE)) == 2 * 3 + 1  # one of barrier
     found = json.loads(file.read_text())["lines"]
-    ours = {f"dist_prims over {engine}" for engine in ("tcp", "gloo", "ucx")}
+    ours = {f"dist_prims over {engine}" for engine in ("tcp", "ucx")}
     assert {line["contender"] for line in found} == {"gloo", "stream", *ours}
 
 

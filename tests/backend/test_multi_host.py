@@ -1,5 +1,5 @@
 """Groups that span hosts. Here ranks of one machine say that they run on several (``DIST_PRIMS_HOST_ID``): then they
-share no memory and talk over TCP, UCX or gloo. test_hosts.py has real links between them."""
+share no memory and talk over TCP or UCX. test_hosts.py has real links between them."""
 
 from __future__ import annotations
 

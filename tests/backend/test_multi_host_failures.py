@@ -184,13 +184,12 @@ def test_the_limit_of_a_monitored_barrier_is_that_of_rank_0(layout: str) -> None
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "wait_all_ranks"), [("a a b b", False), ("a b a b", True), ("a b c d", False)])
-def test_a_monitored_barrier_names_the_late_ranks(layout: str, wait_all_ranks: bool, host_engine: str) -> None:
+def test_a_monitored_barrier_names_the_late_ranks(layout: str, wait_all_ranks: bool) -> None:
     """Rank 2 waits for rank 3, which is late. All ranks name rank 3, and rank 0 also those that it has not seen.
 
-    Gloo and MPI carry messages of users themselves, so the diagnosis does not know the wait of rank 2. With them rank 2
-    is late, too.
+    MPI carries messages of users itself, so the diagnosis does not know the wait of rank 2; there rank 2 is late, too.
     """
-    late = 3 if host_engine in ("tcp", "ucx") else 2
+    late = 3
 
     def body() -> None:
         rank = dist.get_rank()
@@ -239,11 +238,9 @@ def test_a_monitored_barrier_ends_by_a_death_and_by_ctrl_c() -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", [monitored_barrier, lambda limit: dist.recv(torch.zeros(3), 0)])
 def test_a_dead_rank_is_named_by_ranks_that_wait_for_another_rank(
-    call: Callable[[float], Any], host_engine: str
+    call: Callable[[float], Any],
 ) -> None:
     """Rank 0 closed its connections before it sent the notice, so the others named rank 0."""
-    if host_engine not in ("tcp", "ucx"):
-        pytest.skip("gloo closes all connections where a wait is too late")
 
     def body() -> str:
         rank = dist.get_rank()
@@ -257,10 +254,8 @@ def test_a_dead_rank_is_named_by_ranks_that_wait_for_another_rank(
     assert sum(bool(text) for text in span("a b c d", body, losses=1)) == 3
 
 
-def test_groups_over_tcp_and_ucx_make_no_gloo(host_engine: str) -> None:
+def test_groups_over_tcp_and_ucx_make_no_gloo() -> None:
     """Such a group made one for monitored_barrier, with a port at which any process could take the place of a rank."""
-    if host_engine not in ("tcp", "ucx"):
-        pytest.skip("a group over this engine has none of its own")
 
     def body() -> set[str]:
         monitored_barrier(50)

@@ -1,4 +1,4 @@
-"""What the tests of tags run on every rank of a group that spans hosts, over gloo and over MPI.
+"""What the tests of tags run on every rank of a group that spans hosts, over TCP, UCX and MPI.
 
 So many messages of every kind that the numbers of segments go several times through their tags, while receives for the
 next agreement and messages of users are pending. As a program it is one rank that mpirun has started:

@@ -68,7 +68,7 @@ def test_ranks_of_two_time_namespaces(tmp_path: Path) -> None:
     processes = []
     for rank, name in enumerate(("a", "b")):
         facts = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "DIST_PRIMS_HOST_ID": name}
-        facts |= {"DIST_PRIMS_TRACE": str(tmp_path / "traces"), "GLOO_SOCKET_IFNAME": "lo", "DIST_PRIMS_ENGINE": "gloo"}
+        facts |= {"DIST_PRIMS_TRACE": str(tmp_path / "traces"), "GLOO_SOCKET_IFNAME": "lo"}
         program = (
             (tmp_path / "program.py")
             .read_text()

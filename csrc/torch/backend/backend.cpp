@@ -130,7 +130,7 @@ c10::weak_intrusive_ptr<PrimsBackend> PrimsBackend::kept() {
     return c10::weak_intrusive_ptr<PrimsBackend>(c10::intrusive_ptr<PrimsBackend>::reclaim_copy(this));
 }
 
-// Ends the engine. MPI writes to the memory of a message until it is shut down; gloo needs no call.
+// Ends the engine. MPI writes to the memory of a message until it is shut down.
 void PrimsBackend::stop_engine() {
     if (setup_->engine && setup_->engine->getBackendName() == "mpi") setup_->engine->shutdown();
 }

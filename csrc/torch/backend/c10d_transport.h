@@ -1,4 +1,4 @@
-// A backend of torch.distributed, such as gloo, as the transport between hosts.
+// A backend of torch.distributed as the transport between hosts: MPI.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -12,7 +12,6 @@ public:
     C10dTransport(c10::intrusive_ptr<c10d::Backend> backend, int largest_tag)
         : backend_(std::move(backend)), largest_tag_(largest_tag) {}
 
-    bool has_exact_is_done() const override { return false; }
     int largest_tag() const override { return largest_tag_; }
     Handle send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner) override;
     Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner) override;

@@ -54,7 +54,7 @@ public:
     }
 
     bool spans_hosts() const override { return true; }
-    // gloo and MPI also carry messages between ranks of one host: their receives from any rank have no claim.
+    // MPI also carries messages between ranks of one host: its receives from any rank have no claim.
     c10d::Backend* carrier(int tag) override {
         const int largest = group_.remote.tags.largest_of_users();
         TORCH_CHECK_VALUE(tag >= 0 && tag <= largest, "rank ", rank_, ": tag ", tag,

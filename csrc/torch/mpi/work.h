@@ -11,7 +11,7 @@ public:
     using PrimsWork::PrimsWork;
 
     void follow(std::shared_ptr<Operation> operation) { operation_ = std::move(operation); }
-    // Returns false if abort() has woken the wait, as gloo's works do: the operation continues and may be waited for
+    // Returns false if abort() has woken the wait, the operation continues and may be waited for
     // again.
     bool wait(Milliseconds timeout) override {
         const auto limit = timeout == kNoTimeout ? Milliseconds::max() : timeout;
