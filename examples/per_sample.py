@@ -66,7 +66,7 @@ def by_trick(model: Net, name: str, xs: torch.Tensor, ys: torch.Tensor) -> torch
         a, d = (each.reshape(len(xs), -1, each.shape[-1]).mT for each in (a, d))
     positions, rows, columns = a.shape[2], d.shape[1], a.shape[1]
     if positions * (rows + columns) < rows * columns:  # these matrices (T, T) are smaller than the gradient
-        return torch.sum((a.mT @ a) * (d.mT @ d), (1, 2)).sqrt()
+        return torch.sum((a.mT @ a) * (d.mT @ d), (1, 2)).clamp(min=0).sqrt()
     norms: torch.Tensor = torch.linalg.vector_norm(d @ a.mT, dim=(1, 2))
     return norms
 
