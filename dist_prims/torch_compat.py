@@ -344,11 +344,6 @@ def has_call_hooks(module: torch.nn.Module) -> bool:
     )
 
 
-def has_load_hooks(module: torch.nn.Module) -> bool:
-    """Whether hooks may change a state before a module loads it."""
-    return bool(module._load_state_dict_pre_hooks)
-
-
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether hooks are called with the gradient of a parameter."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -39,11 +39,11 @@ from torch import nn
 from ..agreement import gather_values
 from ..collectives.call import group_of
 from ..torch_compat import version_of
-from .checkpoint import randomness
-from .checkpoint.plain_state import Target, change, is_collective, load, state_of
+from . import randomness
 from .data import ShardedIterable
 from .gradients.initial_sync import check_same_model
 from .state_transfer import transfer
+from .stateful import load, state_of
 
 __all__: list[str] = []
 
@@ -102,9 +102,9 @@ class ReplicatedState:
     ``group`` is that of the last :meth:`resize`, None before the first.
     """
 
-    def __init__(self, targets: Mapping[str, Target], *, step: int = 0) -> None:
+    def __init__(self, targets: Mapping[str, Any], *, step: int = 0) -> None:
         for name, target in targets.items():
-            if is_collective(target):
+            if getattr(target, "collective_state_dict", False):
                 raise ValueError(
                     f"ReplicatedState: {name!r} is a {type(target).__name__}, whose state is sharded: the shard of a "
                     "lost rank is lost; use Checkpoints for it"
@@ -172,7 +172,7 @@ class ReplicatedState:
 
     def _snapshot(self) -> _Snapshot:
         return _Snapshot(
-            states={name: _copied(name, target) for name, target in self._others().items()},
+            states={name: copy.deepcopy(state_of(target)) for name, target in self._others().items()},
             buffers={name: buffer.clone() for name, buffer in self._buffers()},
             hyperparameters={
                 name: [_hyperparameters(group) for group in optimizer.param_groups]
@@ -237,7 +237,7 @@ class ReplicatedState:
             if name not in self._streams and not isinstance(target, torch.Tensor) and hasattr(target, "resize"):
                 target.resize(group)
 
-    def _others(self) -> dict[str, Target]:
+    def _others(self) -> dict[str, Any]:
         """The targets whose states are small: neither modules nor optimizers."""
         large = {*self._modules, *self._optimizers}
         return {name: target for name, target in self._targets.items() if name not in large}
@@ -284,10 +284,6 @@ def _note_step(state: weakref.ref[ReplicatedState], *_: object) -> None:
 
 def _tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
-
-
-def _copied(name: str, target: Target) -> Any:
-    return change(name, state_of(target), lambda path, tensor: tensor.detach().clone())
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,11 +76,13 @@ TRAINING = {
     "average": {"gradients"},
     "partition": set(),
     "data": {"partition"},
-    "checkpoint": {"data"},
-    "pipeline": {"checkpoint", "gradients", "group_duplicates"},
+    "randomness": set(),
+    "stateful": set(),
+    "checkpoint": {"data", "group_duplicates", "randomness", "stateful"},
+    "pipeline": {"gradients", "group_duplicates"},
     "sharding": {"gradients"},
     "state_transfer": set(),
-    "replicated_state": {"checkpoint", "data", "gradients", "state_transfer"},
+    "replicated_state": {"data", "gradients", "randomness", "state_transfer", "stateful"},
 }
 PURE = {"_output", "learn", "processes", "schedules", "tracing", "_chart"}  # no torch
 # The file that uses private API of torch itself, instead of torch_compat: it is about the internals of the compiler.

@@ -25,8 +25,7 @@ import dist_prims
 from dist_prims.collectives.call import group_of
 from dist_prims.errors import CommError, LeftOutError, MismatchError
 from dist_prims.launch.deadline import until
-from dist_prims.training import GradientAverager, ReplicatedState, ShardedIterable, ShardedSampler
-from dist_prims.training.checkpoint import randomness
+from dist_prims.training import GradientAverager, ReplicatedState, ShardedIterable, ShardedSampler, randomness
 from dist_prims.training.data import GlobalBatches
 from dist_prims.training.sharding import ZeroOptimizer
 from dist_prims.training.state_transfer import transfer

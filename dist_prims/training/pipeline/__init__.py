@@ -25,7 +25,6 @@ The plans are data (:mod:`dist_prims.schedules.pipelines`): proved before they a
 
 from .batch_norm import DeferredBatchNorm, commit_batch_norm, defer_batch_norm
 from .chain import Chain, Pop, Stash
-from .checkpoint import load_stages, save_stages
 from .devices import DevicePipeline
 from .processes import Pipeline
 from .profile import LayerCost, profile, stage_costs
@@ -44,9 +43,7 @@ __all__ = [
     "balance",
     "commit_batch_norm",
     "defer_batch_norm",
-    "load_stages",
     "profile",
-    "save_stages",
     "split",
     "stage_costs",
 ]
