@@ -1,7 +1,6 @@
 """Checkpoints: a run continues bit for bit, on another number of ranks, and never from a damaged save.
 
-Six steps of a network with dropout, Adam and a sampler; then again from the checkpoint of step 4, which is written in
-the background while the training goes on.
+Six steps of a network with dropout, Adam and a sampler; then again from step 4, which is saved in the background.
 
     torchrun --nproc-per-node 2 checkpoint.py --megabytes 16
 """
@@ -87,23 +86,20 @@ def check_restores(folder: Path) -> None:
 
 def print_times(folder: Path, megabytes: int) -> None:
     state = {f"{number}": torch.zeros(megabytes << 14) for number in range(16)}
-    ours, background = Checkpoints(folder / "times", {"state": state}), Checkpoints(folder / "b", {"state": state})
-    steps = iter(range(1, 100))
+    checkpoints, steps = Checkpoints(folder / "times", {"state": state}), iter(range(1, 100))
+    dcp.save(state, checkpoint_id=folder / "dcp")
     calls: dict[str, Callable[[], object]] = {
-        "dcp.save": lambda: dcp.save(state, checkpoint_id=folder / "dcp"),
-        "Checkpoints.save": lambda: ours.save(next(steps)),
-        "save(background=True)": lambda: background.save(next(steps), background=True),
-        "wait()": background.wait,
-        "dcp.load": lambda: dcp.load(dict(state), checkpoint_id=folder / "dcp"),
-        "Checkpoints.restore": ours.restore,
+        "dcp.save": lambda: dcp.save(state, checkpoint_id=folder / f"dcp-{next(steps)}"),
+        "Checkpoints.save": lambda: checkpoints.save(next(steps)),
+        "save(background=True)": lambda: checkpoints.save(next(steps), background=True),
+        "wait()": checkpoints.wait,
+        "dcp.load": lambda: dcp.load(state, checkpoint_id=folder / "dcp"),
+        "Checkpoints.restore": checkpoints.restore,
     }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(5):  # in turn, so that they meet the same load
-        for name, call in calls.items():
-            times[name].append(timeit.timeit(call, setup=dist.barrier, number=1))
-    log(f"{f'{megabytes} MB of state, median':28}   ms")
-    for name in calls:
-        log(f"{name:28} {1000 * statistics.median(times[name]):4.0f}")
+    rounds = [[timeit.timeit(call, dist.barrier, number=1) for call in calls.values()] for _ in range(7)]
+    log(f"{f'{megabytes} MB of state, median':24}   ms")
+    for name, times in zip(calls, zip(*rounds, strict=True), strict=True):
+        log(f"{name:24} {1000 * statistics.median(times):4.0f}")
 
 
 def main() -> None:
