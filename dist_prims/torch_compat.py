@@ -344,6 +344,11 @@ def has_call_hooks(module: torch.nn.Module) -> bool:
     )
 
 
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The registered children of a module: a change of this dictionary changes the module."""
+    return module._modules
+
+
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether hooks are called with the gradient of a parameter."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

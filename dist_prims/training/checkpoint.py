@@ -42,7 +42,19 @@ _CHECKSUMS = "checksums.txt"  # a line for each file: its name, length and CRC-3
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read, on this rank or another. Earlier checkpoints are unchanged."""
+    """A checkpoint could not be written or read, on this rank or another. Earlier checkpoints are unchanged.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> checkpoints = Checkpoints(folder.name, {})
+    >>> checkpoints.save(10)
+    >>> try:
+    ...     checkpoints.save(9)
+    ... except CheckpointError as error:
+    ...     print(str(error).replace(folder.name, "folder"))
+    Checkpoints.save of step 9: rank 0: ValueError: folder has step 10; restore() it, or choose another directory
+    >>> folder.cleanup()
+    """
 
 
 class Checkpoints:
@@ -53,11 +65,6 @@ class Checkpoints:
     >>> checkpoints = Checkpoints(folder.name, {"weight": weight})
     >>> checkpoints.save(10), weight.add_(1).tolist(), checkpoints.restore(), checkpoints.steps(), weight
     (None, [1.0, 1.0], 10, [10], tensor([0., 0.]))
-    >>> try:
-    ...     checkpoints.save(9)
-    ... except CheckpointError as error:
-    ...     print(str(error).replace(folder.name, "folder"))
-    Checkpoints.save of step 9: rank 0: ValueError: folder has step 10; restore() it, or choose another directory
     >>> folder.cleanup()
 
     Args:

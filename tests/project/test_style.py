@@ -128,7 +128,8 @@ PUBLIC = [
     "trace",
 ]
 # The modules whose __all__ is the public interface, beside that of every package. In others it is empty.
-DOCUMENTED = {"errors", "models.gpt", "models.resnet", "ops", "schedules.topology", "training.mixed_precision"}
+DOCUMENTED = {"errors", "models.gpt", "models.resnet", "ops", "schedules.topology", "training.checkpoint"}
+DOCUMENTED |= {"training.mixed_precision"}
 # The examples of these run in a group of one rank.
 WITH_A_GROUP = ("agreement", "backend", "collectives", "ops", "parallel", "torch_compat", "training")
 

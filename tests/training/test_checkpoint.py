@@ -228,13 +228,13 @@ def test_an_optimizer_of_shards_as_state_is_refused_and_as_own_comes_back(tmp_pa
 def test_of_buffers_that_differ_those_of_rank_0_are_saved(tmp_path: Path) -> None:
     def body() -> list[float]:
         norm = nn.BatchNorm1d(3)
-        norm.running_mean.fill_(dist.get_rank())  # type: ignore[operator, union-attr]
-        norm.running_var.fill_(dist.get_rank() + 5)  # type: ignore[operator, union-attr]
+        norm.running_mean.fill_(dist.get_rank())
+        norm.running_var.fill_(dist.get_rank() + 5)
         checkpoints = Checkpoints(tmp_path, {"norm": norm})
         checkpoints.save(1)
         norm.reset_running_stats()
         assert checkpoints.restore() == 1
-        return [norm.running_mean.max().item(), norm.running_var.max().item()]  # type: ignore[operator, union-attr]
+        return [norm.running_mean.max().item(), norm.running_var.max().item()]
 
     assert spawn(body, 3) == [[0.0, 5.0]] * 3
 

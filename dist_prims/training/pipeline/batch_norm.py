@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ...torch_compat import BatchNorm, Norm
+from ...torch_compat import BatchNorm, Norm, children_of
 
 __all__: list[str] = []
 
@@ -134,7 +134,7 @@ def defer_batch_norm(model: nn.Module, micro_batches: int) -> nn.Module:
         raise ValueError(f"defer_batch_norm: micro_batches={micro_batches} must be 1 or more")
     made: dict[nn.Module, nn.Module] = {}
     for parent in [nn.ModuleList([model]), *model.modules()]:
-        for name, child in parent._modules.items():
+        for name, child in children_of(parent).items():
             if isinstance(child, DeferredBatchNorm):
                 child.micro_batches = micro_batches
                 child.forget()
@@ -142,7 +142,7 @@ def defer_batch_norm(model: nn.Module, micro_batches: int) -> nn.Module:
                 assert isinstance(child, BatchNorm)
                 if child not in made:  # a module may have several places
                     made[child] = DeferredBatchNorm(child, micro_batches)
-                parent._modules[name] = made[child]
+                children_of(parent)[name] = made[child]
     return made.get(model, model)
 
 

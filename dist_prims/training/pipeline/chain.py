@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...torch_compat import has_call_hooks
+from ...torch_compat import children_of, has_call_hooks
 
 __all__: list[str] = []
 
@@ -141,19 +141,19 @@ class Stage(nn.Module):
         """Register a layer without ``add_module``, which refuses names of this class's attributes."""
         branch: nn.Module = self
         for part in path[:-1]:
-            found = branch._modules.setdefault(part, _Branch())
+            found = children_of(branch).setdefault(part, _Branch())
             if not isinstance(found, _Branch):
                 raise ValueError(f"Stage: layer {'.'.join(path)!r} lies within another layer, {part!r}")
             branch = found
-        if path[-1] in branch._modules:
+        if path[-1] in children_of(branch):
             raise ValueError(f"Stage: two layers are named {'.'.join(path)!r}, or one lies within the other")
-        branch._modules[path[-1]] = layer
+        children_of(branch)[path[-1]] = layer
 
     def _layer(self, name: str) -> nn.Module:
         """Look up a layer in each forward: a program may have replaced it (quantisation, a wrapper)."""
         found: Any = self
         for part in name.split("."):
-            found = found._modules[part]
+            found = children_of(found)[part]
         return found  # type: ignore[no-any-return]
 
 
@@ -206,7 +206,7 @@ def _parts(model: nn.Module) -> list[tuple[str, nn.Module]] | None:
     if callable(own) and not isinstance(own, nn.Module):
         return list(own())
     if isinstance(model, nn.Sequential) and type(model).forward in (nn.Sequential.forward, Chain.forward):
-        return [(name, part) for name, part in model._modules.items() if part is not None]
+        return [(name, part) for name, part in children_of(model).items() if part is not None]
     return None
 
 
