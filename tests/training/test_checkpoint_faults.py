@@ -166,7 +166,7 @@ def test_a_failed_write_raises_on_all_ranks_and_the_old_checkpoint_stays(
 ) -> None:
     def body() -> None:
         three_saves(tmp_path)
-        value, checkpoints = values(tmp_path)
+        value, checkpoints = values(tmp_path, 3.0)
         own = {"own": torch.zeros(10**5 if where == "own" else 1)}
         large = Checkpoints(
             tmp_path,
@@ -179,6 +179,7 @@ def test_a_failed_write_raises_on_all_ranks_and_the_old_checkpoint_stays(
             large.wait()
 
         save(4)  # makes the second group
+        value.zero_()
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if dist.get_rank() == 1:
             no_room()
