@@ -25,7 +25,6 @@ import dist_prims
 from dist_prims.datasets import digits
 from dist_prims.training.checkpoint import Checkpoints
 from dist_prims.training.data import GlobalBatches
-from dist_prims.training.sharding import ZeroOptimizer
 
 
 def train(
@@ -37,7 +36,7 @@ def train(
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 10))
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     batches = GlobalBatches(digits(), 50, seed=3)
     checkpoints = Checkpoints(folder, {"model": model, "optimizer": optimizer, "batches": batches})
     torch.manual_seed(1 + dist.get_rank())  # a different dropout mask on each rank
@@ -49,7 +48,8 @@ def train(
         images, labels, weight = next(batches)
         optimizer.zero_grad()
         (F.cross_entropy(model(images), labels) * weight).backward()
-        optimizer.step()  # averages the gradients as well
+        dist_prims.average_gradients(model)
+        optimizer.step()
         leave = stop.clone()
         dist.all_reduce(leave, dist.ReduceOp.MAX)  # all ranks stop after the same step
         if leave or (step + 1) % every == 0 or step + 1 == last:

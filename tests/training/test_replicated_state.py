@@ -27,7 +27,7 @@ from dist_prims.errors import CommError, LeftOutError, MismatchError
 from dist_prims.launch.deadline import until
 from dist_prims.training import GradientAverager, ReplicatedState, ShardedIterable, ShardedSampler, randomness
 from dist_prims.training.data import GlobalBatches
-from dist_prims.training.sharding import ZeroOptimizer
+from dist_prims.training.sharding import ShardedParameters
 from dist_prims.training.state_transfer import transfer
 
 STEPS, FAILS_AT = 7, 3
@@ -390,8 +390,8 @@ def test_what_changes_outside_of_an_optimizer_is_found(tmp_path: Path) -> None:
 def test_targets_that_cannot_be_replicated(tmp_path: Path) -> None:
     def body(rank: int) -> str:
         parts = Parts()
-        with pytest.raises(ValueError, match="'optimizer' is a ZeroOptimizer, whose state is sharded"):
-            ReplicatedState({"optimizer": ZeroOptimizer(parts.model.parameters(), torch.optim.SGD, lr=0.1)})
+        with pytest.raises(ValueError, match="'model' is a ShardedParameters, whose state is sharded"):
+            ReplicatedState({"model": ShardedParameters(nn.Linear(1, 1))})
         names = {"model": parts.model} if rank else {"network": parts.model}
         with pytest.raises(MismatchError, match=r"Rank 0 has targets=\['network'\]; rank 1 has targets=\['model'\]"):
             ReplicatedState(names).resize()

@@ -46,7 +46,7 @@ def check_same_model(
         check_lists(operation, gather_values(mine, group), _REMEDY, group)
     if sharded := next((name for name, tensor in tensors if _is_sharded(tensor)), None):
         raise ValueError(
-            f"rank {group.rank()}: {operation}: {sharded!r} is sharded already, by ShardedParameters; remove() first"
+            f"rank {group.rank()}: {operation}: {sharded!r} is sharded already, by ShardedParameters; use another copy"
         )
     return f"{operation}-{found[0][1]}"
 

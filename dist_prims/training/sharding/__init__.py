@@ -1,11 +1,5 @@
-"""Data parallelism without a copy of everything on every rank (Rajbhandari et al., ZeRO, 2020).
+"""ZeRO-3 (Rajbhandari et al., ZeRO, 2020): no rank has a copy of all parameters, gradients and optimizer states."""
 
-:class:`ZeroOptimizer` (stage 1) shards the state of the optimizer, :class:`ShardedParameters` (stage 3) parameters and
-gradients as well. They are short counterparts of torch's ZeroRedundancyOptimizer and FullyShardedDataParallel, with the
-results of an unsharded run.
-"""
-
-from .optimizer import ZeroOptimizer
 from .parameters import ShardedParameters
 
-__all__ = ["ShardedParameters", "ZeroOptimizer"]
+__all__ = ["ShardedParameters"]

@@ -1,4 +1,4 @@
-"""ZeRO-3: parameters, gradients and the optimizer's state are sharded; a layer is whole only while it computes.
+"""ZeRO-3 (Rajbhandari et al., ZeRO, 2020): parameters, gradients and states are sharded; one layer is whole at a time.
 
 ::
 
@@ -18,35 +18,26 @@ agree on gradients that arrive later at the end of the backward.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.nn import Module, Parameter
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ...collectives.call import group_of
-from ...torch_compat import (
-    graph_task_id,
-    queue_backward_callback,
-    saved_tensor_hooks,
-    storage_id,
-    tree_leaves,
-    version_of,
-)
+from ...torch_compat import graph_task_id, queue_backward_callback, saved_tensor_hooks, storage_id, tree_leaves
 from ..gradients.initial_sync import broadcast_coalesced, check_same_model
 from ..gradients.ownership import averager_problem
 from ..gradients.torch_averaging import averaging_problem
-from .released_parameters import NO_COPY, make_present
-from .unit import Unit
-from .unit_assignment import by_kind, children, units_of
+from .unit import Unit, assign_units
 
 __all__: list[str] = []
 
 _NO_BACKWARD = -1
-_NONE, _DENSE, _FROZEN = range(3)
+_not_compiled = functools.partial(torch.compiler.disable, reason="ShardedParameters gathers a unit here")
 
 
 class ShardedParameters:
@@ -66,333 +57,178 @@ class ShardedParameters:
     during the model's forward. The optimizer gets :meth:`parameters`: a flat tensor for each unit and dtype, so it must
     be elementwise, as SGD and Adam are. The constructor copies rank 0's parameters to all ranks. All ranks must run the
     same units in the same order, and their losses must reach the same units; the computation within a unit may differ.
-    Gradients are means over the ranks, added up until ``zero_grad()`` of the optimizer or of the model. A parameter
-    without a gradient counts as zero if its unit has one. Freeze parameters, and copy the model, before sharding. With
-    float16 call unscale of training.mixed_precision: torch's GradScaler checks only the shards of this rank.
+    Gradients are means over the ranks, added up until ``zero_grad()`` of the optimizer. A parameter without a gradient
+    counts as zero if its unit has one. Freeze parameters, and copy the model, before sharding.
+    ``torch.compile(model)`` compiles each unit by itself. With float16 call unscale of training.mixed_precision:
+    torch's GradScaler checks only the shards of this rank.
     """
 
     collective_state_dict = True  # read by Checkpoints
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        units: Iterable[torch.nn.Module] | None = None,
-        group: dist.ProcessGroup | None = None,
+        self, model: Module, units: Iterable[Module] | None = None, group: dist.ProcessGroup | None = None
     ) -> None:
-        self._group = group_of(group, "ShardedParameters")
-        self._model = model
-        self.peak_bytes = 0  # of parameters that were whole at one time
-        found = units_of(model, list(children(model) if units is None else units))
-        names = {module: name for name, module in model.named_modules()} | {model: "the model"}
-        settings = [f"unit {names[module]!r} of {len(parameters)} parameters" for module, parameters in found]
+        self._group, self._model = group_of(group, "ShardedParameters"), model
+        assigned = assign_units(model, units)
+        settings = [f"unit {name!r} of {len(parameters)} parameters" for (name, *_), parameters in assigned.items()]
         tensors = (*model.named_parameters(), *model.named_buffers())
-        rank = self._group.rank()
-        problem = averaging_problem("ShardedParameters", model, rank) or averager_problem(
-            "ShardedParameters", model, rank
-        )
+        problem = averaging_problem("ShardedParameters", model, self._group.rank())
+        problem = problem or averager_problem("ShardedParameters", model, self._group.rank())
         check_same_model("ShardedParameters", settings, tensors, self._group, problem)
-        broadcast_coalesced([each.detach() for each in (*model.parameters(), *model.buffers())], 0, self._group)
+        broadcast_coalesced([each.detach() for _, each in tensors], 0, self._group)
         self._whole: dict[int, Unit] = {}  # by the storage of what is gathered
-        self._units: list[Unit] = []
+        self._units = [Unit(key[0], model, parameters, self._group) for key, parameters in assigned.items()]
         self._task = _NO_BACKWARD
-        self._undo = ExitStack()
-        for module, parameters in found:
-            own = [Unit(names[module], model, each, self._group) for each in by_kind(parameters)]
-            self._units += own
-            self._wrap(module, own)
         for unit in self._units:
-            for each in unit.parameters if unit.trained else []:
-                hook: Any = each.register_post_accumulate_grad_hook(self._arrived)
-                self._undo.callback(hook.remove)
-        self._replace(model, "zero_grad", _Bound(model.zero_grad, self._zero_grad))
-        refuse = functools.partial(_refuse_step, weakref.ref(self))
-        self._undo.callback(register_optimizer_step_pre_hook(refuse).remove)
+            module = model.get_submodule(unit.name)
+            module.forward = _GatheringForward(self, module.forward, unit)
+            for parameter in unit.parameters if unit.shard.requires_grad else []:
+                parameter.register_post_accumulate_grad_hook(lambda _: self._watch())
 
-    def parameters(self) -> list[torch.nn.Parameter]:
+    def parameters(self) -> list[Parameter]:
         """The trained shards of this rank, for its optimizer."""
-        return [unit.shard for unit in self._there() if unit.trained]
+        return [unit.shard for unit in self._units if unit.shard.requires_grad]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Context in which all parameters are whole and forwards gather nothing.
-
-        Parameters can be read, or changed in place in the same way on all ranks.
-        """
-        units = self._there()
-        with self._in_use(units):
+        """Context in which all parameters are whole, and can be read, or changed in the same way on all ranks."""
+        with ExitStack() as stack:
+            for unit in self._units:
+                stack.enter_context(self._in_use(unit))
             yield
-            self._check_unchanged(units)
-            for unit in units:
+            for unit in self._units:
                 unit.keep()
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that their total 2-norm is at most ``max_norm``; return the norm before."""
         gradients = [each.grad for each in self.parameters() if each.grad is not None]
-        squares = torch.zeros((), device=self._units[0].shard.device)
-        for each in gradients:
-            squares += each.float().square().sum()
+        squares = get_total_norm(gradients).float().square().to(self._units[0].shard.device)
         dist.all_reduce(squares, group=self._group)
-        total = squares.sqrt()
-        for each in gradients:
-            each.mul_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
-        return total
+        clip_grads_with_norm_(self.parameters(), max_norm, squares.sqrt())
+        return squares.sqrt()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the whole model, gathered unit by unit; all ranks must call it. Buffers are this rank's."""
-        whole = {}
-        for unit in self._there():
-            with self._in_use([unit]):
-                whole.update({each: each.detach().clone() for each in unit.parameters})
-        names = dict(self._model.named_parameters(remove_duplicate=False))
-        plain = self._model.state_dict(keep_vars=True)  # without it, each parameter would be read
-        return {
-            name: whole[names[name]] if name in names else value.detach() if isinstance(value, torch.Tensor) else value
-            for name, value in plain.items()
-        }
+        """The state of the whole model; all ranks must call it. Buffers are this rank's."""
+        with self.gathered():
+            return self._model.state_dict()  # its tensors keep the whole alive
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load this rank's part of a whole state, of a plain model or of one sharded over any number of ranks."""
-        units, mine = self._there(), self._model.state_dict(keep_vars=True)
-        if missing := sorted(mine.keys() ^ state.keys()):
-            raise ValueError(f"ShardedParameters: {missing[0]!r} is in the state or in the model, but not in both")
-        for name, value in mine.items():
-            if isinstance(value, torch.Tensor) and value.shape != state[name].shape:
-                raise ValueError(
-                    f"ShardedParameters: {name!r} has shape {tuple(state[name].shape)} in the state and "
-                    f"{tuple(value.shape)} in the model; load the state of the same model"
-                )
-        names = {each: name for name, each in self._model.named_parameters()}
-        for unit in units:
-            unit.load([state[names[each]] for each in unit.parameters])
-        for name, buffer in self._model.named_buffers():
-            if name in state:
-                buffer.copy_(state[name])
+        """Load a whole state, of a plain model or of one sharded over any number of ranks; all ranks must call it."""
+        with self.gathered():
+            self._model.load_state_dict(state)
 
-    def remove(self) -> None:
-        """Make the model plain again, whole on every rank; this object is then unusable."""
-        for unit in self._units:
-            whole = [each.clone() for each in unit.pieces(unit.gather())]
-            unit.free()
-            for parameter, value in zip(unit.parameters, whole, strict=True):
-                make_present(parameter)
-                parameter.data = value
-        self._units = []
-        self._undo.close()
-
-    def _refuse(self, optimizer: torch.optim.Optimizer) -> None:
-        """RuntimeError for an optimizer of the model's own parameters: their gradients are with the shards."""
-        sharded = {id(each): unit for unit in self._units for each in unit.parameters}
-        for settings in optimizer.param_groups:
-            for parameter in settings["params"]:
-                if (unit := sharded.get(id(parameter))) is not None:
-                    raise RuntimeError(
-                        f"rank {self._group.rank()}: ShardedParameters: {type(optimizer).__name__} has parameters of "
-                        f"the model ({unit.name}), which have neither values nor gradients between forwards, and would "
-                        "train nothing; make it with sharded.parameters(), after sharding"
-                    )
-
-    def _there(self) -> list[Unit]:
-        if not self._units:
-            raise RuntimeError("ShardedParameters: remove() has made the model plain; shard it again")
-        return self._units
-
-    def _zero_grad(self, plain: Callable[..., None], set_to_none: bool = True) -> None:
-        """``zero_grad()`` of the model: gradients are with the shards."""
-        for shard in self.parameters():
-            if set_to_none:
-                shard.grad = None
-            elif shard.grad is not None:
-                shard.grad.zero_()
-        plain(set_to_none)
-
-    def _wrap(self, module: torch.nn.Module, units: list[Unit]) -> None:
-        def forward(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with self._in_use(units), self._places_saved():
-                result = plain(*args, **kwargs)
-            if module is not self._model and torch.is_grad_enabled() and graph_task_id() == _NO_BACKWARD:
-                self._gather_before_backward(result, units)
-            return result
-
-        self._replace(module, "forward", _Bound(module.forward, forward))
-
-    def _replace(self, module: torch.nn.Module, name: str, method: _Bound) -> None:
-        before = module.__dict__.get(name)
-        setattr(module, name, method)
-        self._undo.callback(functools.partial(_restore, module, name, before))
-
-    def _gather_before_backward(self, result: Any, units: list[Unit]) -> None:
+    def _gather_before_backward(self, result: Any, unit: Unit) -> None:
         """Gather before the backward of ``result``, even if it reads no parameter on this rank: other ranks may."""
-        if outputs := [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.grad_fn]:
-
-            def gather(_: torch.Tensor) -> None:
-                self._watch()
-                for unit in units:
-                    self._gather(unit)
-
-            torch.autograd.graph.register_multi_grad_hook(outputs, gather, mode="any")
+        outputs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.grad_fn]
+        if outputs and unit.name and torch.is_grad_enabled() and graph_task_id() == _NO_BACKWARD:
+            torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._gather(unit), mode="any")  # type: ignore[arg-type]
 
     @contextmanager
-    def _in_use(self, units: list[Unit]) -> Iterator[None]:
-        in_backward = graph_task_id() != _NO_BACKWARD  # a checkpoint that computes again
-        if in_backward:
-            self._watch()
-        elif self._task != _NO_BACKWARD:
-            self._forget()
-        self._check_unchanged(units)
-        for unit in units:
-            unit.uses += 1
+    def _in_use(self, unit: Unit) -> Iterator[None]:
+        self._gather(unit)
+        unit.uses += 1
         try:
-            for unit in units:
-                self._gather(unit)
             yield
         finally:
-            for unit in units:
-                unit.uses -= 1
-                if not in_backward and not unit.uses:
-                    self._free(unit)
+            unit.uses -= 1
+            if graph_task_id() == _NO_BACKWARD:  # else a checkpoint has computed again, and its backward follows
+                self._free_unused()
 
     @contextmanager
-    def _places_saved(self) -> Iterator[None]:
-        """Context in which autograd saves places instead of parameters.
-
-        Other tensors go to outer hooks, such as those of an activation checkpoint.
-        """
+    def _computing(self, unit: Unit) -> Iterator[None]:
+        """Context in which autograd saves places of parameters; the rest goes to outer hooks, as of a checkpoint."""
         outer = saved_tensor_hooks(while_tracing=True)
 
         def pack(tensor: torch.Tensor) -> Any:
             unit = self._whole.get(storage_id(tensor)) if tensor.layout == torch.strided else None
             if unit is None or unit.shard.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
                 return outer[0](tensor) if outer else tensor
-            return _Place(unit, version_of(unit.shard), tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            return _Place(self._at, unit, unit.version(), view)
 
         def unpack(kept: Any) -> Any:
             if isinstance(kept, _Place):
-                return self._at(kept)
+                return kept()
             return outer[1](kept) if outer else kept
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with self._in_use(unit), torch.autograd.graph.saved_tensors_hooks(_not_compiled(pack), unpack):
             yield
 
-    def _at(self, place: _Place) -> torch.Tensor:
+    def _at(self, unit: Unit, version: int, view: Any) -> torch.Tensor:
         """The tensor at a place that the backward unpacks."""
-        if place.version != version_of(place.unit.shard):
-            raise RuntimeError(
-                f"rank {self._group.rank()}: ShardedParameters: the parameters of {place.unit.name} were changed "
-                "between forward and backward; step the optimizer after backward()"
-            )
-        self._watch()
-        return self._gather(place.unit).as_strided(place.shape, place.stride, place.offset)
+        if version != unit.version():
+            raise RuntimeError(f"{unit.where}: the shard was changed between forward and backward; step after both")
+        return self._gather(unit).as_strided(*view)
 
     def _gather(self, unit: Unit) -> torch.Tensor:
         """Make a unit whole, and free those that are not in use."""
+        self._watch()
         if unit.full is None:
-            for other in [*self._whole.values()]:
-                if not other.uses:
-                    self._free(other)
-                    if other.trained and self._task != _NO_BACKWARD:
-                        other.reduce()
+            for other in self._free_unused():
+                if other.shard.requires_grad and self._task != _NO_BACKWARD:
+                    other.reduce()
             self._whole[storage_id(unit.gather())] = unit
-            self.peak_bytes = max(self.peak_bytes, sum(each.gather().nbytes for each in self._whole.values()))
         return unit.gather()
 
-    def _free(self, unit: Unit) -> None:
-        if unit.full is not None:
-            del self._whole[storage_id(unit.full)]
-            unit.free()
+    def _free_unused(self) -> list[Unit]:
+        """Free the units that no forward uses, and return them."""
+        unused = {storage: unit for storage, unit in self._whole.items() if not unit.uses}
+        for storage in unused:
+            self._whole.pop(storage).free()
+        return [*unused.values()]
 
     def _watch(self) -> None:
-        """Call ``_end`` when this backward ends."""
+        """Note which backward runs; call ``_end`` when it ends, or discard what one that raised has left."""
         if self._task != (task := graph_task_id()):
             self._task = task
-            queue_backward_callback(self._end)
-
-    def _arrived(self, parameter: torch.Tensor) -> None:
-        self._watch()
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise ValueError(
-                f"rank {self._group.rank()}: ShardedParameters: a parameter of shape {tuple(parameter.shape)} has a "
-                "sparse gradient; make its layer with sparse=False"
-            )
+            if task != _NO_BACKWARD:
+                queue_backward_callback(self._end)
+            else:
+                self._free_unused()
+                for unit in self._units:
+                    unit.discard_gradients()
 
     def _end(self) -> None:
         """End a backward: reduce the gradients that are left, on any rank."""
         self._task = _NO_BACKWARD
-        for unit in [*self._whole.values()]:
-            if not unit.uses:
-                self._free(unit)
-        if not (trained := [unit for unit in self._units if unit.trained]):
-            return
-        rank, size = self._group.rank(), self._group.size()
-        table = torch.tensor([_kind(unit) * size + rank for unit in trained], device=trained[0].shard.device)
-        dist.all_reduce(table, dist.ReduceOp.MAX, self._group)
-        kinds = [divmod(code, size) for code in table.tolist()]
-        for unit, (kind, other) in zip(trained, kinds, strict=True):
-            if kind == _FROZEN:
-                raise ValueError(
-                    f"rank {rank}: ShardedParameters: a parameter of {unit.name} was frozen on rank {other} after it "
-                    "was sharded; remove(), freeze it, and shard again"
-                )
-        for unit, (kind, _) in zip(trained, kinds, strict=True):
-            if kind == _DENSE:
+        self._free_unused()
+        mine = [any(each is not None for each in unit.gradients()) for unit in self._units]
+        left = torch.tensor(mine, dtype=torch.int32, device=self._units[0].shard.device)
+        dist.all_reduce(left, dist.ReduceOp.MAX, self._group)
+        for unit, is_left in zip(self._units, left.tolist(), strict=True):
+            if is_left:
                 unit.reduce()
 
-    def _forget(self) -> None:
-        """Discard what a backward that raised has left."""
-        self._task = _NO_BACKWARD
-        for unit in self._units:
-            for parameter in unit.parameters:
-                parameter.grad = None
-            if not unit.uses:
-                self._free(unit)
 
-    def _check_unchanged(self, units: list[Unit]) -> None:
-        for unit in units:
-            if (found := unit.replaced()) is not None:
-                raise ValueError(
-                    f"rank {self._group.rank()}: ShardedParameters: a parameter of {unit.name} was replaced or "
-                    f"changed in place ({found.dtype} on {found.device}) after it was sharded ({unit.shard.dtype} on "
-                    f"{unit.shard.device}); change the model before, within gathered(), by our load_state_dict(), or "
-                    "remove() and shard again"
-                )
+class _Place(functools.partial[torch.Tensor]):
+    """What autograd saves instead of a parameter: a call that gathers the unit and returns the tensor."""
 
 
-class _Place(NamedTuple):
-    """The place of a saved tensor in a unit, and the version of the unit."""
+class _GatheringForward:
+    """The forward of a module that gathers a unit. The compiler sees the module's own forward only."""
 
-    unit: Unit
-    version: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-class _Bound:
-    """A replacement of a module's method. It refuses copies, which would use the parameters of this module."""
-
-    def __init__(self, plain: Callable[..., Any], method: Callable[..., Any]) -> None:
+    def __init__(self, sharded: ShardedParameters, plain: Callable[..., Any], unit: Unit) -> None:
         functools.update_wrapper(self, plain)
-        self._plain, self._method = plain, method
+        self._sharded, self._plain, self._unit = sharded, plain, unit
 
+    @functools.partial(_not_compiled, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._method(self._plain, *args, **kwargs)
+        context = self._sharded._computing(self._unit)
+        _call_uncompiled(context.__enter__)
+        try:
+            result = _call(self._plain, *args, **kwargs)  # a frame of its own, which the compiler compiles
+        finally:
+            _call_uncompiled(context.__exit__, None, None, None)
+        _call_uncompiled(self._sharded._gather_before_backward, result, self._unit)
+        return result
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(NO_COPY)
-
-
-def _refuse_step(of: weakref.ref[ShardedParameters], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if (sharded := of()) is not None:
-        sharded._refuse(optimizer)
-
-
-def _kind(unit: Unit) -> int:
-    if not all(each.requires_grad for each in unit.parameters):
-        return _FROZEN
-    return _DENSE if unit.has_gradient() else _NONE
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a copy would compute with the parameters of this module
+        raise RuntimeError("ShardedParameters: a sharded model cannot be copied; load state_dict() into a new model")
 
 
-def _restore(module: torch.nn.Module, name: str, before: Any) -> None:
-    delattr(module, name)
-    if before is not None:
-        setattr(module, name, before)
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+_call_uncompiled = _not_compiled(_call)
