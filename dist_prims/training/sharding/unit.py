@@ -59,8 +59,8 @@ class Unit:
         self.uses = 0  # by forwards that are running
         self.full: torch.Tensor | None = None
         own = {id(each) for each in parameters}
-        entries = ((module, *entry) for module in model.modules() for entry in module._parameters.items())
-        self._slots = [(module, key, each) for module, key, each in entries if each is not None and id(each) in own]
+        entries = ((module, *entry) for module in model.modules() for entry in module.named_parameters(recurse=False))
+        self._slots = [(module, key, each) for module, key, each in entries if id(each) in own]
         self._padding = -sum(each.numel() for each in parameters) % group.size()
         self.shard = Parameter(
             self._own_part(self._flat(parameters)).clone(), requires_grad=parameters[0].requires_grad
@@ -74,7 +74,7 @@ class Unit:
         """Gather the parameters, and return them as one flat tensor; they can be read until :meth:`free`."""
         if self.full is None:
             for module, key, each in self._slots:
-                if module._parameters.get(key) is not each or each.requires_grad != self.shard.requires_grad:
+                if getattr(module, key, None) is not each or each.requires_grad != self.shard.requires_grad:
                     raise ValueError(f"{self.where}: {key!r} was replaced, frozen or unfrozen; do it before sharding")
             with torch.inference_mode(False), torch.no_grad():
                 full = self.shard.new_empty(self.shard.numel() * self._group.size())
