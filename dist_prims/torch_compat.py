@@ -361,6 +361,16 @@ def chosen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causa
     return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=causal))
 
 
+def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Any:
+    """The flash kernel on the CPU: the output, and the logarithms of its softmax's denominators."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def flash_attention_backward(*tensors: torch.Tensor, causal: bool, scale: float) -> Any:
+    """The gradients of q, k and v; ``tensors``: the gradient, q, k, v, the output and the logarithms."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal, scale=scale)
+
+
 def found_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
     """What ``unscale_`` has found, by device: a tensor that is 1 if a gradient is not finite."""
     return scaler._found_inf_per_device(optimizer)

@@ -72,13 +72,12 @@ def refuse(name: str, problem: str, group: dist.ProcessGroup) -> NoReturn:
     raise error
 
 
-def uncompiled(function: T) -> T:
+def uncompiled(function: T) -> T:  # a decorator would import the compiler, which takes seconds
     """The function, excluded from compilation: the graph breaks here, and not between messages.
 
     >>> uncompiled(len)([1, 2])
     2
     """
-    # A decorator would import the compiler, which takes seconds.
     disabled: T = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
     return disabled
 

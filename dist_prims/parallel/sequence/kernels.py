@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from ...torch_compat import chosen_attention
+from ...torch_compat import chosen_attention, flash_attention, flash_attention_backward
 
 __all__: list[str] = []
 
@@ -46,9 +46,8 @@ def prepared(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensors:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Output and logarithms."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     k, v = (x.to(q.dtype).expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    output, logs = flash(q, k, v, 0.0, causal, scale=scale)
+    output, logs = flash_attention(q, k, v, causal, scale)
     return output, logs
 
 
@@ -56,9 +55,8 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, logs: Tensor, causal: bool, scale: float
 ) -> Tensors:
     """The gradients of q, k and v; ``output`` and ``logs`` are merged from all keys."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     k, v = (x.to(q.dtype).expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    of_q, of_k, of_v = flash(grad, q, k, v, output, logs, 0.0, causal, scale=scale)
+    of_q, of_k, of_v = flash_attention_backward(grad, q, k, v, output, logs, causal=causal, scale=scale)
     if q.shape[1] > 1:
         of_k, of_v = of_k.sum(1, keepdim=True), of_v.sum(1, keepdim=True)
     return of_q, of_k, of_v

@@ -66,7 +66,8 @@ def attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     lengths = tuple(length for length in call.lengths for _ in range(shared))
     layout = SequenceLayout(size, call.order, size * q.shape[2], lengths)
     output: Tensor = _Attention.apply(*flat, call, layout)  # type: ignore[no-untyped-call]
-    return output.view(*q.shape[:3], flat[2].shape[3])[..., : v.shape[3]].to(q.dtype)
+    output = output.unflatten(0, k.shape[:2]).flatten(1, 2)
+    return (output if output.shape[3] == v.shape[3] else output[..., : v.shape[3]]).to(q.dtype)
 
 
 class _Attention(torch.autograd.Function):

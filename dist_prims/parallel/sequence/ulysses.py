@@ -1,8 +1,7 @@
 """Ulysses attention: tokens are exchanged for heads, so that each rank computes some heads over the whole sequence.
 
 One all-to-all takes (all heads, tokens of this rank) to (heads of this rank, all tokens), and one brings the output
-back; between them attention is an ordinary one. It needs fewer messages than a ring, but at most as many ranks as heads
-of keys.
+back; between them attention is ordinary. Fewer messages than in a ring, but at most as many ranks as heads of keys.
 """
 
 from __future__ import annotations
@@ -59,6 +58,7 @@ def _ulysses(call: AttentionCall, tensors: Tensors) -> Tensor:
         output = attend(plain, *heads)
     else:
         place = places(size, width, call.order)
-        output = attend(plain, *(x.index_select(2, place.argsort()) for x in heads)).index_select(2, place)
+        sequence = place.argsort()
+        output = attend(plain, *(x.index_select(2, sequence) for x in heads)).index_select(2, place)
     # 3. The output back to the ranks of its tokens.
     return exchange(output.unflatten(2, (size, width)).movedim(2, 0), call.group).movedim(0, 1).flatten(1, 2)
