@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import runpy
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 import dist_prims
 from dist_prims.cli import main
+from dist_prims.schedules.pipelines import PipelinePlan, pipeline_plan
 
 RIGHT = """
 from dist_prims.schedules import Step, algorithm
@@ -117,6 +119,18 @@ def test_prove_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line.startswith("✓") and line.endswith(("sizes 1-5,8", "micro-batches 1-12")) for line in lines)
     assert "✓ pipeline 1f1b: 144 plans, ranks and micro-batches 1-12" in lines
     assert "✓ all_reduce swing: 6 schedules, sizes 1-5,8" in lines
+
+
+def test_prove_verifies_the_plans_of_pipelines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def in_wrong_order(name: str, ranks: int, num_microbatches: int) -> PipelinePlan:
+        plan = pipeline_plan(name, ranks, num_microbatches)
+        return dataclasses.replace(plan, actions=tuple(actions[::-1] for actions in plan.actions))
+
+    monkeypatch.setattr("dist_prims.cli.prove.pipeline_plan", in_wrong_order)
+    assert main(["prove", "--sizes", "1"]) == 2
+    assert "plan fill_drain would deadlock: rank 0, position 0" in capsys.readouterr().err
 
 
 def test_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

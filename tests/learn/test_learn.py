@@ -249,6 +249,15 @@ def test_a_deadlock_names_what_each_rank_waits_for() -> None:
         run(program, 2)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("call", [Send(to=0, value=1), Send(to=2, value=1), Receive(source=-1)])
+def test_a_message_that_names_no_other_rank_is_refused(call: Send | Receive) -> None:
+    def program(rank: int, size: int) -> Iterator[object]:
+        yield call
+
+    with pytest.raises(WrongAnswerError, match=r"rank 0 of 2: .* names no other rank"):
+        run(program, 2)  # type: ignore[arg-type]
+
+
 def test_ranks_that_make_different_calls() -> None:
     def program(rank: int, size: int) -> Iterator[object]:
         yield Barrier() if rank else AllReduce(1)
