@@ -67,11 +67,10 @@ class Checkpoints:
     (None, [1.0, 1.0], 10, [10], tensor([0., 0.]))
     >>> folder.cleanup()
 
-    Args:
-        state: modules, optimizers, other objects with ``state_dict`` and ``load_state_dict``; tensors and dictionaries
-            of tensors, loaded in place. A tensor is the same on each rank that has it, or a DTensor. Of the buffers of
-            a module the lowest rank's are saved; of a ShardedSampler or ShardedIterable the states of all ranks.
-        own: objects whose state differs by rank, and generators. Only the same number of ranks can load them.
+    - ``state``: modules, optimizers, other objects with ``state_dict`` and ``load_state_dict``; tensors, and
+      dictionaries of tensors, loaded in place. A tensor is the same on each rank that has it, or a DTensor. Of the
+      buffers of a module the lowest rank's are saved; of a ShardedSampler or ShardedIterable the states of all ranks.
+    - ``own``: objects whose state differs by rank, and generators. Only the same number of ranks can load them.
 
     The random states of torch, NumPy, Python and CUDA are always saved; ranks that were not there derive theirs.
     """
