@@ -107,6 +107,11 @@ def test_each_collective_has_its_event(tmp_path: Path) -> None:
         # tensors, sequence, group, rank, name, splits in and out, first global rank, stride, size, async
         values = [node["inputs"]["values"] for node in nodes]
         assert [(value[4], value[3]) for value in values] == [(call[0], call[4]) for call in wanted]
+        # A call of two tensors takes two numbers, and has the first one; messages are counted by themselves.
+        tensors = [2 if "coalesced" in name else 1 for name, *_ in CALLS]
+        assert [value[1] for value in values] == [[sum(tensors[:each]) + 1, False] for each in range(len(CALLS))] + [
+            [1, True]
+        ]
         for value, node in zip(values, nodes, strict=True):
             assert value[2] == [dist.group.WORLD.group_name, "default_pg"]
             assert value[7:10] == [0, 1, 2]
