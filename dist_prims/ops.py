@@ -3,7 +3,7 @@
 Each function returns a new tensor and is one registered operator of the namespace ``dist_prims``. A model that calls it
 compiles into one graph (``fullgraph=True``), including the backward pass, can be exported, and runs over any backend.
 
-The derivative is that of the *sum of the losses of all ranks*. A loss that every rank computes from the result of an
+The operators differentiate the *sum of the losses of all ranks*. A loss that every rank computes from the result of an
 ``all_reduce`` therefore counts once for each rank. With ``op="avg"`` it counts once.
 
 A derivative is itself a collective. On every rank the argument must require a gradient, and every rank must do the
@@ -82,7 +82,9 @@ def all_to_all(
     members = _group(group)
     if send is None and receive is None:
         send = receive = [x.shape[0] // members.size()] * members.size()
-    return _all_to_all(x, list(send or ()), list(receive or ()), members.group_name)  # type: ignore[no-any-return]
+    if send is None or receive is None:
+        raise ValueError(f"dist_prims.ops on rank {members.rank()}: give both send={send} and receive={receive}")
+    return _all_to_all(x, list(send), list(receive), members.group_name)  # type: ignore[no-any-return]
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -140,17 +142,15 @@ def _all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], gr
     return result
 
 
-def _fake_result(x: torch.Tensor, *shape: int | torch.SymInt) -> torch.Tensor:
+def _fake(x: torch.Tensor, *shape: int | torch.SymInt) -> torch.Tensor:
     _register_lowerings()  # shape propagation precedes every lowering
     return x.new_empty(shape)
 
 
-_all_reduce.register_fake(lambda x, op, group: _fake_result(x, *x.shape))
-_all_gather.register_fake(lambda x, group: _fake_result(x, x.shape[0] * group_named(group).size(), *x.shape[1:]))
-_reduce_scatter.register_fake(
-    lambda x, op, group: _fake_result(x, x.shape[0] // group_named(group).size(), *x.shape[1:])
-)
-_all_to_all.register_fake(lambda x, send, receive, group: _fake_result(x, sum(receive), *x.shape[1:]))
+_all_reduce.register_fake(lambda x, op, group: _fake(x, *x.shape))
+_all_gather.register_fake(lambda x, group: _fake(x, x.shape[0] * group_named(group).size(), *x.shape[1:]))
+_reduce_scatter.register_fake(lambda x, op, group: _fake(x, x.shape[0] // group_named(group).size(), *x.shape[1:]))
+_all_to_all.register_fake(lambda x, send, receive, group: _fake(x, sum(receive), *x.shape[1:]))
 
 
 def _save_arguments(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

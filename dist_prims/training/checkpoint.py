@@ -129,7 +129,7 @@ class Checkpoints:
             dcp.save, tensors, checkpoint_id=hidden, process_group=self.group
         )
         if background:
-            if self._second_group is None:  # its collectives run beside those of the training
+            if self._second_group is None:  # its collectives run beside the collectives of the training
                 self._second_group = duplicate(self.group, hidden.name)
             future = dcp.async_save(tensors, checkpoint_id=hidden, process_group=self._second_group)
             save = cast("Future[object]", future).result
@@ -219,13 +219,15 @@ class Checkpoints:
             save()
             own = hidden / f"rank-{self._rank}.pt"
             _put(own, data)
-            paths = [own, *hidden.glob(f"__{self._rank}_*"), *[hidden / ".metadata"][self._rank :]]
+            paths = [own, *hidden.glob(f"__{self._rank}_*")]
+            if self._rank == 0:
+                paths.append(hidden / ".metadata")
             return [_checksum(path) for path in paths]
 
         try:
             lines = gather_values(self._together(operation, write), self.group)
             self._together(operation, lambda: self._publish(hidden, lines) if self._rank == 0 else None)
-        except CheckpointError:  # so no rank writes any more
+        except CheckpointError:  # raised on all ranks, when none of them writes any more
             shutil.rmtree(hidden, ignore_errors=True)
             raise
 
@@ -248,7 +250,10 @@ class Checkpoints:
     def _read(
         self, folder: Path, states: dict[str, Any], tensors: dict[str, torch.Tensor]
     ) -> list[Callable[[], object]]:
-        """Put what DCP is to fill into ``tensors``, those of ``states`` where there are; return what then loads it."""
+        """Put the tensors that DCP fills into ``tensors``, and return the calls that load them afterwards.
+
+        A tensor of ``states`` is filled in place; for a name without a tensor there is a new one.
+        """
         ranks = _check_files(folder, self._rank, self._size)
         if self._own and ranks != self._size:
             raise ValueError(f"own={list(self._own)} was saved by {ranks} ranks, not {self._size}; start as many")
@@ -320,7 +325,7 @@ def _mark(tensor: torch.Tensor) -> int:
 def _compare(
     operation: str, marks: Iterable[Mapping[str, int | None]], tensors: dict[str, torch.Tensor], own_rank: int
 ) -> None:
-    """Raise if ranks have unlike tensors under one name. What need not be alike, without a mark, the lowest keeps."""
+    """Raise if ranks have unlike tensors under one name. One without a mark may differ: the lowest rank saves it."""
     first: dict[str, tuple[int, int | None]] = {}
     for rank, by_key in enumerate(marks):
         for key, mark in by_key.items():

@@ -49,7 +49,7 @@ def unscale(
     failure: Exception | None = None
     try:
         scaler.unscale_(optimizer)
-    except (RuntimeError, ValueError) as error:  # raised after the other ranks have been told
+    except (RuntimeError, ValueError) as error:  # raised after the agreement, so that the other ranks do not wait
         failure = error
     found = found_overflow(scaler, optimizer)
     status = _FAILED if failure else max([0.0, *(overflow.item() for overflow in found.values())])

@@ -198,7 +198,7 @@ def run_once(name: str, given: argparse.Namespace, round: int) -> tuple[list[dic
 
 
 def _environment(library: Library, home: Path, ranks: int) -> dict[str, str]:
-    """The environment variables of a rank: those of this process, with the commands of ``home`` first."""
+    """The environment variables of a rank: this process's variables, with the commands of ``home`` first."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if library.packages:
         environment["PATH"] = f"{home / 'bin'}{os.pathsep}{environment.get('PATH', '')}"

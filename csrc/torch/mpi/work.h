@@ -11,8 +11,7 @@ public:
     using PrimsWork::PrimsWork;
 
     void follow(std::shared_ptr<Operation> operation) { operation_ = std::move(operation); }
-    // Returns false if abort() has woken the wait, the operation continues and may be waited for
-    // again.
+    // Returns false if abort() has woken the wait. The operation continues, and may be waited for again.
     bool wait(Milliseconds timeout) override {
         const auto limit = timeout == kNoTimeout ? Milliseconds::max() : timeout;
         return operation_->wait(limit, check_signals) && PrimsWork::wait(kNoTimeout);

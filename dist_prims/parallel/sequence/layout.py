@@ -78,7 +78,9 @@ def pieces_of(layout: SequenceLayout, queries: int, keys: int, causal: bool) -> 
         else:
             squares = _squares(held, seen)
         pieces += [
-            Piece(rows, asks, answers, own and causal) for asks, answers in squares if asks.stop and answers.stop
+            Piece(rows, asking, seen_keys, own and causal)
+            for asking, seen_keys in squares
+            if asking.stop and seen_keys.stop
         ]
     return pieces
 

@@ -58,7 +58,7 @@ def _ring(call: AttentionCall, tensors: Tensors) -> Tensor:
 
 
 def attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks; without a group, to those of this rank."""
+    """Attention of this rank's queries to the keys of all ranks; without a group, to this rank's keys."""
     size, shared = 1 if call.group is None else call.group.size(), k.shape[1]
     # A row of the kernel's batch is a head of keys, with its heads of queries.
     rows = q.flatten(0, 1).unflatten(0, (len(k) * shared, q.shape[1] // shared))

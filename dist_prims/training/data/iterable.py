@@ -94,7 +94,7 @@ class ShardedIterable:
         self._begin(int(states[0]["epoch"]), [*map(list, states[0]["before"]), yielded])
 
     def resize(self, group: dist.ProcessGroup | None = None, *, states: Sequence[dict[str, Any]] | None = None) -> None:
-        """Continue the epoch on the ranks of another group; ``states`` are those of the old ranks that are left.
+        """Continue the epoch on the ranks of another group. ``states``: the states of the old ranks that are left.
 
         A lost rank counts as having yielded as many full batches as another rank, so no sample is lost. Samples repeat
         only if one of its workers had ended before another, or the ranks that are left had ended before it.

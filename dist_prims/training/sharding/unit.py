@@ -45,8 +45,8 @@ class AbsentParameter(Parameter):
         raise RuntimeError(
             f"{absent.unit_name}: {attribute if is_attribute else name} reads a parameter of shape {(*absent.shape,)} "
             "that is not gathered now: the forward of its unit is not running. Make a unit of a module that contains "
-            "all users of the parameter (units=[...]), or read it within gathered(). Gradients are those of "
-            "sharded.parameters(), which an optimizer needs. To save or copy the model, use sharded.state_dict()"
+            "all users of the parameter (units=[...]), or read it within gathered(). Gradients are in "
+            "sharded.parameters(), which the optimizer gets. To save or copy the model, use sharded.state_dict()"
         )
 
 
