@@ -19,7 +19,8 @@ import dist_prims
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
-HEAVY = ("compiled", "mixed_precision")  # seconds of computing: in the slow tier only, on 3 ranks and over gloo
+# Seconds of computing, or many processes: in the slow tier only, on 3 ranks and over gloo.
+HEAVY = ("compiled", "mixed_precision", "stream")
 GUIDE = (ROOT / "docs/guide.md").read_text()
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "patterns").glob("*.md"))}
 # Examples whose ranks wait for each other by messages, and a line before which rank 1 fails.
@@ -106,7 +107,7 @@ def test_a_wrong_result_is_the_exit_status(tmp_path: Path) -> None:
     assert "DistributedDataParallel.join() differs from one process" in done.stderr
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FAILING)
 def test_a_rank_that_fails_in_an_example_is_named_by_the_other(name: str) -> None:
     line = FAILING[name]
