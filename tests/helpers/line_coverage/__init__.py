@@ -1,1 +1,0 @@
-"""Line coverage of the package and of csrc; see ``tests/helpers/measure_lines.py``."""
