@@ -283,7 +283,7 @@ def _print(given: Any, table: Table, work: _Work, found: dict[str, Any], held: d
             rows, ratio = found[name]
             line += f" {ratio:6.3f} {predict(work.plans[name], rows).used:8.3f} {held[name] / 2**20:5.0f} MB"
         print(line, flush=True)
-    print(f"# losses and gradients {'are' if table.agree else 'ARE NOT'} those of the unsplit model")
+    print(f"# losses and gradients {'agree' if table.agree else 'DO NOT AGREE'} with the unsplit model's")
 
 
 def _sweep(given: argparse.Namespace, model: torch.nn.Module, cuts: _Cuts) -> int:

@@ -52,7 +52,7 @@ def heading(collective: str, facts: Mapping[str, Any]) -> str:
     own = f"vs {facts['backend']}"
     names = "".join((name or own).rjust(width) for name, _, width in _COLUMNS)
     units = "".join(unit.rjust(width) for _, unit, width in _COLUMNS)
-    ratio = f"# {own}: time divided by that of {facts['backend']}; the median of the ratios of each iteration"
+    ratio = f"# {own}: time divided by the time of {facts['backend']}; the median of the ratios of each iteration"
     return f"# {collective}: {values}\n{ratio}\n#{names[1:]}\n#{units[1:]}"
 
 

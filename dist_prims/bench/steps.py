@@ -278,7 +278,7 @@ def report(facts: Mapping[str, Any], tables: Iterable[Table]) -> str:
     >>> table = Table("ddp", "step", 1, {"none": [0.25], "gloo": [0.5], "dist_prims": [0.375]}, True)
     >>> print(report({"ranks": 2, "cores": 2}, [table]))
     # steps: ranks 2, cores 2
-    # ms: median; exposed: median minus that of none; vs gloo: exposed divided by that of gloo
+    # ms: median; exposed: median minus the median of none; vs gloo: exposed divided by gloo's
     #   what   contender   unit        ms  least ms   per s  exposed ms  vs gloo
          ddp        none   step   250.000   250.000     4.0           -        -
          ddp        gloo   step   500.000   500.000     2.0     250.000     1.00
@@ -286,7 +286,7 @@ def report(facts: Mapping[str, Any], tables: Iterable[Table]) -> str:
     # ddp: results agree
     """
     lines = ["# steps: " + ", ".join(f"{name} {value}" for name, value in facts.items())]
-    lines.append("# ms: median; exposed: median minus that of none; vs gloo: exposed divided by that of gloo")
+    lines.append("# ms: median; exposed: median minus the median of none; vs gloo: exposed divided by gloo's")
     lines.append("#" + "".join(name.rjust(width) for name, width in _COLUMNS)[1:])
     tables = list(tables)
     for table in tables:
