@@ -161,7 +161,7 @@ def test_pipelines_beside_what_they_could_reach(tmp_path: Path, capfd: pytest.Ca
     out = capfd.readouterr().out
     names = [line.split("  ")[0] for line in out.splitlines() if not line.startswith("#")]
     assert names == ["alone", "model_parallel", "zb_h1", "interleaved_1f1b", "torch gpipe", "torch 1f1b"]
-    assert out.endswith("# losses and gradients are those of the unsplit model\n")
+    assert out.endswith("# losses and gradients agree with the unsplit model's\n")
     assert xml.etree.ElementTree.parse(tmp_path / "zb_h1.svg").getroot().tag.endswith("svg")
 
 
