@@ -15,9 +15,9 @@ import os
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-__all__: list[str] = []
+from .backend_name import NAME
 
-NAME = "dist_prims"
+__all__: list[str] = []
 
 
 def register() -> None:
@@ -69,13 +69,13 @@ def _register_rendezvous_handlers() -> None:
     def env(url: str, **options: Any) -> Any:
         if _is_complete(url):
             return handler_of_torch(url, **options)
-        from .launch.detect_launcher import detect
-        from .launch.launcher_rendezvous import torch_handler
+        from .rendezvous.detect_launcher import detect
+        from .rendezvous.launcher_rendezvous import torch_handler
 
         return handler_of_torch(url, **options) if detect().name == "python" else torch_handler(url, **options)
 
     def over_mpi(url: str, **options: Any) -> Any:
-        from .launch.launcher_rendezvous import torch_handler
+        from .rendezvous.launcher_rendezvous import torch_handler
 
         return torch_handler(url, **options)
 

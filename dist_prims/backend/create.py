@@ -19,15 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..autoload import NAME
+from ..backend_name import NAME
 from ..collectives.group_hosts import remember_hosts
 from ..collectives.proof_before_use import require_proof
 from ..errors import PeerDiedError
-from ..launch.group_secret import announce_missing_secret, secret_of_group
-from ..launch.handshake import HOSTS, handshake
-from ..launch.hosts import host_id, network_number
-from ..launch.rank_values import values_of_ranks
-from ..launch.secret import Secret
+from ..rendezvous.group_secret import announce_missing_secret, secret_of_group
+from ..rendezvous.handshake import HOSTS, handshake
+from ..rendezvous.hosts import host_id, network_number
+from ..rendezvous.rank_values import values_of_ranks
+from ..rendezvous.secret import Secret
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from ..tracing import clock
 from ..tracing.session import begin_from_environment

@@ -1,4 +1,4 @@
-"""Writer of flight records (the last calls of a rank); :mod:`..launch.read_flight_records` reads those of all ranks."""
+"""Writer of flight records (the last calls of a rank); :mod:`..tracing.read_flight_records` reads them."""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .torch_adapter import load
+
 __all__: list[str] = []
 
 
@@ -43,8 +45,6 @@ def empty(shape: Sequence[int] | int, dtype: torch.dtype = torch.float32) -> tor
 @functools.cache
 def extension() -> Any:
     """Return the compiled module for this torch; ImportError with a remedy if there is none."""
-    from .torch_adapter import load
-
     module = load().module
     util.register_after_fork(module, _leave_at_end_of_worker)
     _leave_at_end_of_worker(module)

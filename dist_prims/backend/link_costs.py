@@ -15,8 +15,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..launch.hosts import on_one_machine
-from ..launch.rendezvous import from_rank_0
+from ..rendezvous.hosts import on_one_machine
+from ..rendezvous.rank_values import from_rank_0
 from ..schedules.cost import FAST_LINK
 from .tuning import CALIBRATION
 

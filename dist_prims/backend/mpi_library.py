@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from ..launch.detect_launcher import detect
-from ..launch.mpi_exchange import is_mpi_inherited
+from ..rendezvous.detect_launcher import detect
+from ..rendezvous.mpi_exchange import is_mpi_inherited
 from .compile_native import FAMILIES, mpi_file
 from .extension import extension
 from .torch_adapter import LIBRARIES

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
-from ..autoload import NAME
+from ..backend_name import NAME
 from ..collectives.algorithm_choice import parse_ranges
 from ..schedules.contract import COLLECTIVES
 from ..schedules.registry import nearest

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from ..launch.register_server import GroupRegisters
-from ..launch.served import listening_address, serve_registers
+from ..rendezvous.register_server import GroupRegisters
+from ..rendezvous.served import listening_address, serve_registers
 from .tcp_endpoint import exchange, own_address
 
 __all__: list[str] = []

@@ -7,10 +7,9 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..launch.hosts import has_cores
-from ..launch.network import LOOPBACK, address_of, address_towards, interface_addresses, is_loopback
-from ..launch.rank_values import values_of_ranks
-from ..launch.rendezvous import from_rank_0
+from ..rendezvous.hosts import has_cores
+from ..rendezvous.network import LOOPBACK, address_of, address_towards, interface_addresses, is_loopback
+from ..rendezvous.rank_values import from_rank_0, values_of_ranks
 from .extension import extension
 
 __all__: list[str] = []

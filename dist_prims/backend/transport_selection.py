@@ -11,9 +11,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..launch.detect_launcher import detect
-from ..launch.rank_values import values_of_ranks
-from ..launch.rendezvous import from_rank_0
+from ..rendezvous.detect_launcher import detect
+from ..rendezvous.rank_values import from_rank_0, values_of_ranks
 from . import mpi_library, ucx_library
 
 __all__: list[str] = []

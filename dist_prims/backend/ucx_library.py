@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..launch.mpi_exchange import is_mpi_inherited
-from ..launch.network import address_of
+from ..rendezvous.mpi_exchange import is_mpi_inherited
+from ..rendezvous.network import address_of
 from . import tcp_endpoint
 from .compile_native import UCX
 from .extension import extension

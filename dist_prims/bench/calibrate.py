@@ -41,7 +41,7 @@ from ..agreement import broadcast_value, gather_values
 from ..backend.link_costs import ASSUMED
 from ..backend.tuning import CALIBRATION
 from ..launch import init
-from ..launch.hosts import boot_id
+from ..rendezvous.hosts import boot_id
 from ..schedules.contract import contract
 from ..schedules.cost import seconds
 from ..schedules.host_order import HostOrder

@@ -31,13 +31,13 @@ import torch.distributed as dist
 
 from ..backend.tcp_endpoint import own_address
 from ..errors import CommError
-from ..launch.detect_launcher import detect
-from ..launch.hosts import boot_id
-from ..launch.launcher_rendezvous import rendezvous_of
-from ..launch.network import LOOPBACK
-from ..launch.rendezvous import from_rank_0
-from ..launch.secret import VARIABLE
-from ..launch.served import open_store, served_store
+from ..rendezvous.detect_launcher import detect
+from ..rendezvous.hosts import boot_id
+from ..rendezvous.launcher_rendezvous import rendezvous_of
+from ..rendezvous.network import LOOPBACK
+from ..rendezvous.rank_values import from_rank_0
+from ..rendezvous.secret import VARIABLE
+from ..rendezvous.served import open_store, served_store
 from ..repair import shrink
 from .arguments import positive
 

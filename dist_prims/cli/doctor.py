@@ -16,11 +16,11 @@ import torch.distributed as dist
 from .. import __version__
 from ..backend import ucx_library
 from ..backend.torch_adapter import describe
-from ..launch import secret
-from ..launch.detect_launcher import Launcher, detect
-from ..launch.hosts import host_id
-from ..launch.mpi_exchange import library_name
-from ..launch.nodelist import expand_nodelist
+from ..rendezvous import secret
+from ..rendezvous.detect_launcher import Launcher, detect
+from ..rendezvous.hosts import host_id
+from ..rendezvous.mpi_exchange import library_name
+from ..rendezvous.nodelist import expand_nodelist
 from ..torch_compat import nccl_version
 
 __all__: list[str] = []

@@ -99,7 +99,7 @@ def _tune(given: argparse.Namespace) -> int:
 
 def _doctor(given: argparse.Namespace) -> int:
     if given.dump:
-        from ..launch.read_flight_records import read
+        from ..tracing.read_flight_records import read
 
         print(read(given.dump))
         return 0

@@ -12,7 +12,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ..launch.hosts import host_id
+from ..rendezvous.hosts import host_id
 from ..schedules.host_order import HostOrder
 from ..torch_compat import backend_of, device_types
 from .channel import Channel, Transfer

@@ -1,7 +1,7 @@
 """Joining of the default group under any launcher (torchrun, mpirun, srun, a URL, none), and ``spawn``."""
 
-from .detect_launcher import Launcher, detect
-from .hosts import Placement, host_id
+from ..rendezvous.detect_launcher import Launcher, detect
+from ..rendezvous.hosts import Placement, host_id
 from .join import init
 from .spawn import spawn
 from .spawn_parent import RankFailedError

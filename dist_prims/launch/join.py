@@ -32,13 +32,13 @@ import torch.distributed as dist
 
 from ..agreement import gather_values
 from ..autoload import register
-from . import mpi_exchange
-from .detect_launcher import Launcher, detect, from_url
-from .hosts import Placement, host_id
-from .launcher_rendezvous import rendezvous_of
-from .network import loopback_interface
-from .rendezvous import Rendezvous
-from .secret import REMEDY
+from ..rendezvous import mpi_exchange
+from ..rendezvous.detect_launcher import Launcher, detect, from_url
+from ..rendezvous.hosts import Placement, host_id
+from ..rendezvous.launcher_rendezvous import rendezvous_of
+from ..rendezvous.network import loopback_interface
+from ..rendezvous.secret import REMEDY
+from ..rendezvous.url_rendezvous import Rendezvous
 
 __all__: list[str] = []
 

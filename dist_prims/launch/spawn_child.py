@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from ..processes import die_with_parent
+from ..rendezvous.secret import Secret, receive
 from ..tracing.session import end_from_environment
 from .join import init
 from .payload import Payload, packed, unpacked
-from .secret import Secret, receive
 
 __all__: list[str] = []
 

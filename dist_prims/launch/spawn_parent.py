@@ -19,11 +19,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from ..rendezvous.deadline import until
+from ..rendezvous.secret import Secret
 from ..threads import remedy
-from .deadline import until
 from .output import Output, is_interactive
 from .payload import Payload, hidden_main, unpacked
-from .secret import Secret
 from .spawn_child import NOTICE, RAISED, RETURNED, SHOW_STACK, RankSpec, rank_main
 
 __all__: list[str] = []

@@ -32,14 +32,14 @@ from ..agreement import broadcast_value, check_failures, failure_text
 from ..backend.create import made_group, make_repaired
 from ..backend.options import BackendOptions
 from ..backend.tcp_endpoint import own_address
-from ..launch.deadline import call_in_thread, until
-from ..launch.group_secret import secret_of_group, would_lose_secret
-from ..launch.handshake import EARLIER_VERSION, signed, verified, version, warn
-from ..launch.hosts import host_id, network_number
-from ..launch.network import is_loopback
-from ..launch.rendezvous import connect
-from ..launch.secret import REMEDY, Secret
-from ..launch.served import open_store
+from ..rendezvous.deadline import call_in_thread, until
+from ..rendezvous.group_secret import secret_of_group, would_lose_secret
+from ..rendezvous.handshake import EARLIER_VERSION, signed, verified, version, warn
+from ..rendezvous.hosts import host_id, network_number
+from ..rendezvous.network import is_loopback
+from ..rendezvous.secret import REMEDY, Secret
+from ..rendezvous.served import open_store
+from ..rendezvous.url_rendezvous import connect
 from ..torch_compat import default_group, install_default_group, replace_group, timeout_of
 from .repair_attempt import RepairAttempt, store_prefix
 from .shrink import next_name, repairable_backend

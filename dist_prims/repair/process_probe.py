@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from ..launch.served import refused
+from ..rendezvous.served import refused
 
 __all__: list[str] = []
 
@@ -13,7 +13,7 @@ _BETWEEN, _PROBE_TIME = 0.1, 0.1  # seconds
 
 
 class ProcessProbe:
-    """Connects to addresses at which processes listen while they run (:mod:`dist_prims.launch.served`), at intervals.
+    """Connects at intervals to addresses at which processes listen while they run: :mod:`dist_prims.rendezvous.served`.
 
     ``first`` is the time in seconds until the first probe.
 

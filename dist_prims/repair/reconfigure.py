@@ -29,15 +29,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..autoload import NAME
 from ..backend.create import find_made_group, made_group, make_repaired
 from ..backend.tcp_endpoint import own_address
+from ..backend_name import NAME
 from ..errors import CommError, PeerDiedError
-from ..launch.deadline import call_in_thread
-from ..launch.group_secret import would_lose_secret
-from ..launch.handshake import warn
-from ..launch.secret import REMEDY, remembered
-from ..launch.served import open_store, served_store
+from ..rendezvous.deadline import call_in_thread
+from ..rendezvous.group_secret import would_lose_secret
+from ..rendezvous.handshake import warn
+from ..rendezvous.secret import REMEDY, remembered
+from ..rendezvous.served import open_store, served_store
 from ..torch_compat import count_groups_from, default_group, group_count, known_groups, replace_members
 from .process_probe import ProcessProbe
 

@@ -14,10 +14,10 @@ from ..backend.create import find_made_group, made_group, make_repaired
 from ..backend.quorum_ranks import quorum_ranks
 from ..backend.tcp_endpoint import own_address
 from ..errors import CommError, LeftOutError
-from ..launch.deadline import call_in_thread
-from ..launch.network import LOOPBACK
-from ..launch.register_server import RegisterClient
-from ..launch.served import open_store, served_store
+from ..rendezvous.deadline import call_in_thread
+from ..rendezvous.network import LOOPBACK
+from ..rendezvous.register_server import RegisterClient
+from ..rendezvous.served import open_store, served_store
 from ..torch_compat import default_group
 from .process_probe import ProcessProbe
 from .quorum import Acceptor, NoMajorityError, QuorumRegisters

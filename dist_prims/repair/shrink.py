@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..autoload import NAME
 from ..backend.create import made_group
+from ..backend_name import NAME
 from ..collectives.call import group_of
 from ..errors import CommError
 from ..torch_compat import backend_of, replace_group, timeout_of

@@ -199,7 +199,7 @@ def _server_socket() -> socket.socket:
 
 
 def _addresses() -> list[str]:
-    from ..launch.network import addresses  # imports torch, which a process with a store has imported
+    from ..rendezvous.network import addresses  # fcntl exists on POSIX systems only, and traces are read everywhere
 
     return [*addresses(), "127.0.0.1"]
 

@@ -28,7 +28,7 @@ import dist_prims
 from dist_prims.cli import main
 from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError
 from dist_prims.launch import RankFailedError
-from dist_prims.launch.deadline import until
+from dist_prims.rendezvous.deadline import until
 
 
 def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60) -> list[Any]:

@@ -22,9 +22,9 @@ from survivors import join_at_rank_0, run_ranks, store_process
 import dist_prims.backend.create
 import dist_prims.backend.tcp_endpoint
 import dist_prims.backend.transport_selection
-import dist_prims.launch.handshake
+import dist_prims.rendezvous.handshake
 from dist_prims.errors import CommError, CommInterruptedError, CommTimeoutError, PeerDiedError
-from dist_prims.launch.deadline import until
+from dist_prims.rendezvous.deadline import until
 
 SOON = 25  # seconds on a crowded machine; the group's timeout is 60
 
@@ -249,7 +249,7 @@ def test_ranks_of_unlike_versions_make_no_group(hosts: str) -> None:
 
     def body() -> str:
         if dist.get_rank() == 1:
-            dist_prims.launch.handshake.PROTOCOL += 1
+            dist_prims.rendezvous.handshake.PROTOCOL += 1
         with pytest.raises(RuntimeError) as caught:
             dist.new_group()
         return str(caught.value)

@@ -112,7 +112,7 @@ def test_a_rank_that_cannot_use_mpi(kind: Kind) -> None:
     code = """
 import os
 import mpi4py
-from dist_prims.launch.detect_launcher import detect
+from dist_prims.rendezvous.detect_launcher import detect
 rank = detect().rank
 if rank == 1:
     mpi4py.rc.thread_level = "funneled"

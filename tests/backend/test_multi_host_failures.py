@@ -19,7 +19,7 @@ from values import equal
 
 from dist_prims.errors import CommTimeoutError, PeerDiedError
 from dist_prims.launch import RankFailedError
-from dist_prims.launch.deadline import until
+from dist_prims.rendezvous.deadline import until
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 

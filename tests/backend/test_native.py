@@ -16,7 +16,7 @@ import torch.distributed as dist
 import dist_prims
 from dist_prims.collectives.queue import CollectiveQueue
 from dist_prims.errors import MismatchError
-from dist_prims.launch.deadline import until
+from dist_prims.rendezvous.deadline import until
 from dist_prims.schedules import Step, algorithm
 
 BACKENDS = ["gloo", "dist_prims"]

@@ -21,7 +21,7 @@ from ranks import span
 
 import dist_prims
 from dist_prims.backend import ucx_library
-from dist_prims.launch.network import address_of
+from dist_prims.rendezvous.network import address_of
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from dist_prims.backend.link_costs import ASSUMED
 from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.backend.options import PINNABLE
 from dist_prims.backend.pins import pin_schedules
-from dist_prims.launch.hosts import host_id
+from dist_prims.rendezvous.hosts import host_id
 from dist_prims.schedules import Schedule
 
 

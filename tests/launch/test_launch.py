@@ -27,8 +27,8 @@ from launching import (
 import dist_prims
 from dist_prims.cli.doctor import main, report
 from dist_prims.launch import Placement, detect
-from dist_prims.launch.detect_launcher import from_url
-from dist_prims.launch.network import interface_addresses, is_loopback
+from dist_prims.rendezvous.detect_launcher import from_url
+from dist_prims.rendezvous.network import interface_addresses, is_loopback
 
 BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -36,7 +36,7 @@ peer = meet(host)
 ONE_MACHINE = """
 import torch.distributed as dist
 from dist_prims.backend import link_costs
-from dist_prims.launch.hosts import host_id, on_one_machine
+from dist_prims.rendezvous.hosts import host_id, on_one_machine
 hosts = [None] * 4
 dist.all_gather_object(hosts, host_id())
 machine, space = hosts[2][-16:-8], hosts[2][-8:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import functools
+import graphlib
 import importlib
 import pkgutil
 import re
@@ -24,30 +25,32 @@ CHECKS = ["ruff-lint", "ruff-format", "types", "clang-format-csrc", "shell-synta
 EVERY = (module.name for module in pkgutil.walk_packages(dist_prims.__path__, "dist_prims."))
 MODULES = sorted(name for name in EVERY if not name.startswith("dist_prims._mpi_"))  # they need an MPI that is loaded
 
-# The layers of the package: what a module or folder of dist_prims may import from the others.
-LAYERS = {
-    "schedules": set(),
+# The layers of the package, from the lowest: what a module or folder of dist_prims may import from those above it here.
+LAYERS: dict[str, set[str]] = {
+    "_output": set(),
+    "backend_name": set(),
+    "datasets": set(),
     "errors": set(),
-    "torch_compat": set(),
-    "tracing": {"launch", "schedules", "threads"},
-    "learn": {"processes", "schedules"},
     "plain_values": set(),
     "processes": set(),
+    "schedules": set(),
     "threads": set(),
+    "torch_compat": set(),
+    "_chart": {"schedules"},
     "agreement": {"errors", "plain_values", "torch_compat"},
-    "collectives": {"agreement", "errors", "launch", "schedules", "torch_compat", "threads", "tracing"},
-    "launch": {"agreement", "autoload", "errors", "processes", "threads", "tracing"},
-    "backend": {"autoload", "collectives", "errors", "launch", "schedules", "torch_compat", "tracing"},
-    "autoload": {"backend", "launch", "torch_compat"},
-    "repair": {"agreement", "autoload", "backend", "collectives", "errors", "launch", "torch_compat"},
+    "learn": {"processes", "schedules"},
+    "rendezvous": {"errors", "threads"},
+    "tracing": {"rendezvous", "schedules", "threads"},
+    "collectives": {"agreement", "errors", "rendezvous", "schedules", "torch_compat", "threads", "tracing"},
+    "_console": {"collectives"},
     "ops": {"collectives", "errors", "torch_compat"},
     "parallel": {"agreement", "collectives", "errors", "torch_compat"},
+    "backend": {"backend_name", "collectives", "errors", "rendezvous", "schedules", "torch_compat", "tracing"},
+    "autoload": {"backend", "backend_name", "rendezvous", "torch_compat"},
+    "launch": {"agreement", "autoload", "processes", "rendezvous", "threads", "tracing"},
+    "repair": {"agreement", "backend", "backend_name", "collectives", "errors", "rendezvous", "torch_compat"},
     "training": {"agreement", "backend", "collectives", "errors", "schedules", "torch_compat", "tracing"},
     "models": {"parallel", "torch_compat", "training"},
-    "datasets": set(),
-    "_chart": {"schedules"},
-    "_console": {"collectives"},
-    "_output": set(),
     "demo": {"_chart", "_console", "_output", "collectives", "datasets", "launch", "models", "schedules", "training"},
     "bench": {
         "_chart",
@@ -57,14 +60,37 @@ LAYERS = {
         "errors",
         "launch",
         "models",
+        "rendezvous",
         "repair",
         "schedules",
         "torch_compat",
         "training",
     },
-    "cli": {"_output", "backend", "bench", "launch", "learn", "schedules", "torch_compat", "tracing"},
+    "cli": {"_output", "backend", "bench", "launch", "learn", "rendezvous", "schedules", "torch_compat", "tracing"},
     "__main__": {"cli"},
 }
+# The files with imports inside functions, and why. An import there must not hide an edge that the layers forbid.
+_START = "the command starts without torch, and without what the other subcommands need"
+LATE_IMPORTS = {
+    "autoload.py": "`import torch` imports it: the backend is loaded when a group is made",
+    "backend/mpi_library.py": "mpi4py is optional",
+    "bench/__main__.py": "the backend may not be built",
+    "cli/doctor.py": "mpi4py is optional",
+    "cli/main.py": _START,
+    "cli/trace.py": _START,
+    "launch/payload.py": "cloudpickle is slow to import, and rarely needed",
+    "ops.py": "the compiler of torch is loaded where a graph is compiled",
+    "rendezvous/mpi_exchange.py": "mpi4py is optional",
+    "schedules/order.py": "a method of the data",
+    "schedules/pipelines/plan.py": "methods of the data: most programs draw nothing",
+    "schedules/proof.py": "a method of the data",
+    "schedules/schedule.py": "methods of the data: most programs draw nothing",
+    "threads.py": "`resource` exists on POSIX systems only, and schedules work everywhere",
+    "torch_compat.py": "a module of torch that many programs do not need",
+    "tracing/clock.py": "`fcntl` exists on POSIX systems only, and traces are read everywhere",
+    "training/gradients/compressor_choice.py": "many programs need no compressor",
+}
+CIRCULAR = {"schedules"}  # packages whose modules import each other in a circle. The list may only become shorter.
 # The same within dist_prims/training.
 TRAINING = {
     "incremental_reduce": set(),
@@ -146,8 +172,8 @@ def sources() -> list[tuple[str, Path, ast.Module]]:
     return [(layer, path, ast.parse(path.read_text())) for layer, path in zip(layers, paths, strict=True)]
 
 
-def imported(path: Path, tree: ast.Module) -> Iterator[str]:
-    """The absolute names that a module imports, wherever in it."""
+def imported(path: Path, tree: ast.AST) -> Iterator[str]:
+    """The absolute names that a module, or a part of it, imports."""
     package = ["dist_prims", *path.relative_to(PACKAGE).parts[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -244,6 +270,37 @@ def test_every_module_imports_from_the_layers_below_it_only() -> None:
             if f"{top}.{target}" == "dist_prims.training" and part in TRAINING and inner in TRAINING:
                 assert inner == part or inner in TRAINING[part], f"{path}: {part} must not import {name}"
             assert not (top == "torch" and layer in PURE), f"{path} must not import torch"
+
+
+def test_the_layers_have_an_order() -> None:
+    for number, (layer, below) in enumerate(LAYERS.items()):
+        assert below <= set([*LAYERS][:number]), f"{layer} is listed above a layer that it may import"
+
+
+def test_imports_inside_functions_have_a_reason() -> None:
+    late = set()
+    for _, path, tree in sources():
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+        if any([*imported(path, function)] for function in functions):
+            late.add(path.relative_to(PACKAGE).as_posix())
+    assert late == set(LATE_IMPORTS), "import at the top of the module, or give a reason in LATE_IMPORTS"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports for type checkers alone do not count."""
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for _, path, _ in sources()}
+    modules = {name.removesuffix(".__init__") for name in names.values()}
+    graph: dict[str, set[str]] = {}
+    for layer, path, tree in sources():
+        if layer in CIRCULAR | {"__init__"}:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                node.body = []
+        module = names[path].removesuffix(".__init__")
+        targets = {name if name in modules else name.rpartition(".")[0] for name in imported(path, tree)}
+        graph[module] = {target for target in targets & modules if target.count(".")} - {module}
+    assert [*graphlib.TopologicalSorter(graph).static_order()]
 
 
 def test_every_file_has_its_layer() -> None:

@@ -22,9 +22,9 @@ from survivors import join_at_rank_0, run_ranks
 import dist_prims
 from dist_prims.backend.create import made_group
 from dist_prims.backend.tcp_endpoint import own_address
-from dist_prims.launch.network import is_loopback
-from dist_prims.launch.secret import Secret, remember
-from dist_prims.launch.served import refused, serve_registers, served_store
+from dist_prims.rendezvous.network import is_loopback
+from dist_prims.rendezvous.secret import Secret, remember
+from dist_prims.rendezvous.served import refused, serve_registers, served_store
 from dist_prims.repair.grow import _fields, _meeting
 from tests.repair.test_shrink import LIMIT, all_reduce_until_failure, die, total, wait_until
 
@@ -164,7 +164,7 @@ def test_a_new_rank_of_another_version_is_refused_at_once(
     def body(rank: int) -> Any:
         if rank == 2:
             if version == "another version":
-                monkeypatch.setattr(sys.modules["dist_prims.launch.handshake"], "PROTOCOL", 99)
+                monkeypatch.setattr(sys.modules["dist_prims.rendezvous.handshake"], "PROTOCOL", 99)
             else:
                 monkeypatch.setattr(module, "signed", announcement_of_earlier)
             with pytest.raises(RuntimeError) as caught:

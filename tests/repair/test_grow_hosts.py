@@ -10,7 +10,7 @@ from netns import cluster, needs_hosts
 
 PROGRAM = """
 import os, sys, time, traceback, torch, torch.distributed as dist, dist_prims
-from dist_prims.launch.secret import Secret, remember
+from dist_prims.rendezvous.secret import Secret, remember
 
 KINDS = "one rank", "store at the loopback address", "launcher", "spawn"
 REFUSING = KINDS[2:]

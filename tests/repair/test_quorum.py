@@ -13,7 +13,7 @@ import pytest
 from exploration import Process, explore
 
 from dist_prims.backend.quorum_ranks import quorum_ranks
-from dist_prims.launch.register_server import RegisterClient, RegisterServer
+from dist_prims.rendezvous.register_server import RegisterClient, RegisterServer
 from dist_prims.repair.quorum import Acceptor, AcceptorState, NoMajorityError, QuorumRegisters, propose
 
 ACCEPTORS, PROPOSERS = 3, 2

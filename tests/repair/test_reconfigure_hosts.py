@@ -20,8 +20,8 @@ from survivors import run_ranks
 from dist_prims.backend.create import find_made_group
 from dist_prims.backend.tcp_endpoint import own_address
 from dist_prims.errors import PeerDiedError
-from dist_prims.launch.network import is_loopback
-from dist_prims.launch.secret import Secret, remember
+from dist_prims.rendezvous.network import is_loopback
+from dist_prims.rendezvous.secret import Secret, remember
 from tests.repair.test_shrink import all_reduce_until_failure, die
 
 pytestmark = needs_reconfigure

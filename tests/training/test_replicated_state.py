@@ -24,7 +24,7 @@ from torch.nn.utils import parameters_to_vector
 import dist_prims
 from dist_prims.collectives.call import group_of
 from dist_prims.errors import CommError, LeftOutError, MismatchError
-from dist_prims.launch.deadline import until
+from dist_prims.rendezvous.deadline import until
 from dist_prims.training import GradientAverager, ReplicatedState, ShardedIterable, ShardedSampler, randomness
 from dist_prims.training.data import GlobalBatches
 from dist_prims.training.sharding import ShardedParameters

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_prims.launch import secret as module
-from dist_prims.launch.secret import Secret, choose, is_one_host, of_this_host, provided_by_user
+from dist_prims.rendezvous import secret as module
+from dist_prims.rendezvous.secret import Secret, choose, is_one_host, of_this_host, provided_by_user
 
 TEXT = "0123456789abcdef0123456789abcdef"
 

@@ -1,30 +1,24 @@
 """Rendezvous at a URL: open the store there, and find the ranks of this attempt by the handshake of handshake.py."""
 
-import contextlib
 import fcntl
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import torch.distributed as dist
 
-from .deadline import until
 from .detect_launcher import Launcher
 from .handshake import handshake
 from .hosts import host_id
 from .network import LOOPBACK, interface_towards, listen
-from .rank_values import values_at
 from .secret import Secret, choose, received
 
 __all__: list[str] = []
 
 _GROUP = "the ranks of a launcher"  # for codes: the group of this rendezvous has no name
-_SECONDS_TO_READ = 10.0  # enough, because all ranks are connected to the store
 
 
 @dataclass(frozen=True)
@@ -119,30 +113,3 @@ def _check_file(path: str) -> None:
         end += 4 + int.from_bytes(content[end : end + 4], sys.byteorder)
     if end != len(content):
         raise ValueError(f"init: {path} exists and is not a rendezvous file; remove it, or give another path")
-
-
-def from_rank_0(store: Any, rank: int, size: int, key: str, make: Callable[[], str]) -> str:
-    """Return on every rank what ``make`` returns on rank 0; if ``make`` raises, the other ranks raise RuntimeError.
-
-    CommTimeoutError names rank 0 if it sets nothing before the store's timeout.
-    """
-    if rank == 0:
-        try:
-            value = make()
-        except Exception as error:
-            store.set(key, f"!{type(error).__name__}: {error}")
-            _wait_for_readers(store, key, size - 1)
-            raise
-        store.set(key, f"={value}")
-        return value
-    [answer] = values_at(store, rank, {0: key})
-    if answer.startswith("!"):
-        store.add(f"{key}/read", 1)
-        raise RuntimeError(f"dist_prims: rank {rank}: the group is not created, because rank 0 failed: {answer[1:]}")
-    return answer[1:]
-
-
-def _wait_for_readers(store: Any, key: str, readers: int) -> None:
-    """Wait until the other ranks have read the error: it may end rank 0 and the store, whose loss they would report."""
-    with contextlib.suppress(TimeoutError, dist.DistError):  # the error of rank 0 matters more
-        until(lambda: store.add(f"{key}/read", 0) == readers, time.monotonic() + _SECONDS_TO_READ, "the readers")

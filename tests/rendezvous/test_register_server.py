@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from dist_prims.launch import register_server
-from dist_prims.launch.register_server import RegisterClient, RegisterServer, _code
+from dist_prims.rendezvous import register_server
+from dist_prims.rendezvous.register_server import RegisterClient, RegisterServer, _code
 
 KEY = b"the key of a group"
 

@@ -12,12 +12,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
 
-from . import mpi_exchange, pmi, rendezvous
+from . import mpi_exchange, pmi, url_rendezvous
 from .detect_launcher import Launcher, detect
 from .network import loopback_interface
-from .rendezvous import Rendezvous
 from .secret import remember
 from .text_exchange import rendezvous_by_text
+from .url_rendezvous import Rendezvous
 
 __all__: list[str] = []
 
@@ -30,7 +30,7 @@ def rendezvous_of(launcher: Launcher, timeout: float) -> Rendezvous:
     if launcher.url is None and launcher.medium:
         found = _by_medium(launcher, timeout)
     else:
-        found = rendezvous.rendezvous_at_url(launcher, timeout)
+        found = url_rendezvous.rendezvous_at_url(launcher, timeout)
     remember(found.secret)
     one_host = len(set(found.hosts)) == 1
     if interface := loopback_interface() if one_host else found.interface:

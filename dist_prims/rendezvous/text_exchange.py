@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from .hosts import host_id
 from .network import LOOPBACK, addresses, interface_towards, listen
-from .rendezvous import Rendezvous, connect
 from .secret import REMEDY, Secret, provided_by_user
+from .url_rendezvous import Rendezvous, connect
 
 __all__: list[str] = []
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from ..errors import CommTimeoutError
+from .deadline import until
 
 __all__: list[str] = []
+
+_SECONDS_TO_READ = 10.0  # enough, because all ranks are connected to the store
 
 
 def values_of_ranks(store: Any, rank: int, name: str, size: int) -> list[str]:
@@ -41,3 +48,30 @@ def values_at(store: Any, rank: int, keys: Mapping[int, str]) -> list[str]:
             f"rank {rank}: timeout while the group was made: no sign of rank {', '.join(missing)}; see whether it is "
             "stopped, busy, or waits elsewhere, and whether its host is up"
         ) from error
+
+
+def from_rank_0(store: Any, rank: int, size: int, key: str, make: Callable[[], str]) -> str:
+    """Return on every rank what ``make`` returns on rank 0; if ``make`` raises, the other ranks raise RuntimeError.
+
+    CommTimeoutError names rank 0 if it sets nothing before the store's timeout.
+    """
+    if rank == 0:
+        try:
+            value = make()
+        except Exception as error:
+            store.set(key, f"!{type(error).__name__}: {error}")
+            _wait_for_readers(store, key, size - 1)
+            raise
+        store.set(key, f"={value}")
+        return value
+    [answer] = values_at(store, rank, {0: key})
+    if answer.startswith("!"):
+        store.add(f"{key}/read", 1)
+        raise RuntimeError(f"dist_prims: rank {rank}: the group is not created, because rank 0 failed: {answer[1:]}")
+    return answer[1:]
+
+
+def _wait_for_readers(store: Any, key: str, readers: int) -> None:
+    """Wait until the other ranks have read the error: it may end rank 0 and the store, whose loss they would report."""
+    with contextlib.suppress(TimeoutError, dist.DistError):  # the error of rank 0 matters more
+        until(lambda: store.add(f"{key}/read", 0) == readers, time.monotonic() + _SECONDS_TO_READ, "the readers")

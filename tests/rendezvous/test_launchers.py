@@ -20,8 +20,9 @@ import pytest
 from launching import MPIRUN, SUM, TORCH, clean, forked, needs_mpirun, run, together
 from mpi_kinds import AS_ROOT, KINDS
 
-from dist_prims.launch import Launcher, detect, pmi
-from dist_prims.launch.detect_launcher import from_url
+from dist_prims.launch import Launcher, detect
+from dist_prims.rendezvous import pmi
+from dist_prims.rendezvous.detect_launcher import from_url
 
 INIT_PROCESS_GROUP = """
 import torch, torch.distributed as dist

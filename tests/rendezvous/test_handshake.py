@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dist_prims.launch import handshake as module
-from dist_prims.launch.handshake import handshake
-from dist_prims.launch.secret import REMEDY, Secret
+from dist_prims.rendezvous import handshake as module
+from dist_prims.rendezvous.handshake import handshake
+from dist_prims.rendezvous.secret import REMEDY, Secret
 
 OURS, THEIRS = Secret(b"o" * 32, "a test"), Secret(b"t" * 32, "a test")
 

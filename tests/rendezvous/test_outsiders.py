@@ -21,7 +21,7 @@ from launching import clean, free_port
 
 import dist_prims
 from dist_prims.backend.tcp_endpoint import own_address
-from dist_prims.launch import served
+from dist_prims.rendezvous import served
 
 FORK: Any = multiprocessing.get_context("fork")
 OTHER_USER = 65534

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dist_prims.launch import served
+from dist_prims.rendezvous import served
 
 SECONDS_OF_A_LOST_REPLY = 5.0  # the timeout of the resolver of the C library
 

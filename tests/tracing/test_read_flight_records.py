@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import dist_prims
 from dist_prims.backend import dump
-from dist_prims.launch.read_flight_records import read
+from dist_prims.tracing.read_flight_records import read
 
 
 def write_record(folder: Path, rank: int, number: int) -> None:

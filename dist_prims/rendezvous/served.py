@@ -23,7 +23,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from .register_server import GroupRegisters, RegisterServer
-from .rendezvous import connect
+from .url_rendezvous import connect
 
 __all__: list[str] = []
 
