@@ -1,14 +1,13 @@
-"""Transfer of a state, as objects with tensors in them, from one rank to others that have none of its structure.
+"""Tensors, and states with tensors in them, from one rank to all.
 
-The state is sent in two parts: its structure as plain values, with the number of a tensor in place of the tensor, and
-the bytes of the tensors in pieces. A rank that does not need the state takes part in the collectives and keeps nothing.
+A state is sent to ranks that have none of its structure, in two parts: its structure as plain values, with the number
+of a tensor in place of the tensor, and the tensors. A rank that does not need the state takes part and keeps nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +22,30 @@ _PIECE = 25 * 2**20  # bytes of one broadcast
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 
 
-@dataclass(frozen=True)
-class _TensorSpec:
-    """What is known of a tensor before it is received."""
+@torch.no_grad()
+def broadcast_coalesced(tensors: Iterable[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
+    """Copy the values of rank ``source`` to every rank, many tensors in one message, as bytes: any dtype will do."""
+    pieces: dict[str, list[torch.Tensor]] = {}  # by the type of device
+    for tensor in tensors:
+        waiting = pieces.setdefault(tensor.device.type, [])
+        if waiting and sum(each.nbytes for each in waiting) + tensor.nbytes > _PIECE:
+            _send(waiting, source, group)
+            waiting.clear()
+        waiting.append(tensor)
+    for waiting in pieces.values():
+        _send(waiting, source, group)
 
-    shape: Sequence[int]
-    dtype: torch.dtype
-    device: str  # its type
 
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+def _send(tensors: Sequence[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
+    sizes, device = [each.nbytes for each in tensors], tensors[0].device
+    piece = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    if group.rank() == source:
+        own = [each.detach().contiguous().view(-1).view(torch.uint8).to(device) for each in tensors]
+        torch.cat(own, out=piece)
+    dist.broadcast(piece, group=group, group_src=source)
+    if group.rank() != source:
+        for tensor, data in zip(tensors, cut(piece, sizes), strict=True):
+            tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))  # cloned: aligned for its dtype
 
 
 def transfer(state: Any, source: int, group: dist.ProcessGroup, take: bool) -> Any:
@@ -50,9 +62,15 @@ def transfer(state: Any, source: int, group: dist.ProcessGroup, take: bool) -> A
     if group.rank() == source:
         structure = _structure(state, tensors)
         sent = structure, [(each.shape, each.dtype, each.device.type) for each in tensors]
-    structure, described = broadcast_value(sent, source, group)
-    received = _broadcast([_TensorSpec(*each) for each in described], tensors, source, group, take)
-    return _with_tensors(structure, received) if take else None
+    structure, specs = broadcast_value(sent, source, group)
+    if group.rank() != source:
+        empty = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in specs)
+        if not take:
+            broadcast_coalesced(empty, source, group)  # a piece at a time
+            return None
+        tensors = [*empty]
+    broadcast_coalesced(tensors, source, group)
+    return _with_tensors(structure, tensors) if take else None
 
 
 def _structure(state: Any, tensors: list[torch.Tensor]) -> Any:
@@ -70,7 +88,7 @@ def _structure(state: Any, tensors: list[torch.Tensor]) -> Any:
     return state
 
 
-def _with_tensors(structure: Any, tensors: dict[int, torch.Tensor]) -> Any:
+def _with_tensors(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The state whose structure this is."""
     if isinstance(structure, list | tuple):
         return type(structure)(_with_tensors(value, tensors) for value in structure)
@@ -84,37 +102,3 @@ def _with_tensors(structure: Any, tensors: dict[int, torch.Tensor]) -> Any:
     if structure["attributes"] is not None and hasattr(state, "__dict__"):
         vars(state).update(_with_tensors(structure["attributes"], tensors))
     return state
-
-
-def _broadcast(
-    specs: Sequence[_TensorSpec], tensors: Sequence[torch.Tensor], source: int, group: dist.ProcessGroup, take: bool
-) -> dict[int, torch.Tensor]:
-    """Send the tensors of these specs, in pieces of one device type; return them by number, if ``take``."""
-    received: dict[int, torch.Tensor] = {}
-    for numbers in _pieces(specs):
-        sizes = [specs[number].nbytes for number in numbers]
-        if group.rank() == source:
-            piece = torch.cat([tensors[number].contiguous().view(-1).view(torch.uint8) for number in numbers])
-        else:
-            piece = torch.empty(sum(sizes), dtype=torch.uint8, device=specs[numbers[0]].device)
-        dist.broadcast(piece, group=group, group_src=source)
-        if take:
-            for number, data in zip(numbers, cut(piece, sizes), strict=True):
-                spec = specs[number]
-                received[number] = data.clone().view(spec.dtype).view(spec.shape)  # cloned: aligned for its dtype
-    return received
-
-
-def _pieces(specs: Sequence[_TensorSpec]) -> list[list[int]]:
-    """The numbers of the tensors of each piece."""
-    pieces: list[list[int]] = []
-    for device in dict.fromkeys(spec.device for spec in specs):
-        filled = _PIECE + 1  # bytes in the last piece
-        for number, spec in enumerate(specs):
-            if spec.device == device:
-                if filled + spec.nbytes > _PIECE:
-                    pieces.append([])
-                    filled = 0
-                pieces[-1].append(number)
-                filled += spec.nbytes
-    return pieces

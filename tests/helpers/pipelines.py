@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from dist_prims.collectives.flat import split_evenly
 from dist_prims.schedules.pipelines import PipelinePlan
-from dist_prims.training.pipeline.batch_norm import defer_batch_norm
 
 BACKENDS = ["gloo", "dist_prims"]
 
@@ -64,7 +63,6 @@ def compare(own: Mapping[int, nn.Module], whole: Iterable[nn.Module], exact: boo
             torch.testing.assert_close(mine.grad, its.grad, rtol=rtol, atol=atol, msg=f"stage {number}: {name}")
 
 
-def normed(count: int, deferred: bool) -> list[nn.Module]:
+def normed(count: int) -> list[nn.Module]:
     torch.manual_seed(3)
-    made = [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)) for _ in range(count)]
-    return [defer_batch_norm(each, 5) for each in made] if deferred else list(made)
+    return [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)) for _ in range(count)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,13 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from dist_prims.datasets import digits
 from dist_prims.models.resnet import BasicBlock, ResNet, resnet18, resnet34, resnet50, resnet101, resnet152
 from dist_prims.models.two_device_resnet import ModelParallelResNet50, PipelineParallelResNet50
-from dist_prims.training.pipeline.batch_norm import (
-    DeferredBatchNorm,
-    checkpoint_contexts,
-    commit_batch_norm,
-    defer_batch_norm,
-    recomputing,
-)
+from dist_prims.training.pipeline import RunningStatistics
 
 # What is published of each: how many parameters, how many blocks, whether they are bottlenecks.
 NETS = {
@@ -214,114 +207,61 @@ def test_running_statistics_are_those_of_the_whole_batch(
     dims: int, sizes: list[int], momentum: float | None, affine: bool, batches: int, seed: int
 ) -> None:
     whole: Any = NORMS[dims](3, momentum=momentum, affine=affine)
-    deferred: Any = defer_batch_norm(copy.deepcopy(whole), len(sizes))
+    collecting = copy.deepcopy(whole)
+    statistics = RunningStatistics([collecting])
     images = [an_image(sum(sizes), dims, seed + number) for number in range(batches)]
     for x in images:
         whole(x)
         for part in x.split(sizes):
             fresh = NORMS[dims](3, affine=affine)
-            assert torch.equal(deferred(part), fresh(part))  # each by its own statistics, as ever
-    torch.testing.assert_close(deferred.running_mean, whole.running_mean, rtol=1e-6, atol=1e-6)
+            with statistics.collected():
+                assert torch.equal(collecting(part), fresh(part))  # each by its own statistics, as ever
+        statistics.commit()
+    torch.testing.assert_close(collecting.running_mean, whole.running_mean, rtol=1e-6, atol=1e-6)
     limit = torch.stack([rounding_of_variance(x) for x in images]).amax(0)
-    assert ((deferred.running_var - whole.running_var).abs() <= limit).all(), (deferred.running_var, limit)
-    assert torch.equal(deferred.num_batches_tracked, whole.num_batches_tracked)
-    whole.load_state_dict(deferred.state_dict())
-    x = an_image(2, dims)
-    assert torch.equal(deferred.eval()(x), whole.eval()(x))
+    assert ((collecting.running_var - whole.running_var).abs() <= limit).all(), (collecting.running_var, limit)
+    assert torch.equal(collecting.num_batches_tracked, whole.num_batches_tracked)
+    statistics.commit()  # nothing more to count
+    assert torch.equal(collecting.num_batches_tracked, whole.num_batches_tracked)
 
 
 def test_in_double_precision_they_are_equal_to_the_last_digits() -> None:
     whole = nn.BatchNorm2d(3).double()
-    deferred = defer_batch_norm(copy.deepcopy(whole), 3)
+    collecting = copy.deepcopy(whole)
+    statistics = RunningStatistics([collecting])
     x = an_image(9, 3).double()
     whole(x)
     for part in x.split([2, 3, 4]):
-        deferred(part)
-    torch.testing.assert_close(deferred.running_var, whole.running_var, rtol=1e-12, atol=1e-12)
+        with statistics.collected():
+            collecting(part)
+    statistics.commit()
+    torch.testing.assert_close(collecting.running_var, whole.running_var, rtol=1e-12, atol=1e-12)
 
 
-def test_a_deferred_model_keeps_names_parameters_and_buffers() -> None:
-    model = resnet18(num_classes=2)
-    keys, tensors = list(model.state_dict()), {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    assert defer_batch_norm(model, 4) is model
-    assert list(model.state_dict()) == keys
-    assert {id(parameter) for parameter in model.parameters()} <= tensors
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    assert len(norms) == 20
-    assert all(isinstance(each, DeferredBatchNorm) and each.micro_batches == 4 for each in norms)
-    defer_batch_norm(model, 2)  # again: the same modules, another number
-    assert {id(each) for each in norms} == {id(each) for each in model.modules() if isinstance(each, DeferredBatchNorm)}
-    assert norms[0].micro_batches == 2
-    resnet18(num_classes=2).load_state_dict(model.state_dict())
-    copy.deepcopy(model)(torch.randn(2, 3, 32, 32)).sum().backward()
-
-
-def test_a_norm_of_several_places_stays_one() -> None:
-    shared = nn.BatchNorm1d(2)
-    model: Any = defer_batch_norm(nn.Sequential(shared, nn.ReLU(), shared), 2)
-    assert model[0] is model[2]
-
-
-def test_without_running_statistics_and_in_evaluation_nothing_is_counted() -> None:
-    bare = defer_batch_norm(nn.BatchNorm1d(2, track_running_stats=False), 2)
-    x = torch.randn(4, 2)
-    assert torch.equal(bare(x), nn.BatchNorm1d(2)(x))
-    evaluated: Any = defer_batch_norm(nn.BatchNorm1d(2), 1).eval()
-    assert torch.equal(evaluated(x), nn.BatchNorm1d(2).eval()(x))
-    commit_batch_norm(evaluated)
-    assert evaluated.running_mean.tolist() == [0, 0]
-    with pytest.raises(ValueError, match="expected 4D input"):
-        defer_batch_norm(nn.BatchNorm2d(2), 2)(x)
-
-
-def test_a_batch_that_ends_early() -> None:
-    whole, deferred = nn.BatchNorm1d(2), defer_batch_norm(nn.BatchNorm1d(2), 8)
-    x = torch.randn(6, 2)
-    whole(x)
-    for part in x.split(2):
-        deferred(part)
-    assert deferred.num_batches_tracked == 0
-    commit_batch_norm(deferred)
-    commit_batch_norm(deferred)  # nothing more to count
-    torch.testing.assert_close(deferred.running_var, whole.running_var)
-    assert deferred.num_batches_tracked == 1
-
-
-def test_another_number_of_micro_batches_starts_a_new_batch() -> None:
-    norm: Any = defer_batch_norm(nn.Sequential(nn.BatchNorm1d(1)), 3)
-    norm(torch.tensor([[1000.0], [1002.0]]))
-    defer_batch_norm(norm, 1)
-    norm(torch.tensor([[0.0], [2.0]]))
-    assert norm[0].running_mean.item() == pytest.approx(0.1)
-    with pytest.raises(ValueError, match="micro_batches=0 must be 1 or more"):
-        defer_batch_norm(norm, 0)
-
-
-@pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_repeated_forward_is_counted_once(deferred: bool, momentum: float | None) -> None:
-    def a_model() -> nn.Module:
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=momentum), nn.ReLU(), nn.Linear(4, 1))
-        return defer_batch_norm(model, 2) if deferred else model
-
-    plain, repeating = a_model(), a_model()
-    contexts = partial(checkpoint_contexts, repeating)
+def test_a_forward_that_checkpointing_repeats_is_counted_once(momentum: float | None) -> None:
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=momentum), nn.ReLU(), nn.Linear(4, 1))
+    repeating = copy.deepcopy(plain)
+    statistics = RunningStatistics([repeating])
     for part in torch.randn(8, 3).split(4):
         plain(part).sum().backward()
-        checkpoint(repeating, part, use_reentrant=False, context_fn=contexts).sum().backward()
-    with recomputing(repeating):
-        repeating(torch.randn(4, 3))
+        with statistics.collected():
+            loss = checkpoint(repeating, part, use_reentrant=False).sum()
+        with statistics.collected(again=True):
+            loss.backward()
+        statistics.commit()
     for (name, a), b in zip(plain.state_dict().items(), repeating.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
+        torch.testing.assert_close(a, b, msg=name)
     for a, b in zip(plain.parameters(), repeating.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
 
 
-def test_after_an_error_within_recomputing_all_is_as_before() -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_after_an_error_a_norm_is_as_before(again: bool) -> None:
     norm = nn.BatchNorm1d(1, momentum=0.3)
-    counter = norm.num_batches_tracked
-    with pytest.raises(ValueError, match="expected 2D or 3D input"), recomputing(norm), recomputing(norm):
+    counter, statistics = norm.num_batches_tracked, RunningStatistics([norm])
+    with pytest.raises(ValueError, match="expected 2D or 3D input"), statistics.collected(again):
         norm(torch.randn(2))
     assert (norm.momentum, norm.num_batches_tracked is counter, counter.item()) == (0.3, True, 0)
     norm(torch.randn(2, 1))

@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 
 from ...agreement import check_lists, gather_or_raise, gather_values
-from ...collectives.flat import cut
 
 __all__: list[str] = []
 
 _REMEDY = "Build the same model, with the same settings, on every rank"
-_PIECE = 25 * 2**20  # bytes of one broadcast
 
 
 def check_same_model(
@@ -81,25 +79,3 @@ def _described(name: str, each: torch.Tensor) -> str:
 def _is_sharded(tensor: torch.Tensor) -> bool:
     """Whether all elements of a parameter share one place in memory, as those that ShardedParameters has released."""
     return isinstance(tensor, torch.nn.Parameter) and tensor.numel() > 1 and not any(tensor.stride())
-
-
-@torch.no_grad()
-def broadcast_coalesced(tensors: Iterable[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
-    """Copy the values of rank ``source`` to every rank, many tensors in one message, as bytes: any dtype will do."""
-    pieces: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        waiting = pieces.setdefault(tensor.device, [])
-        if waiting and sum(each.nbytes for each in waiting) + tensor.nbytes > _PIECE:
-            _send(waiting, source, group)
-            waiting.clear()
-        waiting.append(tensor)
-    for waiting in pieces.values():
-        _send(waiting, source, group)
-
-
-def _send(tensors: Sequence[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
-    piece = torch.cat([each.detach().contiguous().view(-1).view(torch.uint8) for each in tensors])
-    dist.broadcast(piece, group=group, group_src=source)
-    if group.rank() != source:
-        for tensor, data in zip(tensors, cut(piece, [each.nbytes for each in tensors]), strict=True):
-            tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))  # cloned: aligned for its dtype

@@ -14,7 +14,7 @@ The plans are data (:mod:`dist_prims.schedules.pipelines`): proved before they a
       loss_weights.py       loss and metrics: the weight of a micro-batch in the batch
       outside_gradients.py  gradients of the inputs and targets
       stage.py              one stage: forward, backward, and the tensors it keeps between them
-      backward.py           the gradients of the weights apart from those of the input
+      split_backward.py     the gradients of the weights apart from those of the input
       running_statistics.py batch norm: updated once a batch
       averaging.py          data parallel on top: the gradients of a stage averaged once a step
     processes.py            stages in processes: Pipeline           transfer.py, packet.py    their messages
@@ -23,26 +23,24 @@ The plans are data (:mod:`dist_prims.schedules.pipelines`): proved before they a
     devices.py              stages on devices of one process: DevicePipeline
 """
 
-from .batch_norm import DeferredBatchNorm, commit_batch_norm, defer_batch_norm
 from .chain import Chain, Pop, Stash
 from .devices import DevicePipeline
 from .processes import Pipeline
 from .profile import LayerCost, profile, stage_costs
+from .running_statistics import RunningStatistics
 from .split_model import balance, split
 from .transfer import StageFailedError
 
 __all__ = [
     "Chain",
-    "DeferredBatchNorm",
     "DevicePipeline",
     "LayerCost",
     "Pipeline",
     "Pop",
+    "RunningStatistics",
     "StageFailedError",
     "Stash",
     "balance",
-    "commit_batch_norm",
-    "defer_batch_norm",
     "profile",
     "split",
     "stage_costs",

@@ -7,7 +7,7 @@ the same for both and is here: micro-batches, their share in the loss, metrics, 
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -67,6 +67,11 @@ def message_to(plan: PipelinePlan, action: Action) -> tuple[str, int, int] | Non
     return ("B", stage - 1, micro) if kind != "W" and stage > 0 else None
 
 
+def is_done(action: Action, learn: bool, num_microbatches: int) -> bool:
+    """Whether an action is to be done for a batch of so many micro-batches."""
+    return action.micro < num_microbatches and (learn or action.kind == "F")
+
+
 def parts(batch: Tensors, num_microbatches: int, what: str) -> list[Tensors]:
     """A batch as micro-batches, whose sizes differ by one at most; of a batch of fewer items, as many as it has items.
 
@@ -102,10 +107,20 @@ class Batch:
         self.parts: list[tuple[Part, ...]] = []  # of each micro-batch, in the loss and in every metric
         self.found: dict[int, list[Any]] = {}  # the parts of the loss and the metrics of each micro-batch
         self.sums: torch.Tensor | None = None  # the loss and the metrics
+        self.outputs: dict[int, Tensors] = {}  # of each micro-batch
+        self.result: Tensors | None = None  # the outputs of the batch
         self.wants_gradient = False  # a stage before the last one
         self.has_gradient = False  # the loss of some micro-batch that counts
         self.backwards = 0  # of the last stage
-        self.outputs: dict[int, Tensors] = {}
+
+    @classmethod
+    def of(cls, inputs: Any, learn: bool, num_microbatches: int) -> Batch:
+        """The batch where its inputs are."""
+        whole = as_tuple(inputs, "the batch of inputs")
+        cut = parts(whole, num_microbatches, "inputs")
+        batch = cls(learn, len(whole[0]), num_microbatches)
+        batch.inputs = Leaves(whole, cut, learn, apart=True)
+        return batch
 
     @property
     def num_microbatches(self) -> int:
@@ -114,7 +129,7 @@ class Batch:
 
     def has(self, action: Action) -> bool:
         """Whether an action of the plan is to be done for this batch."""
-        return action.micro < self.num_microbatches and (self.learn or action.kind == "F")
+        return is_done(action, self.learn, self.num_microbatches)
 
 
 class Job:
@@ -129,7 +144,7 @@ class Job:
         shared: Sequence[SharedTensor] = (),
     ) -> None:
         last = plan.stages - 1
-        self.plan = plan
+        self.plan, self.stages = plan, stages
         self.workers = {
             stage: StageWorker(module, stage, objective.module if stage == last else None)
             for stage, module in stages.items()
@@ -158,7 +173,8 @@ class Job:
 
     def begin(self, batch: Batch) -> None:
         """Begin a step with a batch, whose number of micro-batches is known."""
-        self.average.expect(action for action in _actions(self.plan, self.workers) if batch.has(action))
+        every = (action for actions in self.plan.actions for action in actions)
+        self.average.expect(action for action in every if action.stage in self.workers and batch.has(action))
 
     def do(self, action: Action, incoming: Tensors, batch: Batch) -> Tensors:
         """Do an action with the tensors it needs, and return its result."""
@@ -193,7 +209,11 @@ class Job:
         batch.parts = self.objective.parts(batch.lengths, batch.targets.micro_batches)
 
     def finish(self, batch: Batch) -> None:
-        """Sum the loss and the metrics, and pass the gradients of inputs and targets to the program."""
+        """Sum the loss and the metrics, join the outputs, and pass the gradients of inputs and targets to the
+        program."""
+        if batch.outputs:
+            outputs = [batch.outputs[micro] for micro in range(batch.num_microbatches)]
+            batch.result = tuple(torch.cat(each) for each in zip(*outputs, strict=True))
         if batch.found:
             device = batch.found[0][0].device
             numbers = [
@@ -230,7 +250,7 @@ class Job:
     def commit(self, batch: Batch) -> None:
         """End a step that has succeeded."""
         for worker in self.workers.values():
-            worker.commit(short=batch.num_microbatches < self.plan.num_microbatches)
+            worker.statistics.commit()
         if batch.learn:
             self.objective.end_step()
 
@@ -280,8 +300,15 @@ class Job:
 class Owner:
     """Base of Pipeline and DevicePipeline: access to the modules of the stages here."""
 
-    stages: Mapping[int, torch.nn.Module]
-    _job: Job
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.plan, self.stages = job.plan, job.stages
+        self.measured: dict[str, torch.Tensor] = {}
+
+    def _measure(self, sums: torch.Tensor) -> None:
+        """Set the loss and the metrics of a batch."""
+        values = sums.to(torch.get_default_dtype()).unbind()
+        self.measured = dict(zip(("loss", *self._job.objective.metrics), values, strict=True))
 
     @property
     def module(self) -> torch.nn.ModuleList:
@@ -311,9 +338,10 @@ class Owner:
         self._job.record = value
 
 
-def _actions(plan: PipelinePlan, stages: Container[int]) -> list[Action]:
-    """The actions of some stages."""
-    return [action for actions in plan.actions for action in actions if action.stage in stages]
+def from_first(rows: Sequence[Row]) -> list[Row]:
+    """The rows in the order of time, with times from the beginning of the first."""
+    rows = sorted(rows, key=lambda row: row.begin)
+    return [row._replace(begin=row.begin - rows[0].begin, end=row.end - rows[0].begin) for row in rows]
 
 
 def _targets_of(targets: Any, batch: Batch, device: torch.device | None) -> Leaves:
@@ -327,9 +355,3 @@ def _targets_of(targets: Any, batch: Batch, device: torch.device | None) -> Leav
     if device is not None:
         cut = [tuple(each.to(device) for each in micro) for micro in cut]
     return Leaves(found, cut, batch.learn)
-
-
-def joined(outputs: Mapping[int, Tensors]) -> Tensors:
-    """The outputs of all micro-batches as those of the batch."""
-    several: Sequence[Tensors] = [outputs[micro] for micro in range(len(outputs))]
-    return tuple(torch.cat(each) for each in zip(*several, strict=True))

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...schedules.pipelines import PipelinePlan, Row
-from .action_executor import Batch, Job, Owner, in_order, joined, make_plan, message_to, parts
+from .action_executor import Batch, Job, Owner, from_first, in_order, make_plan, message_to
 from .loss_weights import Function, Objective
-from .outside_gradients import Leaves
-from .stage import Tensors, as_tuple
+from .stage import Tensors
 
 __all__: list[str] = []
 
@@ -46,49 +45,41 @@ class DevicePipeline(Owner):
         scaler: Any = None,
         checkpoint: bool = False,
     ) -> None:
-        self.plan = make_plan(plan, len(devices), num_microbatches, len(stages))
-        self._device_of = [torch.device(devices[rank]) for rank in self.plan.rank_of]
-        self.stages = {number: module.to(self._device_of[number]) for number, module in enumerate(stages)}
+        plan = make_plan(plan, len(devices), num_microbatches, len(stages))
+        self._device_of = [torch.device(devices[rank]) for rank in plan.rank_of]
+        moved = {number: module.to(self._device_of[number]) for number, module in enumerate(stages)}
         objective = Objective(loss, metrics, reduction, loss_weight, scaler)
         if objective.module is not None:
             objective.module.to(self._device_of[-1])
-        self._job = Job(self.plan, self.stages, objective, checkpoint)
-        self._order = in_order(self.plan)
+        super().__init__(Job(plan, moved, objective, checkpoint))
+        self._order = in_order(plan)
         self._copies = _Copies(self._device_of)
-        self.measured: dict[str, torch.Tensor] = {}
 
     def step(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Forward and backward of a batch: gradients are added to ``.grad``, and the loss is returned."""
         self._job.check_step()
         with self._job.average.step():
-            return self._loss_of(self._run(True, inputs, targets))
+            self._run(True, inputs, targets)
+        return self.measured["loss"]
 
     def evaluate(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """The loss of a batch, and its metrics in ``measured``, without a gradient."""
-        return self._loss_of(self._run(False, inputs, targets))
+        self._run(False, inputs, targets)
+        return self.measured["loss"]
 
     def forward(self, inputs: Any) -> Any:
         """The outputs for a batch, on the device of the last stage, without a gradient."""
-        outputs = joined(self._run(False, inputs, None, with_loss=False).outputs)
-        return outputs[0] if len(outputs) == 1 else outputs
+        outputs = self._run(False, inputs, None, with_loss=False)
+        return outputs[0] if outputs is not None and len(outputs) == 1 else outputs
 
     def rows(self) -> list[Row]:
         """What was recorded since the last call."""
         rows, self._job.rows = self._job.rows, []
-        start = rows[0].begin if rows else 0.0
-        return [row._replace(begin=row.begin - start, end=row.end - start) for row in rows]
+        return from_first(rows)
 
-    def _loss_of(self, batch: Batch) -> torch.Tensor:
-        assert batch.sums is not None
-        values = batch.sums.to(torch.get_default_dtype()).unbind()
-        self.measured = dict(zip(("loss", *self._job.objective.metrics), values, strict=True))
-        return self.measured["loss"]
-
-    def _run(self, learn: bool, inputs: Any, targets: Any, with_loss: bool = True) -> Batch:
-        whole = as_tuple(inputs, "the batch of inputs")
-        cut = parts(whole, self.plan.num_microbatches, "inputs")
-        batch = Batch(learn, len(whole[0]), self.plan.num_microbatches)
-        batch.inputs = Leaves(whole, cut, learn, apart=True)
+    def _run(self, learn: bool, inputs: Any, targets: Any, with_loss: bool = True) -> Tensors | None:
+        batch = Batch.of(inputs, learn, self.plan.num_microbatches)
+        assert batch.inputs is not None
         self._job.begin(batch)
         if with_loss:
             self._job.set_targets(batch, targets, self._device_of[-1])
@@ -112,7 +103,9 @@ class DevicePipeline(Owner):
             self._job.forget()
             raise
         self._job.commit(batch)
-        return batch
+        if batch.sums is not None:
+            self._measure(batch.sums)
+        return batch.result
 
 
 class _Copy(NamedTuple):

@@ -30,7 +30,7 @@ class Leaves:
     ``apart``: tensors that require one are copied, for a stage may begin in place."""
 
     def __init__(self, batch: Tensors, cut: Sequence[Tensors], learn: bool = True, apart: bool = False) -> None:
-        self._batch = batch
+        self.batch = batch
         wanting = [learn and each.requires_grad for each in batch]
         self.micro_batches: list[Tensors] = [
             tuple(_leaf(part, wants, apart) for part, wants in zip(micro, wanting, strict=True)) for micro in cut
@@ -45,7 +45,7 @@ class Leaves:
     def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tensors of the batch with their gradients."""
         found = []
-        for whole, parts in zip(self._batch, zip(*self.micro_batches, strict=True), strict=True):
+        for whole, parts in zip(self.batch, zip(*self.micro_batches, strict=True), strict=True):
             if any(part.grad is not None for part in parts):
                 grads = [torch.zeros_like(part) if part.grad is None else part.grad for part in parts]
                 found.append((whole, torch.cat(grads).to(whole.device)))

@@ -7,6 +7,7 @@ and no rank waits for data that will not come. Both sides know the layout of the
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -19,10 +20,9 @@ from ...torch_compat import storage_users
 __all__: list[str] = []
 
 HEAD = 512
-WELL, FAILED, LAYOUT, WORD = range(4)  # status in the head: data; an error text; the length of a layout; a call
+WELL, FAILED, LAYOUT, CALL = range(4)  # status in the head: data; an error text; the length of a layout; a call
 _ALIGNED = 64
 _WORD = 8  # bytes of the status, before the text
-_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 
 
 class TensorSpec(NamedTuple):
@@ -93,28 +93,22 @@ class PacketLayout:
             for part, spec in zip(parts, self.specs, strict=True)
         ]
 
-    def encode(self) -> list[int]:
-        """The layout as numbers, for a receiver that does not know it yet."""
-        numbers = [len(self.specs)]
-        for spec in self.specs:
-            numbers += [_DTYPES.index(spec.dtype), spec.needs_grad, len(spec.shape), *spec.shape, *spec.stride]
-        return numbers
+    def encode(self) -> bytes:
+        """The layout as JSON, for a receiver that does not know it yet."""
+        return json.dumps([(str(spec.dtype).removeprefix("torch."), *spec[1:]) for spec in self.specs]).encode()
 
     @classmethod
-    def decode(cls, numbers: Sequence[int]) -> PacketLayout:
-        """The layout of numbers from :meth:`encode`.
+    def decode(cls, data: bytes) -> PacketLayout:
+        """The layout of which :meth:`encode` has made this.
 
         >>> layout = PacketLayout([spec_of(torch.ones(2, 3).t())])
         >>> PacketLayout.decode(layout.encode()) == layout
         True
         """
-        left = iter(numbers)
-        specs = []
-        for _ in range(next(left)):
-            dtype, needs_grad, dims = _DTYPES[next(left)], bool(next(left)), next(left)
-            shape, stride = (tuple(next(left) for _ in range(dims)) for _ in range(2))
-            specs.append(TensorSpec(dtype, shape, stride, needs_grad))
-        return cls(specs)
+        rows = json.loads(data)
+        return cls(
+            TensorSpec(getattr(torch, dtype), tuple(shape), tuple(stride), grad) for dtype, shape, stride, grad in rows
+        )
 
 
 class Packet(NamedTuple):

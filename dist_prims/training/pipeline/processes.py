@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,16 +33,17 @@ from ...schedules.pipelines import PipelinePlan, Row
 from ...torch_compat import default_group
 from ...tracing import recorder
 from ...tracing.session import begin_from_environment
-from .action_executor import Batch, Job, Owner, joined, make_plan, parts
+from ..state_transfer import transfer
+from .action_executor import Batch, Job, Owner, from_first, make_plan
 from .given_stages import Stages, count_stages, describe, device_of, own_stages, shared_stages
 from .loss_weights import Function, Objective
-from .outside_gradients import Leaves
-from .packet import FAILED, HEAD, WELL, WORD, PacketLayout, TensorSpec, head_of, read_head
-from .stage import Tensors, as_tuple
-from .transfer import ActionMessages, PipelineMessage, StageFailedError, Transfers
+from .packet import CALL, FAILED, HEAD, head_of, read_head
+from .stage import Tensors
+from .transfer import ActionMessages, StageFailedError, Transfers
 
 __all__: list[str] = []
 
+_T = TypeVar("_T")
 _KINDS = 16  # of batches, whose layouts are remembered
 _REMEDY = (
     "Give the same plan, num_microbatches, reduction, metrics, cut and type of device, and a scaler or none, on all"
@@ -109,24 +110,21 @@ class Pipeline(Owner):
         problem: Exception | None = None
         description = ""
         try:
-            self.plan = make_plan(plan, self._group.size(), num_microbatches, count_stages(stages, self._group.size()))
-            own = own_stages(stages, self.plan, self._rank)
+            plan = make_plan(plan, self._group.size(), num_microbatches, count_stages(stages, self._group.size()))
+            own = own_stages(stages, plan, self._rank)
             objective = Objective(loss, metrics, reduction, loss_weight, scaler)
-            shared = shared_stages(stages, objective.module, self.plan)
-            self._job = Job(self.plan, own, objective, checkpoint, shared)
+            shared = shared_stages(stages, objective.module, plan)
+            super().__init__(Job(plan, own, objective, checkpoint, shared))
             self._device = torch.device(device) if device is not None else device_of(own)
-            description = describe(self.plan, objective, stages, self._device)
+            description = describe(plan, objective, stages, self._device)
         except Exception as error:
             problem = error
         found = gather_or_raise("Pipeline", (description, secrets.token_hex(8)), problem, self._group)
         check_lists("Pipeline", [[each] for each, _ in found], _REMEDY, self._group)
-        self.stages = own
-        self.measured: dict[str, torch.Tensor] = {}
         self._transfers = Transfers(self.plan, self._group, self._device, f"Pipeline-{found[0][1]}")
-        self._local: dict[PipelineMessage, Tensors] = {}
-        self._slots: OrderedDict[Any, int] = OrderedDict()
-        self._sums = PacketLayout([TensorSpec(torch.float64, (1 + len(objective.metrics),), (1,), False)])
+        self._slots: dict[Any, int] = {}  # on the first rank: the number of each kind of batch
         self._traced = 0  # calls
+        self._failure: StageFailedError | None = None  # of this rank in the call
         self._unfinished: str | None = None  # the call that has begun, or that was left before all ranks had ended it
 
     def step(self, inputs: Any = None, targets: Any = None) -> torch.Tensor:
@@ -155,9 +153,7 @@ class Pipeline(Owner):
         """The rows recorded on all ranks since the last call, on rank 0; every rank calls it. Clocks are the hosts'."""
         mine, self._job.rows = self._job.rows, []
         found: list[list[Any]] = gather_values([tuple(row) for row in mine], self._group)
-        rows = sorted((Row(*row) for rows in found for row in rows), key=lambda row: row.begin)
-        start = rows[0].begin if rows else 0.0
-        return [row._replace(begin=row.begin - start, end=row.end - start) for row in rows] if self._rank == 0 else []
+        return from_first([Row(*row) for rows in found for row in rows]) if self._rank == 0 else []
 
     def _run(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
         """Run a call. One that is left before the ranks know each other's success ends the pipeline on all ranks."""
@@ -167,211 +163,124 @@ class Pipeline(Owner):
                 f"rank {self._rank}: {call}() of the pipeline: {self._unfinished}() before it was left by an error or "
                 f"an interrupt; {_AGAIN}"
             )
-        self._unfinished = call
+        self._unfinished, self._failure = call, None
+        begin_from_environment()
+        self._traced += recorder.active is not None
         try:
-            result, failure = self._run_traced(call, inputs, targets)
-        except StageFailedError:
-            self._unfinished = None
-            raise
+            with in_group(self._group, "pipeline", self._traced) if recorder.active is not None else nullcontext():
+                return self._run_plan(call, inputs, targets)
         except BaseException as error:
             self._job.forget()
-            self._local.clear()
+            if self._unfinished is None:
+                raise
             self._transfers.end(error)
             if not isinstance(error, Exception):
                 raise
             kind = type(error) if isinstance(error, CommError) else CommError
             text = f"rank {self._rank}: {call}() of the pipeline did not end on all ranks: {error}; {_AGAIN}"
             raise kind(text) from error
-        self._unfinished = None
-        if failure is not None:
-            raise failure
-        return result
 
-    def _run_traced(self, call: str, inputs: Any, targets: Any) -> tuple[Tensors | None, Exception | None]:
-        begin_from_environment()
-        if recorder.active is None:
-            return self._run_plan(call, inputs, targets)
-        self._traced += 1
-        with in_group(self._group, "pipeline", self._traced):
-            return self._run_plan(call, inputs, targets)
-
-    def _run_plan(self, call: str, inputs: Any, targets: Any) -> tuple[Tensors | None, Exception | None]:
-        """The result, and the failure of which all ranks know."""
-        agreed, batch, slot, fresh, failure = self._open(call, inputs)
+    def _run_plan(self, call: str, inputs: Any, targets: Any) -> Tensors | None:
+        last = self.plan.rank_of[-1]
+        # 1. The rank of the first stage tells the others what kind of batch comes.
+        if call == "step":
+            self._attempt(call, self._job.check_step)
+        batch, slot, fresh = self._announced(call, inputs)
+        # 2. Each rank does its actions. After a failure it sends the error instead of its results.
         steps = self._transfers.begin(batch.learn, batch.num_microbatches, slot, fresh)
         self._job.begin(batch)
-        try:
-            if failure is None and call == "step":
-                self._job.check_step()
-            if failure is None and call in ("step", "evaluate") and self._is_last:
-                self._job.set_targets(batch, targets)
-        except Exception as error:
-            failure = self._failed(error, call)
+        if self._rank == last and call in ("step", "evaluate"):
+            self._attempt(call, self._job.set_targets, batch, targets)
         for step in steps:
-            failure = self._do(step, batch, failure)
-        if failure is None:
+            self._do(step, batch)
+        self._attempt(call, self._job.finish, batch)
+        # 3. All ranks learn of each other's failures: one in a backward reaches only earlier stages by itself.
+        self._failure = self._failure or self._transfers.unread()
+        mine = self._failure and str(self._failure), None if batch.sums is None else batch.sums.tolist()
+        texts, sums = zip(*gather_values(mine, self._transfers.group), strict=True)
+        self._transfers.finish()
+        if failure := self._failure or next((StageFailedError(text) for text in texts if text), None):
+            if fresh and self._slots:
+                self._slots.popitem()
+            self._unfinished = None
+            raise failure
+        # 4. The results.
+        outputs = batch.result
+        if call == "forward everywhere":
+            outputs = transfer(outputs, last, self._transfers.group, take=True)
+        if call in ("step", "evaluate"):
+            self._measure(torch.tensor(sums[last], dtype=torch.float64, device=self._device))
+        self._job.commit(batch)
+        self._unfinished = None
+        return outputs
+
+    def _attempt(self, what: object, act: Callable[..., _T], *arguments: Any) -> _T | None:
+        """The result of ``act``, whose error becomes the failure of this rank; after a failure it is not called."""
+        if self._failure is None:
             try:
-                self._job.finish(batch)
+                return act(*arguments)
             except Exception as error:
-                failure = self._failed(error, call)
-        result, failure = self._close(agreed, batch, failure)
-        self._local.clear()
-        if failure is None:
-            self._job.commit(batch)
-            return result, None
-        self._job.forget()
-        if self._is_first and fresh:
-            self._slots.popitem()
-        return None, failure
+                self._failure = StageFailedError(f"rank {self._rank}: {what} failed: {type(error).__name__}: {error}")
+                self._failure.__cause__ = error
+        return None
 
-    def _open(self, call: str, inputs: Any) -> tuple[str, Batch, int, bool, Exception | None]:
-        """Begin a call: the first rank sends its call, which all ranks end, and what kind of batch comes."""
-        first = self.plan.rank_of[0]
-        if self._rank != first:
-            status, text = read_head(self._transfers.receive(first, HEAD))
-            if status == FAILED:
-                raise StageFailedError(text)
-            word = json.loads(text)
-            failure: Exception | None = None
-            if word["call"] != call:
-                failure = MismatchError(
-                    f"rank {self._rank}: {call}() of the pipeline, while rank {first} calls {word['call']}(); every "
-                    "rank makes the same calls"
-                )
-            batch = Batch(word["learn"], word["count"], self.plan.num_microbatches)
-            return word["call"], batch, word["slot"], word["fresh"], failure
-        try:
-            if inputs is None:
-                raise ValueError(f"{call}() has no inputs; the rank of the first stage gives them")
-            if call == "step":
-                self._job.check_step()
-            whole = as_tuple(inputs, "the batch of inputs")
-            cut = parts(whole, self.plan.num_microbatches, "inputs")
-            batch = Batch(call == "step", len(whole[0]), self.plan.num_microbatches)
-            batch.inputs = Leaves(whole, cut, batch.learn, apart=True)
-        except Exception as error:
-            failed = self._failed(error, call)
-            self._send_to_others(head_of(FAILED, str(failed)))
+    def _announced(self, call: str, inputs: Any) -> tuple[Batch, int, bool]:
+        """The batch, the number of its kind, and whether the kind is new, as the rank of the first stage says."""
+        first, count = self.plan.rank_of[0], self.plan.num_microbatches
+        if self._rank == first:
+            batch = self._attempt(call, Batch.of, inputs, call == "step", count)
+            if batch is None:
+                head = head_of(FAILED, str(self._failure))
+            else:
+                slot, fresh = self._slot(batch)
+                head = head_of(CALL, json.dumps([call, batch.learn, batch.count, slot, fresh]))
+            for rank in range(self._group.size()):
+                if rank != first:
+                    self._transfers.send(rank, head)
+            if batch is not None:
+                return batch, slot, fresh
             self._transfers.finish()
-            raise failed from error
-        slot, fresh = self._slot(batch.learn, whole)
-        word = {"call": call, "learn": batch.learn, "count": batch.count, "slot": slot, "fresh": fresh}
-        self._send_to_others(head_of(WORD, json.dumps(word)))
-        return call, batch, slot, fresh, None
+            status, text = FAILED, ""
+        else:
+            status, text = read_head(self._transfers.receive(first, HEAD))
+        if status == FAILED:
+            self._unfinished = None
+            raise self._failure or StageFailedError(text)
+        called, learn, items, slot, fresh = json.loads(text)
+        if called != call:
+            self._attempt(call, self._refuse_call, call, called)
+        return Batch(learn, items, count), slot, fresh
 
-    def _send_to_others(self, head: torch.Tensor) -> None:
-        for rank in self._others:
-            self._transfers.send(rank, head)
+    def _refuse_call(self, call: str, called: str) -> None:
+        raise MismatchError(
+            f"rank {self._rank}: {call}() of the pipeline, while rank {self.plan.rank_of[0]} calls {called}(); every "
+            "rank makes the same calls"
+        )
 
-    def _slot(self, learn: bool, whole: Tensors) -> tuple[int, bool]:
+    def _slot(self, batch: Batch) -> tuple[int, bool]:
         """The number of this kind of batch, and whether it is new."""
+        assert batch.inputs is not None
         kind = self._device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key = (learn, cast, tuple((each.dtype, each.shape, each.stride(), each.requires_grad) for each in whole))
+        tensors = tuple((each.dtype, each.shape, each.stride(), each.requires_grad) for each in batch.inputs.batch)
+        key = (batch.learn, cast, tensors)
         if key in self._slots:
-            self._slots.move_to_end(key)
             return self._slots[key], False
         if len(self._slots) == _KINDS:
-            self._slots.popitem(last=False)
-        self._slots[key] = min(set(range(_KINDS)) - set(self._slots.values()))
+            self._slots.clear()
+        self._slots[key] = len(self._slots)
         return self._slots[key], True
 
-    def _do(self, step: ActionMessages, batch: Batch, failure: Exception | None) -> Exception | None:
+    def _do(self, step: ActionMessages, batch: Batch) -> None:
         """Do one action, or, after a failure, send the error instead of its result."""
         action, needs, gives = step
         incoming: Tensors = ()
         try:
             if needs is not None:
-                incoming = self._take(needs)
+                incoming = self._transfers.receive_message(needs)
         except StageFailedError as error:
-            failure = failure or error
-        outgoing: Tensors = ()
-        if failure is None:
-            try:
-                outgoing = self._job.do(action, incoming, batch)
-            except Exception as error:
-                failure = self._failed(error, str(action))
-        if gives is None:
-            return failure
-        if gives.target == self._rank:
-            self._local[gives] = outgoing
-            return failure
-        if failure is None:
-            try:
-                self._transfers.send_message(gives, outgoing)
-            except CommError:
-                raise
-            except Exception as error:
-                failure = self._failed(error, str(action))
-        if failure is not None:
-            self._transfers.send_failure(gives, str(failure))
-        return failure
-
-    def _take(self, message: PipelineMessage) -> Tensors:
-        """The tensors that an action needs of another stage."""
-        if message.source != self._rank:
-            return self._transfers.receive_message(message)
-        passed = self._local.pop(message)
-        if message.kind != "F":
-            return passed
-        # A copy, since a stage that begins in place would change a tensor that the stage before keeps.
-        return tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in passed)
-
-    def _close(self, call: str, batch: Batch, failure: Exception | None) -> tuple[Tensors | None, Exception | None]:
-        """End a call: the last rank collects failures, and sends the results."""
-        last, outputs = self.plan.rank_of[-1], None
-        results: Tensors = ()
-        known = (
-            None if call == "forward everywhere" else self._sums if call in ("step", "evaluate") else PacketLayout(())
-        )
-        failure = self._verdict(last, failure or self._transfers.unread())
-        try:
-            if self._rank != last:
-                results = self._transfers.receive_tensors(last, known)
-            elif failure is None:
-                outputs = None if batch.learn or call == "evaluate" else joined(batch.outputs)
-                if batch.sums is not None:
-                    results = (batch.sums,)
-                elif outputs is not None and call == "forward everywhere":
-                    results = outputs
-        except StageFailedError as error:
-            failure = failure or error
-        except Exception as error:
-            if self._rank != last:
-                raise
-            failure = failure or self._failed(error, call)
-        if self._rank == last:
-            self._transfers.send_tensors(self._others, results, known, str(failure) if failure else None)
-        self._transfers.finish()
-        if failure is None and call in ("step", "evaluate"):
-            values = results[0].to(torch.get_default_dtype()).unbind()
-            self.measured = dict(zip(("loss", *self._job.objective.metrics), values, strict=True))
-        return outputs if self._rank == last or call != "forward everywhere" else results, failure
-
-    def _verdict(self, last: int, failure: Exception | None) -> Exception | None:
-        """Collect failures on the last rank: by itself a failure in a backward reaches only earlier stages."""
-        if self._rank != last:
-            self._transfers.send(last, head_of(FAILED, str(failure)) if failure else head_of(WELL))
-            return failure
-        for rank in self._others:
-            status, text = read_head(self._transfers.receive(rank, HEAD))
-            if status == FAILED:
-                failure = failure or StageFailedError(text)
-        return failure
-
-    def _failed(self, error: Exception, what: str) -> StageFailedError:
-        failure = StageFailedError(f"rank {self._rank}: {what} failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        return failure
-
-    @property
-    def _is_first(self) -> bool:
-        return self._rank == self.plan.rank_of[0]
-
-    @property
-    def _is_last(self) -> bool:
-        return self._rank == self.plan.rank_of[-1]
-
-    @property
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._group.size()) if rank != self._rank]
+            self._failure = self._failure or error
+        outgoing = self._attempt(action, self._job.do, action, incoming, batch)
+        if gives is not None:
+            packed = self._attempt(action, self._transfers.pack, gives, outgoing)
+            self._transfers.send_message(gives, packed, str(self._failure))

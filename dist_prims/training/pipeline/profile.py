@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .batch_norm import recomputing
 from .chain import Pop, Stash, call, layers
 
 __all__: list[str] = []
@@ -189,7 +188,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Random states and buffers are afterwards what they were."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), recomputing(model):
+    with torch.random.fork_rng(devices=list(devices)):
         try:
             yield
         finally:

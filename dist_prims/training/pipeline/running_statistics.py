@@ -2,22 +2,11 @@
 
 Stock norms move their running mean and variance in every forward. In a pipeline that is once a micro-batch: with
 momentum 0.1 and 8 micro-batches a step forgets 57 % of the past instead of 10 %, and the variance between micro-batches
-is lost. Replacing the norms, as :func:`.defer_batch_norm` does, would remove them from the model of which a program
-still calls ``eval()``, ``to()`` and ``state_dict()``. So the modules stay. While a micro-batch passes through a stage,
-each ``batch_norm`` and ``instance_norm`` that would move a buffer of the stage gets scratch memory in place of it, with
-momentum 1, so that the kernel leaves its own statistics there. They are merged over the micro-batches, and the buffers
-are moved when the step has succeeded.
-
->>> norm = torch.nn.BatchNorm1d(1)
->>> statistics = RunningStatistics([norm])
->>> for micro in torch.tensor([[[0.0], [2.0]], [[4.0], [6.0]]]):
-...     with statistics.collected():
-...         _ = norm(micro)
->>> norm.running_mean, norm.num_batches_tracked
-(tensor([0.]), tensor(0))
->>> statistics.commit()
->>> norm.running_mean, norm.num_batches_tracked  # a tenth of the way to the mean of all four
-(tensor([0.3000]), tensor(1))
+is lost. Norms of another class would remove the stock norms from the model of which a program still calls ``eval()``,
+``to()`` and ``state_dict()``. So the modules stay. While a micro-batch passes through a stage, each ``batch_norm`` and
+``instance_norm`` that would move a buffer of the stage gets scratch memory in place of it, with momentum 1, so that the
+kernel leaves its own statistics there. They are merged over the micro-batches, and the buffers are moved when the step
+has succeeded.
 
 A layer that is called several times in a forward moves its statistics that often, in that order, as without a pipeline.
 """
@@ -26,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -36,13 +25,27 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.overrides import TorchFunctionMode
 
 from ...torch_compat import Norm
-from .batch_norm import DeferredBatchNorm, merge, recomputing
 
 __all__: list[str] = []
 
 
 class RunningStatistics:
-    """The running statistics of some modules over the micro-batches of a batch."""
+    """The running statistics of some modules over the micro-batches of a batch.
+
+    ``Pipeline`` and ``DevicePipeline`` use it by themselves. It is also for programs that pass micro-batches through a
+    model themselves, as in gradient accumulation. SyncBatchNorm moves its statistics in every forward.
+
+    >>> norm = torch.nn.BatchNorm1d(1)
+    >>> statistics = RunningStatistics([norm])
+    >>> for micro in torch.tensor([[[0.0], [2.0]], [[4.0], [6.0]]]):
+    ...     with statistics.collected():
+    ...         _ = norm(micro)
+    >>> norm.running_mean, norm.num_batches_tracked
+    (tensor([0.]), tensor(0))
+    >>> statistics.commit()
+    >>> norm.running_mean, norm.num_batches_tracked  # a tenth of the way to the mean of all four
+    (tensor([0.3000]), tensor(1))
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._module = nn.ModuleList(modules)
@@ -50,13 +53,36 @@ class RunningStatistics:
         self._counts: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # of batches, and what is to be added
         self._known: dict[int, torch.Tensor] | None = None  # the buffers; searched once a batch
 
-    def collected(self) -> AbstractContextManager[None]:
-        """Within it, the statistics of a micro-batch's forward are collected, and no running statistic changes."""
-        return self._collected() if self._buffers else nullcontext()
+    @contextmanager
+    def collected(self, again: bool = False) -> Iterator[None]:
+        """Within it, the statistics of a micro-batch's forward are collected, and no running statistic changes.
 
-    def frozen(self) -> AbstractContextManager[None]:
-        """Within it, no running statistic changes: for a forward that is computed again in the backward."""
-        return self._frozen() if self._buffers else nullcontext()
+        ``again``: the statistics are discarded, as those of a forward that is computed again in the backward.
+        """
+        if not self._buffers:
+            yield
+            return
+        norms: list[Any] = [each for each in self._module.modules() if _counts_batches(each, again)]
+        before: list[tuple[float | None, torch.Tensor]] = [(each.momentum, each.num_batches_tracked) for each in norms]
+        # Without momentum a norm takes the mean over all batches, and so reads the count.
+        scratch = [
+            count.clone() if momentum is None else torch.zeros((), dtype=torch.int64) for momentum, count in before
+        ]
+        try:
+            for norm, count in zip(norms, scratch, strict=True):
+                norm.num_batches_tracked = count
+                norm.momentum = 0.0 if again else norm.momentum  # SyncBatchNorm calls a function of its own
+            with _InScratch(self._buffers, {} if again else self._calls):
+                yield
+        finally:
+            for norm, (momentum, count) in zip(norms, before, strict=True):
+                norm.momentum, norm.num_batches_tracked = momentum, count
+        # The first micro-batch says how often each norm is called in a forward; the counts of others are thrown away.
+        if self._counts is None and not again:
+            self._counts = [
+                (count, more - count if momentum is None else more)
+                for (momentum, count), more in zip(before, scratch, strict=True)
+            ]
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -72,35 +98,6 @@ class RunningStatistics:
         self._calls.clear()
         self._counts = self._known = None
 
-    @contextmanager
-    def _collected(self) -> Iterator[None]:
-        # The first micro-batch says how often each norm is called in a forward; the counts of others are thrown away.
-        norms = [each for each in self._module.modules() if _counts_batches(each)]
-        tracked: list[torch.Tensor] = [each.num_batches_tracked for each in norms]  # type: ignore[misc]
-        # Without momentum a norm takes the mean over all batches, and so reads the count.
-        scratch = [
-            count.clone() if norm.momentum is None else torch.zeros((), dtype=torch.int64)
-            for norm, count in zip(norms, tracked, strict=True)
-        ]
-        try:
-            for norm, count in zip(norms, scratch, strict=True):
-                norm.num_batches_tracked = count
-            with _InScratch(self._buffers, self._calls):
-                yield
-        finally:
-            for norm, count in zip(norms, tracked, strict=True):
-                norm.num_batches_tracked = count
-        if self._counts is None:
-            self._counts = [
-                (count, more - count if norm.momentum is None else more)
-                for norm, count, more in zip(norms, tracked, scratch, strict=True)
-            ]
-
-    @contextmanager
-    def _frozen(self) -> Iterator[None]:
-        with recomputing(self._module), _InScratch(self._buffers, {}):
-            yield
-
     @property
     def _buffers(self) -> dict[int, torch.Tensor]:
         """The buffers of this batch that may be running statistics, by id."""
@@ -112,8 +109,8 @@ class RunningStatistics:
         return self._known
 
 
-def _counts_batches(module: nn.Module) -> bool:
-    own = isinstance(module, (DeferredBatchNorm, SyncBatchNorm))  # these count themselves
+def _counts_batches(module: nn.Module, again: bool) -> bool:
+    own = isinstance(module, SyncBatchNorm) and not again  # it moves its statistics itself, in the first forward only
     return isinstance(module, Norm) and not own and module.num_batches_tracked is not None
 
 
@@ -176,8 +173,15 @@ class _Merged:
 
     @torch.no_grad()
     def add(self, mean: torch.Tensor, variance: torch.Tensor, input: torch.Tensor) -> None:
+        """Merge the statistics of more elements by the rule of Chan, Golub and LeVeque, which unlike sums of squares
+        does not cancel."""
         elements = input.numel() // input.shape[1]
-        self._elements = merge(self._mean, self._squares, self._elements, mean, variance, elements)
+        if elements:
+            share = elements / (self._elements + elements)
+            apart = mean - self._mean
+            self._squares += variance * (elements - 1) + apart.square() * (self._elements * share)
+            self._mean += apart * share
+            self._elements += elements
 
     def variance(self) -> torch.Tensor:
         return self._squares / (self._elements - 1)

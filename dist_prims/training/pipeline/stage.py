@@ -15,7 +15,6 @@ import torch
 
 from ...torch_compat import not_a_leaf, version_of
 from ..gradients.torch_averaging import parts_that_average
-from .batch_norm import DeferredBatchNorm, commit_batch_norm
 from .running_statistics import RunningStatistics
 from .split_backward import Later, split_backward
 
@@ -105,7 +104,7 @@ class StageWorker:
 
     def backward(self, micro: int, grads: Sequence[torch.Tensor | None]) -> Tensors:
         """The gradients of the inputs that require one. ``grads``: the gradients of the outputs; a loss needs none."""
-        with self.statistics.frozen():
+        with self.statistics.collected(again=True):
             found = self._backward(micro, self._saved[micro], grads)
         del self._saved[micro]
         return found
@@ -132,20 +131,11 @@ class StageWorker:
         """The gradients that a split backward has left."""
         self._later.pop(micro).drain()
 
-    def commit(self, short: bool) -> None:
-        """End the batch; ``short``: it had fewer micro-batches than the plan."""
-        self.statistics.commit()
-        if short:
-            commit_batch_norm(self.trained)
-
     def forget(self) -> None:
         """Free all micro-batches of a step that failed."""
         self.statistics.forget()
         self._saved.clear()
         self._later.clear()
-        for each in self.trained.modules():
-            if isinstance(each, DeferredBatchNorm):
-                each.forget()
 
     def _refuse_other_averaging(self) -> None:
         for name, kind in parts_that_average(self.module):

@@ -37,7 +37,7 @@ from ...torch_compat import message_device, timeout_of
 from ...tracing import format as fmt
 from ...tracing import recorder
 from ..group_duplicates import duplicate, end_groups
-from .action_executor import in_order, message_to
+from .action_executor import in_order, is_done, message_to
 from .packet import FAILED, HEAD, LAYOUT, Packet, PacketLayout, Pool, head_of, read_head, spec_of
 from .stage import Tensors
 
@@ -83,19 +83,17 @@ class PipelineMessage(NamedTuple):
 
 def messages(plan: PipelinePlan, learn: bool, num_microbatches: int | None = None) -> list[PipelineMessage]:
     """All messages of a step between ranks, in the order of the plan; of the first ``num_microbatches`` only."""
-    actions = [action for action in in_order(plan) if _is_done(action, learn, num_microbatches)]
-    found = [message for action in actions if (message := _message_of(plan, action))]
-    return [each for each in found if each.source != each.target]
+    every = _messages(plan, learn, plan.num_microbatches if num_microbatches is None else num_microbatches)
+    return [message for message in every.values() if message.source != message.target]
 
 
-def _is_done(action: Action, learn: bool, num_microbatches: int | None) -> bool:
-    return (learn or action.kind == "F") and (num_microbatches is None or action.micro < num_microbatches)
-
-
-def _message_of(plan: PipelinePlan, action: Action) -> PipelineMessage | None:
-    """The message with an action's result, which may go to a stage of the same rank."""
-    to = message_to(plan, action)
-    return to and PipelineMessage(*to, plan.rank_of[action.stage], plan.rank_of[to[1]])
+def _messages(plan: PipelinePlan, learn: bool, num_microbatches: int) -> dict[Action, PipelineMessage]:
+    """The message with the result of each action, which may go to a stage of the same rank."""
+    found = {}
+    for action in in_order(plan):
+        if is_done(action, learn, num_microbatches) and (to := message_to(plan, action)):
+            found[action] = PipelineMessage(*to, plan.rank_of[action.stage], plan.rank_of[to[1]])
+    return found
 
 
 class ActionMessages(NamedTuple):
@@ -110,21 +108,20 @@ class _Script:
     """What one rank does, sends and receives in a step."""
 
     def __init__(self, plan: PipelinePlan, rank: int, learn: bool, num_microbatches: int) -> None:
-        done = [each for each in in_order(plan) if _is_done(each, learn, num_microbatches)]
-        made = {message[:3]: message for action in done if (message := _message_of(plan, action))}
+        results = _messages(plan, learn, num_microbatches)
+        needs = {message[:3]: message for message in results.values()}
         self.steps = [
-            ActionMessages(action, made.get((action.kind[0], *action[1:])), _message_of(plan, action))
+            ActionMessages(action, needs.get((action.kind[0], *action[1:])), results.get(action))
             for action in plan.actions[rank]
-            if _is_done(action, learn, num_microbatches)
+            if is_done(action, learn, num_microbatches)
         ]
         mine = [each for each in messages(plan, learn, num_microbatches) if rank in (each.source, each.target)]
         self.receives = [each for each in mine if each.target == rank]
         self.sends = [each for each in mine if each.source == rank]
         self.turn = {message: at for at, message in enumerate(mine)}
-        place = {(action.kind[0], *action[1:]): at for action, (_, at) in plan.places.items()}
-        self.needed_at = {each: place[each.kind, each.stage, each.micro] for each in mine}  # in the receiver's actions
-        step = {"F": -1, "B": 1}
-        self.made_at = {each: place[each.kind, each.stage + step[each.kind], each.micro] for each in mine}
+        at_of = {(action.kind[0], *action[1:]): at for action, (_, at) in plan.places.items()}
+        self.needed_at = {message: at_of[message[:3]] for message in mine}  # in the receiver's actions
+        self.made_at = {message: plan.places[action][1] for action, message in results.items()}
 
 
 class _Transfer(NamedTuple):
@@ -136,18 +133,21 @@ class _Transfer(NamedTuple):
     failure: str | None = None  # the error, where a layout was expected
 
 
+_Packed = tuple[Any, Any]  # layout and packet; for a stage of the same rank None and the tensors
+
+
 class Transfers:
     """The messages of one rank, a step at a time."""
 
     def __init__(self, plan: PipelinePlan, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
-        self._group = duplicate(group, name)
+        self.group = duplicate(group, name)
         self._device = device
         if device.type == "cuda":  # all ranks must make NCCL's first call in a group
-            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
-        self._owns_group = self._group is not group
+            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+        self._owns_group = self.group is not group
         # A rank may leave the new group at once, by Ctrl-C, and must not while another rank still makes it.
         dist.all_reduce(torch.zeros(1, device=message_device(group)), group=group)
-        self._finalizer = weakref.finalize(self, end_groups, [self._group], group, os.getpid())
+        self._finalizer = weakref.finalize(self, end_groups, [self.group], group, os.getpid())
         self._finalizer.atexit = False
         if device.type != "cpu":  # with NCCL, ending its communicator is a collective
             self._finalizer.detach()
@@ -157,6 +157,7 @@ class Transfers:
         self._scripts: dict[tuple[bool, int], _Script] = {}  # by whether gradients are passed, and micro-batches
         self._layouts: dict[int, dict[tuple[int, int], PacketLayout]] = {}  # by kind of batch; by stage and micro-batch
         self._pool = Pool(device)
+        self._local: dict[PipelineMessage, Tensors] = {}  # between two stages of this rank
         self._sending: list[tuple[PipelineMessage | None, Any, torch.Tensor]] = []
         self._unread: list[torch.Tensor] = []
         self.begin(True, plan.num_microbatches, 0, True)
@@ -165,7 +166,7 @@ class Transfers:
         """The actions of a step with so many micro-batches of a kind of batch; ``fresh``: its layouts are not known
         yet."""
         if (learn, num_microbatches) not in self._scripts:
-            self._scripts[learn, num_microbatches] = _Script(self._plan, self._group.rank(), learn, num_microbatches)
+            self._scripts[learn, num_microbatches] = _Script(self._plan, self.group.rank(), learn, num_microbatches)
         self._script = self._scripts[learn, num_microbatches]
         self._to_receive = deque(self._script.receives)
         self._to_send = deque(self._script.sends)
@@ -177,8 +178,10 @@ class Transfers:
         self._known = self._layouts[slot]
         return self._script.steps
 
-    def send_message(self, message: PipelineMessage, tensors: Tensors) -> None:
-        """Send tensors; ValueError, and nothing is sent, if their layout differs from that of earlier such batches."""
+    def pack(self, message: PipelineMessage, tensors: Tensors) -> _Packed:
+        """The tensors as they are sent; ValueError if their layout differs from the layout in earlier such batches."""
+        if message.target == message.source:
+            return None, tensors
         layout = PacketLayout(map(spec_of, tensors))
         if message.kind == "F" and not self._fresh:
             known = self._known[message[1:3]]
@@ -190,26 +193,35 @@ class Transfers:
         if message.kind == "B":
             layout = self._layout(message)
         packet = self._pool.take(layout)
-        packet.write(tensors)  # may fail, and then nothing has been sent
-        self._before(message)
-        if message.kind == "F" and self._fresh:
-            self._known[message[1:3]] = layout
-            self._send_layout(message.target, layout)
-        self.send(message.target, packet.data, message)
+        packet.write(tensors)
+        return layout, packet
 
-    def send_failure(self, message: PipelineMessage, text: str) -> None:
-        """Send an error instead of the tensors."""
+    def send_message(self, message: PipelineMessage, packed: _Packed | None, failure: str) -> None:
+        """Send what :meth:`pack` has returned, or, for None, the text of a failure instead of tensors."""
+        if message.target == message.source:
+            self._local[message] = packed[1] if packed else ()
+            return
         self._before(message)
-        if self._fresh and message.kind == "F":
-            self.send(message.target, head_of(FAILED, text))
-        else:
+        is_new = message.kind == "F" and self._fresh
+        if packed is None and is_new:
+            self.send(message.target, head_of(FAILED, failure))
+            return
+        if packed is None:
             data = self._pool.take(self._layout(message)).data
             data.zero_()  # a device that has not read the head computes with it
-            data[:HEAD] = head_of(FAILED, text)
-            self.send(message.target, data, message)
+            data[:HEAD] = head_of(FAILED, failure)
+        else:
+            layout, packet = packed
+            data = packet.data
+            if is_new:
+                self._known[message[1:3]] = layout
+                self._send_layout(message.target, layout)
+        self.send(message.target, data, message)
 
     def receive_message(self, message: PipelineMessage) -> Tensors:
         """Wait for a message and return its tensors; StageFailedError if it has an error instead."""
+        if message.target == message.source:
+            return self._receive_local(message)
         while message not in self._pending:
             self._post()
         self._post_ahead()
@@ -226,6 +238,13 @@ class Transfers:
         pairs = zip(packet.tensors, layout.specs, strict=True)
         return tuple(view.detach().requires_grad_(spec.needs_grad) for view, spec in pairs)
 
+    def _receive_local(self, message: PipelineMessage) -> Tensors:
+        passed = self._local.pop(message)
+        if message.kind != "F":
+            return passed
+        # A copy, since a stage that begins in place would change a tensor that the stage before keeps.
+        return tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in passed)
+
     def send(self, rank: int, data: torch.Tensor, message: PipelineMessage | None = None) -> None:
         """Begin to send bytes; :meth:`finish` waits."""
         data = data.to(self._device)
@@ -237,32 +256,6 @@ class Transfers:
         self._wait(self._start(dist.irecv, data, rank))
         return data
 
-    def send_tensors(self, ranks: list[int], tensors: Tensors, known: PacketLayout | None, failure: str | None) -> None:
-        """Send tensors, or an error and no tensors, to several ranks; they call :meth:`receive_tensors`.
-
-        ``known``: the layout, if the receivers know it.
-        """
-        layout = known or PacketLayout(spec_of(each.detach()) for each in tensors)
-        packet = Packet.empty(layout, self._device)
-        if failure is None:
-            packet.write(tensors)
-        else:
-            packet.data[:HEAD] = head_of(FAILED, failure)
-        for rank in ranks:
-            if known is None and failure is None:
-                self._send_layout(rank, layout)
-            self.send(rank, packet.data)
-
-    def receive_tensors(self, rank: int, known: PacketLayout | None) -> Tensors:
-        """The tensors that rank ``rank`` sends by :meth:`send_tensors`."""
-        layout = known or self._receive_layout(rank)
-        if isinstance(layout, str):
-            raise StageFailedError(layout)
-        data = self.receive(rank, layout.nbytes)
-        if failure := _failure(data):
-            raise StageFailedError(failure)
-        return tuple(layout.views(data))
-
     def unread(self) -> StageFailedError | None:
         """The failure in a head that was not read when its message came, as on CUDA."""
         unread, self._unread = self._unread, []
@@ -271,6 +264,7 @@ class Transfers:
 
     def finish(self) -> None:
         """Wait for all sends of the step."""
+        self._local.clear()  # what is left after a failure
         leaving, self._sending = self._sending, []
         for _, work, _ in leaving:
             self._wait(work)
@@ -279,13 +273,14 @@ class Transfers:
         """Leave the group after a call that ``error`` has ended; ranks that wait for this one then raise at once."""
         self._pending.clear()
         self._sending.clear()
+        self._local.clear()
         while error is not None:  # gloo closes a connection when nothing refers to a transfer
             for frame, _ in traceback.walk_tb(error.__traceback__):
                 if frame.f_globals.get("__name__", "").startswith("dist_prims."):
                     with suppress(RuntimeError):  # of a frame that still runs
                         frame.clear()
             error = error.__context__
-        if (group := self.__dict__.pop("_group", None)) is not None and self._queued and self._owns_group:
+        if (group := self.__dict__.pop("group", None)) is not None and self._queued and self._owns_group:
             group.abort()
         del group
         self._finalizer()
@@ -334,22 +329,22 @@ class Transfers:
                 self._sending.append((each, work, data))
 
     def _send_layout(self, rank: int, layout: PacketLayout) -> None:
-        numbers = torch.tensor(layout.encode())
-        self.send(rank, head_of(LAYOUT, str(len(numbers))))
-        self.send(rank, numbers.view(torch.uint8))
+        data = layout.encode()
+        self.send(rank, head_of(LAYOUT, str(len(data))))
+        self.send(rank, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def _receive_layout(self, rank: int) -> PacketLayout | str:
         """The layout that a rank sends, or its error text."""
         status, text = read_head(self.receive(rank, HEAD))
         if status == FAILED:
             return text
-        return PacketLayout.decode(self.receive(rank, 8 * int(text)).cpu().view(torch.int64).tolist())
+        return PacketLayout.decode(bytes(self.receive(rank, int(text)).tolist()))
 
     def _start(self, kind: Any, data: torch.Tensor, peer: int) -> Any:
         if self._queued:
-            work = dist.batch_isend_irecv([dist.P2POp(kind, data, group=self._group, group_peer=peer)])[0]
+            work = dist.batch_isend_irecv([dist.P2POp(kind, data, group=self.group, group_peer=peer)])[0]
         else:
-            start = self._group.send if kind is dist.isend else self._group.recv
+            start = self.group.send if kind is dist.isend else self.group.recv
             work = start([data], peer, _TAG)
         if recorder.active is None:
             return work

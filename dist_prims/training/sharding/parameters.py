@@ -29,9 +29,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ...collectives.call import group_of
 from ...torch_compat import graph_task_id, queue_backward_callback, saved_tensor_hooks, storage_id, tree_leaves
-from ..gradients.initial_sync import broadcast_coalesced, check_same_model
+from ..gradients.initial_sync import check_same_model
 from ..gradients.ownership import averager_problem
 from ..gradients.torch_averaging import averaging_problem
+from ..state_transfer import broadcast_coalesced
 from .unit import Unit, assign_units
 
 __all__: list[str] = []
