@@ -1,18 +1,17 @@
 #include "library.h"
 
-#include "group.h"
 #include "mpi_state.h"
 #include "progress.h"
+#include "transport.h"
 
 namespace dist_prims::mpi {
 namespace {
 
-class LoadedLibrary : public Library {
+class LoadedLibrary : public MpiLibrary {
 public:
     std::string unusable() override { return mpi::unusable(); }
-    std::shared_ptr<Group> make_group(const std::vector<int>& ranks, Milliseconds timeout,
-                                      const WaitHook& look) override {
-        return std::make_shared<MpiGroup>(ranks, timeout, look);
+    std::unique_ptr<Transport> make_transport(const GroupMembers& members, const WaitHook& look) override {
+        return std::make_unique<MpiTransport>(std::make_shared<Communicator>(members, look));
     }
     void close() override { Progress::instance().close(); }
 };
@@ -20,7 +19,7 @@ public:
 }  // namespace
 }  // namespace dist_prims::mpi
 
-extern "C" __attribute__((visibility("default"))) dist_prims::mpi::Library* dist_prims_mpi_library() {
+extern "C" __attribute__((visibility("default"))) dist_prims::mpi::MpiLibrary* dist_prims_mpi_library() {
     static dist_prims::mpi::LoadedLibrary one;
     return &one;
 }

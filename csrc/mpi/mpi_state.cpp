@@ -23,7 +23,7 @@ std::string words(int code) {
 }
 
 void check(int code, const std::string& who_in_what) {
-    if (code != MPI_SUCCESS) throw Error(who_in_what + ": MPI says: " + words(code));
+    if (code != MPI_SUCCESS) throw Transport::TransportError(who_in_what + ": MPI says: " + words(code));
 }
 
 std::string unusable() {
@@ -34,7 +34,7 @@ std::string unusable() {
     if (finalized || closed()) return "MPI has been finalised, or this process is about to end";
     MPI_Query_thread(&level);
     if (level < MPI_THREAD_SERIALIZED)
-        return "MPI was initialised for calls from one thread only, but operations in the background are polled by a "
+        return "MPI was initialised for calls from one thread only, but messages in the background are polled by a "
                "second thread; leave mpi4py.rc.thread_level at 'multiple', or call "
                "MPI.Init_thread(MPI.THREAD_MULTIPLE)";
     return "";

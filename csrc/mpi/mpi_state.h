@@ -16,9 +16,9 @@ using Clock = std::chrono::steady_clock;
 std::mutex& lock();
 
 std::string words(int code);                           // MPI's own
-void check(int code, const std::string& who_in_what);  // throws Error
+void check(int code, const std::string& who_in_what);  // throws TransportError
 
-// Why no operation can start: MPI is not initialised, already finalised, or does not allow threads. Empty if all is
+// Why no message can start: MPI is not initialised, already finalised, or does not allow threads. Empty if all is
 // well.
 std::string unusable();
 

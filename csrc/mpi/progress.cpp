@@ -9,7 +9,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kUntilSleep = 10ms;  // without an operation; to be woken is not for nothing
+constexpr auto kUntilSleep = 10ms;  // without a message; to be woken is not for nothing
 constexpr auto kLongestNap = 1ms;
 
 int before_the_end(MPI_Comm, int, void*, void*) {
@@ -25,7 +25,7 @@ Progress& Progress::instance() {
     return one;
 }
 
-// MPI_Finalize first deletes the attributes of MPI_COMM_SELF. That is the last moment at which operations can be ended,
+// MPI_Finalize first deletes the attributes of MPI_COMM_SELF. That is the last moment at which messages can be ended,
 // and it comes no matter which library calls MPI_Finalize.
 Progress::Progress() : owner_(::getpid()) {
     const std::lock_guard hold(lock());
@@ -34,17 +34,17 @@ Progress::Progress() : owner_(::getpid()) {
     check(MPI_Comm_set_attr(MPI_COMM_SELF, key, nullptr), "MPI_Comm_set_attr");
 }
 
-void Progress::add(const std::shared_ptr<MpiOperation>& operation) {
+void Progress::add(const std::shared_ptr<MpiMessage>& message) {
     const std::lock_guard hold(guard_);
-    each_.emplace(operation.get(), operation);
+    pending_.emplace(message.get(), message);
 }
 
-void Progress::remove(const MpiOperation* operation) {
-    std::shared_ptr<MpiOperation> last;  // its members are destroyed after the lock is released
+void Progress::remove(const MpiMessage* message) {
+    std::shared_ptr<MpiMessage> last;  // its members are destroyed after the lock is released
     const std::lock_guard hold(guard_);
-    if (const auto found = each_.find(operation); found != each_.end()) {
+    if (const auto found = pending_.find(message); found != pending_.end()) {
         last = std::move(found->second);
-        each_.erase(found);
+        pending_.erase(found);
     }
 }
 
@@ -61,20 +61,20 @@ void Progress::wake() {
 void Progress::run() {
     std::unique_lock hold(guard_);
     while (!closing_) {
-        if (each_.empty() && Clock::now() - event_ > kUntilSleep) {
+        if (pending_.empty() && Clock::now() - event_ > kUntilSleep) {
             asleep_ = true;
             while (!closing_ && asleep_) wait_for_notification(awaken_, hold);
             continue;
         }
-        std::vector<std::shared_ptr<MpiOperation>> alone;
-        for (const auto& [key, operation] : each_) {
-            if (!operation->is_attended()) alone.push_back(operation);
+        std::vector<std::shared_ptr<MpiMessage>> unawaited;
+        for (const auto& [key, message] : pending_) {
+            if (!message->is_awaited()) unawaited.push_back(message);
         }
         hold.unlock();
         bool ended = false;
-        for (const auto& operation : alone) caught([&] { ended |= operation->test(); });
-        const bool any = !alone.empty();
-        alone.clear();
+        for (const auto& message : unawaited) caught([&] { ended |= message->test(); });
+        const bool any = !unawaited.empty();
+        unawaited.clear();
         hold.lock();
         if (ended) event_ = Clock::now();
         if (!closing_) awaken_.wait_for(hold, any ? poll_interval(Clock::now() - event_) : kLongestNap);
@@ -92,17 +92,17 @@ void Progress::close() {
         awaken_.notify_all();
     }
     thread.end();
-    std::vector<std::shared_ptr<MpiOperation>> left;
+    std::vector<std::shared_ptr<MpiMessage>> left;
     {
         const std::lock_guard hold(guard_);
-        for (const auto& [key, operation] : each_) left.push_back(operation);
+        for (const auto& [key, message] : pending_) left.push_back(message);
     }
-    for (const auto& operation : left) operation->test();  // they see that it is over
+    for (const auto& message : left) message->abandon();
 }
 
-void Progress::keep(std::shared_ptr<MpiOperation> operation, MpiOperation::Done memory) {
+void Progress::keep(std::shared_ptr<MpiMessage> message) {
     const std::lock_guard hold(guard_);
-    kept_.emplace_back(std::move(operation), std::move(memory));
+    kept_.push_back(std::move(message));
 }
 
 }  // namespace dist_prims::mpi

@@ -55,7 +55,9 @@ public:
     // message of an agreement (see tags.h) may be shorter than the receive that it meets.
     virtual Handle send(int to, int tag, const std::byte* data, std::size_t bytes, Owner owner = nullptr) = 0;
     virtual Handle receive(int from, int tag, std::byte* data, std::size_t bytes, Owner owner = nullptr) = 0;
-    // A receive from any rank that is posted in another place as well. Only TCP and UCX have it.
+    // Whether there is receive_from_any(). A transport without it carries all messages of users, also within a host.
+    virtual bool has_claims() const { return true; }
+    // A receive from any rank that is posted in another place as well.
     virtual Handle receive_from_any(int /*tag*/, std::byte* /*data*/, std::size_t /*bytes*/, Owner, const ClaimPtr&) {
         throw std::logic_error("this transport has no receives with a claim");
     }

@@ -48,7 +48,7 @@ UserMessages::Handle UserMessages::send(int peer, int tag, const Memory& memory,
 
 UserMessages::Handle UserMessages::receive(int peer, int tag, const Memory& memory, Milliseconds timeout, Done done) {
     auto request = std::make_shared<Request>(Request{std::move(done), memory.owner});
-    if (peer == Transport::kAnyone) {
+    if (peer == Transport::kAnyone && remote_.has_claims()) {
         receive_from_any(tag, memory, timeout, request);
     } else {
         request->remote = remote_.receive(peer, tag, memory.data, memory.bytes, timeout, memory.owner);

@@ -3,8 +3,8 @@
 // The thread that waits for a message moves it. For messages that no thread waits for, a thread of this class looks at
 // intervals which of them are over. It sleeps when there have been none for a while.
 //
-// A receive from any rank is posted twice: in shared memory, and at the transport. The first message that takes its
-// claim is received, and the receive in the other place is withdrawn.
+// Where the transport has claims, a receive from any rank is posted twice: in shared memory, and at the transport. The
+// first message that takes its claim is received, and the receive in the other place is withdrawn.
 #pragma once
 
 #include <condition_variable>
@@ -37,7 +37,8 @@ public:
     UserMessages(RemotePeers& remote, PointToPoint& p2p, Membership& membership)
         : remote_(remote), p2p_(p2p), membership_(membership) {}
 
-    // `done`: as in PointToPoint. `peer` is a rank of another host; a receive may also be from Transport::kAnyone.
+    // `done`: as in PointToPoint. `peer` is a rank of another host, or any rank if the transport carries messages
+    // within a host as well; a receive may also be from Transport::kAnyone.
     Handle send(int peer, int tag, const Memory& memory, Milliseconds timeout, Done done);
     Handle receive(int peer, int tag, const Memory& memory, Milliseconds timeout, Done done);
 

@@ -2,7 +2,6 @@
 // torch takes most of the time of a compilation.
 #include "backend/backend.cpp"
 #include "backend/bindings.cpp"
-#include "backend/c10d_transport.cpp"
 #include "backend/collectives.cpp"
 #include "backend/creation_failure.cpp"
 #include "backend/execution.cpp"
@@ -16,7 +15,5 @@
 #include "common/profiler_record.cpp"
 #include "common/tensor_arguments.cpp"
 #include "common/work.cpp"
-#include "mpi/backend.cpp"
 #include "mpi/bindings.cpp"
-#include "mpi/flat.cpp"
 #include "ucx/bindings.cpp"

@@ -231,7 +231,7 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
     check = functools.partial(require_proof, rank=rank)
     made = MadeGroup(request, hosts, token, secret.key("registers", token) if secret else b"", [])
     multi_host, network = None, 0
-    transports: dict[str, Any] = {"engine": None, "tcp": None, "ucx": None}
+    transports: dict[str, Any] = {"mpi": None, "tcp": None, "ucx": None}
     if len(set(hosts)) > 1:
         clock.register(store, rank)
         known = link_costs.of_rank_0(temporary, rank, hosts, warn=ranks[0] == 0)
@@ -257,7 +257,6 @@ def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
         timeout=timeout,
         hosts=_short(hosts),
         **transports,
-        largest_tag=getattr(transports["engine"], "largest_tag", 0),
         make_gloo=lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout),
         make_child=functools.partial(_make_child, made),
         choose=multi_host.choose_or_piggyback if multi_host else None,  # a group on one host has no schedules
@@ -310,7 +309,7 @@ def _transports(
         requested = "tcp"
     selected = transport_selection.select(store, request.rank, ranks, requested)
     return {
-        "engine": mpi_library.make(ranks, request.timeout) if selected == "mpi" else None,
+        "mpi": mpi_library.make(ranks, request.timeout) if selected == "mpi" else None,
         "tcp": tcp_endpoint.make(store, request.rank, hosts, key) if selected in ("tcp", "ucx") else None,
         "ucx": ucx_library.make(store, request.rank, request.size) if selected == "ucx" else None,
     }

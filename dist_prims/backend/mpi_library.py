@@ -1,8 +1,8 @@
-"""Backend of ``torch.distributed`` over MPI, for a torch that was built without MPI.
+"""MPI as the transport between hosts, also for a torch that was built without MPI.
 
-mpi4py has loaded and initialised an MPI library in the process. The backend must use the same library: two MPIs in one
-process would not know about each other. The calls of MPI are therefore in a library of this package that is linked to
-no MPI, and its symbols are resolved when it is loaded, by the library on which mpi4py's own module depends. There is
+mpi4py has loaded and initialised an MPI library in the process. The transport must use the same library: two MPIs in
+one process would not know about each other. The calls of MPI are therefore in a library of this package that is linked
+to no MPI, and its symbols are resolved when it is loaded, by the library on which mpi4py's own module depends. There is
 one for each ABI of MPI handles: MPICH's, which Intel MPI and MVAPICH share, and Open MPI's. ``setup.py`` builds those
 for which it finds an ``mpicc``.
 """
@@ -28,11 +28,8 @@ _LARGEST_COUNT = 2**31 - 1  # MPI counts in ints
 _FAMILIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "mpich", "MVAPICH": "mpich", "CRAY": "mpich"}
 
 
-def make(ranks: Sequence[int], timeout: timedelta, *, largest_count: int = _LARGEST_COUNT) -> Any:
-    """Create the backend for a group of these ranks of MPI.COMM_WORLD, in their order. Each of them must call this.
-
-    Data of more than ``largest_count`` bytes or elements is sent in several pieces.
-    """
+def make(ranks: Sequence[int], timeout: timedelta) -> Any:
+    """Create the transport of a group of these ranks of MPI.COMM_WORLD, in their order. Each of them must call this."""
     if reason := unusable_reason():
         raise RuntimeError(f"no group over MPI: {reason}")
     MPI = _mpi4py()
@@ -42,7 +39,7 @@ def make(ranks: Sequence[int], timeout: timedelta, *, largest_count: int = _LARG
             f"rank {me} of MPI.COMM_WORLD, which has {size}, cannot make a group of {list(ranks)}: a group must "
             "contain the calling rank, and no rank twice"
         )
-    return _library().make(ranks=list(ranks), timeout=timeout, largest_count=largest_count)
+    return _library().make(ranks=list(ranks), timeout=timeout, largest_count=_LARGEST_COUNT)
 
 
 def group_unusable_reason(ranks: Sequence[int], rank: int) -> str:
@@ -121,7 +118,7 @@ def _library() -> Any:
             "mpicc of that MPI on the PATH, or named by DIST_PRIMS_MPICC=/path/to/mpicc: "
             "pip install --no-build-isolation --force-reinstall --no-deps <the source of dist_prims>"
         ) from error
-    atexit.register(library.close)  # before the interpreter is finalised: callbacks of operations may need it
+    atexit.register(library.close)
     _close_before_finalize(MPI, library.close)
     return library
 

@@ -185,10 +185,7 @@ def test_the_limit_of_a_monitored_barrier_is_that_of_rank_0(layout: str) -> None
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "wait_all_ranks"), [("a a b b", False), ("a b a b", True), ("a b c d", False)])
 def test_a_monitored_barrier_names_the_late_ranks(layout: str, wait_all_ranks: bool) -> None:
-    """Rank 2 waits for rank 3, which is late. All ranks name rank 3, and rank 0 also those that it has not seen.
-
-    MPI carries messages of users itself, so the diagnosis does not know the wait of rank 2; there rank 2 is late, too.
-    """
+    """Rank 2 waits for rank 3, which is late. All ranks name rank 3, and rank 0 also those that it has not seen."""
     late = 3
 
     def body() -> None:

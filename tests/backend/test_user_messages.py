@@ -1,5 +1,5 @@
 """Messages of users in groups that span hosts, over TCP and UCX: through shared memory to ranks of this host, and from
-any rank of both kinds. test_multi_host.py has what holds over gloo and MPI as well."""
+any rank of both kinds. test_multi_host.py has what holds over MPI as well."""
 
 from __future__ import annotations
 

@@ -64,7 +64,6 @@ PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int ran
         delete_rendezvous_key(*store, rank, hosts_of(setup_->hosts, rank));
     } catch (...) {
         if (execution_) execution_->forward_notice();
-        stop_engine();
         creation.fail(std::current_exception());
     }
     host_segment_->membership.on_wait(check_signals);
@@ -87,7 +86,7 @@ PrimsBackend::~PrimsBackend() {
 
 void PrimsBackend::setTimeout(Milliseconds timeout) {
     CollectiveBackend::setTimeout(timeout);
-    for (const auto& each : {setup_->engine, gloo_->made(), setup_->accelerator}) {
+    for (const auto& each : {gloo_->made(), setup_->accelerator}) {
         if (each) each->setTimeout(timeout);
     }
 }
@@ -116,7 +115,6 @@ void PrimsBackend::shutdown() {
     host_segment_->membership.stop();  // for waits outside of the queue
     execution_->close_messages(reason);
     execution_->leave();
-    stop_engine();
 }
 
 void PrimsBackend::leave() {
@@ -128,11 +126,6 @@ void PrimsBackend::leave() {
 // release_resources() ends it.
 c10::weak_intrusive_ptr<PrimsBackend> PrimsBackend::kept() {
     return c10::weak_intrusive_ptr<PrimsBackend>(c10::intrusive_ptr<PrimsBackend>::reclaim_copy(this));
-}
-
-// Ends the engine. MPI writes to the memory of a message until it is shut down.
-void PrimsBackend::stop_engine() {
-    if (setup_->engine && setup_->engine->getBackendName() == "mpi") setup_->engine->shutdown();
 }
 
 c10d::Backend* PrimsBackend::delegate(const Tensors& tensors) {
@@ -389,7 +382,8 @@ WorkPtr PrimsBackend::message_with_key(const CallOptions& options, const Tensors
 
 c10d::Backend* PrimsBackend::message_delegate(const Tensors& tensors, int tag) {
     auto* const backend = delegate(tensors);
-    return backend ? backend : execution_->carrier(tag);
+    if (!backend) execution_->check_tag(tag);
+    return backend;
 }
 
 }  // namespace dist_prims

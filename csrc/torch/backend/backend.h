@@ -59,7 +59,7 @@ public:
     // The log of the ranks of this host, which can be used after the group has ended.
     SharedLog& log() { return host_segment_->log; }
     std::string engine() const {
-        return setup_->ucx ? "ucx" : setup_->tcp ? "tcp" : setup_->engine ? setup_->engine->getBackendName() : "";
+        return setup_->ucx ? "ucx" : setup_->tcp ? "tcp" : setup_->mpi ? "mpi" : "";
     }  // between hosts
 
     // Pins schedules for a collective; see Execution::pin().
@@ -175,7 +175,6 @@ private:
     void write_record() const;
     void run_abort_hooks() const;
     void leave();
-    void stop_engine();
     c10d::Backend* gloo();
     void take_group_of(PrimsBackend& made);
 

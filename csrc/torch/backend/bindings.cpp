@@ -69,7 +69,7 @@ using Describe = std::function<std::string(std::optional<std::pair<double, doubl
 
 c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                       Milliseconds timeout, const std::vector<std::string>& hosts,
-                                      const BackendPtr& engine, int largest_tag, std::shared_ptr<TcpEndpoint> tcp,
+                                      std::shared_ptr<MpiEndpoint> mpi, std::shared_ptr<TcpEndpoint> tcp,
                                       std::shared_ptr<UcxEndpoint> ucx, std::function<BackendPtr()> make_gloo,
                                       MakeChild make_child, Choose choose, const BackendPtr& accelerator,
                                       std::size_t slot_bytes, std::size_t one_shot_bytes, const std::string& group,
@@ -85,8 +85,7 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
     Setup setup{
         .timeout = timeout,
         .hosts = hosts,
-        .engine = engine,
-        .largest_tag = largest_tag,
+        .mpi = std::move(mpi),
         .tcp = std::move(tcp),
         .ucx = std::move(ucx),
         .make_gloo = std::move(make_gloo),
@@ -199,10 +198,10 @@ PYBIND11_MODULE(_backend, module) {
     using Free = py::call_guard<py::gil_scoped_release>;
     py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>>(module, "PrimsBackend")
         .def(py::init(&make), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-             py::arg("hosts"), py::arg("engine"), py::arg("largest_tag"), py::arg("tcp"), py::arg("ucx"),
-             py::arg("make_gloo"), py::arg("make_child"), py::arg("choose"), py::arg("accelerator"),
-             py::arg("slot_bytes"), py::arg("one_shot_bytes"), py::arg("group"), py::arg("ranks"), py::arg("network"),
-             py::arg("describe"), py::arg("dump"), py::arg("ended"), Free())
+             py::arg("hosts"), py::arg("mpi"), py::arg("tcp"), py::arg("ucx"), py::arg("make_gloo"),
+             py::arg("make_child"), py::arg("choose"), py::arg("accelerator"), py::arg("slot_bytes"),
+             py::arg("one_shot_bytes"), py::arg("group"), py::arg("ranks"), py::arg("network"), py::arg("describe"),
+             py::arg("dump"), py::arg("ended"), Free())
         .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
         .def_property_readonly("engine", &PrimsBackend::engine)
         .def_property_readonly("options", &PrimsBackend::getBackendOptions)

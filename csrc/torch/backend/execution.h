@@ -137,8 +137,8 @@ public:
     virtual bool reduces_in_place(const at::Tensor&) { return false; }
 
     virtual bool spans_hosts() const { return false; }
-    // The other backend that carries messages of users with this tag; null: begin_message().
-    virtual c10d::Backend* carrier(int) { return nullptr; }
+    // Throws if messages of users may not have this tag.
+    virtual void check_tag(int) const {}
     // Sends or receives through shared memory; the peer is a rank of this host.
     virtual BegunMessage begin_message(const UserMessage& message);
     // The group has ended: ends all messages between hosts.
@@ -202,11 +202,10 @@ private:
 };
 
 std::shared_ptr<Execution> make_single_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size);
-// Between hosts `transport` carries the messages of collectives, and `engine` those of users; if `engine` is null,
-// `transport` carries both.
+// `transport` carries the messages between hosts.
 std::shared_ptr<Execution> make_multi_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size,
-                                                     Hosts hosts, c10::intrusive_ptr<c10d::Backend> engine,
-                                                     std::unique_ptr<Transport> transport, ChooseSchedule choose);
+                                                     Hosts hosts, std::unique_ptr<Transport> transport,
+                                                     ChooseSchedule choose);
 
 // The first tensor that this rank has; there is one.
 const at::Tensor& first_defined(const Tensors& inputs, const Tensors& outputs);

@@ -5,7 +5,6 @@
 
 #include "../../common/thread.h"
 #include "../../shm/rendezvous.h"
-#include "c10d_transport.h"
 
 namespace dist_prims {
 namespace {
@@ -19,7 +18,7 @@ std::vector<std::string> titles_of(const std::vector<std::string>& hosts) {
 
 // The transport of the collectives.
 std::unique_ptr<Transport> make_transport(int rank, const Setup& setup) {
-    if (setup.engine) return std::make_unique<C10dTransport>(setup.engine, setup.largest_tag);
+    if (setup.mpi) return std::move(setup.mpi->transport);
     if (!setup.ucx) return std::make_unique<TcpTransport>(std::move(*setup.tcp), rank);
     return setup.ucx->own->connect({std::move(setup.ucx->addresses), std::move(*setup.tcp), rank});
 }
@@ -81,7 +80,7 @@ std::shared_ptr<Execution> make_execution(const std::shared_ptr<HostSegment>& ho
     const int size = static_cast<int>(setup.hosts.size());
     if (hosts.ranks.size() > 1) {
         auto transport = make_transport(rank, setup);
-        return make_multi_host_execution(host_segment, rank, size, std::move(hosts), setup.engine, std::move(transport),
+        return make_multi_host_execution(host_segment, rank, size, std::move(hosts), std::move(transport),
                                          setup.choose);
     }
     host_segment->membership.join_groups_of_process();

@@ -17,6 +17,11 @@ namespace dist_prims {
 
 class PrimsBackend;
 
+// The messages of this rank through MPI.
+struct MpiEndpoint {
+    std::unique_ptr<Transport> transport;
+};
+
 // The worker of this rank, and the addresses of the workers of all ranks.
 struct UcxEndpoint {
     std::unique_ptr<ucx::Endpoint> own;
@@ -44,13 +49,10 @@ struct Reconfiguration {
 struct Setup {
     Milliseconds timeout{0};
     std::vector<std::string> hosts;  // by rank: the host's name
-    // Carries messages between hosts. Null on one host, and if `tcp` or `ucx` carries the messages.
-    c10::intrusive_ptr<c10d::Backend> engine;
-    int largest_tag = 0;  // of the engine
-    // If not null, collectives and messages use TCP.
+    // What carries messages between hosts; all are null on one host.
+    std::shared_ptr<MpiEndpoint> mpi;
     std::shared_ptr<TcpEndpoint> tcp;
-    // If neither this nor `tcp` is null, collectives and messages use UCX, and TCP carries notices and diagnosis.
-    std::shared_ptr<UcxEndpoint> ucx;
+    std::shared_ptr<UcxEndpoint> ucx;  // if it is not null, `tcp` carries notices and diagnosis
     // Makes the gloo group for sparse tensors. All ranks make it together, when it is first needed.
     std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
     // Makes a group by split or merge.

@@ -15,10 +15,8 @@ namespace {
 class MultiHostExecution : public Execution {
 public:
     MultiHostExecution(std::shared_ptr<HostSegment> host_segment, int rank, int size, Hosts hosts,
-                       c10::intrusive_ptr<c10d::Backend> engine, std::unique_ptr<Transport> transport,
-                       ChooseSchedule choose)
+                       std::unique_ptr<Transport> transport, ChooseSchedule choose)
         : Execution(std::move(host_segment), rank, size),
-          engine_(std::move(engine)),
           choose_(std::move(choose)),
           local_ranks_(hosts.local_ranks()),
           group_(std::move(hosts), *host_segment_, std::move(transport)),
@@ -54,17 +52,17 @@ public:
     }
 
     bool spans_hosts() const override { return true; }
-    // MPI also carries messages between ranks of one host: its receives from any rank have no claim.
-    c10d::Backend* carrier(int tag) override {
+    void check_tag(int tag) const override {
         const int largest = group_.remote.tags.largest_of_users();
         TORCH_CHECK_VALUE(tag >= 0 && tag <= largest, "rank ", rank_, ": tag ", tag,
                           " of a message in a group that spans hosts; its tags for messages lie between 0 and ",
                           largest, ", because the group has those above for itself");
-        return engine_.get();
     }
     BegunMessage begin_message(const UserMessage& message) override {
         const bool is_from_any = message.peer == PointToPoint::kAnyone;
-        const int local_rank = is_from_any ? -1 : local_ranks_[static_cast<std::size_t>(message.peer)];
+        // A transport whose receives have no claim carries messages between ranks of one host as well.
+        const bool is_remote = is_from_any || !group_.remote.has_claims();
+        const int local_rank = is_remote ? -1 : local_ranks_[static_cast<std::size_t>(message.peer)];
         if (local_rank >= 0) {
             UserMessage local = message;
             local.peer = local_rank;
@@ -144,7 +142,6 @@ private:
         }
     }
 
-    const c10::intrusive_ptr<c10d::Backend> engine_;  // null over TCP and UCX
     const ChooseSchedule choose_;
     const std::vector<int> local_ranks_;  // by rank of the group: the rank on this host, or -1
     MultiHostGroup group_;
@@ -158,10 +155,10 @@ private:
 }  // namespace
 
 std::shared_ptr<Execution> make_multi_host_execution(std::shared_ptr<HostSegment> host_segment, int rank, int size,
-                                                     Hosts hosts, c10::intrusive_ptr<c10d::Backend> engine,
-                                                     std::unique_ptr<Transport> transport, ChooseSchedule choose) {
+                                                     Hosts hosts, std::unique_ptr<Transport> transport,
+                                                     ChooseSchedule choose) {
     return std::make_shared<MultiHostExecution>(std::move(host_segment), rank, size, std::move(hosts),
-                                                std::move(engine), std::move(transport), std::move(choose));
+                                                std::move(transport), std::move(choose));
 }
 
 }  // namespace dist_prims

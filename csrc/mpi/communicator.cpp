@@ -1,13 +1,10 @@
-#include "group.h"
+#include "communicator.h"
 
 #include <algorithm>
-#include <numeric>
 #include <string>
 
 #include "mpi_state.h"
-#include "operation.h"
 #include "poll_backoff.h"
-#include "progress.h"
 
 namespace dist_prims::mpi {
 namespace {
@@ -116,58 +113,47 @@ std::string listed(const std::vector<int>& ranks) {
 
 }  // namespace
 
-MpiGroup::MpiGroup(const std::vector<int>& ranks, Milliseconds timeout, const WaitHook& look) {
-    if (const std::string why = unusable(); !why.empty()) throw Error("no group over MPI: " + why);
+Communicator::Communicator(const GroupMembers& members, const WaitHook& look) : largest_count_(members.largest_count) {
+    if (const std::string why = unusable(); !why.empty()) throw Transport::TransportError("no group over MPI: " + why);
     int me = 0;
     {
         const std::lock_guard hold(lock());
         check(MPI_Comm_rank(MPI_COMM_WORLD, &me), "MPI_Comm_rank");
     }
+    const std::vector<int>& ranks = members.ranks;
     const std::string context = "rank " + std::to_string(me) + " of MPI_COMM_WORLD, making a group of " + listed(ranks);
     const int tag = tag_of(ranks, kGuaranteed);
     // MPI_Comm_create_group has no deadline, so the ranks first check that all of them are there.
-    const std::vector<int> missing = call_roll(MPI_COMM_WORLD, ranks, me, tag, timeout, look);
+    const std::vector<int> missing = call_roll(MPI_COMM_WORLD, ranks, me, tag, members.timeout, look);
     if (!missing.empty())
-        throw Error(context + ": no sign of " + listed(missing) + " within " + std::to_string(timeout.count()) + " ms",
-                    true);
+        throw Transport::TransportError(context + ": no sign of " + listed(missing) + " within " +
+                                        std::to_string(members.timeout.count()) + " ms");
     const std::lock_guard hold(lock());
-    MPI_Group world = MPI_GROUP_NULL, members = MPI_GROUP_NULL;
+    MPI_Group world = MPI_GROUP_NULL, group = MPI_GROUP_NULL;
     check(MPI_Comm_group(MPI_COMM_WORLD, &world), context);
-    check(MPI_Group_incl(world, static_cast<int>(ranks.size()), ranks.data(), &members), context);
-    check(MPI_Comm_create_group(MPI_COMM_WORLD, members, tag, &comm_), context);
+    check(MPI_Group_incl(world, static_cast<int>(ranks.size()), ranks.data(), &group), context);
+    check(MPI_Comm_create_group(MPI_COMM_WORLD, group, tag, &comm_), context);
     check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), context);
-    check(MPI_Comm_rank(comm_, &rank_), context);
-    check(MPI_Comm_size(comm_, &size_), context);
-    largest_tag_ = largest_tag_of_mpi() - 1;  // the last one is for roll_call()
+    largest_tag_ = largest_tag_of_mpi();
     check(MPI_Allreduce(MPI_IN_PLACE, &largest_tag_, 1, MPI_INT, MPI_MIN, comm_), context);  // the same on all ranks
-    MPI_Group_free(&members);
+    MPI_Group_free(&group);
     MPI_Group_free(&world);
 }
 
-// A pending operation keeps its group, so none is pending here.
-MpiGroup::~MpiGroup() {
+// A pending message keeps its communicator, so none is pending here.
+Communicator::~Communicator() {
     const std::lock_guard hold(lock());
     if (comm_ != MPI_COMM_NULL && unusable().empty()) MPI_Comm_free(&comm_);
 }
 
-std::shared_ptr<Operation> MpiGroup::operation(Operation::Options options, Operation::Done done) {
-    return std::make_shared<MpiOperation>(shared_from_this(), std::move(options), std::move(done));
-}
-
-void MpiGroup::fail(std::exception_ptr reason) {
+void Communicator::fail(const std::string& reason) {
     const std::lock_guard hold(guard_);
-    if (!failure_) failure_ = std::move(reason);
+    if (!failure_) failure_ = std::make_exception_ptr(Transport::TransportError(reason));
 }
 
-std::exception_ptr MpiGroup::failure() const {
+std::exception_ptr Communicator::failure() const {
     const std::lock_guard hold(guard_);
     return failure_;
-}
-
-std::vector<int> MpiGroup::roll_call(Milliseconds timeout, const WaitHook& look) const {
-    std::vector<int> everyone(static_cast<std::size_t>(size_));
-    std::iota(everyone.begin(), everyone.end(), 0);
-    return call_roll(comm_, everyone, rank_, largest_tag_ + 1, timeout, look);
 }
 
 }  // namespace dist_prims::mpi

@@ -1,0 +1,58 @@
+// A message in MPI, from its start to its end.
+//
+// MPI counts in ints: longer data is one element of a longer type. (Open MPI 5 lacks the large-count functions of
+// MPI 4.)
+#pragma once
+
+#include <mpi.h>
+
+#include <atomic>
+#include <cstddef>
+#include <exception>
+#include <memory>
+
+#include "communicator.h"
+
+namespace dist_prims::mpi {
+
+class MpiMessage : public std::enable_shared_from_this<MpiMessage> {
+public:
+    // `owner` keeps the memory: MPI may use that of a send even after give_up().
+    MpiMessage(std::shared_ptr<Communicator> communicator, Transport::Owner owner)
+        : communicator_(std::move(communicator)), owner_(std::move(owner)) {}
+
+    void send(int to, int tag, const std::byte* data, std::size_t bytes);
+    // `from` may be Transport::kAnyone. The message may be shorter than `bytes` if `may_be_shorter`.
+    void receive(int from, int tag, std::byte* data, std::size_t bytes, bool may_be_shorter);
+
+    // Whether the message is over, with or without an error. Makes progress on all of MPI. A message that the end of
+    // MPI leaves behind is never over: its end would destroy tensors while Python ends. Only wait() fails then.
+    bool test();
+    // Takes the message from MPI, which is about to end.
+    void abandon();
+    // As TransportRequest::wait().
+    bool wait(Milliseconds limit);
+    void wake() { is_woken_ = true; }
+    int source() const { return source_; }
+    bool is_awaited() const { return waits_ > 0; }
+    // The caller no longer needs the message. Its memory may go then, unless it has an owner.
+    void give_up();
+
+private:
+    template <typename Start>
+    void begin(std::size_t bytes, const Start& start);
+    bool look();
+    void finish_receive(const MPI_Status& status);
+    void drop();
+
+    const std::shared_ptr<Communicator> communicator_;
+    const Transport::Owner owner_;
+    std::size_t bytes_ = 0;
+    bool is_receive_ = false, may_be_shorter_ = false;
+    MPI_Request request_ = MPI_REQUEST_NULL;
+    std::exception_ptr error_;  // why it has failed
+    std::atomic<bool> is_over_{false}, is_woken_{false};
+    std::atomic<int> waits_{0}, source_{Transport::kAnyone};
+};
+
+}  // namespace dist_prims::mpi
