@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -36,6 +35,7 @@ from .dump_flight_record import dump_file
 from .extension import extension
 from .multi_host import MultiHostSchedules
 from .options import BackendOptions, keep_options, slot_bytes_of
+from .origin import GroupRequest, Origin, Trait
 from .pins import pin_schedules
 from .tuning import CALIBRATION, tuned
 
@@ -45,36 +45,11 @@ _CPU = torch.device("cpu")
 _EXIT_TIME = 0.5  # seconds from the end of a connection to the end of its process
 
 
-@dataclass(frozen=True, eq=False)
-class _GroupRequest:
-    """The parameters of a group on one of its ranks. ``ranks`` are the global ranks; empty if they are unknown."""
-
-    store: Any
-    name: str
-    rank: int
-    size: int
-    timeout: timedelta
-    ranks: list[int]
-    given: BackendOptions | None  # the options of the caller
-    is_child: bool = False  # split or merged
-    is_merged: bool = False  # its ranks may be those of several jobs
-    is_repaired: bool = False  # made of the survivors of a group, or grown from one
-    is_grown: bool = False  # some of its ranks were not started by the launcher of the others
-    is_reconfigured: bool = False  # its ranks may have had other groups before, with other names and stores of torch
-    is_foreign: bool = False  # its ranks may not be in the default group, and have no global ranks
-    order: int = field(default_factory=itertools.count(1).__next__)  # a group that is made late replaces no newer one
-
-    @property
-    def common_name(self) -> str:
-        """The name by which all ranks know the group; empty if they may know it by different names."""
-        return "" if self.is_merged or self.is_reconfigured else self.name
-
-
 @dataclass(eq=False)
 class MadeGroup:
     """What is known about a group of this process after it has been made."""
 
-    request: _GroupRequest
+    request: GroupRequest
     hosts: list[str]  # by rank
     attempt: str  # the name of this attempt to make the group
     key: bytes = field(repr=False)  # of the registers by which survivors agree; empty without a secret
@@ -108,7 +83,7 @@ def make(options: Any, given: Any = None) -> Any:
 
     ``options`` are those of torch: store, rank, size, timeout. ``given`` are the ``pg_options`` of the caller.
     """
-    request = _GroupRequest(
+    request = GroupRequest(
         store=options.store,
         name=str(options.group_id),
         rank=options.group_rank,
@@ -116,53 +91,42 @@ def make(options: Any, given: Any = None) -> Any:
         timeout=timedelta(seconds=options.timeout.total_seconds()),
         ranks=list(options.global_ranks_in_group),
         given=given if isinstance(given, BackendOptions) else None,
-        is_grown=_is_world_grown(),
+        origin=Origin.LAUNCHED,
+        inherited=_traits_of_world() & Trait.SEVERAL_LAUNCHERS,
     )
     if getattr(options, "enable_reconfigure", False):  # since torch 2.15
         return _make_without_members(request)
-    return _make_watched(request)
+    return make_group(request)
 
 
-def _make_without_members(request: _GroupRequest) -> Any:
+def _traits_of_world() -> Trait:
+    """The traits of the default group."""
+    made = find_made_group(default_group()) if dist.is_initialized() else None
+    return made.request.traits if made else Trait.NONE
+
+
+def _make_without_members(request: GroupRequest) -> Any:
     """Create the backend of a group that has no members until its first reconfigure: inside, a group of this rank."""
     ranks = [request.ranks[request.rank] if request.ranks else request.rank]
     alone = dataclasses.replace(request, store=dist.HashStore(), rank=0, size=1, ranks=ranks)
-    backend = _make_watched(alone, ended=list)
+    backend = make_group(alone, ended=list)
     backend.await_members(request.rank, request.size)
     return backend
-
-
-def _is_world_grown() -> bool:
-    """Whether the default group has ranks that the launcher of the others has not started, so that they do not know
-    its secret."""
-    made = find_made_group(default_group()) if dist.is_initialized() else None
-    return made is not None and made.request.is_grown
-
-
-def _make_watched(request: _GroupRequest, ended: Callable[[], list[int]] | None = None) -> Any:
-    """Create the backend. ``ended`` returns the ranks of the new group whose processes have ended."""
-    ended = ended or _ended_by_default_group([] if request.is_merged or request.is_foreign else request.ranks)
-    monitor = _DeathMonitor(request.rank, ended)
-    try:
-        return _make(request, monitor)
-    except dist.DistError:  # the store ends with the process of its rank
-        monitor.wait_and_raise()
-        raise
 
 
 def _make_child(
     made: MadeGroup, store: Any, name: str, rank: int, size: int, timeout: timedelta, ranks: list[int]
 ) -> Any:
-    """Create the backend of a group that is split from ``parent``, or merged from it and others; called by C++.
+    """Create the backend of a group that is split from ``made``, or merged from it and others; called by C++.
 
     The new group inherits the options of the parent. ``ranks`` are the ranks of the new group in the parent, empty for
     a merged group.
     """
     parent = made.request
-    if parent.is_reconfigured and ranks:
+    if Trait.OWN_STORE in parent.traits and ranks:
         store = dist.PrefixStore(f"{name}/", parent.store)
     parent_ranks = parent.ranks or range(parent.size)
-    request = _GroupRequest(
+    request = GroupRequest(
         store=store.clone(),  # a timeout is set, and the store may be the parent's
         name=name,
         rank=rank,
@@ -170,63 +134,35 @@ def _make_child(
         timeout=timeout,
         ranks=[parent_ranks[each] for each in ranks],
         given=parent.given,
-        is_child=True,
-        is_merged=parent.is_merged or not ranks,
-        is_repaired=parent.is_repaired,
-        is_grown=parent.is_grown,
-        is_reconfigured=parent.is_reconfigured,
-        is_foreign=parent.is_foreign,
+        origin=Origin.SPLIT if ranks else Origin.MERGED,
+        inherited=parent.heritage,
     )
-    return _make_watched(request)
+    return make_group(request)
 
 
-def make_repaired(
-    options: BackendOptions | None,
-    store: Any,
-    name: str,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    is_grown: bool,
-    is_merged: bool = False,
-    ranks: Sequence[int] = (),
-    ended: Callable[[], list[int]] | None = None,
-    is_reconfigured: bool = False,
-    is_foreign: bool = False,
-) -> Any:
-    """Create the backend of a group that takes the place of another one, which may have been merged.
+def make_group(request: GroupRequest, ended: Callable[[], list[int]] | None = None) -> Any:
+    """Create the backend. ``ended`` returns the ranks of the new group whose processes have ended.
 
-    ``ranks`` are the global ranks, empty for a default group, and for one whose ranks have none (``is_foreign``).
-    ``ended`` returns the ranks of the new group whose processes have ended. Messages between hosts do not use MPI: an
-    MPI that has lost a process cannot go on.
+    By default the default group tells it, which watches all processes of this host.
     """
-    request = _GroupRequest(
-        store,
-        name,
-        rank,
-        size,
-        timeout,
-        [*ranks],
-        options,
-        is_merged=is_merged,
-        is_repaired=True,
-        is_grown=is_grown,
-        is_reconfigured=is_reconfigured,
-        is_foreign=is_foreign,
-    )
-    return _make_watched(request, ended)
+    monitor = _DeathMonitor(request.rank, ended or _ended_by_default_group(request))
+    try:
+        return _make(request, monitor)
+    except dist.DistError:  # the store ends with the process of its rank
+        monitor.wait_and_raise()
+        raise
 
 
-def _make(request: _GroupRequest, monitor: _DeathMonitor) -> Any:
+def _make(request: GroupRequest, monitor: _DeathMonitor) -> Any:
     begin_from_environment()
     prims_options = keep_options(request.name, request.given)
     slot_bytes = slot_bytes_of(prims_options)
     rank, size, timeout = request.rank, request.size, request.timeout
-    ranks = request.ranks or list(range(size))
+    ranks = [*request.ranks] or list(range(size))
     store, token, hosts, secret = _handshake(request, monitor)
     key = secret.key("connections", token).hex() if secret else ""
     temporary = _TemporaryKeys(store, [HOSTS] if rank == 0 and size > 1 else [])
-    if request.is_child:
+    if Trait.LISTED in request.traits:
         _compare_ranks(temporary, rank, ranks)
     check = functools.partial(require_proof, rank=rank)
     made = MadeGroup(request, hosts, token, secret.key("registers", token) if secret else b"", [])
@@ -300,12 +236,11 @@ class _TemporaryKeys:
 
 
 def _transports(
-    request: _GroupRequest, store: Any, ranks: list[int], hosts: list[str], option: str, key: str
+    request: GroupRequest, store: Any, ranks: list[int], hosts: list[str], option: str, key: str
 ) -> dict[str, Any]:
     """Return what carries the messages between hosts, as arguments of PrimsBackend."""
     requested = option or os.environ.get("DIST_PRIMS_ENGINE", "")
-    # MPI needs the ranks of its world: those of a merged group are unknown, and a repaired one may lack some
-    if (request.is_merged or request.is_repaired) and requested in ("", "mpi"):
+    if Trait.WITHOUT_MPI in request.traits and requested in ("", "mpi"):
         requested = "tcp"
     selected = transport_selection.select(store, request.rank, ranks, requested)
     return {
@@ -315,12 +250,13 @@ def _transports(
     }
 
 
-def _ended_by_default_group(ranks: list[int]) -> Callable[[], list[int]]:
+def _ended_by_default_group(request: GroupRequest) -> Callable[[], list[int]]:
     """Return what tells which ranks of a new group have ended: the default group watches all processes of this host.
 
-    ``ranks`` are the global ranks of the group; empty if they are unknown. Where the new group is the default group, or
-    the default group has another backend, no death is detected before the ranks have attached to the shared memory.
+    Where the new group is the default group, or the default group has another backend or other ranks, no death is
+    detected before the ranks have attached to the shared memory.
     """
+    ranks = [] if Trait.NO_GLOBAL_RANKS in request.traits else [*request.ranks]
     default = default_group() if ranks and dist.is_initialized() else None
     if default is None or _CPU.type not in device_types(default):
         return list
@@ -354,7 +290,7 @@ class _DeathMonitor:
             time.sleep(0.01)
 
 
-def _handshake(request: _GroupRequest, monitor: _DeathMonitor) -> tuple[Any, str, list[str], Secret | None]:
+def _handshake(request: GroupRequest, monitor: _DeathMonitor) -> tuple[Any, str, list[str], Secret | None]:
     """Return a store that only the ranks of this attempt use, the name of the attempt, the host of each rank, and the
     secret of the ranks."""
     rank, size, timeout = request.rank, request.size, request.timeout
@@ -362,7 +298,7 @@ def _handshake(request: _GroupRequest, monitor: _DeathMonitor) -> tuple[Any, str
     store.set_timeout(timeout)
     if size == 1:
         return store, secrets.token_hex(8), [host_id()], None
-    secret = secret_of_group(request.store, request.is_merged or request.is_grown)
+    secret = secret_of_group(request.store, Trait.SEVERAL_LAUNCHERS in request.traits)
     if secret is None and rank == 0:
         announce_missing_secret(request.store)
     deadline = time.monotonic() + timeout.total_seconds()

@@ -13,13 +13,13 @@ from .secret import REMEDY, Secret, choose, has_rendezvous, remembered
 __all__: list[str] = []
 
 
-def secret_of_group(store: Any, is_merged: bool) -> Secret | None:
+def secret_of_group(store: Any, has_several_launchers: bool) -> Secret | None:
     """The secret of a group whose ranks share ``store``; None: they are not authenticated.
 
-    It is that of the ranks which the launcher started, if they met by its rendezvous. The ranks of a merged group may
-    be those of several launchers.
+    It is that of the ranks which the launcher started, if they met by its rendezvous. ``has_several_launchers``: some ranks may
+    have been started by another launcher, and do not know that secret.
     """
-    secret = None if is_merged else remembered()
+    secret = None if has_several_launchers else remembered()
     return secret or choose(_address_of(store))
 
 

@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 
 from ..agreement import broadcast_value, check_failures, failure_text
-from ..backend.create import made_group, make_repaired
+from ..backend.create import made_group, make_group
 from ..backend.options import BackendOptions
+from ..backend.origin import GroupRequest, Origin, Trait
 from ..backend.tcp_endpoint import own_address
 from ..rendezvous.deadline import call_in_thread, until
 from ..rendezvous.group_secret import secret_of_group, would_lose_secret
@@ -72,7 +73,7 @@ class _Admission:
     size: int
     timeout: float  # of the group, in seconds
     limit: float  # for making it
-    is_reconfigured: bool
+    traits: int  # of the group of the running ranks
     options: dict[str, Any]
 
     def text(self) -> str:
@@ -203,7 +204,7 @@ def _admit(
                 size=size + len(tokens),
                 timeout=timeout_of(old, _CPU).total_seconds(),
                 limit=limit,
-                is_reconfigured=made.request.is_reconfigured,
+                traits=made.request.heritage.value,
                 options=_fields(made.request.given),
             )
             meeting.set(f"admitted/{token}", signed(secret, ("admitted", token), admission.text()))
@@ -308,17 +309,18 @@ def _announce(meeting: dist.Store, token: str, secret: Secret | None, deadline: 
 def _make(admission: _Admission) -> tuple[Any, dist.Store]:
     """Make the group; return its backend and store when all running ranks have made it as well."""
     store = dist.PrefixStore(admission.prefix, open_store(admission.store, admission.size, admission.limit))
-    options = BackendOptions(**admission.options) if admission.options else None
-    limit = timedelta(seconds=admission.limit)
-    backend = make_repaired(
-        options,
-        store,
-        admission.name,
-        admission.rank,
-        admission.size,
-        limit,
-        is_grown=True,
-        is_reconfigured=admission.is_reconfigured,
+    backend = make_group(
+        GroupRequest(
+            store=store,
+            name=admission.name,
+            rank=admission.rank,
+            size=admission.size,
+            timeout=timedelta(seconds=admission.limit),
+            ranks=[],
+            given=BackendOptions(**admission.options) if admission.options else None,
+            origin=Origin.GROWN,
+            inherited=Trait(admission.traits),
+        )
     )
     try:
         deadline = time.monotonic() + admission.limit

@@ -29,7 +29,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..backend.create import find_made_group, made_group, make_repaired
+from ..backend.create import find_made_group, made_group, make_group
+from ..backend.origin import GroupRequest, Origin, Trait
 from ..backend.tcp_endpoint import own_address
 from ..backend_name import NAME
 from ..errors import CommError, PeerDiedError
@@ -107,8 +108,9 @@ def reconfigured_backend(
     is_default = dist.is_initialized() and group is default_group()
     if not is_default and world and all(each.world == world for each in members):
         ranks = [each.global_rank for each in members]
-    kind = {"ranks": ranks, "is_grown": not one_launcher, "is_foreign": not (is_default or ranks)}
-    made, store, groups = _make(old.request, uuid, rank, members, timeout, kind)
+    traits = Trait.NONE if one_launcher else Trait.SEVERAL_LAUNCHERS
+    traits |= Trait.NONE if is_default or ranks else Trait.NO_GLOBAL_RANKS
+    made, store, groups = _make(old.request, uuid, rank, members, timeout, ranks, traits)
     made.set_timeout(backend.options._timeout)
     if rank == 0 and old.key and not made_group(old.request.name).key:
         warn(f"reconfigure: the members are no longer authenticated; {REMEDY}")
@@ -151,10 +153,16 @@ def _require_secret(members: Sequence[_Handle], one_launcher: bool) -> None:
 
 
 def _make(
-    request: Any, uuid: int, rank: int, members: Sequence[_Handle], timeout: timedelta, kind: dict[str, Any]
+    old: GroupRequest,
+    uuid: int,
+    rank: int,
+    members: Sequence[_Handle],
+    timeout: timedelta,
+    ranks: list[int],
+    traits: Trait,
 ) -> tuple[Any, dist.Store, int]:
     """Make the group; return its backend, a store that its members share, and the number of groups that the member with
-    the most has made. ``kind`` is for :func:`make_repaired`.
+    the most has made.
 
     A store whose process is stopped answers nothing: a thread waits for it, and can be left.
     """
@@ -170,9 +178,8 @@ def _make(
         _compare(store, members)
         store.set(f"groups/{rank}", str(group_count()))
         left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-        made = make_repaired(
-            request.given, store, request.name, rank, size, left, ended=ended, is_reconfigured=True, **kind
-        )
+        new = GroupRequest(store, old.name, rank, size, left, ranks, old.given, Origin.RECONFIGURED, traits)
+        made = make_group(new, ended)
         groups = store.multi_get([f"groups/{each}" for each in range(size)])
         return made, store, max(map(int, groups))
 

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..backend.create import find_made_group, made_group, make_repaired
+from ..backend.create import find_made_group, made_group, make_group
+from ..backend.origin import GroupRequest, Origin
 from ..backend.quorum_ranks import quorum_ranks
 from ..backend.tcp_endpoint import own_address
 from ..errors import CommError, LeftOutError
@@ -196,7 +197,9 @@ class RepairAttempt:
         limit = min(self._timeout, timeout.total_seconds())
         name = store_prefix(self._made.attempt, self._agreement, self._round)
         rank, size = members.index(self._rank), len(members) + self._newcomers
-        request = self._made.request
+        old = self._made.request
+        origin = Origin.GROWN if self._newcomers else Origin.SURVIVED
+        ranks = [] if self._is_default or not old.ranks else [old.ranks[each] for each in members]
 
         def ended() -> list[int]:
             self._find_deaths(members)
@@ -204,20 +207,10 @@ class RepairAttempt:
 
         def make() -> tuple[Any, Any]:
             store = dist.PrefixStore(name, open_store(address, size, limit))
-            backend = make_repaired(
-                request.given,
-                store,
-                self._name,
-                rank,
-                size,
-                timedelta(seconds=limit),
-                is_grown=request.is_grown or self._newcomers > 0,
-                is_merged=request.is_merged,
-                is_reconfigured=request.is_reconfigured,
-                ranks=[] if self._is_default else [request.ranks[each] for each in members],
-                ended=ended,
+            new = GroupRequest(
+                store, self._name, rank, size, timedelta(seconds=limit), ranks, old.given, origin, old.heritage
             )
-            return backend, store
+            return make_group(new, ended), store
 
         try:
             self.backend, self.store = call_in_thread(make, limit, discard=lambda made: made[0].abort())

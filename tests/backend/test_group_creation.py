@@ -23,6 +23,7 @@ import dist_prims.backend.create
 import dist_prims.backend.tcp_endpoint
 import dist_prims.backend.transport_selection
 import dist_prims.rendezvous.handshake
+from dist_prims.backend.origin import GroupRequest, Origin
 from dist_prims.errors import CommError, CommInterruptedError, CommTimeoutError, PeerDiedError
 from dist_prims.rendezvous.deadline import until
 
@@ -294,7 +295,8 @@ def test_an_attempt_that_ends_late_does_not_replace_its_successor(monkeypatch: p
         return handshake(*args)
 
     def attempt() -> Any:
-        return create.make_repaired(None, dist.HashStore(), "0 after it", 0, 1, timedelta(seconds=30), is_grown=False)
+        store, limit = dist.HashStore(), timedelta(seconds=30)
+        return create.make_group(GroupRequest(store, "0 after it", 0, 1, limit, [], None, Origin.SURVIVED))
 
     def body() -> None:
         monkeypatch.setattr(create, "_handshake", slow_at_first)

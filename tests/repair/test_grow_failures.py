@@ -88,19 +88,19 @@ def test_a_running_rank_dies_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     """The others keep their group, whose next call raises; the new rank announces itself again."""
     place = f"file://{tmp_path}/place"
     module: Any = sys.modules["dist_prims.repair.repair_attempt"]
-    make = module.make_repaired
+    make = module.make_group
 
     def body(rank: int) -> Any:
         if rank == 3:
             dist_prims.join(place, timeout=LIMIT)
             return total()
         join_at_rank_0(rank, 3, tmp_path)
-        monkeypatch.setattr(module, "make_repaired", (lambda *_, **__: die()) if rank == 1 else make)
+        monkeypatch.setattr(module, "make_group", (lambda *_, **__: die()) if rank == 1 else make)
         with contextlib.suppress(dist_prims.CommError):
             while dist.get_world_size() == 3:
                 dist_prims.grow(place, timeout=1)
                 dist.barrier()
-        monkeypatch.setattr(module, "make_repaired", make)
+        monkeypatch.setattr(module, "make_group", make)
         dist_prims.shrink()
         grow_to(3, place)
         return total()

@@ -131,7 +131,7 @@ def test_a_member_dies_as_it_makes_the_group(victim: int, tmp_path: Path, monkey
         handles = meeting.handles(rank, range(3))
         reconfigure(1, handles)
         if rank == victim:
-            monkeypatch.setattr(module, "make_repaired", lambda *_, **__: die())
+            monkeypatch.setattr(module, "make_group", lambda *_, **__: die())
         began = time.monotonic()
         with pytest.raises(CommError):
             reconfigure(2, handles, seconds=60)

@@ -1,0 +1,93 @@
+"""How a group came to be, and what follows from it.
+
+| origin       | its group is made by                                                   |
+| ------------ | ---------------------------------------------------------------------- |
+| launched     | ``init_process_group`` or ``new_group``                                |
+| split        | ``split_group`` of another group                                       |
+| merged       | ``merge_remote_group`` of groups, perhaps of several jobs              |
+| survived     | ``shrink`` of another group                                            |
+| grown        | ``grow`` of the running ranks, and ``join`` of the new ones            |
+| reconfigured | torch's ``reconfigure``: the program has chosen any processes          |
+
+What an origin implies also holds for the groups that are made from the group, except for the comparison of ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum, Flag, auto
+from typing import Any
+
+from .options import BackendOptions
+
+__all__: list[str] = []
+
+
+class Origin(Enum):
+    """How a group came to be."""
+
+    LAUNCHED = auto()
+    SPLIT = auto()
+    MERGED = auto()
+    SURVIVED = auto()
+    GROWN = auto()
+    RECONFIGURED = auto()
+
+
+class Trait(Flag):
+    """What holds for a group because of its origin, or because of the origin of a group that it was made from."""
+
+    NONE = 0
+    LISTED = auto()  # every rank passes the list of all ranks: the lists are compared
+    MANY_NAMES = auto()  # its ranks may know it by different names
+    SEVERAL_LAUNCHERS = auto()  # some ranks may not know the secret that the launcher of the others has given them
+    WITHOUT_MPI = auto()  # its ranks are not all of the living ranks of one MPI job
+    NO_GLOBAL_RANKS = auto()  # the default group may not contain its ranks, so that it cannot tell which have ended
+    OWN_STORE = auto()  # the store that torch passes to its children is not the store by which its ranks have met
+
+
+IMPLIED = {
+    Origin.LAUNCHED: Trait.NONE,
+    Origin.SPLIT: Trait.LISTED,
+    Origin.MERGED: Trait.MANY_NAMES | Trait.SEVERAL_LAUNCHERS | Trait.WITHOUT_MPI | Trait.NO_GLOBAL_RANKS,
+    Origin.SURVIVED: Trait.WITHOUT_MPI,  # an MPI that has lost a process cannot go on
+    Origin.GROWN: Trait.SEVERAL_LAUNCHERS | Trait.WITHOUT_MPI,
+    Origin.RECONFIGURED: Trait.MANY_NAMES | Trait.WITHOUT_MPI | Trait.OWN_STORE,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class GroupRequest:
+    """The parameters of a group on one of its ranks.
+
+    ``ranks`` are the global ranks; empty for a default group, and if they are unknown. ``inherited``: the traits of the
+    groups that this group is made from, and those that depend on more than its origin.
+    """
+
+    store: Any
+    name: str
+    rank: int
+    size: int
+    timeout: timedelta
+    ranks: Sequence[int]
+    given: BackendOptions | None  # the options of the caller
+    origin: Origin
+    inherited: Trait = Trait.NONE
+    order: int = field(default_factory=itertools.count(1).__next__)  # a group that is made late replaces no newer one
+
+    @property
+    def traits(self) -> Trait:
+        return IMPLIED[self.origin] | self.inherited
+
+    @property
+    def heritage(self) -> Trait:
+        """The traits that the groups inherit that are made from this one."""
+        return self.traits & ~Trait.LISTED
+
+    @property
+    def common_name(self) -> str:
+        """The name by which all ranks know the group; empty if they may know it by different names."""
+        return "" if Trait.MANY_NAMES in self.traits else self.name
