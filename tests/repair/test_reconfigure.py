@@ -150,20 +150,6 @@ def test_groups_of_one_rank_and_of_all(tmp_path: Path) -> None:
     assert run_ranks(body, 3, tmp_path, join=False) == [[1, 3] * 3] * 3
 
 
-def test_a_uuid_is_used_once(tmp_path: Path) -> None:
-    """The error comes before the group ends."""
-
-    def body(rank: int) -> Any:
-        start(rank, 2, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(2))
-        reconfigure(1, handles)
-        with pytest.raises(RuntimeError, match="uuid 1 was already used"):
-            reconfigure(1, handles)
-        return total()
-
-    assert run_ranks(body, 2, tmp_path, join=False) == [2, 2]
-
-
 def test_group_functions_afterwards(tmp_path: Path) -> None:
     """Global ranks are those of the new members; options and the timeout remain; messages and objects arrive."""
 
@@ -319,26 +305,3 @@ def test_nothing_is_left_of_the_old_groups(tmp_path: Path) -> None:
         assert after[0] <= before[0] + 2, (before, after)
         assert after[1] <= before[1], (before, after)
         assert after[2] <= before[2] + 1, (before, after)
-
-
-def test_gradients_after_reconfigure(tmp_path: Path) -> None:
-    """DistributedDataParallel is made again with the group of new members."""
-
-    def body(rank: int) -> Any:
-        start(rank, 3, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(3))
-        found = []
-        for uuid, members in enumerate((handles, handles[:2])):
-            if rank >= len(members):
-                break
-            reconfigure(uuid, members)
-            torch.manual_seed(0)
-            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
-            model(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
-            gradient = model.module.weight.grad
-            assert gradient is not None
-            found.append(gradient[0, 0].item())
-            del model
-        return found
-
-    assert run_ranks(body, 3, tmp_path, join=False) == [[1, 0.5], [1, 0.5], [1]]

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,22 @@ from tests.repair.test_shrink import all_reduce_until_failure, die
 pytestmark = [needs_reconfigure, pytest.mark.usefixtures("loopback_addresses")]
 
 
-def test_wrong_handles(tmp_path: Path) -> None:
-    """A ValueError says what is wrong; the group goes on, and the uuid can be used."""
+def test_wrong_arguments(tmp_path: Path) -> None:
+    """The error comes before the group ends, and the uuid can be used."""
 
     def body(rank: int) -> Any:
         start(rank, 2, tmp_path)
         handles = Meeting(tmp_path).handles(rank, range(2))
         reconfigure(1, handles)
-        for wrong, message in (
-            ([], "is not among those of the members"),
-            ([handles[1 - rank]], "is not among those of the members"),
-            ([*handles, handles[0]], "listed twice"),
-            ([*handles, "gloo:0:1:0:"], "'gloo:0:1:0:' is no handle of this backend"),
+        for uuid, wrong, message in (
+            (2, [], "is not among those of the members"),
+            (2, [handles[1 - rank]], "is not among those of the members"),
+            (2, [*handles, handles[0]], "listed twice"),
+            (2, [*handles, "gloo:0:1:0:"], "'gloo:0:1:0:' is no handle of this backend"),
+            (1, handles, "uuid 1 was already used"),
         ):
-            with pytest.raises(ValueError, match=message):
-                reconfigure(2, wrong)
+            with pytest.raises((ValueError, RuntimeError), match=message):
+                reconfigure(uuid, wrong)
             assert total() == 2
         reconfigure(2, handles)
         return total()
@@ -67,11 +69,12 @@ def test_members_that_disagree(tmp_path: Path) -> None:
     assert {each[0] for each in found} == {ValueError, CommError}
 
 
-@pytest.mark.parametrize("dead", [0, 2])
-def test_a_member_that_has_died(dead: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "dead"), [("aaa", 0), ("aaa", 2), ("abc", 2)])
+def test_a_member_that_has_died(layout: str, dead: int, tmp_path: Path) -> None:
     """The others do not wait for the timeout, and go on without it."""
 
     def body(rank: int) -> Any:
+        os.environ["DIST_PRIMS_HOST_ID"] = layout[rank]
         start(rank, 3, tmp_path)
         meeting = Meeting(tmp_path)
         handles = meeting.handles(rank, range(3))
@@ -175,18 +178,22 @@ def test_a_rank_dies_at_some_moment(victim: int, delay: float, tmp_path: Path) -
 
 
 def test_ranks_that_wait_in_the_old_group(tmp_path: Path) -> None:
-    """A rank that waits for one that reconfigures gets an error, and can call as well; asynchronous calls raise."""
+    """A rank that waits for one that reconfigures gets an error, and can call as well; asynchronous calls raise, also
+    on a thread that waits already."""
 
     def body(rank: int) -> Any:
         start(rank, 3, tmp_path)
         handles = Meeting(tmp_path).handles(rank, range(3))
         reconfigure(1, handles)
         if rank == 0:
-            pending = [dist.all_reduce(torch.ones(1), async_op=True), dist.irecv(torch.ones(1), 2)]
-            time.sleep(0.5)
-            reconfigure(2, handles)
+            pending: list[Any] = [dist.all_reduce(torch.ones(1), async_op=True), dist.irecv(torch.ones(1), 2)]
+            with ThreadPoolExecutor() as threads:
+                waiting = threads.submit(pending[0].wait)
+                time.sleep(0.5)
+                reconfigure(2, handles)
+                with pytest.raises(CommError):
+                    waiting.result(30)
             for each in pending:
-                assert each is not None
                 with pytest.raises(PeerLeftError):
                     each.wait()
         else:
@@ -244,32 +251,3 @@ def test_a_stopped_member_does_not_stop_the_others(tmp_path: Path) -> None:
         return found
 
     assert run_ranks(body, 3, tmp_path, join=False) == ["left", (0, 2, 2), (1, 2, 2)]
-
-
-def test_another_thread_that_waits(tmp_path: Path) -> None:
-    """A wait on another thread for work of the old group ends with an error."""
-
-    def body(rank: int) -> Any:
-        start(rank, 2, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(2))
-        reconfigure(1, handles)
-        errors: list[BaseException] = []
-        if rank == 0:
-            work: Any = dist.all_reduce(torch.ones(1), async_op=True)
-
-            def wait() -> None:
-                try:
-                    work.wait()
-                except CommError as error:
-                    errors.append(error)
-
-            waiter = threading.Thread(target=wait)
-            waiter.start()
-            time.sleep(0.2)
-        reconfigure(2, handles)
-        if rank == 0:
-            waiter.join(30)
-            assert len(errors) == 1
-        return total()
-
-    assert run_ranks(body, 2, tmp_path, join=False) == [2, 2]

@@ -235,6 +235,8 @@ def test_a_group_without_failure(tmp_path: Path) -> None:
 
 
 def test_only_a_sub_group_is_replaced(tmp_path: Path) -> None:
+    """It can be split. Rank 1, which is dead, was once taken for the second member of the part."""
+
     def body(rank: int) -> Any:
         trio = dist.new_group([1, 2, 3], timeout=timedelta(seconds=20))
         other = dist.new_group([0, 2, 3])
@@ -244,13 +246,16 @@ def test_only_a_sub_group_is_replaced(tmp_path: Path) -> None:
             return total(other)
         with pytest.raises(CommError):
             dist.all_reduce(torch.ones(1), group=trio)
-        pair = dist_prims.shrink(trio)
+        pair: Any = dist_prims.shrink(trio)
         assert dist.get_process_group_ranks(pair) == [2, 3]
         assert (dist.get_rank(), dist.get_world_size()) == (rank, 4)
         found = torch.tensor([rank])
         dist.broadcast(found, 3, group=pair)
         assert found == 3
         assert total(pair) == 2
+        part = pair.split_group([0, 1], timeout=timedelta(seconds=60), group_name="part")
+        part.allreduce([found]).wait()
+        assert found == 6
         return total(other)
 
     assert run_ranks(body, 4, tmp_path)[2:] == [3, 3]
@@ -336,52 +341,3 @@ def test_names_of_repaired_groups_are_their_own(tmp_path: Path) -> None:
         return total(), total(other)
 
     assert run_ranks(body, 4, tmp_path) == [(3, 3)] * 3 + [-signal.SIGKILL]
-
-
-def test_a_rank_dies_as_it_makes_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others see the exit of the process, and do not wait for the timeout of 100 s. It does not serve the store."""
-    attempt = importlib.import_module("dist_prims.repair.repair_attempt").RepairAttempt
-
-    def body(rank: int) -> Any:
-        if rank == 3:
-            die()
-        all_reduce_until_failure()
-        if rank == 1:
-            monkeypatch.setattr(attempt, "_make", lambda *_: die())
-        began = time.monotonic()
-        dist_prims.shrink(timeout=100)
-        assert time.monotonic() - began < 50
-        return total()
-
-    assert run_ranks(body, 4, tmp_path) == [2, -signal.SIGKILL, 2, -signal.SIGKILL]
-
-
-def test_groups_split_from_a_repaired_sub_group(tmp_path: Path) -> None:
-    """Their deaths are those of the members: rank 1, which is dead, was once taken for the second member."""
-
-    def body(rank: int) -> Any:
-        group = dist.new_group([1, 2, 3])
-        if rank == 1:
-            die()
-        if rank == 0:
-            return 0
-        with pytest.raises(CommError):
-            total(group)
-        repaired: Any = dist_prims.shrink(group)
-        part = repaired.split_group([0, 1], timeout=timedelta(seconds=60), group_name="part")
-        sum_of_part = torch.ones(1)
-        part.allreduce([sum_of_part]).wait()
-        return sum_of_part.item()
-
-    assert run_ranks(body, 4, tmp_path) == [0, -signal.SIGKILL, 2, 2]
-
-
-def test_a_job_of_spawn_continues() -> None:
-    def body() -> float:
-        if dist.get_rank() == 0:
-            die()
-        all_reduce_until_failure()
-        return total(dist_prims.shrink())
-
-    found = dist_prims.spawn(body, 3, backend="dist_prims", timeout=60, min_ranks=2)
-    assert found == [None, 2, 2]

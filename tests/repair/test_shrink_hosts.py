@@ -77,12 +77,14 @@ def test_the_survivors_of_several_hosts_go_on(
     assert left == [(place, len(left), float(len(left))) for place in range(len(left))]
 
 
-def test_a_host_is_lost_as_it_makes_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others see that its address refuses connections, although it has announced itself before."""
+@pytest.mark.parametrize("layout", ["aaaaa", "abcde"])
+def test_a_rank_dies_as_it_makes_the_group(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others do not wait for the timeout of 100 s: they see the exit of its process, or, on other hosts, that its
+    address refuses connections, although it has announced itself before."""
     attempt = importlib.import_module("dist_prims.repair.repair_attempt").RepairAttempt
 
     def body(rank: int) -> Any:
-        os.environ["DIST_PRIMS_HOST_ID"] = "abcde"[rank]
+        os.environ["DIST_PRIMS_HOST_ID"] = layout[rank]
         join_at_rank_0(rank, 5, tmp_path)
         total()
         if rank == 4:
