@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-import solutions
+from solutions import IMPORTS, SOLUTIONS
 
 from dist_prims.cli import main
 from dist_prims.learn import answer_process, wire
@@ -43,7 +43,7 @@ def wrong(text: str, folder: Path, task: str = "ring_all_reduce", seconds: float
 @pytest.mark.parametrize("task", ["ring_pass", "ring_all_reduce", "ring_order", "one_f_one_b"])
 def test_a_right_answer_of_each_kind_is_accepted(task: str, tmp_path: Path) -> None:
     path = tmp_path / "answer.py"
-    path.write_text(getattr(solutions, task.upper()))
+    path.write_text(SOLUTIONS[task])
     assert check(ORDER.index(task) + 1, path)
 
 
@@ -99,8 +99,8 @@ def test_a_forged_verdict_has_a_prefix(tmp_path: Path, capsys: pytest.CaptureFix
         ("crossover", "def crossover(*_): return TEXT"),
         ("ring_order", "def add(*_): return TEXT"),
         ("shards", "def shard(*_): return (TEXT, FORGED)"),
-        ("one_f_one_b", f"{solutions.ACTIONS}\ndef order(*_): yield Action(FORGED, 0, 0)"),
-        ("one_f_one_b", f"{solutions.ACTIONS}\ndef order(*_): yield Action('F', TEXT, 0)"),
+        ("one_f_one_b", f"{IMPORTS}\ndef order(*_): yield Action(FORGED, 0, 0)"),
+        ("one_f_one_b", f"{IMPORTS}\ndef order(*_): yield Action('F', TEXT, 0)"),
     ],
 )
 def test_no_text_of_an_answer_looks_like_a_verdict(
@@ -242,7 +242,7 @@ def test_no_process_is_left_when_the_check_is_killed(tmp_path: Path) -> None:
 def test_the_statuses(tmp_path: Path, state: Path) -> None:
     """0 for a right answer, 1 for a wrong one, 2 for a file or an exercise that is not there."""
     answer = tmp_path / "answer.py"
-    answer.write_text(solutions.RING_ALL_REDUCE)
+    answer.write_text(SOLUTIONS["ring_all_reduce"])
     assert main(["learn", "check", "7", str(answer)]) == 0
     assert [path.name for path in state.rglob("*.done")] == ["ring_all_reduce.done"]
     answer.write_text(NOTHING)
@@ -258,7 +258,7 @@ def test_a_state_folder_that_cannot_be_written_changes_no_verdict(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     answer = tmp_path / "answer.py"
-    answer.write_text(solutions.RING_ALL_REDUCE)
+    answer.write_text(SOLUTIONS["ring_all_reduce"])
     assert main(["learn", "check", "7", str(answer)]) == 0
     assert "`learn` cannot show it as done: " in capsys.readouterr().out
     assert main(["learn"]) == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import solutions
+from solutions import SOLUTIONS
 
 from dist_prims.cli import main
 from dist_prims.learn import wire
@@ -27,8 +27,7 @@ NUMBERS = range(1, len(ORDER) + 1)
 
 
 def solution(number: int) -> str:
-    text: str = getattr(solutions, ORDER[number - 1].upper())
-    return text
+    return SOLUTIONS[ORDER[number - 1]]
 
 
 def verdict(number: int, text: str, folder: Path) -> str | None:
@@ -93,7 +92,7 @@ def test_the_steps_that_are_judged_are_the_steps_that_are_proved(tmp_path: Path)
     """A second reply was once judged. A generator that has ended replies with no steps, which take no time."""
     once = "\nSTEPS = steps(6)\ndef all_reduce(size):\n    return STEPS\n"
     ring, right = (
-        text.replace("def all_reduce", "def steps") for text in (solutions.RING_ALL_REDUCE, solutions.TWO_HOSTS)
+        text.replace("def all_reduce", "def steps") for text in (SOLUTIONS["ring_all_reduce"], SOLUTIONS["two_hosts"])
     )
     number = ORDER.index("two_hosts") + 1
     assert "takes 1.00 of the time of the flat ring" in (verdict(number, ring + once, tmp_path) or "")
