@@ -184,7 +184,7 @@ def test_deaths_at_any_moment(tmp_path: Path) -> None:
 
     choose = random.Random(5)
     with store_process() as port:
-        for number in range(40):
+        for number in range(20):
             prefix, victim, delay = str(number), choose.randrange(4), 0.3 + choose.random() / 2
             outcomes = run_ranks(body, 4, tmp_path, join=False)
             assert outcomes.pop(victim) == -signal.SIGKILL

@@ -1,8 +1,7 @@
-"""The demo: a short one alone; the whole one under mpirun and torchrun."""
+"""The demo: a short one alone; the whole one under mpirun."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from launching import MPIRUN, needs_mpirun
 from torch.utils.data import TensorDataset
 
 import dist_prims
@@ -17,13 +17,6 @@ from dist_prims._console import Console
 from dist_prims.datasets import digits
 from dist_prims.demo import __main__ as demo
 from dist_prims.demo import pipeline, train
-
-BIN = Path(sys.executable).parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python"]
-STARTS = {
-    "mpirun": [str(BIN / "mpirun"), "-n", "4", sys.executable],
-    "torchrun": [*TORCHRUN, sys.executable],
-}
 
 
 def check_output(text: str, folder: Path) -> None:
@@ -49,13 +42,11 @@ def test_a_short_demo_alone_on_two_ranks(
     check_output(capsys.readouterr().out, tmp_path)
 
 
+@needs_mpirun
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("start", STARTS)
-def test_the_demo_checks_itself(start: str, tmp_path: Path) -> None:
-    if shutil.which(STARTS[start][0]) is None:
-        pytest.skip("no mpirun beside this Python; pip install mpich mpi4py")
-    command = [*STARTS[start], "-m", "dist_prims.demo", "--out", str(tmp_path)]
+def test_the_demo_checks_itself(tmp_path: Path) -> None:
+    command = [str(MPIRUN), "-n", "4", sys.executable, "-m", "dist_prims.demo", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     check_output(done.stdout, tmp_path)

@@ -94,12 +94,10 @@ def printed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "kind", "launched_by"),
     [
-        pytest.param("lightning_fabric", "ddp", "itself", marks=slow),
-        pytest.param("lightning_fabric", "fsdp", "torchrun", marks=slow),
+        pytest.param("lightning_fabric", "ddp", "torchrun", marks=slow),
         pytest.param("lightning_fabric", "fsdp2", "itself", marks=slow),
-        pytest.param("lightning_trainer", "ddp", "torchrun", marks=slow),
-        pytest.param("lightning_trainer", "fsdp", "itself", marks=slow),
-        pytest.param("lightning_trainer", "fsdp2", "torchrun", marks=slow),
+        pytest.param("lightning_trainer", "ddp", "itself", marks=slow),
+        pytest.param("lightning_trainer", "fsdp", "torchrun", marks=slow),
     ],
 )
 def test_lightning_has_the_metrics_of_gloo(python: str, name: str, kind: str, launched_by: str, tmp_path: Path) -> None:
