@@ -6,7 +6,6 @@ import itertools
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,18 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import backend_of, children, press_ctrl_c_soon
-from values import COMPLEX, FLOAT8, FLOATS, INTEGERS, REDUCTIONS, bits, equal, everything, held, noise, summed
+from ranks import backend_of, children, spawn
+from values import COMPLEX, FLOAT8, FLOATS, INTEGERS, bits, equal, every_collective, held, noise
 
 import dist_prims
 from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError, PeerLeftError
 
 SIZES = [1, 2, 3, 4, pytest.param(7, marks=pytest.mark.slow)]
 Op = dist.ReduceOp
-
-
-def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60) -> list[Any]:
-    return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=timeout)
 
 
 @pytest.fixture(autouse=True)
@@ -37,35 +32,7 @@ def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_collective(size: int) -> None:
     def body() -> None:
         assert not backend_of().spans_hosts
-        everything(size)
-
-    spawn(body, size)
-
-
-def test_tensors_in_one() -> None:
-    size = 3
-
-    def body() -> None:
-        rank = dist.get_rank()
-        for count in (0, 5, 70_000):
-            output = torch.full((size * count, 2), -1)
-            dist.all_gather_into_tensor(output, held(rank, 2 * count).view(-1, 2))
-            equal(output.flatten(), torch.cat([held(peer, 2 * count) for peer in range(size)]), "all_gather")
-            output = torch.full((count,), -1)
-            dist.reduce_scatter_tensor(output, held(rank, size * count))
-            equal(output, summed(size, size * count)[rank * count : (rank + 1) * count], "reduce_scatter")
-            output = torch.full((size * count,), -1)
-            dist.all_to_all_single(output, torch.arange(size * count) + 10**6 * rank)
-            blocks = [torch.arange(rank * count, (rank + 1) * count) + 10**6 * peer for peer in range(size)]
-            equal(output, torch.cat(blocks), "all_to_all")
-        splits = [[(src + 2 * dst) % 4 for dst in range(size)] for src in range(size)]
-        incoming = [splits[peer][rank] for peer in range(size)]
-        output = torch.full((sum(incoming), 3), -1)
-        dist.all_to_all_single(output, torch.full((sum(splits[rank]), 3), rank), incoming, splits[rank])
-        assert output[:, 0].tolist() == [peer for peer, rows in enumerate(incoming) for _ in range(rows)]
-        uneven = [torch.zeros(peer) for peer in range(size)]
-        dist.all_gather(uneven, torch.full((rank,), float(rank)))
-        assert [each.tolist() for each in uneven] == [[float(peer)] * peer for peer in range(size)]
+        every_collective()
 
     spawn(body, size)
 
@@ -90,19 +57,8 @@ def test_the_bits_are_those_of_the_registered_schedule(size: int) -> None:
     spawn(body, size)
 
 
-def test_every_type_and_reduction_is_as_in_python() -> None:
+def test_every_type_is_moved() -> None:
     def body() -> None:
-        gloo = dist.new_group(backend="gloo")
-        for dtype, op in REDUCTIONS:
-            if dtype in COMPLEX and op == Op.PRODUCT:
-                continue  # refused by torch.distributed itself
-            generator = torch.Generator().manual_seed(dist.get_rank())
-            raw = torch.randint(0, 256, (600 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-            tensor = raw.view(dtype) if dtype in INTEGERS else (raw[:600] % 7).to(dtype)
-            ours, reference = tensor.clone(), tensor.clone()
-            dist.all_reduce(ours, op)
-            dist_prims.all_reduce(reference, op, gloo, algorithm="direct")
-            assert bits(ours) == bits(reference), (dtype, op)
         for dtype in [*INTEGERS, *FLOATS, *COMPLEX, torch.bool, *FLOAT8]:
             tensor = torch.full((9,), dist.get_rank()).to(dtype)
             dist.broadcast(tensor, 2)
@@ -131,19 +87,6 @@ def test_half_types_round_as_torch_does() -> None:
     spawn(body, 2)
 
 
-def test_not_a_number_stays_so() -> None:
-    def body() -> None:
-        for dtype, op in itertools.product(FLOATS, (Op.MIN, Op.MAX)):
-            tensor = torch.tensor([1.0, float("nan"), float("inf"), -1.0], dtype=dtype)
-            if dist.get_rank() == 1:
-                tensor = torch.tensor([float("nan"), 1.0, -float("inf"), 2.0], dtype=dtype)
-            dist.all_reduce(tensor, op)
-            assert tensor[:2].isnan().all(), (dtype, op)
-            assert tensor[3] == (-1.0 if op == Op.MIN else 2.0)
-
-    spawn(body, 2)
-
-
 def test_tensors_of_every_shape() -> None:
     def body() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -158,6 +101,13 @@ def test_tensors_of_every_shape() -> None:
         scalar = torch.tensor(rank)
         dist.all_reduce(scalar)
         assert scalar.item() == 3
+        gathered = torch.full((size * 5, 2), -1)
+        dist.all_gather_into_tensor(gathered, held(rank, 10).view(-1, 2))
+        equal(gathered.flatten(), torch.cat([held(peer, 10) for peer in range(size)]), "all_gather")
+        sent, received = ([1, 2, 0], [1, 1, 1]), ([1], [2], [0])[rank] * size
+        rows = torch.full((sum(received), 3), -1)
+        dist.all_to_all_single(rows, torch.full((3, 3), rank), received, sent[0])
+        assert rows.tolist() == [[peer] * 3 for peer in range(size) for _ in range(received[peer])]
         factor = dist._make_nccl_premul_sum(2.0)
         premultiplied = torch.ones(3)
         dist.all_reduce(premultiplied, factor)
@@ -193,51 +143,28 @@ def test_async_work_sub_groups_and_point_to_point() -> None:
     spawn(body, 4)
 
 
-def test_a_receive_does_not_hold_up_a_collective() -> None:
-    def body() -> None:
-        total, received = torch.ones(3), torch.zeros(3)
-        if dist.get_rank() == 0:
-            work = dist.irecv(received, 1)
-            dist.all_reduce(total)
-            work.wait()
-            assert received.tolist() == [7.0] * 3
-        else:
-            dist.all_reduce(total)
-            dist.send(torch.full((3,), 7.0), 0)
-        assert total.tolist() == [2.0] * 3
-
-    spawn(body, 2)
+def ones(count: int = 5) -> torch.Tensor:
+    return torch.ones(count)
 
 
-MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = {
-    "collective": (lambda: dist.all_reduce(torch.ones(5)), lambda: dist.barrier(), ["all_reduce", "barrier"]),
-    "count": (
-        lambda: dist.all_reduce(torch.ones(5)),
-        lambda: dist.all_reduce(torch.ones(90_000)),
-        ["5 el", "90000 el"],
-    ),
-    "dtype": (
-        lambda: dist.all_reduce(torch.ones(5)),
-        lambda: dist.all_reduce(torch.ones(5).int()),
-        ["float32", "int32"],
-    ),
-    "operation": (
-        lambda: dist.all_reduce(torch.ones(5)),
-        lambda: dist.all_reduce(torch.ones(5), Op.MAX),
-        ["SUM", "MAX"],
-    ),
-    "root": (lambda: dist.broadcast(torch.ones(5), 0), lambda: dist.broadcast(torch.ones(5), 1), ["root 0", "root 1"]),
-}
+# The calls of rank 0 and of rank 1, and what the error must name.
+MISMATCHES: list[tuple[Callable[[], Any], Callable[[], Any], list[str]]] = [
+    (lambda: dist.all_reduce(ones()), dist.barrier, ["all_reduce", "barrier", "call number"]),
+    (lambda: dist.all_reduce(ones()), lambda: dist.all_reduce(ones(90_000)), ["5 el", "90000 el"]),
+    (lambda: dist.all_reduce(ones()), lambda: dist.all_reduce(ones().int()), ["float32", "int32"]),
+    (lambda: dist.all_reduce(ones()), lambda: dist.all_reduce(ones(), Op.MAX), ["SUM", "MAX"]),
+    (lambda: dist.broadcast(ones(), 0), lambda: dist.broadcast(ones(), 1), ["root 0", "root 1"]),
+]
 
 
 def test_ranks_that_disagree_all_get_an_error_that_names_both_sides() -> None:
     def body() -> None:
-        for one, two, words in MISMATCHES.values():
+        for one, two, words in MISMATCHES:
             with pytest.raises(MismatchError) as caught:
                 (one if dist.get_rank() == 0 else two)()
             for word in ("Rank 0", "rank 1", *words):
                 assert word in str(caught.value), caught.value
-            tensor = torch.ones(5)
+            tensor = ones()
             dist.all_reduce(tensor)  # the group goes on
             assert tensor.tolist() == [2.0] * 5
 
@@ -313,35 +240,6 @@ def test_a_rank_that_has_left_is_named() -> None:
     spawn(body, 2)
 
 
-def test_destroying_a_group_with_work_in_flight_ends_it() -> None:
-    def body() -> None:
-        if dist.get_rank() == 0:
-            work = dist.all_reduce(torch.ones(3), async_op=True)  # rank 1 never comes
-            behind = dist.all_reduce(torch.ones(3), async_op=True)
-            began = time.monotonic()
-            dist.destroy_process_group()
-            assert time.monotonic() - began < 20
-            for each in (work, behind):
-                with pytest.raises(RuntimeError, match=r"left the group|destroyed"):
-                    each.wait()
-        else:
-            time.sleep(1)
-
-    spawn(body, 2)
-
-
-def test_ctrl_c_ends_a_wait() -> None:
-    def body() -> None:
-        if dist.get_rank() == 1:
-            time.sleep(0.5)
-            return
-        press_ctrl_c_soon()
-        with pytest.raises(KeyboardInterrupt):
-            dist.all_reduce(torch.ones(3))
-
-    spawn(body, 2)
-
-
 def test_a_call_in_a_forked_child_is_refused_and_harms_nothing() -> None:
     def body() -> None:
         dist.all_reduce(torch.ones(3), async_op=True).wait()
@@ -365,29 +263,7 @@ def test_a_call_in_a_forked_child_is_refused_and_harms_nothing() -> None:
     spawn(body, 2)
 
 
-def test_ddp_trains_as_over_gloo() -> None:
-    def train(group: Any) -> list[float]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.ReLU(), torch.nn.Linear(50, 1))
-        ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        losses = []
-        for step in range(10):
-            torch.manual_seed(100 * step + dist.get_rank())
-            loss = ddp(torch.randn(8, 20)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    def body() -> None:
-        assert train(None) == train(dist.new_group(backend="gloo"))  # two addends have one order
-
-    spawn(body, 2)
-
-
 def test_nothing_stays_behind() -> None:
     before = children(), len(os.listdir("/proc/self/fd"))
-    spawn(everything, 2, 2)
+    spawn(every_collective, 2)
     assert (children(), len(os.listdir("/proc/self/fd"))) == before

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from survivors import join_at_rank_0, run_ranks
 
-import dist_prims
 from dist_prims.errors import PeerDiedError
 
 
@@ -109,17 +108,3 @@ def test_none_is_left_to_make_a_group(
     for text in outcomes:
         assert "descriptors" in text, outcomes
         assert "`ulimit -n`" in text, outcomes
-
-
-def test_none_is_left_for_a_shared_tensor() -> None:
-    def body() -> str:
-        taken = take_all_but(0)
-        with pytest.raises(RuntimeError) as caught:
-            dist_prims.empty(1 << 20)  # what is smaller than a page is ordinary memory
-        for each in taken:
-            os.close(each)
-        return str(caught.value)
-
-    (text,) = dist_prims.spawn(body, 1, backend="dist_prims", timeout=60)
-    assert "no descriptors left" in text
-    assert "`ulimit -n`" in text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pinning import pin, run
+from pinning import pin
 from ranks import span
 from values import equal, held, summed
 
@@ -127,7 +127,7 @@ def test_a_named_algorithm_runs_in_the_backend(layout: str) -> None:
             exchange(lambda src, dst: 3 * src + dst, algorithm=name)
             exchange(lambda src, dst: 4000 * (src % 2), algorithm=name)
 
-    run(layout, body)
+    span(layout, body)
 
 
 @pytest.mark.parametrize("layout", ["a a a", "a b b"])
@@ -148,7 +148,7 @@ def test_mismatches_of_a_named_algorithm_are_named(layout: str) -> None:
         dist.all_reduce(total)
         assert total[0] == size
 
-    run(layout, body)
+    span(layout, body)
 
 
 @pytest.mark.parametrize("layout", ["a a a", "a a b b"])
@@ -185,7 +185,7 @@ def test_blocks_of_different_lengths(layout: str) -> None:
             dist.all_to_all([*strided], [*torch.arange(6 * size).view(size, 6) + 100 * rank])
             equal(strided, expected, "strided")
 
-    run(layout, body)
+    span(layout, body)
 
 
 @pytest.mark.sampled(1)
@@ -208,4 +208,4 @@ def test_lengths_that_do_not_match_are_named(layout: str) -> None:
                 dist.scatter(own, blocks, 0)
             dist.all_to_all([torch.ones(4) for _ in range(size)], [torch.ones(4) for _ in range(size)])
 
-    run(layout, body)
+    span(layout, body)

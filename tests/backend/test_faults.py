@@ -8,31 +8,24 @@ import json
 import multiprocessing
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import store
+from ranks import spawn, store
 from torch.utils.data import DataLoader, Dataset
 
 import dist_prims
 from dist_prims.cli import main
-from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError
+from dist_prims.errors import CommTimeoutError, PeerDiedError
 from dist_prims.launch import RankFailedError
 from dist_prims.rendezvous.deadline import until
-
-
-def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60) -> list[Any]:
-    return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=timeout)
 
 
 def all_reduce(tensor: torch.Tensor, seconds: float) -> None:
@@ -40,87 +33,6 @@ def all_reduce(tensor: torch.Tensor, seconds: float) -> None:
     options = dist.AllreduceOptions()
     options.timeout, options.asyncOp = timedelta(seconds=seconds), False
     dist.group.WORLD.allreduce([tensor], options).wait()
-
-
-def pids() -> list[int]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, os.getpid())
-    return found
-
-
-def test_a_rank_that_is_stopped_is_named_when_time_is_up() -> None:
-    def body() -> None:
-        stopped = pids()[2]
-        dist.barrier()
-        if dist.get_rank() == 2:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return
-        began = time.monotonic()
-        with pytest.raises(CommTimeoutError) as caught:
-            all_reduce(torch.ones(100_000), 0.5)
-        assert time.monotonic() - began > 0.4
-        text = str(caught.value)  # of the two, one is first, and the other may be told by it
-        assert "no sign of rank 2" in text or "has given up waiting" in text
-        store().set(f"raised {dist.get_rank()}", "")
-        if dist.get_rank() == 0:
-            store().wait(["raised 1"])
-            os.kill(stopped, signal.SIGCONT)
-
-    spawn(body, 3)
-
-
-def test_when_wait_gives_up_the_group_ends_and_nothing_is_written_late() -> None:
-    def body() -> None:
-        rank = dist.get_rank()
-        tensor = torch.full((100_000,), float(rank))
-        if rank == 0:
-            work = dist.all_reduce(tensor, async_op=True)
-            with pytest.raises(CommTimeoutError, match="timeout after 200 ms in the wait for dist_prims:all_reduce"):
-                work.wait(timedelta(milliseconds=200))
-            store().set("given up", "")
-            store().wait(["has come late"])
-            time.sleep(0.2)
-            assert (tensor == 0).all()
-            assert work.is_completed()
-        else:
-            store().wait(["given up"])
-            with pytest.raises(CommTimeoutError, match="rank 0 has given up waiting"):
-                dist.all_reduce(tensor)
-            store().set("has come late", "")
-            assert (tensor == 1).all()
-
-    spawn(body, 2)
-
-
-def test_a_rank_that_skips_a_call() -> None:
-    """The next one differs: the error tells both, with the numbers of the calls."""
-
-    def body() -> None:
-        if dist.get_rank() == 0:
-            dist.all_reduce(torch.ones(3))  # rank 1 skips it
-        dist.broadcast(torch.ones(3), 0)
-
-    with pytest.raises(RankFailedError) as caught:
-        spawn(body, 2)
-    assert (
-        "Rank 0 calls all_reduce(SUM, float32, 3 elements) as call number 1; rank 1 calls broadcast(float32, "
-        in str(caught.value)
-    )
-
-
-def test_a_signal_ends_a_wait_at_once() -> None:
-    def body() -> None:
-        if dist.get_rank() == 1:
-            store().wait(["interrupted"])
-            return
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-        signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(SystemExit(3)))
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(SystemExit):
-            dist.all_reduce(torch.ones(3))
-        store().set("interrupted", "")
-
-    spawn(body, 2)
 
 
 def test_more_ranks_than_cores() -> None:
@@ -208,18 +120,6 @@ def test_a_child_that_crashes_is_not_taken_for_its_rank() -> None:
     spawn(body, 2)
 
 
-def test_no_memory_is_a_clear_error() -> None:
-    """Reserved when it is asked for: never a SIGBUS when it is touched."""
-
-    def body() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        with pytest.raises(RuntimeError, match="cannot reserve 40001536 bytes of shared memory"):  # whole pages
-            dist_prims.empty(10_000_000)
-
-    spawn(body, 1)
-
-
 def test_dev_shm_is_not_needed() -> None:
     """/dev/shm of 1 MB, or none: the memory has no name."""
     if os.geteuid() != 0:
@@ -246,7 +146,9 @@ def test_dev_shm_is_not_needed() -> None:
         pytest.skip(reason)
 
 
-def run_restarts(tmp_path: Path, restarts: int) -> subprocess.CompletedProcess[str]:
+@pytest.mark.slow
+def test_torchrun_restarts(tmp_path: Path) -> None:
+    restarts = 2
     (tmp_path / "program.py").write_text(
         "import os, torch, torch.distributed as dist\n"
         "dist.init_process_group('dist_prims')\n"
@@ -261,21 +163,9 @@ def run_restarts(tmp_path: Path, restarts: int) -> subprocess.CompletedProcess[s
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1", str(tmp_path / "program.py")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-
-
-@pytest.mark.slow
-def test_torchrun_restarts(tmp_path: Path) -> None:
-    done = run_restarts(tmp_path, 1)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("end of turn 1 4.0") == 2
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_several_times(tmp_path: Path) -> None:
-    done = run_restarts(tmp_path, 4)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("end of turn 4 4.0") == 2
+    assert done.stdout.count(f"end of turn {restarts} 4.0") == 2
 
 
 def test_the_record_of_a_failure_names_the_rank_that_is_behind(
@@ -326,70 +216,6 @@ def test_the_record_is_written_on_demand(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["doctor", "--dump", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "rank 1 is behind: it has made 1 call, rank 0 has made 2" in said, said
-
-
-def test_mismatched_survivors_are_not_poisoned() -> None:
-    def body() -> None:
-        for _ in range(5):
-            with pytest.raises(MismatchError):
-                dist.all_reduce(torch.ones(2 + dist.get_rank()))
-            tensor = torch.ones(3)
-            dist.all_reduce(tensor)
-            assert tensor[0] == 2
-
-    spawn(body, 2)
-
-
-def test_groups_come_and_go_without_a_trace() -> None:
-    def body() -> None:
-        def state() -> tuple[int, int, int]:
-            maps = Path("/proc/self/maps").read_text().count("memfd:dist_prims")
-            return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), maps
-
-        before = None
-        for turn in range(25):
-            group = dist.new_group()
-            work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
-            sent = dist.isend(torch.ones(3), 1 - dist.get_rank(), group=group)
-            dist.recv(torch.ones(3), 1 - dist.get_rank(), group=group)
-            work.wait(), sent.wait()
-            dist.destroy_process_group(group)
-            del group, work, sent
-            before = state() if turn == 5 else before
-        assert state() == before
-
-    spawn(body, 2)
-
-
-def test_the_timeout_can_be_set_later() -> None:
-    def body() -> None:
-        dist.group.WORLD.set_timeout(timedelta(milliseconds=300))
-        if dist.get_rank() == 0:
-            with pytest.raises(CommTimeoutError, match="timeout after 300 ms in all_reduce"):
-                dist.all_reduce(torch.ones(3))
-            store().set("raised", "")
-        else:
-            store().wait(["raised"])
-
-    spawn(body, 2)
-
-
-def test_abort_ends_what_is_under_way() -> None:
-    def body() -> None:
-        kept = store()
-        if dist.get_rank() == 0:
-            works = [dist.all_reduce(torch.ones(3), async_op=True), dist.irecv(torch.ones(3), 1)]
-            began = time.monotonic()
-            dist.distributed_c10d._abort_process_group()
-            assert time.monotonic() - began < 10
-            for work in works:
-                with pytest.raises(RuntimeError, match=r"left the group|destroyed"):
-                    work.wait()
-            kept.set("aborted", "")
-        else:
-            kept.wait(["aborted"])
-
-    spawn(body, 2)
 
 
 def test_a_monitored_barrier_names_the_missing_ranks() -> None:

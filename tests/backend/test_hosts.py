@@ -39,32 +39,25 @@ for count in (0, 1, 1000, 300_000):
 dist.barrier()
 engine = dist.group.WORLD._get_backend(torch.device("cpu")).engine
 sys.path.insert(0, os.environ["TESTS"])
-from values import everything
-everything(size)
+from values import every_collective
+every_collective()
 say(f"right on {len(place.hosts)} hosts over {engine}")
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.slow
-def test_sums_over_links_by_mpi() -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_sums_over_links_by_mpi(name: str) -> None:
     """Under mpirun MPI carries what is between the hosts."""
-    env = {"TESTS": str(Path(__file__).parents[1] / "helpers")}
-    done = on_hosts(2, 2, PROGRAM + RIGHT, rate="1gbit", mpirun=True, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("right on 2 hosts over mpi\n") == 4
-
-
-@pytest.mark.slow
-def test_sums_over_links_by_open_mpi() -> None:
-    kind = KINDS["Open MPI"]
+    kind = KINDS[name]
     if reason := kind.lacks():
         pytest.skip(reason)
     env = {**kind.environ, "TESTS": str(Path(__file__).parents[1] / "helpers")}
     python = str(kind.home / "bin" / "python")
     done = on_hosts(2, 2, PROGRAM + RIGHT, rate="1gbit", mpirun=True, env=env, python=python)
     assert done.returncode == 0, done.stderr
-    assert "4 ranks on 2 hosts by mpirun (Open MPI" in done.stderr
+    assert f"4 ranks on 2 hosts by mpirun ({name}" in done.stderr
     assert done.stdout.count("right on 2 hosts over mpi\n") == 4
 
 
@@ -76,7 +69,7 @@ from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.errors import CommError
 host, folder = int(os.environ["HOST"]), pathlib.Path(os.environ["FOLDER"])
 sys.path.insert(0, os.environ["TESTS"])
-from values import everything
+from values import every_collective
 
 def say(text): print(f"{phase} {rank}: {text}\\n", end="", flush=True)
 
@@ -94,7 +87,7 @@ def measure():
     say(chosen)
 
 def sums():
-    everything(size)
+    every_collective()
     say(dist.group.WORLD._get_backend(torch.device("cpu")).engine)
 
 def go_on(seconds, victim=None):

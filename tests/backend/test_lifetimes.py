@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from engines import require
 from launching import run_scripts
-from ranks import backend_of, span
+from ranks import backend_of, span, spawn
 
 import dist_prims
 from dist_prims.backend import create, options, options_of
@@ -27,10 +27,6 @@ from dist_prims.errors import CommError
 from dist_prims.torch_compat import default_group, group_store
 
 LIMIT = 50  # seconds, of any wait here
-
-
-def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 90) -> list[Any]:
-    return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=timeout)
 
 
 def at_once(*actions: Callable[[], Any]) -> None:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import spawn
 from reductions import all_reduce_algorithms, shared
 from values import equal, held, noise, summed
 
 import dist_prims
-from dist_prims.errors import MismatchError
 from dist_prims.schedules import Step, algorithm, unregister
 
 Op = dist.ReduceOp
-
-
-def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60) -> list[Any]:
-    return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=timeout)
 
 
 def mapped() -> int:
@@ -180,35 +175,3 @@ def test_a_schedule_of_ones_own_is_pinned() -> None:
         spawn(body, 3)
     finally:
         unregister("all_reduce", "to_zero_and_back")
-
-
-def test_the_environment_pins_for_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIST_PRIMS_ALL_REDUCE", "ring:1K-max")
-
-    def body() -> None:
-        tensor = noise(dist.get_rank(), torch.float32, 5000)
-        expected = tensor.clone()
-        dist.all_reduce(tensor)
-        dist_prims.all_reduce(expected, algorithm="ring")
-        equal(tensor, expected, "ring")
-
-    spawn(body, 4)
-
-
-def test_ranks_that_pin_different_schedules_get_an_error() -> None:
-    def body() -> None:
-        names = ["ring", "swing"]
-        group = dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce=names[dist.get_rank()]))
-        tensor = torch.ones(4)
-        with pytest.raises(MismatchError, match=r"4 elements, by ring\) .* 4 elements, by swing\)"):
-            dist.all_reduce(tensor, group=group)
-        assert tensor.tolist() == [1.0] * 4
-
-    spawn(body, 2)
-
-
-def test_bad_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="rnig"):
-        dist_prims.BackendOptions(all_reduce="rnig")
-    with pytest.raises(ValueError, match="negative"):
-        dist_prims.empty((2, -1))

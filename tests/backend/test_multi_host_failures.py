@@ -81,8 +81,8 @@ def test_a_rank_that_is_stopped_is_named_on_every_host() -> None:
     span("a a b b", body, group=1)
 
 
-@pytest.mark.slow
-def test_a_wait_with_a_limit_ends_the_group_and_writes_nothing_late() -> None:
+@pytest.mark.parametrize("layout", ["a a a", pytest.param("a a b", marks=pytest.mark.slow)])
+def test_a_wait_with_a_limit_ends_the_group_and_writes_nothing_late(layout: str) -> None:
     def body() -> None:
         rank = dist.get_rank()
         if rank == 2:
@@ -105,7 +105,7 @@ def test_a_wait_with_a_limit_ends_the_group_and_writes_nothing_late() -> None:
         time.sleep(0.2)
         equal(tensor, before, "written late")
 
-    span("a a b", body)
+    span(layout, body)
 
 
 def test_ctrl_c_ends_a_wait_for_another_host() -> None:
@@ -120,7 +120,8 @@ def test_ctrl_c_ends_a_wait_for_another_host() -> None:
     span("a b", body)
 
 
-def test_destroyed_with_work_in_flight() -> None:
+@pytest.mark.parametrize("layout", ["a a", "a b"])
+def test_destroyed_with_work_in_flight(layout: str) -> None:
     def body() -> None:
         over = store()
         if dist.get_rank() == 0:
@@ -134,7 +135,7 @@ def test_destroyed_with_work_in_flight() -> None:
         else:
             over.wait(["over"])
 
-    span("a b", body)
+    span(layout, body)
 
 
 @pytest.mark.sampled(1)

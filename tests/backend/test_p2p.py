@@ -5,51 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import press_ctrl_c_soon
-from values import equal, held
+from ranks import span, spawn
+from values import equal
 
 import dist_prims
-from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError, PeerLeftError
+from dist_prims.errors import PeerDiedError, PeerLeftError
+
+LAYOUTS = ["a a", "a b"]
 
 
-def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60) -> list[Any]:
-    return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=timeout)
-
-
-COUNTS = [0, 1, 13, 1031, 400_007]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("size", [2, 4, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 7))])
-def test_everyone_to_everyone_last_tag_first(size: int) -> None:
-    def body() -> None:
-        rank = dist.get_rank()
-        peers = [peer for peer in range(size) if peer != rank]
-        works = [
-            dist.isend(held(100 * rank + peer, count), peer, tag=tag)
-            for peer in peers
-            for tag, count in enumerate(COUNTS)
-        ]
-        for tag in reversed(range(len(COUNTS))):
-            for peer in peers:
-                found = torch.full((COUNTS[tag],), -1)
-                works.append(dist.irecv(found, peer, tag=tag))
-                works[-1].wait()
-                equal(found, held(100 * peer + rank, COUNTS[tag]), (peer, tag))
-        for work in works:
-            work.wait()
-
-    spawn(body, size)
-
-
-def test_messages_of_one_tag_keep_their_order() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_messages_of_one_tag_keep_their_order(layout: str) -> None:
     def body() -> None:
         if dist.get_rank() == 0:
             for number in range(200):
@@ -61,27 +31,11 @@ def test_messages_of_one_tag_keep_their_order() -> None:
                     dist.recv(found[number], 0, tag=tag)
             equal(found, torch.arange(200), "order")
 
-    spawn(body, 2)
+    span(layout, body)
 
 
-def test_a_receive_from_any_rank_reports_the_source() -> None:
-    def body() -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        if rank != 0:
-            return dist.send(torch.tensor([rank, 7]), 0, tag=3)
-        seen = set()
-        for _ in range(size - 1):
-            found = torch.zeros(2, dtype=torch.int64)
-            source = dist.recv(found, tag=3)
-            assert found.tolist() == [source, 7]
-            seen.add(source)
-        assert seen == {1, 2, 3}
-        return None
-
-    spawn(body, 4)
-
-
-def test_tensors_of_every_type_and_shape() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_of_every_type_and_shape(layout: str) -> None:
     def body() -> None:
         rank = dist.get_rank()
         for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.complex128, torch.bool, torch.int16):
@@ -93,10 +47,11 @@ def test_tensors_of_every_type_and_shape() -> None:
                     work.wait()
                 assert torch.equal(found.to(torch.complex128), view(given).to(torch.complex128)), dtype
 
-    spawn(body, 2)
+    span(layout, body)
 
 
-def test_messages_and_collectives_do_not_wait_for_each_other() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_messages_and_collectives_do_not_wait_for_each_other(layout: str) -> None:
     def body() -> None:
         found = torch.zeros(300_000)
         if dist.get_rank() == 0:
@@ -108,7 +63,7 @@ def test_messages_and_collectives_do_not_wait_for_each_other() -> None:
             dist.all_reduce(torch.ones(3))
             dist.send(torch.ones(300_000), 0)
 
-    spawn(body, 2)
+    span(layout, body)
 
 
 def test_messages_arrive_although_no_thread_waits() -> None:
@@ -126,7 +81,8 @@ def test_messages_arrive_although_no_thread_waits() -> None:
     spawn(body, 2)
 
 
-def test_groups_have_their_own_messages() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_have_their_own_messages(layout: str) -> None:
     def body() -> None:
         rank = dist.get_rank()
         groups = [dist.new_group() for _ in range(3)]
@@ -139,22 +95,7 @@ def test_groups_have_their_own_messages() -> None:
                 dist.recv(found, 0, group=group)
                 assert found.item() == number
 
-    spawn(body, 2)
-
-
-def test_a_length_that_differs_is_an_error_that_names_both() -> None:
-    def body() -> None:
-        if dist.get_rank() == 0:
-            dist.send(torch.zeros(3), 1, tag=5)
-            dist.send(torch.ones(2), 1, tag=5)
-        else:
-            with pytest.raises(MismatchError, match=r"rank 0 has sent 12 bytes for recv\(8 bytes from rank 0, tag 5\)"):
-                dist.recv(torch.zeros(2), 0, tag=5)
-            found = torch.zeros(2)
-            dist.recv(found, 0, tag=5)  # the group goes on
-            assert found.tolist() == [1, 1]
-
-    spawn(body, 2)
+    span(layout, body)
 
 
 @pytest.mark.parametrize("kind", ["recv", "send"])
@@ -185,30 +126,5 @@ def test_what_was_sent_before_leaving_is_received() -> None:
         assert found.sum() == 100
         with pytest.raises(PeerLeftError, match="rank 1 has left the group in recv"):
             dist.recv(found, 1)
-
-    spawn(body, 2)
-
-
-def test_a_message_that_does_not_come() -> None:
-    def body() -> None:
-        group = dist.new_group(timeout=timedelta(seconds=0.3))
-        if dist.get_rank() == 0:
-            with pytest.raises(CommTimeoutError, match=r"timeout after 300 ms in recv\(4 bytes from rank 1, tag 0\)"):
-                dist.recv(torch.zeros(1), 1, group=group)
-            with pytest.raises(CommTimeoutError, match="given up waiting"):
-                dist.send(torch.zeros(1), 1, group=group)
-        dist.barrier()
-
-    spawn(body, 2)
-
-
-def test_ctrl_c_ends_a_receive() -> None:
-    def body() -> None:
-        if dist.get_rank() == 1:
-            time.sleep(0.5)
-            return
-        press_ctrl_c_soon()
-        with pytest.raises(KeyboardInterrupt):
-            dist.recv(torch.ones(3), 1)
 
     spawn(body, 2)

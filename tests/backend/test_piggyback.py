@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pinning import pin
 from ranks import backend_of, span
-from values import equal, held, summed
+from values import every_collective
 
 from dist_prims import MismatchError
 from dist_prims.backend.link_costs import ASSUMED
@@ -73,39 +73,6 @@ def test_the_link_carries_at_least_what_must_cross_it(
     assert added_seconds(collective, nbytes, busy) >= (2 * added if one_machine else added)
 
 
-def collectives_of(count: int, root: int) -> None:
-    """Every collective with ``count`` elements of each rank, some into tensors that are not contiguous."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    every = [held(peer, count) for peer in range(size)]
-    tensor = held(rank, count)
-    dist.all_reduce(tensor)
-    equal(tensor, summed(size, count), "all_reduce")
-    tensor = held(root, count) if rank == root else torch.zeros(count, dtype=held(rank, count).dtype)
-    dist.broadcast(tensor, root)
-    equal(tensor, held(root, count), "broadcast")
-    spaced = torch.zeros(count, 2, dtype=tensor.dtype)[:, 0]
-    spaced.copy_(held(rank, count))
-    dist.reduce(spaced, root)
-    equal(spaced, summed(size, count) if rank == root else held(rank, count), "reduce")
-    outputs = [torch.zeros(count, 2, dtype=tensor.dtype)[:, 1] for _ in range(size)]
-    dist.all_gather(outputs, held(rank, count))
-    equal(torch.stack(list(outputs)), torch.stack(every), "all_gather")
-    gathered = [torch.zeros_like(tensor) for _ in range(size)] if rank == root else None
-    dist.gather(held(rank, count), gathered, dst=root)
-    if gathered is not None:
-        equal(torch.stack(gathered), torch.stack(every), "gather")
-    dist.scatter(tensor.zero_(), every if rank == root else None, src=root)
-    equal(tensor, every[rank], "scatter")
-    dist.reduce_scatter(tensor, [each + rank for each in every])
-    equal(tensor, size * every[rank] + size * (size - 1) // 2, "reduce_scatter")
-    outputs = [torch.zeros_like(tensor) for _ in range(size)]
-    dist.all_to_all(outputs, [held(rank, count) + 100 * peer for peer in range(size)])
-    equal(torch.stack(outputs), torch.stack([each + 100 * rank for each in every]), "all_to_all")
-    same = torch.cat([held(rank, count) + 100 * peer for peer in range(size)])
-    dist.all_to_all_single(same, same.clone())
-    equal(same, torch.cat([each + 100 * rank for each in every]), "all_to_all_single")
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("host_engine")
 @pytest.mark.parametrize(
@@ -113,9 +80,8 @@ def collectives_of(count: int, root: int) -> None:
 )
 def test_every_collective_moves_the_right_data(layout: str) -> None:
     def body() -> None:
-        size = dist.get_world_size()
-        for count in (0, 1, 33, 700):
-            collectives_of(count, count % size)
+        every_collective(0, 1, 33, 700)
+        every_collective(33, place=lambda values: torch.empty(len(values), 2, dtype=values.dtype)[:, 1].copy_(values))
 
     span(layout, body)
 
@@ -131,7 +97,7 @@ def test_the_name_tells_how_data_travels() -> None:
             assert backend_of().algorithm(most + 1, collective, 0 if collective == "broadcast" else -1) != NAME
         pin(all_gather="ring")
         assert backend_of().algorithm(64, "all_gather") == "ring"
-        collectives_of(5, 1)
+        every_collective(5)
 
     span("a a b b", body)
 
@@ -153,6 +119,6 @@ def test_a_mismatch_is_raised_on_all_ranks_and_writes_no_output() -> None:
             results = [torch.zeros_like(each) for each in uneven]
             dist.all_to_all(results, uneven)
             assert [each[0].item() for each in results] == [0, 1, 2, 3]
-            collectives_of(20, 2)
+            every_collective(20)
 
     span("a b b c", body)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pinning import pin, run
-from ranks import backend_of
-from values import bits, equal, noise
+from pinning import pin
+from ranks import backend_of, span
+from values import COLLECTIVES, Call, bits, every_collective, noise
 
 import dist_prims
 from dist_prims.backend.options import PINNABLE
@@ -42,48 +42,6 @@ def possible(collective: str, size: int, hosts: tuple[int, ...]) -> Iterator[str
         yield name
 
 
-def every_collective(count: int, dtype: torch.dtype, group: Any = None) -> None:
-    """All collectives on small whole numbers, which every dtype adds exactly."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-
-    def mine(of: int) -> torch.Tensor:
-        return (torch.arange(count) % 5 + of).to(dtype)
-
-    def blank() -> torch.Tensor:
-        return torch.full((count,), 99).to(dtype)
-
-    total = sum(mine(peer).double() for peer in range(size)).to(dtype)  # type: ignore[union-attr]
-    tensor = mine(rank)
-    dist.all_reduce(tensor, group=group)
-    equal(tensor, total, ("all_reduce", count, dtype))
-    blocks = [blank() for _ in range(size)]
-    dist.all_gather(blocks, mine(rank), group=group)
-    equal(torch.cat(blocks), torch.cat([mine(peer) for peer in range(size)]), ("all_gather", count, dtype))
-    output = blank()
-    dist.reduce_scatter(output, [mine(rank) for _ in range(size)], group=group)
-    equal(output, total, ("reduce_scatter", count, dtype))
-    blocks = [blank() for _ in range(size)]
-    dist.all_to_all(blocks, [mine(rank * size + peer) for peer in range(size)], group=group)
-    equal(torch.cat(blocks), torch.cat([mine(peer * size + rank) for peer in range(size)]), ("all_to_all", count))
-    for root in range(size):
-        what, is_root = (count, dtype, root), rank == root
-        tensor = mine(rank)
-        dist.broadcast(tensor, group=group, group_src=root)
-        equal(tensor, mine(root), ("broadcast", *what))
-        tensor = mine(rank)
-        dist.reduce(tensor, group=group, group_dst=root)
-        equal(tensor, total if is_root else mine(rank), ("reduce", *what))
-        parts = [blank() for _ in range(size)] if is_root else None
-        dist.gather(mine(rank), parts, group=group, group_dst=root)
-        if parts:
-            equal(torch.cat(parts), torch.cat([mine(peer) for peer in range(size)]), ("gather", *what))
-        output = blank()
-        given = [mine(peer + root) for peer in range(size)] if is_root else None
-        dist.scatter(output, given, group=group, group_src=root)
-        equal(output, mine(rank + root), ("scatter", *what))
-    dist.barrier(group=group)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_algorithm_of_every_collective(layout: str) -> None:
@@ -104,13 +62,25 @@ def test_every_algorithm_of_every_collective(layout: str) -> None:
                 assert found.startswith(name), (found, name)
                 assert found.endswith(segments) or "~" in found, (found, segments)
             for count, dtype in itertools.islice(cases, 2):
-                every_collective(count, dtype)
+                every_collective(count, dtype=dtype)
 
-    run(layout, body)
+    span(layout, body)
 
 
 def silent(size: int, **_: Any) -> Iterator[Step]:
     yield from ()
+
+
+def is_right_everywhere(call: Call) -> bool:
+    """Whether the outputs of a call are right on all ranks."""
+    call.start()
+    rights: list[Any] = [None] * dist.get_world_size()
+    try:
+        call.check()
+        dist.all_gather_object(rights, True)
+    except AssertionError:
+        dist.all_gather_object(rights, False)
+    return all(rights)
 
 
 @pytest.mark.parametrize("layout", ["a a a", "a b"])
@@ -118,49 +88,19 @@ def test_the_pinned_schedule_is_what_runs(layout: str) -> None:
     """A schedule that sends nothing, and is trusted, leaves all data where it is."""
 
     def body() -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        last = size - 1
         for collective in PINNABLE:
-            more = {"root": 0} if collective in ROOTED else {}
-            made: Any = (lambda size, root=0: silent(size)) if more else (lambda size: silent(size))
+            made: Any = (lambda size, root=0: silent(size)) if collective in ROOTED else (lambda size: silent(size))
             algorithm(collective, name="silent", trust=True, replicas="may differ")(made)  # never chosen by price
         pinned: dict[str, Any] = dict.fromkeys(PINNABLE, "silent:0-1K")
-        group = dist.new_group(pg_options=BackendOptions(**pinned))
-        for count in (3, 5000):  # pinned and not
-            is_pinned = count == 3
-
-            def unless_pinned(found: torch.Tensor, expected: torch.Tensor, what: str, pinned: bool = is_pinned) -> None:
-                assert torch.equal(found, expected) != pinned, what
-
-            tensor = torch.ones(count)
-            dist.all_reduce(tensor, group=group)
-            unless_pinned(tensor, torch.full((count,), float(size)), "all_reduce")
+        group, size = dist.new_group(pg_options=BackendOptions(**pinned)), dist.get_world_size()
+        for count, is_pinned in ((3, True), (5000, False)):
+            for name in {*COLLECTIVES} - {"barrier", "all_to_all", "all_to_all_single"}:  # of unequal blocks
+                assert is_right_everywhere(Call(name, count, root=size - 1, group=group)) != is_pinned, (name, count)
             blocks, ones = torch.zeros(size, count), torch.ones(size, count)
-            dist.all_gather(list(blocks), ones[0], group=group)
-            unless_pinned(blocks, ones, "all_gather")
-            blocks = torch.zeros(size, count)
             dist.all_to_all(list(blocks), list(ones), group=group)
-            unless_pinned(blocks, ones, "all_to_all")
-            output = torch.zeros(count)
-            dist.reduce_scatter(output, list(ones), group=group)
-            unless_pinned(output, torch.full((count,), float(size)), "reduce_scatter")
-            tensor = torch.full((count,), float(rank == last))
-            dist.broadcast(tensor, last, group=group)
-            if rank != last:
-                unless_pinned(tensor, ones[0], "broadcast")
-            tensor = torch.ones(count)
-            dist.reduce(tensor, last, group=group)
-            blocks = torch.zeros(size, count)
-            dist.gather(ones[0], list(blocks) if rank == last else None, last, group=group)
-            if rank == last:
-                unless_pinned(tensor, torch.full((count,), float(size)), "reduce")
-                unless_pinned(blocks, ones, "gather")
-            output = torch.zeros(count)
-            dist.scatter(output, list(ones) if rank == last else None, last, group=group)
-            if rank != last:
-                unless_pinned(output, ones[0], "scatter")
+            assert torch.equal(blocks, ones) != is_pinned
 
-    run(layout, body)
+    span(layout, body)
 
 
 @pytest.mark.sampled(1)
@@ -191,7 +131,7 @@ def test_segments_do_not_change_the_bits(layout: str) -> None:
             found.append(results)
         assert all(each == found[0] for each in found)
 
-    run(layout, body)
+    span(layout, body)
 
 
 @pytest.mark.parametrize("layout", ["a a", "a b"])
@@ -233,7 +173,7 @@ def test_ranks_that_pin_different_schedules_are_named(layout: str) -> None:
                 assert f"by {algorithm}" in str(caught.value), (collective, caught.value)
                 assert parameter in str(caught.value)
 
-    run(layout, body)
+    span(layout, body)
 
 
 def test_options_the_environment_and_groups_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,9 +198,9 @@ def test_options_the_environment_and_groups_of_a_group(monkeypatch: pytest.Monke
             dist.all_reduce(total, group=each)
             assert total.eq(each.size()).all()
         for count in (5, 1000):
-            every_collective(count, torch.int64, group)
+            every_collective(count, group=group)
         if (some := dist.new_group([0, 2], pg_options=options)) != dist.GroupMember.NON_GROUP_MEMBER:
-            every_collective(1000, torch.float32, some)
+            every_collective(1000, dtype=torch.float32, group=some)
         tensor = torch.zeros(6)
         dist_prims.all_gather(tensor, torch.full((2,), float(rank)))
         assert tensor.tolist() == [0, 0, 1, 1, 2, 2]
@@ -288,7 +228,7 @@ def test_schedules_are_proved_for_each_root(layout: str) -> None:
         dist.broadcast(tensor, 0, group=group)
         unregister("broadcast", "forgets")
 
-    run(layout, body)
+    span(layout, body)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ ThreadSanitizer has to see both, because each synchronizes threads of the other.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,7 @@ for thread in threads:
     thread.join()
 """,
 }
+REPORT = re.compile(r"WARNING: ThreadSanitizer|AddressSanitizer:|runtime error:")
 REPORTED = {"address": "AddressSanitizer: heap-buffer-overflow", "thread": "ThreadSanitizer: data race"}
 
 
@@ -66,6 +68,7 @@ def fuzz(python: list[str], seed: int, seconds: float, limit: float, **environme
     program = [str(HELPERS / "fuzz_backend.py"), f"--seed={seed}", "--rounds=1000", f"--seconds={seconds:g}"]
     done = run([*python, *program], limit, HELPERS, **environment)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-20_000:]
+    assert not REPORT.search(done.stderr), done.stderr[-20_000:]
     return done.stdout
 
 

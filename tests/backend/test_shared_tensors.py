@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import spawn, store
 
 import dist_prims
 from dist_prims import GradientAverager
@@ -25,14 +26,6 @@ from dist_prims.errors import CommTimeoutError, MismatchError
 PAGE = 4096
 COUNT = 300_000  # elements
 LIMIT = timedelta(seconds=50)
-
-
-def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 60) -> list[Any]:
-    return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=timeout)
-
-
-def store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
 
 
 def allocated() -> int:
@@ -300,5 +293,7 @@ def test_more_than_the_control_group_may_have() -> None:
 
 
 def test_a_shape_beyond_all_bounds_is_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        dist_prims.empty((2, -1))
     with pytest.raises(RuntimeError, match="overflow"):
         dist_prims.empty((1 << 40, 1 << 40))

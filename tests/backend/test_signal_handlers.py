@@ -19,17 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from launching import run_scripts
-from ranks import backend_of, span, store
+from ranks import backend_of, span, spawn, store
 
 import dist_prims
 from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.errors import CommError
 
 LIMIT = 50  # seconds, of any wait here
-
-
-def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 90) -> list[Any]:
-    return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=timeout)
 
 
 @contextmanager

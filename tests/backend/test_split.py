@@ -94,16 +94,6 @@ def test_the_timeout_is_that_of_the_split_and_leaves_the_parents() -> None:
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 
 
-def test_a_split_inherits_the_options() -> None:
-    def body() -> None:
-        group = dist.new_group(pg_options=dist_prims.BackendOptions(all_reduce="ring"))
-        half = group.split_group([0, 1])
-        assert half._get_backend(torch.device("cpu")).algorithm(1 << 20) == "ring"
-        assert total(half, 1) == 2
-
-    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
-
-
 @pytest.mark.parametrize(
     ("ranks", "error"), [([0, 2], "rank 2 is not in a group of 2"), ([-1, 0], "rank -1"), ([0, 0], "duplicate")]
 )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import store
 from survivors import run_ranks, run_worlds
 from timeouts import (
     COLLECTIVES,
@@ -30,7 +31,6 @@ from timeouts import (
     ring,
     send,
     small,
-    store,
     wait_with_limit,
 )
 

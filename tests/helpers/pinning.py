@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from ranks import backend_of, span
+from ranks import backend_of
 
 import dist_prims
 from dist_prims.backend.link_costs import ASSUMED
@@ -15,12 +14,6 @@ from dist_prims.backend.options import PINNABLE
 from dist_prims.backend.pins import pin_schedules
 from dist_prims.rendezvous.hosts import host_id
 from dist_prims.schedules import Schedule
-
-
-def run(layout: str, body: Callable[..., Any], *args: Any) -> list[Any]:
-    if len(set(layout.split())) > 1:
-        return span(layout, body, *args)
-    return dist_prims.spawn(body, len(layout.split()), args, backend="dist_prims", timeout=60)
 
 
 def pin(**algorithms_of: Any) -> None:

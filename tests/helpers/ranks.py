@@ -47,6 +47,11 @@ def backend_of(group: Any = None) -> Any:
     return (group or distributed_c10d._get_default_group())._get_backend(torch.device("cpu"))
 
 
+def spawn(body: Callable[..., Any], size: int, *args: Any, timeout: float = 90) -> list[Any]:
+    """Run ``body`` on the ranks of a group of this backend on one host."""
+    return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=timeout)
+
+
 def span(
     layout: str, body: Callable[..., Any], *args: Any, timeout: float = 60, group: float = 30, losses: int = 0
 ) -> list[Any]:

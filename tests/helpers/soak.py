@@ -2,7 +2,6 @@
 
     python tests/helpers/soak.py --seconds 3600                      # 3 ranks on one host
     python tests/helpers/soak.py --seconds 600 --layout "a a b"      # of 3 ranks, the last one on another host
-    python tests/helpers/soak.py --seconds 600 --backend gloo        # what groups of torch use without this library
 
 A round makes 20 groups, makes all collectives and messages in them on 8 new threads, and destroys the groups. Results
 are compared with what they must be. Between rounds, when no thread is left, each rank counts its descriptors, threads
@@ -11,8 +10,7 @@ and mappings of files, and measures its resident memory. The first quarter of th
 - descriptors, threads, and the mappings of files are the same in all samples;
 - resident memory grows by no more than a few KB for each group.
 
-torch itself keeps memory for each group that a process has ever made: tables of names, and over gloo keys of the store.
-docs/design/long_life.md lists it.
+torch itself keeps memory for each group that a process has ever made: docs/design/long_life.md lists it.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from values import equal, held, summed
+from values import COLLECTIVES, Call, equal, held, summed
 
 import dist_prims
 
@@ -42,7 +40,7 @@ PAGE = os.sysconf("SC_PAGESIZE")
 COUNTS = (1, 300, 5000)  # elements of 8 bytes: less than a message of the agreement, one phase, several
 SAMPLES = 200  # for each run: what is kept would otherwise be growth
 _M_ARENA_MAX, _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -8, -3, -1  # of mallopt()
-Body = Callable[[Any, int, int, int], None]  # of a call: group, rank and size in it, and a number
+Body = Callable[[Any, int], None]  # of calls: the group, and a number
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,9 @@ class Options:
     seconds: float
     least_groups: int = 0  # to be made, also if that takes longer
     layout: str = "a a a"
-    backend: str = "dist_prims"
     engine: str = ""
     groups: int = 20
     threads: int = 8
-    repeats: int = 1  # how often each thread makes all calls in each of its groups
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,7 @@ def run(options: Options) -> list[Usage]:
     """Run the soak; the usage of each rank."""
     ranks = len(options.layout.split())
     time_limit = options.seconds * 1.5 + 120
-    found = dist_prims.spawn(soak, ranks, (options,), backend=options.backend, timeout=time_limit)
+    found = dist_prims.spawn(soak, ranks, (options,), backend="dist_prims", timeout=time_limit)
     return [Usage(samples) for samples in found]
 
 
@@ -129,15 +125,13 @@ def soak(options: Options) -> list[Sample]:
     """What each rank does."""
     limit_arenas()
     hosts = options.layout.split()
-    if len(set(hosts)) > 1 and options.backend == "dist_prims":
+    if len(set(hosts)) > 1:
         os.environ.update(DIST_PRIMS_HOST_ID=hosts[dist.get_rank()], DIST_PRIMS_ENGINE=options.engine)
         dist.destroy_process_group()
         dist_prims.init("dist_prims", timeout=120)
-    spans_hosts = len(set(hosts)) > 1
-    calls = CALLS if options.backend == "dist_prims" and not spans_hosts else PORTABLE
     began, groups, samples, due = time.monotonic(), 0, [Sample.of_now(0)], options.seconds / 4
     while groups < options.least_groups or goes_on(began, options.seconds):
-        go_round(options, calls, groups)
+        go_round(options, groups)
         groups += options.groups
         if (passed := time.monotonic() - began) >= due:
             samples.append(Sample.of_now(groups))
@@ -160,7 +154,7 @@ def goes_on(began: float, seconds: float) -> bool:
     return bool(left)
 
 
-def go_round(options: Options, calls: list[Body], number: int) -> None:
+def go_round(options: Options, number: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     chosen = [members(number + each, size) for each in range(options.groups)]
     groups = [dist.new_group(ranks) for ranks in chosen]
@@ -171,9 +165,8 @@ def go_round(options: Options, calls: list[Body], number: int) -> None:
             for each in range(thread, options.groups, options.threads):
                 if rank not in chosen[each]:
                     continue
-                for turn in range(options.repeats * len(calls)):
-                    call = calls[(thread + turn) % len(calls)]
-                    call(groups[each], dist.get_rank(groups[each]), len(chosen[each]), number + turn)
+                for turn in range(len(CALLS)):
+                    CALLS[(thread + turn) % len(CALLS)](groups[each], number + turn)
         except BaseException as error:
             errors.append(error)
 
@@ -195,57 +188,23 @@ def members(number: int, size: int) -> list[int]:
     return [rank for rank in range(size) if size == 1 or rank * 3 + 2 != left_out]
 
 
-def reductions(group: Any, rank: int, size: int, number: int) -> None:
-    for count in COUNTS:
-        tensor = held(rank, count)
-        dist.all_reduce(tensor, group=group)
-        equal(tensor, summed(size, count), "all_reduce")
-        tensor, root = held(rank, count), number % size
-        dist.reduce(tensor, dist.get_global_rank(group, root), group=group)
-        if rank == root:
-            equal(tensor, summed(size, count), "reduce")
-
-
-def several_at_once(group: Any, rank: int, size: int, number: int) -> None:
-    tensors = [held(rank, count) for count in COUNTS]
-    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
-    for work, tensor in zip(works, tensors, strict=True):
-        work.wait()
-        equal(tensor, summed(size, len(tensor)), "all_reduce")
-
-
-def copies(group: Any, rank: int, size: int, number: int) -> None:
-    count, root = COUNTS[number % len(COUNTS)], number % size
-    every = torch.cat([held(peer, count) for peer in range(size)])
-    tensor, source = held(rank, count), dist.get_global_rank(group, root)
-    dist.broadcast(tensor, source, group=group)
-    equal(tensor, held(root, count), "broadcast")
-    whole = torch.empty_like(every)
-    dist.all_gather_into_tensor(whole, held(rank, count), group=group)
-    equal(whole, every, "all_gather")
-    parts = [torch.empty_like(tensor) for _ in range(size)] if rank == root else None
-    dist.gather(held(rank, count), parts, source, group=group)
-    assert parts is None or torch.cat(parts).equal(every), "gather"
-    dist.scatter(tensor, list(every.split(count)) if rank == root else None, source, group=group)
-    equal(tensor, held(rank, count), "scatter")
-    dist.barrier(group)
-
-
-def exchanges(group: Any, rank: int, size: int, number: int) -> None:
+def each_collective(group: Any, number: int) -> None:
     count = COUNTS[number % len(COUNTS)]
-    every = torch.cat([held(peer, count) for peer in range(size)])
-    whole, mine = torch.empty_like(every), torch.empty_like(held(rank, count))
-    dist.all_to_all_single(whole, held(rank, count).repeat(size), group=group)
-    equal(whole, every, "all_to_all")
-    dist.reduce_scatter_tensor(mine, every, group=group)
-    equal(mine, held(rank, count) * size, "reduce_scatter")
-    texts = [None] * size
-    dist.all_gather_object(texts, {"rank": rank, "number": number}, group=group)
-    assert texts == [{"rank": peer, "number": number} for peer in range(size)]
+    for name in COLLECTIVES:
+        Call(name, count, root=number % dist.get_world_size(group), salt=number % 11, group=group).run()
 
 
-def messages(group: Any, rank: int, size: int, number: int) -> None:
-    """Around the ring, with two tags in the other order."""
+def several_at_once(group: Any, number: int) -> None:
+    calls = [Call("all_reduce", count, salt=number % 11, group=group) for count in COUNTS]
+    works = [call.start(is_async=True) for call in calls]
+    for work, call in zip(works, calls, strict=True):
+        work.wait()
+        call.check()
+
+
+def messages(group: Any, number: int) -> None:
+    """Around the ring, with tags in the other order."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     after, before = (rank + 1) % size, (rank - 1) % size
     inboxes = [torch.zeros_like(held(before, count)) for count in COUNTS]
     pending: list[Any] = [
@@ -260,31 +219,34 @@ def messages(group: Any, rank: int, size: int, number: int) -> None:
         equal(inbox, held(before, count), "recv")
 
 
-def schedules(group: Any, rank: int, size: int, number: int) -> None:
-    """The collectives of this library, which run over any backend."""
+def schedules(group: Any, number: int) -> None:
+    """A collective by a schedule, and objects."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     tensor = held(rank, COUNTS[1])
     dist_prims.all_reduce(tensor, group=group, algorithm="ring")
     equal(tensor, summed(size, COUNTS[1]), "ring")
-    tensor = held(rank, COUNTS[1])
-    dist_prims.all_reduce(tensor, group=group, async_op=True).wait()
-    equal(tensor, summed(size, COUNTS[1]), "all_reduce")
-    tensor = torch.tensor([rank + 1])
-    dist_prims.scan(tensor, group=group)
-    equal(tensor, torch.tensor([(rank + 1) * (rank + 2) // 2]), "scan")
+    texts = [None] * size
+    dist.all_gather_object(texts, {"rank": rank, "number": number}, group=group)
+    assert texts == [{"rank": peer, "number": number} for peer in range(size)]
 
 
-def shared_tensors(group: Any, rank: int, size: int, number: int) -> None:
-    backend, count = group._get_backend(torch.device("cpu")), 20_000
-    tensor = dist_prims.empty(count, dtype=torch.float64).copy_(held(rank, count))
-    dist.all_reduce(tensor, group=group)
-    equal(tensor, summed(size, count).double(), "all_reduce of a shared tensor")
-    tensor.copy_(held(rank, count))
+def shared_tensors(group: Any, number: int) -> None:
+    """Only within one host the memory is shared."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    if backend.spans_hosts:
+        return
+    call = Call("all_reduce", 20_000, torch.float64, group=group, place=shared_copy)
+    call.run()
+    tensor = shared_copy(call.data())
     backend.incremental_reduce(tensor, 1 << 20, None).all_reduce(False).wait()
-    equal(tensor, summed(size, count).double(), "incremental sum")
+    equal(tensor, call.reduced(), "incremental sum")
 
 
-PORTABLE: list[Body] = [reductions, several_at_once, copies, exchanges, messages, schedules]
-CALLS: list[Body] = [*PORTABLE, shared_tensors]
+def shared_copy(values: torch.Tensor) -> torch.Tensor:
+    return dist_prims.empty(list(values.shape), values.dtype).copy_(values)
+
+
+CALLS: list[Body] = [each_collective, several_at_once, messages, schedules, shared_tensors]
 
 
 def main() -> None:

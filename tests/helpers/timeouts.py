@@ -1,23 +1,17 @@
 """Ranks that wait for one that is late until their time is up: what do the survivors' errors say?
 
-    python tests/helpers/timeouts.py --survivors 110   # random scenarios: how many survivors name the late rank
-
 A scenario has one late rank, which is stopped or sleeps, and a call for every other rank. Where a rank waits for a rank
 that is itself blocked, the late rank is the end of that chain.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
-import random
 import re
 import signal
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import store
 from survivors import run_worlds
 
 import dist_prims
@@ -167,10 +162,6 @@ def take_part(scenario: Scenario, rank: int) -> str:
             os.kill(pids[scenario.late], signal.SIGCONT)
 
 
-def store() -> Any:
-    return dist.distributed_c10d._get_default_store()
-
-
 def await_survivors(count: int) -> None:
     deadline = time.monotonic() + DEADLINE
     while store().add("raised", 0) < count:
@@ -206,55 +197,3 @@ def chain(size: int, late: int, last: Callable[[Groups], None] | None = None) ->
     if last:
         calls[(late - 1) % size] = last
     return calls
-
-
-def draw(generator: random.Random) -> tuple[str, Scenario]:
-    size = generator.choice([2, 3, 4])
-    late = generator.randrange(size)
-    delays = [generator.random() / 2 if generator.random() < 0.7 else 0.0 for _ in range(size)]
-    is_stopped = generator.random() < 0.4
-    kind = generator.choice(["collective", "chain", "chain with sends", "mixed"])
-    if kind == "collective":
-        call = generator.choice(COLLECTIVES)
-        return call.__name__, Scenario(size, late, call, is_stopped, delays)
-    if kind == "chain":
-        return kind, Scenario(size, late, chain(size, late), is_stopped, delays)
-    if kind == "chain with sends":
-        calls = [generator.choice([send, receive])((rank + 1) % size) for rank in range(size)]
-        return kind, Scenario(size, late, calls, is_stopped, delays)
-    collective = generator.choice(COLLECTIVES)
-    calls = [collective for _ in range(size)]
-    calls[(late + 1) % size] = receive(late)
-    return f"{kind}, {collective.__name__}", Scenario(size, late, calls, is_stopped, delays)
-
-
-def measure(survivors: int, seed: int) -> Iterator[tuple[str, Scenario, dict[int, str]]]:
-    generator = random.Random(seed)
-    while survivors > 0:
-        name, scenario = draw(generator)
-        with tempfile.TemporaryDirectory() as folder:
-            (found,) = outcomes([scenario], Path(folder))
-        survivors -= len(found)
-        yield name, scenario, found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Counts the survivors of timeouts whose error names the late rank.")
-    parser.add_argument("--survivors", type=int, default=110)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    right: Counter[str] = Counter()
-    total: Counter[str] = Counter()
-    for name, scenario, found in measure(given.survivors, given.seed):
-        for rank, text in found.items():
-            total[name] += 1
-            right[name] += named(text) == [scenario.late]
-            if named(text) != [scenario.late]:
-                print(f"{name}, {scenario.size} ranks, rank {scenario.late} is late: rank {rank} says: {text}")
-    for name in sorted(total):
-        print(f"{right[name]:4} of {total[name]:4}  {name}")
-    print(f"{right.total()} of {total.total()} survivors name the late rank")
-
-
-if __name__ == "__main__":
-    main()

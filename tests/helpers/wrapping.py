@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from values import equal, held, summed
+from values import Call, equal, every_collective
 
 from dist_prims.schedules import build
 from dist_prims.schedules.native import to_native
@@ -40,37 +40,11 @@ def go_round(largest: int) -> None:
         inbox = torch.zeros(100)
         pending: Any = dist.irecv(inbox, before, tag=tag)
         for count in (1, 300, 5000):  # with the agreement; two segments at most; as many as were asked for
-            tensor = held(rank, count)
-            dist.all_reduce(tensor)
-            equal(tensor, summed(size, count), (turn, count))
-        other_kinds(turn % size, 40)
+            Call("all_reduce", count, salt=turn).run()
+        every_collective(40)
         dist.send(torch.full((100,), float(turn + rank)), after, tag=tag)
         pending.wait()
         equal(inbox, torch.full((100,), float(turn + before)), turn)
-
-
-def other_kinds(root: int, count: int) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    every = torch.cat([held(peer, count) for peer in range(size)])
-    tensor = held(rank, count)
-    dist.broadcast(tensor, root)
-    equal(tensor, held(root, count), "broadcast")
-    tensor = held(rank, count)
-    dist.reduce(tensor, root)
-    equal(tensor, summed(size, count) if rank == root else held(rank, count), "reduce")
-    whole = torch.empty_like(every)
-    dist.all_gather_into_tensor(whole, held(rank, count))
-    equal(whole, every, "all_gather")
-    mine = torch.empty_like(tensor)
-    dist.reduce_scatter_tensor(mine, every)
-    equal(mine, held(rank, count) * size, "reduce_scatter")
-    dist.all_to_all_single(whole, held(rank, count).repeat(size))
-    equal(whole, every, "all_to_all")
-    parts = [torch.empty_like(tensor) for _ in range(size)] if rank == root else None
-    dist.gather(held(rank, count), parts, root)
-    assert parts is None or torch.cat(parts).equal(every), "gather"
-    dist.scatter(mine, list(every.split(count)) if rank == root else None, root)
-    equal(mine, held(rank, count), "scatter")
 
 
 def refuse(largest: int) -> str:

@@ -10,14 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import spawn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-
-import dist_prims
-
-
-def spawn(body: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-    return dist_prims.spawn(body, size, args, backend="dist_prims", timeout=100)
 
 
 def net() -> nn.Sequential:

@@ -1,42 +1,45 @@
-"""Steps in which a call must fail. The error comes before the deadline, and nothing is written after it.
+"""Steps in which a call must fail, signals, forks, and the ways in which a round ends.
 
-A step after which a group cannot go on makes a group of its own.
+The error comes before the deadline, and nothing is written after it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from random import Random
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from values import content, equal
 
-import dist_prims
-from dist_prims.errors import CommError, CommTimeoutError, MismatchError
+from dist_prims.errors import CommError, CommTimeoutError, MismatchError, PeerDiedError, PeerLeftError
+from dist_prims.launch.deadline import until
 
-from .calls import content, same
-from .groups import members_of
 from .rank import LIMIT, Failure, Group, Rank
-from .script import step
+from .script import ending, in_own_group, step
 
 __all__: list[str] = []
 
 Op = dist.ReduceOp
+# Between fork() and exec() a child of AddressSanitizer's may inherit a lock of its allocator from a call under way.
+WAITS_BEFORE_FORK = "asan" in os.environ.get("LD_PRELOAD", "")
 
 
 def set_timeout(group: Group, seconds: float) -> None:
     group.backend.set_timeout(timedelta(seconds=seconds))
 
 
-@step("mismatch", weight=2)
+@step(weight=2)
 def mismatch(rank: Rank, shared: Random) -> None:
     """One rank makes another call than the rest. All raise, no data is touched, and the group goes on."""
     group, how = shared.choice(rank.groups), shared.choice(["count", "dtype", "op", "collective", "root"])
@@ -44,29 +47,29 @@ def mismatch(rank: Rank, shared: Random) -> None:
     if group.handle is None or group.size == 1:
         return
     is_odd = group.me == odd
-    tensor = rank.place(content(group.me, count + 1, 3, torch.float32))
-    given = tensor if how == "count" and is_odd else tensor[:count]
+    tensor = rank.place(content(group.me, count + 1).float())
+    tensor = tensor if how == "count" and is_odd else tensor[:count]
     if how == "dtype" and is_odd:
-        given = given.to(torch.int32)
-    before = given.clone()
+        tensor = tensor.to(torch.int32)
+    before = tensor.clone()
     is_async = rank.private.random() < 0.5
 
     def call() -> None:
         if how == "root" or (how == "collective" and is_odd):
-            work = dist.broadcast(given, group=group.handle, group_src=(0, 1)[is_odd], async_op=is_async)
+            work = dist.broadcast(tensor, group=group.handle, group_src=(0, 1)[is_odd], async_op=is_async)
         else:
             op = Op.MAX if how == "op" and is_odd else Op.SUM
-            work = dist.all_reduce(given, op, group.handle, async_op=is_async)
+            work = dist.all_reduce(tensor, op, group.handle, async_op=is_async)
         if work is not None:
             work.wait()
 
     error = rank.fails(f"mismatch of {how}", call, MismatchError)
     if "rank" not in str(error).lower():
         raise Failure(f"the error names no rank: {error}")
-    same(given, before, "data of a call that ranks disagreed on")
+    equal(tensor, before, "data of a call that ranks disagreed on")
 
 
-@step("mismatched-message")
+@step()
 def mismatched_message(rank: Rank, shared: Random) -> None:
     """A message is longer or shorter than the tensor for it. The receiver raises, and the group goes on."""
     group, count = shared.choice(rank.groups), shared.choice([10, 33_000])
@@ -74,51 +77,34 @@ def mismatched_message(rank: Rank, shared: Random) -> None:
     if group.handle is None or group.size == 1 or group.me > 1:
         return
     if group.me == 0:
-        dist.send(content(0, wrong, 0), group=group.handle, group_dst=1, tag=7)
+        dist.send(content(0, wrong), group=group.handle, group_dst=1, tag=7)
         return
     work: Any = dist.irecv(torch.zeros(count, dtype=torch.int64), group=group.handle, group_src=0, tag=7)
     rank.fails("a message of another length", work.wait, MismatchError)
 
 
-@step("bad-receive")
+@step()
 def bad_receive(rank: Rank, shared: Random) -> None:
-    """The message cannot be copied into the receiver's tensor. The receive raises, and the group goes on."""
-    group, how = shared.choice(rank.groups), shared.choice(["expanded", "inference"])
+    """A thread of the group cannot copy the message into an inference tensor. The receive raises, the group goes on."""
+    group = shared.choice(rank.groups)
     if group.handle is None or group.size == 1 or group.me > 1:
         return
     if group.me == 0:
         dist.send(torch.ones(4), group=group.handle, group_dst=1, tag=8)
         return
-
-    def receive() -> None:
-        if how == "expanded":
-            tensor = torch.zeros(1).expand(4)
-        else:
-            with torch.inference_mode():
-                tensor = torch.zeros(2, 2).t()
-        work: Any = dist.irecv(tensor, group=group.handle, group_src=0, tag=8)
-        received.append(True)
-        rank.until(work.is_completed, "a receive that no thread waits for")
-        work.wait()
-
-    received: list[bool] = []
-    rank.fails(f"a receive into a tensor that is {how}", receive, RuntimeError, ValueError)
-    if not received:  # refused at once: the message is still there
-        dist.recv(torch.zeros(4), group=group.handle, group_src=0, tag=8)
+    with torch.inference_mode():
+        tensor = torch.zeros(2, 2).t()
+    work: Any = dist.irecv(tensor, group=group.handle, group_src=0, tag=8)
+    rank.until(work.is_completed, "a receive that no thread waits for")
+    rank.fails("a receive into an inference tensor", work.wait, RuntimeError)
 
 
-@step("timeout", weight=2)
-def timeout(rank: Rank, shared: Random) -> None:
+@in_own_group(weight=2)
+def timeout(rank: Rank, group: Group, shared: Random) -> None:
     """One rank calls too late. The others' calls end in time, and nothing is written afterwards."""
-    members = members_of(rank, shared, least=2)
-    late, count = shared.randrange(len(members)), shared.choice([10, 33_000, 150_000])
-    lends, pinned, by_wait = shared.random() < 0.5, shared.random() < 0.3, shared.random() < 0.5
-    options = dist_prims.BackendOptions(all_reduce="ring" if pinned else "", slot_bytes=1 << 16)
-    group = rank.make(members, options)
-    if group.handle is None:
-        return
-    tensor = dist_prims.empty(count) if lends and "shared" not in rank.without else torch.empty(count)
-    tensor.fill_(1)
+    late, count = shared.randrange(group.size), shared.choice([10, 33_000, 150_000])
+    is_shared, by_wait = shared.random() < 0.5, shared.random() < 0.5
+    tensor = rank.ones(count, is_shared)
     dist.all_reduce(tensor, group=group.handle)
     if not by_wait:
         set_timeout(group, 0.2)
@@ -136,86 +122,21 @@ def timeout(rank: Rank, shared: Random) -> None:
     store.set(gave_up, "")
     rank.freeze("a call that timed out", tensor)
     rank.fails("a call after the end", lambda: dist.all_reduce(torch.ones(3), group=group.handle), RuntimeError)
-    rank.destroy(group)
 
 
-@step("late-receive")
-def late_receive(rank: Rank, shared: Random) -> None:
+@in_own_group()
+def late_receive(rank: Rank, group: Group, shared: Random) -> None:
     """No message comes for a receive. Its wait times out, and the group ends on all ranks."""
-    members, count = members_of(rank, shared, least=2), shared.choice([10, 33_000])
-    group = rank.make(members)
-    if group.handle is None:
-        return
+    tensor = torch.zeros(shared.choice([10, 33_000]))
     dist.barrier(group.handle)
-    tensor = torch.zeros(count)
     if group.me == 0:
         work: Any = dist.irecv(tensor, group=group.handle, group_src=1)
         error = rank.fails("a receive", lambda: work.wait(timedelta(milliseconds=100)), CommTimeoutError)
         if "recv" not in str(error):
             raise Failure(f"the error does not say what was waited for: {error}")
-        rank.freeze("a receive that timed out", tensor)
     else:
-        call_until_error(rank, group, lambda: dist.all_reduce(tensor, group=group.handle))
-        rank.freeze("a call in a group that ended", tensor)
-    rank.destroy(group)
-
-
-def call_until_error(
-    rank: Rank, group: Group, call: Callable[[], Any], kind: type[BaseException] = RuntimeError
-) -> BaseException:
-    """Repeat the call until it fails because another rank ends the group."""
-    limit = time.monotonic() + LIMIT
-    while True:
-        try:
-            call()
-        except kind as error:
-            rank.trace(f"group {group.number} has ended: {type(error).__name__}: {str(error)[:200]}")
-            return error
-        if time.monotonic() > limit:
-            raise Failure(f"group {group.number} has ended elsewhere, and this rank does not notice")
-
-
-@step("abort", weight=3)
-def abort(rank: Rank, shared: Random) -> None:
-    """Threads of one rank abort the group while it is in use, at the same time as each other and as destroy."""
-    members, count = members_of(rank, shared, least=2), shared.choice([10, 33_000, 150_000])
-    breaker, threads = shared.randrange(len(members)), shared.randrange(1, 4)
-    pinned, sends = shared.random() < 0.3, shared.random() < 0.4
-    group = rank.make(members, dist_prims.BackendOptions(all_reduce="ring" if pinned else "", slot_bytes=1 << 16))
-    if group.handle is None:
-        return
-    tensor, received = rank.place(content(group.me, count, 0)), torch.zeros(count, dtype=torch.int64)
-    works: list[Any] = []
-
-    def call() -> None:
-        if sends and len(works) < 3:
-            works.append(dist.irecv(received, group=group.handle, group_src=(group.me + 1) % group.size, tag=9))
-        if rank.private.random() < 0.5:
-            works.append(dist.all_reduce(tensor.clone(), group=group.handle, async_op=True))
-        else:
-            dist.all_reduce(tensor.clone(), group=group.handle)
-
-    backend, beside = group.backend, rank.private.random() < 0.5
-
-    def breaks() -> None:
-        time.sleep(0.02 * rank.private.random())
-        backend.abort()
-
-    others = []
-    if group.me == breaker:
-        others = [threading.Thread(target=breaks, daemon=True) for _ in range(threads)]
-    for other in others:
-        other.start()
-    call_until_error(rank, group, call)
-    if beside:
-        rank.destroy(group)
-    for other in others:
-        other.join(LIMIT)
-        if other.is_alive():
-            raise Failure("abort does not return")
-    finish_all(works)
-    rank.freeze("an abort", received)
-    rank.destroy(group)
+        rank.fails_soon(group, lambda: dist.all_reduce(tensor, group=group.handle))
+    rank.freeze("a call in a group that ended", tensor)
 
 
 def finish_all(works: list[Any]) -> None:
@@ -227,153 +148,249 @@ def finish_all(works: list[Any]) -> None:
             raise Failure("a call whose wait has returned is not completed")
 
 
-@step("leave", weight=2)
-def leave(rank: Rank, shared: Random) -> None:
+@in_own_group(weight=3)
+def abort(rank: Rank, group: Group, shared: Random) -> None:
+    """Threads of one rank abort the group while it is in use, at the same time as each other and as destroy."""
+    breaker, threads = shared.randrange(group.size), shared.randrange(1, 4)
+    count, sends = shared.choice([10, 33_000, 150_000]), shared.random() < 0.4
+    tensor, received = rank.place(content(group.me, count)), torch.zeros(count, dtype=torch.int64)
+    handle, backend, works = group.handle, group.backend, list[Any]()
+
+    def call() -> None:
+        if sends and len(works) < 3:
+            works.append(dist.irecv(received, group=handle, group_src=(group.me + 1) % group.size, tag=9))
+        if rank.private.random() < 0.5:
+            works.append(dist.all_reduce(tensor.clone(), group=handle, async_op=True))
+        else:
+            dist.all_reduce(tensor.clone(), group=handle)
+
+    def abort_soon() -> None:
+        time.sleep(0.02 * rank.private.random())
+        backend.abort()
+
+    aborting = [threading.Thread(target=abort_soon, daemon=True) for _ in range(threads * (group.me == breaker))]
+    for thread in aborting:
+        thread.start()
+    rank.fails_soon(group, call)
+    if rank.private.random() < 0.5:
+        rank.destroy(group)
+    for thread in aborting:
+        thread.join(LIMIT)
+        if thread.is_alive():
+            raise Failure("abort does not return")
+    finish_all(works)
+    rank.freeze("an abort", received)
+
+
+@in_own_group(weight=2)
+def leave(rank: Rank, group: Group, shared: Random) -> None:
     """One rank destroys the group with calls under way. The other ranks' calls fail."""
-    members, count = members_of(rank, shared, least=2), shared.choice([10, 33_000, 150_000])
-    leaver, calls, lends = shared.randrange(len(members)), shared.randrange(0, 4), shared.random() < 0.5
-    group = rank.make(members)
-    if group.handle is None:
-        return
-    lends = lends and "shared" not in rank.without
-    tensors = [dist_prims.empty(count) if lends else torch.empty(count) for _ in range(calls)]
-    works = [dist.all_reduce(tensor.fill_(1), group=group.handle, async_op=True) for tensor in tensors]
+    count, leaver, calls = shared.choice([10, 33_000, 150_000]), shared.randrange(group.size), shared.randrange(4)
+    is_shared = shared.random() < 0.5
+    tensors = [rank.ones(count, is_shared) for _ in range(calls)]
+    works = [dist.all_reduce(tensor, group=group.handle, async_op=True) for tensor in tensors]
     rank.pause(0.005)
     if group.me == leaver:
         if rank.private.random() < 0.3 and works:
             works[0].wait()
         rank.destroy(group)
-        finish_all(works)
     else:
-        call_until_error(rank, group, lambda: dist.all_reduce(torch.ones(count), group=group.handle))
-        finish_all(works)
-        rank.destroy(group)
+        rank.fails_soon(group, lambda: dist.all_reduce(torch.ones(count), group=group.handle))
+    finish_all(works)
+    rank.destroy(group)
     for tensor in tensors:
         rank.freeze("the end of its group", tensor)
 
 
-class Alarm(Exception):
-    """The exception of a signal handler."""
+@contextlib.contextmanager
+def signal_soon(rank: Rank, handler: Callable[..., Any]) -> Any:
+    """A thread sends a signal, for which the process has this handler, a moment later."""
+    before = signal.signal(signal.SIGUSR1, handler)
+    sender = threading.Timer(0.03 + 0.05 * rank.private.random(), os.kill, (os.getpid(), signal.SIGUSR1))
+    sender.start()
+    try:
+        yield
+    finally:
+        sender.join(LIMIT)
+        signal.signal(signal.SIGUSR1, before)
 
 
-@step("interrupt")
-def interrupt(rank: Rank, shared: Random) -> None:
+@in_own_group()
+def interrupt(rank: Rank, group: Group, shared: Random) -> None:
     """A signal handler raises in a wait. The exception leaves the call, and the group ends on all ranks."""
-    members, count = members_of(rank, shared, least=2), shared.choice([10, 33_000])
-    one, pinned = shared.randrange(len(members)), shared.random() < 0.3
-    group = rank.make(members, dist_prims.BackendOptions(all_reduce="ring" if pinned else "", slot_bytes=1 << 16))
-    if group.handle is None:
-        return
-    tensor = torch.ones(count)
+    interrupted, tensor = shared.randrange(group.size), torch.ones(shared.choice([10, 33_000]))
     dist.all_reduce(tensor, group=group.handle)
-    if group.me == one:
-        try:
-            run_with_signal(rank, signal.SIGUSR1, _raise, lambda: _all_reduce_for_long(group, tensor))
-            raise Failure("the handler's exception did not come")
-        except Alarm:
-            pass
-    else:
-        rank.pause(0.05)
-        time.sleep(0.2)
-        call_until_error(rank, group, lambda: dist.all_reduce(tensor, group=group.handle))
-    rank.freeze("a call that a signal interrupted", tensor)
-    rank.destroy(group)
 
+    def raise_error(*_: object) -> None:
+        raise LookupError("the handler's own")
 
-def _raise(*_: object) -> None:
-    raise Alarm
-
-
-def _all_reduce_for_long(group: Group, tensor: torch.Tensor) -> None:
-    for _ in range(1000):
+    def call() -> None:
         dist.all_reduce(tensor, group=group.handle)
         time.sleep(0.01)
 
-
-def run_with_signal(rank: Rank, number: int, handler: Callable[..., Any], body: Callable[[], Any]) -> None:
-    """Run the body. A thread sends the signal to this process a moment later."""
-    before = signal.signal(number, handler)
-
-    def send() -> None:
-        time.sleep(0.03 + 0.05 * rank.private.random())
-        os.kill(os.getpid(), number)
-
-    sender = threading.Thread(target=send, daemon=True)
-    try:
-        sender.start()
-        body()
-    finally:
-        sender.join(LIMIT)
-        signal.signal(number, before)
+    if group.me == interrupted:
+        with signal_soon(rank, raise_error):
+            rank.fails_soon(group, call, LookupError)
+    else:
+        time.sleep(0.2)
+        rank.fails_soon(group, call)
+    rank.freeze("a call that a signal interrupted", tensor)
 
 
-@step("handler", weight=2)
-def handler(rank: Rank, shared: Random) -> None:
+@in_own_group(weight=2)
+def handler(rank: Rank, group: Group, shared: Random) -> None:
     """A signal handler that runs inside a wait makes a call itself, or destroys the group."""
-    members, count = members_of(rank, shared, least=2), shared.choice([10, 33_000])
-    does, one = shared.choice(["call", "message", "destroy", "abort"]), shared.randrange(len(members))
-    group = rank.make(members)
-    if group.handle is None:
-        return
-    tensor, ran = torch.ones(count), []
+    does, one = shared.choice(["call", "message", "destroy", "abort"]), shared.randrange(group.size)
+    tensor, ran = torch.ones(shared.choice([10, 33_000])), threading.Event()
 
     def in_handler(*_: object) -> None:
-        try:
-            if does == "call":
-                dist.all_reduce(torch.ones(3), group=group.handle)
-            elif does == "message":
-                dist.isend(torch.ones(3), group=group.handle, group_dst=(group.me + 1) % group.size)
-            elif does == "destroy":
-                rank.destroy(group)
-            else:
-                group.backend.abort()
-        except RuntimeError as error:
-            rank.trace(f"the handler's {does}: {type(error).__name__}: {str(error)[:200]}")
-        ran.append(does)
+        actions: dict[str, Callable[[], Any]] = {
+            "call": lambda: dist.all_reduce(torch.ones(3), group=group.handle),
+            "message": lambda: dist.isend(torch.ones(3), group=group.handle, group_dst=(group.me + 1) % group.size),
+            "destroy": lambda: rank.destroy(group),
+            "abort": lambda: group.backend.abort(),
+        }
+        with contextlib.suppress(RuntimeError):
+            actions[does]()
+        ran.set()
+
+    def some_calls() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # the second: torch, of a destroyed group
+            for _ in range(3):
+                if group.handle is not None:
+                    dist.all_reduce(tensor, group=group.handle)
 
     if group.me == one:
-        run_with_signal(rank, signal.SIGUSR2, in_handler, lambda: _some_calls(group, tensor))
-        rank.until(lambda: bool(ran), "the handler")
+        with signal_soon(rank, in_handler):
+            some_calls()
+        rank.until(ran.is_set, "the handler")
     else:
         time.sleep(0.1)
-        with contextlib.suppress(RuntimeError):
-            _some_calls(group, tensor)
-    rank.destroy(group)
+        some_calls()
 
 
-def _some_calls(group: Group, tensor: torch.Tensor) -> None:
-    with contextlib.suppress(RuntimeError, ValueError):  # the second: torch, of a destroyed group
-        for _ in range(3):
-            if group.handle is not None:
-                dist.all_reduce(tensor, group=group.handle)
-
-
-@step("stop")
-def stop(rank: Rank, shared: Random) -> None:
+@in_own_group()
+def stop(rank: Rank, group: Group, shared: Random) -> None:
     """A rank is stopped in the middle of a call, and continues after the others have timed out."""
-    members, stopped = members_of(rank, shared, least=2), shared.random()
-    count, lends = shared.choice([150_000, 3_000_000]), shared.random() < 0.7 and "shared" not in rank.without
-    group = rank.make(members)
-    if group.handle is None:
-        return
-    tensor = dist_prims.empty(count) if lends else torch.empty(count)
-    tensor.fill_(1)
+    stopped = shared.randrange(group.size)
+    tensor = rank.ones(shared.choice([150_000, 3_000_000]), shared.random() < 0.7)
     dist.all_reduce(tensor, group=group.handle)
     set_timeout(group, 0.3)
-    is_stopped = group.me == int(stopped * group.size)
-    stopper = _stop_soon(0.01 * rank.private.random(), 1.0) if is_stopped else None
-    call_until_error(rank, group, lambda: dist.all_reduce(tensor, group=group.handle))
+    own, stopper = os.getpid(), None
+    if group.me == stopped:
+        after = 0.01 * rank.private.random()
+        script = f"sleep {after:.3f}; kill -STOP {own}; sleep 1; kill -CONT {own}"
+        stopper = subprocess.Popen(["/bin/sh", "-c", script], env={})
+    rank.fails_soon(group, lambda: dist.all_reduce(tensor, group=group.handle))
     rank.freeze("a call that timed out because a rank was stopped", tensor)
     if stopper:
         stopper.wait(LIMIT)
     else:
         time.sleep(1)
     rank.check_frozen()
-    rank.destroy(group)
 
 
-def _stop_soon(after: float, seconds: float) -> subprocess.Popen[bytes]:
-    """Start a process that stops this one and lets it continue."""
-    me = os.getpid()
-    script = f"sleep {after:.3f}; kill -STOP {me}; sleep {seconds}; kill -CONT {me}"
-    return subprocess.Popen(["/bin/sh", "-c", script], env={})
+@step(weight=2)
+def signals(rank: Rank, shared: Random) -> None:
+    """Start, change or stop a timer whose signal has a handler in Python."""
+    interval = rank.private.choice([0, 0.001, 0.005, 0.02])
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, interval, interval)
+
+
+@step(weight=2)
+def fork(rank: Rank, shared: Random) -> None:
+    """A child inherits groups and calls under way. It cannot use them, and its end disturbs no rank."""
+    if WAITS_BEFORE_FORK:
+        rank.wait_for()
+    how = rank.private.choice(["exits", "collects", "calls"])
+    rank.trace(f"a child that {how}")
+    if (child := os.fork()) == 0:
+        _run_child(rank, how)
+    ended = list[int]()
+
+    def has_ended() -> bool:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        ended.extend([os.waitstatus_to_exitcode(status)] if pid else [])
+        return bool(pid)
+
+    try:
+        until(has_ended, time.monotonic() + LIMIT, f"the end of a child that {how}")
+    finally:
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+    if ended != [0]:
+        raise Failure(f"a child that {how} ended with status {ended}")
+
+
+def _run_child(rank: Rank, how: str) -> NoReturn:
+    status = 1
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if how == "collects":
+            rank.pending.clear()
+            rank.groups.clear()
+            rank.frozen.clear()
+            gc.collect()
+        elif how == "calls":
+            rank.fails("a call in a child", lambda: dist.all_reduce(torch.ones(3)), RuntimeError)
+        status = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+@ending(weight=3)
+def orderly(rank: Rank, shared: Random) -> None:
+    """All ranks wait for all calls, and leave."""
+
+
+@ending()
+def unwaited(rank: Rank, shared: Random) -> None:
+    """All ranks leave with collectives under way."""
+    dist.barrier()
+    for _ in range(shared.randrange(1, 4)):
+        dist.all_reduce(torch.ones(shared.choice([10, 33_000])), async_op=True)
+
+
+@ending(weight=2)
+def killed(rank: Rank, shared: Random) -> None:
+    """A rank is killed while the group is in use. The error on every other rank names it."""
+    _lose(rank, shared, lambda: os.kill(os.getpid(), signal.SIGKILL), PeerDiedError)
+
+
+@ending()
+def exits(rank: Rank, shared: Random) -> None:
+    """A rank exits without destroying its groups."""
+    _lose(rank, shared, lambda: os._exit(0), PeerDiedError)
+
+
+@ending()
+def leaves(rank: Rank, shared: Random) -> None:
+    """A rank destroys its groups while the others still use them."""
+    _lose(rank, shared, lambda: None, PeerLeftError)
+
+
+@ending()
+def killed_in_make(rank: Rank, shared: Random) -> None:
+    """A rank is killed while the others make a group with it."""
+    lost, after = shared.randrange(rank.size), 0.05 * shared.random()
+    dist.barrier()
+    if rank.number == lost:
+        threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        while True:
+            rank.destroy(rank.make(list(range(rank.size))))
+    with contextlib.suppress(TimeoutError):  # the store's, which no rank can end
+        rank.fails_soon(rank.groups[0], lambda: rank.destroy(rank.make(list(range(rank.size)), timeout=5)))
+
+
+def _lose(rank: Rank, shared: Random, end: Callable[[], None], kind: type[Exception]) -> None:
+    lost, count = shared.randrange(rank.size), shared.choice([10, 33_000, 150_000])
+    if rank.number == lost:
+        dist.all_reduce(torch.ones(count))
+        rank.pause(0.01)
+        end()
+        return
+    error = rank.fails_soon(rank.groups[0], lambda: dist.all_reduce(torch.ones(count)), kind)
+    if f"rank {lost}" not in str(error):
+        raise Failure(f"rank {lost} was lost, and the error is: {error}")

@@ -2,23 +2,22 @@
 
 All ranks write the same script. What a step leaves open (delays, the order of waits) each rank draws from a generator
 of its own, which also follows from the seed. Each step has generators of its own, so a step does the same whatever
-stands before it: a failing script can be cut down with ``--steps``.
+stands before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .rank import Rank
+    from .rank import Group, Rank
 
-__all__ = ["ENDINGS", "STEPS", "Script", "ending", "step", "write"]
+__all__ = ["ENDINGS", "STEPS", "Script", "ending", "in_own_group", "step", "write"]
 
 Action = Callable[["Rank", Random], None]
-Some = TypeVar("Some", bound=Action)
 
 STEPS: dict[str, tuple[float, Action]] = {}
 ENDINGS: dict[str, tuple[float, Action]] = {}
@@ -40,29 +39,44 @@ class Script:
         return Random(f"{self.seed} {self.round} {number} of rank {rank}")
 
 
-def step(name: str, weight: float = 1) -> Callable[[Some], Some]:
-    return _entry(STEPS, name, weight)
+def step(weight: float = 1) -> Callable[[Action], Action]:
+    return _entry(STEPS, weight)
 
 
-def ending(name: str, weight: float = 1) -> Callable[[Some], Some]:
-    return _entry(ENDINGS, name, weight)
+def ending(weight: float = 1) -> Callable[[Action], Action]:
+    return _entry(ENDINGS, weight)
 
 
-def _entry(table: dict[str, tuple[float, Action]], name: str, weight: float) -> Callable[[Some], Some]:
-    def register(action: Some) -> Some:
-        table[name] = (weight, action)
+def _entry(table: dict[str, tuple[float, Action]], weight: float) -> Callable[[Action], Action]:
+    def register(action: Action) -> Action:
+        table[action.__name__] = weight, action
         return action
 
     return register
 
 
-def write(seed: int, round: int, length: int, without: Container[str] = ()) -> Script:
+def in_own_group(weight: float = 1) -> Callable[[Callable[[Rank, Group, Random], None]], None]:
+    """A step of a new group, which need not go on after it. Only members of the group take the step."""
+
+    def register(action: Callable[[Rank, Group, Random], None]) -> None:
+        def run(rank: Rank, shared: Random) -> None:
+            group = rank.make_own_group(shared)
+            if group.handle is not None:
+                action(rank, group, shared)
+                rank.destroy(group)
+
+        STEPS[action.__name__] = weight, run
+
+    return register
+
+
+def write(seed: int, round: int, length: int, names: Collection[str]) -> Script:
     """The script of one round: of 2 to 4 ranks, and about as many steps as asked for."""
     random = Random(f"{seed} {round}")
     size = random.choice([2, 2, 3, 3, 4])
 
     def drawn(table: dict[str, tuple[float, Action]], number: int) -> list[str]:
-        names = [name for name in table if name not in without]
-        return random.choices(names, [table[name][0] for name in names], k=number)
+        known = [name for name in table if name in names]
+        return random.choices(known, [table[name][0] for name in known], k=number)
 
     return Script(seed, round, size, tuple(drawn(STEPS, length)), drawn(ENDINGS, 1)[0])
