@@ -20,7 +20,7 @@ os.environ["DIST_PRIMS_HOST_ID"] = str(MPI.COMM_WORLD.rank)
 
 import torch
 import torch.distributed as dist
-from values import everything
+from values import every_collective
 
 from dist_prims.backend import mpi_library
 from dist_prims.errors import CommError, CommInterruptedError, CommTimeoutError, MismatchError
@@ -34,7 +34,7 @@ def engine_of(group: Any) -> Any:
 
 def case_values() -> None:
     assert engine_of(dist.group.WORLD) == ("mpi" if dist.get_world_size() > 1 else "")
-    everything(dist.get_world_size())
+    every_collective()
 
 
 def case_small_pieces() -> None:

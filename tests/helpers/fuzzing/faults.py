@@ -23,7 +23,7 @@ import torch.distributed as dist
 from values import content, equal
 
 from dist_prims.errors import CommError, CommTimeoutError, MismatchError, PeerDiedError, PeerLeftError
-from dist_prims.launch.deadline import until
+from dist_prims.rendezvous.deadline import until
 
 from .rank import LIMIT, Failure, Group, Rank
 from .script import ending, in_own_group, step
