@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import needs_mpirun
@@ -47,16 +48,16 @@ print(len({*hosts}), "hosts:", found, link_costs.uncalibrated(hosts)["one_machin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=[needs_mpirun, pytest.mark.slow])])
-def test_ranks_on_two_hosts_meet_and_know_it(launcher: str) -> None:
-    """They know too that the hosts share the cores of a machine, where large data is cut into fewer segments."""
-    done = on_hosts(2, 2, SUM + ONE_MACHINE, rate="1gbit", mpirun=launcher == "mpirun")
+@needs_mpirun
+def test_ranks_on_two_hosts_meet_and_know_that_they_share_a_machine() -> None:
+    """Hosts share the cores of a machine: large data is cut into fewer segments there."""
+    done = on_hosts(2, 2, SUM + ONE_MACHINE, rate="1gbit", mpirun=True)
     assert done.returncode == 0, done.stderr
-    wanted = [f"rank {rank} on host{rank // 2}: 10, ((0, 1), (2, 3))" for rank in range(4)]
-    said = done.stdout.splitlines()
-    assert sorted(line for line in said if line.startswith("rank")) == wanted
-    assert said.count("2 hosts: [True, False, False] True") == 4
-    assert re.search(rf"4 ranks on 2 hosts by {launcher}.* over eth0", done.stderr)
+    lines = done.stdout.splitlines()
+    expected = [f"rank {rank} on host{rank // 2}: 10, ((0, 1), (2, 3))" for rank in range(4)]
+    assert sorted(line for line in lines if line.startswith("rank")) == expected
+    assert lines.count("2 hosts: [True, False, False] True") == 4
+    assert re.search("4 ranks on 2 hosts by mpirun.* over eth0", done.stderr)
 
 
 @pytest.mark.slow
@@ -82,35 +83,24 @@ print(f"{sent() - before} bytes", flush=True)
     assert max(int(number) for number in re.findall(r"(\d+) bytes", done.stdout)) > 8_000_000
 
 
-def test_the_status_is_that_of_the_host_that_failed_first() -> None:
-    command = ["bash", "-c", "sleep 0.$((5 * HOST)); exit $((7 + HOST))"]
-    with cluster(2, 1, command, how="each") as job:
-        assert job.result().returncode == 7
-    with cluster(2, 1, ["bash", "-c", "hostname; ssh host1 'hostname; exit 3'"], how="login") as job:
-        done = job.result()
-    assert (done.returncode, done.stdout) == (3, "switch\nhost1\n")
-
-
-def test_a_host_that_fails_ends_the_others() -> None:
+@pytest.mark.parametrize(
+    ("command", "options", "status", "words"),
+    [
+        ("[ $HOST = 0 ] && exit 7; exec sleep 60", {"how": "each", "env": {"GRACE": "1"}}, 7, ""),
+        ("hostname; ssh host1 'hostname; exit 3'", {"how": "login"}, 3, "switch\nhost1\n"),
+        ("sleep 60", {"how": "each", "timeout": 1}, 124, "not over after TIMEOUT=1 s"),
+    ],
+    ids=["a host fails", "a shell on a host fails", "no host ends"],
+)
+def test_the_first_failure_is_the_status_and_ends_all(
+    command: str, options: dict[str, Any], status: int, words: str
+) -> None:
     began = time.monotonic()
-    with cluster(2, 1, ["bash", "-c", "[ $HOST = 0 ] && exit 7; exec sleep 60"], how="each", env={"GRACE": "1"}) as job:
-        assert job.result().returncode == 7
-    with cluster(2, 1, ["sleep", "60"], how="each", timeout=1) as job:
+    with cluster(2, 1, ["bash", "-c", command], **options) as job:
         done = job.result()
-    assert done.returncode == 124
-    assert "not over after TIMEOUT=1 s" in done.stderr
+    assert done.returncode == status
+    assert words in done.stdout + done.stderr
     assert time.monotonic() - began < 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
-def test_a_rank_that_fails_ends_the_others(launcher: str) -> None:
-    program = SUM + "import time\nif place.rank == 3: raise LookupError('this one')\ntime.sleep(100)\n"
-    began = time.monotonic()
-    done = on_hosts(2, 2, program, mpirun=launcher == "mpirun", env={"GRACE": "2"})
-    assert done.returncode not in (0, 124)
-    assert "LookupError: this one" in done.stderr
-    assert time.monotonic() - began < 50
 
 
 @pytest.mark.sampled(1)

@@ -27,17 +27,8 @@ def lines(hosts: int, ranks: int, more: str = "") -> list[str]:
 
 
 @pytest.mark.slow
-def test_srun_on_one_host(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(SUM)
-    done = on_slurm(1, "srun --overcommit --ntasks 2 python program.py", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "2 ranks on 1 host by srun, gloo over loopback" in done.stderr
-    assert sorted(done.stdout.splitlines()) == lines(1, 2, ", ((0, 1),)")
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_srun_and_sbatch_on_two_hosts(tmp_path: Path) -> None:
+def test_srun_and_sbatch(tmp_path: Path) -> None:
     """Where a batch script does not call srun, its program is alone."""
     (tmp_path / "program.py").write_text(SUM)
     (tmp_path / "by_torch.py").write_text(BY_TORCH)
@@ -47,12 +38,14 @@ def test_srun_and_sbatch_on_two_hosts(tmp_path: Path) -> None:
     batch = "sbatch --nodes 2 --ntasks-per-node 2 --cpus-per-task 1 --overcommit --output"
     batches = f"{batch} one alone.sh && {batch} four {ROOT}/launch_scripts/slurm.sbatch program.py"
     wait = 'until [ -z "$(squeue --noheader)" ]; do sleep 0.2; done'  # sbatch --wait looks every ten seconds
-    line = f"{srun} program.py && {srun} by_torch.py && {with_an_address} && {batches} && {wait}"
+    one_host = "srun --overcommit --nodes 1 --ntasks 2 python program.py"
+    line = f"{one_host} && {srun} program.py && {srun} by_torch.py && {with_an_address} && {batches} && {wait}"
     done = on_slurm(2, line, tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr
+    assert "2 ranks on 1 host by srun, gloo over loopback" in done.stderr
     assert "4 ranks on 2 hosts by srun, gloo over eth0" in done.stderr
     by_init = lines(2, 2, ", ((0, 1), (2, 3))")
-    assert ranks(done.stdout) == sorted([*by_init, *lines(2, 2), *lines(2, 2)])
+    assert ranks(done.stdout) == sorted([*lines(1, 2, ", ((0, 1),)"), *by_init, *lines(2, 2), *lines(2, 2)])
     assert "rank 0 on host0: 1, ((0,),)\n" in (tmp_path / "one").read_text()
     assert ranks((tmp_path / "four").read_text()) == by_init
 

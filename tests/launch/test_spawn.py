@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -65,13 +66,21 @@ def test_an_exception_that_cannot_be_pickled_is_reported_as_text() -> None:
     assert caught.value.__cause__ is None
 
 
-def test_a_rank_that_is_killed_is_named_and_the_others_go() -> None:
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by SIGKILL before its function returned"),
+        (lambda: os._exit(7), "rank 1 exited with status 7 before its function returned"),
+    ],
+    ids=["killed", "exits"],
+)
+def test_a_rank_that_ends_is_named_and_the_others_go(end: Callable[[], None], words: str) -> None:
     def body() -> None:
         if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            end()
         time.sleep(1000)
 
-    with pytest.raises(RankFailedError, match="rank 1 was killed by SIGKILL before its function returned"):
+    with pytest.raises(RankFailedError, match=words):
         dist_prims.spawn(body, 3, timeout=60)
 
 
@@ -94,11 +103,6 @@ def test_a_notice_sent_just_before_a_death_is_read(monkeypatch: pytest.MonkeyPat
         dist_prims.spawn(body, 2, timeout=60)
 
 
-def test_a_rank_that_exits_is_named() -> None:
-    with pytest.raises(RankFailedError, match="rank 0 exited with status 7 before its function returned"):
-        dist_prims.spawn(lambda: os._exit(7), 1, timeout=60)
-
-
 def test_what_a_rank_has_started_goes_with_it() -> None:
     def body() -> int:
         return subprocess.Popen(["sleep", "1000"]).pid
@@ -111,11 +115,14 @@ def test_what_a_rank_has_started_goes_with_it() -> None:
 
 
 def test_a_hang_ends_and_says_where() -> None:
+    """Over gloo a rank cannot leave without a loss of data, so the parent says which ranks the others may wait for."""
+
     def dream() -> None:
         if dist.get_rank() == 1:
             time.sleep(1000)
 
-    with pytest.raises(TimeoutError, match="these of 2 ranks were still running: 1") as caught:
+    gone = r"these of 2 ranks were still running: 1 \(the function has returned on rank 0, for which"
+    with pytest.raises(TimeoutError, match=gone) as caught:
         dist_prims.spawn(dream, 2, timeout=1)
     assert "in dream" in str(caught.value)
 
@@ -155,18 +162,6 @@ def test_what_a_rank_has_sent_before_its_function_returned_arrives(hosts: str) -
     assert dist_prims.spawn(late_receivers, 3, timeout=100, init=False) == [[], [7, 7], [0, 7]]
 
 
-@pytest.mark.slow
-def test_a_rank_whose_function_has_returned_is_named_when_the_time_to_run_is_over() -> None:
-    """Over gloo a rank cannot leave without a loss of data, so the parent says which ranks the others may wait for."""
-
-    def one_barrier_too_many() -> None:
-        if dist.get_rank() == 1:
-            dist.barrier()
-
-    with pytest.raises(TimeoutError, match=r"still running: 1 \(the function has returned on rank 0, for which"):
-        dist_prims.spawn(one_barrier_too_many, 2, timeout=1.5)
-
-
 def test_a_rank_that_has_destroyed_its_group_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the time to destroy the groups was over, the error said that the others may wait for the ranks that had."""
 
@@ -192,24 +187,18 @@ def test_joining_can_be_left_to_the_function() -> None:
     assert dist_prims.spawn(body, 2, init=False, timeout=60) == [2, 2]
 
 
-def of_a_module() -> int:
-    return dist.get_rank()
-
-
-@pytest.mark.slow  # test_spawn_by_value.py has some of a script and of a prompt in the default tier
-def test_fresh_interpreters() -> None:
-    assert dist_prims.spawn(of_a_module, 2, start_method="spawn", timeout=100) == [0, 1]
-
-
-def test_bad_input() -> None:
-    with pytest.raises(ValueError, match="nprocs is 0"):
-        dist_prims.spawn(of_a_module, 0)
-    with pytest.raises(ValueError, match="choose 'fork' or 'spawn'"):
-        dist_prims.spawn(of_a_module, 1, start_method="thread")
-    with pytest.raises(ValueError, match="start_timeout is 0 s; give a positive time"):
-        dist_prims.spawn(of_a_module, 1, start_timeout=0)
-    with pytest.raises(ValueError, match="timeout is -1 s; give a positive time"):
-        dist_prims.spawn(of_a_module, 1, timeout=-1)
+@pytest.mark.parametrize(
+    ("ranks", "options", "words"),
+    [
+        (0, {}, "nprocs is 0"),
+        (1, {"start_method": "thread"}, "choose 'fork' or 'spawn'"),
+        (1, {"start_timeout": 0}, "start_timeout is 0 s; give a positive time"),
+        (1, {"timeout": -1}, "timeout is -1 s; give a positive time"),
+    ],
+)
+def test_wrong_arguments_are_refused(ranks: int, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dist_prims.spawn(dist.get_rank, ranks, **options)
 
 
 def test_ranks_do_not_outlive_a_parent_that_dies(tmp_path: Path) -> None:
@@ -245,7 +234,7 @@ def slow_to_join(seconds: float) -> str:
 
 @pytest.mark.slow
 def test_the_time_to_run_begins_when_all_have_joined() -> None:
-    assert dist_prims.spawn(of_a_module, 2, backend=slow_to_join(3), timeout=2) == [0, 1]
+    assert dist_prims.spawn(dist.get_rank, 2, backend=slow_to_join(3), timeout=2) == [0, 1]
 
 
 @pytest.mark.slow
@@ -257,30 +246,23 @@ def test_ranks_that_do_not_start_are_named() -> None:
     with pytest.raises(
         TimeoutError, match="with start_timeout=1 s these of 2 ranks were still starting: 0, 1"
     ) as caught:
-        dist_prims.spawn(of_a_module, 2, backend=slow_to_join(1000), start_timeout=1, timeout=60)
+        dist_prims.spawn(dist.get_rank, 2, backend=slow_to_join(1000), start_timeout=1, timeout=60)
     assert "time.sleep(seconds)" in str(caught.value) or "in make" in str(caught.value)
 
 
-def test_a_rank_that_dies_before_it_has_joined_is_named() -> None:
-    def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        os._exit(3)
-
-    dist.Backend.register_backend("mortal", make, devices=["cpu"])
-    with pytest.raises(RankFailedError, match="rank 0 exited with status 3 before its function began"):
-        dist_prims.spawn(of_a_module, 1, backend="mortal", timeout=60)
-
-
-def test_a_death_before_all_have_joined_is_no_loss() -> None:
-    """With ``min_ranks`` the others would wait for the lost rank in the rendezvous, until the time to start is over."""
+@pytest.mark.parametrize("min_ranks", [None, 2])
+def test_a_rank_that_dies_before_it_has_joined_is_named(min_ranks: int | None) -> None:
+    """Not counted as a loss, because the others wait for it in the rendezvous until the time to start is over."""
 
     def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         if rank == 1:
             os._exit(3)
         time.sleep(1000)
 
-    dist.Backend.register_backend("mortal_rank", make, devices=["cpu"])
+    if "mortal" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("mortal", make, devices=["cpu"])
     with pytest.raises(RankFailedError, match="rank 1 exited with status 3 before its function began"):
-        dist_prims.spawn(of_a_module, 3, backend="mortal_rank", timeout=60, start_timeout=60, min_ranks=2)
+        dist_prims.spawn(dist.get_rank, 3, backend="mortal", timeout=60, start_timeout=60, min_ranks=min_ranks)
 
 
 def test_ranks_do_not_collect_what_became_garbage_in_the_parent() -> None:

@@ -42,14 +42,14 @@ def raises():
 OF_FORKS = "returns(2, 22)\nraises()\n"
 GROUP = "dist_prims.init('gloo')\n"  # from now on ranks are fresh interpreters
 CASES = {
-    "standard input": OF_FORKS + GROUP + "returns(2, 22)\n",
+    "standard input": GROUP + "returns(2, 22)\n",
     "-c": OF_FORKS + GROUP + "returns(2, 22)\nraises()\n",
     "-i": GROUP + "raises()\n",
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["standard input", pytest.param("-c", marks=pytest.mark.slow), "-i"])
+@pytest.mark.parametrize("how", CASES)
 @pytest.mark.timeout(300)
 def test_what_a_program_without_a_source_defines(how: str, tmp_path: Path) -> None:
     (tmp_path / "start.py").write_text("print('ran')\n")  # with -i, run once, and not by the ranks
@@ -73,9 +73,9 @@ import threading, dist_prims
 lock = threading.Lock()
 def body(): return lock.locked()
 if __name__ == "__main__":
-    print(dist_prims.spawn(body, 1, start_method="spawn", timeout=60))
+    print(dist_prims.spawn(body, 2, start_method="spawn", timeout=60))
 """)
-    assert run([sys.executable, str(program)], timeout=200).stdout == "[False]\n"
+    assert run([sys.executable, str(program)], timeout=200).stdout == "[False, False]\n"
 
 
 def travels(payload: Payload) -> Payload:
@@ -145,7 +145,7 @@ print("well")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long(minutes=2)
 @pytest.mark.timeout(900)
 def test_in_a_notebook(tmp_path: Path) -> None:
     """A real kernel of Jupyter, in an environment of its own above this one."""

@@ -74,32 +74,32 @@ def test_much_output_does_not_block() -> None:
     assert out == ("x" * 30_000 + "\n") * 200
 
 
-def test_output_without_a_newline_is_printed_when_a_rank_ends() -> None:
-    def body() -> None:
-        print("partial", end="", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+def print_and_die() -> None:
+    print("partial", end="", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(RankFailedError, match="SIGKILL"):
-        dist_prims.spawn(body, 1, timeout=60, prefix=True)
+
+def print_and_raise() -> None:
+    print("partial", end="")
+    raise LookupError
+
+
+def print_and_hang() -> None:
+    print("partial")
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize(
+    ("body", "timeout", "error"),
+    [(print_and_die, 60, "SIGKILL"), (print_and_raise, 60, "LookupError"), (print_and_hang, 1, "timeout=1 s")],
+)
+def test_what_a_rank_that_fails_has_printed_is_shown(body: Callable[[], None], timeout: float, error: str) -> None:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        pytest.raises((RankFailedError, TimeoutError), match=error),
+    ):
+        dist_prims.spawn(body, 1, timeout=timeout, prefix=True)
     assert out.getvalue() == "[rank 0] partial\n"
-
-    def raises() -> None:
-        print("before", end="")
-        raise LookupError
-
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(RankFailedError):
-        dist_prims.spawn(raises, 1, timeout=60)
-    assert out.getvalue() == "before\n"
-
-
-def test_what_a_hanging_rank_has_printed_is_shown() -> None:
-    def body() -> None:
-        print("asleep")
-        time.sleep(1000)
-
-    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(TimeoutError, match="timeout=1 s"):
-        dist_prims.spawn(body, 1, timeout=1)
-    assert out.getvalue() == "asleep\n"
 
 
 @pytest.mark.parametrize(

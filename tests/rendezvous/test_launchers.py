@@ -17,12 +17,11 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from launching import MPIRUN, SUM, TORCH, clean, forked, needs_mpirun, run, together
+from launching import MPIRUN, SUM, clean, forked, needs_mpirun, run, together
 from mpi_kinds import AS_ROOT, KINDS
 
-from dist_prims.launch import Launcher, detect
+from dist_prims.launch import Launcher
 from dist_prims.rendezvous import pmi
-from dist_prims.rendezvous.detect_launcher import from_url
 
 INIT_PROCESS_GROUP = """
 import torch, torch.distributed as dist
@@ -40,68 +39,6 @@ print(f"MPI says {MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank)}.\\n", end="", f
 AT_LAST_MPI = SUM + "torch.distributed.destroy_process_group()\n" + INIT_PROCESS_GROUP + MPI
 FLUX = "unset MPI_LOCALNRANKS MPI_LOCALRANKID; export FLUX_TASK_RANK=$PMI_RANK FLUX_JOB_SIZE=$PMI_SIZE; "
 PALS = "unset MPI_LOCALNRANKS MPI_LOCALRANKID; export PALS_RANKID=$PMI_RANK; "
-
-
-@pytest.mark.parametrize(
-    ("environ", "name", "medium"),
-    [
-        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4", "PMI_ID": "1"}, "mpirun_rsh of MVAPICH", "MPI"),
-        ({"MVP_COMM_WORLD_RANK": "1", "MVP_COMM_WORLD_SIZE": "4"}, "mpirun_rsh of MVAPICH", "MPI"),
-        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "PMI_RANK": "1", "PMI_SIZE": "4"}, "Flux", "PMI"),
-        ({"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "4"}, "mpiexec of Cray PALS", "MPI"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9"}, "a PMI process manager", "PMI"),
-        ({"PALS_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "4", **TORCH}, "environment variables", ""),
-    ],
-)
-def test_the_launcher_is_known_by_what_only_it_sets(environ: dict[str, str], name: str, medium: str) -> None:
-    found = detect(environ)
-    assert (found.name, found.rank, found.size, found.medium) == (name, 1, 4, medium)
-
-
-@pytest.mark.parametrize(
-    ("environ", "name"),
-    [
-        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-1@1", "PRTE_LAUNCHED": "1"}, "prun"),
-        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, "a PMIx launcher"),
-        ({"PALS_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, "mpiexec of Cray PALS"),
-        ({"PMI_ID": "1", "PMI_PORT": "a:1", "MPI_LOCALNRANKS": "2"}, "mpirun of MPICH"),
-    ],
-)
-def test_where_no_variable_says_the_size_mpi_does(environ: dict[str, str], name: str) -> None:
-    found = detect(environ)
-    assert (found.name, found.rank, found.size, found.medium) == (name, 1, None, "MPI")
-    with pytest.raises(ValueError, match="needs rank= and world_size="):
-        from_url("tcp://a:1", environ=environ)
-
-
-@pytest.mark.parametrize(
-    ("environ", "said"),
-    [
-        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_SIZE=4, PMI_RANK=1"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "PMI_SIZE=4"),
-        ({"PMIX_RANK": "3"}, "PMIX_RANK=3"),
-        ({"FLUX_JOB_SIZE": "2"}, "FLUX_JOB_SIZE=2"),
-        ({"PALS_LOCAL_SIZE": "2"}, "PALS_LOCAL_SIZE=2"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2"),
-        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"}, "JSM_NAMESPACE_SIZE=2, JSM_NAMESPACE_RANK=1"),
-        ({"SLURM_PROCID": "2"}, "SLURM_PROCID=2"),
-    ],
-)
-def test_several_ranks_by_no_known_launcher_are_refused(environ: dict[str, str], said: str) -> None:
-    with pytest.raises(ValueError, match="one of several ranks, but its launcher is not known") as caught:
-        detect(environ)
-    assert f"init: {said}: this process" in str(caught.value)
-    assert "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank" in str(caught.value)
-    assert "unset " in str(caught.value)
-
-
-def test_one_rank_by_no_known_launcher_is_alone() -> None:
-    assert detect({"PMI_RANK": "0", "PMI_SIZE": "1", "PALS_LOCAL_SIZE": "1"}).name == "python"
-
-
-def test_a_variable_that_is_no_number_is_named() -> None:
-    with pytest.raises(ValueError, match="PMI_SIZE='many' is not a number; start the ranks with"):
-        detect({"PMI_RANK": "1", "PMI_SIZE": "many", "PMI_FD": "3"})
 
 
 @pytest.mark.sampled(1)
@@ -135,16 +72,6 @@ def start(by: str, program: Path, **environ: str) -> CompletedProcess[str]:
         script = {"Flux": FLUX, "PALS": PALS}[by] + f"exec {sys.executable} {program}"
         command = [str(MPIRUN), "-n", "2", "bash", "-c", script]
     return run(command, clean(**environ))
-
-
-@pytest.mark.slow  # test_launch.py has one under mpirun in the default tier
-@needs_mpirun
-def test_an_exception_ends_the_whole_job(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(SUM + "if place.rank == 1: raise LookupError('this one')\nimport time; time.sleep(1000)\n")
-    done = start("Flux", program)
-    assert done.returncode != 0
-    assert "LookupError: this one" in done.stderr
 
 
 def test_flux_without_pmi_is_an_error_with_a_remedy() -> None:

@@ -1,0 +1,57 @@
+"""``python -m dist_prims doctor``: what it finds here, and what it concludes from the variables of a launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from launching import LAUNCHER_VARIABLES, TORCH
+
+from dist_prims.cli.doctor import main, report
+from tests.rendezvous.test_detect_launcher import SLURM
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in filter(LAUNCHER_VARIABLES.search, list(os.environ)):
+        monkeypatch.delenv(name)
+
+
+def test_the_doctor_reports_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main() == 0
+    text = capsys.readouterr().out
+    names = ("dist_prims", "Python", "launcher", "rank", "host", "hosts", "gloo", "NCCL", "MPI", "UCX", "shared memory")
+    for name in (*names, "cores", "memory", "/dev/shm", "open files", "locked memory", "interfaces"):
+        assert re.search(rf"^{name} ", text, re.MULTILINE), name
+    assert "no launcher" in text
+
+
+@pytest.mark.parametrize(
+    ("environ", "row", "words"),
+    [
+        (SLURM, "hosts", "n08, n09$"),
+        ({**TORCH, "LOCAL_WORLD_SIZE": "2"}, "hosts", "2 of 4 ranks are on this host$"),
+        (TORCH, "hosts", "known after the rendezvous of the ranks$"),
+        ({}, "authentication", "one rank needs none; spawn provides a secret"),
+        (TORCH, "authentication", "none: the ranks are not authenticated; give all ranks the same DIST_PRIMS_SECRET"),
+        (
+            {**TORCH, "MASTER_ADDR": "localhost"},
+            "authentication",
+            "by a file of this user, since the ranks are on one host",
+        ),
+        ({**TORCH, "DIST_PRIMS_SECRET": "0123456789abcdef"}, "authentication", "by DIST_PRIMS_SECRET"),
+        ({**TORCH, "DIST_PRIMS_SECRET": "0123"}, "authentication", "fails: DIST_PRIMS_SECRET has 4 characters"),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "3"},
+            "authentication",
+            "by a secret that rank 0 sends over PMI",
+        ),
+    ],
+)
+def test_the_doctor_knows_what_the_launcher_says(
+    environ: dict[str, str], row: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    for name, value in {**environ, "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(rf"^{row} +{words}", report(), re.MULTILINE)
