@@ -1,5 +1,8 @@
 """Build script: the native libraries, see dist_prims/backend/compile_native.py. The metadata is in pyproject.toml.
 
+What is not built here is compiled when it is first used: the adapter for torch, if this environment has no torch, as in
+pip's isolated builds, and all libraries, if there is no compiler.
+
 The libraries for MPI are compiled with its header alone and linked to none of its libraries: they use the one that
 mpi4py loads. An mpicc tells where the header is: that of the environment, that of the PATH, and those that the variable
 DIST_PRIMS_MPICC names, with colons between them.
@@ -8,6 +11,7 @@ The library for UCX is compiled with its headers alone, too: those of the folder
 package libucx-cu12 in this environment, or of the system.
 
 - DIST_PRIMS_TORCH=folder:folder compiles adapters for these packages of torch as well as for the installed one.
+- DIST_PRIMS_PYTHON=python3.12:python3.13 compiles all adapters for these interpreters as well as for this one.
 - DIST_PRIMS_PURE=1 builds a wheel without native libraries: schedules, proofs, pictures. It needs no torch.
 - DIST_PRIMS_SANITIZE=address or =thread compiles core and adapter under that sanitizer, for tests. Give the build a
   folder of its own, or it replaces the ordinary libraries:
@@ -17,31 +21,26 @@ package libucx-cu12 in this environment, or of the system.
 
 import importlib.util
 import os
-import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
-PURE = os.environ.get("DIST_PRIMS_PURE") == "1"
+PURE = os.environ.get("DIST_PRIMS_PURE") == "1" or sys.platform != "linux"
 SANITIZER = os.environ.get("DIST_PRIMS_SANITIZE", "")
 CSRC = Path("csrc")
 FOLDER = Path("dist_prims", "lib")
+REQUIRED = ["numpy>=1.26", "cloudpickle>=3"]
+TORCH = "torch>=2.11"
 
 _spec = importlib.util.spec_from_file_location("compile_native", Path("dist_prims", "backend", "compile_native.py"))
 native = sys.modules["compile_native"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(native)
 
-TORCH = None if PURE else importlib.util.find_spec("torch")
-if not PURE and TORCH is None:  # at once, before pip downloads anything
-    raise SystemExit(
-        "dist_prims is built against the torch that it will run with, and there is none in this environment. "
-        "Install torch 2.11 or later first, then: pip install --no-build-isolation ."
-    )
 if SANITIZER and SANITIZER not in native.SANITIZERS:
     raise SystemExit(f"DIST_PRIMS_SANITIZE={SANITIZER}: it is 'address' or 'thread'")
 
@@ -53,11 +52,12 @@ class Build(build_ext):
         self.compiled = libraries()
         into = FOLDER if self.inplace or self.editable_mode else Path(self.build_lib) / FOLDER
         native.build(self.compiled, into, Path(self.build_temp), sanitizer=SANITIZER)
-        if into != FOLDER:  # the sources of the adapter, for a torch that has none
-            for source in [*CSRC.rglob("*.h"), *CSRC.glob("torch/**/*.cpp")]:
-                copy = into / source
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, copy)
+        if into != FOLDER:  # the sources, for what is compiled at first use
+            for source in [*CSRC.rglob("*.h"), *CSRC.rglob("*.cpp")]:
+                if "tests" not in source.parts:
+                    copy = into / source
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(source, copy)
 
     def get_outputs(self):
         return [str(Path(self.build_lib) / FOLDER / each.file) for each in getattr(self, "compiled", [])]
@@ -80,62 +80,47 @@ class WithCourse(build_py):
             )
 
 
+class AnyPython(bdist_wheel):
+    """Names the wheel for every Python 3: only adapters depend on the interpreter, and one that lacks is compiled."""
+
+    def get_tag(self):
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
+
+
 def libraries():
-    installed = Path(TORCH.origin).parent
-    torches = [installed, *map(Path, filter(None, os.environ.get("DIST_PRIMS_TORCH", "").split(":")))]
-    families = {} if SANITIZER else mpi_headers()
-    ucx = None if SANITIZER else ucx_headers()
-    adapters = {library.file: library for library in (native.adapter(CSRC, torch) for torch in torches)}
-    return [
-        native.core(CSRC),
-        *([] if ucx is None else [native.ucx(CSRC, ucx)]),
-        *(native.mpi(CSRC, family, headers) for family, headers in sorted(families.items())),
-        *adapters.values(),
-    ]
-
-
-def ucx_headers():
-    """The folders of the headers of UCX, none if the compiler finds them by itself; None if there are no headers."""
-    package = importlib.util.find_spec("libucx")
-    prefixes = [os.environ.get("DIST_PRIMS_UCX"), *(package.submodule_search_locations if package else [])]
-    for folder in [str(Path(prefix, "include")) for prefix in prefixes if prefix]:
-        if Path(folder, "ucp", "api", "ucp.h").is_file():
-            return [folder]
-    if any(Path(folder, "ucp", "api", "ucp.h").is_file() for folder in ("/usr/include", "/usr/local/include")):
+    """All libraries that can be compiled here. What is left out is compiled at first use."""
+    if problem := native.compiler_problem():
+        print(f"dist_prims: built without native libraries: {problem}", file=sys.stderr)
         return []
-    print("dist_prims: built without UCX: no ucp/api/ucp.h is found", file=sys.stderr)
-    return None
-
-
-def mpi_headers():
-    """The folders of the headers of each family of MPI for which there is an mpicc."""
-    named = [name for name in os.environ.get("DIST_PRIMS_MPICC", "").split(":") if name]
-    found = {}
-    for mpicc in [*named, str(Path(sys.executable).parent / "mpicc"), shutil.which("mpicc")]:
-        family, headers = ask(mpicc) if mpicc else (None, [])
-        if family:
-            found.setdefault(family, headers)
-        elif mpicc in named:
-            print(f"dist_prims: {mpicc} is no mpicc of Open MPI or of MPICH's kind, and left out", file=sys.stderr)
-    for family in native.FAMILIES.keys() - found.keys():
+    built = [native.core(CSRC), *adapters().values()]
+    if SANITIZER:
+        return built
+    ucx, families = native.ucx_headers(), native.mpi_headers()
+    if ucx is None:
+        print("dist_prims: built without UCX: no ucp/api/ucp.h is found", file=sys.stderr)
+    else:
+        built.append(native.ucx(CSRC, ucx))
+    for family in native.FAMILIES.keys() - families.keys():
         print(f"dist_prims: built without {native.FAMILIES[family]}: no mpicc of it is found", file=sys.stderr)
-    return found
+    return [*built, *(native.mpi(CSRC, family, headers) for family, headers in sorted(families.items()))]
 
 
-def ask(mpicc):
-    """Family and folders of headers of an mpicc; no family if it is none."""
-    for family, question in (("openmpi", "--showme:compile"), ("mpich", "-show")):
-        try:
-            said = subprocess.run([mpicc, question], capture_output=True, text=True, check=True).stdout
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        folders = [word[2:] for word in shlex.split(said) if word.startswith("-I")]
-        if any(Path(folder, "mpi.h").is_file() for folder in folders):
-            return family, folders
-    return None, []
+def adapters():
+    installed = importlib.util.find_spec("torch")
+    torches = [*map(Path, filter(None, os.environ.get("DIST_PRIMS_TORCH", "").split(":")))]
+    if installed is not None:
+        torches.insert(0, Path(installed.origin).parent)
+    elif not torches:
+        print("dist_prims: built without an adapter: there is no torch in this environment", file=sys.stderr)
+    others = filter(None, os.environ.get("DIST_PRIMS_PYTHON", "").split(":"))
+    pythons = [native.Python(), *map(native.Python.of, others)]
+    built = [native.adapter(CSRC, torch, python) for torch in torches for python in pythons]
+    return {library.file: library for library in built}
 
 
 setup(
     ext_modules=[] if PURE else [Extension("dist_prims.lib.native", [])],
-    cmdclass={"build_ext": Build, "build_py": WithCourse},
+    cmdclass={"build_ext": Build, "build_py": WithCourse} | ({} if PURE else {"bdist_wheel": AnyPython}),
+    install_requires=[*REQUIRED, *([] if PURE else [TORCH])],
 )

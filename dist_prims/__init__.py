@@ -93,7 +93,15 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"dist_prims.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'dist_prims' has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"dist_prims.{_HOME[name]}"), name)
+    try:
+        found = getattr(importlib.import_module(f"dist_prims.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"dist_prims.{name} needs torch 2.11 or later: pip install torch; dist_prims.schedules works without it",
+            name="torch",
+        ) from None
     globals()[name] = found  # so that the next use does not come here
     return found
 

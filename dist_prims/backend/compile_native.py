@@ -5,16 +5,20 @@
 - ``libdist_prims_mpich.so`` and ``libdist_prims_openmpi.so``: calls of MPI, resolved by the MPI that mpi4py has loaded.
 - ``torch2.13/_backend.*.so``: the adapter, a Python module between the core and the headers of one torch.
 
-``setup.py`` compiles all of them. A process whose torch has no adapter compiles one when it first needs it, see
-``torch_adapter.py``. The module imports only the standard library, because ``setup.py`` loads it without the package.
+``setup.py`` compiles those whose headers it finds. A process compiles what its package lacks when it first needs it,
+see ``native_libraries.py``. The module imports only the standard library, because ``setup.py`` loads it without the
+package.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -93,22 +97,78 @@ def mpi_file(family: str) -> str:
     return f"libdist_prims_{family}.so"
 
 
-def adapter(csrc: Path, torch: Path) -> Library:
-    """The adapter for the torch whose package is in the folder ``torch``; neither imported nor run."""
+def adapter(csrc: Path, torch: Path, python: Python | None = None) -> Library:
+    """The adapter for the torch whose package is in the folder ``torch``; neither imported nor run.
+
+    ``python``: the interpreter that will load it, by default this one.
+    """
+    python = python or Python()
     include = torch / "include"
-    headers = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
+    headers = [include, include / "torch" / "csrc" / "api" / "include", Path(python.include)]
     libraries = [f"-L{torch / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
     version = version_of(torch)
     return Library(
-        f"{adapter_folder(version)}/{adapter_file()}",
+        f"{adapter_folder(version)}/{adapter_file(python)}",
         (csrc / "torch" / "adapter.cpp",),
         (*_HIDES, f'-DBUILT_FOR_TORCH="{version}"', *(f"-isystem{folder}" for folder in headers)),
         (*_core_beside("$ORIGIN/.."), *libraries),
     )
 
 
-def adapter_file() -> str:
-    return f"_backend{sysconfig.get_config_var('EXT_SUFFIX')}"
+@dataclass(frozen=True)
+class Python:
+    """What an extension needs to know of an interpreter: the folder of its headers, and how names of files end."""
+
+    include: str = sysconfig.get_path("include")
+    suffix: str = sysconfig.get_config_var("EXT_SUFFIX")
+
+    @classmethod
+    def of(cls, executable: str) -> Python:
+        """Ask another interpreter."""
+        question = "import sysconfig as s; print(s.get_path('include'), s.get_config_var('EXT_SUFFIX'), sep='\\n')"
+        reply = subprocess.run([executable, "-c", question], capture_output=True, text=True, check=True, timeout=60)
+        return cls(*reply.stdout.split("\n")[:2])
+
+
+def adapter_file(python: Python | None = None) -> str:
+    return f"_backend{(python or Python()).suffix}"
+
+
+def ucx_headers() -> list[str] | None:
+    """The folders of the headers of UCX, none if the compiler finds them by itself; None if there are no headers."""
+    package = importlib.util.find_spec("libucx")
+    locations = (package and package.submodule_search_locations) or []
+    for prefix in filter(None, [os.environ.get("DIST_PRIMS_UCX"), *locations]):
+        if Path(prefix, "include", "ucp", "api", "ucp.h").is_file():
+            return [str(Path(prefix, "include"))]
+    folders = ("/usr/include", "/usr/local/include")
+    return [] if any(Path(folder, "ucp", "api", "ucp.h").is_file() for folder in folders) else None
+
+
+def mpi_headers() -> dict[str, list[str]]:
+    """The folders of the headers of each family of MPI for which there is an mpicc."""
+    named = [name for name in os.environ.get("DIST_PRIMS_MPICC", "").split(":") if name]
+    headers_of: dict[str, list[str]] = {}
+    for mpicc in [*named, str(Path(sys.executable).parent / "mpicc"), shutil.which("mpicc")]:
+        family, headers = _ask_mpicc(mpicc) if mpicc else (None, [])
+        if family:
+            headers_of.setdefault(family, headers)
+        elif mpicc in named:
+            print(f"dist_prims: {mpicc} is not an mpicc of Open MPI or of MPICH's kind, and left out", file=sys.stderr)
+    return headers_of
+
+
+def _ask_mpicc(mpicc: str) -> tuple[str | None, list[str]]:
+    """Family and folders of headers of an mpicc; no family if it is none."""
+    for family, question in (("openmpi", "--showme:compile"), ("mpich", "-show")):
+        try:
+            reply = subprocess.run([mpicc, question], capture_output=True, text=True, check=True, timeout=60).stdout
+        except (OSError, subprocess.SubprocessError):
+            continue
+        folders = [word[2:] for word in shlex.split(reply) if word.startswith("-I")]
+        if any(Path(folder, "mpi.h").is_file() for folder in folders):
+            return family, folders
+    return None, []
 
 
 def adapter_folder(version: str) -> str:
@@ -137,6 +197,7 @@ def compiler() -> str:
     return os.environ.get("CXX", "c++")
 
 
+@functools.cache
 def compiler_problem() -> str:
     """Why nothing can be compiled; empty if a C++20 compiler is there."""
     try:
@@ -144,7 +205,7 @@ def compiler_problem() -> str:
         done = subprocess.run(check, input="int main() { return 0; }", text=True, capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the compiler {compiler()!r} does not run: {error}"
-    return f"{compiler()!r} is no C++20 compiler: {done.stderr.strip()[-500:]}" if done.returncode else ""
+    return f"{compiler()!r} is not a C++20 compiler: {done.stderr.strip()[-500:]}" if done.returncode else ""
 
 
 def build(libraries: Sequence[Library], into: Path, objects: Path, *, sanitizer: str = "", report: bool = True) -> None:

@@ -4,7 +4,7 @@ mpi4py has loaded and initialised an MPI library in the process. The transport m
 one process would not know about each other. The calls of MPI are therefore in a library of this package that is linked
 to no MPI, and its symbols are resolved when it is loaded, by the library on which mpi4py's own module depends. There is
 one for each ABI of MPI handles: MPICH's, which Intel MPI and MVAPICH share, and Open MPI's. ``setup.py`` builds those
-for which it finds an ``mpicc``.
+for which it finds an ``mpicc``; another is compiled at first use.
 """
 
 import atexit
@@ -14,13 +14,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from ..rendezvous.detect_launcher import detect
 from ..rendezvous.mpi_exchange import is_mpi_inherited
-from .compile_native import FAMILIES, mpi_file
+from .compile_native import FAMILIES, Library, mpi, mpi_file, mpi_headers
 from .extension import extension
-from .torch_adapter import LIBRARIES
+from .native_libraries import NativeLibrary
 
 __all__: list[str] = []
 
@@ -109,18 +110,29 @@ def _library() -> Any:
     # MPI is loaded already, with symbols that only mpi4py can use: make them global for the library.
     ctypes.CDLL(MPI.__file__, os.RTLD_NOW | os.RTLD_NOLOAD | os.RTLD_GLOBAL)
     adapter = extension()
-    file = LIBRARIES / mpi_file(family)
+    file = native(family).path()
     try:
         library: Any = adapter.MpiLibrary(str(file))
     except ImportError as error:
-        raise ImportError(
-            f"the library of dist_prims for {FAMILIES[family]} does not load: {error}; build dist_prims again with an "
-            "mpicc of that MPI on the PATH, or named by DIST_PRIMS_MPICC=/path/to/mpicc: "
-            "pip install --no-build-isolation --force-reinstall --no-deps <the source of dist_prims>"
-        ) from error
+        raise ImportError(f"the library of dist_prims for {FAMILIES[family]} does not load: {error}") from error
     atexit.register(library.close)
     _close_before_finalize(MPI, library.close)
     return library
+
+
+def native(family: str) -> NativeLibrary:
+    """The library of this package for a family of MPI."""
+
+    def recipe(csrc: Path) -> Library:
+        headers = mpi_headers().get(family)
+        if headers is None:
+            raise ImportError(
+                f"the library of dist_prims for {FAMILIES[family]} was not built, and no mpicc of that MPI is found to "
+                "compile it; put one on the PATH, or name it: DIST_PRIMS_MPICC=/path/to/mpicc"
+            )
+        return mpi(csrc, family, headers)
+
+    return NativeLibrary(f"the library of dist_prims for {FAMILIES[family]}", mpi_file(family), recipe)
 
 
 def _close_before_finalize(MPI: Any, close: Callable[[], None]) -> None:

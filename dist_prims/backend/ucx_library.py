@@ -24,9 +24,9 @@ from typing import Any
 from ..rendezvous.mpi_exchange import is_mpi_inherited
 from ..rendezvous.network import address_of
 from . import tcp_endpoint
-from .compile_native import UCX
+from .compile_native import UCX, Library, ucx, ucx_headers
 from .extension import extension
-from .torch_adapter import LIBRARIES
+from .native_libraries import NativeLibrary
 
 __all__: list[str] = []
 
@@ -132,16 +132,24 @@ def _rdma_ports(folder: Path = Path("/sys/class/infiniband")) -> list[str]:
     return [f"{state.parts[-4]}:{state.parts[-2]}" for state in states if _ACTIVE in state.read_text()]
 
 
+def _recipe(csrc: Path) -> Library:
+    headers = ucx_headers()
+    if headers is None:
+        raise ImportError(
+            "dist_prims was built without UCX, because its headers were not found, and they are not found now; install "
+            "them (pip install libucx-cu12, or Debian's libucx-dev)"
+        )
+    return ucx(csrc, headers)
+
+
+NATIVE = NativeLibrary("the library for UCX", UCX, _recipe)
+
+
 @functools.cache
 def _library() -> Any:
     """Load UCX and the library of this package for it; ImportError, OSError or RuntimeError with a remedy."""
-    file = LIBRARIES / UCX
-    if not file.exists():
-        raise ImportError(
-            "dist_prims was built without UCX, because its headers were not found; install them (pip install "
-            "libucx-cu12, or Debian's libucx-dev) and build dist_prims again"
-        )
     adapter = extension()
+    file = NATIVE.path()
     with _environment(_WHILE_LOADING if _rdma_ports() else {**_WHILE_LOADING, **_WITHOUT_RDMA}):
         try:
             library = adapter.UcxLibrary(str(file), _find())

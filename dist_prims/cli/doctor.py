@@ -147,6 +147,8 @@ def _mpi() -> str:
 
 
 def _ucx() -> str:
+    if not ucx_library.NATIVE.exists():
+        return f"not yet, without {ucx_library.NATIVE.title}; {ucx_library.NATIVE.status()}"
     if reason := ucx_library.unusable_reason():
         return f"no: {reason}"
     try:

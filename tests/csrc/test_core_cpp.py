@@ -19,7 +19,7 @@ from sanitized import build_core
 
 from dist_prims.backend import compile_native, ucx_library
 from dist_prims.backend.compile_native import UCX
-from dist_prims.backend.torch_adapter import LIBRARIES
+from dist_prims.backend.native_libraries import LIBRARIES
 
 CSRC = Path(__file__).parents[2] / "csrc"
 SOURCES = sorted((CSRC / "tests").glob("*.cpp"))

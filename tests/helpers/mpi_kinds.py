@@ -12,7 +12,7 @@ from subprocess import CompletedProcess
 from launching import ROOT, clean, run
 
 from dist_prims.backend.compile_native import mpi_file
-from dist_prims.backend.torch_adapter import LIBRARIES
+from dist_prims.backend.native_libraries import LIBRARIES
 
 SITE = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
 

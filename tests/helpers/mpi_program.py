@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from values import every_collective
 
-from dist_prims.backend import mpi_library
+from dist_prims.backend import mpi_library, native_libraries
 from dist_prims.errors import CommError, CommInterruptedError, CommTimeoutError, MismatchError
 
 SECOND = timedelta(seconds=1)
@@ -195,16 +195,16 @@ def case_lacks() -> None:
     """Each thing that may be missing is named, with what to do."""
     assert mpi_library.unusable_reason() == ""
     patched: Any = mpi_library
-    library, folder = MPI.Get_library_version, patched.LIBRARIES
+    library, headers, folder = MPI.Get_library_version, patched.mpi_headers, native_libraries.LIBRARIES
     mpi_library._library.cache_clear()
     MPI.Get_library_version = lambda: "Another MPI 1.0"
     problem = "mpi4py has loaded an MPI with neither MPICH's nor Open MPI's ABI: Another MPI 1.0"
     assert mpi_library.unusable_reason() == problem
     MPI.Get_library_version = library
-    patched.LIBRARIES = folder / "empty"
+    patched.mpi_headers, native_libraries.LIBRARIES = dict, folder.parent / "empty"
     with raises(RuntimeError, "no group over MPI: the library of dist_prims for", "DIST_PRIMS_MPICC="):
         mpi_library.make([0], SECOND)
-    patched.LIBRARIES = folder
+    patched.mpi_headers, native_libraries.LIBRARIES = headers, folder
     me, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     assert mpi_library.group_unusable_reason([me], 0) == ""
     assert f"it is rank {me} of {size} in MPI.COMM_WORLD" in mpi_library.group_unusable_reason([me + 1], 0)

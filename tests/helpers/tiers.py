@@ -25,7 +25,7 @@ import pytest
 
 SMOKE = (
     "backend/test_backend.py",
-    "backend/test_torch_adapter.py",
+    "backend/test_native_libraries.py",
     "repair/test_shrink.py",
     "repair/test_shrink_group.py",
     "repair/test_grow.py",

@@ -1,4 +1,4 @@
-"""The adapter between the core and a torch: which file is taken, and how one is compiled at first use."""
+"""The native libraries: which file is taken, and how one is compiled at first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_prims.backend import compile_native, torch_adapter
+from dist_prims.backend import compile_native, native_libraries
 
 ALL_REDUCE = """
 import torch, dist_prims
@@ -26,13 +26,13 @@ def without_adapter(tmp_path: Path) -> dict[str, str]:
     """The environment of processes whose package has no adapter: links to the files of the real one, but for it."""
     package = tmp_path / "site" / "dist_prims"
     package.mkdir(parents=True)
-    here = torch_adapter.LIBRARIES.parent
+    here = native_libraries.LIBRARIES.parent
     for each in here.iterdir():
         if each.name not in ("lib", "__pycache__"):
             (package / each.name).symlink_to(each)
     (package / "lib").mkdir()
-    (package / "lib" / compile_native.CORE).symlink_to(torch_adapter.LIBRARIES / compile_native.CORE)
-    (package / "lib" / "csrc").symlink_to(torch_adapter._sources())
+    (package / "lib" / compile_native.CORE).symlink_to(native_libraries.LIBRARIES / compile_native.CORE)
+    (package / "lib" / "csrc").symlink_to(native_libraries.sources())
     return {**os.environ, "PYTHONPATH": str(package.parent), "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
@@ -59,11 +59,12 @@ print("report:", report())
 """
     done = run(program, environ)
     error, _, report = done.stdout.partition("schedule: ring\n")
-    assert error.startswith("no adapter between dist_prims and torch 2."), done.stdout + done.stderr
+    assert error.startswith("the adapter for torch 2."), done.stdout + done.stderr
+    assert error.count("\n") == 1
     assert "Install g++ 10 or later" in error
     for text in (error, report):
         assert "none can be compiled: the compiler '/no/compiler' does not run" in text, done.stdout
-    assert "compiling the adapter" not in done.stderr
+    assert "compiling" not in done.stderr
 
 
 @pytest.mark.slow
@@ -71,8 +72,8 @@ def test_a_cache_that_cannot_be_written_is_named(without_adapter: dict[str, str]
     """It was a bare FileExistsError or PermissionError, without remedy."""
     (tmp_path / "cache").write_text("")
     done = run("import dist_prims; dist_prims.empty(3)", without_adapter)
-    assert "ImportError: no adapter between dist_prims and torch 2." in done.stderr, done.stderr
-    assert "cannot be kept: [Errno" in done.stderr
+    assert "ImportError: the adapter for torch 2." in done.stderr, done.stderr
+    assert "a compiled one cannot be kept: [Errno" in done.stderr
     assert "set XDG_CACHE_HOME to a folder that is writable" in done.stderr
 
 
@@ -89,10 +90,11 @@ def test_an_adapter_that_does_not_load_is_named(without_adapter: dict[str, str])
 
 
 @pytest.mark.slow
-def test_without_core_the_error_says_so(without_adapter: dict[str, str]) -> None:
-    Path(without_adapter["PYTHONPATH"], "dist_prims", "lib", compile_native.CORE).unlink()
+def test_without_core_and_sources_the_error_says_so(without_adapter: dict[str, str]) -> None:
+    for name in (compile_native.CORE, "csrc"):
+        Path(without_adapter["PYTHONPATH"], "dist_prims", "lib", name).unlink()
     done = run("import dist_prims; dist_prims.empty(3)", without_adapter)
-    assert "dist_prims was installed without its native libraries" in done.stderr, done.stderr
+    assert "ImportError: the core of dist_prims: the package has none, nor its sources" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
@@ -105,7 +107,7 @@ def test_a_compiler_that_fails_is_quoted(without_adapter: dict[str, str], tmp_pa
     done = run("import dist_prims; dist_prims.empty(3)", {**without_adapter, "CXX": str(compiler)})
     assert "compiling one failed" in done.stderr, done.stderr
     assert "error: no space" in done.stderr
-    assert not list(tmp_path.glob("cache/dist_prims/adapters/*/_backend*"))
+    assert not list(tmp_path.glob("cache/dist_prims/libraries/*/_backend*"))
 
 
 def test_the_folder_is_shared_by_releases_only() -> None:
@@ -164,12 +166,25 @@ def test_one_of_the_ranks_compiles_at_first_use(without_adapter: dict[str, str],
     assert done.stdout == "[6.0, 6.0]\n", done.stderr
     assert done.stderr.count("compiling the adapter for torch") == 1, done.stderr
     assert done.stderr.count("dist_prims: compiled in ") == 1
-    (compiled,) = tmp_path.glob("cache/dist_prims/adapters/*/_backend*.so")
+    (compiled,) = tmp_path.glob("cache/dist_prims/libraries/*/_backend*.so")
     done = run("from dist_prims.cli.doctor import report; print(report())", without_adapter)
     assert f"yes, by the adapter {compiled} (compiled at an earlier use, because the package has none" in done.stdout
 
 
+@pytest.mark.slow
+def test_the_library_for_ucx_is_compiled_at_first_use(without_adapter: dict[str, str]) -> None:
+    """It was found only in packages whose build had seen the headers of UCX."""
+    if compile_native.ucx_headers() is None:
+        pytest.skip("there are no headers of UCX")
+    program = "from dist_prims.backend.ucx_library import NATIVE; print(NATIVE.path()); print(NATIVE.path())"
+    done = run(program, without_adapter)
+    one, two = done.stdout.split()
+    assert one == two, done.stderr
+    assert Path(one).is_relative_to(without_adapter["XDG_CACHE_HOME"])
+    assert done.stderr.count("compiling the library for UCX: the package has none") == 1
+
+
 def test_the_adapter_has_all_sources() -> None:
-    folder = torch_adapter._sources() / "torch"
+    folder = native_libraries.sources() / "torch"
     included = re.findall(r'#include "(.+)"', (folder / "adapter.cpp").read_text())
     assert included == sorted(str(each.relative_to(folder)) for each in folder.glob("*/*.cpp"))
