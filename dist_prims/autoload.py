@@ -51,8 +51,17 @@ def prepare(backend: str | None) -> None:
 
 def _create(options: Any, given: Any) -> Any:
     from .backend.create import make
+    from .backend.origin import Repairs
 
-    return make(options, given)
+    def repair(name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            from . import repair  # few groups are repaired
+
+            return getattr(repair, name)(*arguments)
+
+        return call
+
+    return make(options, given, Repairs(*map(repair, ("shrink_backend", "reconfigure_handle", "reconfigured_backend"))))
 
 
 def _register_rendezvous_handlers() -> None:

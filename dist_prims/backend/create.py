@@ -11,7 +11,6 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -27,36 +26,24 @@ from ..rendezvous.handshake import HOSTS, handshake
 from ..rendezvous.hosts import host_id, network_number
 from ..rendezvous.rank_values import values_of_ranks
 from ..rendezvous.secret import Secret
+from ..schedules import Schedule
 from ..torch_compat import backend_of, default_group, device_types, nccl_options
 from ..tracing import clock
 from ..tracing.session import begin_from_environment
 from . import link_costs, mpi_library, quorum_ranks, tcp_endpoint, transport_selection, ucx_library
 from .dump_flight_record import dump_file
 from .extension import extension
+from .group_setup import GroupSetup, MadeGroup
 from .multi_host import MultiHostSchedules
 from .options import BackendOptions, keep_options, slot_bytes_of
-from .origin import GroupRequest, Origin, Trait
+from .origin import GroupRequest, Origin, Repairs, Trait
 from .pins import pin_schedules
-from .tuning import CALIBRATION, tuned
+from .tuning import tuned
 
 __all__: list[str] = []
 
 _CPU = torch.device("cpu")
 _EXIT_TIME = 0.5  # seconds from the end of a connection to the end of its process
-
-
-@dataclass(eq=False)
-class MadeGroup:
-    """What is known about a group of this process after it has been made."""
-
-    request: GroupRequest
-    hosts: list[str]  # by rank
-    attempt: str  # the name of this attempt to make the group
-    key: bytes = field(repr=False)  # of the registers by which survivors agree; empty without a secret
-    addresses: list[str]  # by rank, see quorum_ranks.publish(); empty on one host
-    registers: Any = None  # those that this rank serves
-    failed_grows: int = 0
-    undecided_grow: str = ""  # the agreement of a call of grow() whose outcome this rank does not know
 
 
 _groups: weakref.WeakValueDictionary[str, MadeGroup] = weakref.WeakValueDictionary()  # by name; the backend keeps them
@@ -78,10 +65,10 @@ def find_made_group(group: dist.ProcessGroup) -> MadeGroup | None:
     return _groups.get(getattr(options, "group_name", ""))
 
 
-def make(options: Any, given: Any = None) -> Any:
+def make(options: Any, given: Any, repairs: Repairs) -> Any:
     """Create the backend for a group.
 
-    ``options`` are those of torch: store, rank, size, timeout. ``given`` are the ``pg_options`` of the caller.
+    ``options`` are torch's: store, rank, size, timeout. ``given`` are the ``pg_options`` of the caller.
     """
     request = GroupRequest(
         store=options.store,
@@ -92,6 +79,7 @@ def make(options: Any, given: Any = None) -> Any:
         ranks=list(options.global_ranks_in_group),
         given=given if isinstance(given, BackendOptions) else None,
         origin=Origin.LAUNCHED,
+        repairs=repairs,
         inherited=_traits_of_world() & Trait.SEVERAL_LAUNCHERS,
     )
     if getattr(options, "enable_reconfigure", False):  # since torch 2.15
@@ -114,32 +102,6 @@ def _make_without_members(request: GroupRequest) -> Any:
     return backend
 
 
-def _make_child(
-    made: MadeGroup, store: Any, name: str, rank: int, size: int, timeout: timedelta, ranks: list[int]
-) -> Any:
-    """Create the backend of a group that is split from ``made``, or merged from it and others; called by C++.
-
-    The new group inherits the options of the parent. ``ranks`` are the ranks of the new group in the parent, empty for
-    a merged group.
-    """
-    parent = made.request
-    if Trait.OWN_STORE in parent.traits and ranks:
-        store = dist.PrefixStore(f"{name}/", parent.store)
-    parent_ranks = parent.ranks or range(parent.size)
-    request = GroupRequest(
-        store=store.clone(),  # a timeout is set, and the store may be the parent's
-        name=name,
-        rank=rank,
-        size=size,
-        timeout=timeout,
-        ranks=[parent_ranks[each] for each in ranks],
-        given=parent.given,
-        origin=Origin.SPLIT if ranks else Origin.MERGED,
-        inherited=parent.heritage,
-    )
-    return make_group(request)
-
-
 def make_group(request: GroupRequest, ended: Callable[[], list[int]] | None = None) -> Any:
     """Create the backend. ``ended`` returns the ranks of the new group whose processes have ended.
 
@@ -155,62 +117,58 @@ def make_group(request: GroupRequest, ended: Callable[[], list[int]] | None = No
 
 def _make(request: GroupRequest, monitor: _DeathMonitor) -> Any:
     begin_from_environment()
-    prims_options = keep_options(request.name, request.given)
-    slot_bytes = slot_bytes_of(prims_options)
-    rank, size, timeout = request.rank, request.size, request.timeout
-    ranks = [*request.ranks] or list(range(size))
+    options = keep_options(request.name, request.given)
+    slot_bytes = slot_bytes_of(options)  # raises before anything is sent
+    rank, size, ranks = request.rank, request.size, request.all_ranks
     store, token, hosts, secret = _handshake(request, monitor)
-    key = secret.key("connections", token).hex() if secret else ""
     temporary = _TemporaryKeys(store, [HOSTS] if rank == 0 and size > 1 else [])
     if Trait.LISTED in request.traits:
         _compare_ranks(temporary, rank, ranks)
     check = functools.partial(require_proof, rank=rank)
-    made = MadeGroup(request, hosts, token, secret.key("registers", token) if secret else b"", [])
-    multi_host, network = None, 0
-    transports: dict[str, Any] = {"mpi": None, "tcp": None, "ucx": None}
-    if len(set(hosts)) > 1:
-        clock.register(store, rank)
-        known = link_costs.of_rank_0(temporary, rank, hosts, warn=ranks[0] == 0)
-        network = 0 if known else network_number()
-        multi_host = MultiHostSchedules(hosts, rank, known or link_costs.uncalibrated(hosts), check)
-        remember_hosts(request.name, multi_host.order)
-        transports = _transports(request, temporary, ranks, hosts, prims_options.engine, key)
-        made.addresses, made.registers = quorum_ranks.publish(temporary, rank, hosts, token, made.key)
-    one_shot = prims_options.one_shot_bytes
-    one_shot = tuned(size, warn=ranks[rank] == 0) if one_shot is None else one_shot
-    trace = {"name": request.name, "engine": NAME, "token": token, "rank": rank, "ranks": ranks, "hosts": hosts}
-
-    def describe(link: tuple[float, float] | None) -> str:
-        if multi_host and link:
-            multi_host.use(link_costs.measured(hosts, *link))
-        levels = multi_host.costs if multi_host else CALIBRATION.read(warn=False) or link_costs.ASSUMED
-        return json.dumps({**trace, "levels": levels, "one_shot_bytes": one_shot})
-
-    backend = extension().PrimsBackend(
+    one_shot = options.one_shot_bytes
+    setup = GroupSetup(
+        made=MadeGroup(request, hosts, token, secret.key("registers", token) if secret else b""),
         store=store,
-        rank=rank,
-        size=size,
-        timeout=timeout,
-        hosts=_short(hosts),
-        **transports,
-        make_gloo=lambda: dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout),
-        make_child=functools.partial(_make_child, made),
-        choose=multi_host.choose_or_piggyback if multi_host else None,  # a group on one host has no schedules
-        accelerator=_nccl(store, rank, size, timeout),
+        make=make_group,
+        multi_host=None,
+        accelerator=_nccl(store, rank, size, request.timeout),
         slot_bytes=slot_bytes,
-        one_shot_bytes=one_shot,
-        group=request.name,
-        ranks=ranks,
-        network=network,
-        describe=describe,
+        one_shot_bytes=tuned(size, warn=ranks[rank] == 0) if one_shot is None else one_shot,
+        network=0,
         dump=dump_file(request.name, rank),
-        ended=monitor.first,
+    )
+    if len(set(hosts)) > 1:
+        key = secret.key("connections", token).hex() if secret else ""
+        _connect_hosts(setup, temporary, options.engine, key, check)
+    backend = extension().PrimsBackend(
+        store=store, rank=rank, size=size, timeout=request.timeout, setup=setup, ended=monitor.first
     )
     temporary.delete()
-    pin_schedules(backend, rank, size, prims_options, multi_host, check)
+    pin_schedules(backend, rank, size, options, setup.multi_host, check)
     if (other := _groups.get(request.name)) is None or other.request.order < request.order:
-        _groups[request.name] = made
+        _groups[request.name] = setup.made
     return backend
+
+
+def _connect_hosts(setup: GroupSetup, store: Any, engine: str, key: str, check: Callable[[Schedule], None]) -> None:
+    """Prepare what a group needs only if it spans hosts: costs of the links, schedules, transports, registers."""
+    made, request = setup.made, setup.made.request
+    rank, hosts = request.rank, made.hosts
+    clock.register(setup.store, rank)
+    known = link_costs.of_rank_0(store, rank, hosts, warn=setup.ranks[0] == 0)
+    setup.network = 0 if known else network_number()
+    setup.multi_host = MultiHostSchedules(hosts, rank, known or link_costs.uncalibrated(hosts), check)
+    remember_hosts(request.name, setup.multi_host.order)
+    requested = engine or os.environ.get("DIST_PRIMS_ENGINE", "")
+    if Trait.WITHOUT_MPI in request.traits and requested in ("", "mpi"):
+        requested = "tcp"
+    selected = transport_selection.select(store, rank, setup.ranks, requested)
+    if selected == "mpi":
+        setup.mpi = mpi_library.make(setup.ranks, request.timeout)
+    else:
+        setup.tcp = tcp_endpoint.make(store, rank, hosts, key)
+        setup.ucx = ucx_library.make(store, rank, request.size) if selected == "ucx" else None
+    made.addresses, made.registers = quorum_ranks.publish(store, rank, hosts, made.attempt, made.key)
 
 
 class _TemporaryKeys:
@@ -233,21 +191,6 @@ class _TemporaryKeys:
         with contextlib.suppress(RuntimeError):  # a store of the user may be unable to; the keys use memory only
             for key in self._keys:
                 self._store.delete_key(key)
-
-
-def _transports(
-    request: GroupRequest, store: Any, ranks: list[int], hosts: list[str], option: str, key: str
-) -> dict[str, Any]:
-    """Return what carries the messages between hosts, as arguments of PrimsBackend."""
-    requested = option or os.environ.get("DIST_PRIMS_ENGINE", "")
-    if Trait.WITHOUT_MPI in request.traits and requested in ("", "mpi"):
-        requested = "tcp"
-    selected = transport_selection.select(store, request.rank, ranks, requested)
-    return {
-        "mpi": mpi_library.make(ranks, request.timeout) if selected == "mpi" else None,
-        "tcp": tcp_endpoint.make(store, request.rank, hosts, key) if selected in ("tcp", "ucx") else None,
-        "ucx": ucx_library.make(store, request.rank, request.size) if selected == "ucx" else None,
-    }
 
 
 def _ended_by_default_group(request: GroupRequest) -> Callable[[], list[int]]:
@@ -317,12 +260,6 @@ def _compare_ranks(store: Any, rank: int, ranks: list[int]) -> None:
                 f"split_group: the ranks disagree: rank {rank} of the new group was given the global ranks {ranks}, "
                 f"and rank {other} {found}; pass the same list, in the same order, on each of them"
             )
-
-
-def _short(hosts: list[str]) -> list[str]:
-    """Return the host ids without their hash suffixes, if the names are unique without them."""
-    short = [host.rpartition("-")[0] or host for host in hosts]
-    return short if len(set(short)) == len(set(hosts)) else hosts
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

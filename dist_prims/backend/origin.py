@@ -15,7 +15,7 @@ What an origin implies also holds for the groups that are made from the group, e
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum, Flag, auto
@@ -59,6 +59,15 @@ IMPLIED = {
 }
 
 
+@dataclass(frozen=True)
+class Repairs:
+    """The functions of ``dist_prims.repair`` that torch's own functions need, which call the backend of a group."""
+
+    shrink: Callable[[Any, Sequence[int]], Any]
+    make_handle: Callable[[int], str]
+    reconfigure: Callable[..., Any]
+
+
 @dataclass(frozen=True, eq=False)
 class GroupRequest:
     """The parameters of a group on one of its ranks.
@@ -75,8 +84,15 @@ class GroupRequest:
     ranks: Sequence[int]
     given: BackendOptions | None  # the options of the caller
     origin: Origin
+    repairs: Repairs
     inherited: Trait = Trait.NONE
-    order: int = field(default_factory=itertools.count(1).__next__)  # a group that is made late replaces no newer one
+    # A group that is made late replaces no newer one.
+    order: int = field(init=False, default_factory=itertools.count(1).__next__)
+
+    @property
+    def all_ranks(self) -> list[int]:
+        """The global ranks; the ranks of the group where these are unknown."""
+        return [*self.ranks] or list(range(self.size))
 
     @property
     def traits(self) -> Trait:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from ..agreement import broadcast_value, check_failures, failure_text
 from ..backend.create import made_group, make_group
 from ..backend.options import BackendOptions
-from ..backend.origin import GroupRequest, Origin, Trait
+from ..backend.origin import GroupRequest, Origin, Repairs, Trait
 from ..backend.tcp_endpoint import own_address
 from ..rendezvous.deadline import call_in_thread, until
 from ..rendezvous.group_secret import secret_of_group, would_lose_secret
@@ -42,8 +42,9 @@ from ..rendezvous.secret import REMEDY, Secret
 from ..rendezvous.served import open_store
 from ..rendezvous.url_rendezvous import connect
 from ..torch_compat import default_group, install_default_group, replace_group, timeout_of
+from .reconfigure import reconfigure_handle, reconfigured_backend
 from .repair_attempt import RepairAttempt, store_prefix
-from .shrink import next_name, repairable_backend
+from .shrink import next_name, repairable_backend, shrink_backend
 from .survivors import MADE, make_together
 
 __all__: list[str] = []
@@ -319,6 +320,7 @@ def _make(admission: _Admission) -> tuple[Any, dist.Store]:
             ranks=[],
             given=BackendOptions(**admission.options) if admission.options else None,
             origin=Origin.GROWN,
+            repairs=Repairs(shrink_backend, reconfigure_handle, reconfigured_backend),
             inherited=Trait(admission.traits),
         )
     )

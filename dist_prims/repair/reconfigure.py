@@ -18,6 +18,7 @@ reconfigure as well.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import secrets
@@ -178,7 +179,16 @@ def _make(
         _compare(store, members)
         store.set(f"groups/{rank}", str(group_count()))
         left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-        new = GroupRequest(store, old.name, rank, size, left, ranks, old.given, Origin.RECONFIGURED, traits)
+        new = dataclasses.replace(
+            old,
+            store=store,
+            rank=rank,
+            size=size,
+            timeout=left,
+            ranks=ranks,
+            origin=Origin.RECONFIGURED,
+            inherited=traits,
+        )
         made = make_group(new, ended)
         groups = store.multi_get([f"groups/{each}" for each in range(size)])
         return made, store, max(map(int, groups))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..backend.create import find_made_group, made_group, make_group
-from ..backend.origin import GroupRequest, Origin
+from ..backend.origin import Origin
 from ..backend.quorum_ranks import quorum_ranks
 from ..backend.tcp_endpoint import own_address
 from ..errors import CommError, LeftOutError
@@ -198,7 +199,6 @@ class RepairAttempt:
         name = store_prefix(self._made.attempt, self._agreement, self._round)
         rank, size = members.index(self._rank), len(members) + self._newcomers
         old = self._made.request
-        origin = Origin.GROWN if self._newcomers else Origin.SURVIVED
         ranks = [] if self._is_default or not old.ranks else [old.ranks[each] for each in members]
 
         def ended() -> list[int]:
@@ -207,8 +207,16 @@ class RepairAttempt:
 
         def make() -> tuple[Any, Any]:
             store = dist.PrefixStore(name, open_store(address, size, limit))
-            new = GroupRequest(
-                store, self._name, rank, size, timedelta(seconds=limit), ranks, old.given, origin, old.heritage
+            new = dataclasses.replace(
+                old,
+                store=store,
+                name=self._name,
+                rank=rank,
+                size=size,
+                timeout=timedelta(seconds=limit),
+                ranks=ranks,
+                origin=Origin.GROWN if self._newcomers else Origin.SURVIVED,
+                inherited=old.heritage,
             )
             return make_group(new, ended), store
 

@@ -23,7 +23,7 @@ import dist_prims.backend.create
 import dist_prims.backend.tcp_endpoint
 import dist_prims.backend.transport_selection
 import dist_prims.rendezvous.handshake
-from dist_prims.backend.origin import GroupRequest, Origin
+from dist_prims.backend.origin import GroupRequest, Origin, Repairs
 from dist_prims.errors import CommError, CommInterruptedError, CommTimeoutError, PeerDiedError
 from dist_prims.rendezvous.deadline import until
 
@@ -295,8 +295,8 @@ def test_an_attempt_that_ends_late_does_not_replace_its_successor(monkeypatch: p
         return handshake(*args)
 
     def attempt() -> Any:
-        store, limit = dist.HashStore(), timedelta(seconds=30)
-        return create.make_group(GroupRequest(store, "0 after it", 0, 1, limit, [], None, Origin.SURVIVED))
+        store, limit, repairs = dist.HashStore(), timedelta(seconds=30), Repairs(print, str, print)
+        return create.make_group(GroupRequest(store, "0 after it", 0, 1, limit, [], None, Origin.SURVIVED, repairs))
 
     def body() -> None:
         monkeypatch.setattr(create, "_handshake", slow_at_first)

@@ -6,14 +6,16 @@ from datetime import timedelta
 
 import pytest
 
-from dist_prims.backend.origin import GroupRequest, Origin, Trait
+from dist_prims.backend.origin import GroupRequest, Origin, Repairs, Trait
+
+NO_REPAIRS = Repairs(print, str, print)
 
 
 def descendant(*origins: Origin) -> GroupRequest:
     """A group of the last origin, made from a group of the origin before it, and so on."""
     inherited = Trait.NONE
     for origin in origins:
-        request = GroupRequest(None, "name", 0, 1, timedelta(1), [], None, origin, inherited)
+        request = GroupRequest(None, "name", 0, 1, timedelta(1), [], None, origin, NO_REPAIRS, inherited)
         inherited = request.heritage
     return request
 

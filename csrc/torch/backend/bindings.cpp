@@ -60,75 +60,72 @@ NativeSchedule schedule_of(const ScheduleTuple& tuple) {
 using Choose = std::function<ChosenTuple(std::string, std::uint64_t, int, bool)>;
 using MakeTuples = std::function<std::vector<ScheduleTuple>(int)>;
 
-// Python's function that makes a group by split or merge.
+// Python's functions that make the backend of another group: by split or merge, of survivors, of other members.
 using MakeChild =
     std::function<BackendPtr(c10::intrusive_ptr<c10d::Store>, std::string, int, int, Milliseconds, std::vector<int>)>;
+using Shrink = std::function<BackendPtr(c10::intrusive_ptr<PrimsBackend>, std::vector<int>)>;
+using Reconfigure = std::function<BackendPtr(c10::intrusive_ptr<PrimsBackend>, std::int64_t, std::string,
+                                             std::vector<std::string>, bool, Milliseconds)>;
 
 // Python's function that learns the costs of the link between hosts, alpha and beta, and describes the group.
 using Describe = std::function<std::string(std::optional<std::pair<double, double>>)>;
 
-c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                      Milliseconds timeout, const std::vector<std::string>& hosts,
-                                      std::shared_ptr<MpiEndpoint> mpi, std::shared_ptr<TcpEndpoint> tcp,
-                                      std::shared_ptr<UcxEndpoint> ucx, std::function<BackendPtr()> make_gloo,
-                                      MakeChild make_child, Choose choose, const BackendPtr& accelerator,
-                                      std::size_t slot_bytes, std::size_t one_shot_bytes, const std::string& group,
-                                      const std::vector<uint64_t>& ranks, std::uint64_t network, Describe describe,
-                                      const std::string& dump, const std::function<int()>& ended) {
-    const auto chosen = [choose = std::move(choose)](const std::string& collective, std::uint64_t bytes, int root,
-                                                     bool is_even) {
-        const auto [schedule, is_slower_than_piggyback] = choose(collective, bytes, root, is_even);
-        NativeSchedule found = schedule_of(schedule);
-        found.is_slower_than_piggyback = is_slower_than_piggyback;
-        return found;
-    };
-    Setup setup{
+template <class T>
+T field(const py::object& setup, const char* name) {
+    return setup.attr(name).cast<T>();
+}
+
+// Reads dist_prims/backend/group_setup.py: values, and functions that this side calls.
+Setup setup_of(const py::object& setup, Milliseconds timeout) {
+    return {
         .timeout = timeout,
-        .hosts = hosts,
-        .mpi = std::move(mpi),
-        .tcp = std::move(tcp),
-        .ucx = std::move(ucx),
-        .make_gloo = std::move(make_gloo),
+        .hosts = field<std::vector<std::string>>(setup, "host_names"),
+        .mpi = field<std::shared_ptr<MpiEndpoint>>(setup, "mpi"),
+        .tcp = field<std::shared_ptr<TcpEndpoint>>(setup, "tcp"),
+        .ucx = field<std::shared_ptr<UcxEndpoint>>(setup, "ucx"),
+        .make_gloo = field<std::function<BackendPtr()>>(setup, "make_gloo"),
         .make_child =
-            [make_child = std::move(make_child)](const ChildGroup& child) {
-                return make_child(child.store, child.name, child.rank, child.size, child.timeout, child.ranks);
+            [make = field<MakeChild>(setup, "make_child")](const ChildGroup& child) {
+                return make(child.store, child.name, child.rank, child.size, child.timeout, child.ranks);
             },
         .make_shrunk =
-            [](PrimsBackend& from, const std::vector<int>& excluded) {
-                const py::gil_scoped_acquire gil;
-                const auto self = c10::intrusive_ptr<PrimsBackend>::reclaim_copy(&from);
-                return py::module_::import("dist_prims.repair")
-                    .attr("shrink_backend")(self, excluded)
-                    .cast<BackendPtr>();
+            [shrink = field<Shrink>(setup, "shrink")](PrimsBackend& from, const std::vector<int>& excluded) {
+                return shrink(c10::intrusive_ptr<PrimsBackend>::reclaim_copy(&from), excluded);
             },
-        .make_handle =
-            [](int rank) {
-                const py::gil_scoped_acquire gil;
-                return py::module_::import("dist_prims.repair").attr("reconfigure_handle")(rank).cast<std::string>();
-            },
+        .make_handle = field<std::function<std::string(int)>>(setup, "make_handle"),
         .make_reconfigured =
-            [](PrimsBackend& from, const Reconfiguration& request) {
-                const py::gil_scoped_acquire gil;
-                const auto self = c10::intrusive_ptr<PrimsBackend>::reclaim_copy(&from);
-                return py::module_::import("dist_prims.repair")
-                    .attr("reconfigured_backend")(self, request.uuid, request.own, request.handles, request.is_ordered,
-                                                  request.timeout)
-                    .cast<BackendPtr>();
+            [reconfigure = field<Reconfigure>(setup, "reconfigure")](PrimsBackend& from, const Reconfiguration& to) {
+                return reconfigure(c10::intrusive_ptr<PrimsBackend>::reclaim_copy(&from), to.uuid, to.own, to.handles,
+                                   to.is_ordered, to.timeout);
             },
-        .choose = chosen,
-        .network = network,
-        .accelerator = accelerator,
-        .slot_bytes = slot_bytes,
-        .one_shot_bytes = one_shot_bytes,
-        .group = group,
-        .ranks = ranks,
+        .choose =
+            [choose = field<Choose>(setup, "choose")](const std::string& collective, std::uint64_t bytes, int root,
+                                                      bool is_even) {
+                const auto [schedule, is_slower_than_piggyback] = choose(collective, bytes, root, is_even);
+                NativeSchedule chosen = schedule_of(schedule);
+                chosen.is_slower_than_piggyback = is_slower_than_piggyback;
+                return chosen;
+            },
+        .network = field<std::uint64_t>(setup, "network"),
+        .accelerator = field<BackendPtr>(setup, "accelerator"),
+        .slot_bytes = field<std::size_t>(setup, "slot_bytes"),
+        .one_shot_bytes = field<std::size_t>(setup, "one_shot_bytes"),
+        .group = field<std::string>(setup, "name"),
+        .ranks = field<std::vector<uint64_t>>(setup, "ranks"),
         .describe =
-            [describe = std::move(describe)](const LinkCosts& link) {
+            [describe = field<Describe>(setup, "describe")](const LinkCosts& link) {
                 return describe(link.beta > 0 ? std::optional(std::pair(link.alpha, link.beta)) : std::nullopt);
             },
-        .dump = dump,
+        .dump = field<std::string>(setup, "dump"),
     };
-    return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(setup), ended);
+}
+
+c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                      Milliseconds timeout, const py::object& setup,
+                                      const std::function<int()>& ended) {
+    Setup known = setup_of(setup, timeout);
+    const py::gil_scoped_release released;
+    return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(known), ended);
 }
 
 void pin(PrimsBackend& self, const std::string& collective, const std::string& text, MakeTuples make) {
@@ -198,10 +195,7 @@ PYBIND11_MODULE(_backend, module) {
     using Free = py::call_guard<py::gil_scoped_release>;
     py::class_<PrimsBackend, c10d::Backend, c10::intrusive_ptr<PrimsBackend>>(module, "PrimsBackend")
         .def(py::init(&make), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-             py::arg("hosts"), py::arg("mpi"), py::arg("tcp"), py::arg("ucx"), py::arg("make_gloo"),
-             py::arg("make_child"), py::arg("choose"), py::arg("accelerator"), py::arg("slot_bytes"),
-             py::arg("one_shot_bytes"), py::arg("group"), py::arg("ranks"), py::arg("network"), py::arg("describe"),
-             py::arg("dump"), py::arg("ended"), Free())
+             py::arg("setup"), py::arg("ended"))
         .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
         .def_property_readonly("engine", &PrimsBackend::engine)
         .def_property_readonly("options", &PrimsBackend::getBackendOptions)

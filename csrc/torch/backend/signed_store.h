@@ -2,7 +2,7 @@
 //
 // A TCPStore lets every process that can connect to it write. Each value is therefore stored with an HMAC over key and
 // value, and a value without the right code is an error for the rank that reads it. The key of the codes belongs to one
-// attempt to make one group (dist_prims/launch/handshake.py), so a value of another group or attempt does not pass.
+// attempt to make one group (dist_prims/rendezvous/handshake.py), so a value of another group or attempt does not pass.
 //
 // Not protected: counters (`add`), since their value is made by the server; which keys exist; an earlier value of the
 // same key. A value can be read by every process that can read the store.

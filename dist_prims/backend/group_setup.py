@@ -1,0 +1,126 @@
+"""What a group is made of on this rank, as C++ reads it: values, and functions that C++ calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..backend_name import NAME
+from . import link_costs
+from .multi_host import MultiHostSchedules
+from .origin import GroupRequest, Origin, Trait
+from .tuning import CALIBRATION
+
+__all__: list[str] = []
+
+
+@dataclass(eq=False)
+class MadeGroup:
+    """What is known about a group of this process after it has been made."""
+
+    request: GroupRequest
+    hosts: list[str]  # by rank
+    attempt: str  # the name of this attempt to make the group
+    key: bytes = field(repr=False)  # of the registers by which survivors agree; empty without a secret
+    addresses: list[str] = field(default_factory=list)  # by rank, see quorum_ranks.publish(); empty on one host
+    registers: Any = None  # those that this rank serves
+    failed_grows: int = 0
+    undecided_grow: str = ""  # the agreement of a call of grow() whose outcome this rank does not know
+
+
+@dataclass(eq=False)
+class GroupSetup:
+    """The argument ``setup`` of PrimsBackend; ``csrc/torch/backend/bindings.cpp`` reads the attributes by their names.
+
+    The functions are called when a group is made of this one, or when the group needs gloo, a schedule or a
+    description for traces. The backend keeps them, and with them what is known about the group.
+    """
+
+    made: MadeGroup
+    store: Any  # that only the ranks of this group use
+    make: Callable[[GroupRequest], Any]  # makes the backend of another group
+    multi_host: MultiHostSchedules | None  # None on one host, where a group has no schedules
+    accelerator: Any  # the backend for tensors that are not on the CPU, or None
+    slot_bytes: int
+    one_shot_bytes: int
+    network: int
+    dump: str  # the file for the flight record; empty for none
+    mpi: Any = None  # these three carry messages between hosts
+    tcp: Any = None
+    ucx: Any = None
+
+    @property
+    def name(self) -> str:
+        return self.made.request.name
+
+    @property
+    def ranks(self) -> list[int]:
+        return self.made.request.all_ranks
+
+    @property
+    def host_names(self) -> list[str]:
+        """The host ids without their hash suffixes, if the names are unique without them."""
+        hosts = self.made.hosts
+        short = [host.rpartition("-")[0] or host for host in hosts]
+        return short if len(set(short)) == len(set(hosts)) else hosts
+
+    @property
+    def choose(self) -> Any:
+        return self.multi_host.choose_or_piggyback if self.multi_host else None
+
+    def make_gloo(self) -> Any:
+        request = self.made.request
+        store = dist.PrefixStore("gloo", self.store)
+        return dist.ProcessGroupGloo(store, request.rank, request.size, request.timeout)
+
+    def make_child(self, store: Any, name: str, rank: int, size: int, timeout: timedelta, ranks: Sequence[int]) -> Any:
+        """Make a group that is split from this one, or merged from it and others.
+
+        The new group inherits the options of the parent. ``ranks`` are the ranks of the new group in the parent, empty
+        for a merged group.
+        """
+        parent = self.made.request
+        if Trait.OWN_STORE in parent.traits and ranks:
+            store = dist.PrefixStore(f"{name}/", parent.store)
+        request = GroupRequest(
+            store=store.clone(),  # a timeout is set, and the store may be the parent's
+            name=name,
+            rank=rank,
+            size=size,
+            timeout=timeout,
+            ranks=[parent.all_ranks[each] for each in ranks],
+            given=parent.given,
+            origin=Origin.SPLIT if ranks else Origin.MERGED,
+            repairs=parent.repairs,
+            inherited=parent.heritage,
+        )
+        return self.make(request)
+
+    def shrink(self, backend: Any, excluded: Sequence[int]) -> Any:
+        """Make the group of the ranks that are not excluded, for ``torch.distributed.shrink_group``."""
+        return self.made.request.repairs.shrink(backend, excluded)
+
+    def make_handle(self, rank: int) -> str:
+        """Make the text that names this process to other members of a group, for torch's ``reconfigure``."""
+        return self.made.request.repairs.make_handle(rank)
+
+    def reconfigure(
+        self, backend: Any, uuid: int, own: str, handles: Sequence[str], is_ordered: bool, timeout: timedelta
+    ) -> Any:
+        """Make the group of the processes of these handles, in the place of ``backend``."""
+        return self.made.request.repairs.reconfigure(backend, uuid, own, handles, is_ordered, timeout)
+
+    def describe(self, link: tuple[float, float] | None) -> str:
+        """The description of the group in traces; ``link``: the measured costs of the link between hosts."""
+        made = self.made
+        if self.multi_host and link:
+            self.multi_host.use(link_costs.measured(made.hosts, *link))
+        known = self.multi_host.costs if self.multi_host else CALIBRATION.read(warn=False) or link_costs.ASSUMED
+        group = {"name": self.name, "engine": NAME, "token": made.attempt, "rank": made.request.rank}
+        costs = {"levels": known, "one_shot_bytes": self.one_shot_bytes}
+        return json.dumps({**group, "ranks": self.ranks, "hosts": made.hosts, **costs})
