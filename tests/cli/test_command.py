@@ -33,13 +33,6 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(whole, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_version() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "dist_prims", "--version"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, f"dist_prims {dist_prims.__version__}\n")
-
-
 def test_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "ring.svg"
     assert main(["show", "all_reduce", "ring", "--size", "3", "--svg", str(picture)]) == 0
@@ -154,6 +147,12 @@ def test_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("| collective |")
     assert main(["algorithms", "scan", "--markdown"]) == 0
     assert "all_reduce" not in capsys.readouterr().out
+    assert main(["show"]) == 0
+    assert {"halving_doubling", "bruck", "dissemination"} <= {*capsys.readouterr().out.split()}
+    assert main(["show", "all_reduce"]) == 0
+    out = capsys.readouterr().out
+    assert "halving_doubling" in out
+    assert "broadcast" not in out
 
 
 def test_recommend_recommends_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,28 +227,36 @@ def test_recommend_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -
             "--calibration and --inner-link: one or the other",
         ),
         (["prove", "--sizes", "4-2"], "'4-2' is not a number of ranks; write for example 1-8 or 2,4,8"),
+        (["show", "all_reduce", "hierarchical", "hosts=x"], "hosts=('x',) must be the number of ranks of each host"),
+        (["show", "all_reduce", "hierarchical", "hosts=3,x"], "hosts=(3, 'x') must be the number of ranks"),
+        (["show", "all_reduce", "tree", "chunks=x"], "tree: chunks='x'; it must be a whole number, such as 4, its"),
+        (["show", "all_reduce", "tree", "chunks=1,2"], "chunks=(1, 2); it must be a whole number"),
+        (["show", "all_gather", "bruck", "radix=x"], "radix='x'; it must be a whole number, such as 2"),
+        (["show", "all_gather", "pat", "aggregate=1.5"], "'1.5'; it must be a whole number, at least 1 chunk a messa"),
+        (["show", "all_gather", "pat", "aggregate=1,2"], "aggregate=(1, 2); it must be a whole number"),
+        (["show", "all_reduce", "hierarchical", "inner=3"], "inner=3; it must be a name, such as 'ring', its default"),
+        (["show", "all_reduce", "hierarchical", "outer=ring,ring"], "outer=('ring', 'ring'); it must be a name"),
+        (["show", "broadcast", "binomial", "root=x"], "broadcast binomial: root='x'; it must be a whole number"),
+        (["show", "all_reduce", "ring", "size=3"], "'size=3' is not a parameter of an algorithm; write show COLLECT"),
+        (["show", "all_reduce", "ring", "collective=3"], "'collective=3' is not a parameter"),
     ],
 )
 def test_wrong_arguments_are_reported_in_one_line(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
     assert words in err
     assert len(err.splitlines()) == 1
+    assert not out or "--svg" in arguments  # the picture comes last
 
 
 def test_a_mistake_is_the_exit_status() -> None:
+    done = command("--version")
+    assert (done.returncode, done.stdout) == (0, f"dist_prims {dist_prims.__version__}\n")
     done = command("show", "all_reduce", "rign")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert command("show", "all_reduce", "ring", "--sise", "3").returncode == 2
-
-
-def test_show_lists_the_algorithms_of_a_collective(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "all_reduce"]) == 0
-    out = capsys.readouterr().out
-    assert "halving_doubling" in out
-    assert "broadcast" not in out
 
 
 def test_show_takes_a_file(tmp_path: Path) -> None:
@@ -278,14 +285,6 @@ def test_a_file_that_cannot_be_run_is_one_line(tmp_path: Path, text: str) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["dist_prims", "show", "all_reduce", "hierarchical", "hosts=x"],
-            "hosts=('x',) must be the number of ranks of each host",
-        ),
-        (
-            ["dist_prims", "show", "all_reduce", "hierarchical", "hosts=3,x"],
-            "hosts=(3, 'x') must be the number of ranks",
-        ),
         (["dist_prims", "show", "all_reduce", "ring", "--svg", "x.png"], "as SVG only; name the file x.svg"),
         (["dist_prims", "pipeline", "1f1b", "--svg", "x.png"], "as SVG only; name the file x.svg"),
         (["dist_prims", "recommend", "--hosts", "x"], "invalid int value: 'x'"),

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from dist_prims.cli import main
 from dist_prims.schedules import ScheduleError, Step, algorithm, algorithms, build, pipelines, unregister
 
 HEAD = "from dist_prims.schedules import Step, algorithm\n"
@@ -63,38 +62,6 @@ def test_a_file_that_ends_the_process_is_an_error(file: Path) -> None:
     for what in ("show", "prove"):
         status, out = shown(file, "raise SystemExit(0)", what)
         assert (status, out) == (2, f"dist_prims: {file}, line 1: SystemExit: 0\n")
-
-
-def test_show_alone_prints_the_table_of_all_algorithms(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show"]) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in ("halving_doubling", "bruck", "dissemination"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ("all_reduce tree chunks=x", "all_reduce tree: chunks='x'; it must be a whole number, such as 4, its default"),
-        ("all_reduce tree chunks=1,2", "chunks=(1, 2); it must be a whole number"),
-        ("all_gather bruck radix=x", "radix='x'; it must be a whole number, such as 2"),
-        ("all_gather pat aggregate=1.5", "aggregate='1.5'; it must be a whole number, at least 1 chunk a message"),
-        ("all_gather pat aggregate=1,2", "aggregate=(1, 2); it must be a whole number"),
-        ("all_reduce hierarchical inner=3", "inner=3; it must be a name, such as 'ring', its default"),
-        ("all_reduce hierarchical outer=ring,ring", "outer=('ring', 'ring'); it must be a name"),
-        ("broadcast binomial root=x", "broadcast binomial: root='x'; it must be a whole number"),
-        (
-            "all_reduce ring size=3",
-            "'size=3' is not a parameter of an algorithm; write show COLLECTIVE ALGORITHM --size N",
-        ),
-        ("all_reduce ring collective=3", "'collective=3' is not a parameter"),
-    ],
-)
-def test_a_parameter_of_another_kind_is_named(arguments: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each was once a traceback."""
-    assert main(["show", *arguments.split()]) == 2
-    written = capsys.readouterr()
-    assert error in written.err
-    assert (written.out, written.err.count("\n")) == ("", 1)
 
 
 def one_parameter(n: int):  # type: ignore[no-untyped-def]

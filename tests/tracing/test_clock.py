@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from launching import ROOT, clean
+from launching import ROOT, clean, free_port
 from netns import needs_hosts, on_hosts
 
 import dist_prims
@@ -63,26 +63,12 @@ def check_causality(trace: Trace) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not may_unshare(), reason="no time namespace may be made here")
 def test_ranks_of_two_time_namespaces(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    store = str(tmp_path / "store")
-    processes = []
-    for rank, name in enumerate(("a", "b")):
-        facts = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "DIST_PRIMS_HOST_ID": name}
-        facts |= {"DIST_PRIMS_TRACE": str(tmp_path / "traces"), "GLOO_SOCKET_IFNAME": "lo"}
-        program = (
-            (tmp_path / "program.py")
-            .read_text()
-            .replace(
-                'init_process_group("dist_prims")',
-                f'init_process_group("dist_prims", init_method="file://{store}", rank={rank}, world_size=2)',
-            )
-        )
-        command = [sys.executable, "-c", program]
-        processes.append(
-            subprocess.Popen(
-                in_time_namespace(*command) if rank else command, env=clean(**facts), cwd=ROOT, stderr=subprocess.PIPE
-            )
-        )
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    command, processes = [sys.executable, "-c", PROGRAM], []
+    for rank, name in enumerate("ab"):
+        facts = {"RANK": str(rank), "DIST_PRIMS_HOST_ID": name, "DIST_PRIMS_TRACE": str(tmp_path / "traces")}
+        whole, environment = in_time_namespace(*command) if rank else command, clean(**job, **facts)
+        processes.append(subprocess.Popen(whole, env=environment, cwd=ROOT, stderr=subprocess.PIPE))
     for process in processes:
         errors = process.communicate(timeout=100)[1]
         assert process.returncode == 0, errors.decode()

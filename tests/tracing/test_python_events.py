@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -68,17 +67,6 @@ def test_events_of_python_are_bounded(tmp_path: Path) -> None:
         assert process.dropped > 0
 
 
-def fails(folder: str) -> None:
-    with dist_prims.trace(folder), pytest.raises(dist_prims.MismatchError):
-        dist_prims.all_reduce(torch.ones(3 + dist.get_rank()), algorithm="ring")
-
-
-def test_a_failed_schedule_is_marked(tmp_path: Path) -> None:
-    dist_prims.spawn(fails, 2, (str(tmp_path),), backend="gloo", timeout=60)
-    (call,) = read(tmp_path).calls()
-    assert [part.failed for part in call.parts.values()] == [True, True]
-
-
 def pipeline_step(folder: str) -> None:
     stages = [torch.nn.Linear(4, 4) for _ in range(2)]
     pipeline = dist_prims.Pipeline(stages, "1f1b", loss=torch.nn.functional.mse_loss, num_microbatches=3)
@@ -125,17 +113,6 @@ def test_buckets_of_gradients(tmp_path: Path, backend: str) -> None:
         assert names == [f"bucket {n}" for n in range(len(found))]
         assert len(found) >= 2
         assert int(process.events["bytes"][found].sum()) == 4 * 4 * (100 * 100 + 100)
-
-
-def gloo_program() -> Any:
-    return dist_prims.all_gather([torch.empty(1), torch.empty(1)], torch.ones(1), algorithm="ring") or [1.0]
-
-
-def test_the_environment_traces_schedules_over_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIST_PRIMS_TRACE", str(tmp_path))
-    dist_prims.spawn(gloo_program, 2, backend="gloo", timeout=60)
-    (call,) = read(tmp_path).calls()
-    assert (call.what, sorted(call.parts)) == ("all_gather", [0, 1])
 
 
 def groups_at_the_end_of_their_numbers(folder: str) -> list[int]:

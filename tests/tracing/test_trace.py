@@ -86,6 +86,8 @@ def test_every_rank_records_every_collective(tmp_path: Path) -> None:
         assert found["reduce"] >= 2 + 2
         assert process.ended
         assert (process.dropped, process.unfinished) == (0, 0)
+        first, asynchronous, *others = process.events["thread"][process.events["kind"] == fmt.COLLECTIVE].tolist()
+        assert {*others} == {first} != {asynchronous}
 
 
 def many_chunks(folder: str) -> None:
@@ -117,14 +119,6 @@ def test_adjacent_chunks_are_written_together(tmp_path: Path) -> None:
         assert found.get("copy", 0) <= 1  # a receive that was posted ahead
 
 
-def test_an_asynchronous_call_is_on_another_thread(tmp_path: Path) -> None:
-    on_ranks(several_calls, 2, str(tmp_path))
-    process = read(tmp_path).ranks[0]
-    threads = process.events["thread"][process.events["kind"] == fmt.COLLECTIVE].tolist()
-    assert len({*threads}) == 2
-    assert threads.count(threads[1]) == 1
-
-
 def failing(folder: str) -> None:
     with dist_prims.trace(folder):
         dist.all_reduce(torch.ones(2))
@@ -141,12 +135,14 @@ def test_an_exception_ends_the_trace(tmp_path: Path) -> None:
 
 
 def mismatched(folder: str) -> None:
+    algorithm = "ring" if dist.get_backend() == "gloo" else None
     with dist_prims.trace(folder), pytest.raises(dist_prims.MismatchError):
-        dist.all_reduce(torch.ones(2 + dist.get_rank()))
+        dist_prims.all_reduce(torch.ones(2 + dist.get_rank()), algorithm=algorithm)
 
 
-def test_a_failed_call_is_marked(tmp_path: Path) -> None:
-    on_ranks(mismatched, 2, str(tmp_path))
+@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
+def test_a_failed_call_is_marked(backend: str, tmp_path: Path) -> None:
+    on_ranks(mismatched, 2, str(tmp_path), backend=backend)
     (call,) = read(tmp_path).calls()
     assert [part.failed for part in call.parts.values()] == [True, True]
 
@@ -286,14 +282,16 @@ def test_an_unchanged_program_under_torchrun(tmp_path: Path, ranks: int) -> None
     assert len([*(tmp_path / "traces").iterdir()]) == ranks  # none of torchrun itself
 
 
-def calls_everything() -> str:
-    dist.all_reduce(torch.ones(2))
-    return os.environ["DIST_PRIMS_TRACE"]
+def one_call() -> None:
+    dist_prims.all_reduce(torch.ones(2), algorithm="ring" if dist.get_backend() == "gloo" else None)
 
 
-def test_spawned_ranks_end_the_trace_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
+def test_spawned_ranks_end_the_trace_of_the_environment(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DIST_PRIMS_TRACE", str(tmp_path))
-    on_ranks(calls_everything, 2)
+    on_ranks(one_call, 2, backend=backend)
     trace = read(tmp_path)
     assert [sorted(call.parts) for call in trace.calls()] == [[0, 1]]
     assert all(process.ended for process in trace.ranks.values())
@@ -302,7 +300,7 @@ def test_spawned_ranks_end_the_trace_of_the_environment(tmp_path: Path, monkeypa
 def test_a_folder_that_cannot_be_written_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DIST_PRIMS_TRACE", str(tmp_path / "file"))
-    on_ranks(calls_everything, 2)
+    on_ranks(one_call, 2)
     assert "nothing is traced" in capfd.readouterr().err
 
 
