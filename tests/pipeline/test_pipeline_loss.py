@@ -109,26 +109,6 @@ def test_targets_of_more_dimensions_and_probabilities() -> None:
     compare_with(nn.CrossEntropyLoss(weight=WEIGHT), inputs, torch.rand(9, CLASSES, 6).softmax(1))
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_mean_over_what_counts_across_ranks(size: int) -> None:
-    def body() -> None:
-        loss = nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=0)
-        for name in pipeline_plans():
-            plan = pipeline_plan(name, size, MICROS)
-            mine = stages_of(plan.stages)
-            whole = copy.deepcopy(mine)
-            pipeline = Pipeline(mine, plan, loss=loss)
-            for count in (13, 3):
-                inputs, targets = a_batch(count)
-                value = pipeline.step(inputs, targets)
-                wanted = loss(nn.Sequential(*whole)(inputs), targets)
-                wanted.backward()
-                torch.testing.assert_close(value, wanted.detach())
-            compare(pipeline.stages, whole)
-
-    dist_prims.spawn(body, size, backend="dist_prims", timeout=60)
-
-
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_a_batch_in_which_nothing_counts(checkpoint: bool) -> None:
     mine, (inputs, targets) = stages_of(2), a_batch()
@@ -251,20 +231,6 @@ def test_a_loss_without_gradient_is_refused(name: str, checkpoint: bool) -> None
         layers[-1].requires_grad_(False)  # the stages before still learn
         with pytest.raises(RuntimeError, match="does not require grad"):
             pipeline.step(x, x)
-
-
-def test_a_loss_without_gradient_is_refused_on_all_ranks() -> None:
-    def body() -> None:
-        x = torch.ones(MICROS, 2)
-        for name, loss in itertools.product(pipeline_plans(), WITHOUT_GRADIENT):
-            plan = pipeline_plan(name, 2, MICROS)
-            pipeline = Pipeline([nn.Linear(2, 2) for _ in range(plan.stages)], plan, loss=loss)
-            words = f"rank {plan.rank_of[-1]}: .* failed: RuntimeError: pipeline: the loss does not require grad"
-            with pytest.raises(StageFailedError, match=words):
-                pipeline.step(x, x)
-            assert pipeline.evaluate(x, x).isfinite()
-
-    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

@@ -38,19 +38,6 @@ def test_short_batches_give_what_the_batch_in_one_piece_gives(size: int, backend
     dist_prims.spawn(body, size, backend=backend, timeout=110)
 
 
-@pytest.mark.parametrize("name", pipeline_plans())
-def test_short_batches_on_devices(name: str) -> None:
-    plan = pipeline_plan(name, 2, MICROS)
-    mine, whole = stages_of(plan.stages), stages_of(plan.stages)
-    pipeline = DevicePipeline(mine, plan, devices=["cpu"] * 2, loss=F.mse_loss)
-    for count in (3, 9, 1):
-        inputs, targets = a_batch(count)
-        loss = pipeline.step(inputs.clone(), targets)
-        torch.testing.assert_close(loss, unsplit(whole, inputs.clone(), targets, 1, [0]).float())
-        assert len(pipeline.forward(inputs)) == count
-    compare(pipeline.stages, whole, exact=False)
-
-
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zbv"])
 def test_short_batches_are_averaged_once(name: str) -> None:
     """A stage is complete after the last micro-batch that there is. The copies may have different numbers of them."""

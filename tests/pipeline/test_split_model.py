@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dist_prims
-from dist_prims.models.resnet import BasicBlock, ResNet, resnet18, resnet101
+from dist_prims.models.resnet import resnet18
 from dist_prims.training.pipeline.chain import Chain, Pop, Stage, Stash, layers
 from dist_prims.training.pipeline.profile import LayerCost, profile, stage_costs
 from dist_prims.training.pipeline.split_model import balance, split
@@ -42,10 +42,6 @@ def test_no_cut_is_better(costs: list[int], data: Any) -> None:
     cuts = itertools.combinations(range(1, len(costs)), stages - 1)
     every = ([b - a for a, b in itertools.pairwise([0, *cut, len(costs)])] for cut in cuts)
     assert worst(costs, sizes) == min(worst(costs, other) for other in every)
-
-
-def test_many_layers_are_cut_at_once() -> None:
-    assert balance([1.0] * 1000, 10) == [100] * 10
 
 
 @pytest.mark.parametrize(
@@ -171,25 +167,15 @@ def test_stages_carry_what_later_ones_need_and_no_more() -> None:
 
 
 @pytest.mark.slow
-def test_a_resnet_is_cut_anywhere() -> None:
-    torch.manual_seed(0)
-    model = ResNet(BasicBlock, (2, 1, 1, 1), num_classes=5, in_channels=1, small_images=True)
-    assert_same_cut_anywhere(model, torch.randn(2, 1, 8, 8), stages=2)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(480)
 def test_a_deep_resnet_is_cut_anywhere() -> None:
     torch.manual_seed(0)
     model = resnet18(num_classes=5, in_channels=1, small_images=True)
-    assert_same_cut_anywhere(model, torch.randn(2, 1, 16, 16), stages=3, every=17)
-
-
-def assert_same_cut_anywhere(model: nn.Module, x: torch.Tensor, stages: int, every: int = 1) -> None:
     count = len(layers(model))
-    for cut in [*itertools.combinations(range(1, count), stages - 1)][::every]:
+    for cut in [*itertools.combinations(range(1, count), 2)][::17]:
         model.zero_grad()
-        assert_same(model, stages, x, by=[b - a for a, b in itertools.pairwise([0, *cut, count])])
+        sizes = [b - a for a, b in itertools.pairwise([0, *cut, count])]
+        assert_same(model, 3, torch.randn(2, 1, 16, 16), by=sizes)
 
 
 class Pair(nn.Module):
@@ -419,21 +405,6 @@ def test_memory_balances_memory() -> None:
     wide, small = nn.Linear(512, 512), nn.Linear(512, 2)
     model = nn.Sequential(wide, nn.ReLU(), small, nn.ReLU(), nn.Linear(2, 2))
     assert [stage.names for stage in split(model, 2, "memory", torch.ones(1, 512))] == [("0",), ("1", "2", "3", "4")]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_a_deep_network_is_cut_by_its_times() -> None:
-    """A ResNet-101, whose cut by time is known to crash elsewhere."""
-    model = resnet101(num_classes=3)
-    stages = split(model, 4, by="time", sample=torch.randn(2, 3, 32, 32))
-    assert sum(len(stage.names) for stage in stages) == 40
-    assert all(parameter.grad is None for parameter in model.parameters())
-    x = torch.randn(2, 3, 32, 32)
-    y = x
-    for stage in stages:
-        y = stage(y)
-    assert torch.equal(y, model(x))
 
 
 @pytest.mark.gpu

@@ -7,8 +7,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import random
-import re
 import signal
 import subprocess
 import sys
@@ -37,7 +35,7 @@ def shares(size: int, steps: int, count: int, batch: int) -> list[list[tuple[lis
     by_rank = []
     for rank in range(size):
         batches = GlobalBatches(range(count), batch, seed=4)
-        batches._rank, batches._size = rank, size
+        batches.resize(dist.ProcessGroup(dist.HashStore(), rank, size))
         by_rank.append([(items.tolist(), weight) for items, weight in (next(batches) for _ in range(steps))])
     return [list(each) for each in zip(*by_rank, strict=True)]
 
@@ -160,29 +158,6 @@ def started(*command: str) -> Iterator[subprocess.Popen[str]]:
                     process.wait(30)
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
-
-
-def kill_one(tmp_path: Path, backend: str, last: int, every: int) -> None:
-    """The example also compares the bits of the weights with those of an undisturbed run."""
-    rank, step = random.randrange(2), random.randrange(1, last)
-    print(f"rank {rank} dies in step {step}")
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += [str(ROOT / "examples/elastic.py"), "--folder", str(tmp_path), "--kill", f"{rank}@{step}"]
-    with started(*command, "--last", str(last), "--every", str(every), "--backend", backend) as job:
-        said, _ = job.communicate(timeout=100)
-    assert job.returncode == 0, said
-    lines = re.findall(r"^attempt (\d), 2 ranks: step (\d+)$", said, re.MULTILINE)
-    first, again = ([int(step) for attempt, step in lines if attempt == number] for number in "01")
-    assert first in (list(range(step + 1)), list(range(step)))  # rank 0 may hear of the death before it prints
-    assert again == list(range(step - step % every, last)), "only the steps since the checkpoint are done again"
-    assert f"The weights after {last} steps have the bits of an undisturbed run." in said
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("turn", range(4))
-def test_a_rank_killed_in_any_step_of_many(turn: int, tmp_path: Path) -> None:
-    kill_one(tmp_path, ("dist_prims", "gloo")[turn % 2], last=60, every=7)
 
 
 def wait_for(what: Callable[[], bool], job: subprocess.Popen[str], seconds: float = 120) -> None:

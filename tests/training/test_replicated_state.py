@@ -238,14 +238,14 @@ def test_a_new_rank_joins_after_a_death(tmp_path: Path) -> None:
 
 
 class DiesInResize:
-    """A target that ends its rank when the data is shared over the second group."""
+    """A target that ends its rank when the data is shared over a group, which is after the state has been sent."""
 
-    def __init__(self, is_victim: bool) -> None:
-        self.is_victim, self.resizes = is_victim, 0
+    def __init__(self, at: int | None) -> None:
+        self.at, self.resizes = at, 0
 
     def resize(self, group: dist.ProcessGroup) -> None:
         self.resizes += 1
-        if self.is_victim and self.resizes == 2:
+        if self.resizes == self.at:
             die()
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,29 +263,12 @@ def test_another_rank_dies_in_resize(tmp_path: Path) -> None:
             if (here, step, rank) == (BEFORE, FAILS_AT, 2):
                 die()
 
-        return train(Parts(), 1 + rank, at, {"dies": DiesInResize(rank == 0)})
+        return train(Parts(), 1 + rank, at, {"dies": DiesInResize(2 if rank == 0 else None)})
 
     found = run_ranks(body, 4, tmp_path)
     assert [found.pop(2), found.pop(0)] == [-signal.SIGKILL] * 2
     assert [sizes for sizes, _ in found] == [[4] * 3 + [2] * 4] * 2
     assert [weights for _, weights in found] == expected(found[0][0], [{0, 2}], tmp_path)
-
-
-class DiesAfterTheTransfer:
-    """A target whose ``resize`` is called when the state has been sent, on a rank that then dies."""
-
-    def __init__(self, dies: bool) -> None:
-        self.dies = dies
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-    def resize(self, group: dist.ProcessGroup) -> None:
-        if self.dies:
-            die()
 
 
 @pytest.mark.parametrize("is_new", [False, True], ids=["a running rank", "a new rank"])
@@ -298,7 +281,7 @@ def test_the_source_of_a_state_dies_after_it_was_sent(is_new: bool, tmp_path: Pa
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         stream = ShardedIterable([range(10), range(10)])
-        dies = DiesAfterTheTransfer(False)
+        dies = DiesInResize(None)
         state = ReplicatedState({"model": model, "optimizer": optimizer, "data": stream, "dies": dies})
 
         def step() -> None:
@@ -315,7 +298,7 @@ def test_the_source_of_a_state_dies_after_it_was_sent(is_new: bool, tmp_path: Pa
                 step()
         if not is_new and rank == 1:
             fail(state, lambda: None)
-        dies.dies = rank == 0
+        dies.at = dies.resizes + 1 if rank == 0 else None
         with contextlib.suppress(CommError):
             state.resize()
         dist_prims.shrink()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import dist_prims
-from dist_prims.training.data import GlobalBatches, ShardedIterable, ShardedSampler
+from dist_prims.training.data import ShardedIterable, ShardedSampler
 
 # Changes of the ranks: the steps before it, whether each rank is lost in it (one remains at least), and the new ranks.
 changes = st.lists(
@@ -123,24 +123,6 @@ def test_a_stream_gathers_the_states_of_the_ranks_that_are_left() -> None:
 
     found = dist_prims.spawn(body, 3, backend="dist_prims", timeout=60)
     assert sorted(chain(*found)) == list(range(24))
-
-
-@pytest.mark.usefixtures("alone")
-@settings(deadline=None, max_examples=50)
-@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=8), count=st.integers(1, 40), batch=st.integers(1, 9))
-def test_global_batches_do_not_depend_on_the_sizes(sizes: list[int], count: int, batch: int) -> None:
-    def drawn(sizes: list[int]) -> list[list[int]]:
-        ranks = [GlobalBatches(range(count), batch, seed=4) for _ in range(max(sizes))]
-        found = []
-        for step, size in enumerate(sizes):
-            for number, each in enumerate(ranks[:size]):
-                each.step = step
-                each.resize(group_of(number, size))
-            shares = [next(each) for each in ranks[:size]]
-            found.append([*chain(*(items.tolist() for items, weight in shares if weight))])
-        return found
-
-    assert drawn(sizes) == drawn([1] * len(sizes))
 
 
 def test_an_iterator_from_before_a_resize_raises() -> None:

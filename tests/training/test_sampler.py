@@ -243,25 +243,6 @@ def test_a_pass_that_was_left_goes_on() -> None:
         next(sampler.follow(short))
 
 
-def test_ranks_make_as_many_steps_by_default() -> None:
-    """Five items on two ranks: by default one rank once had a batch less, and the other waited for it in
-    average_gradients."""
-
-    def rank_main() -> int:
-        data = torch.utils.data.TensorDataset(torch.randn(5, 2))
-        model = torch.nn.Linear(2, 1)
-        sampler = ShardedSampler(data, seed=1)
-        steps = 0
-        for (x,) in sampler.follow(DataLoader(data, 1, sampler=sampler)):
-            model(x).sum().backward()
-            dist_prims.average_gradients(model)
-            steps += 1
-        dist.all_reduce(torch.zeros(1))  # the evaluation that follows
-        return steps
-
-    assert dist_prims.spawn(rank_main, 2, timeout=60) == [3, 3]
-
-
 def test_the_group_says_rank_and_size() -> None:
     def body() -> list[int]:
         return list(ShardedSampler(10, seed=1, uneven="keep"))

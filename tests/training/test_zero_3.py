@@ -155,29 +155,6 @@ def test_zero_3_under_checkpoints() -> None:
     spawn(body, 3)
 
 
-def test_zero_3_goes_on_on_any_number_of_ranks() -> None:
-    def body(state: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        model = MixedNet()
-        sharded = ShardedParameters(model)
-        if state is not None:
-            sharded.load_state_dict(state)
-        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-        loss_of(model, 0 if state is None else 1, 0, 0).backward()
-        optimizer.step()
-        return {name: value.clone() for name, value in sharded.state_dict().items()}
-
-    once = spawn(body, 3, None)[1]
-    assert list(once) == list(MixedNet().state_dict())
-    twice = spawn(body, 2, once)
-    plain = MixedNet()
-    for step in range(2):
-        plain.zero_grad()
-        loss_of(plain, step, 0, 0).backward()
-        torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    for found in twice:
-        alike(found.values(), plain.state_dict().values(), exact=False)
-
-
 def test_zero_3_survives_what_raises() -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
