@@ -7,14 +7,12 @@ call. So no rank waits for data that will not come, and no rank adds data of ano
 - A rank that failed: that rank raises its own error; the others raise MismatchError, which names the rank, the
   operation and the text of the error.
 
-Descriptions travel as fields in a row of fixed size (one collective, :func:`gather_fields`) or, where they may be long,
-as plain values (one collective, or two for a long value, :func:`gather_values`). Neither is a pickle.
+Three verbs: :func:`gather_values`, :func:`check_same` (or :func:`check_lists` of what was gathered), and
+:func:`broadcast_value`. Values travel as JSON (plain_values.py), in one collective, or two for long ones; no pickle.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import zlib
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -30,23 +28,17 @@ from .torch_compat import all_gather_single, message_device
 __all__: list[str] = []
 
 T = TypeVar("T")
-Field = str | int | float | None
-_WIDTH = 256
 _LENGTH, _FITS = 8, 504  # bytes of a row of gather_values: the length of a value, and of a short value
 
 
-def check_same(
-    text: str, remedy: str, group: dist.ProcessGroup | None, device: torch.device, failure: Exception | None = None
-) -> None:
+def check_same(text: str, remedy: str, group: dist.ProcessGroup | None, failure: Exception | None = None) -> None:
     """Return when every rank gives the same text and none gives a ``failure``; otherwise raise on every rank.
 
-    >>> check_same("step 8", "Make the same number of steps on every rank", None, torch.device("cpu"))
+    >>> check_same("step 8", "Make the same number of steps on every rank", None)
     """
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group in which it begins: {text}")
-    found = gather_fields((failure_text(failure), text), _WIDTH, group, device)
-    check_failures(text, failure, [failed for failed, _ in found], group)
-    check_lists("", [[text] for _, text in found], remedy, group)
+    check_lists("", [[each] for each in gather_values(text, group, text, failure)], remedy, group)
 
 
 def check_lists(
@@ -99,28 +91,21 @@ def first_difference(numbered: Iterable[tuple[int, Sequence[object] | None]]) ->
     return None
 
 
-def gather_or_raise(operation: str, value: T, failure: Exception | None, group: dist.ProcessGroup | None) -> list[T]:
-    """The ``value`` of each rank, see :func:`gather_values`; every rank raises if one gives a ``failure``. It is also a
-    barrier.
+def gather_values(
+    value: T, group: dist.ProcessGroup | None, operation: str = "gather", failure: Exception | None = None
+) -> list[T]:
+    """The ``value`` of each rank, which must be plain (see plain_values.py); every rank raises if one gives a
+    ``failure`` of the ``operation``, or a value that is not plain. It is also a barrier.
 
-    >>> gather_or_raise("example", 3, None, None)
+    >>> gather_values(3, None)
     [3]
     """
-    found = gather_values((value, failure_text(failure)), group)
-    check_failures(operation, failure, [text for _, text in found], group)
-    return [each for each, _ in found]
-
-
-def gather_values(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The ``value`` of each rank, which must be plain (see plain_values.py); a group of one rank sends nothing.
-
-    If the value of a rank is not plain, that rank raises TypeError and the others MismatchError.
-    """
     if dist.get_world_size(group) == 1:
+        check_failures(operation, failure, (), group)
         return [value]
-    texts, failure = _text_or_failure(value)
-    found = [from_text(text) for text in _gather_texts(texts, group)]
-    check_failures("gather", failure, [text for _, text in found], group)
+    text, failure = _text_or_failure(value, failure)
+    found = [from_text(text) for text in _gather_texts(text, group)]
+    check_failures(operation, failure, [text for _, text in found], group)
     return [each for each, _ in found]
 
 
@@ -139,10 +124,10 @@ def broadcast_value(value: T, source: int, group: dist.ProcessGroup | None) -> T
     return sent[0]
 
 
-def _text_or_failure(value: Any) -> tuple[str, Exception | None]:
-    """The text of (value, None), or, for a value that is not plain, of (None, text of the error), and the error."""
+def _text_or_failure(value: Any, failure: Exception | None = None) -> tuple[str, Exception | None]:
+    """The text of (value, text of the failure), and the failure, also that of a value that is not plain."""
     try:
-        return to_text((value, None)), None
+        return to_text((value if failure is None else None, failure_text(failure))), failure
     except TypeError as error:
         return to_text((None, failure_text(error))), error
 
@@ -167,23 +152,6 @@ def _bytes_of(data: bytes, width: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8).to(device)
 
 
-def gather_fields(
-    fields: tuple[Field, ...], width: int, group: dist.ProcessGroup | None, device: torch.device
-) -> list[tuple[Any, ...]]:
-    """The ``fields`` of each rank, in one collective of ``width`` bytes a rank; long texts arrive shortened, see
-    :func:`fit`.
-
-    >>> gather_fields(("step", 8, None), 64, None, torch.device("cpu"))
-    [('step', 8, None)]
-    """
-    mine = _packed(fields, width).to(device)
-    rows, work = gather_rows(mine, group)
-    work.wait()
-    if torch.equal(rows, mine.expand_as(rows)):  # as a rule
-        return [fields] * len(rows)
-    return [tuple(json.loads(bytes(row))) for row in rows.tolist()]
-
-
 def gather_rows(mine: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
     """Begin to gather a flat tensor of every rank; row r is that of rank r, once the work has been waited for.
 
@@ -203,13 +171,3 @@ def fit(text: str, width: int) -> bytes:
     """
     data = text.encode()
     return data if len(data) <= width else data[: max(width - 9, 0)] + b"~%08x" % zlib.crc32(data)
-
-
-@functools.lru_cache(256)
-def _packed(fields: tuple[Field, ...], width: int) -> torch.Tensor:
-    """The fields as JSON of ``width`` bytes."""
-    limit, fitting = width, fields
-    while len(data := json.dumps(fitting).encode()) > width:
-        limit = limit * 3 // 4
-        fitting = tuple(fit(each, limit).decode(errors="replace") if isinstance(each, str) else each for each in fields)
-    return torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8)

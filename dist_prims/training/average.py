@@ -13,16 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..agreement import check_lists, gather_values
 from ..collectives import all_reduce
-from ..collectives.algorithm_choice import CHEAPEST
+from ..collectives.call import group_of
 from ..collectives.flat import cut
-from ..errors import MismatchError
 from .gradients.bucket_layout import plan
-from .gradients.initial_sync import dtensor_refusal, is_dtensor
+from .gradients.gradient_presence import DENSE, SPARSE, kind_of
+from .gradients.initial_sync import dtensor_problem
 
 __all__: list[str] = []
 
-_NONE, _DENSE, _SPARSE, _PARTS = range(4)
+_REMEDY = "Every rank must have the same names, shapes and types of parameters that require a gradient"
 
 
 def average_gradients(
@@ -48,43 +49,29 @@ def average_gradients(
     if bucket_mb <= 0:
         raise ValueError(f"average_gradients: bucket_mb={bucket_mb} must be positive")
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    kinds = _agree([_kind(parameter) for _, parameter in named], named, group)
-    if _PARTS in kinds:
-        raise ValueError(dtensor_refusal(dist.get_rank(group), "average_gradients", named[kinds.index(_PARTS)][0]))
-    if _SPARSE in kinds:
-        name = named[kinds.index(_SPARSE)][0]
+    members = group_of(group, "average_gradients")
+    kinds = _kinds_of_all_ranks(named, members)
+    if SPARSE in kinds:
+        name = named[kinds.index(SPARSE)][0]
         raise ValueError(
             f"average_gradients: parameter {name!r} has a sparse gradient, on this rank or another; "
             "make its layer with sparse=False, or average it by itself after .to_dense()"
         )
-    taking_part = [parameter for (_, parameter), kind in zip(named, kinds, strict=True) if kind == _DENSE]
+    taking_part = [parameter for (_, parameter), kind in zip(named, kinds, strict=True) if kind == DENSE]
     options = {"algorithm": algorithm, "segment_bytes": segment_bytes, **parameters}
     for numbers in plan(taking_part, range(len(taking_part)), int(bucket_mb * 2**20)):
         _average([taking_part[number] for number in numbers], group, options)
 
 
-def _kind(parameter: torch.nn.Parameter) -> int:
-    if is_dtensor(parameter):
-        return _PARTS
-    if parameter.grad is None:
-        return _NONE
-    return _SPARSE if parameter.grad.layout != torch.strided else _DENSE
-
-
-def _agree(kinds: list[int], named: list[tuple[str, torch.nn.Parameter]], group: dist.ProcessGroup | None) -> list[int]:
-    """For each parameter the largest kind of any rank; MismatchError on all ranks if their models differ."""
-    if not kinds:
-        return kinds
+def _kinds_of_all_ranks(named: list[tuple[str, torch.nn.Parameter]], group: dist.ProcessGroup) -> list[int]:
+    """For each parameter the largest kind of gradient on any rank; every rank raises if their models differ."""
     model = zlib.crc32(repr([(name, [*each.shape], each.dtype) for name, each in named]).encode())
-    table = torch.tensor([*kinds, model, -model], device=named[0][1].device)
-    all_reduce(table, dist.ReduceOp.MAX, group, algorithm=CHEAPEST)  # which compares the numbers of parameters
-    *largest, most, least = table.tolist()
-    if most != -least:
-        raise MismatchError(
-            f"average_gradients on rank {dist.get_rank(group)}: the models of two ranks differ in names, shapes or "
-            "types of parameters that require a gradient, no gradient was touched; every rank must have the same model"
-        )
-    return [int(kind) for kind in largest]
+    mine = "".join(str(kind_of(each)) for _, each in named)
+    failure = dtensor_problem("average_gradients", named, group)
+    models, kinds = zip(*gather_values((model, mine), group, "average_gradients", failure), strict=True)
+    texts = [[f"parameters with the checksum {each:08x}"] for each in models]
+    check_lists("average_gradients", texts, _REMEDY, group)
+    return [max(map(int, of_ranks)) for of_ranks in zip(*kinds, strict=True)]
 
 
 def _average(bucket: list[torch.nn.Parameter], group: dist.ProcessGroup | None, options: dict[str, Any]) -> None:

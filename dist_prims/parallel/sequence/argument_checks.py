@@ -56,7 +56,7 @@ def agree(call: AttentionCall, tensors: Tensors) -> tuple[AttentionCall, Tensors
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     text = f"{call.name}({_sizes(*tensors)}, {tensors[0].dtype}, order {call.order}, causal={call.causal}, scale "
     text += f"{call.scale}, {'with' if learns else 'without'} a backward, lengths {list(call.lengths)})"
-    check_same(text, _REMEDY, call.group, torch.device("cpu"))
+    check_same(text, _REMEDY, call.group)
     return call, tensors
 
 
@@ -68,7 +68,7 @@ def refuse(name: str, problem: str, group: dist.ProcessGroup) -> NoReturn:
     ValueError: rank 0: ring_attention: a mistake; nothing was sent
     """
     error = ValueError(f"rank {group.rank()}: {name}: {problem}; nothing was sent")
-    check_same(name, _REMEDY, group, torch.device("cpu"), error)
+    check_same(name, _REMEDY, group, error)
     raise error
 
 

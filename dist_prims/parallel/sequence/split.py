@@ -62,7 +62,7 @@ def join_sequence(
 
 def _join(x: torch.Tensor, dim: int, group: dist.ProcessGroup | None, order: str) -> torch.Tensor:
     text = f"join_sequence({tuple(x.shape)}, {x.dtype}, dim={dim}, order={order!r})"
-    check_same(text, "Every rank must have a part of equal length", group, x.device)
+    check_same(text, "Every rank must have a part of equal length", group)
     size = dist.get_world_size(group)
     parts = exchange(x.expand(size, *x.shape), group)  # its gradient is summed over the ranks
     return torch.cat(parts.unbind(), dim).index_select(dim, places(size, x.shape[dim], order).argsort().to(x.device))

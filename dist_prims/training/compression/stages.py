@@ -107,7 +107,7 @@ class Staged(ABC):
             )
         text = f"{self!r} on bucket {bucket.index} of {flat.numel()} elements of {flat.dtype}"
         if self._waits and text not in self._agreed:  # once a bucket: later steps cost nothing
-            check_same(text, "Every rank must make its compressor with the same arguments", group, flat.device)
+            check_same(text, "Every rank must make its compressor with the same arguments", group)
             self._agreed.add(text)
 
 

@@ -15,14 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch.utils.data import default_collate
 
-from ...agreement import check_lists
-from ...collectives import all_gather
-from ...collectives.algorithm_choice import CHEAPEST
+from ...agreement import check_lists, gather_values
 from ..partition import DataPartitioner, Items, deal
 from .data_rank import place_of
 
@@ -42,7 +39,7 @@ def partition_dataset(
 ) -> Batches:
     """This rank's part of ``data``, in batches with ``batch`` items on all ranks together.
 
-    >>> data = [(torch.ones(2), torch.tensor(1.0))] * 10
+    >>> data = [(np.ones(2), 1.0)] * 10
     >>> batches = partition_dataset(data, batch=4)
     >>> [(tuple(x.shape), tuple(y.shape), weight) for x, y, weight in batches]
     [((4, 2), (4,), 1.0), ((4, 2), (4,), 1.0), ((2, 2), (2,), 1.0)]
@@ -54,15 +51,18 @@ def partition_dataset(
     """
     rank, size = place_of("partition_dataset", group, None, None)
     shares = [1 / size] * size if sizes is None else list(sizes)
-    problem = ""
-    if batch < 1:
-        problem = f"batch={batch} must be at least 1"
-    elif len(shares) != size:
-        problem = f"sizes={shares} has {len(shares)} shares for {size} ranks; give one for each"
+    problem: ValueError | None = None
+    if batch < 1 or len(shares) != size:
+        problem = ValueError(
+            f"partition_dataset: rank {rank}: batch={batch} must be at least 1, and sizes={shares} has {len(shares)} "
+            f"shares for {size} ranks; give one for each"
+        )
     labels = None if stratify is None else np.asarray(stratify)
-    _agree(rank, group, len(data), batch, seed, shuffle, repr(shares), None if labels is None else labels.tolist())
-    if problem:
-        raise ValueError(f"partition_dataset: rank {rank}: {problem}")
+    rest = zlib.crc32(repr((shuffle, shares, None if labels is None else labels.tolist())).encode())
+    arguments = [f"len(data)={len(data)}", f"batch={batch}", f"seed={seed}"]
+    arguments.append(f"one of shuffle, sizes and stratify (by checksum)={rest}")
+    found = gather_values(arguments, group, "partition_dataset", problem)
+    check_lists("partition_dataset", found, "Call it with the same arguments on every rank", group)
     parts = DataPartitioner(data, shares, seed, stratify=labels)
     return Batches(parts, batch, rank, seed=seed, shuffle=shuffle, collate=collate)
 
@@ -118,18 +118,3 @@ class Batches:
 
     def _substitute(self) -> Any:
         return self.part[0] if len(self.part) else self.part.data[0]
-
-
-def _agree(rank: int, group: dist.ProcessGroup | None, count: int, batch: int, seed: int, *rest: object) -> None:
-    """Raise MismatchError on every rank if arguments differ: parts would overlap, or steps would be unequal."""
-    names = ("len(data)", "batch", "seed", "one of shuffle, sizes and stratify (by checksum)")
-    only_cuda = dist.get_backend(group) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if only_cuda else torch.device("cpu")
-    own = torch.tensor([count, batch, seed, zlib.crc32(repr(rest).encode())], device=device)
-    size = dist.get_world_size(group)
-    gathered = torch.empty(size * len(own), dtype=own.dtype, device=device)
-    all_gather(gathered, own, group, algorithm=CHEAPEST)  # which compares the calls
-    texts = [
-        [f"{name}={value}" for name, value in zip(names, row, strict=True)] for row in gathered.view(size, -1).tolist()
-    ]
-    check_lists("partition_dataset", texts, "Call it with the same arguments on every rank", group)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from ...agreement import check_lists, gather_or_raise, gather_values
+from ...agreement import check_lists, gather_values
 
 __all__: list[str] = []
 
@@ -39,7 +39,7 @@ def check_same_model(
     failure = failure or dtensor_problem(operation, tensors, group)
     mine = [*settings, *(_described(name, tensor) for name, tensor in tensors)]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    found = gather_or_raise(operation, (digest, secrets.token_hex(8)), failure, group)
+    found = gather_values((digest, secrets.token_hex(8)), group, operation, failure)
     if len({digest for digest, _ in found}) > 1:
         check_lists(operation, gather_values(mine, group), _REMEDY, group)
     if sharded := next((name for name, tensor in tensors if _is_sharded(tensor)), None):
@@ -52,22 +52,15 @@ def check_same_model(
 def dtensor_problem(
     operation: str, named: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup
 ) -> ValueError | None:
-    """The error if one of the tensors is a DTensor."""
-    name = next((name for name, each in named if is_dtensor(each)), None)
-    return None if name is None else ValueError(dtensor_refusal(group.rank(), operation, name))
-
-
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether ranks hold parts of a tensor, which must not be averaged or copied."""
+    """The error if one of the tensors is a DTensor, of which ranks hold parts: it must not be averaged or copied."""
     module = sys.modules.get("torch.distributed.tensor")  # not there: the program has no DTensor
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def dtensor_refusal(rank: int, operation: str, name: str) -> str:
-    return (
-        f"rank {rank}: {operation}: {name!r} is a DTensor, of which ranks hold parts. For data parallelism beside "
-        "tensor parallelism use torch.distributed.fsdp.fully_shard(model, mesh=mesh['dp']) instead, with the dimension "
-        "of the mesh whose ranks hold the same part"
+    name = module and next((name for name, each in named if isinstance(each, module.DTensor)), None)
+    if name is None:
+        return None
+    return ValueError(
+        f"rank {group.rank()}: {operation}: {name!r} is a DTensor, of which ranks hold parts. For data parallelism "
+        "beside tensor parallelism use torch.distributed.fsdp.fully_shard(model, mesh=mesh['dp']) instead, with the "
+        "dimension of the mesh whose ranks hold the same part"
     )
 
 

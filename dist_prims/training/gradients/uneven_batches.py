@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ...agreement import check_lists, gather_or_raise
+from ...agreement import check_lists, gather_values
 from ...errors import MismatchError
 from ...torch_compat import message_device
 from ..group_duplicates import ranks_of
@@ -128,7 +128,7 @@ def _check(part: ShadowSteps, given: dist.ProcessGroup, contexts: Contexts) -> N
         given = joined[0].channel  # not that of this averager: it may differ by rank
         _exchange(contexts, ENTER, len(joined))
     mine = [f"averager {part.name}", f"in {len(joined)} others", f"divide_by_initial_world_size={part.by_size}"]
-    found = gather_or_raise("GradientAverager.join", mine, problem, given)
+    found = gather_values(mine, given, "GradientAverager.join", problem)
     check_lists("GradientAverager.join", found, "Every rank must enter the same averagers in the same order", given)
 
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...agreement import check_lists, gather_or_raise, gather_values
+from ...agreement import check_lists, gather_values
 from ...collectives.traced_call import in_group
 from ...errors import CommError, MismatchError
 from ...schedules.pipelines import PipelinePlan, Row
@@ -119,7 +119,7 @@ class Pipeline(Owner):
             description = describe(plan, objective, stages, self._device)
         except Exception as error:
             problem = error
-        found = gather_or_raise("Pipeline", (description, secrets.token_hex(8)), problem, self._group)
+        found = gather_values((description, secrets.token_hex(8)), self._group, "Pipeline", problem)
         check_lists("Pipeline", [[each] for each, _ in found], _REMEDY, self._group)
         self._transfers = Transfers(self.plan, self._group, self._device, f"Pipeline-{found[0][1]}")
         self._slots: dict[Any, int] = {}  # on the first rank: the number of each kind of batch

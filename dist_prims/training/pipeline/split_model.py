@@ -17,12 +17,10 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...collectives import broadcast
-from ...collectives.algorithm_choice import CHEAPEST
+from ...agreement import broadcast_value, check_failures, failure_text
 from .chain import Layers, Pop, Stage, Stash, layers
 from .profile import profile
 from .shared_tensors import refuse_trained, shared_tensors
@@ -40,6 +38,7 @@ def split(
 ) -> list[Stage]:
     """``stages`` modules that, one after the other, do what ``model`` does; its parameters are theirs, not copied.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     >>> first, second = split(model, 2, by="memory", sample=torch.ones(8, 64))
     >>> second.names, list(second.state_dict()), second._modules["2"] is model[2]
@@ -140,21 +139,15 @@ def _carried(chain: Layers, cut: int) -> tuple[str, ...]:
 def _sizes_by_time(model: nn.Module, stages: int, sample: Any, group: dist.ProcessGroup | None) -> list[int]:
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return _measured(model, stages, sample)
-    parameter = next(model.parameters(), None)
-    sizes = torch.zeros(stages, dtype=torch.int64, device=parameter.device if parameter is not None else None)
-    failure = None
+    sizes, failure = list[int](), None
     if dist.get_rank(group) == 0:
         try:
-            sizes.copy_(torch.tensor(_measured(model, stages, sample)))
+            sizes = _measured(model, stages, sample)
         except Exception as error:
             failure = error  # the other ranks wait for the sizes
-    broadcast(sizes, 0, group, algorithm=CHEAPEST)  # which compares the calls
-    if failure is not None:
-        raise failure
-    found = [int(size) for size in sizes.tolist()]
-    if not found[0]:
-        raise RuntimeError("split: rank 0 could not measure the model with its sample; see its error")
-    return found
+    text, sizes = broadcast_value((failure_text(failure), sizes), 0, group)
+    check_failures("split", failure, [text], group)
+    return sizes
 
 
 def _measured(model: nn.Module, stages: int, sample: Any) -> list[int]:
