@@ -1,9 +1,9 @@
 """PyTorch's own tests of a ``torch.distributed`` backend, run against any backend: one line a test.
 
 The tests ship in the torch wheel, in ``torch.testing._internal.distributed.distributed_test``. Run as they are, they
-are skipped for a backend of another name than the built-in ones. Here ``--as`` opens the gates of the built-in backends
-that it names. Each test has a session and a folder of its own: at its deadline the session is killed, and the folder is
-removed, so that a test which hangs costs its own time and nothing else.
+are skipped for a backend of another name than the built-in ones. Here the gates of gloo and MPI are opened for it.
+Each test has a session and a folder of its own: at its deadline the session is killed, and the folder is removed, so
+that a test which hangs costs its own time and nothing else.
 
     python tests/integration/conformance/run.py --backend dist_prims --ranks 4
 
@@ -25,8 +25,7 @@ import sys
 import tempfile
 import time
 import unittest
-from collections import Counter, deque
-from collections.abc import Generator
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +33,7 @@ from typing import Any
 
 MODULE = "torch.testing._internal.distributed.distributed_test"
 PASSING = ("passed", "skipped")
+GATES = frozenset({"gloo", "mpi"})
 ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Timeout|Died|Left)\b.*: ")  # the last line of a traceback
 
 # The gates compare names while the module is loaded, hence two of its lines are read otherwise.
@@ -55,10 +55,8 @@ class Result:
 class Name(str):
     """A backend's name that equals those of the built-in backends whose gates it opens, too."""
 
-    gates: frozenset[str] = frozenset()
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, str) and (str.__eq__(self, other) or str(other) in self.gates)
+        return isinstance(other, str) and (str.__eq__(self, other) or str(other) in GATES)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -73,19 +71,16 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         make = load(given, folder)
         names = sorted(name for name in unittest.TestLoader().getTestCaseNames(make) if given.tests.search(name))
-        names = [name for name in names if not (given.skip and given.skip.search(name))]
         if not names:
             parser.error("no test has such a name")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that sessions are ended first
         started, results = time.monotonic(), []
-        with contextlib.closing(run_all(make, names, given.jobs, given.timeout, folder)) as ends:
-            for result in ends:
-                results.append(result)
-                print(row(result, expected), flush=True)
-    facts = describe(given, results, expected, time.monotonic() - started)
-    print("# " + ", ".join(f"{key}: {value}" for key, value in facts.items()))
+        for name in names:
+            results.append(run_one(make(name), name, given.timeout, folder))
+            print(row(results[-1], expected), flush=True)
+    print(f"# {dict(Counter(result.outcome for result in results))} in {time.monotonic() - started:.0f} s")
     if given.json:
-        given.json.write_text(json.dumps({**facts, "results": [asdict(result) for result in results]}, indent=1))
+        given.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
     return int(any(is_broken(result) and result.test not in expected for result in results))
 
 
@@ -96,10 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks", type=_whole, default=4, help="of each test (4); with 8 some 20 tests of small groups run as well"
     )
     parser.add_argument("--tests", type=re.compile, default=".", metavar="REGEX", help="only tests with such a name")
-    parser.add_argument("--skip", type=re.compile, metavar="REGEX", help="no tests with such a name")
-    parser.add_argument("--jobs", type=_whole, default=max(1, (os.cpu_count() or 1) // 2), help="tests at once")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one test may take (120)")
-    parser.add_argument("--as", dest="gates", default="gloo,mpi", help="built-in backends to stand for (gloo,mpi)")
     parser.add_argument("--json", type=Path, help="write all results, with the output of those that failed")
     here = Path(__file__).parent / "expected.txt"
     parser.add_argument("--expect", type=Path, default=here, help="tests that cannot pass (expected.txt beside this)")
@@ -131,15 +123,13 @@ def load(given: argparse.Namespace, folder: str) -> type[unittest.TestCase]:
     import torch
     from torch.testing._internal.common_distributed import DistTestCases
 
-    name = Name(given.backend)
-    name.gates = frozenset(given.gates.split(",")) - {""}
     for feature, known in DistTestCases.backend_feature.items():
-        if known & name.gates or feature == "plugin":  # a backend that comes from outside torch
+        if known & GATES or feature == "plugin":  # a backend that comes from outside torch
             known.add(given.backend)
     for unable in DistTestCases.skip_collective.values():
-        if name.gates and name.gates <= unable:
+        if unable >= GATES:
             unable.add(given.backend)
-    tests = _changed_module(name)
+    tests = _changed_module(Name(given.backend))
 
     class Test(tests.TestDistBackend, tests.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         def setUp(self) -> None:
@@ -171,61 +161,37 @@ def _changed_module(name: Name) -> ModuleType:
     return module
 
 
-def run_all(
-    make: type[unittest.TestCase], names: list[str], jobs: int, timeout: float, folder: str
-) -> Generator[Result, None, None]:
-    """Run the tests, so many at once; the results come as the tests end."""
-    waiting, live = deque(names), list[Run]()
-    try:
-        while waiting or live:
-            while waiting and len(live) < jobs:
-                name = waiting.popleft()
-                live.append(Run(make(name), name, timeout, folder))
-            time.sleep(0.02)
-            for run in [run for run in live if run.is_over()]:
-                result = run.end()
-                live.remove(run)
-                yield result
-    finally:
-        for run in live:
-            run.end()
+def run_one(test: unittest.TestCase, name: str, timeout: float, folder: str) -> Result:
+    """Run a test in a session of its own: a kill reaches its ranks and whatever they have started."""
+    own_folder, started = Path(tempfile.mkdtemp(dir=folder)), time.monotonic()
+    if (pid := os.fork()) == 0:
+        _in_session(test, name, own_folder)
 
-
-class Run:
-    """One test under way, in a session of its own: a kill reaches its ranks and whatever they have started."""
-
-    def __init__(self, test: unittest.TestCase, name: str, timeout: float, folder: str) -> None:
-        self.name, self.timeout, self.started = name, timeout, time.monotonic()
-        self.folder = Path(tempfile.mkdtemp(dir=folder))
-        self.pid = os.fork()
-        if self.pid == 0:
-            _in_session(test, name, self.folder)
-
-    def is_over(self) -> bool:
-        return self._has_ended() or time.monotonic() - self.started > self.timeout
-
-    def _has_ended(self) -> bool:
+    def has_ended() -> bool:
         # Left as a zombie: its number stays its own until the session is killed.
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def end(self) -> Result:
-        late = not self._has_ended()
+    try:
+        while not has_ended() and time.monotonic() - started <= timeout:
+            time.sleep(0.02)
+        late = not has_ended()
+    finally:
         try:
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:  # it had not come to its setsid
-            os.kill(self.pid, signal.SIGKILL)
-        _, status = os.waitpid(self.pid, 0)
-        result = Result(self.name, "error", reason=f"the test's process ended with status {status}")
-        if late:
-            result = Result(self.name, "timeout", reason=f"killed after {self.timeout:g} s")
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                result = Result(**json.loads((self.folder / "result").read_text()))
-        log = self.folder / "log"
-        if is_broken(result) and log.exists():
-            result = replace(result, output=result.output + log.read_text(errors="replace")[-8000:])
-        shutil.rmtree(self.folder, ignore_errors=True)
-        return replace(result, seconds=round(time.monotonic() - self.started, 2))
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    result = Result(name, "error", reason=f"the test's process ended with status {status}")
+    if late:
+        result = Result(name, "timeout", reason=f"killed after {timeout:g} s")
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            result = Result(**json.loads((own_folder / "result").read_text()))
+    log = own_folder / "log"
+    if is_broken(result) and log.exists():
+        result = replace(result, output=result.output + log.read_text(errors="replace")[-8000:])
+    shutil.rmtree(own_folder, ignore_errors=True)
+    return replace(result, seconds=round(time.monotonic() - started, 2))
 
 
 def _in_session(test: unittest.TestCase, name: str, folder: Path) -> None:
@@ -285,22 +251,6 @@ def row(result: Result, expected: dict[str, str]) -> str:
     if is_broken(result) and result.test in expected:
         remarks.append(f"(expected: {expected[result.test]})")
     return f"{result.outcome:8} {result.seconds:7.2f} s  {result.test:64} {' '.join(remarks)}".rstrip()
-
-
-def describe(
-    given: argparse.Namespace, results: list[Result], expected: dict[str, str], seconds: float
-) -> dict[str, Any]:
-    import torch
-
-    counts = Counter(result.outcome for result in results)
-    broken = [result.test for result in results if is_broken(result)]
-    facts = {"backend": given.backend, "as": given.gates, "ranks": given.ranks, "torch": torch.__version__}
-    facts |= {"tests": len(results), **dict(sorted(counts.items())), "seconds": round(seconds, 1)}
-    facts["expected to fail"] = sum(name in expected for name in broken)
-    facts["passed though expected to fail"] = sum(
-        result.outcome == "passed" and result.test in expected for result in results
-    )
-    return facts
 
 
 if __name__ == "__main__":
