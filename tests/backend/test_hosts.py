@@ -231,26 +231,6 @@ def test_calibrate_and_predict(tmp_path: Path) -> None:
     assert len(set(re.findall(r"^\d: (.*)$", done.stdout, re.MULTILINE))) == 1
 
 
-COSTS = """
-import json, os, dist_prims, torch.distributed as dist
-from dist_prims.backend import create
-chosen = []
-make = create.MultiHostSchedules.use
-create.MultiHostSchedules.use = lambda self, costs: chosen.append(costs["outer"]["beta"]) or make(self, costs)
-dist_prims.init("dist_prims", timeout=60)
-dist.new_group()
-print(json.dumps(chosen), flush=True)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_a_group_measures_a_fast_link() -> None:
-    done = on_hosts(2, 1, COSTS, rate="1gbit")
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [[1e-9, 8.5e-9, 8.5e-9]] * 2
-
-
 def test_a_calibration_is_used_instead_of_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def body() -> list[float]:
         chosen, use = [], MultiHostSchedules.use

@@ -19,7 +19,7 @@ from netns import cluster, needs_hosts
 
 from dist_prims.backend import mpi_library
 
-CASES = ["values", "small_pieces", "groups", "messages", "async", "faults", "truncation", "ddp", "lacks"]
+CASES = ["values", "small_pieces", "groups", "messages", "async", "faults", "truncation", "lacks"]
 CASES += ["one_library", "finalize"]
 PROGRAM = str(ROOT / "tests/helpers/mpi_program.py")
 
@@ -103,7 +103,7 @@ def bounded(kind: Kind, tmp_path: Path) -> Callable[[int], dict[str, Any]]:
 def test_few_tags_are_enough(kind: Kind, bounded: Callable[[int], dict[str, Any]], largest: int) -> None:
     """The standard guarantees the first, builds for InfiniBand have the second; tags once began at 2^26."""
     users = largest - 1025  # the group has the last ones
-    succeed(kind.run(3, str(ROOT / "tests/helpers/wrapping.py"), str(users), **bounded(largest)), "well")
+    succeed(kind.run(3, PROGRAM, "tags", LARGEST_TAG=str(users), **bounded(largest)), "tags")
 
 
 @pytest.mark.slow

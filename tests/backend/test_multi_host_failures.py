@@ -59,28 +59,6 @@ def test_a_death_is_known_on_every_host(count: int) -> None:
         span("a a b b c c", body)
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_stopped_is_named_on_every_host() -> None:
-    def body() -> None:
-        rank = dist.get_rank()
-        pids: list[Any] = [None] * 4
-        dist.all_gather_object(pids, os.getpid())
-        dist.barrier()
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return
-        began = time.monotonic()
-        with pytest.raises(CommTimeoutError, match="rank 2"):
-            go_on_until_it_fails(torch.zeros(100_000))
-        assert time.monotonic() - began > 0.9
-        has_raised()
-        if rank == 0:
-            await_raised(3)
-            os.kill(pids[2], signal.SIGCONT)
-
-    span("a a b b", body, group=1)
-
-
 @pytest.mark.parametrize("layout", ["a a a", pytest.param("a a b", marks=pytest.mark.slow)])
 def test_a_wait_with_a_limit_ends_the_group_and_writes_nothing_late(layout: str) -> None:
     def body() -> None:

@@ -24,7 +24,6 @@ def test_on_one_host(size: int) -> None:
     def body() -> None:
         small_slots = dist.new_group(pg_options=dist_prims.BackendOptions(slot_bytes=1 << 14))
         check((0, 1, 5, 3000), small_slots)
-        check((0, 1, 5), small_slots, async_op=False)
         check((0, 1, 5, 3000), small_slots, **DIRECT)
         check((0, 1, 5), dist.new_group(pg_options=dist_prims.BackendOptions(**PINNED)))
 
@@ -46,7 +45,7 @@ def test_over_gloo() -> None:
     """By gloo's own collectives, where a call names no algorithm, and by a schedule."""
 
     def body() -> None:
-        check((0, 1, 5, 100_000), async_op=False)
+        check((0, 1, 5, 100_000))
         check((0, 1, 5, 1031), **DIRECT)
         check((5, 1031), **DIRECT, segment_bytes=64)
 

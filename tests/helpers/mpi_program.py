@@ -21,6 +21,7 @@ os.environ["DIST_PRIMS_HOST_ID"] = str(MPI.COMM_WORLD.rank)
 import torch
 import torch.distributed as dist
 from values import every_collective
+from wrapping import go_round, refuse
 
 from dist_prims.backend import mpi_library, native_libraries
 from dist_prims.errors import CommError, CommInterruptedError, CommTimeoutError, MismatchError
@@ -51,6 +52,13 @@ def case_small_pieces() -> None:
     whole = torch.empty(size * (size + 1) // 2)
     dist.all_gather([*whole.split([*range(1, size + 1)])], torch.full((rank + 1,), float(rank)), group)
     assert whole.tolist() == [float(peer) for peer in range(size) for _ in range(peer + 1)]
+
+
+def case_tags() -> None:
+    """The group has the tags above this one for itself."""
+    largest = int(os.environ["LARGEST_TAG"])
+    go_round(largest)
+    refuse(largest)
 
 
 def case_groups() -> None:
@@ -90,13 +98,8 @@ def case_messages() -> None:
 
 
 def case_async() -> None:
-    """Many at once, waited for in another order; and one that no rank waits for."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    tensors = [torch.full((100,), float(rank + number)) for number in range(50)]
-    works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    for number in [*range(0, 50, 3), *range(50)]:
-        works[number].wait()
-        assert tensors[number].tolist() == [sum(range(size)) + size * number] * 100
+    """A call that no thread waits for ends, too."""
+    size = dist.get_world_size()
     ended, alone = threading.Event(), torch.ones(300_000)
     work: Any = dist.all_reduce(alone, async_op=True)
     work.get_future().then(lambda _: ended.set())
@@ -167,22 +170,6 @@ def case_truncation() -> None:
         with raises(MismatchError, "rank 0 sent a message of 40 bytes, and 80 are expected"):
             dist.recv(torch.ones(20), 0)
     dist.barrier()
-
-
-def case_ddp() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    gradients = []
-    for backend in ("dist_prims", "gloo"):
-        group = dist.new_group(backend=backend)
-        torch.manual_seed(0)
-        whole = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
-        model = torch.nn.parallel.DistributedDataParallel(whole, process_group=group)
-        torch.manual_seed(size + rank)
-        model(torch.randn(4, 8)).square().mean().backward()
-        gradients.append(
-            torch.nn.utils.parameters_to_vector([p.grad for p in model.parameters() if p.grad is not None])
-        )
-    torch.testing.assert_close(*gradients)
 
 
 def case_one_library() -> None:

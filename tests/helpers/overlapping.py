@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,13 +9,12 @@ import torch.distributed as dist
 from values import equal, held, summed
 
 import dist_prims
-from dist_prims.torch_compat import all_gather_single, reduce_scatter_single
 
 Group = dist.ProcessGroup | None
 
 
 def check(counts: tuple[int, ...], group: Group = None, **options: Any) -> None:
-    """Make all calls for blocks of so many elements: those of torch, or those of dist_prims with ``options``."""
+    """Make all calls for blocks of so many elements, with ``options``: by default the group's own calls."""
     calls = Calls(group, options)
     for count in counts:
         for case in (calls.all_gather, calls.reduce_scatter, calls.all_to_all, calls.gather, calls.scatter):
@@ -40,13 +38,7 @@ class Calls:
             memory = torch.zeros((self.size + 1) * count + 1, dtype=torch.int64)
             output, mine = memory[: self.size * count], memory[at : at + count]
             mine.copy_(held(self.rank, count))
-            if self.options:
-                dist_prims.all_gather(output, mine, self.group, **self.options)
-            elif at == 1:
-                work = all_gather_single(output, mine, group=self.group, async_op=True)
-                work.wait()
-            else:
-                all_gather_single(output, mine, group=self.group)
+            dist_prims.all_gather(output, mine, self.group, **self.options)
             equal(output, torch.cat([held(each, count) for each in range(self.size)]), (at, self.options))
 
     def reduce_scatter(self, count: int) -> None:
@@ -54,10 +46,7 @@ class Calls:
         for at in self.places(count):
             memory = held(self.rank, whole + count + 1)
             output = memory[at : at + count]
-            if self.options:
-                dist_prims.reduce_scatter(output, memory[:whole], group=self.group, **self.options)
-            else:
-                reduce_scatter_single(output, memory[:whole], group=self.group)
+            dist_prims.reduce_scatter(output, memory[:whole], group=self.group, **self.options)
             expected = summed(self.size, whole)[self.rank * count : (self.rank + 1) * count]
             equal(output, expected, (at, self.options))
 
@@ -66,10 +55,7 @@ class Calls:
         for at in (0, 1, count):
             memory = torch.cat([held(self.rank, whole), torch.zeros(count + 1, dtype=torch.int64)])
             output = memory[at : at + whole]
-            if self.options:
-                dist_prims.all_to_all(output, memory[:whole], group=self.group, **self.options)
-            else:
-                dist.all_to_all_single(output, memory[:whole], group=self.group)
+            dist_prims.all_to_all(output, memory[:whole], group=self.group, **self.options)
             mine = slice(self.rank * count, (self.rank + 1) * count)
             equal(output, torch.cat([held(each, whole)[mine] for each in range(self.size)]), (at, self.options))
 
@@ -84,10 +70,7 @@ class Calls:
         memory = torch.zeros(sum(sent) + sum(received), dtype=torch.int64)
         memory[: sum(sent)] = held(self.rank, sum(sent))
         output = memory[: sum(received)]
-        if self.options:
-            dist_prims.all_to_all(output, memory[: sum(sent)], received, sent, self.group, **self.options)
-        else:
-            dist.all_to_all_single(output, memory[: sum(sent)], received, sent, self.group)
+        dist_prims.all_to_all(output, memory[: sum(sent)], received, sent, self.group, **self.options)
         expected = []
         for each in range(self.size):
             lengths = [length(each, receiver) for receiver in range(self.size)]
@@ -99,7 +82,7 @@ class Calls:
             memory = torch.zeros((self.size + 1) * count + 1, dtype=torch.int64)
             blocks, mine = list(memory[: self.size * count].view(self.size, count)), memory[at : at + count]
             mine.copy_(held(self.rank, count))
-            self._rooted(dist.gather, dist_prims.gather, mine, blocks, "dst")
+            dist_prims.gather(mine, blocks if self.rank == 0 else None, 0, self.group, **self.options)
             if self.rank == 0:
                 equal(torch.cat(blocks), torch.cat([held(each, count) for each in range(self.size)]), at)
 
@@ -108,21 +91,12 @@ class Calls:
             memory = held(0, (self.size + 1) * count + 1)
             blocks, mine = list(memory[: self.size * count].view(self.size, count)), memory[at : at + count]
             expected = held(0, self.size * count)[self.rank * count : (self.rank + 1) * count]
-            self._rooted(dist.scatter, dist_prims.scatter, mine, blocks, "src")
+            dist_prims.scatter(mine, blocks if self.rank == 0 else None, 0, self.group, **self.options)
             equal(mine, expected, (at, self.options))
-
-    def _rooted(
-        self, torchs: Callable[..., Any], ours: Callable[..., Any], mine: torch.Tensor, blocks: Any, name: str
-    ) -> None:
-        call = ours if self.options else torchs
-        call(mine, blocks if self.rank == 0 else None, **{name: 0}, group=self.group, **self.options)
 
     def one_tensor_for_all_outputs(self, count: int) -> None:
         """The block of the last rank remains, on every rank."""
         tensor = held(self.rank, count)
         outputs = [tensor] * self.size
-        if self.options:
-            dist_prims.all_gather(outputs, tensor, self.group, **self.options)
-        else:
-            dist.all_gather(outputs, tensor, self.group)
+        dist_prims.all_gather(outputs, tensor, self.group, **self.options)
         equal(tensor, held(self.size - 1, count), self.options)

@@ -20,39 +20,27 @@ import ctypes
 import gc
 import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import span
 from values import COLLECTIVES, Call, equal, held, summed
 
 import dist_prims
 
-__all__ = ["Options", "Sample", "Usage", "run"]
+__all__ = ["Sample", "growth", "run"]
 
-PAGE = os.sysconf("SC_PAGESIZE")
 COUNTS = (1, 300, 5000)  # elements of 8 bytes: less than a message of the agreement, one phase, several
+GROUPS, THREADS = 20, 8  # of a round
 SAMPLES = 200  # for each run: what is kept would otherwise be growth
 _M_ARENA_MAX, _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -8, -3, -1  # of mallopt()
 Body = Callable[[Any, int], None]  # of calls: the group, and a number
-
-
-@dataclass(frozen=True)
-class Options:
-    """``layout``: the name of the host of each rank. ``engine``: see DIST_PRIMS_ENGINE."""
-
-    seconds: float
-    least_groups: int = 0  # to be made, also if that takes longer
-    layout: str = "a a a"
-    engine: str = ""
-    groups: int = 20
-    threads: int = 8
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,7 @@ class Sample:
         maps = Path("/proc/self/maps").read_text().splitlines()
         return Sample(
             groups=groups,
-            resident=int(Path("/proc/self/statm").read_text().split()[1]) * PAGE,
+            resident=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"),
             descriptors=len(os.listdir("/proc/self/fd")),
             threads=len(os.listdir("/proc/self/task")),
             files=sum(line.split()[3] != "00:00" for line in maps),
@@ -80,62 +68,31 @@ class Sample:
         )
 
 
-@dataclass(frozen=True)
-class Usage:
-    """The samples of one rank after the warm-up."""
-
-    samples: list[Sample]
-
-    def values(self, name: str) -> list[int]:
-        """The different values of a field."""
-        return sorted({getattr(each, name) for each in self.samples})
-
-    def bytes_for_each_group(self) -> float:
-        """The slope of the resident memory, by least squares."""
-        groups = [each.groups for each in self.samples]
-        return statistics.linear_regression(groups, [each.resident for each in self.samples]).slope
-
-    def growth(self) -> int:
-        """Bytes by which the resident memory has grown: the medians of the first and the last fifth are compared."""
-        fifth = max(len(self.samples) // 5, 1)
-        first, last = (
-            statistics.median(s.resident for s in part) for part in (self.samples[:fifth], self.samples[-fifth:])
-        )
-        return int(last - first)
-
-    def text(self) -> str:
-        first, last = self.samples[0], self.samples[-1]
-        numbers = {name: self.values(name) for name in ("descriptors", "threads", "files")}
-        return (
-            f"{last.groups - first.groups} groups after {first.groups}; resident {first.resident / 2**20:.1f} "
-            f"to {last.resident / 2**20:.1f} MiB, {self.bytes_for_each_group():.0f} bytes a group; "
-            f"{numbers}; all mappings {first.mappings} to {last.mappings}, {self.values('mappings')[-1]} at most"
-        )
+def growth(samples: list[Sample]) -> int:
+    """Bytes by which the resident memory has grown: the medians of the first and the last fifth are compared."""
+    fifth = max(len(samples) // 5, 1)
+    first, last = (statistics.median(each.resident for each in part) for part in (samples[:fifth], samples[-fifth:]))
+    return int(last - first)
 
 
-def run(options: Options) -> list[Usage]:
-    """Run the soak; the usage of each rank."""
-    ranks = len(options.layout.split())
-    time_limit = options.seconds * 1.5 + 120
-    found = dist_prims.spawn(soak, ranks, (options,), backend="dist_prims", timeout=time_limit)
-    return [Usage(samples) for samples in found]
+def run(seconds: float, layout: str = "a a a", least_groups: int = 0) -> list[list[Sample]]:
+    """Run the soak on a rank for each letter, which names its host; the samples of each rank after the warm-up.
+
+    It goes on until ``least_groups`` have been made, also if that takes longer.
+    """
+    return span(layout, soak, seconds, least_groups, timeout=seconds * 1.5 + 120, group=120)
 
 
-def soak(options: Options) -> list[Sample]:
+def soak(seconds: float, least_groups: int) -> list[Sample]:
     """What each rank does."""
     limit_arenas()
-    hosts = options.layout.split()
-    if len(set(hosts)) > 1:
-        os.environ.update(DIST_PRIMS_HOST_ID=hosts[dist.get_rank()], DIST_PRIMS_ENGINE=options.engine)
-        dist.destroy_process_group()
-        dist_prims.init("dist_prims", timeout=120)
-    began, groups, samples, due = time.monotonic(), 0, [Sample.of_now(0)], options.seconds / 4
-    while groups < options.least_groups or goes_on(began, options.seconds):
-        go_round(options, groups)
-        groups += options.groups
+    began, groups, samples, due = time.monotonic(), 0, [Sample.of_now(0)], seconds / 4
+    while groups < least_groups or goes_on(began, seconds):
+        go_round(groups)
+        groups += GROUPS
         if (passed := time.monotonic() - began) >= due:
             samples.append(Sample.of_now(groups))
-            due = passed + options.seconds / SAMPLES
+            due = passed + seconds / SAMPLES
     return samples[1:]
 
 
@@ -154,23 +111,21 @@ def goes_on(began: float, seconds: float) -> bool:
     return bool(left)
 
 
-def go_round(options: Options, number: int) -> None:
+def go_round(number: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    chosen = [members(number + each, size) for each in range(options.groups)]
+    chosen = [members(number + each, size) for each in range(GROUPS)]
     groups = [dist.new_group(ranks) for ranks in chosen]
     errors: list[BaseException] = []
 
     def work(thread: int) -> None:
         try:
-            for each in range(thread, options.groups, options.threads):
-                if rank not in chosen[each]:
-                    continue
-                for turn in range(len(CALLS)):
-                    CALLS[(thread + turn) % len(CALLS)](groups[each], number + turn)
+            for group, ranks in list(zip(groups, chosen, strict=True))[thread::THREADS]:
+                for turn in range(len(CALLS) if rank in ranks else 0):
+                    CALLS[(thread + turn) % len(CALLS)](group, number + turn)
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(each,)) for each in range(options.threads)]
+    threads = [threading.Thread(target=work, args=(each,)) for each in range(THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -251,13 +206,12 @@ CALLS: list[Body] = [each_collective, several_at_once, messages, schedules, shar
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in asdict(Options(60.0)).items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
-    options = Options(**vars(parser.parse_args()))
-    began = time.monotonic()
-    for rank, usage in enumerate(run(options)):
-        print(f"rank {rank}: {usage.text()}")
-    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--layout", default="a a a")
+    for rank, samples in enumerate(run(**vars(parser.parse_args()))):
+        groups = [sample.groups for sample in samples]
+        each = statistics.linear_regression(groups, [sample.resident for sample in samples]).slope
+        print(f"rank {rank}: {each:.0f} bytes for each group, first {samples[0]}, last {samples[-1]}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import store
+from ranks import backend_of, store
 from survivors import run_worlds
 
 import dist_prims
@@ -52,71 +52,31 @@ class Groups:
         return groups
 
 
-def small(groups: Groups) -> None:
-    dist.all_reduce(torch.ones(5), group=groups.world)
+CALLS: dict[str, Callable[[Groups], Any]] = {
+    "small": lambda groups: dist.all_reduce(torch.ones(5), group=groups.world),
+    "large": lambda groups: dist.all_reduce(torch.ones(LARGE), group=groups.world),
+    "in place": lambda groups: dist.all_reduce(groups.shared, group=groups.world),
+    "ring": lambda groups: dist.all_reduce(torch.ones(LARGE), group=groups.ring),
+    "incremental": lambda groups: (
+        backend_of(groups.world).incremental_reduce(groups.shared, 1 << 30, None).all_reduce(False).wait()
+    ),
+    "barrier": lambda groups: dist.barrier(group=groups.world),
+    "all_to_all": lambda groups: dist.all_to_all_single(torch.ones(120_000), torch.ones(120_000), group=groups.world),
+    "broadcast": lambda groups: dist.broadcast(torch.ones(LARGE), 0, group=groups.world),
+    "wait": lambda groups: dist.all_reduce(torch.ones(5), group=groups.world, async_op=True).wait(),
+    "wait with a limit": lambda groups: dist.all_reduce(torch.ones(5), group=groups.world, async_op=True).wait(
+        timedelta(seconds=TIMEOUT)
+    ),
+}
 
 
-def large(groups: Groups) -> None:
-    dist.all_reduce(torch.ones(LARGE), group=groups.world)
+def receive(peer: int) -> Callable[[Groups], Any]:
+    return lambda groups: dist.recv(torch.ones(3), peer, group=groups.world)
 
 
-def in_place(groups: Groups) -> None:
-    dist.all_reduce(groups.shared, group=groups.world)
-
-
-def ring(groups: Groups) -> None:
-    dist.all_reduce(torch.ones(LARGE), group=groups.ring)
-
-
-def incremental(groups: Groups) -> None:
-    backend: Any = groups.world._get_backend(torch.device("cpu"))
-    backend.incremental_reduce(groups.shared, 1 << 30, None).all_reduce(False).wait()
-
-
-def barrier(groups: Groups) -> None:
-    dist.barrier(group=groups.world)
-
-
-def all_to_all(groups: Groups) -> None:
-    size = dist.get_world_size()
-    outputs = [torch.ones(LARGE // 10) for _ in range(size)]
-    dist.all_to_all(outputs, [torch.ones(LARGE // 10) for _ in range(size)], group=groups.world)
-
-
-def broadcast(groups: Groups) -> None:
-    dist.broadcast(torch.ones(LARGE), 0, group=groups.world)
-
-
-def wait_without_limit(groups: Groups) -> None:
-    dist.all_reduce(torch.ones(5), group=groups.world, async_op=True).wait()
-
-
-def wait_with_limit(groups: Groups) -> None:
-    dist.all_reduce(torch.ones(5), group=groups.world, async_op=True).wait(timedelta(seconds=TIMEOUT))
-
-
-def monitored_barrier(groups: Groups) -> None:
-    groups.world.monitored_barrier(timedelta(seconds=TIMEOUT))
-
-
-COLLECTIVES = [small, large, in_place, ring, incremental, barrier, all_to_all, broadcast]
-COLLECTIVES += [wait_without_limit, wait_with_limit]
-
-
-def receive(peer: int) -> Callable[[Groups], None]:
-    def call(groups: Groups) -> None:
-        dist.recv(torch.ones(3), peer, group=groups.world)
-
-    return call
-
-
-def send(peer: int) -> Callable[[Groups], None]:
+def send(peer: int) -> Callable[[Groups], Any]:
     """More than the lane takes, so it waits for the receiver."""
-
-    def call(groups: Groups) -> None:
-        dist.send(torch.ones(4 * LARGE), peer, group=groups.world)
-
-    return call
+    return lambda groups: dist.send(torch.ones(4 * LARGE), peer, group=groups.world)
 
 
 @dataclass
@@ -125,11 +85,11 @@ class Scenario:
 
     size: int
     late: int
-    calls: Sequence[Callable[[Groups], None]] | Callable[[Groups], None]
+    calls: Sequence[Callable[[Groups], Any]] | Callable[[Groups], Any]
     is_stopped: bool = False
     delays: Sequence[float] = ()
 
-    def call(self, rank: int) -> Callable[[Groups], None]:
+    def call(self, rank: int) -> Callable[[Groups], Any]:
         return self.calls if callable(self.calls) else self.calls[rank]
 
 
@@ -191,7 +151,7 @@ def named(text: str) -> list[int]:
     return []
 
 
-def chain(size: int, late: int, last: Callable[[Groups], None] | None = None) -> list[Callable[[Groups], None]]:
+def chain(size: int, late: int, last: Callable[[Groups], Any] | None = None) -> list[Callable[[Groups], Any]]:
     """Each rank receives from the next one on the way to the late rank; ``last`` is what the one before it calls."""
     calls = [receive((rank + 1) % size) for rank in range(size)]
     if last:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -41,13 +40,6 @@ FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 BITS = [Op.BAND, Op.BOR, Op.BXOR]
 
-REDUCTIONS = [
-    *itertools.product(INTEGERS, [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, *BITS]),
-    *itertools.product(FLOATS, [Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX]),
-    *itertools.product(COMPLEX, [Op.SUM, Op.AVG, Op.PRODUCT]),
-    *itertools.product([torch.bool], [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, *BITS]),
-]
-
 
 def noise(rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
     """Of very different sizes, so that every other order of additions gives other bits."""
@@ -57,7 +49,7 @@ def noise(rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
 
 def content(rank: int, count: int, salt: int = 0, is_small: bool = False) -> torch.Tensor:
     """The data of a rank in a call: integers; small ones are rounded by no dtype, and neither are their sums."""
-    values = torch.arange(count) * 3 + rank * 1005 + salt
+    values = held(rank, count) + salt
     return values % 11 if is_small else values
 
 

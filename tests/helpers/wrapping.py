@@ -1,15 +1,11 @@
 """What the tests of tags run on every rank of a group that spans hosts, over TCP, UCX and MPI.
 
 So many messages of every kind that the numbers of segments go several times through their tags, while receives for the
-next agreement and messages of users are pending. As a program it is one rank that mpirun has started:
-``python wrapping.py LARGEST_TAG_OF_USERS``.
+next agreement and messages of users are pending.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from typing import Any
 
 import torch
@@ -58,21 +54,3 @@ def refuse(largest: int) -> str:
         else:
             raise AssertionError(f"tag {tag} is taken")
     return text
-
-
-def main() -> None:
-    from mpi4py import MPI
-
-    warnings.simplefilter("ignore", FutureWarning)  # torch gives reduce_scatter_tensor another name
-    os.environ["DIST_PRIMS_HOST_ID"] = "aab"[MPI.COMM_WORLD.rank]
-    dist.init_process_group("dist_prims")
-    assert backend().engine == "mpi"
-    go_round(int(sys.argv[1]))
-    refuse(int(sys.argv[1]))
-    if dist.get_rank() == 0:
-        print("well", flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from values import content, equal
 
-from dist_prims.errors import CommError, CommTimeoutError, MismatchError, PeerDiedError, PeerLeftError
+from dist_prims.errors import CommError, MismatchError, PeerDiedError, PeerLeftError
 from dist_prims.rendezvous.deadline import until
 
 from .rank import LIMIT, Failure, Group, Rank
@@ -69,36 +68,6 @@ def mismatch(rank: Rank, shared: Random) -> None:
     equal(tensor, before, "data of a call that ranks disagreed on")
 
 
-@step()
-def mismatched_message(rank: Rank, shared: Random) -> None:
-    """A message is longer or shorter than the tensor for it. The receiver raises, and the group goes on."""
-    group, count = shared.choice(rank.groups), shared.choice([10, 33_000])
-    wrong = count + shared.choice([-1, 1])
-    if group.handle is None or group.size == 1 or group.me > 1:
-        return
-    if group.me == 0:
-        dist.send(content(0, wrong), group=group.handle, group_dst=1, tag=7)
-        return
-    work: Any = dist.irecv(torch.zeros(count, dtype=torch.int64), group=group.handle, group_src=0, tag=7)
-    rank.fails("a message of another length", work.wait, MismatchError)
-
-
-@step()
-def bad_receive(rank: Rank, shared: Random) -> None:
-    """A thread of the group cannot copy the message into an inference tensor. The receive raises, the group goes on."""
-    group = shared.choice(rank.groups)
-    if group.handle is None or group.size == 1 or group.me > 1:
-        return
-    if group.me == 0:
-        dist.send(torch.ones(4), group=group.handle, group_dst=1, tag=8)
-        return
-    with torch.inference_mode():
-        tensor = torch.zeros(2, 2).t()
-    work: Any = dist.irecv(tensor, group=group.handle, group_src=0, tag=8)
-    rank.until(work.is_completed, "a receive that no thread waits for")
-    rank.fails("a receive into an inference tensor", work.wait, RuntimeError)
-
-
 @in_own_group(weight=2)
 def timeout(rank: Rank, group: Group, shared: Random) -> None:
     """One rank calls too late. The others' calls end in time, and nothing is written afterwards."""
@@ -122,21 +91,6 @@ def timeout(rank: Rank, group: Group, shared: Random) -> None:
     store.set(gave_up, "")
     rank.freeze("a call that timed out", tensor)
     rank.fails("a call after the end", lambda: dist.all_reduce(torch.ones(3), group=group.handle), RuntimeError)
-
-
-@in_own_group()
-def late_receive(rank: Rank, group: Group, shared: Random) -> None:
-    """No message comes for a receive. Its wait times out, and the group ends on all ranks."""
-    tensor = torch.zeros(shared.choice([10, 33_000]))
-    dist.barrier(group.handle)
-    if group.me == 0:
-        work: Any = dist.irecv(tensor, group=group.handle, group_src=1)
-        error = rank.fails("a receive", lambda: work.wait(timedelta(milliseconds=100)), CommTimeoutError)
-        if "recv" not in str(error):
-            raise Failure(f"the error does not say what was waited for: {error}")
-    else:
-        rank.fails_soon(group, lambda: dist.all_reduce(tensor, group=group.handle))
-    rank.freeze("a call in a group that ended", tensor)
 
 
 def finish_all(works: list[Any]) -> None:
@@ -267,27 +221,6 @@ def handler(rank: Rank, group: Group, shared: Random) -> None:
     else:
         time.sleep(0.1)
         some_calls()
-
-
-@in_own_group()
-def stop(rank: Rank, group: Group, shared: Random) -> None:
-    """A rank is stopped in the middle of a call, and continues after the others have timed out."""
-    stopped = shared.randrange(group.size)
-    tensor = rank.ones(shared.choice([150_000, 3_000_000]), shared.random() < 0.7)
-    dist.all_reduce(tensor, group=group.handle)
-    set_timeout(group, 0.3)
-    own, stopper = os.getpid(), None
-    if group.me == stopped:
-        after = 0.01 * rank.private.random()
-        script = f"sleep {after:.3f}; kill -STOP {own}; sleep 1; kill -CONT {own}"
-        stopper = subprocess.Popen(["/bin/sh", "-c", script], env={})
-    rank.fails_soon(group, lambda: dist.all_reduce(tensor, group=group.handle))
-    rank.freeze("a call that timed out because a rank was stopped", tensor)
-    if stopper:
-        stopper.wait(LIMIT)
-    else:
-        time.sleep(1)
-    rank.check_frozen()
 
 
 @step(weight=2)

@@ -254,21 +254,6 @@ def callback(rank: Rank, group: Group, shared: Random) -> None:
     inner.check()
 
 
-@step()
-def callback_raises(rank: Rank, shared: Random) -> None:
-    group, count = shared.choice(rank.groups), shared.choice([10, 33_000])
-    if group.handle is None:
-        return
-
-    def then() -> None:
-        raise LookupError("the callback's own")
-
-    raising = Callback(rank, group, count, then)
-    rank.fails("the callback", raising.finish, LookupError)
-    rank.fails("the callback's future", raising.future.wait, RuntimeError, LookupError)
-    raising.call.check()
-
-
 @in_own_group(weight=2)
 def callback_destroys(rank: Rank, group: Group, shared: Random) -> None:
     """The callback destroys or aborts the group, and drops the last reference to it."""
