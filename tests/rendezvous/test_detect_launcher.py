@@ -34,6 +34,7 @@ BATCH_SCRIPT = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"}
         (SLURM, "srun", ""),
         ({**SLURM, **PMI}, "srun", ""),  # srun --mpi=pmi2
         ({**SLURM, **OPEN_MPI}, "mpirun of Open MPI", "MPI"),
+        ({**SLURM, "FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4"}, "Flux", "PMI"),
         ({**TORCH, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "environment variables", ""),
         ({**TORCH, "PALS_RANKID": "1", **PMI}, "environment variables", ""),
     ],

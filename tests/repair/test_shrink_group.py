@@ -18,7 +18,7 @@ from survivors import run_ranks
 
 import dist_prims
 from dist_prims.errors import CommError, PeerLeftError
-from tests.repair.test_shrink import all_reduce_until_failure, die, total, wait_until
+from tests.repair.test_shrink import all_reduce_until_failure, die, lose, total, wait_until
 
 SHRINK_DEFAULT, SHRINK_ABORT = 0, 1  # torch's flags
 
@@ -31,10 +31,6 @@ SHRINK_DEFAULT, SHRINK_ABORT = 0, 1  # torch's flags
         ({3}, SHRINK_ABORT),
         ({1, 2}, SHRINK_ABORT),
         ({0, 2, 3}, SHRINK_DEFAULT),
-        pytest.param({0}, SHRINK_ABORT, marks=pytest.mark.slow),
-        pytest.param({3}, SHRINK_DEFAULT, marks=pytest.mark.slow),
-        pytest.param({1, 2}, SHRINK_DEFAULT, marks=pytest.mark.slow),
-        pytest.param({0, 2, 3}, SHRINK_ABORT, marks=pytest.mark.slow),
     ],
 )
 def test_torch_shrink_group_while_all_ranks_live(excluded: set[int], flags: int, tmp_path: Path) -> None:
@@ -123,9 +119,7 @@ def test_repairs_after_torch_shrink_group(tmp_path: Path) -> None:
         dist.distributed_c10d.shrink_group([3])
         assert dist_prims.grow(f"file://{tmp_path}/place") is dist.group.WORLD
         assert total() == 3
-        if rank == 1:
-            die()
-        all_reduce_until_failure()
+        lose(rank == 1)
         dist_prims.shrink()
         return dist.get_rank(), total(), total(dist.new_group([0, 1]))
 
@@ -210,9 +204,7 @@ def test_shrink_after_a_refused_shrink_group(tmp_path: Path) -> None:
     """``shrink_group`` with too few excluded ranks makes no group, and its error advises to call ``shrink``."""
 
     def body(rank: int) -> Any:
-        if rank >= 2:
-            die()
-        all_reduce_until_failure()
+        lose(rank >= 2)
         with pytest.raises(
             CommError, match=r"of the ranks \[0, 1, 2\] that are not excluded only \[0, 1\] are left; call"
         ):

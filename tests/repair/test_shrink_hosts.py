@@ -14,67 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import require
-from ranks import backend_of
 from survivors import join_at_rank_0, run_ranks
 
 import dist_prims
 from dist_prims.errors import CommError
-from tests.repair.test_shrink import all_reduce_until_failure, die, total
-
-
-def survivors(layout: str, dead: set[int], folder: Path) -> list[Any]:
-    """A letter of the layout is the host of a rank."""
-
-    def body(rank: int) -> Any:
-        os.environ["DIST_PRIMS_HOST_ID"] = layout[rank]
-        join_at_rank_0(rank, len(layout), folder)
-        total()
-        if rank in dead:
-            die()
-        all_reduce_until_failure()
-        dist_prims.shrink()
-        found = dist.get_rank(), dist.get_world_size(), total()
-        backend = backend_of()
-        assert not backend.spans_hosts or backend.engine == os.environ.get("DIST_PRIMS_ENGINE", "tcp")
-        again = dist_prims.shrink()  # a repaired group can be repaired
-        assert total(again) == found[2]
-        dist.barrier()  # rank 0 serves the store
-        return found
-
-    return run_ranks(body, len(layout), folder, join=False)
-
-
-LOSSES = {  # every loss once, with the transport of the surviving ranks; the slow tier has other pairs
-    ("aabb", (3,)): "tcp",
-    ("aabb", (0,)): "tcp",
-    ("aabb", (2, 3)): "ucx",
-    ("abcd", (0,)): "tcp",
-    ("abcd", (3,)): "tcp",
-    ("ab", (1,)): "tcp",
-    ("aabbc", (0, 1)): "tcp",
-    ("aaabc", (0, 1, 2)): "tcp",
-    ("abab", (1,)): "tcp",
-}
-OTHERS = [("tcp", "aabb", (2, 3)), ("ucx", "aabb", (0,)), ("ucx", "abcd", (3,))]
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    ("engine", "layout", "dead"),
-    [
-        *((engine, *loss) for loss, engine in LOSSES.items()),
-        *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS),
-    ],
-)
-def test_the_survivors_of_several_hosts_go_on(
-    engine: str, layout: str, dead: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    require(engine)
-    monkeypatch.setenv("DIST_PRIMS_ENGINE", engine)
-    found = survivors(layout, {*dead}, tmp_path)
-    left = [outcome for rank, outcome in enumerate(found) if rank not in dead]
-    assert left == [(place, len(left), float(len(left))) for place in range(len(left))]
+from tests.repair.test_shrink import all_reduce_until_failure, die, lose, total
 
 
 @pytest.mark.parametrize("layout", ["aaaaa", "abcde"])
@@ -87,9 +31,7 @@ def test_a_rank_dies_as_it_makes_the_group(layout: str, tmp_path: Path, monkeypa
         os.environ["DIST_PRIMS_HOST_ID"] = layout[rank]
         join_at_rank_0(rank, 5, tmp_path)
         total()
-        if rank == 4:
-            die()
-        all_reduce_until_failure()
+        lose(rank == 4)
         if rank == 2:
             monkeypatch.setattr(attempt, "_make", lambda *_: die())
         began = time.monotonic()
@@ -110,9 +52,7 @@ def test_a_pause_of_most_servers(tmp_path: Path) -> None:
         os.environ["DIST_PRIMS_HOST_ID"] = "abcc"[rank]
         join_at_rank_0(rank, 4, tmp_path)
         total()
-        if rank == 3:
-            die()
-        all_reduce_until_failure()
+        lose(rank == 3)
         if rank < 2:
             subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -133,9 +73,7 @@ def test_without_a_majority_the_survivors_raise(layout: str, dead: set[int], tmp
         os.environ["DIST_PRIMS_HOST_ID"] = layout[rank]
         join_at_rank_0(rank, len(layout), tmp_path)
         total()
-        if rank in dead:
-            die()
-        all_reduce_until_failure()
+        lose(rank in dead)
         began = time.monotonic()
         with pytest.raises(CommError, match=rf"rank {rank}: this rank cannot reach a majority of the ranks \["):
             dist_prims.shrink()

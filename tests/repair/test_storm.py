@@ -25,16 +25,8 @@ def expect(found: Outcome, events: int, of_each_kind: int, *kinds: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("events", "seed", "hosts"),
-    [
-        (8, 1, 1),
-        pytest.param(20, 1, 1, marks=pytest.mark.slow),
-        pytest.param(10, 4, 3, marks=pytest.mark.slow),
-    ],
-)
-def test_a_group_survives_kills_stops_and_joins(events: int, seed: int, hosts: int) -> None:
-    expect(storm(events, seed, hosts), events, max(1, events // 10), "kill", "stop", "join")
+def test_a_group_survives_kills_stops_and_joins() -> None:
+    expect(storm(8, 1, hosts=1), 8, 1, "kill", "stop", "join")
 
 
 @needs_hosts
