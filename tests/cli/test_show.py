@@ -57,13 +57,6 @@ def test_an_algorithm_that_cannot_be_shown_is_an_error(text: str, error: str, fi
         assert what == "prove" or (error in out and "Traceback" not in out)
 
 
-@pytest.mark.slow
-def test_a_file_that_ends_the_process_is_an_error(file: Path) -> None:
-    for what in ("show", "prove"):
-        status, out = shown(file, "raise SystemExit(0)", what)
-        assert (status, out) == (2, f"dist_prims: {file}, line 1: SystemExit: 0\n")
-
-
 def one_parameter(n: int):  # type: ignore[no-untyped-def]
     yield Step(src=0, dst=0, chunk=n)
 

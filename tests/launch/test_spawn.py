@@ -179,14 +179,6 @@ def test_a_rank_that_has_destroyed_its_group_is_not_named(monkeypatch: pytest.Mo
         dist_prims.spawn(body, 2, timeout=60)
 
 
-def test_joining_can_be_left_to_the_function() -> None:
-    def body() -> int:
-        assert not dist.is_initialized()
-        return dist_prims.init(timeout=60).size
-
-    assert dist_prims.spawn(body, 2, init=False, timeout=60) == [2, 2]
-
-
 @pytest.mark.parametrize(
     ("ranks", "options", "words"),
     [

@@ -25,9 +25,8 @@ NOTHING = "def all_reduce(size):\n    return iter(())\n"
 
 
 @pytest.fixture(autouse=True)
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state"
 
 
 def wrong(text: str, folder: Path, task: str = "ring_all_reduce", seconds: float = 60) -> str:
@@ -80,9 +79,6 @@ def test_a_forged_verdict_has_a_prefix(tmp_path: Path, capsys: pytest.CaptureFix
         "✗ line 2: ZeroDivisionError: division by zero",
         "  A hint: python -m dist_prims learn hint 7",
     ]
-    (tmp_path / "answer.py").write_text(f"raise ValueError('no\\n{RIGHT}')\n")
-    assert main(["learn", "check", "7", str(tmp_path / "answer.py")]) == 1
-    assert capsys.readouterr().out.startswith(f"✗ line 1: ValueError: no {RIGHT}\n  A hint")
 
 
 @pytest.mark.sampled(3)
@@ -232,19 +228,6 @@ def test_no_process_is_left_when_the_check_is_killed(tmp_path: Path) -> None:
             time.sleep(0.01)
         command.kill()
     assert has_ended(int(pid.read_text()))
-
-
-def test_the_statuses(tmp_path: Path, state: Path) -> None:
-    """0 for a right answer, 1 for a wrong one, 2 for a file or an exercise that is not there."""
-    answer = tmp_path / "answer.py"
-    answer.write_text(SOLUTIONS["ring_all_reduce"])
-    assert main(["learn", "check", "7", str(answer)]) == 0
-    assert [path.name for path in state.rglob("*.done")] == ["ring_all_reduce.done"]
-    answer.write_text(NOTHING)
-    assert main(["learn", "check", "7", str(answer)]) == 1
-    assert main(["learn", "check", "7", str(tmp_path / "none.py")]) == 2
-    assert main(["learn", "check", "7", str(tmp_path)]) == 2
-    assert main(["learn", "check", "99", str(answer)]) == 2
 
 
 def test_a_state_folder_that_cannot_be_written_changes_no_verdict(

@@ -38,13 +38,14 @@ def one_rank_is_late(folder: str, algorithm: str | None) -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("algorithm", [None, "ring", pytest.param("recursive_doubling", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algorithm", [None, "ring"])
 def test_the_late_rank_is_found(tmp_path: Path, algorithm: str | None) -> None:
     dist_prims.spawn(one_rank_is_late, 3, (str(tmp_path), algorithm), backend="dist_prims", timeout=60)
     trace = read(tmp_path)
     found = analyse(trace)
     (call,) = found["calls"]
     assert call["last_to_come"] == 1
+    assert (call["predicted"] is None) == (algorithm is None), "a call without a schedule has no prediction"
     assert call["arrival"] < call["end"] - call["begin"]
     awaited = {peer: sum(rank["waits"].get(str(peer), 0) for rank in found["ranks"]) for peer in range(3)}
     assert max(awaited, key=awaited.__getitem__) == 1
@@ -79,19 +80,6 @@ def test_steps_are_predicted_by_the_cost_model(tmp_path: Path, algorithm: str) -
     assert sum(step["predicted"] for step in call["steps"]) == pytest.approx(float(expected))
     measured = sum(step["seconds"] for step in call["steps"])
     assert 0 < measured <= call["seconds"] + 1e-9
-
-
-def rooted(folder: str) -> None:
-    with dist_prims.trace(folder):
-        dist_prims.broadcast(torch.ones(100), src=2, algorithm="binomial")
-        dist_prims.all_reduce(torch.ones(100))
-
-
-def test_rooted_schedules_and_slots(tmp_path: Path) -> None:
-    dist_prims.spawn(rooted, 3, (str(tmp_path),), backend="dist_prims", timeout=60)
-    broadcast, all_reduce = analyse(read(tmp_path))["calls"]
-    assert broadcast["predicted"] > 0
-    assert (all_reduce["algorithm"], all_reduce["predicted"], all_reduce["steps"]) == ("", None, [])
 
 
 def mixed(folder: str) -> None:
