@@ -109,7 +109,7 @@ def _recommended(
     depend on the root. All groups of the process with the same hosts and cost figures share it.
     """
     nbytes = max(low * 1.5, 1)
-    found = recommend(collective, nbytes, topology, only_best=True, only_built_in=only_built_in).candidates
+    found = recommend(collective, nbytes, topology, only_built_in=only_built_in).candidates
     best = found[0]
     choice: _Choice = (best.schedule.algorithm, best.schedule.parameters, best.segments)
     if collective in EXCHANGES:

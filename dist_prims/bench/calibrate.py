@@ -134,7 +134,7 @@ class _Trial(_Timed):
         return f"{self.name} x{self.segments}"
 
     def predicted(self, topology: Topology, call: float) -> float:
-        return call + float(seconds(self.schedule, self.nbytes, topology, self.segments))
+        return call + seconds(self.schedule, self.nbytes, topology, self.segments)
 
 
 class _Bench:

@@ -16,10 +16,11 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from ..schedules import algorithms, lookup
+from ..schedules import Schedule, algorithms, lookup
 from ..schedules.advice import parse_bytes
-from ..schedules.cost import Cost
-from ..schedules.registry import Algorithm
+from ..schedules.cost import Cost, cost_of
+from ..schedules.load import Hosts
+from ..schedules.registry import Algorithm, load_by_card
 from ..schedules.trust import evaluated, may_be_chosen
 
 __all__: list[str] = []
@@ -99,7 +100,11 @@ def _parameters(text: str, variable: str) -> tuple[tuple[str, Any], ...]:
 @functools.lru_cache(maxsize=1024)
 def _price(registered: Algorithm, size: int) -> Cost | None:
     """Return the price of an algorithm; None if a user has registered it and it is wrong."""
-    return evaluated(lambda schedule: schedule.price, registered.collective, registered.name, size)
+
+    def price(_: Schedule) -> Cost:
+        return cost_of(load_by_card(registered, Hosts((size,))))
+
+    return evaluated(price, registered.collective, registered.name, size)
 
 
 def configured(collective: str, nbytes: int) -> SizeRange | None:

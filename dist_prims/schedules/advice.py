@@ -96,7 +96,7 @@ def describe(collective: str, count: int, topology: Topology, source: str) -> st
 
 
 def report(advice: Advice) -> str:
-    """The candidates as a table, the candidates that were not priced, and the recommendation with its reasons."""
+    """The candidates as a table, and the recommendation with its reasons."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for each in advice.candidates:
         times = (format_duration(value) for value in (each.seconds, each.latency, each.processor, each.link))
@@ -104,9 +104,6 @@ def report(advice: Advice) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.append(f"{'lower bound'.ljust(widths[0] + widths[1] + 2)}  {format_duration(advice.bound)}")
-    if advice.left_out:
-        named = "; ".join(f"{name} ({many})" for name, many in advice.left_out)
-        lines += ["", f"Not priced, because of too many transfers: {named}."]
     return "\n".join([*lines, "", *_reasons(advice)])
 
 
@@ -129,6 +126,6 @@ def _bottleneck(candidate: Candidate) -> str:
     """The resource that most of the candidate's time is spent on, in words."""
     return {
         "link": f"the busiest link carries {format_bytes(candidate.link_bytes)}",
-        "latency": f"{len(candidate.schedule.steps)} steps of messages run one after the other",
+        "latency": f"{candidate.load.steps} steps of messages run one after the other",
         "processor": "ranks copy and reduce",
     }[candidate.bound_by]

@@ -1,20 +1,25 @@
-"""The cost model: the price of a schedule for equal ranks, and its seconds on a topology, with or without segments.
+"""The cost model: the seconds of a schedule on a topology, with or without segments, from its load (:mod:`.load`).
 
-Equal ranks (``price``): each rank has one port and sends and receives at the same time. A step takes as long as its
-busiest rank: ``alpha`` for each message (all transfers between one pair of ranks are one message), ``beta`` for each
-byte sent or received, ``gamma`` for each byte reduced. One pass over the steps computes the price and holds one step at
-a time, so a ring of 12,500 hosts is priced in seconds without being stored.
+A step takes as long as the busiest of these resources, and the next step begins when it is over:
 
-On a topology (``seconds``): a step takes as long as its busiest rank, link or machine. The data may be cut into
-*segments* that follow each other through the steps, so that one is on the link while the next one is being reduced:
+    the busiest rank      its messages, the data that it copies and reduces             latency, processor
+    a message             outer.alpha, and the data of the busiest link: start to end   latency, link
+    the busiest machine   the work of its ranks, divided by its cores                   latency, processor
+
+For equal ranks, all on one host, only the rank is left (:class:`Cost`): ``alpha`` for each message (all transfers
+between one pair of ranks are one message), ``beta`` for each byte sent or received, ``gamma`` for each byte reduced.
+
+The data may be cut into *segments* that follow each other through the steps, so that one is on the link while the next
+one is being reduced:
 
     3 steps, 2 segments      tick 0    tick 1    tick 2    tick 3
     segment 0                step 0    step 1    step 2
     segment 1                          step 0    step 1    step 2
 
-A tick takes as long as its busiest resource, which does the work of both segments, each with half of the bytes, and at
-least as long as one message between hosts from start to end. A rank that waits for a message from another host does not
-copy or reduce, so the steps within hosts overlap one segment less: their time for one segment is added.
+A tick takes as long as the busiest resource, which does the work of the steps of all segments in it, but of no more
+steps than the busiest rank or link has in all; and at least as long as one message from start to end. A rank that waits
+for a message from another host does not copy or reduce, so the steps within hosts overlap one segment less: their time
+for one segment is added.
 """
 
 from __future__ import annotations
@@ -24,24 +29,23 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from .cost_card import ceil_log2
-from .replay import Loads, patterns, replay
-from .schedule import Schedule, Step
-from .topology import COLUMNS, LATENCY, Topology
+from .load import COPIED, CROWDED, LINK, MACHINE, MESSAGES, OUTER, REDUCED, Hosts, Load, count, count_chunks
+from .schedule import Schedule
+from .topology import Topology
 
 __all__: list[str] = []
 
 Floats = NDArray[np.float64]
 MOST_SEGMENTS = 64
+_MOST_STEPS_CUT = 1 << 14  # a longer schedule is not cut: each segment adds its latency to each step
 # The seconds that each segment adds to each step of a rank: system calls and wake-ups not overlapped with the link.
 # Fewer of them overlap if the ranks outnumber the cores, and fewest if the link is fast as well.
 _SEGMENT_STEP, _SEGMENT_STEP_FEW_CORES, _SEGMENT_STEP_FEW_CORES_FAST_LINK = 10e-6, 50e-6, 120e-6
 FAST_LINK = 1.5e-9  # seconds a byte, 5 Gbit/s; processors limit a link that needs less
 _LEAST_SECONDS = 0.5e-3  # of a segment
-_MESSAGES = LATENCY[:2]  # the columns of the messages of a rank
-
 
 # The terms of a price, in the order of the counts of ``Cost``: the parameters by which each count is multiplied.
 TERMS = (("latency", ("alpha",)), ("bandwidth", ("nbytes", "beta")), ("reduction", ("nbytes", "gamma")))
@@ -66,135 +70,155 @@ class Cost:
         return sum(float(count) * math.prod(given[name] for name in names) for count, (_, names) in terms)
 
 
+def cost_of(load: Load, share: Fraction = Fraction(1)) -> Cost:
+    """The cost for equal ranks, from a load on one host whose data is counted in chunks of ``share``."""
+    messages, moved, reduced = (float(load.times @ load.rows[:, column]) for column in (MESSAGES, COPIED, REDUCED))
+    return Cost(int(messages), Fraction(moved) * share, Fraction(reduced) * share)
+
+
 def price(schedule: Schedule) -> Cost:
     """The counts of the busiest rank of each step, added over the steps."""
-    counted: dict[int, tuple[int, int, int]] = {}
-    messages = moved = reduced = 0
-    for number, step in patterns(iter(schedule.steps)):
-        if number not in counted:
-            counted[number] = _busiest_ranks(step, schedule.size)
-        messages, moved, reduced = (sum(each) for each in zip((messages, moved, reduced), counted[number], strict=True))
-    return Cost(messages, moved * schedule.share, reduced * schedule.share)
+    return cost_of(count_chunks(schedule, Hosts((schedule.size,))), schedule.share)
 
 
-def parts(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments: int = 1) -> Floats:
-    """Seconds for each of ``nbytes``, split by the columns of ``topology``: shape (…, 11), busiest resource a tick."""
-    loads = _loads(schedule, topology, segments)
-    sizes = np.asarray(nbytes, np.float64)
-    share = float(schedule.share) / segments
-    every = [_busiest(loads, topology.weights(share * each), segments) for each in sizes.ravel().tolist()]
-    return np.reshape(every, (*sizes.shape, loads.rows.shape[-1]))
+@dataclass(frozen=True)
+class Seconds:
+    """The seconds of a schedule, by the kind of resource that they are spent on."""
+
+    latency: float
+    processor: float
+    link: float
+
+    @property
+    def total(self) -> float:
+        return self.latency + self.processor + self.link
 
 
-def _loads(schedule: Schedule, topology: Topology, segments: int) -> Loads:
-    loads = replay(schedule, topology)
-    if segments < 1 or (segments > 1 and not loads.followed):
-        why = "it must be at least 1" if segments < 1 else "the schedule is too large for segments; use segments=1"
-        raise ValueError(f"{schedule.collective} {schedule.algorithm}: segments={segments}; {why}")
-    return loads
+_RANK, _MESSAGE, _MACHINE = range(3)
+_LATENCY, _PROCESSOR, _LINK = range(3)
+_TICK_OF_MESSAGE = 3
 
 
-def _busiest(loads: Loads, weights: Floats, segments: int) -> Floats:
-    """The seconds of the busiest class of each tick, added over the ticks."""
-    seconds = _each(loads, weights)
-    often = np.zeros(len(loads.rows), np.int64)  # the number of segments and steps that have each row of counts
-    if segments == 1:
-        most = seconds.argmax(axis=1)
-        np.add.at(often, loads.which[np.arange(len(most)), most], loads.repeats)
-    else:
-        most = _windows(_sums(seconds, loads), _messages(seconds, loads), segments, loads.message).argmax(axis=1)
-        steps = len(loads.pattern)
-        for segment in range(segments if steps else 0):  # its step is 0 in tick `segment`
-            busiest = most[segment : segment + steps]
-            rows = loads.which[loads.pattern, busiest][busiest != loads.message]
-            often += np.bincount(rows, minlength=len(often))
-        _, longest = _longest(_messages(seconds, loads), segments)
-        rows = loads.which[loads.pattern[longest[most == loads.message]], loads.message]
-        often += np.bincount(rows, minlength=len(often))
-        inside = _inside_hosts(loads)
-        np.add.at(often, loads.which[inside, seconds[inside].argmax(axis=1)], loads.repeats[inside])
-    spent: Floats = (often @ loads.rows) * weights
+def _spent(rows: Floats, nbytes: float, topology: Topology) -> Floats:
+    """The seconds of each row of counts, spent[resource, kind, row], for data of ``nbytes``."""
+    inner, outer = topology.inner, topology.outer
+    spent = np.zeros((3, 3, len(rows)))
+    spent[_RANK, _LATENCY] = (rows[:, MESSAGES] - rows[:, OUTER]) * inner.alpha + rows[:, OUTER] * outer.alpha
+    spent[_RANK, _PROCESSOR] = nbytes * (rows[:, COPIED] * inner.beta + rows[:, REDUCED] * topology.gamma)
+    spent[_MESSAGE, _LATENCY] = (rows[:, OUTER] > 0) * outer.alpha
+    spent[_MESSAGE, _LINK] = nbytes * (rows[:, LINK] * outer.beta + rows[:, CROWDED] * topology.congestion)
+    if topology.cores is not None:
+        near, far, copied, reduced, crossing = rows[:, MACHINE].T / topology.cores
+        core = topology.core
+        spent[_MACHINE, _LATENCY] = near * inner.alpha + far * core.alpha
+        spent[_MACHINE, _PROCESSOR] = nbytes * (copied * inner.beta + reduced * topology.gamma + crossing * core.beta)
     return spent
 
 
-def _inside_hosts(loads: Loads) -> NDArray[np.int64]:
-    """The patterns without a message between hosts."""
-    return np.flatnonzero(~loads.rows[loads.which[:, loads.message]].any(axis=1))
+def step_seconds(load: Load, nbytes: float, topology: Topology) -> Floats:
+    """The seconds of each row of a load."""
+    longest: Floats = _spent(load.rows, nbytes, topology).sum(axis=1).max(axis=0)
+    return longest
 
 
-def _each(loads: Loads, weights: Floats) -> Floats:
-    """The seconds of each class in each pattern."""
-    seconds: Floats = (loads.rows @ weights)[loads.which]
-    return seconds
+def parts(load: Load, nbytes: float, topology: Topology, segments: int = 1) -> Seconds:
+    """The seconds for data of ``nbytes`` in so many segments, by kind of resource."""
+    if segments > 1:
+        return _parts_in_segments(load, nbytes, topology, segments)
+    spent = _spent(load.rows, nbytes, topology)
+    busiest = spent.sum(axis=1).argmax(axis=0)
+    kinds = spent[busiest, :, np.arange(len(busiest))].T @ load.times
+    return Seconds(*kinds.tolist())
 
 
-def _sums(each: Floats, loads: Loads) -> Floats:
-    """The seconds of each class in the steps before each step, and in all steps."""
-    sums = np.zeros((len(loads.pattern) + 1, each.shape[1]))
-    each[loads.pattern].cumsum(axis=0, out=sums[1:])
-    return sums
+def _parts_in_segments(load: Load, nbytes: float, topology: Topology, segments: int) -> Seconds:
+    """The time of a rank or machine is split as that of the busiest one in all steps."""
+    ticks = _ticks(load, nbytes, topology, segments)
+    busiest = ticks.argmax(axis=0)
+    rank, link, machine, message = (float(times[busiest == which].sum()) for which, times in enumerate(ticks))
+    latency = np.count_nonzero(busiest == _TICK_OF_MESSAGE) * topology.outer.alpha
+    found = np.array([latency, _inside(load, nbytes / segments, topology), link + message - latency])
+    kinds = _spent(load.busiest[None], nbytes / segments, topology)[:, :, 0]
+    for seconds, of_kind in ((rank, kinds[_RANK]), (machine, kinds[_MACHINE])):
+        if seconds > 0:
+            found += seconds * of_kind / of_kind.sum()
+    return Seconds(*found.tolist())
 
 
-def _messages(each: Floats, loads: Loads) -> Floats:
-    """The seconds of a message between hosts in each step."""
-    messages: Floats = each[loads.pattern, loads.message]
-    return messages
-
-
-def _windows(sums: Floats, messages: Floats, segments: int, message: int) -> Floats:
-    """The seconds of each class in each tick of a pipeline of segments.
-
-    In tick t segment s is at its step t - s, so a tick does the work of up to ``segments`` consecutive steps. Their
-    messages between hosts, the class ``message``, take their time side by side.
-    """
-    steps = len(messages)
+def _ticks(load: Load, nbytes: float, topology: Topology, segments: int) -> Floats:
+    """The seconds of each tick of a pipeline of segments: of the rank, the link, the machine, and one message."""
+    spent = np.repeat(_spent(load.rows, nbytes / segments, topology), load.times, axis=2)
+    most = _spent(load.busiest[None], nbytes / segments, topology)[:, :, 0]
+    resources = spent.sum(axis=1)
+    message = resources[_MESSAGE].copy()
+    resources[_MESSAGE] = spent[_MESSAGE, _LINK]
+    limits = np.array([most[_RANK].sum(), most[_MESSAGE, _LINK], most[_MACHINE].sum()])
+    steps = len(message)
+    sums = np.zeros((3, steps + 1))
+    resources.cumsum(axis=1, out=sums[:, 1:])
     tick = np.arange(steps + segments - 1 if steps else 0)
-    windows: Floats = sums[np.minimum(tick + 1, steps)] - sums[np.maximum(tick - segments + 1, 0)]
-    windows[:, message] = _longest(messages, segments)[0]
-    return windows
+    windows = sums[:, np.minimum(tick + 1, steps)] - sums[:, np.maximum(tick - segments + 1, 0)]
+    around = np.pad(message, segments - 1)
+    longest = np.lib.stride_tricks.sliding_window_view(around, segments).max(axis=1) if steps else message
+    return np.concatenate([np.minimum(windows, limits[:, None]), longest[None]])
 
 
-def _longest(messages: Floats, segments: int) -> tuple[Floats, NDArray[np.int64]]:
-    """For each tick the seconds of the longest message of the steps in it, and its step."""
-    if not len(messages):
-        return messages, np.zeros(0, np.int64)
-    around = np.pad(messages, segments - 1, constant_values=-1.0)
-    found = np.lib.stride_tricks.sliding_window_view(around, segments).argmax(axis=1)
-    steps = np.arange(len(found)) + found - (segments - 1)
-    return messages[steps], steps
+def _inside(load: Load, nbytes: float, topology: Topology) -> float:
+    """The seconds of the steps without a message between hosts."""
+    inside = load.rows[:, OUTER] == 0
+    return float(step_seconds(load, nbytes, topology)[inside] @ load.times[inside])
 
 
-def seconds(schedule: Schedule, nbytes: ArrayLike, topology: Topology, segments: int = 1) -> Floats:
-    """Seconds for data of ``nbytes``, a number or an array; the result has the same shape.
+def load_seconds(load: Load, nbytes: float, topology: Topology, segments: int = 1) -> float:
+    """The seconds for data of ``nbytes`` in so many segments."""
+    if segments == 1:
+        return float(step_seconds(load, nbytes, topology) @ load.times)
+    ticks = _ticks(load, nbytes, topology, segments)
+    return float(ticks.max(axis=0).sum()) + _inside(load, nbytes / segments, topology)
+
+
+def least_seconds(load: Load, nbytes: float, topology: Topology) -> float:
+    """A lower bound of the seconds in any number of segments: the latency of one, and the work of the busiest."""
+    latency = float(step_seconds(load, 0, topology) @ load.times)
+    work = _spent(load.busiest[None], nbytes, topology)
+    return max(latency, float(work[_MESSAGE, _LINK, 0]), float(work[[_RANK, _MACHINE], :, 0].sum(axis=1).max()))
+
+
+def seconds(schedule: Schedule, nbytes: float, topology: Topology, segments: int = 1) -> float:
+    """Count the steps of a schedule, and return the seconds for data of ``nbytes``.
 
     Two hosts of two ranks and links of 1 GB/s: a link carries 64 MB in a hierarchical all-reduce, 96 MB in a ring.
 
     >>> from dist_prims.schedules import build
     >>> from dist_prims.schedules.topology import Level
     >>> cluster = Topology((2, 2), Level(0, 0), Level(0, 1e-9))
-    >>> [float(seconds(build("all_reduce", name, 4), 64e6, cluster)) for name in ("hierarchical", "ring")]
+    >>> [seconds(build("all_reduce", name, 4), 64e6, cluster) for name in ("hierarchical", "ring")]
     [0.064, 0.096]
     """
-    found: Floats = parts(schedule, nbytes, topology, segments).sum(axis=-1)
-    return found
+    if segments < 1:
+        raise ValueError(f"{schedule.collective} {schedule.algorithm}: segments={segments}; it must be at least 1")
+    return load_seconds(count(schedule, topology), nbytes, topology, segments)
 
 
-def best_segments(schedule: Schedule, nbytes: ArrayLike, topology: Topology) -> NDArray[np.int64]:
-    """The number of segments for each of ``nbytes``: a power of two up to 64.
+def best_segments(load: Load, nbytes: float, topology: Topology) -> int:
+    """The number of segments for data of ``nbytes``: a power of two up to 64.
 
     It is that of the shortest time, to which each segment adds 10 µs for each step of the busiest rank; if the ranks
     outnumber the cores, 50 µs, or 120 µs if the link is faster than 5 Gbit/s. No segment takes less than 0.5 ms. The
-    result is 1 for a schedule that is too large to follow rank by rank.
+    result is 1 for a schedule of more than 16,384 steps.
     """
-    loads: Loads = replay(schedule, topology)
-    choices = np.array([1 << power for power in range(MOST_SEGMENTS.bit_length() if loads.followed else 1)])
-    sizes = np.asarray(nbytes, np.float64)
-    every = [_seconds_by_segments(loads, topology, float(schedule.share) * each, choices) for each in sizes.ravel()]
-    times = np.reshape(every, (-1, len(choices)))
-    is_short = (choices > 1) & (times / choices < _LEAST_SECONDS)
-    times = np.where(is_short, np.inf, times + _segment_step(topology) * _steps_of_busiest_rank(loads) * choices)
-    best = times.argmin(axis=1)
-    return np.asarray(choices[best].reshape(sizes.shape))
+    each = _segment_step(topology) * load.busy_steps
+    uncut = load_seconds(load, nbytes, topology)
+    best, shortest = 1, uncut + each
+    if load.steps > _MOST_STEPS_CUT or 2 * uncut < _LEAST_SECONDS:
+        return 1
+    segments = 2
+    while segments <= MOST_SEGMENTS and segments * each < shortest:
+        time = load_seconds(load, nbytes, topology, segments)
+        if time >= segments * _LEAST_SECONDS and time + each * segments < shortest:
+            best, shortest = segments, time + each * segments
+        segments *= 2
+    return best
 
 
 def _segment_step(topology: Topology) -> float:
@@ -204,57 +228,12 @@ def _segment_step(topology: Topology) -> float:
     return _SEGMENT_STEP_FEW_CORES_FAST_LINK if topology.outer.beta <= FAST_LINK else _SEGMENT_STEP_FEW_CORES
 
 
-def _steps_of_busiest_rank(loads: Loads) -> int:
-    """The most steps in which one rank sends, or in which it receives."""
-    has_messages = (loads.rows[:, _MESSAGES].sum(axis=1) > 0)[loads.which]  # by pattern and class
-    has_messages[:, loads.message] = False  # this class is no rank
-    return int((loads.repeats @ has_messages).max())
-
-
-def _seconds_by_segments(loads: Loads, topology: Topology, chunk: float, choices: NDArray[np.int64]) -> list[float]:
-    """The seconds for chunks of ``chunk`` bytes for each number of segments, without the split by columns.
-
-    A segment of a message has the latency of the message, and its share of the bytes.
-    """
-    latency, weights = np.zeros(COLUMNS), topology.weights(chunk)
-    latency[LATENCY] = weights[LATENCY]
-    each, each_latency = _each(loads, weights - latency), _each(loads, latency)
-    found = [float((each + each_latency).max(axis=1) @ loads.repeats)]
-    if len(choices) > 1:
-        sums, sums_latency = _sums(each, loads), _sums(each_latency, loads)
-        messages, messages_latency = _messages(each, loads), _messages(each_latency, loads)
-        inside = _inside_hosts(loads)
-        for n in choices[1:].tolist():
-            windows = _windows(sums / n + sums_latency, messages / n + messages_latency, n, loads.message)
-            last = (each / n + each_latency)[inside].max(axis=1) @ loads.repeats[inside]
-            found.append(float(windows.max(axis=1).sum() + last))
-    return found
-
-
 def busiest_sender(schedule: Schedule) -> Fraction:
     """The bytes sent by the rank that sends most, as a fraction of the data."""
     rows = np.zeros(schedule.size, np.int64)
     for step in schedule.steps:
         rows += np.bincount(step.src[step.src != step.dst], minlength=schedule.size)
     return int(rows.max()) * schedule.share
-
-
-def _busiest_ranks(step: Step, size: int) -> tuple[int, int, int]:
-    """(messages, chunks moved, chunks reduced): of each the largest number on any rank."""
-    rows, span = step.narrow
-    chunks = np.ones(len(rows), np.int64) if span is None else span
-    if len(rows) and not 0 <= min(rows.src.min(), rows.dst.min()) <= max(rows.src.max(), rows.dst.max()) < size:
-        raise ValueError(f"a step names a rank that does not exist, so it has no price; ranks are 0..{size - 1}")
-    far = rows.src != rows.dst
-    pairs = np.unique(rows.src[far] * size + rows.dst[far])
-    one = np.ones(len(pairs), np.int64)
-    messages = max(_most(pairs // size, one), _most(pairs % size, one))
-    moved = max(_most(rows.src[far], chunks[far]), _most(rows.dst[far], chunks[far]))
-    return messages, moved, _most(rows.dst[rows.reduce], chunks[rows.reduce])
-
-
-def _most(ranks: NDArray[np.int64], chunks: NDArray[np.int64]) -> int:
-    return int(np.bincount(ranks, chunks).max()) if len(ranks) else 0
 
 
 def lower_bound(collective: str, size: int) -> Cost:

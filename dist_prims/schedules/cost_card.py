@@ -6,7 +6,7 @@ The documentation prints the formulas, and a test evaluates them against the sch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -36,6 +36,8 @@ def floor_pow2(n: int) -> int:
 class Card:
     """A cost card. ``steps``: number of steps; ``sent``: bytes sent by the busiest rank, as a fraction of the data.
 
+    ``load(hosts, **parameters)``: the load on hosts in closed form, as the parts that ``moves.load_of`` takes.
+
     >>> ring = Card(steps="2*(n-1)", sent="2*(n-1)/n", wins="large data", source="Patarasu and Yuan 2009")
     >>> ring.evaluate("steps", 4), ring.evaluate("sent", 4)
     (Fraction(6, 1), Fraction(3, 2))
@@ -46,6 +48,7 @@ class Card:
     wins: str
     source: str
     where: Mapping[str, Callable[[int], int]] = field(default_factory=dict)
+    load: Callable[..., Iterable[Any]] | None = None
 
     def evaluate(self, formula: str, size: int) -> Fraction:
         """The exact value of ``formula``, "steps" or "sent", for a size."""

@@ -1,7 +1,6 @@
 """Phases: parts that schedules have in common, such as an all-gather within every host.
 
-Hierarchical algorithms return phases instead of generating steps. The load of a phase on a topology is counted once for
-all schedules that have it (:mod:`.replay`).
+Hierarchical algorithms return phases instead of generating steps.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .schedule import CountedStep, Schedule, Step
+from .schedule import CountedStep, Step
 
 __all__: list[str] = []
 
@@ -22,8 +21,7 @@ class Phase:
     """A part of a schedule that other schedules may have too, so that its load on a topology is counted only once.
 
     ``make(*given)`` generates the steps. Each of their chunks stands for ``width`` consecutive chunks of the schedule.
-    Phases are equal if they have the same steps apart from the width. ``of_hosts``: a schedule for one rank a host, and
-    hosts with equally many ranks, if each rank of these hosts does the same as the one rank of its host in it.
+    Phases are equal if they have the same steps apart from the width.
 
     >>> phase = Phase(lambda src: iter([Step(src=src, dst=5, chunk=1)]), (3,), width=2)
     >>> [step.rows() for step in phase]
@@ -33,7 +31,6 @@ class Phase:
     make: Callable[..., Iterator[Step]]
     given: tuple[Any, ...]
     width: int = field(default=1, compare=False)
-    of_hosts: tuple[Schedule, tuple[int, ...]] | None = field(default=None, compare=False)
 
     def __iter__(self) -> Iterator[Step]:
         for step in self.make(*self.given):

@@ -5,35 +5,30 @@ the segments of the executor are a pipeline too. Over several hosts ``hierarchic
 algorithm between the hosts. Within the hosts it uses its default first; the other inner algorithms are tried with the
 best outer one only, because the phases run one after the other and the choices hardly interact.
 
-An algorithm in which thousands of ranks all send to each other has too many transfers to count. The number of transfers
-is extrapolated from small sizes, and a candidate with too many is not priced but reported.
+The price follows from the cost card of an algorithm (:mod:`.moves`), so it does not depend on the number of ranks. The
+steps of an algorithm that a user has registered are counted.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .contract import COLLECTIVES
-from .cost import best_segments, lower_bound, parts, seconds
+from .cost import best_segments, least_seconds, load_seconds, lower_bound, parts
 from .cost_card import ceil_log2
-from .registry import Algorithm, algorithms, build, build_shared, lookup, nearest
-from .replay import replay
+from .load import LINK, REDUCED, Hosts, Load
+from .registry import Algorithm, algorithms, load_by_card, lookup, nearest
 from .schedule import Schedule
-from .step_bounds import StepBounds
-from .topology import LATENCY, LINK, PROCESSOR, Topology
-from .trust import MOST_RANKS, evaluated, may_be_chosen
+from .topology import Topology
+from .trust import evaluated, may_be_chosen
 
 __all__: list[str] = []
 
-MOST_TRANSFERS = 150_000_000  # of a schedule: pricing takes some seconds
-MOST_AT_ONCE = 3_000_000  # of a step: some hundred MB
-_FEW_RANKS = 512  # on equal hosts: no algorithm comes near to these limits, the largest has 1 % and 9 % of them
 _TOLERANCE = 0.05  # a smaller relative difference of two prices is not significant
 _MOST_RANKS_FOR_TIES = 256
 
@@ -53,19 +48,25 @@ _WITHIN = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule in segments, its seconds by kind of resource, and the bytes over the busiest link.
+    """A schedule in segments, its load and its seconds by kind of resource.
 
-    ``uncut``: seconds with one segment.
+    ``uncut``: seconds with one segment; ``nbytes``: the size of the data.
     """
 
-    name: str
     schedule: Schedule
+    load: Load
+    nbytes: float
     segments: int
     latency: float
     processor: float
     link: float
-    link_bytes: float
     uncut: float
+
+    @property
+    def name(self) -> str:
+        """The algorithm with its parameters, without ``hosts``, which the topology determines."""
+        given = (f"{key}={value}" for key, value in self.schedule.parameters if key != "hosts")
+        return " ".join([self.schedule.algorithm, *given])
 
     @property
     def seconds(self) -> float:
@@ -75,17 +76,21 @@ class Candidate:
     def bound_by(self) -> str:
         return max(("link", "latency", "processor"), key=lambda part: getattr(self, part))
 
+    @property
+    def link_bytes(self) -> float:
+        """The bytes over the busiest link."""
+        return float(self.load.busiest[LINK]) * self.nbytes
+
 
 @dataclass(frozen=True)
 class Advice:
-    """The candidates, fastest first, those not priced with their numbers of transfers, and the lower bound in seconds.
+    """The candidates, fastest first, and the lower bound in seconds.
 
     Candidates of nearly equal price are ordered by what the price does not include or counts too little; see
     ``_preference``.
     """
 
     candidates: tuple[Candidate, ...]
-    left_out: tuple[tuple[str, str], ...]
     bound: float
 
 
@@ -94,7 +99,7 @@ def recommend(
 ) -> Advice:
     """Price the candidates for a collective of ``nbytes`` on a topology.
 
-    ``only_best``: without the candidates that the backend would not choose, as a simple lower bound shows.
+    ``only_best``: without candidates of which a lower bound shows that the backend would not choose them.
     ``only_built_in``: without algorithms of users.
 
     >>> from dist_prims.schedules.topology import Level
@@ -106,27 +111,12 @@ def recommend(
     if collective not in COLLECTIVES:
         raise ValueError(nearest("collective", collective, COLLECTIVES))
     search = _Search(collective, nbytes, topology, only_best, only_built_in)
-    if collective in EXCHANGES:
-        search.direct()
-    if _has_hierarchies(collective, topology):
-        search.hierarchies()
-    search.flat()
-    if not search.found:
-        raise ValueError(f"{collective} over {topology.size} ranks: every algorithm has too many transfers to price")
-    ranked = sorted(search.found, key=lambda candidate: candidate.seconds)
+    ranked = sorted(search.candidates(), key=lambda candidate: candidate.seconds)
     near = [candidate for candidate in ranked if candidate.seconds <= ranked[0].seconds * (1 + _TOLERANCE)]
     if topology.size <= _MOST_RANKS_FOR_TIES:
         near.sort(key=lambda each: _preference(each, topology))
     ranked[: len(near)] = near
-    left_out = sorted(search.left_out, key=lambda each: each[0].startswith("hierarchical"))
-    return Advice(tuple(ranked), tuple(left_out), bound(collective, nbytes, topology))
-
-
-def _has_hierarchies(collective: str, topology: Topology) -> bool:
-    if len(topology.hosts) == 1 or max(topology.hosts) == 1:
-        return False
-    equal = len(set(topology.hosts)) == 1
-    return collective in _WITHIN or (equal and "hierarchical" in algorithms(collective))
+    return Advice(tuple(ranked), bound(collective, nbytes, topology))
 
 
 def _use_of_links(schedule: Schedule, topology: Topology) -> tuple[int, int]:
@@ -135,12 +125,11 @@ def _use_of_links(schedule: Schedule, topology: Topology) -> tuple[int, int]:
     Concurrent streams slow each other down on a link. A connection that has been idle begins slowly: TCP first finds
     out again how fast it may send.
     """
-    fan_in, hosts = 0, len(topology.hosts)
+    fan_in, hosts, host_of = 0, len(topology.hosts), Hosts.of(topology).host_of
     reached = np.zeros((hosts, hosts), np.bool_)
     for step in schedule.steps:
         messages, _ = step.narrow
-        pairs = np.unique(topology.host_of[messages.dst] * hosts + topology.host_of[messages.src])
-        to, by = np.divmod(pairs, hosts)
+        to, by = np.divmod(np.unique(host_of[messages.dst] * hosts + host_of[messages.src]), hosts)
         fan_in = max(fan_in, int(np.bincount(to[to != by], minlength=1).max()))
         reached[by, to] |= to != by
     return fan_in, int(reached.sum(axis=1).max())
@@ -155,7 +144,8 @@ def _preference(candidate: Candidate, topology: Topology) -> tuple[Any, ...]:
     schedule = candidate.schedule
     is_flat = "hosts" not in dict(schedule.parameters)
     transfers = sum(map(len, schedule.steps)) * candidate.segments
-    return *_use_of_links(schedule, topology), is_flat, schedule.price.reduced, transfers, len(schedule.steps)
+    reduced = round(float(candidate.load.times @ candidate.load.rows[:, REDUCED]), 9)
+    return *_use_of_links(schedule, topology), is_flat, reduced, transfers, candidate.load.steps
 
 
 @dataclass
@@ -167,22 +157,24 @@ class _Search:
     topology: Topology
     only_best: bool
     only_built_in: bool
-    found: list[Candidate] = field(default_factory=list)
-    left_out: list[tuple[str, str]] = field(default_factory=list)
-    most_seconds: float = math.inf  # a candidate that takes longer is not chosen
+    shortest: float = math.inf  # the seconds of the best candidate so far
 
-    def direct(self) -> None:
-        """Price ``direct`` first: the backend chooses another schedule for an exchange only if it is much shorter."""
-        self._try_flat(lookup(self.collective, "direct"), {})
-        self.most_seconds = min((MUCH_SHORTER * each.seconds for each in self.found), default=math.inf)
-
-    def flat(self) -> None:
+    def candidates(self) -> list[Candidate]:
+        topology = self.topology
+        found: list[Candidate] = []
+        if self.collective in EXCHANGES:
+            found += self._priced([("direct", {})])
+            if self.only_best and found:  # the backend chooses another schedule only if it is much shorter
+                self.shortest = MUCH_SHORTER * found[0].seconds
+        equal, several = len(set(topology.hosts)) == 1, len(topology.hosts) > 1 < max(topology.hosts)
+        flat = []
         for each in self._equal_ranks():
-            if each.name == "direct" and self.collective in EXCHANGES:
-                continue  # tried first
-            one_chunk = [{"chunks": 1}] if "chunks" in each.parameters else []
-            for parameters in ({}, *one_chunk, *each.variants):
-                self._try_flat(each, parameters)
+            if each.name != "direct" or self.collective not in EXCHANGES:
+                one_chunk = [{"chunks": 1}] if "chunks" in each.parameters else []
+                flat += [(each.name, parameters) for parameters in ({}, *one_chunk, *each.variants)]
+        if several and (self.collective in _WITHIN or (equal and "hierarchical" in algorithms(self.collective))):
+            found += self._hierarchies()
+        return found + self._priced(flat)
 
     def _equal_ranks(self) -> Iterator[Algorithm]:
         """The algorithms without a parameter ``hosts`` that may be chosen automatically."""
@@ -190,24 +182,16 @@ class _Search:
         usable = (each for each in every if may_be_chosen(each, self.topology.size) and "hosts" not in each.parameters)
         return (each for each in usable if each.built_in or not self.only_built_in)
 
-    def _try_flat(self, algorithm: Algorithm, parameters: Mapping[str, Any]) -> None:
-        self._try(algorithm.name, lambda: _growth(algorithm, self.topology.size), dict(parameters))
-
-    def hierarchies(self) -> None:
-        before = len(self.found)
+    def _hierarchies(self) -> list[Candidate]:
         first = lookup(self.collective, "hierarchical").parameters["inner"]
-        for each in self._equal_ranks():
-            if each.scratch is None or self.collective == "all_to_all":
-                self._hierarchy(first, each.name)
-        if tried := self.found[before:]:
-            best = dict(min(tried, key=lambda candidate: candidate.seconds).schedule.parameters)["outer"]
-            inners = [{*self._inner(kind)} for kind in self._kinds_within()]
-            for inner in sorted(set.intersection(*inners) - {first, "hierarchical"}):
-                self._hierarchy(inner, best)
-
-    def _kinds_within(self) -> tuple[str, ...]:
-        """The collectives within a host that the parameter ``inner`` names."""
-        return _WITHIN.get(self.collective, (self.collective,))
+        outers = [each for each in self._equal_ranks() if each.scratch is None or self.collective == "all_to_all"]
+        found = self._priced([self._hierarchy(first, each.name) for each in outers])
+        if found:
+            best = dict(min(found, key=lambda candidate: candidate.seconds).schedule.parameters)["outer"]
+            inners = [{*self._inner(kind)} for kind in _WITHIN.get(self.collective, (self.collective,))]
+            others = sorted(set.intersection(*inners) - {first, "hierarchical"})
+            found += self._priced([self._hierarchy(inner, best) for inner in others])
+        return found
 
     def _inner(self, kind: str) -> Iterator[str]:
         """The algorithms of a collective within a host; only an all_to_all can have phases that need scratch."""
@@ -215,79 +199,27 @@ class _Search:
         usable = (each for each in every if each.scratch is None or kind == "all_to_all")
         return (each.name for each in usable if each.built_in or not self.only_built_in)
 
-    def _hierarchy(self, inner: str, outer: str) -> None:
-        parameters = {"inner": inner, "outer": outer, "hosts": self.topology.hosts}
-        self._try("hierarchical", lambda: self._transfers_of_hierarchy(inner, outer), parameters)
+    def _hierarchy(self, inner: str, outer: str) -> tuple[str, dict[str, Any]]:
+        return "hierarchical", {"inner": inner, "outer": outer, "hosts": self.topology.hosts}
 
-    def _transfers_of_hierarchy(self, inner: str, outer: str) -> tuple[float, float]:
-        """The number of transfers in all and in the largest step."""
-        hosts = self.topology.hosts
-        # Groups that run at once: between hosts one for each share; within a host one, or one for each host's blocks.
-        shares = math.lcm(*hosts)
-        inside = len(hosts) ** (2 if self.collective in ("all_gather", "reduce_scatter", "all_to_all") else 1)
-        between = _growth(lookup(self.collective, outer), len(hosts))
-        within = [_growth(lookup(kind, inner), max(hosts)) for kind in self._kinds_within()]
-        total = between[0] * shares + inside * sum(each for each, _ in within)
-        return total, max(between[1] * shares, *(inside * each for _, each in within))
+    def _priced(self, algorithms: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Candidate]:
+        """The candidates of these algorithms and parameters, without those that are wrong."""
+        found = []
+        for name, parameters in algorithms:
+            if candidate := evaluated(self._price, self.collective, name, self.topology.size, **parameters):
+                found.append(candidate)
+                self.shortest = min(self.shortest, candidate.seconds)
+        return found
 
-    def _try(self, name: str, transfers: Callable[[], tuple[float, float]], parameters: dict[str, Any]) -> None:
-        """Price a candidate, unless it has too many transfers in all or in its largest step, or is wrong."""
-        price = functools.partial(self._price, transfers)
-        if candidate := evaluated(price, self.collective, name, self.topology.size, **parameters):
-            self.found.append(candidate)
-
-    def _price(self, transfers: Callable[[], tuple[float, float]], schedule: Schedule) -> Candidate | None:
-        if self.topology.size > _FEW_RANKS or len(set(self.topology.hosts)) > 1:
-            total, at_once = transfers()
-            if total > MOST_TRANSFERS or at_once > MOST_AT_ONCE:
-                many = f"{at_once:,.0f} at once" if at_once > MOST_AT_ONCE else f"{total:,.0f}"
-                self.left_out.append((_name(schedule), many))
-                return None
-        if self.only_best and self._is_too_long(schedule):
+    def _price(self, schedule: Schedule) -> Candidate | None:
+        nbytes, topology = self.nbytes, self.topology
+        load = load_by_card(lookup(self.collective, schedule.algorithm), Hosts.of(topology), schedule.parameters)
+        if self.only_best and least_seconds(load, nbytes, topology) > self.shortest * (1 + _TOLERANCE):
             return None
-        segments = int(best_segments(schedule, self.nbytes, self.topology))
-        spent = parts(schedule, self.nbytes, self.topology, segments)
-        latency, processor, link = (float(spent[columns].sum()) for columns in (LATENCY, PROCESSOR, LINK))
-        loads = replay(schedule, self.topology)
-        busiest = int(np.maximum(loads.sent, loads.received).max()) * float(schedule.share) * self.nbytes
-        uncut = float(seconds(schedule, self.nbytes, self.topology))
-        return Candidate(_name(schedule), schedule, segments, latency, processor, link, busiest, uncut)
-
-    def _is_too_long(self, schedule: Schedule) -> bool:
-        """Whether a lower bound shows that the candidate is neither the best one, nor nearly as good, nor chosen.
-
-        The bound of a hierarchical schedule is that of its phase between hosts, as a schedule for one rank a host. All
-        ranks of a host together send what this one rank sends over the link, each a part of it. The bound of the whole
-        schedule takes longer and is rarely high enough to be worth its time, except for exchanges.
-        """
-        best = min((each.seconds for each in self.found), default=math.inf)
-        limit = min(best, self.most_seconds) * (1 + _TOLERANCE)
-        if limit == math.inf:
-            return False
-        topology = self.topology
-        if schedule.algorithm == "hierarchical" and self.collective not in EXCHANGES:
-            topology = topology.one_rank_a_host
-            schedule = build_shared(self.collective, dict(schedule.parameters)["outer"], topology.size)
-        return StepBounds.of(schedule, topology).is_longer(self.nbytes, limit)
-
-
-def _name(schedule: Schedule) -> str:
-    """The algorithm with its parameters, without ``hosts``, which the topology determines."""
-    return " ".join([schedule.algorithm, *(f"{key}={value}" for key, value in schedule.parameters if key != "hosts")])
-
-
-@functools.cache
-def _growth(registered: Algorithm, size: int) -> tuple[float, float]:
-    """The approximate number of transfers in all and in the largest step.
-
-    Up to 64 ranks the transfers are counted. Above, the growth from a quarter to a half of the ranks is extrapolated,
-    except for an algorithm that a user has registered: it may support some sizes only.
-    """
-    if size <= 64 or (not registered.built_in and size <= MOST_RANKS):
-        rows = [len(step) for step in build(registered.collective, registered.name, size).steps]
-        return sum(rows), max(rows, default=0)
-    half, quarter = _growth(registered, size // 2), _growth(registered, size // 4)
-    return half[0] ** 2 / quarter[0], half[1] ** 2 / quarter[1]
+        segments = best_segments(load, nbytes, topology)
+        spent = parts(load, nbytes, topology, segments)
+        uncut = load_seconds(load, nbytes, topology)
+        return Candidate(schedule, load, nbytes, segments, spent.latency, spent.processor, spent.link, uncut)
 
 
 def bound(collective: str, nbytes: float, topology: Topology) -> float:

@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 
 from .contract import COLLECTIVES, ROOTED, contract
 from .cost_card import Card
+from .load import Hosts, Load, count_chunks
+from .moves import load_of
 from .phase import Phases
 from .schedule import Schedule, Step, Steps, most_steps
 
@@ -70,6 +72,25 @@ class Algorithm:
         return Schedule(
             self.collective, self.name, size, chunks, own_contract, steps, root, tuple(sorted(parameters.items())), part
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def load_by_card(registered: Algorithm, hosts: Hosts, parameters: tuple[tuple[str, Any], ...] = ()) -> Load:
+    """The load of an algorithm on hosts, from its card; without a card that has it, its steps are counted.
+
+    >>> load_by_card(lookup("all_reduce", "ring"), Hosts((8,) * 12_500)).steps
+    199998
+    """
+    given = {**registered.parameters, **dict(parameters)}
+    if registered.card is None or registered.card.load is None:
+        root = 0 if registered.collective in ROOTED else None
+        schedule = registered(hosts.size, root, **dict(parameters))
+        share = float(schedule.share)
+        return count_chunks(schedule, hosts).scaled(share, share)
+    chunks = _count(registered.chunks, hosts.size, given, default=1 if registered.collective in _WHOLE else hosts.size)
+    given.pop("hosts", None)
+    parts = registered.card.load(hosts, **given)
+    return load_of(parts, hosts, 0.0 if registered.collective == "barrier" else 1 / chunks)
 
 
 _WHOLE = ("barrier", "scan", "exclusive_scan")

@@ -339,7 +339,7 @@ class Schedule:
         if topology is not None:
             from .cost import seconds
 
-            return float(seconds(self, nbytes, topology))
+            return seconds(self, nbytes, topology)
         if alpha is None or beta is None:
             raise TypeError("cost() requires alpha and beta, or topology=")
         return self.price.seconds(nbytes, alpha, beta, gamma)

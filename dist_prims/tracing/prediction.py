@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ..schedules.cost import step_seconds
+from ..schedules.load import count
 from ..schedules.registry import build, lookup
-from ..schedules.replay import replay
 from ..schedules.schedule import Schedule
 from ..schedules.topology import Topology
 from ..schedules.trust import without_fingerprint
@@ -46,10 +47,8 @@ def _predict(
         topology = Topology.measured(hosts, json.loads(levels))
     except ValueError:  # an algorithm that only the program has registered
         return None
-    loads = replay(schedule, topology)
-    weights = topology.weights(float(schedule.share) * nbytes)
-    of_pattern = (loads.counts @ weights).max(axis=1)
-    return tuple(np.asarray(of_pattern[loads.pattern]).tolist())
+    load = count(schedule, topology)
+    return tuple(np.repeat(step_seconds(load, nbytes, topology), load.times).tolist())
 
 
 def _schedule(collective: str, algorithm: str, hosts: tuple[int, ...], root: int | None) -> Schedule:

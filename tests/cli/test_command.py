@@ -189,15 +189,6 @@ def test_recommend_takes_a_calibration_and_other_collectives(
     assert ": 4 µs predicted" in out  # 2 steps, each 4 messages on 2 cores
 
 
-@pytest.mark.slow
-def test_recommend_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recommend", "--hosts", "1", "--ranks", "4000", "--collective", "gather"]) == 0
-    assert "Not priced" not in capsys.readouterr().out
-    assert main(["recommend", "--hosts", "1000", "--ranks", "2", "--collective", "reduce_scatter"]) == 0
-    out = capsys.readouterr().out
-    assert "Not priced, because of too many transfers: direct (3,936,256 at once)" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..moves import Round, zigzag
 from ..schedule import CountedStep, Step
 
 __all__: list[str] = []
@@ -78,3 +79,14 @@ def gather(peers: Sequence[Ints], blocks: Bools) -> Iterator[Step]:
     """All-gather: rank r begins with the chunks that blocks[r] marks; every rank of the butterfly ends with all."""
     for peer, after in reversed(list(zip(peers, _active_blocks(peers, blocks)[1:], strict=True))):
         yield _exchange(peer, after, reduce=False)
+
+
+def swing_gather(p: int, surplus: int = 0) -> Iterator[Round]:
+    """The rounds of an all-gather among p ranks, an even number, with the peers of Swing.
+
+    Rank 0 has ``surplus`` further chunks, so the busiest rank sends so many more in each step.
+    """
+    steps = (p - 1).bit_length()
+    for step in reversed(range(steps)):
+        held = 1 << (steps - 1 - step)
+        yield Round(1, [zigzag(p, (1 - (-2) ** (step + 1)) // 3, min(held, p - held) + surplus)])

@@ -13,6 +13,7 @@ can share them evenly, and unit u of a host of m ranks belongs to its rank u * m
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,8 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..contract import ROOTED
+from ..load import Hosts as HostRanks
+from ..load import Load
+from ..moves import side_by_side
 from ..phase import Phase
-from ..registry import build_shared, lookup
+from ..registry import build_shared, load_by_card, lookup
 from ..schedule import CountedStep, Schedule, Step, WideStep
 
 __all__: list[str] = []
@@ -43,7 +47,7 @@ def host_sizes(size: int, hosts: Hosts) -> tuple[int, ...]:
         each = fair_share(size)
         return (each,) * (size // each)
     given = tuple(hosts) if isinstance(hosts, Sequence) else (hosts,)
-    if not all(isinstance(ranks, int) and ranks > 0 for ranks in given) or sum(given) != size:
+    if {*map(type, given)} != {int} or min(given) < 1 or sum(given) != size:
         raise ValueError(f"hierarchical: hosts={given} must be the number of ranks of each host (>= 1), {size} in all")
     return given
 
@@ -89,6 +93,25 @@ def chunks_of_units(kinds: tuple[str, ...], collective: str) -> Callable[..., in
         return math.lcm(math.lcm(*shape) * phase("outer", collective, outer, len(shape)).chunks, *within)
 
     return chunks
+
+
+def inside_load(kind: str, inner: str, hosts: HostRanks, every: bool = True) -> Load:
+    """The load of a collective within every host, or else within one of the largest."""
+    sizes = Counter(hosts.ranks if every else (max(hosts.ranks),))
+    loads = [load_by_card(lookup(kind, inner), HostRanks((ranks,))) for ranks in sizes]
+    return side_by_side(loads, [*sizes.values()] if hosts.one_machine else None)
+
+
+def between_load(collective: str, outer: str, hosts: HostRanks, rank: float, link: float) -> Load:
+    """The load of a collective between hosts that all ranks of a host run side by side, each for a share of the data.
+
+    ``rank``: the data of a rank, and ``link`` of a host, as multiples of the data. Hosts of different sizes: a rank of
+    a small one has a message for each rank of a large one with which it shares units.
+    """
+    small = load_by_card(lookup(collective, outer), hosts.one_rank_each)
+    pairs = [*itertools.product(set(hosts.ranks), repeat=2)]
+    messages = max(-(-(place + 1) * b // a) - place * b // a for a, b in pairs for place in range(a))
+    return small.scaled(rank, link, max(a + b - math.gcd(a, b) for a, b in pairs), messages)
 
 
 class Groups:
@@ -144,7 +167,7 @@ def unit_groups(hosts: tuple[int, ...], chunks: int, schedule: Schedule) -> Grou
 def between_units(schedule: Schedule, hosts: tuple[int, ...], chunks: int) -> Phase:
     """One collective over hosts for every unit, all at once."""
     width = chunks // math.lcm(*hosts) // schedule.chunks
-    return Phase(_between_units, (schedule, hosts), width, (schedule, hosts) if len(set(hosts)) == 1 else None)
+    return Phase(_between_units, (schedule, hosts), width)
 
 
 def _between_units(schedule: Schedule, hosts: tuple[int, ...]) -> Iterator[Step]:
@@ -188,7 +211,7 @@ def _without(rank: int, step: Step) -> Step:
 
 def between(schedule: Schedule, each: int) -> Phase:
     """One collective over hosts for every place on a host, all at once, on the blocks of the ranks at that place."""
-    return Phase(_between, (schedule, each), of_hosts=(schedule, (each,) * schedule.size))
+    return Phase(_between, (schedule, each))
 
 
 def _between(schedule: Schedule, each: int) -> Iterator[Step]:

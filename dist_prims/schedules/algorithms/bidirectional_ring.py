@@ -15,10 +15,19 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card
+from ..load import Hosts
+from ..moves import Part, Round, shifted
 from ..registry import algorithm
 from ..schedule import Step
 
 __all__: list[str] = []
+
+
+def _load(hosts: Hosts) -> Iterator[Part]:
+    size = hosts.size
+    for reduce in (True, False):
+        both = [shifted(size, distance, reduce=reduce) for distance in (1, -1)]
+        yield Round(size - 1, both if size > 2 else [shifted(size, 1, 2, reduce)])
 
 
 @algorithm(
@@ -26,7 +35,11 @@ __all__: list[str] = []
     name="bidirectional_ring",
     chunks=lambda size: 2 * size,
     card=Card(
-        "2*(n-1)", "2*(n-1)/n", "large data on a ring of full-duplex links", "NCCL's rings; Patarasu and Yuan 2009"
+        "2*(n-1)",
+        "2*(n-1)/n",
+        "large data on a ring of full-duplex links",
+        "NCCL's rings; Patarasu and Yuan 2009",
+        load=_load,
     ),
 )
 def all_reduce(size: int) -> Iterator[Step]:

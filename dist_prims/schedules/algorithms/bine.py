@@ -18,6 +18,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card
+from ..load import Hosts
+from ..moves import Move, Part, Round, backwards
 from ..registry import algorithm
 from ..schedule import Step
 from . import _butterfly as butterfly
@@ -39,11 +41,27 @@ def _sent_for_surplus(n: int) -> int:
     return n - 1 + children
 
 
+def _load(hosts: Hosts) -> Iterator[Part]:
+    size, p = hosts.size, even(hosts.size)
+    yield Round(size - p, [[Move(p, size, -p)]])
+    yield from butterfly.swing_gather(p, size - p)
+    yield Round(size - p, [[Move(0, 1, p, chunks=p)]])
+
+
+def _reduce_scatter_load(hosts: Hosts) -> Iterator[Part]:
+    yield from backwards(_load(hosts))
+
+
 @algorithm(
     "all_gather",
     name="bine",
     card=Card(
-        "E + 2*(n-e)", "(e-1 + s)/n", "uneven hosts, small and medium data", SOURCE, {**EVEN, "s": _sent_for_surplus}
+        "E + 2*(n-e)",
+        "(e-1 + s)/n",
+        "uneven hosts, small and medium data",
+        SOURCE,
+        {**EVEN, "s": _sent_for_surplus},
+        _load,
     ),
 )
 def all_gather(size: int) -> Iterator[Step]:
@@ -60,7 +78,7 @@ def all_gather(size: int) -> Iterator[Step]:
 @algorithm(
     "reduce_scatter",
     name="bine",
-    card=Card("E + 2*(n-e)", "(n-1)/n", "uneven hosts, small and medium data", SOURCE, EVEN),
+    card=Card("E + 2*(n-e)", "(n-1)/n", "uneven hosts, small and medium data", SOURCE, EVEN, _reduce_scatter_load),
 )
 def reduce_scatter(size: int) -> Iterator[Step]:
     for step in reversed(list(all_gather(size))):

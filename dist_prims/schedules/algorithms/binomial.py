@@ -23,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_card import Card, ceil_log2
+from ..load import Hosts
+from ..moves import Move, Part, Round, backwards
 from ..registry import algorithm
 from ..schedule import Step
 
@@ -46,14 +48,56 @@ def distances(size: int, radix: int) -> list[int]:
     return found
 
 
-@algorithm("broadcast", name="binomial", chunks=1, card=Card("L", "L", "small data", SOURCE), variants=TERNARY)
+def broadcast_load(hosts: Hosts, radix: int = 2) -> Iterator[Part]:
+    size = hosts.size
+    for step in distances(size, radix):
+        far = range(step, min(radix * step, size), step)
+        yield Round(1, [[Move(0, min(step, size - distance), distance)] for distance in far])
+
+
+def reduce_load(hosts: Hosts, radix: int = 2) -> Iterator[Part]:
+    size = hosts.size
+    for step in distances(size, radix):
+        far = range(step, min(radix * step, size), step)
+        yield Round(1, [[Move(distance, size, -distance, 1, radix * step, reduce=True)] for distance in far])
+
+
+def gather_load(hosts: Hosts, radix: int = 2) -> Iterator[Part]:
+    size = hosts.size
+    for step in distances(size, radix):
+        last = (size - 1) // step * step  # the head of the last subtree, which may be smaller
+        groups = []
+        for distance in range(step, min(radix * step, size), step):
+            whole = Move(distance, size - step + 1, -distance, 1, radix * step, step)
+            is_cut = last % (radix * step) == distance and size - last < step
+            groups.append([whole, Move(last, last + 1, -distance, chunks=size - last)] if is_cut else [whole])
+        yield Round(1, groups)
+
+
+def scatter_load(hosts: Hosts, radix: int = 2) -> Iterator[Part]:
+    yield from backwards(gather_load(hosts, radix), reduce=False)
+
+
+@algorithm(
+    "broadcast",
+    name="binomial",
+    chunks=1,
+    card=Card("L", "L", "small data", SOURCE, load=broadcast_load),
+    variants=TERNARY,
+)
 def broadcast(size: int, root: int = 0, radix: int = 2) -> Iterator[Step]:
     for distance in distances(size, radix):
         target = np.arange(distance, min(radix * distance, size))
         yield Step(src=(root + target % distance) % size, dst=(root + target) % size, chunk=0)
 
 
-@algorithm("reduce", name="binomial", chunks=1, card=Card("L", "min(n-1, 1)", "small data", SOURCE), variants=TERNARY)
+@algorithm(
+    "reduce",
+    name="binomial",
+    chunks=1,
+    card=Card("L", "min(n-1, 1)", "small data", SOURCE, load=reduce_load),
+    variants=TERNARY,
+)
 def reduce(size: int, root: int = 0, radix: int = 2) -> Iterator[Step]:
     for distance in distances(size, radix):
         place = np.arange(0, size, distance)
@@ -74,7 +118,7 @@ def _subtrees(size: int, distance: int, radix: int) -> tuple[Ints, Ints, Ints]:
 @algorithm(
     "gather",
     name="binomial",
-    card=Card("L", "max(n-q, q//2)/n", "small data", SOURCE, HALF),
+    card=Card("L", "max(n-q, q//2)/n", "small data", SOURCE, HALF, gather_load),
     variants=[{"radix": 3}, {"radix": 4}],
 )
 def gather(size: int, root: int = 0, radix: int = 2) -> Iterator[Step]:
@@ -86,7 +130,7 @@ def gather(size: int, root: int = 0, radix: int = 2) -> Iterator[Step]:
 @algorithm(
     "scatter",
     name="binomial",
-    card=Card("L", "(n-1)/n", "small data", SOURCE),
+    card=Card("L", "(n-1)/n", "small data", SOURCE, load=scatter_load),
     variants=[{"radix": 3}, {"radix": 4}],
 )
 def scatter(size: int, root: int = 0, radix: int = 2) -> Iterator[Step]:

@@ -26,6 +26,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card
+from ..load import Hosts
+from ..moves import Part, Round, shifted
 from ..registry import algorithm
 from ..schedule import CountedStep, Step
 from .binomial import distances
@@ -35,8 +37,27 @@ __all__: list[str] = []
 SOURCE = "Bruck, Ho, Kipnis, Upfal and Weathersby 1997"
 
 
+def _gather_load(hosts: Hosts, radix: int) -> Iterator[Part]:
+    size = hosts.size
+    for held in distances(size, radix):
+        then = min(radix * held, size)
+        yield Round(1, [shifted(size, -place, min(held, then - place)) for place in range(held, then, held)])
+
+
+def _exchange_load(hosts: Hosts, radix: int) -> Iterator[Part]:
+    size = hosts.size
+    way = np.arange(size)
+    for distance in distances(size, radix):
+        digits = np.bincount(way // distance % radix, minlength=radix)[1:].tolist()
+        far = enumerate(digits, start=1)
+        yield Round(1, [shifted(size, digit * distance, blocks) for digit, blocks in far if blocks])
+
+
 @algorithm(
-    "all_gather", name="bruck", card=Card("L", "(n-1)/n", "small data, any size", SOURCE), variants=[{"radix": 3}]
+    "all_gather",
+    name="bruck",
+    card=Card("L", "(n-1)/n", "small data, any size", SOURCE, load=_gather_load),
+    variants=[{"radix": 3}],
 )
 def all_gather(size: int, radix: int = 2) -> Iterator[Step]:
     for held in distances(size, radix):
@@ -61,7 +82,14 @@ def _continued(size: int, held: int, then: int) -> Step:
     "all_to_all",
     name="bruck",
     scratch=lambda size, radix: size,
-    card=Card("max(L, 1)", "b/n", "small blocks", SOURCE, {"b": lambda n: sum(i.bit_count() for i in range(n))}),
+    card=Card(
+        "max(L, 1)",
+        "b/n",
+        "small blocks",
+        SOURCE,
+        {"b": lambda n: sum(i.bit_count() for i in range(n))},
+        _exchange_load,
+    ),
     variants=[{"radix": 3}, {"radix": 4}, {"radix": 8}],
 )
 def all_to_all(size: int, radix: int = 2) -> Iterator[Step]:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card
+from ..load import Hosts
+from ..moves import Everyone, Part, Star
 from ..registry import algorithm
 from ..schedule import Step
 
@@ -28,7 +30,29 @@ def _pairs(size: int) -> tuple[np.ndarray, np.ndarray]:
     return np.tile(np.arange(size), size), np.repeat(np.arange(size), size)
 
 
-@algorithm("all_reduce", name="direct", chunks=1, card=Card("1", "n-1", "tiny data", SOURCE))
+def _reduce_load(hosts: Hosts) -> Iterator[Part]:
+    yield Everyone(reduce=True)
+
+
+def _exchange_load(hosts: Hosts) -> Iterator[Part]:
+    if hosts.size > 1:
+        yield Everyone()
+
+
+def _two_shot_load(hosts: Hosts) -> Iterator[Part]:
+    yield Everyone(reduce=True)
+    yield from _exchange_load(hosts)
+
+
+def _gather_load(hosts: Hosts) -> Iterator[Part]:
+    yield Star(inward=True)
+
+
+def _scatter_load(hosts: Hosts) -> Iterator[Part]:
+    yield Star(inward=False)
+
+
+@algorithm("all_reduce", name="direct", chunks=1, card=Card("1", "n-1", "tiny data", SOURCE, load=_reduce_load))
 def all_reduce(size: int) -> Iterator[Step]:
     src, dst = _pairs(size)
     yield Step(src, dst, chunk=np.zeros_like(src), reduce=src > 0)
@@ -39,18 +63,28 @@ def _add_in_rank_order(size: int) -> Step:
     return Step(src, dst, chunk=dst, reduce=src > 0)
 
 
-@algorithm("all_reduce", name="two_shot", card=Card("min(n, 2)", "2*(n-1)/n", "shared memory, one switch", SOURCE))
+@algorithm(
+    "all_reduce",
+    name="two_shot",
+    card=Card("min(n, 2)", "2*(n-1)/n", "shared memory, one switch", SOURCE, load=_two_shot_load),
+)
 def two_shot(size: int) -> Iterator[Step]:
     yield _add_in_rank_order(size)
     yield from all_gather(size)
 
 
-@algorithm("reduce_scatter", name="direct", card=Card("1", "(n-1)/n", "one switch, small data", SOURCE))
+@algorithm(
+    "reduce_scatter", name="direct", card=Card("1", "(n-1)/n", "one switch, small data", SOURCE, load=_reduce_load)
+)
 def reduce_scatter(size: int) -> Iterator[Step]:
     yield _add_in_rank_order(size)
 
 
-@algorithm("all_gather", name="direct", card=Card("min(n-1, 1)", "(n-1)/n", "one switch, small data", SOURCE))
+@algorithm(
+    "all_gather",
+    name="direct",
+    card=Card("min(n-1, 1)", "(n-1)/n", "one switch, small data", SOURCE, load=_exchange_load),
+)
 def all_gather(size: int) -> Iterator[Step]:
     if size > 1:
         dst, other = np.repeat(np.arange(size), size - 1), np.tile(np.arange(size - 1), size)
@@ -58,14 +92,14 @@ def all_gather(size: int) -> Iterator[Step]:
         yield Step(src, dst, chunk=src)
 
 
-@algorithm("gather", name="direct", card=Card("min(n-1, 1)", "min(n-1, 1)/n", "large data", SOURCE))
+@algorithm("gather", name="direct", card=Card("min(n-1, 1)", "min(n-1, 1)/n", "large data", SOURCE, load=_gather_load))
 def gather(size: int, root: int = 0) -> Iterator[Step]:
     others = np.delete(np.arange(size), root)
     if size > 1:
         yield Step(src=others, dst=root, chunk=others)
 
 
-@algorithm("scatter", name="direct", card=Card("min(n-1, 1)", "(n-1)/n", "large data", SOURCE))
+@algorithm("scatter", name="direct", card=Card("min(n-1, 1)", "(n-1)/n", "large data", SOURCE, load=_scatter_load))
 def scatter(size: int, root: int = 0) -> Iterator[Step]:
     others = np.delete(np.arange(size), root)
     if size > 1:
@@ -81,7 +115,9 @@ def _part(size: int, rank: int) -> Iterator[Step]:
     yield Step(src, dst, chunk=dst, into=size + src)
 
 
-@algorithm("all_to_all", name="direct", card=Card("1", "(n-1)/n", "one switch", SOURCE), part=_part)
+@algorithm(
+    "all_to_all", name="direct", card=Card("1", "(n-1)/n", "one switch", SOURCE, load=_exchange_load), part=_part
+)
 def all_to_all(size: int) -> Iterator[Step]:
     src, dst = _pairs(size)
     yield Step(src, dst, chunk=dst, into=size + src)

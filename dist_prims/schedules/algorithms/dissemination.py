@@ -10,16 +10,25 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card, ceil_log2
+from ..load import Hosts
+from ..moves import Part, Round, shifted
 from ..registry import algorithm
 from ..schedule import Step
 
 __all__: list[str] = []
 
 
+def _load(hosts: Hosts) -> Iterator[Part]:
+    for step in range(ceil_log2(hosts.size)):
+        yield Round(1, [shifted(hosts.size, 1 << step)])
+
+
 @algorithm(
     "barrier",
     name="dissemination",
-    card=Card("L", "0", "always", "Hensgen, Finkel and Manber, Two algorithms for barrier synchronization, 1988"),
+    card=Card(
+        "L", "0", "always", "Hensgen, Finkel and Manber, Two algorithms for barrier synchronization, 1988", load=_load
+    ),
 )
 def barrier(size: int) -> Iterator[Step]:
     rank = np.arange(size)

@@ -18,14 +18,17 @@ a logarithmic delay. Reduce runs the steps backwards and adds.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_card import Card
+from ..load import Hosts
+from ..moves import FEW_RANKS, Busiest, Move, Part, Round
 from ..registry import algorithm
 from ..schedule import Step
-from .tree import CHUNKS, at_least_one, parents, renumbered
+from .tree import CHUNKS, at_least_one, parents, renumbered, tree_levels
 
 __all__: list[str] = []
 
@@ -90,12 +93,50 @@ def _steps(size: int, root: int, chunks: int) -> Iterator[Step]:
         yield Step((root + src[on]) % size, (root + dst[on]) % size, tree[on] * chunks + chunk[on])
 
 
+def _in_second_tree(move: Move, size: int) -> Move:
+    """The same message in the second tree, without that of its last place."""
+    if size % 2:
+        return move.mirrored(size + 1)
+    return replace(move, first=move.first + 1, last=min(move.last + 1, size))
+
+
+def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[Part]:
+    """A parent sends to its children in turn: in each level, messages to the right and to the left.
+
+    Each level begins two steps after the one above it. Of sizes other than powers of two, the last levels overlap.
+    """
+    size = hosts.size
+    if size <= FEW_RANKS:
+        yield from (reduce_to_root if reduce else broadcast)(size, chunks=chunks)
+    else:
+        levels = tree_levels(size, reduce=True)
+        top = 1 << (len(levels) - 1)  # the root of the first tree
+        second = [[_in_second_tree(move, size) for move in level] for level in levels[:-1]]
+        second.append([Move(size - top, size - top + 1, top - size) if size % 2 else Move(top + 1, top + 2, -top - 1)])
+        halves = []
+        for up in reversed([one + two for one, two in zip(levels, second, strict=True)]):
+            level = [replace(move, reduce=True) if reduce else move.backwards() for move in up]
+            halves += [[m for m in level if m.shift > 0], [m for m in level if m.shift < 0]]
+        filling = halves[1:-1] if size == 2 * top else halves[1:-2]
+        parts = [Round(1, [half]) for half in filling]
+        every = [replace(move, chunks=0.5) for half in halves for move in half]
+        parts.append(Round(2 * chunks, [every]))
+        yield from reversed(parts) if reduce else parts
+    if size > 1:
+        yield Busiest(2 * chunks, 2 * chunks, 2 * chunks * reduce)
+
+
+def _reduce_load(hosts: Hosts, chunks: int = CHUNKS) -> Iterator[Part]:
+    yield from _load(hosts, chunks, reduce=True)
+
+
 CARD = Card(
     "(d + 2*k - 1)*min(n-1, 1)",
     "min(n-1, 1)",
     "many ranks, medium and large data",
     "Sanders, Speck and Träff, Two-tree algorithms, 2009",
     {"k": lambda n: CHUNKS, "d": _last_start},
+    _load,
 )
 
 
@@ -108,7 +149,7 @@ def broadcast(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
     yield from _steps(size, root, chunks)
 
 
-@algorithm("reduce", name="double_tree", chunks=_chunks, card=CARD)
-def reduce(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
+@algorithm("reduce", name="double_tree", chunks=_chunks, card=replace(CARD, load=_reduce_load))
+def reduce_to_root(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
     for step in reversed(list(_steps(size, root, chunks))):
         yield step.backwards()

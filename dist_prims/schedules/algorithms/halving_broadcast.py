@@ -20,17 +20,23 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card
+from ..load import Hosts
+from ..moves import Part
 from ..registry import algorithm
 from ..schedule import Step
 
 __all__: list[str] = []
 
 
+def _load(hosts: Hosts) -> Iterator[Part]:
+    yield from broadcast(hosts.size)
+
+
 @algorithm(
     "broadcast",
     name="halving",
     chunks=1,
-    card=Card("L", "L", "small data, several hosts", "folklore; MPICH, whose halves are powers of two"),
+    card=Card("L", "L", "small data, several hosts", "folklore; MPICH, whose halves are powers of two", load=_load),
 )
 def broadcast(size: int, root: int = 0) -> Iterator[Step]:
     first, last, holder = np.array([0]), np.array([size]), np.array([root])

@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_card import Card, floor_pow2
+from ..load import Hosts
+from ..moves import Move, Part, Round, backwards, exchanged
 from ..registry import algorithm
 from ..schedule import Step
 from . import _butterfly as butterfly
@@ -34,11 +36,43 @@ def distances(p: int) -> list[NDArray[np.int64]]:
     return [np.arange(p) ^ distance for distance in (p >> np.arange(1, p.bit_length())).tolist()]
 
 
+def _all_reduce_load(hosts: Hosts) -> Iterator[Part]:
+    size, p = hosts.size, floor_pow2(hosts.size)
+    far = (p >> np.arange(1, p.bit_length())).tolist()
+    yield Round(int(size > p), [[Move(p, size, -p, chunks=p, reduce=True)]])
+    yield from (Round(1, [exchanged(p, distance, distance, reduce=True)]) for distance in far)
+    yield from (Round(1, [exchanged(p, distance, distance)]) for distance in reversed(far))
+    yield Round(int(size > p), [[Move(0, size - p, p, chunks=p)]])
+
+
+def _all_gather_load(hosts: Hosts) -> Iterator[Part]:
+    size, p = hosts.size, floor_pow2(hosts.size)
+    surplus = size - p
+    yield Round(int(surplus > 0), [[Move(p, size, -p)]])
+    for step in range(p.bit_length() - 1):
+        distance = 1 << step
+        whole = surplus // distance * distance  # ranks whose group has a surplus rank for each of its ranks
+        cut = whole + distance  # the end of the group that has one for some of its ranks
+        groups = ((0, whole, 2 * distance), (whole, cut, distance + surplus % distance), (cut, p, distance))
+        yield Round(1, [[m for low, high, c in groups for m in exchanged(high, distance, c, first=low) if low < high]])
+    yield Round(int(surplus > 0), [[Move(0, surplus, p, chunks=size)]])
+
+
+def _reduce_scatter_load(hosts: Hosts) -> Iterator[Part]:
+    yield from backwards(_all_gather_load(hosts))
+
+
 @algorithm(
     "all_reduce",
     name="halving_doubling",
     chunks=floor_pow2,
-    card=Card("2*l + 2*min(n-p, 1)", "2*(p-1)/p + min(n-p, 1)", "medium and large data, powers of two", SOURCE),
+    card=Card(
+        "2*l + 2*min(n-p, 1)",
+        "2*(p-1)/p + min(n-p, 1)",
+        "medium and large data, powers of two",
+        SOURCE,
+        load=_all_reduce_load,
+    ),
 )
 def all_reduce(size: int) -> Iterator[Step]:
     p = floor_pow2(size)
@@ -59,7 +93,7 @@ def _with_surplus(size: int) -> NDArray[np.bool_]:
 @algorithm(
     "reduce_scatter",
     name="halving",
-    card=Card("l + 2*min(n-p, 1)", "(n - 1 + min(n-p, 1))/n", "medium data", SOURCE),
+    card=Card("l + 2*min(n-p, 1)", "(n - 1 + min(n-p, 1))/n", "medium data", SOURCE, load=_reduce_scatter_load),
 )
 def reduce_scatter(size: int) -> Iterator[Step]:
     p = floor_pow2(size)
@@ -80,7 +114,9 @@ def _chunks_of_rank_0(n: int) -> int:
 @algorithm(
     "all_gather",
     name="doubling",
-    card=Card("l + 2*min(n-p, 1)", "g/n", "small data, powers of two", SOURCE, {"g": lambda n: _chunks_of_rank_0(n)}),
+    card=Card(
+        "l + 2*min(n-p, 1)", "g/n", "small data, powers of two", SOURCE, {"g": _chunks_of_rank_0}, _all_gather_load
+    ),
 )
 def all_gather(size: int) -> Iterator[Step]:
     p = floor_pow2(size)

@@ -26,7 +26,12 @@ with equally many ranks: every block crosses each link once, and all ranks of a 
                           all_gather in hosts        0-1        2-3
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from ..cost_card import Card
+from ..load import Hosts as HostRanks
+from ..moves import Part
 from ..phase import Phases
 from ..registry import algorithm
 from . import _hierarchy as hierarchy
@@ -34,8 +39,25 @@ from ._hierarchy import Hosts, fair_share
 
 __all__: list[str] = []
 
+
+def _all_reduce_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+    yield hierarchy.inside_load("reduce_scatter", inner, hosts)
+    yield hierarchy.between_load("all_reduce", outer, hosts, 1 / min(hosts.ranks), 1)
+    yield hierarchy.inside_load("all_gather", inner, hosts)
+
+
+def _all_gather_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+    yield hierarchy.between_load("all_gather", outer, hosts, 1 / hosts.ranks[0], 1)
+    yield hierarchy.inside_load("all_gather", inner, hosts)
+
+
+def _reduce_scatter_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+    yield hierarchy.inside_load("reduce_scatter", inner, hosts)
+    yield hierarchy.between_load("reduce_scatter", outer, hosts, 1 / hosts.ranks[0], 1)
+
+
 M = {"m": fair_share}
-BLOCKS = Card("m-1 + n/m - 1", "(n-1)/n", "several hosts, all sizes", hierarchy.MULTI_LANE, M)
+BLOCKS = Card("m-1 + n/m - 1", "(n-1)/n", "several hosts, all sizes", hierarchy.MULTI_LANE, M, _reduce_scatter_load)
 
 _chunks = hierarchy.chunks_of_units(("reduce_scatter", "all_gather"), "all_reduce")
 
@@ -44,7 +66,7 @@ _chunks = hierarchy.chunks_of_units(("reduce_scatter", "all_gather"), "all_reduc
     "all_reduce",
     name="hierarchical",
     chunks=_chunks,
-    card=Card("2*(m-1) + 2*(n/m - 1)", "2*(n-1)/n", "several hosts, large data", "NCCL; Horovod", M),
+    card=Card("2*(m-1) + 2*(n/m - 1)", "2*(n-1)/n", "several hosts, large data", "NCCL; Horovod", M, _all_reduce_load),
 )
 def all_reduce(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts = None) -> Phases:
     shape, chunks = hierarchy.host_sizes(size, hosts), _chunks(size, inner, outer, hosts)
@@ -55,7 +77,12 @@ def all_reduce(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts
     )
 
 
-@algorithm("all_gather", name="hierarchical", chunks=hierarchy.chunks_of_blocks("all_gather"), card=BLOCKS)
+@algorithm(
+    "all_gather",
+    name="hierarchical",
+    chunks=hierarchy.chunks_of_blocks("all_gather"),
+    card=replace(BLOCKS, load=_all_gather_load),
+)
 def all_gather(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts = None) -> Phases:
     number, each = hierarchy.equal_hosts(size, hosts)
     return (

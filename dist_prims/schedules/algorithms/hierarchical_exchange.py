@@ -23,6 +23,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card, ceil_log2
+from ..load import Hosts as HostRanks
+from ..moves import Part
 from ..registry import algorithm, lookup
 from ..schedule import CountedStep, Schedule, Step
 from . import _hierarchy as hierarchy
@@ -59,6 +61,16 @@ def _rows(step: Step, ranks: Ints, numbers: Ints) -> Step:
     return Step(src, dst, chunk, into=into)
 
 
+def _all_to_all_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+    yield hierarchy.inside_load("all_to_all", inner, hosts)
+    yield hierarchy.between_load("all_to_all", outer, hosts, 1, hosts.ranks[0])
+
+
+def _barrier_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+    yield hierarchy.inside_load("barrier", inner, hosts)
+    yield hierarchy.between_load("barrier", outer, hosts, 1, 1)
+
+
 @algorithm(
     "all_to_all",
     name="hierarchical",
@@ -70,6 +82,7 @@ def _rows(step: Step, ranks: Ints, numbers: Ints) -> Step:
         "several hosts, small blocks",
         hierarchy.MULTI_LANE,
         {"m": fair_share},
+        _all_to_all_load,
     ),
 )
 def all_to_all(size: int, inner: str = "pairwise", outer: str = "pairwise", hosts: Hosts = None) -> Iterator[Step]:
@@ -94,6 +107,7 @@ def all_to_all(size: int, inner: str = "pairwise", outer: str = "pairwise", host
         "several hosts",
         hierarchy.MULTI_LANE,
         {"M": lambda n: ceil_log2(fair_share(n)), "H": lambda n: ceil_log2(n // fair_share(n))},
+        _barrier_load,
     ),
 )
 def barrier(

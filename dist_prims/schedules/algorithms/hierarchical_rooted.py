@@ -28,6 +28,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card, ceil_log2
+from ..load import Hosts as HostRanks
+from ..moves import Part
 from ..phase import Phase, Phases
 from ..registry import algorithm, build_shared
 from ..schedule import Schedule, Step
@@ -71,6 +73,28 @@ def _steps_on_one_host(schedule: Schedule, first_rank: int) -> Iterator[Step]:
     yield from map(hierarchy.Groups(ranks[None, :], np.zeros(1, np.int64), 1).spread, schedule.steps)
 
 
+def _broadcast_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+    yield hierarchy.inside_load("scatter", "binomial", hosts, every=False)
+    yield hierarchy.between_load("broadcast", outer, hosts, 1 / min(hosts.ranks), 1)
+    yield hierarchy.inside_load("all_gather", inner, hosts)
+
+
+def _reduce_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+    yield hierarchy.inside_load("reduce_scatter", inner, hosts)
+    yield hierarchy.between_load("reduce", outer, hosts, 1 / min(hosts.ranks), 1)
+    yield hierarchy.inside_load("gather", "binomial", hosts, every=False)
+
+
+def _gather_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+    yield hierarchy.between_load("gather", outer, hosts, 1 / hosts.ranks[0], 1)
+    yield hierarchy.inside_load("gather", inner, hosts, every=False)
+
+
+def _scatter_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+    yield hierarchy.inside_load("scatter", inner, hosts, every=False)
+    yield hierarchy.between_load("scatter", outer, hosts, 1 / hosts.ranks[0], 1)
+
+
 _broadcast_chunks = hierarchy.chunks_of_units(("all_gather",), "broadcast")
 _reduce_chunks = hierarchy.chunks_of_units(("reduce_scatter",), "reduce")
 
@@ -79,7 +103,9 @@ _reduce_chunks = hierarchy.chunks_of_units(("reduce_scatter",), "reduce")
     "broadcast",
     name="hierarchical",
     chunks=_broadcast_chunks,
-    card=Card("M + H + m-1", "(2*(m-1) + H)/m", "several hosts, large data", hierarchy.MULTI_LANE, WHERE),
+    card=Card(
+        "M + H + m-1", "(2*(m-1) + H)/m", "several hosts, large data", hierarchy.MULTI_LANE, WHERE, _broadcast_load
+    ),
 )
 def broadcast(size: int, root: int = 0, inner: str = "ring", outer: str = "binomial", hosts: Hosts = None) -> Phases:
     shape, chunks = hierarchy.host_sizes(size, hosts), _broadcast_chunks(size, inner, outer, hosts)
@@ -95,7 +121,14 @@ def broadcast(size: int, root: int = 0, inner: str = "ring", outer: str = "binom
     "reduce",
     name="hierarchical",
     chunks=_reduce_chunks,
-    card=Card("M + H + m-1", "(m-1 + max(min(H, 1), w))/m", "several hosts, large data", hierarchy.MULTI_LANE, WHERE),
+    card=Card(
+        "M + H + m-1",
+        "(m-1 + max(min(H, 1), w))/m",
+        "several hosts, large data",
+        hierarchy.MULTI_LANE,
+        WHERE,
+        _reduce_load,
+    ),
 )
 def reduce(size: int, root: int = 0, inner: str = "ring", outer: str = "binomial", hosts: Hosts = None) -> Phases:
     shape, chunks = hierarchy.host_sizes(size, hosts), _reduce_chunks(size, inner, outer, hosts)
@@ -111,7 +144,7 @@ def reduce(size: int, root: int = 0, inner: str = "ring", outer: str = "binomial
     "gather",
     name="hierarchical",
     chunks=hierarchy.chunks_of_blocks("gather"),
-    card=Card("M + H", "max(b, w*n/m)/n", "several hosts, small data", hierarchy.MULTI_LANE, WHERE),
+    card=Card("M + H", "max(b, w*n/m)/n", "several hosts, small data", hierarchy.MULTI_LANE, WHERE, _gather_load),
 )
 def gather(size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: Hosts = None) -> Phases:
     number, each = hierarchy.equal_hosts(size, hosts)
@@ -126,7 +159,7 @@ def gather(size: int, root: int = 0, inner: str = "binomial", outer: str = "bino
     "scatter",
     name="hierarchical",
     chunks=hierarchy.chunks_of_blocks("scatter"),
-    card=Card("M + H", "(n-1)/n", "several hosts, small data", hierarchy.MULTI_LANE, WHERE),
+    card=Card("M + H", "(n-1)/n", "several hosts, small data", hierarchy.MULTI_LANE, WHERE, _scatter_load),
 )
 def scatter(size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: Hosts = None) -> Phases:
     number, each = hierarchy.equal_hosts(size, hosts)

@@ -20,10 +20,13 @@ With ranks numbered host by host, a chain crosses each link between hosts once i
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from ..cost_card import Card
+from ..load import Hosts
+from ..moves import FEW_RANKS, Busiest, Move, Part, Round
 from ..registry import algorithm
 from ..schedule import Step
 from . import binomial, ring
@@ -32,6 +35,46 @@ from .tree import at_least_one
 __all__: list[str] = []
 
 CHUNKS = 8
+_MANY_HOSTS = 1024  # so long a chain is not cut into segments, so the order of its steps makes no difference
+
+
+def _chain_load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[Part]:
+    """In each step a window of up to ``chunks`` consecutive ranks sends; a link carries each chunk once.
+
+    A long chain has two kinds of windows: within a host, and across its end.
+    """
+    size, ranks = hosts.size, hosts.ranks
+    if size <= FEW_RANKS:
+        yield from (chain_reduce if reduce else chain)(size, chunks=chunks)
+    else:
+        begin, first = int(hosts.begins[ranks.index(max(ranks))]), max(ranks[0] - chunks, 0)
+        window = min(chunks, max(ranks) - 1)
+        inside, across = ([[Move(at, at + m, 1)]] for at, m in ((begin, window), (first, chunks)))
+        if reduce:
+            inside, across = ([[move.backwards(reduce)] for (move,) in groups] for groups in (inside, across))
+        crossings = [min(chunks, m) for m in ranks[1:-1]] + [chunks] if len(ranks) > 1 else []
+        if len(ranks) > _MANY_HOSTS:
+            crossings = [sum(crossings)]
+        rest = size - 2 + chunks - sum(crossings)
+        for crossing in crossings:
+            yield Round(rest // (len(crossings) + 1), inside)
+            yield Round(crossing, across)
+        yield Round(rest - len(crossings) * (rest // (len(crossings) + 1)), inside)
+    yield Busiest(chunks, chunks, chunks * reduce, chunks)
+
+
+def _reduce_chain_load(hosts: Hosts, chunks: int = CHUNKS) -> Iterator[Part]:
+    yield from _chain_load(hosts, chunks, reduce=True)
+
+
+def _scatter_all_gather_load(hosts: Hosts) -> Iterator[Part]:
+    yield from binomial.scatter_load(hosts)
+    yield from ring.round_load(hosts)
+
+
+def _reduce_scatter_gather_load(hosts: Hosts) -> Iterator[Part]:
+    yield from ring.reduce_scatter_load(hosts)
+    yield from binomial.gather_load(hosts)
 
 
 CHAIN = Card(
@@ -40,6 +83,7 @@ CHAIN = Card(
     "large data in many chunks or segments",
     "folklore; NCCL",
     {"k": lambda n: CHUNKS},
+    _chain_load,
 )
 
 
@@ -52,7 +96,7 @@ def chain(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
         yield Step(src=rank[first:last], dst=rank[first + 1 : last + 1], chunk=now - place[first:last])
 
 
-@algorithm("reduce", name="chain", chunks=at_least_one, card=CHAIN)
+@algorithm("reduce", name="chain", chunks=at_least_one, card=replace(CHAIN, load=_reduce_chain_load))
 def chain_reduce(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
     place = np.arange(size)  # counted from the last rank of the chain
     rank = (root - 1 - place) % size
@@ -65,7 +109,9 @@ def chain_reduce(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Ste
 @algorithm(
     "broadcast",
     name="scatter_all_gather",
-    card=Card("L + n - 1", "2*(n-1)/n", "large data", "Barnett, van de Geijn et al. 1994"),
+    card=Card(
+        "L + n - 1", "2*(n-1)/n", "large data", "Barnett, van de Geijn et al. 1994", load=_scatter_all_gather_load
+    ),
 )
 def scatter_all_gather(size: int, root: int = 0) -> Iterator[Step]:
     yield from binomial.scatter(size, root)
@@ -81,6 +127,7 @@ def scatter_all_gather(size: int, root: int = 0) -> Iterator[Step]:
         "large data, few ranks",
         "ring, then binomial tree",
         binomial.HALF,
+        _reduce_scatter_gather_load,
     ),
 )
 def reduce_scatter_gather(size: int, root: int = 0) -> Iterator[Step]:

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card
+from ..load import Hosts
+from ..moves import Part, Round, shifted
 from ..registry import algorithm
 from ..schedule import Step
 
@@ -28,13 +30,24 @@ __all__: list[str] = []
 SUM, BUFFER = 0, 1  # chunk numbers: the result, and the buffer that is forwarded
 
 
+def _load(hosts: Hosts) -> Iterator[Part]:
+    yield Round(hosts.size - 1, [shifted(hosts.size, 1, reduce=True)])
+    yield Round(int(hosts.size > 1), [])
+
+
 @algorithm(
     "all_reduce",
     name="naive_ring",
     chunks=1,
     scratch=1,
     replicas="may differ",
-    card=Card("n*min(n-1, 1)", "n-1", "never; its replicas may differ", "the ring of PyTorch's first tutorial on it"),
+    card=Card(
+        "n*min(n-1, 1)",
+        "n-1",
+        "never; its replicas may differ",
+        "the ring of PyTorch's first tutorial on it",
+        load=_load,
+    ),
 )
 def all_reduce(size: int) -> Iterator[Step]:
     rank = np.arange(size)

@@ -14,15 +14,33 @@ to the guest what it receives.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_card import Card
+from ..load import Hosts
+from ..moves import Move, Part, Round, exchanged
 from ..registry import algorithm
 from ..schedule import Step, WideStep
 
 __all__: list[str] = []
+
+
+def _load(hosts: Hosts) -> Iterator[Part]:
+    size, even = hosts.size, hosts.size - hosts.size % 2
+    guest = int(size > even > 0)
+    to_guest = [[Move(even - 1, even, 1, chunks=2)]] * guest
+    yield Round(guest, [[Move(even, size, -1)]])
+    if even:
+        yield Round(1, [exchanged(even, 1, 1 + guest), *to_guest])
+    rest = even // 2 - 1
+    other = [*exchanged(even - 2, 1), Move(0, 1, even - 1), Move(even - 1, even, 1 - even)]
+    other = [replace(m, first=m.first + 1, last=m.last + 1) for m in other[:2]] + other[2:]
+    yield Round((rest + 1) // 2, [[replace(move, chunks=2 + guest) for move in other], *to_guest])
+    yield Round(rest // 2, [exchanged(even, 1, 2 + guest), *to_guest])
+    yield Round(guest, to_guest)
 
 
 @algorithm(
@@ -33,6 +51,7 @@ __all__: list[str] = []
         "(n - 1 + (n%2)*max(0, n - max(0, 4-n)))/n",
         "medium data, even sizes, ranks next to each other",
         "Chen, Zhang, Zhang et al. 2005 (Open MPI)",
+        load=_load,
     ),
 )
 def all_gather(size: int) -> Iterator[Step]:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card
+from ..load import Hosts
+from ..moves import Part, Round, shifted
 from ..registry import algorithm
 from ..schedule import Step
 
@@ -28,10 +30,23 @@ def _part(size: int, rank: int) -> Iterator[Step]:
         yield move if distance > 1 else Step.concat([keep, move])
 
 
+def _load(hosts: Hosts) -> Iterator[Part]:
+    """Between equal hosts three kinds of distances: less than a host, whole hosts, and all others."""
+    size, each, number = hosts.size, hosts.ranks[0], len(hosts.ranks)
+    if max(hosts.ranks) == 1:
+        every = [(size - 1, 1)]
+    elif len(set(hosts.ranks)) > 1:
+        every = [(1, distance) for distance in range(1, size)]
+    else:
+        every = [(1, distance) for distance in (*range(1, each), *range(max(size - each + 1, each), size))]
+        every += [(number - 1, each), (max(number - 2, 0) * (each - 1), each + 1)]
+    yield from (Round(times, [shifted(size, distance)]) for times, distance in every)
+
+
 @algorithm(
     "all_to_all",
     name="pairwise",
-    card=Card("max(n-1, 1)", "(n-1)/n", "large blocks", "Thakur, Rabenseifner and Gropp 2005"),
+    card=Card("max(n-1, 1)", "(n-1)/n", "large blocks", "Thakur, Rabenseifner and Gropp 2005", load=_load),
     part=_part,
 )
 def all_to_all(size: int) -> Iterator[Step]:

@@ -18,18 +18,47 @@ ranks. Halving-doubling has both only for powers of two. Each chunk is added up 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_card import Card, ceil_log2
+from ..load import Hosts
+from ..moves import Part, Round, backwards, shifted
 from ..registry import algorithm
 from ..schedule import CountedStep, Step
 
 __all__: list[str] = []
 
 TRAEFF = "Träff, Optimal, non-pipelined reduce-scatter and allreduce algorithms, 2024; Jeaugey, PAT, 2025"
-CARD = Card("L", "(n-1)/n", "small and medium data on tapered networks", "Jeaugey, PAT, 2025 (NCCL 2.23)")
+
+
+def _gather_load(hosts: Hosts, aggregate: int | None = None) -> Iterator[Part]:
+    size = hosts.size
+    for distance in (1 << step for step in reversed(range(ceil_log2(size)))):
+        chunks = len(range(0, size - distance, 2 * distance))
+        most = aggregate or chunks
+        yield Round(chunks // most, [shifted(size, distance, most)])
+        yield Round(int(chunks % most > 0), [shifted(size, distance, chunks % most)])
+
+
+def _reduce_scatter_load(hosts: Hosts, aggregate: int | None = None) -> Iterator[Part]:
+    yield from backwards(_gather_load(hosts, aggregate))
+
+
+def _all_reduce_load(hosts: Hosts, aggregate: int | None = None) -> Iterator[Part]:
+    yield from _reduce_scatter_load(hosts, aggregate)
+    yield from _gather_load(hosts, aggregate)
+
+
+CARD = Card(
+    "L",
+    "(n-1)/n",
+    "small and medium data on tapered networks",
+    "Jeaugey, PAT, 2025 (NCCL 2.23)",
+    load=_gather_load,
+)
 
 
 def _hops(size: int, aggregate: int | None) -> list[Step]:
@@ -59,7 +88,7 @@ def all_gather(size: int, aggregate: int | None = None) -> Iterator[Step]:
     yield from _hops(size, aggregate)
 
 
-@algorithm("reduce_scatter", name="pat", card=CARD)
+@algorithm("reduce_scatter", name="pat", card=replace(CARD, load=_reduce_scatter_load))
 def reduce_scatter(size: int, aggregate: int | None = None) -> Iterator[Step]:
     for hop in reversed(_hops(size, aggregate)):
         yield hop.backwards()
@@ -68,7 +97,7 @@ def reduce_scatter(size: int, aggregate: int | None = None) -> Iterator[Step]:
 @algorithm(
     "all_reduce",
     name="pat",
-    card=Card("2*L", "2*(n-1)/n", "medium and large data, any size", TRAEFF),
+    card=Card("2*L", "2*(n-1)/n", "medium and large data, any size", TRAEFF, load=_all_reduce_load),
 )
 def all_reduce(size: int, aggregate: int | None = None) -> Iterator[Step]:
     yield from reduce_scatter(size, aggregate)

@@ -18,12 +18,15 @@ Places are counted from the root. After the fold, places 0, 2, ..., 2 r - 2 and 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from ..cost_card import Card, floor_pow2
+from ..load import Hosts
+from ..moves import Move, Part, Round
 from ..registry import algorithm
-from ..schedule import Step
+from ..schedule import Step, WideStep
 from . import _butterfly as butterfly
 from . import binomial
 from .halving_doubling import distances
@@ -51,6 +54,19 @@ def _gathered(n: int) -> int:
     return floor_pow2(surplus - 1) if surplus > 1 else 0
 
 
+def _load(hosts: Hosts) -> Iterator[Part]:
+    p = floor_pow2(hosts.size)
+    surplus, places = hosts.size - p, np.arange(p)
+    rank = places + np.minimum(places, surplus)
+    if surplus:
+        odd = Move(1, 2 * surplus, -1, 1, 2, p // 2, reduce=True)
+        yield Round(1, [[odd, replace(odd, first=0, shift=1)]])
+        yield Round(1, [[replace(odd, reduce=False)]])
+    for distance in (p >> np.arange(1, p.bit_length())).tolist():
+        yield WideStep(Step(rank, rank[places ^ distance], places, reduce=True), distance)
+    yield from (step.renumbered(rank) for step in binomial.gather(p))
+
+
 @algorithm(
     "reduce",
     name="rabenseifner",
@@ -61,6 +77,7 @@ def _gathered(n: int) -> int:
         "medium and large data",
         SOURCE,
         {"f": _gathered},
+        _load,
     ),
 )
 def reduce(size: int, root: int = 0) -> Iterator[Step]:

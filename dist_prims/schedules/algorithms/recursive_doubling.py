@@ -18,6 +18,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card, ceil_log2, floor_pow2
+from ..load import Hosts
+from ..moves import Move, Part, Round, exchanged
 from ..registry import algorithm
 from ..schedule import Step
 from . import _butterfly as butterfly
@@ -25,11 +27,28 @@ from . import _butterfly as butterfly
 __all__: list[str] = []
 
 
+def _load(hosts: Hosts) -> Iterator[Part]:
+    size, p = hosts.size, floor_pow2(hosts.size)
+    yield Round(int(size > p), [[Move(p, size, -p, reduce=True)]])
+    yield from (Round(1, [exchanged(p, 1 << step, reduce=True)]) for step in range(ceil_log2(p)))
+    yield Round(int(size > p), [[Move(0, size - p, p)]])
+
+
+def _scan_load(hosts: Hosts, first: int = 0) -> Iterator[Part]:
+    for step in range(ceil_log2(max(hosts.size - first, 1))):
+        yield Round(1, [[Move(first, hosts.size - (1 << step), 1 << step, reduce=True)]])
+
+
+def _exclusive_scan_load(hosts: Hosts) -> Iterator[Part]:
+    yield Round(int(hosts.size > 1), [[Move(0, hosts.size - 1, 1)]])
+    yield from _scan_load(hosts, 1)
+
+
 @algorithm(
     "all_reduce",
     name="recursive_doubling",
     chunks=1,
-    card=Card("l + 2*min(n-p, 1)", "l + min(n-p, 1)", "small data", "Thakur, Rabenseifner and Gropp 2005"),
+    card=Card("l + 2*min(n-p, 1)", "l + min(n-p, 1)", "small data", "Thakur, Rabenseifner and Gropp 2005", load=_load),
 )
 def all_reduce(size: int) -> Iterator[Step]:
     p = floor_pow2(size)
@@ -50,7 +69,7 @@ def _scan(first: int, size: int) -> Iterator[Step]:
 SCAN = "Hillis and Steele, Data parallel algorithms, 1986"
 
 
-@algorithm("scan", name="recursive_doubling", card=Card("L", "L", "any size", SCAN))
+@algorithm("scan", name="recursive_doubling", card=Card("L", "L", "any size", SCAN, load=_scan_load))
 def scan(size: int) -> Iterator[Step]:
     yield from _scan(0, size)
 
@@ -58,7 +77,14 @@ def scan(size: int) -> Iterator[Step]:
 @algorithm(
     "exclusive_scan",
     name="recursive_doubling",
-    card=Card("min(n-1, 1) + K", "min(n-1, 1) + K", "any size", SCAN, {"K": lambda n: ceil_log2(max(n - 1, 1))}),
+    card=Card(
+        "min(n-1, 1) + K",
+        "min(n-1, 1) + K",
+        "any size",
+        SCAN,
+        {"K": lambda n: ceil_log2(max(n - 1, 1))},
+        _exclusive_scan_load,
+    ),
 )
 def exclusive_scan(size: int) -> Iterator[Step]:
     rank = np.arange(size - 1)

@@ -22,15 +22,35 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card
+from ..load import Hosts
+from ..moves import Part, Round, shifted
 from ..registry import algorithm
 from ..schedule import Step
 
 __all__: list[str] = []
 
+
+def round_load(hosts: Hosts, reduce: bool = False) -> Iterator[Part]:
+    yield Round(hosts.size - 1, [shifted(hosts.size, 1, reduce=reduce)])
+
+
+def reduce_scatter_load(hosts: Hosts) -> Iterator[Part]:
+    yield from round_load(hosts, reduce=True)
+
+
+def all_reduce_load(hosts: Hosts) -> Iterator[Part]:
+    yield from reduce_scatter_load(hosts)
+    yield from round_load(hosts)
+
+
 SOURCE = "Patarasu and Yuan, Bandwidth optimal all-reduce algorithms, 2009"
 
 
-@algorithm("all_reduce", name="ring", card=Card("2*(n-1)", "2*(n-1)/n", "large data, few ranks or slow links", SOURCE))
+@algorithm(
+    "all_reduce",
+    name="ring",
+    card=Card("2*(n-1)", "2*(n-1)/n", "large data, few ranks or slow links", SOURCE, load=all_reduce_load),
+)
 def all_reduce(size: int) -> Iterator[Step]:
     rank = np.arange(size)
     following = (rank + 1) % size
@@ -40,7 +60,7 @@ def all_reduce(size: int) -> Iterator[Step]:
         yield Step(src=rank, dst=following, chunk=(following - step) % size)
 
 
-@algorithm("reduce_scatter", name="ring", card=Card("n-1", "(n-1)/n", "large data", SOURCE))
+@algorithm("reduce_scatter", name="ring", card=Card("n-1", "(n-1)/n", "large data", SOURCE, load=reduce_scatter_load))
 def reduce_scatter(size: int) -> Iterator[Step]:
     rank = np.arange(size)
     following = (rank + 1) % size
@@ -48,7 +68,7 @@ def reduce_scatter(size: int) -> Iterator[Step]:
         yield Step(src=rank, dst=following, chunk=(rank - 1 - step) % size, reduce=True)
 
 
-@algorithm("all_gather", name="ring", card=Card("n-1", "(n-1)/n", "large data", SOURCE))
+@algorithm("all_gather", name="ring", card=Card("n-1", "(n-1)/n", "large data", SOURCE, load=round_load))
 def all_gather(size: int) -> Iterator[Step]:
     rank = np.arange(size)
     following = (rank + 1) % size

@@ -25,6 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_card import Card, ceil_log2
+from ..load import Hosts
+from ..moves import Move, Part, Round, backwards
 from ..registry import algorithm
 from ..schedule import Step
 from . import _butterfly as butterfly
@@ -43,6 +45,15 @@ def peers(p: int) -> list[NDArray[np.int64]]:
     return [(rank + sign * (1 - (-2) ** (step + 1)) // 3) % p for step in range(ceil_log2(p))]
 
 
+def _load(hosts: Hosts) -> Iterator[Part]:
+    size, p = hosts.size, even(hosts.size)
+    gather = [*butterfly.swing_gather(p)]
+    yield Round(size - p, [[Move(p, size, -p, chunks=p, reduce=True)]])
+    yield from backwards(gather)
+    yield from gather
+    yield Round(size - p, [[Move(0, size - p, p, chunks=p)]])
+
+
 EVEN = {"e": even, "E": lambda n: ceil_log2(even(n))}
 
 
@@ -56,6 +67,7 @@ EVEN = {"e": even, "E": lambda n: ceil_log2(even(n))}
         "even sizes (a torus is not modelled)",
         "De Sensi, Bonato, Saam and Hoefler, Swing, NSDI 2024",
         EVEN,
+        _load,
     ),
 )
 def all_reduce(size: int) -> Iterator[Step]:

@@ -26,11 +26,14 @@ root. Its inner ranks are odd; the second tree is shifted by one rank, so that i
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_card import Card, ceil_log2
+from ..load import Hosts
+from ..moves import FEW_RANKS, Busiest, Move, Part, Round
 from ..registry import algorithm
 from ..schedule import Step
 
@@ -83,6 +86,55 @@ def _pipeline(parent: Ints, first: int, chunks: int) -> Iterator[Step]:
         )
 
 
+def tree_levels(size: int, reduce: bool) -> list[list[Move]]:
+    """For each level, from the leaves: the messages of children to parents, or of parents to children."""
+    levels = []
+    for step in range(ceil_log2(size)):
+        low, last = 1 << step, size - (1 << step)
+        final = last - 1 - (last - 1 - low) % (4 * low) if last > low else low - 4 * low  # the last one sent right
+        beyond = final + 4 * low  # has no parent to its right
+        level = [Move(low, last, low, 1, 4 * low), Move(3 * low, size, -low, 1, 4 * low)]
+        level += [Move(beyond, beyond + 1, -low)] if beyond < size else []
+        levels.append([replace(move, reduce=True) if reduce else move.backwards() for move in level])
+    return levels
+
+
+def _double_levels(size: int, reduce: bool) -> list[list[Move]]:
+    """The same for both trees of a double tree; those of an odd size are the tree of one rank more without its root."""
+    if size % 2 == 0:
+        return [[*level, *(move.mirrored(size) for move in level)] for level in tree_levels(size, reduce)]
+    levels = tree_levels(size + 1, reduce=True)[:-1]
+    both = []
+    for level in levels:
+        one = [replace(move, first=move.first - 1, last=move.last - 1) for move in level]
+        two = [replace(move, last=min(move.last, size)) for move in level]  # its last place is rank 0, a leaf
+        both.append([move if reduce else move.backwards() for move in one + two])
+    return both
+
+
+def _load(hosts: Hosts, chunks: int = CHUNKS, trees: int = 1) -> Iterator[Part]:
+    size = hosts.size
+    sent = min(size - 1, 3) if trees == 1 else min(size, 4) * (size > 1)
+    yield Busiest(sent * chunks, sent * chunks, min(size - 1, 2) * chunks)
+    if size <= FEW_RANKS:
+        yield from (tree if trees == 1 else double_tree)(size, chunks)
+        return
+    up, down = ((tree_levels if trees == 1 else _double_levels)(size, reduce) for reduce in (True, False))
+    top = len(up)
+    for now in range(2 * top + chunks - 1 if top else 0):
+        active = [move for at, level in enumerate(up) if 0 <= now - at < chunks for move in level]
+        active += [move for at, level in enumerate(reversed(down)) if 0 <= now - top - at < chunks for move in level]
+        to_the_right = [
+            move for move in active if move.shift > 0
+        ]  # of the two children of a parent, one is on each side
+        to_the_left = [move for move in active if move.shift < 0]
+        yield Round(1, [to_the_right, to_the_left])
+
+
+def _double_load(hosts: Hosts, chunks: int = CHUNKS) -> Iterator[Part]:
+    yield from _load(hosts, chunks, trees=2)
+
+
 SOURCE = "Sanders, Speck and Träff, Two-tree algorithms, 2009; NCCL 2.4"
 FOUR = {"k": lambda n: CHUNKS}
 
@@ -91,7 +143,7 @@ FOUR = {"k": lambda n: CHUNKS}
     "all_reduce",
     name="tree",
     chunks=at_least_one,
-    card=Card("(2*L + k - 1)*min(n-1, 1)", "min(n-1, 3)", "many ranks, small data", SOURCE, FOUR),
+    card=Card("(2*L + k - 1)*min(n-1, 1)", "min(n-1, 3)", "many ranks, small data", SOURCE, FOUR, _load),
 )
 def tree(size: int, chunks: int = CHUNKS) -> Iterator[Step]:
     yield from _pipeline(parents(size), 0, chunks)
@@ -123,6 +175,7 @@ def renumbered(parent: Ints, rank_at: Ints) -> Ints:
         "many ranks, medium data",
         SOURCE,
         {**FOUR, "h": lambda n: ceil_log2(n + 1) - 1 if n % 2 else ceil_log2(n)},
+        _double_load,
     ),
 )
 def double_tree(size: int, chunks: int = CHUNKS) -> Iterator[Step]:

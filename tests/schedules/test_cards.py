@@ -1,0 +1,147 @@
+"""The load that an algorithm's card gives in closed form, held to its counted steps, and prices at large scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dist_prims.schedules import COLLECTIVES, algorithms, build, lookup
+from dist_prims.schedules.cost import best_segments, load_seconds
+from dist_prims.schedules.load import MESSAGES, OUTER, Hosts, Load, count_chunks
+from dist_prims.schedules.recommend import recommend
+from dist_prims.schedules.registry import load_by_card
+from dist_prims.schedules.topology import Level, Topology
+
+REGISTRY = [(collective, name) for collective in COLLECTIVES for name in algorithms(collective)]
+ONE_HOST, ONE_RANK_EACH = [(n,) for n in range(1, 34)], [(1,) * n for n in range(2, 34)]
+EQUAL = [(2, 2), (2, 2, 2), (3, 3), (4, 4), (2,) * 4, (4,) * 4, (3,) * 4, (5, 5, 5), (8, 8), (8,) * 4, (2,) * 16]
+UNEVEN = [(1, 3), (3, 1), (2, 3), (1, 1, 5), (3, 1, 2, 2), (4, 2, 1), (7, 3, 5)]
+ANY_HOSTS = {"all_reduce", "broadcast", "reduce"}  # hierarchical for hosts of any sizes
+
+# A load that is not exact, and its price as a multiple of the price of the counted steps.
+NEARLY = {
+    "bidirectional_ring": (1, 2),  # both messages of a rank are taken to leave its host
+    "naive_ring": (0.9, 1),  # additions are counted one step early
+    "swing": (1, 1.01),
+    "bine": (1, 1.35),  # the surplus rank of an odd size
+    "neighbour_exchange": (0.95, 1.6),
+    "halving": (1, 1.1),
+}
+UNEVEN_HIERARCHY = (1, 1.9)
+
+
+def hosts_of(collective: str, name: str) -> Iterator[tuple[int, ...]]:
+    if name != "hierarchical":
+        yield from (*ONE_HOST, *ONE_RANK_EACH)
+    yield from EQUAL
+    if name != "hierarchical" or collective in ANY_HOSTS:
+        yield from UNEVEN
+
+
+def both(collective: str, name: str, hosts: tuple[int, ...], one_machine: bool, **parameters: Any) -> tuple[Load, Load]:
+    """The load by the card, and by counting the steps."""
+    given = {"hosts": hosts, **parameters} if name == "hierarchical" else parameters
+    place = Hosts(hosts, one_machine)
+    schedule = build(collective, name, sum(hosts), **given)
+    share = float(schedule.share)
+    by_steps = count_chunks(schedule, place).scaled(share, share)
+    return load_by_card(lookup(collective, name), place, tuple(given.items())), by_steps
+
+
+def is_exact(name: str, hosts: tuple[int, ...]) -> bool:
+    return name not in NEARLY and not (name == "hierarchical" and len(set(hosts)) > 1)
+
+
+@pytest.mark.parametrize(("collective", "name"), REGISTRY)
+def test_a_card_has_the_load_of_the_steps(collective: str, name: str) -> None:
+    """Every column, step by step, in any order: a card may put equal steps together that do not follow each other."""
+    assert lookup(collective, name).card.load is not None
+    for hosts in filter(lambda each: is_exact(name, each), hosts_of(collective, name)):
+        for one_machine in (False, True) if (collective, name) != ("broadcast", "hierarchical") else (False,):
+            card, steps = both(collective, name, hosts, one_machine)
+            rows = [np.repeat(load.rows, load.times, axis=0) for load in (card, steps)]
+            rows = [each[each.any(axis=1)] for each in rows]
+            by_card, by_steps = (each[np.lexsort(np.round(each, 9).T)] for each in rows)
+            np.testing.assert_allclose(by_card, by_steps, rtol=1e-9, atol=1e-12, err_msg=str((hosts, one_machine)))
+            assert (card.busiest >= steps.busiest * (1 - 1e-9)).all(), hosts
+
+
+@pytest.mark.parametrize(("collective", "name"), REGISTRY)
+def test_a_card_has_about_the_price_of_the_steps(collective: str, name: str) -> None:
+    low, high = NEARLY.get(name, (1, 1))
+    for hosts in hosts_of(collective, name):
+        card, steps = both(collective, name, hosts, False)
+        if not is_exact(name, hosts) and name not in NEARLY:
+            low, high = UNEVEN_HIERARCHY
+        for cores, beta in ((2, 8.5e-9), (None, 1e-9)):
+            links = Topology(hosts, Level(3e-6, 2e-10), Level(5e-5, beta), 1e-10, cores, congestion=1e-9)
+            for nbytes in (8, 1e5, 1e7):
+                card_seconds, step_seconds = (load_seconds(load, nbytes, links) for load in (card, steps))
+                assert low * step_seconds * (1 - 1e-9) <= card_seconds <= high * step_seconds * (1 + 1e-9), hosts
+                segments = best_segments(steps, nbytes, links)
+                card_seconds, step_seconds = (load_seconds(load, nbytes, links, segments) for load in (card, steps))
+                assert 0.5 * step_seconds <= card_seconds <= 2 * step_seconds * (1 + 1e-9), (hosts, segments)
+
+
+@pytest.mark.parametrize(
+    ("collective", "name", "parameters"),
+    [
+        *((collective, "bruck", {"radix": radix}) for collective in ("all_gather", "all_to_all") for radix in (3, 8)),
+        *(
+            (kind, "binomial", {"radix": radix})
+            for kind in ("broadcast", "reduce", "gather", "scatter")
+            for radix in (3, 4)
+        ),
+        *((collective, "pat", {"aggregate": 2}) for collective in ("all_gather", "reduce_scatter", "all_reduce")),
+        *((collective, "chain", {"chunks": chunks}) for collective in ("broadcast", "reduce") for chunks in (1, 3)),
+    ],
+)
+def test_a_card_follows_the_parameters(collective: str, name: str, parameters: dict[str, Any]) -> None:
+    for hosts in ((9,), (17,), (1,) * 9, (1,) * 13, (4, 4), (3, 3, 3)):
+        card, steps = both(collective, name, hosts, False, **parameters)
+        totals = [load.times @ load.rows for load in (card, steps)]
+        many = [MESSAGES, OUTER]  # a rank may be taken to send each of several messages of a step over the link
+        others = np.delete(np.arange(len(totals[0])), [OUTER, 2])
+        np.testing.assert_allclose(totals[0][others], totals[1][others], rtol=1e-9, err_msg=str(hosts))
+        assert (totals[0][many] >= totals[1][many]).all()
+
+
+@pytest.mark.parametrize(
+    ("collective", "name", "low", "high"),
+    [
+        *((collective, "chain", 0.8, 1.2) for collective in ("broadcast", "reduce")),
+        *((collective, "double_tree", 0.5, 2) for collective in ("all_reduce", "broadcast", "reduce")),
+        ("all_reduce", "tree", 0.5, 2),
+    ],
+)
+def test_long_pipelines_have_about_the_price_of_their_steps(
+    collective: str, name: str, low: float, high: float
+) -> None:
+    """Up to 64 ranks their cards yield the steps."""
+    for hosts in ((65,), (100,), (40, 40), (1,) * 70, (8,) * 10, (8,) * 16, (3, 1, 4) * 10):
+        for chunks in (1, 4):
+            card, steps = both(collective, name, hosts, False, chunks=chunks)
+            links = Topology(hosts, Level(3e-6, 2e-10), Level(5e-5, 1e-9))
+            for nbytes, segments in ((8, 1), (1e5, 1), (1e7, 1), (1e7, 8)):
+                by_card, by_steps = (load_seconds(load, nbytes, links, segments) for load in (card, steps))
+                assert low * by_steps <= by_card <= high * by_steps, (
+                    hosts,
+                    chunks,
+                    nbytes,
+                    segments,
+                    by_card / by_steps,
+                )
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_hundred_thousand_ranks_are_priced(collective: str) -> None:
+    cluster = Topology((8,) * 12_500, Level(1e-6, 1e-10), Level(10e-6, 3.2e-10), 1e-10)
+    for nbytes in (8, 1 << 20, 1 << 30):
+        advice = recommend(collective, nbytes, cluster)
+        times = [each.seconds for each in advice.candidates]
+        assert advice.bound * (1 - 1e-9) <= times[0] <= 1.05 * min(times)
+        built_in = [name for name in algorithms(collective) if lookup(collective, name).replicas == "same"]
+        assert {each.schedule.algorithm for each in advice.candidates} == set(built_in)
