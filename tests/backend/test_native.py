@@ -129,23 +129,6 @@ def test_complex_numbers_meet_too() -> None:
     on_two(body, "dist_prims")
 
 
-BY_PRICE_AND_BY_NAME: list[dict[str, Any]] = [{}, {"algorithm": "ring"}]
-
-
-def test_a_sum_is_not_a_sum_with_factors() -> None:
-    def body(rank: int) -> None:
-        op = dist._make_nccl_premul_sum(2.0) if rank else Op.SUM
-        for how in BY_PRICE_AND_BY_NAME:
-            with pytest.raises(MismatchError, match="PREMUL_SUM"):
-                dist_prims.all_reduce(torch.ones(3), op, **how)
-        tensor = torch.ones(3)
-        for how in BY_PRICE_AND_BY_NAME:
-            dist_prims.all_reduce(tensor, dist._make_nccl_premul_sum(0.5), **how)
-        assert tensor.tolist() == [1.0] * 3
-
-    on_two(body, "dist_prims")
-
-
 def test_ranks_agree_before_one_of_them_asks_for_a_proof() -> None:
     """A rank waited for the proof of a schedule that rank 0 did not follow, until the timeout."""
 

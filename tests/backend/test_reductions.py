@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from ranks import span
 from reductions import ALL, HALF, NOTHING, Collectives, Op, all_reduce_algorithms, check, shared
 from values import bits, noise
@@ -279,42 +278,17 @@ def test_factors_that_are_refused_say_why() -> None:
     dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_means_of_whole_numbers_by_the_functional_collectives() -> None:
-    """Truncated toward zero, of the sum as the type holds it: 200 + 100 is 44 in uint8."""
-
-    def body() -> None:
-        rank, group = dist.get_rank(), dist.group.WORLD
-        signed = torch.tensor([-3, 3, -1, 7]) * (1 - rank)
-        small = torch.tensor([200, 100], dtype=torch.uint8)[[rank, 1 - rank]]
-        signed_mean, small_mean = [-1, 1, 0, 3], [22, 22]
-        found = functional.all_reduce(signed, "avg", group)
-        assert functional.wait_tensor(found).tolist() == signed_mean
-        assert functional.wait_tensor(functional.all_reduce(small, "avg", group)).tolist() == small_mean
-        many = functional.all_reduce_coalesced([signed, small], "avg", group)
-        assert [functional.wait_tensor(each).tolist() for each in many] == [signed_mean, small_mean]
-        mine = slice(2 * rank, 2 * rank + 2)
-        part = functional.reduce_scatter_tensor(signed, "avg", 0, group)
-        assert functional.wait_tensor(part).tolist() == signed_mean[mine]
-        parts = functional.reduce_scatter_tensor_coalesced([signed, small], "avg", [0, 0], group)
-        found_parts = [functional.wait_tensor(each).tolist() for each in parts]
-        assert found_parts == [signed_mean[mine], small_mean[rank : rank + 1]]
-        with pytest.raises(ValueError, match="AVG cannot reduce bool"):
-            functional.wait_tensor(functional.all_reduce(signed.bool(), "avg", group))
-
-    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60)
-
-
 @pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
 def test_each_rank_has_a_factor_of_its_own_but_all_must_have_one(backend: str) -> None:
     def body() -> None:
         rank = dist.get_rank()
-        checked = functools.partial(dist_prims.all_reduce, algorithm="cheapest")
-        reduce: Any = dist.all_reduce if backend == "dist_prims" else checked
-        tensor = torch.ones(3)
-        reduce(tensor, dist._make_nccl_premul_sum(rank + 2.0))
-        assert tensor.tolist() == [5.0] * 3
-        with pytest.raises(MismatchError, match=r"all_reduce\(SUM.*all_reduce\(PREMUL_SUM"):
-            reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0) if rank else Op.SUM)
+        reduces: list[Any] = [functools.partial(dist_prims.all_reduce, algorithm=name) for name in ("cheapest", "ring")]
+        reduces += [dist.all_reduce, dist_prims.all_reduce] if backend == "dist_prims" else []
+        for reduce in reduces:
+            tensor = torch.ones(3)
+            reduce(tensor, dist._make_nccl_premul_sum(rank + 2.0))
+            assert tensor.tolist() == [5.0] * 3
+            with pytest.raises(MismatchError, match=r"all_reduce.*PREMUL_SUM"):
+                reduce(torch.ones(3), dist._make_nccl_premul_sum(2.0) if rank else Op.SUM)
 
     dist_prims.spawn(body, 2, backend=backend, timeout=60)

@@ -19,7 +19,7 @@ import dist_prims
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
-# Seconds of computing, or many processes: in the slow tier only, on 3 ranks and over gloo.
+# Seconds of computing, or many processes: in the slow tier only.
 HEAVY = ("compiled", "mixed_precision", "stream")
 GUIDE = (ROOT / "docs/guide.md").read_text()
 PAGES = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "patterns").glob("*.md"))}
@@ -51,7 +51,10 @@ def run_copy_forked(name: str, folder: Path, *arguments: str, ranks: int) -> Non
     run_forked(Path(shutil.copy(EXAMPLES[name], folder)), *arguments, ranks=ranks)
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in (*HEAVY, "elastic")])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in HEAVY else []) for name in EXAMPLES if name != "elastic"],
+)
 def test_an_example_holds_on_two_ranks(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_copy_forked(name, tmp_path, ranks=2)
     out = capfd.readouterr().out
@@ -86,10 +89,9 @@ def test_an_example_holds_alone(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["--backend", "gloo"], []], ids=["gloo", "3 ranks"])
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "elastic"])
-def test_an_example_holds_elsewhere(name: str, arguments: list[str], tmp_path: Path) -> None:
-    run_copy_forked(name, tmp_path, *arguments, ranks=2 if arguments else 3)
+def test_an_example_holds_over_gloo_on_three_ranks(name: str, tmp_path: Path) -> None:
+    run_copy_forked(name, tmp_path, "--backend", "gloo", ranks=3)
 
 
 @pytest.mark.slow
