@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from dist_prims.schedules import algorithms
@@ -66,6 +67,14 @@ def own_environment() -> Iterator[None]:
             os.environ[name] = before[name]
         else:
             del os.environ[name]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """The default group, of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -198,38 +198,6 @@ def test_a_stage_of_distributed_data_parallel_is_refused() -> None:
     dist_prims.spawn(body, 2, backend="gloo", timeout=60)
 
 
-class Failing(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.fails = inner, False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fails:
-            raise ArithmeticError("the forward fails")
-        return self.inner(x)
-
-
-def test_a_step_that_fails_before_anything_is_sent_does_no_harm() -> None:
-    def body() -> None:
-        half, group, copies = grid()
-        plan = pipeline_plan("1f1b", 2, MICROS)
-        batches = [a_batch(11), a_batch(12)]
-        stages = [*map(Failing, stages_of(plan.stages))]
-        pipeline = Pipeline(stages, plan, loss=F.mse_loss, group=group)
-        GradientAverager(nn.ModuleList(pipeline.stages.values()), group=copies)
-        stages[1].fails = True
-        with pytest.raises(StageFailedError, match="the forward fails"):
-            pipeline.step(*batches[half])
-        stages[1].fails = False
-        for parameter in pipeline.parameters():
-            parameter.grad = None
-        pipeline.step(*batches[half])
-        mine: dict[int, Any] = {number: stage.inner for number, stage in pipeline.stages.items()}
-        compare(mine, one_process(plan, batches), exact=True)
-
-    dist_prims.spawn(body, 4, backend="dist_prims", timeout=60)
-
-
 def test_a_loss_without_gradient_is_found_before_anything_is_sent() -> None:
     """It was found at the end of the step. Then the averagers had sent gradients, and could not be used again."""
 

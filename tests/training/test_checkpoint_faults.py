@@ -7,8 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,32 +222,6 @@ def test_a_rank_that_is_killed_while_it_saves(moment: str, tmp_path: Path, monke
         assert (half / name).stat().st_size == 4096  # it did die in the middle
     spawn(goes_on, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4"]
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    program = (
-        "import torch, sys, dist_prims\n"
-        "from dist_prims.training.checkpoint import Checkpoints\n"
-        "dist_prims.init()\n"
-        "Checkpoints(sys.argv[1], {'small': torch.ones(1)}).save(1)\n"
-        "try:\n"
-        "    Checkpoints(sys.argv[1], {'big': torch.zeros(10**6)}).save(2)\n"
-        "except RuntimeError as error:\n"
-        "    print(error, Checkpoints(sys.argv[1], {}).restore())\n"
-    )
-    (tmp_path / "program.py").write_text(program)
-    (tmp_path / "disk").mkdir()
-    inside = f"mount -t tmpfs -o size=1m none {tmp_path}/disk && {sys.executable} {tmp_path}/program.py {tmp_path}/disk"
-    unshare = ["unshare", "--user", "--map-root-user", "--mount"]
-    if (
-        not shutil.which("unshare")
-        or subprocess.run([*unshare, "mount", "-t", "tmpfs", "none", tmp_path / "disk"]).returncode
-    ):
-        pytest.skip("no user namespace with a mount of its own")
-    done = subprocess.run([*unshare, "sh", "-c", inside], capture_output=True, text=True, timeout=100, check=False)
-    assert "check the space and the permissions of" in done.stdout, done.stderr
-    assert done.stdout.rstrip().endswith(" 1")
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path: Path) -> None:

@@ -40,13 +40,6 @@ def shares(size: int, steps: int, count: int, batch: int) -> list[list[tuple[lis
     return [list(each) for each in zip(*by_rank, strict=True)]
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("alone")
 @settings(deadline=None, max_examples=50)
 @given(size=st.integers(2, 7), count=st.integers(1, 30), batch=st.integers(1, 12))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from averaging import batch, net, spawn
+from averaging import spawn
 
 from dist_prims.training.compression import TopK
 from dist_prims.training.gradients import Bucket, GradientAverager
@@ -165,14 +165,3 @@ def test_a_plan_has_every_parameter_once_and_keeps_to_its_limit() -> None:
                 assert sum(parameters[number].nbytes for number in large) <= limit or len(large) == 1
                 ends.append(max([*order].index(number) for number in numbers))
             assert ends == sorted(ends)
-
-
-def test_the_mean_of_equal_gradients_is_the_gradient() -> None:
-    def body() -> list[float]:
-        model = net()
-        GradientAverager(model)
-        model(batch(0, rank=0)).square().mean().backward()
-        return [float(each.grad.double().sum()) for each in model.parameters()]
-
-    (alone,), pair = spawn(body, 1), spawn(body, 2)
-    assert pair == [alone, alone]

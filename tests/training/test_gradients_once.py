@@ -73,22 +73,6 @@ def test_an_error_before_anything_is_complete_does_no_harm() -> None:
     spawn(body, 2)
 
 
-def test_uneven_numbers_of_steps() -> None:
-    def body() -> None:
-        model = nn.Linear(2, 1, bias=False)
-        averager = GradientAverager(model)
-        with averager.join():
-            for step in range(2 + dist.get_rank()):  # 2, 3 and 4
-                with averager.once():
-                    for _ in range(2):
-                        model(torch.ones(1, 2)).sum().backward()
-                going_on = min(3, 4 - step)
-                torch.testing.assert_close(model.weight.grad, torch.full((1, 2), 2 * going_on / 3))
-                model.zero_grad()
-
-    spawn(body, 3)
-
-
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

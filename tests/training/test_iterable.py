@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -15,13 +14,6 @@ from hypothesis import strategies as st
 from dist_prims.training.data import ShardedIterable
 
 pytestmark = pytest.mark.usefixtures("alone")
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def shards_of(lengths: list[int]) -> list[list[tuple[int, int]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -50,13 +49,6 @@ def test_a_sampler_over_changes_of_the_ranks(count: int, size: int, changes: lis
     seen += chain(*ranks)
     assert len(seen) == len(set(seen))
     assert count - len(seen) < (len(ranks) if uneven == "drop" else 1)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def group_of(rank: int, size: int) -> dist.ProcessGroup:
