@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .nodelist import expand_nodelist
 
@@ -67,8 +68,8 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launcher:
     >>> detect({}).name
     'python'
     """
-    for find in (_spawn, _env, _mpirun, _prun, _flux, _srun, _pals, _pmi, _pmix):
-        if found := find(environ):
+    for known in _KNOWN:
+        if found := _find(known, environ):
             return found
     _refuse_several_ranks(environ)
     return Launcher("python", rank=0, size=1)
@@ -81,7 +82,7 @@ def from_url(
     if url == "env://":
         if missing := [name for name in _ENV if name not in environ]:
             raise ValueError(f"init: init_method='env://' needs {', '.join(missing)} in the environment")
-        found = _env(environ)
+        found = _find(_BY_ADDRESS, environ)
         assert found
         return replace(found, rank=found.rank if rank is None else rank, size=found.size if size is None else size)
     if not re.match(r"tcp://.+:\d+$|file:///.", url):
@@ -98,88 +99,72 @@ def from_url(
 _ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _spawn(environ: Mapping[str, str]) -> Launcher | None:
-    names = ("RANK", "WORLD_SIZE", "DIST_PRIMS_RENDEZVOUS")
-    return _with_size("spawn", environ, names, url=environ.get("DIST_PRIMS_RENDEZVOUS"))
+class _Known(NamedTuple):
+    """A launcher: the variable with the rank, the variable with the size, if there is one, and others that are set."""
+
+    name: str
+    rank: str
+    size: str | None
+    others: tuple[str, ...] = ()
+    medium: str = "MPI"  # empty for a launcher with a URL
 
 
-def _env(environ: Mapping[str, str]) -> Launcher | None:
-    name = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment variables"
-    return _with_size(name, environ, _ENV, url=f"tcp://{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}")
+_SPAWN = _Known("spawn", "RANK", "WORLD_SIZE", ("DIST_PRIMS_RENDEZVOUS",), medium="")
+_BY_ADDRESS = _Known("environment variables", *_ENV[:2], _ENV[2:], medium="")
+_OF_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST")
+_SRUN = _Known("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", _OF_STEP, medium="")
+_HYDRA = "mpirun of MPICH"  # or of Intel MPI
+_KNOWN = (  # the innermost first
+    _SPAWN,
+    _BY_ADDRESS,
+    _Known("mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    _Known("mpirun_rsh of MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    _Known("mpirun_rsh of MVAPICH", "MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"),  # from MVAPICH 3 on
+    _Known(_HYDRA, "PMI_RANK", "PMI_SIZE", ("MPI_LOCALNRANKS",)),
+    _Known(_HYDRA, "PMI_ID", None, ("PMI_PORT", "MPI_LOCALNRANKS")),  # with -pmi-port
+    # PRRTE, whose daemons may be tasks of srun: the ranks then inherit srun's variables.
+    _Known("prun", "PMIX_RANK", None, ("PMIX_NAMESPACE", "PRTE_LAUNCHED")),
+    # A Flux instance may run in a step of srun. Flux unsets its own variables outside the tasks of a job.
+    _Known("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", medium="PMI"),
+    _SRUN,
+    # HPE's mpiexec and aprun do not set PMI_SIZE with --pmi=pmix. Under srun Cray's plugin sets both.
+    _Known("mpiexec of Cray PALS", "PALS_RANKID", "PMI_SIZE"),
+    _Known("mpiexec of Cray PALS", "PALS_RANKID", None),
+    # Any other process manager that offers PMI-1 over a socket, such as mpiexec.gforker.
+    _Known("a PMI process manager", "PMI_RANK", "PMI_SIZE", ("PMI_FD",), medium="PMI"),
+    _Known("a PMIx launcher", "PMIX_RANK", None, ("PMIX_NAMESPACE",)),
+)
 
 
-def _mpirun(environ: Mapping[str, str]) -> Launcher | None:
-    hydra = "Intel MPI" if any(name.startswith("I_MPI_") for name in environ) else "MPICH"
-    for name, names in (
-        ("mpirun of Open MPI", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")),
-        ("mpirun_rsh of MVAPICH", ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE")),
-        ("mpirun_rsh of MVAPICH", ("MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE")),  # from MVAPICH 3 on
-        (f"mpirun of {hydra}", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")),
-    ):
-        if found := _with_size(name, environ, names, medium="MPI"):
-            return found
-    by_port = "PMI_PORT" in environ and "MPI_LOCALNRANKS" in environ  # mpirun -pmi-port
-    return _without_size(f"mpirun of {hydra}", environ, "PMI_ID") if by_port else None
-
-
-def _prun(environ: Mapping[str, str]) -> Launcher | None:
-    """Detect PRRTE's prun and prterun, whose daemons may be tasks of srun: the ranks then inherit srun's variables."""
-    return _pmix(environ, "prun") if "PRTE_LAUNCHED" in environ else None
-
-
-def _flux(environ: Mapping[str, str]) -> Launcher | None:
-    """Detect Flux.
-
-    A Flux instance may run in a step of srun. Flux unsets its own variables outside the tasks of a job.
-    """
-    return _with_size("Flux", environ, ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"), medium="PMI")
-
-
-def _srun(environ: Mapping[str, str]) -> Launcher | None:
-    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST")
-    found = _with_size("srun", environ, names)
-    if not found or _number(environ, "SLURM_STEP_ID") >= _NOT_A_STEP_OF_SRUN:
+def _find(known: _Known, environ: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher if all its variables are set."""
+    names = [known.rank, *([known.size] if known.size else []), *known.others]
+    if any(name not in environ for name in names):
         return None
+    name, url = known.name, None
+    if known is _SPAWN:
+        url = environ["DIST_PRIMS_RENDEZVOUS"]
+    elif known is _BY_ADDRESS:
+        url = f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        name = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else name
+    elif known is _SRUN:
+        if _number(environ, "SLURM_STEP_ID") >= _NOT_A_STEP_OF_SRUN:
+            return None
+        url = _url_of_step(environ)
+    elif name == _HYDRA and any(each.startswith("I_MPI_") for each in environ):
+        name = "mpirun of Intel MPI"
+    size = _number(environ, known.size) if known.size else None
+    evidence = tuple(f"{each}={environ[each]}" for each in names)
+    return Launcher(name, _number(environ, known.rank), size, evidence, url, known.medium)
+
+
+def _url_of_step(environ: Mapping[str, str]) -> str:
+    """Return the URL at which the ranks of a step of srun meet."""
     hosts = expand_nodelist(environ["SLURM_STEP_NODELIST"])
     # The ranks have no connection yet, so all derive the same port: below the ephemeral range, different for each step.
     port = 10000 + (_number(environ, "SLURM_JOB_ID") * 31 + _number(environ, "SLURM_STEP_ID")) % 20000
     address = environ.get("MASTER_ADDR", hosts[0] if len(hosts) > 1 else "127.0.0.1")
-    return replace(found, url=f"tcp://{address}:{environ.get('MASTER_PORT', port)}")
-
-
-def _pals(environ: Mapping[str, str]) -> Launcher | None:
-    """Detect HPE's mpiexec and aprun, which do not set PMI_SIZE with ``--pmi=pmix``.
-
-    Under srun Cray's plugin sets both.
-    """
-    if "PALS_RANKID" not in environ or "PMI_SIZE" in environ:
-        return _with_size("mpiexec of Cray PALS", environ, ("PALS_RANKID", "PMI_SIZE"), medium="MPI")
-    return _without_size("mpiexec of Cray PALS", environ, "PALS_RANKID")
-
-
-def _pmi(environ: Mapping[str, str]) -> Launcher | None:
-    """Detect any other process manager that offers PMI-1 over a socket, such as mpiexec.gforker."""
-    return _with_size("a PMI process manager", environ, ("PMI_RANK", "PMI_SIZE", "PMI_FD"), medium="PMI")
-
-
-def _pmix(environ: Mapping[str, str], name: str = "a PMIx launcher") -> Launcher | None:
-    return _without_size(name, environ, "PMIX_RANK") if "PMIX_NAMESPACE" in environ else None
-
-
-def _with_size(
-    name: str, environ: Mapping[str, str], names: tuple[str, ...], url: str | None = None, medium: str = ""
-) -> Launcher | None:
-    """Return the launcher if all its variables are set. The first two variables are rank and size."""
-    if any(variable not in environ for variable in names):
-        return None
-    evidence = tuple(f"{variable}={environ[variable]}" for variable in names)
-    return Launcher(name, _number(environ, names[0]), _number(environ, names[1]), evidence, url, medium)
-
-
-def _without_size(name: str, environ: Mapping[str, str], variable: str) -> Launcher | None:
-    if variable not in environ:
-        return None
-    return Launcher(name, _number(environ, variable), None, (f"{variable}={environ[variable]}",), medium="MPI")
+    return f"tcp://{address}:{environ.get('MASTER_PORT', port)}"
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int:
