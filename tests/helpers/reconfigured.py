@@ -66,6 +66,15 @@ def reconfigure(uuid: int, handles: Sequence[str] | set[str], seconds: float = 6
     assert work.is_completed()
 
 
+def reconfigured(rank: int, size: int, folder: Path) -> tuple[Meeting, list[str]]:
+    """Make a default group, and give it its members by the call number 1; return the meeting and their handles."""
+    start(rank, size, folder)
+    meeting = Meeting(folder)
+    handles = meeting.handles(rank, range(size))
+    reconfigure(1, handles)
+    return meeting, handles
+
+
 def total(group: dist.ProcessGroup | None = None) -> float:
     """The sum of 1 over all ranks, after several kinds of collectives, small and large."""
     dist.barrier(group)

@@ -310,6 +310,12 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert [*graphlib.TopologicalSorter(graph).static_order()]
 
 
+def test_cpp_imports_only_the_errors() -> None:
+    texts = [path.read_text() for path in (ROOT / "csrc").rglob("*.cpp")]
+    names = {name for text in texts for name in re.findall(r'import\("(dist_prims.*?)"', text)}
+    assert names == {"dist_prims.errors"}
+
+
 def test_every_file_has_its_layer() -> None:
     assert {layer for layer, _, _ in sources()} == {"__init__", *LAYERS}
     inside = {

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import backend_of
-from reconfigured import ALONE, Meeting, needs_reconfigure, newest, place, reconfigure, start, total
+from reconfigured import ALONE, Meeting, needs_reconfigure, newest, place, reconfigure, reconfigured, start, total
 from survivors import join_at_rank_0, run_ranks
 
 import dist_prims
@@ -72,9 +72,7 @@ def test_without_a_rank_that_is_alive(excluded: int, tmp_path: Path) -> None:
     """The excluded rank gets an error from the old group, whose members have changed without it."""
 
     def body(rank: int) -> Any:
-        start(rank, 3, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(3))
-        reconfigure(1, handles)
+        _, handles = reconfigured(rank, 3, tmp_path)
         assert total() == 3
         if rank == excluded:
             with pytest.raises(PeerLeftError):
@@ -264,9 +262,7 @@ def test_a_sub_group_takes_a_rank_of_another_job(tmp_path: Path) -> None:
 
 def test_windows_of_the_old_group_raise(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
-        start(rank, 2, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(2))
-        reconfigure(1, handles)
+        _, handles = reconfigured(rank, 2, tmp_path)
         old = newest._new_window(dist_prims.empty(4096).zero_())
         reconfigure(2, handles)
         with pytest.raises(RuntimeError, match="make a new window"):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from reconfigured import Meeting, needs_reconfigure, place, reconfigure, start, total
+from reconfigured import Meeting, needs_reconfigure, place, reconfigure, reconfigured, start, total
 from survivors import run_ranks
 
 from dist_prims.errors import CommError, PeerDiedError, PeerLeftError
@@ -27,9 +27,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     """The error comes before the group ends, and the uuid can be used."""
 
     def body(rank: int) -> Any:
-        start(rank, 2, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(2))
-        reconfigure(1, handles)
+        _, handles = reconfigured(rank, 2, tmp_path)
         for uuid, wrong, message in (
             (2, [], "is not among those of the members"),
             (2, [handles[1 - rank]], "is not among those of the members"),
@@ -75,10 +73,7 @@ def test_a_member_that_has_died(layout: str, dead: int, tmp_path: Path) -> None:
 
     def body(rank: int) -> Any:
         os.environ["DIST_PRIMS_HOST_ID"] = layout[rank]
-        start(rank, 3, tmp_path)
-        meeting = Meeting(tmp_path)
-        handles = meeting.handles(rank, range(3))
-        reconfigure(1, handles)
+        _, handles = reconfigured(rank, 3, tmp_path)
         dist.barrier()
         if rank == dead:
             die()
@@ -129,10 +124,7 @@ def test_a_member_dies_as_it_makes_the_group(victim: int, tmp_path: Path, monkey
     module = importlib.import_module("dist_prims.repair.reconfigure")
 
     def body(rank: int) -> Any:
-        start(rank, 3, tmp_path)
-        meeting = Meeting(tmp_path)
-        handles = meeting.handles(rank, range(3))
-        reconfigure(1, handles)
+        _, handles = reconfigured(rank, 3, tmp_path)
         if rank == victim:
             monkeypatch.setattr(module, "make_group", lambda *_, **__: die())
         began = time.monotonic()
@@ -182,9 +174,7 @@ def test_ranks_that_wait_in_the_old_group(tmp_path: Path) -> None:
     on a thread that waits already."""
 
     def body(rank: int) -> Any:
-        start(rank, 3, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(3))
-        reconfigure(1, handles)
+        _, handles = reconfigured(rank, 3, tmp_path)
         if rank == 0:
             pending: list[Any] = [dist.all_reduce(torch.ones(1), async_op=True), dist.irecv(torch.ones(1), 2)]
             with ThreadPoolExecutor() as threads:
@@ -207,9 +197,7 @@ def test_ranks_that_wait_in_the_old_group(tmp_path: Path) -> None:
 
 def test_reconfigure_works_after_an_abort(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
-        start(rank, 3, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(3))
-        reconfigure(1, handles)
+        _, handles = reconfigured(rank, 3, tmp_path)
         total()
         dist.group.WORLD._get_backend(torch.device("cpu")).abort()
         with pytest.raises(RuntimeError):
@@ -224,10 +212,7 @@ def test_a_stopped_member_does_not_stop_the_others(tmp_path: Path) -> None:
     """It serves the store: the call ends at its timeout. The stopped rank wakes in a group that has ended."""
 
     def body(rank: int) -> Any:
-        start(rank, 3, tmp_path)
-        meeting = Meeting(tmp_path)
-        handles = meeting.handles(rank, range(3))
-        reconfigure(1, handles)
+        meeting, handles = reconfigured(rank, 3, tmp_path)
         if rank == 0:
             meeting.write("pid", str(os.getpid()))
             meeting.read("done")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from launching import free_port
 from ranks import backend_of
-from reconfigured import Meeting, needs_reconfigure, place, reconfigure, start, total
+from reconfigured import Meeting, needs_reconfigure, place, reconfigure, reconfigured, start, total
 from survivors import run_ranks
 
 from dist_prims.backend.create import find_made_group
@@ -78,9 +78,7 @@ def test_members_with_the_secret_of_one_launcher(tmp_path: Path, monkeypatch: py
     def body(rank: int) -> Any:
         on_host("ab"[rank])
         remember(Secret(b"k" * 32, "MPI", is_of_launcher=True))
-        start(rank, 2, tmp_path)
-        handles = Meeting(tmp_path).handles(rank, range(2))
-        reconfigure(1, handles)
+        reconfigured(rank, 2, tmp_path)
         world: Any = dist.group.WORLD
         found = [find_made_group(each) for each in (world, dist.new_group([0, 1]))]
         return [made is not None and made.key != b"" for made in found], total()
