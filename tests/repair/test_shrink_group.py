@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dist_prims.errors import CommError, PeerLeftError
 from tests.repair.test_shrink import all_reduce_until_failure, die, lose, total, wait_until
 
 SHRINK_DEFAULT, SHRINK_ABORT = 0, 1  # torch's flags
+TIMEOUT = timedelta(seconds=60)
 
 
 @pytest.mark.sampled(2)
@@ -213,3 +215,20 @@ def test_shrink_after_a_refused_shrink_group(tmp_path: Path) -> None:
         return total()
 
     assert run_ranks(body, 4, tmp_path) == [2, 2, -signal.SIGKILL, -signal.SIGKILL]
+
+
+def test_torch_shrink_of_a_merged_group(tmp_path: Path) -> None:
+    """It looked up global ranks, which the ranks of a merged group do not have: one rank after another was lost."""
+
+    def body(rank: int) -> Any:
+        world: Any = dist.group.WORLD
+        part = world.split_group([0] if rank == 0 else [1, 2], group_name=f"part {min(rank, 1)}")
+        merged = part.merge_remote_group(dist.PrefixStore("merged", world.get_group_store()), 3, TIMEOUT)
+        if rank == 2:
+            return "excluded"
+        shrunk = merged._get_backend(torch.device("cpu")).shrink([2], SHRINK_DEFAULT, None)
+        sum_of_ranks = torch.tensor([rank + 1])
+        shrunk.allreduce([sum_of_ranks]).wait()
+        return sum_of_ranks.item()
+
+    assert run_ranks(body, 3, tmp_path) == [3, 3, "excluded"]
