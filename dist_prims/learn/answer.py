@@ -5,7 +5,8 @@ Every reply is compared with the form that it must have, because an answer can s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import random
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from ..schedules import Step
 from ..schedules.pipelines import Action
 from .exercise import WrongAnswerError
-from .messages import AllReduce, Barrier, Call, Receive, Send
+from .messages import AllReduce, Barrier, Call, Receive, Send, run
 from .wire import one_line
 
 __all__: list[str] = []
@@ -63,6 +64,20 @@ class Answer:
             text = one_line(str(reply["error"]))[:500]
             raise WrongAnswerError(text if text.startswith(("line ", "the file ", "SyntaxError")) else where + text)
         return reply
+
+
+def private_values(count: int) -> list[int]:
+    """Values that differ from each other and from run to run, so no answer can know the values of other ranks.
+
+    A right result of a program must have come in a message.
+    """
+    return random.SystemRandom().sample(range(100, 1_000_000), count)
+
+
+def run_programs(answer: Answer, values: Sequence[int]) -> list[Any]:
+    """Run the learner's ``program(rank, size, value)`` on one rank for each value; what the ranks return."""
+    size = len(values)
+    return run(lambda rank, _: answer.program("program", rank, rank, size, values[rank]), size)
 
 
 def _malformed(what: Any, wanted: str) -> WrongAnswerError:

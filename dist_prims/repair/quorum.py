@@ -23,7 +23,9 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+from ..rendezvous.register_server import RegisterClient
 
 __all__: list[str] = []
 
@@ -123,22 +125,15 @@ def _ask_all(key: str, acceptors: int, change: Callable[[AcceptorState], Accepto
     return answers
 
 
-class Client(Protocol):
-    """A connection to a server of registers."""
-
-    def call(self, *request: Any) -> Any: ...
-    def close(self) -> None: ...
-
-
 class Acceptor:
     """One of the servers. ``connect`` opens a connection, or raises OSError as its calls may.
 
     A call returns None if the server cannot be reached. It is then not called for a second.
     """
 
-    def __init__(self, connect: Callable[[], Client]) -> None:
+    def __init__(self, connect: Callable[[], RegisterClient]) -> None:
         self._connect, self._lost = connect, -math.inf
-        self._client: Client | None = None
+        self._client: RegisterClient | None = None
 
     def call(self, operation: str, *arguments: Any) -> Any:
         if time.monotonic() < self._lost + _TIME_TO_RETURN:

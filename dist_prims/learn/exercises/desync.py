@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..answer import Answer
+from ..answer import Answer, private_values
 from ..exercise import Exercise, WrongAnswerError
-from ..message_check import private_values
 from ..messages import run
 
 __all__: list[str] = []
