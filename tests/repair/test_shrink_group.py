@@ -218,7 +218,7 @@ def test_shrink_after_a_refused_shrink_group(tmp_path: Path) -> None:
 
 
 def test_torch_shrink_of_a_merged_group(tmp_path: Path) -> None:
-    """It looked up global ranks, which a merged group does not have: IndexError. The ranks have the order of the calls."""
+    """It raised IndexError: a merged group has no global ranks. Its ranks have the order of the calls."""
 
     def body(rank: int) -> Any:
         world: Any = dist.group.WORLD
