@@ -78,6 +78,8 @@ def test_the_step_of_srun_determines_the_address() -> None:
     assert re.fullmatch(r"tcp://n08:\d+", detect(SLURM).url or "")
     assert detect({**SLURM, "SLURM_STEP_ID": "1"}).url != detect(SLURM).url
     assert (detect({**SLURM, "SLURM_STEP_NODELIST": "n08"}).url or "").startswith("tcp://127.0.0.1:")
+    by_the_script = {"MASTER_ADDR": "n09", "MASTER_PORT": "23456"}  # as scripts for torch set it
+    assert detect({**SLURM, **by_the_script}).url == "tcp://n09:23456"
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_one_failure_after_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 5, 6, 7, 4])  # the default tier has the first and the last
 def test_a_rank_dies_while_the_survivors_agree(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first member, which serves the store of the next group, dies at each of its requests."""
     attempt = importlib.import_module("dist_prims.repair.repair_attempt").RepairAttempt
