@@ -38,13 +38,14 @@ def test_srun_and_sbatch(tmp_path: Path) -> None:
     batches = f"{batch} one alone.sh && {batch} four {ROOT}/launch_scripts/slurm.sbatch program.py"
     wait = 'until [ -z "$(squeue --noheader)" ]; do sleep 0.2; done'  # sbatch --wait looks every ten seconds
     one_host = "srun --overcommit --nodes 1 --ntasks 2 python program.py"
-    line = f"{one_host} && {srun} program.py && {srun} by_torch.py && {batches} && {wait}"
+    by_torch = "srun --overcommit --nodes 2 --ntasks-per-node 1 python by_torch.py"
+    line = f"{one_host} && {srun} program.py && {by_torch} && {batches} && {wait}"
     done = on_slurm(2, line, tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "2 ranks on 1 host by srun, gloo over loopback" in done.stderr
     assert "4 ranks on 2 hosts by srun, gloo over eth0" in done.stderr
     by_init = lines(2, 2, ", ((0, 1), (2, 3))")
-    assert ranks(done.stdout) == sorted([*lines(1, 2, ", ((0, 1),)"), *by_init, *lines(2, 2)])
+    assert ranks(done.stdout) == sorted([*lines(1, 2, ", ((0, 1),)"), *by_init, *lines(2, 1)])
     assert "rank 0 on host0: 1, ((0,),)\n" in (tmp_path / "one").read_text()
     assert ranks((tmp_path / "four").read_text()) == by_init
 

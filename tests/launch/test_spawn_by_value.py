@@ -43,7 +43,7 @@ OF_FORKS = "returns(2, 22)\nraises()\n"
 GROUP = "dist_prims.init('gloo')\n"  # from now on ranks are fresh interpreters
 CASES = {
     "standard input": GROUP + "returns(2, 22)\n",
-    "-c": OF_FORKS + GROUP + "returns(2, 22)\nraises()\n",
+    "-c": OF_FORKS + GROUP + "returns(2, 22)\n",
     "-i": GROUP + "raises()\n",
 }
 

@@ -1,7 +1,7 @@
-"""The start lines of the README for several hosts, each run on two hosts of network namespaces with four ranks.
+"""The start lines for several hosts, each run on two hosts of network namespaces with two or four ranks.
 
 There is no Kubernetes and no ssh here: the variables of a pod are set by hand, and ``ssh`` enters the namespace of a
-host. test_slurm.py has srun and sbatch.
+host. torchrun has the same options in a pod as by ssh. test_slurm.py has srun and sbatch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ for n in 0 1; do
 done
 wait
 """
-POD = "export JOB_COMPLETION_INDEX=$HOST MASTER_ADDR=host0 MASTER_PORT=29500; "
 HOSTFILE = "printf '%s\\n' host0:2 host1:2 >hosts; mpirun -f hosts -n 4 python program.py"
-INDEXED = POD + "export WORLD_SIZE=2; RANK=$JOB_COMPLETION_INDEX python program.py"
-SEVERAL_A_POD = (
-    POD + "torchrun --nnodes 2 --nproc-per-node 2 --node-rank $JOB_COMPLETION_INDEX "
-    "--master-addr $MASTER_ADDR --master-port $MASTER_PORT program.py"
+INDEXED = (
+    "export JOB_COMPLETION_INDEX=$HOST MASTER_ADDR=host0 MASTER_PORT=29500 WORLD_SIZE=2; "
+    "RANK=$JOB_COMPLETION_INDEX python program.py"
 )
 
 
@@ -34,7 +32,6 @@ SEVERAL_A_POD = (
     ("line", "how", "ranks", "by"),
     [
         pytest.param(INDEXED, "each", 1, "environment variables", id="indexed job"),
-        pytest.param(SEVERAL_A_POD, "each", 2, "torchrun", id="indexed job with torchrun"),
         pytest.param(SSH, "login", 2, "torchrun", id="ssh"),
         pytest.param(HOSTFILE, "login", 2, "mpirun", marks=needs_mpirun, id="mpirun with a hostfile"),
     ],
