@@ -12,7 +12,7 @@ from ..collectives.native import schedule_name
 from ..schedules import Schedule, lookup
 from ..schedules.contract import ROOTED
 from ..schedules.native import NativeForm, to_native
-from ..schedules.registry import build_shared
+from ..schedules.schedule_builder import build_shared
 from ..schedules.trust import shortened
 from .multi_host import MultiHostSchedules
 from .options import PINNABLE, BackendOptions

@@ -47,7 +47,8 @@ from ..schedules.cost import seconds
 from ..schedules.host_order import HostOrder
 from ..schedules.native import to_native
 from ..schedules.recommend import Candidate, recommend
-from ..schedules.schedule import Schedule, Step, Steps
+from ..schedules.schedule import Schedule
+from ..schedules.steps import Step, Steps
 from ..schedules.topology import Topology
 from ..torch_compat import backend_of, default_group
 from .arguments import sizes

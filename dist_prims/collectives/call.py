@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..schedules import Schedule, lookup
 from ..schedules.native import FOLLOWED
 from ..schedules.program import Program, compile_program
-from ..schedules.registry import build_shared
+from ..schedules.schedule_builder import build_shared
 from ..schedules.trust import is_trusted, name_to_compare
 from ..torch_compat import timeout_of
 from ..tracing import format as fmt

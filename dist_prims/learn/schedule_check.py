@@ -9,7 +9,7 @@ from fractions import Fraction
 from ..schedules import Schedule, ScheduleError, Step
 from ..schedules.contract import ROOTED, contract
 from ..schedules.cost import busiest_sender
-from ..schedules.schedule import Steps
+from ..schedules.steps import Steps
 from .answer import Answer
 from .exercise import WrongAnswerError
 

@@ -10,9 +10,11 @@
 from . import algorithms as _package  # noqa: F401 - first, because the function `algorithm` must not be shadowed
 from .contract import COLLECTIVES
 from .cost_card import Card, ceil_log2, floor_pow2
-from .registry import algorithm, algorithms, build, lookup, unregister
-from .schedule import Schedule, Step
-from .symbolic import ScheduleError
+from .registry import algorithm, algorithms, lookup, unregister
+from .schedule import Schedule
+from .schedule_builder import build
+from .schedule_error import ScheduleError
+from .steps import Step
 
 __all__ = [
     "COLLECTIVES",

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from .cost_card import ceil_log2
 from .load import COPIED, CROWDED, LINK, MACHINE, MESSAGES, OUTER, REDUCED, Hosts, Load, count, count_chunks
-from .schedule import Schedule
+from .steps import ScheduleData
 from .topology import Topology
 
 __all__: list[str] = []
@@ -76,7 +76,7 @@ def cost_of(load: Load, share: Fraction = Fraction(1)) -> Cost:
     return Cost(int(messages), Fraction(moved) * share, Fraction(reduced) * share)
 
 
-def price(schedule: Schedule) -> Cost:
+def price(schedule: ScheduleData) -> Cost:
     """The counts of the busiest rank of each step, added over the steps."""
     return cost_of(count_chunks(schedule, Hosts((schedule.size,))), schedule.share)
 
@@ -184,7 +184,7 @@ def least_seconds(load: Load, nbytes: float, topology: Topology) -> float:
     return max(latency, float(work[_MESSAGE, _LINK, 0]), float(work[[_RANK, _MACHINE], :, 0].sum(axis=1).max()))
 
 
-def seconds(schedule: Schedule, nbytes: float, topology: Topology, segments: int = 1) -> float:
+def seconds(schedule: ScheduleData, nbytes: float, topology: Topology, segments: int = 1) -> float:
     """Count the steps of a schedule, and return the seconds for data of ``nbytes``.
 
     Two hosts of two ranks and links of 1 GB/s: a link carries 64 MB in a hierarchical all-reduce, 96 MB in a ring.
@@ -228,7 +228,7 @@ def _segment_step(topology: Topology) -> float:
     return _SEGMENT_STEP_FEW_CORES_FAST_LINK if topology.outer.beta <= FAST_LINK else _SEGMENT_STEP_FEW_CORES
 
 
-def busiest_sender(schedule: Schedule) -> Fraction:
+def busiest_sender(schedule: ScheduleData) -> Fraction:
     """The bytes sent by the rank that sends most, as a fraction of the data."""
     rows = np.zeros(schedule.size, np.int64)
     for step in schedule.steps:

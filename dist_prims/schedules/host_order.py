@@ -18,8 +18,9 @@ import numpy as np
 
 from .contract import ROOTED, contract
 from .native import places
-from .registry import build_shared
-from .schedule import Schedule, Step, Steps, most_steps
+from .schedule import Schedule
+from .schedule_builder import build_shared
+from .steps import Step, Steps, most_steps
 
 __all__: list[str] = []
 

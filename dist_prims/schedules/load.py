@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .schedule import Schedule, Step
+from .steps import ScheduleData, Step
 from .topology import Topology
 
 __all__: list[str] = []
@@ -177,7 +177,7 @@ def _messages(pairs: Ints, span: Ints | None) -> tuple[Ints, Floats]:
     return pairs[first], np.add.reduceat(chunks, first) if len(first) else chunks
 
 
-def count(schedule: Schedule, topology: Topology) -> Load:
+def count(schedule: ScheduleData, topology: Topology) -> Load:
     """The load of a schedule, counted step by step."""
     if schedule.size != topology.size:
         raise ValueError(
@@ -188,7 +188,7 @@ def count(schedule: Schedule, topology: Topology) -> Load:
 
 
 @functools.lru_cache(maxsize=256)
-def count_chunks(schedule: Schedule, hosts: Hosts) -> Load:
+def count_chunks(schedule: ScheduleData, hosts: Hosts) -> Load:
     """The load with data counted in chunks."""
     rows: list[Floats] = []
     times: list[int] = []

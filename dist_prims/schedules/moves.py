@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .load import COLUMNS, COPIED, CROWDED, DATA, LINK, MACHINE, OUTER, Hosts, Load, StepCount
-from .schedule import Step
+from .steps import Step
 
 __all__: list[str] = []
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .program import Message, compile_program
-from .schedule import Schedule
+from .steps import ScheduleData
 from .trust import name_to_compare
 
 __all__: list[str] = []
@@ -30,7 +30,7 @@ NativeForm = tuple[int, int, str, int, int, int, list[Any], int]
 
 
 def to_native(
-    schedule: Schedule,
+    schedule: ScheduleData,
     rank: int,
     low: int,
     high: int,
@@ -49,13 +49,13 @@ def to_native(
     return low, high, name, segments, chunks, scratch, _steps(schedule, rank, ranks), schedule.size
 
 
-def _data_chunks(schedule: Schedule) -> int:
+def _data_chunks(schedule: ScheduleData) -> int:
     """The chunks that are no scratch. An all_to_all has its blocks twice: those sent, then those received."""
     return schedule.chunks * (2 if schedule.collective == "all_to_all" else 1)
 
 
 @functools.lru_cache(maxsize=32)
-def _steps(schedule: Schedule, rank: int, ranks: tuple[int, ...]) -> list[Any]:
+def _steps(schedule: ScheduleData, rank: int, ranks: tuple[int, ...]) -> list[Any]:
     """The part of ``rank`` in each step, which is the same for all sizes of the data."""
     program = compile_program(schedule, ranks.index(rank))
     steps: list[Any] = [([], [], [])] * program.steps
@@ -81,7 +81,7 @@ def _steps(schedule: Schedule, rank: int, ranks: tuple[int, ...]) -> list[Any]:
     return steps
 
 
-def places(schedule: Schedule, ranks: Sequence[int]) -> NDArray[np.int64]:
+def places(schedule: ScheduleData, ranks: Sequence[int]) -> NDArray[np.int64]:
     """The executor's number for each chunk: its blocks are ordered by the ranks of the group, not of the schedule."""
     place = np.arange(schedule.contract.total)
     if schedule.collective in _IN_BLOCKS:
@@ -93,7 +93,7 @@ def places(schedule: Schedule, ranks: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _places_of_pieces(
-    schedule: Schedule, ranks: Sequence[int], me: int
+    schedule: ScheduleData, ranks: Sequence[int], me: int
 ) -> Callable[[Sequence[int]], NDArray[np.int64]]:
     """The chunk of rank ``me`` that is as long as each of the given pieces.
 

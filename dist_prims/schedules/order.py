@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from .schedule import Schedule
+from .steps import ScheduleData
 from .sum_numbers import Sums
+from .symbolic import execute
 
 __all__: list[str] = []
 
@@ -102,10 +103,8 @@ class Order:
         return done[self.number]
 
 
-def order(schedule: Schedule, chunk: int, rank: int | None = None) -> Order:
+def order(schedule: ScheduleData, chunk: int, rank: int | None = None) -> Order:
     """The sum in a chunk of the output on ``rank``; by default on the first rank whose output has the chunk."""
-    from .symbolic import execute
-
     state = execute(schedule)
     for candidate in range(schedule.size) if rank is None else (rank,):
         if chunk in schedule.contract.end(candidate).chunk:

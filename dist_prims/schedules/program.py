@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .phase import widened
-from .schedule import Schedule, Step
+from .steps import ScheduleData, Step, widened
 
 __all__: list[str] = []
 
@@ -85,7 +84,7 @@ class Program:
     steps: int
 
 
-def compile_program(schedule: Schedule, rank: int) -> Program:
+def compile_program(schedule: ScheduleData, rank: int) -> Program:
     """The program of one rank. Steps in which the rank takes no part are omitted.
 
     >>> from dist_prims.schedules import build
@@ -123,12 +122,12 @@ def _blocks(chunks: NDArray[Any], width: int) -> NDArray[Any]:
     return chunks[:, : whole * width].reshape(len(chunks), whole, width)
 
 
-def _program(schedule: Schedule, rank: int, actions: list[ProgramAction], steps: int) -> Program:
+def _program(schedule: ScheduleData, rank: int, actions: list[ProgramAction], steps: int) -> Program:
     keep = set(schedule.contract.end(rank).chunk.tolist())
     return Program(rank, tuple(_with_last_reads(actions, keep)), steps)
 
 
-def _compile_part(schedule: Schedule, steps: Iterator[Step], rank: int) -> Program:
+def _compile_part(schedule: ScheduleData, steps: Iterator[Step], rank: int) -> Program:
     """The program of a rank from its own rows: each carries the piece that the sender has in the chunk at the start."""
     actions, number = [], -1
     own_terms = np.zeros(schedule.contract.total, np.int32)

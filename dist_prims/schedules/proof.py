@@ -14,15 +14,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from .order import Order
 from .repair import Shortfall, diagnose
-from .schedule import Schedule
+from .schedule_error import Mark, ScheduleError
+from .steps import ScheduleData
 from .sum_numbers import names_of
-from .symbolic import NOTHING, Mark, ScheduleError, State, execute
+from .symbolic import NOTHING, State, execute
 
 __all__: list[str] = []
 
 
-def verify(schedule: Schedule) -> None:
+def verify(schedule: ScheduleData) -> None:
     """Raise ScheduleError unless every rank ends with exactly the result that the contract demands.
 
     >>> from dist_prims.schedules import build
@@ -36,7 +38,7 @@ def verify(schedule: Schedule) -> None:
         _check_same_bits(schedule, state)
 
 
-def _shortfalls(schedule: Schedule, state: State, rank: int) -> Iterator[Shortfall]:
+def _shortfalls(schedule: ScheduleData, state: State, rank: int) -> Iterator[Shortfall]:
     """The output chunks of a rank that do not hold the right piece of exactly the right ranks."""
     end = schedule.contract.end(rank)
     number, piece = state.sum[rank, end.chunk], state.piece[rank, end.chunk]
@@ -63,10 +65,8 @@ def _bits(first: int, last: int) -> int:
     return (1 << int(last)) - (1 << int(first))
 
 
-def _check_same_bits(schedule: Schedule, state: State) -> None:
+def _check_same_bits(schedule: ScheduleData, state: State) -> None:
     """Check that ranks which end with the same sum added it in the same order; otherwise replicas drift apart."""
-    from .order import Order
-
     ends = [schedule.contract.end(rank) for rank in range(schedule.size)]
     demanded = np.concatenate([np.stack([end.piece, end.first, end.last]) for end in ends], axis=1)
     chunk = np.concatenate([end.chunk for end in ends])

@@ -17,7 +17,6 @@ import difflib
 import functools
 import importlib
 import inspect
-import operator
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,7 @@ from .contract import COLLECTIVES, ROOTED, contract
 from .cost_card import Card
 from .load import Hosts, Load, count_chunks
 from .moves import load_of
-from .phase import Phases
-from .schedule import Schedule, Step, Steps, most_steps
+from .steps import Phases, ScheduleData, Step, Steps, most_steps
 
 __all__: list[str] = []
 
@@ -60,7 +58,7 @@ class Algorithm:
     variants: Sequence[Mapping[str, Any]] = ()
     part: Callable[..., Iterator[Step]] | None = None
 
-    def __call__(self, size: int, root: int | None = None, **parameters: Any) -> Schedule:
+    def __call__(self, size: int, root: int | None = None, **parameters: Any) -> ScheduleData:
         given = {**self.parameters, **parameters}
         rooted = {"root": root} if self.collective in ROOTED else {}
         chunks = _count(self.chunks, size, given, default=1 if self.collective in _WHOLE else size)
@@ -69,7 +67,7 @@ class Algorithm:
         own_contract = contract(self.collective, size, chunks, root, scratch, same_bits=same_bits)
         steps = Steps(functools.partial(self.make, size, **rooted, **given), most_steps(size))
         part = None if self.part is None or not self.trusted else functools.partial(self.part, size)
-        return Schedule(
+        return ScheduleData(
             self.collective, self.name, size, chunks, own_contract, steps, root, tuple(sorted(parameters.items())), part
         )
 
@@ -250,59 +248,3 @@ def lookup(collective: str, name: str) -> Algorithm:
     if name not in known:
         raise ValueError(nearest(f"{collective} algorithm", name, known))
     return _registry[collective, name]
-
-
-def build(collective: str, algorithm: str, size: int, **parameters: Any) -> Schedule:
-    """The schedule of an algorithm for a number of ranks; rooted collectives take ``root=``, by default 0.
-
-    >>> ring = build("all_reduce", "ring", size=4)
-    >>> len(ring.steps), ring.bytes_sent(rank=0)
-    (6, Fraction(3, 2))
-    """
-    found = lookup(collective, algorithm)
-    ranks = _integer(f"{collective} {algorithm}", "size", size)
-    if ranks < 1:
-        raise ValueError(f"{collective} {algorithm}: size={size}; it must be at least 1 rank")
-    unknown = set(parameters) - set(found.parameters) - ({"root"} if collective in ROOTED else set())
-    if unknown:
-        takes = ", ".join([*found.parameters, *(["root"] if collective in ROOTED else [])]) or "none"
-        raise ValueError(f"{collective} {algorithm} takes no parameter {sorted(unknown)[0]!r}; it takes: {takes}")
-    for key, value in parameters.items():
-        _check_kind(f"{collective} {algorithm}", key, value, found.parameters.get(key))
-    if collective not in ROOTED:
-        return found(ranks, **parameters)
-    root = _integer(f"{collective} {algorithm}", "root", parameters.pop("root", 0))
-    if not 0 <= root < ranks:
-        raise ValueError(f"{collective} {algorithm}: root {root} is out of range; ranks are 0..{ranks - 1}")
-    return found(ranks, root, **parameters)
-
-
-def _integer(where: str, name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{where}: {name}={value!r}; it must be a whole number") from None
-
-
-def _check_kind(where: str, name: str, value: Any, default: Any) -> None:
-    """Raise ValueError unless a value is of the kind of the parameter's default; None permits every kind."""
-    if type(default) is int and not hasattr(value, "__index__"):
-        raise ValueError(f"{where}: {name}={value!r}; it must be a whole number, such as {default}, its default")
-    if type(default) is str and not isinstance(value, str):
-        raise ValueError(f"{where}: {name}={value!r}; it must be a name, such as {default!r}, its default")
-
-
-def build_shared(collective: str, algorithm: str, size: int, **parameters: Any) -> Schedule:
-    """The same as :func:`build`, but equal calls return one object, for which prices and programs are cached.
-
-    >>> build_shared("all_reduce", "ring", size=4) is build_shared("all_reduce", "ring", size=4)
-    True
-    """
-    return _build_once(version(), collective, algorithm, size, tuple(sorted(parameters.items())))
-
-
-@functools.lru_cache(maxsize=256)
-def _build_once(
-    _version: int, collective: str, algorithm: str, size: int, parameters: tuple[tuple[str, Any], ...]
-) -> Schedule:
-    return build(collective, algorithm, size, **dict(parameters))

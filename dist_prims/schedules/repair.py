@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .schedule import Schedule, Step
+from .schedule_error import Mark, ScheduleError
+from .steps import ScheduleData, Step
 from .sum_numbers import names_of, ranks_of
-from .symbolic import NOTHING, Mark, ScheduleError, State, symbolic_states
+from .symbolic import NOTHING, State, symbolic_states
 
 __all__: list[str] = []
 
@@ -48,7 +49,7 @@ class Shortfall:
         return Mark(step, self.rank, self.chunk, ranks_of(missing), ranks_of(extra))
 
 
-def diagnose(schedule: Schedule, shortfalls: Sequence[Shortfall]) -> ScheduleError:
+def diagnose(schedule: ScheduleData, shortfalls: Sequence[Shortfall]) -> ScheduleError:
     """The error for the shortfall that became irreparable first, with the step that caused it."""
     targets = {(each.piece, each.wanted): each for each in reversed(shortfalls)}
     before: State | None = None

@@ -1,286 +1,36 @@
-"""Step and Schedule: a collective algorithm as data.
+"""Schedule: the steps of a collective with its proof, price, order of additions, simulation, picture and page.
 
-An algorithm that is written as code that sends can only be run. Written as data (which rank sends which chunk to which
-rank in which step), it can be proved, priced, drawn, simulated, run by any engine and compiled.
-
-A step is a table with one row for each transfer; its columns are NumPy arrays:
-
-    step of a ring of 3          src  dst  chunk  into  reduce
-    rank 0 sends chunk 0 to 1      0    1      0     0    True     rank 1: chunk 0 += rank 0's chunk 0
-    rank 1 sends chunk 1 to 2      1    2      1     1    True     rank 2: chunk 1 += rank 1's chunk 1
-    rank 2 sends chunk 2 to 0      2    0      2     2    True     rank 0: chunk 2 += rank 2's chunk 2
-
-Rules:
-
-- Every transfer of a step reads the state before the step.
-- ``src == dst`` is a local move. Rows with the same src and dst form one message.
-- Rows that write the same chunk of the same rank apply in row order: at most one copy, which must come first, then
-  reductions. Together they are one sum that is rounded once.
+The data and the functions on it are in modules of their own, which know nothing of this class.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-from .contract import Contract, one_length
-
-if TYPE_CHECKING:
-    from .cost import Cost
-    from .order import Order
-    from .phase import Phases
-    from .topology import Topology
+from .cost import Cost, lower_bound, price, seconds
+from .draw import write_svg
+from .html.document import in_notebook, write_html
+from .html.schedule_data import schedule_page
+from .order import Order, order
+from .proof import verify
+from .simulate import simulate
+from .steps import ScheduleData
+from .topology import Topology
 
 __all__: list[str] = []
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-_COLUMNS = ("src", "dst", "chunk", "into", "reduce")
-_INTS, _BOOLS = np.dtype(np.int64), np.dtype(np.bool_)
-_KINDS = (*[_INTS] * 4, _BOOLS)
-MOST_STEPS = 100_000
 
-
-@dataclass(frozen=True, eq=False, init=False)
-class Step:
-    """One step: transfers that happen at the same time. Scalars and columns are broadcast to one length.
-
-    >>> Step(src=[0, 1, 2], dst=[1, 2, 0], chunk=[0, 1, 2], reduce=True).rows()[0]
-    (0, 1, 0, 0, True)
-    """
-
-    src: Ints
-    dst: Ints
-    chunk: Ints
-    into: Ints
-    reduce: Bools
-
-    def __init__(
-        self, src: ArrayLike, dst: ArrayLike, chunk: ArrayLike, reduce: ArrayLike = False, into: ArrayLike | None = None
-    ) -> None:
-        if isinstance(reduce, bool) and isinstance(src, np.ndarray):
-            reduce = (np.ones if reduce else np.zeros)(src.shape, np.bool_)
-        columns: list[Any] = [src, dst, chunk, chunk if into is None else into, reduce]
-        if not _are_columns(*columns):
-            columns = one_length(*columns)
-            for name, column in zip(_COLUMNS, columns[:4], strict=False):
-                if column.size and column.dtype.kind not in "iu":
-                    raise ValueError(f"Step({name}=...): integers are required, not {column.dtype}")
-            columns = [column.astype(kind, copy=False) for column, kind in zip(columns, _KINDS, strict=True)]
-        src, dst, chunk, into, reduce = columns
-        self.__dict__.update(src=src, dst=dst, chunk=chunk, into=into, reduce=reduce)
-
-    def __len__(self) -> int:
-        return len(self.src)
-
-    @property
-    def narrow(self) -> tuple[Step, Ints | None]:
-        """The rows in compact form, and the number of consecutive chunks that each row stands for (None: one)."""
-        return self, None
-
-    def rows(self) -> list[tuple[int, int, int, int, bool]]:
-        """The transfers as tuples (src, dst, chunk, into, reduce)."""
-        columns = (self.src, self.dst, self.chunk, self.into, self.reduce)
-        return list(zip(*(column.tolist() for column in columns), strict=True))
-
-    def backwards(self) -> Step:
-        """The step that receivers send back and senders add: a reduce-scatter is an all-gather backwards."""
-        return Step(self.dst, self.src, self.chunk, reduce=True)
-
-    def renumbered(self, rank_at: Ints) -> Step:
-        """The step with rank ``rank_at[r]`` in place of each rank r."""
-        return Step(rank_at[self.src], rank_at[self.dst], self.chunk, self.reduce, self.into)
-
-    def take(self, which: ArrayLike) -> Step:
-        """The rows that an index array, a slice or a mask selects, in the order of the selection."""
-        at: Any = which
-        return Step(self.src[at], self.dst[at], self.chunk[at], self.reduce[at], self.into[at])
-
-    @staticmethod
-    def concat(steps: Sequence[Step]) -> Step:
-        """One step with the transfers of all ``steps``."""
-        if not steps:
-            return Step([], [], np.empty(0, np.int64))
-        if any(isinstance(step, CountedStep) for step in steps):
-            messages = [step.narrow for step in steps]
-            counts = [np.ones(len(rows), np.int64) if span is None else span for rows, span in messages]
-            return CountedStep(_joined([rows for rows, _ in messages]), np.concatenate(counts), lambda: _joined(steps))
-        return _joined(steps)
-
-
-def _joined(steps: Sequence[Step]) -> Step:
-    names = ("src", "dst", "chunk", "reduce", "into")
-    return Step(*(np.concatenate([getattr(step, name) for step in steps]) for name in names))
-
-
-def _are_columns(src: Any, dst: Any, chunk: Any, into: Any, reduce: Any) -> bool:
-    """Whether the columns of a step need no conversion, which takes longer than the rest of most steps."""
-    try:
-        return (
-            src.dtype is dst.dtype is chunk.dtype is into.dtype is _INTS
-            and reduce.dtype is _BOOLS
-            and src.ndim == 1
-            and src.shape == dst.shape == chunk.shape == into.shape == reduce.shape
-        )
-    except AttributeError:  # one of them is no array
-        return False
-
-
-class CountedStep(Step):
-    """A step given by its messages: row i stands for ``span[i]`` chunks; ``make`` returns the step with all rows.
-
-    A rank of a large group may send thousands of chunks at once. The columns with one row a chunk are computed on first
-    access; the cost model only counts chunks and uses ``narrow``.
-
-    >>> both = CountedStep(Step(src=0, dst=1, chunk=0), 2, lambda: Step(src=0, dst=1, chunk=[0, 7]))
-    >>> len(both), both.rows()[1]
-    (2, (0, 1, 7, 7, False))
-    """
-
-    def __init__(self, messages: Step, span: ArrayLike, make: Callable[[], Step]) -> None:
-        spans = span if isinstance(span, np.ndarray) else np.full(len(messages), span, np.int64)
-        self.__dict__.update(_messages=messages, _span=spans, _make=make)
-
-    _messages: Step
-    _span: Ints
-    _make: Callable[[], Step]
-
-    def __len__(self) -> int:
-        return int(self._span.sum())
-
-    @property
-    def narrow(self) -> tuple[Step, Ints | None]:
-        return self._messages, self._span
-
-    def __getattr__(self, name: str) -> Any:
-        """Compute the columns on first access."""
-        if name not in _COLUMNS:
-            raise AttributeError(name)
-        step = self._make()
-        self.__dict__.update((each, getattr(step, each)) for each in _COLUMNS)
-        return getattr(step, name)
-
-    def backwards(self) -> Step:
-        return CountedStep(self._messages.backwards(), self._span, lambda: self._make().backwards())
-
-    def renumbered(self, rank_at: Ints) -> Step:
-        return CountedStep(self._messages.renumbered(rank_at), self._span, lambda: self._make().renumbered(rank_at))
-
-
-class WideStep(CountedStep):
-    """A step whose rows move several consecutive chunks each: row i moves the ``span[i]`` chunks from chunk[i] on.
-
-    >>> wide = WideStep(Step(src=[0, 1], dst=[1, 0], chunk=[0, 4]), span=[2, 1])
-    >>> wide.rows()
-    [(0, 1, 0, 0, False), (0, 1, 1, 1, False), (1, 0, 4, 4, False)]
-    """
-
-    def __init__(self, rows: Step, span: ArrayLike) -> None:
-        wide = np.asarray(span, np.int64)
-        messages, counted = rows.narrow
-        if counted is None:
-            each: ArrayLike = span
-        elif wide.ndim:
-            each = np.diff(np.concatenate([[0], wide.cumsum()])[counted.cumsum()], prepend=0)
-        else:
-            each = counted * wide
-        super().__init__(messages, each, lambda: _repeated(rows, wide))
-
-
-def _repeated(rows: Step, width: Ints) -> Step:
-    span = np.broadcast_to(width, len(rows))
-    within = np.arange(int(span.sum())) - np.repeat(np.cumsum(span) - span, span)
-    src, dst, chunk, into, reduce = (np.repeat(getattr(rows, name), span) for name in _COLUMNS)
-    return Step(src, dst, chunk + within, reduce, into + within)
-
-
-def most_steps(size: int) -> int:
-    """The most steps of a schedule for ``size`` ranks: enough where each message is a step of its own.
-
-    >>> most_steps(1000)
-    4100000
-    """
-    return MOST_STEPS + 4 * size**2
-
-
-def _endless(most: int) -> ValueError:
-    from .symbolic import ScheduleError
-
-    return ScheduleError(f"there are more than {most:,} steps; does the loop end? One step may have many transfers")
-
-
-class Steps(Sequence[Step]):
-    """The steps of a schedule, generated again on each iteration, so that they need not be stored.
-
-    ``make`` returns an iterator over the steps, or the phases of the schedule. More than ``most`` steps are a
-    ScheduleError: a generator whose loop does not end is found out, whatever reads the steps.
-
-    >>> steps = Steps(lambda: (Step(src=i, dst=i + 1, chunk=0) for i in range(3)))
-    >>> len(steps), steps[1].rows()
-    (3, [(1, 2, 0, 0, False)])
-    """
-
-    def __init__(self, make: Callable[[], Iterator[Step] | Phases], most: int = MOST_STEPS) -> None:
-        self._make = make
-        self._most = most
-        self._length: int | None = None
-
-    @property
-    def phases(self) -> Phases:
-        """The phases of the schedule; none if it is not composed of phases."""
-        made = self._make()
-        return made if isinstance(made, tuple) else ()
-
-    def with_width(self) -> Iterator[tuple[Step, int]]:
-        """The steps as their phases generate them, and the number of chunks that each of their chunks stands for."""
-        if not (phases := self.phases):
-            yield from ((step, 1) for step in self)
-        for phase in phases:
-            yield from ((step, phase.width) for step in phase.make(*phase.given))
-
-    def __iter__(self) -> Iterator[Step]:
-        made, length = self._make(), 0
-        for step in itertools.chain.from_iterable(made) if isinstance(made, tuple) else made:
-            if length == self._most:
-                raise _endless(self._most)
-            yield step
-            length += 1
-        self._length = length
-
-    def __len__(self) -> int:
-        if self._length is None:
-            self._length = sum(1 for _ in self)
-        return self._length
-
-    @overload
-    def __getitem__(self, at: int) -> Step: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Step]: ...
-    def __getitem__(self, at: int | slice) -> Step | list[Step]:
-        if isinstance(at, slice):
-            return list(self)[at]
-        index = at if at >= 0 else len(self) + at
-        for step in itertools.islice(iter(self), max(index, 0), None):
-            if index >= 0:
-                return step
-        raise IndexError(f"step {at} is out of range; the schedule has {len(self)} steps")
-
-
-@dataclass(frozen=True, eq=False)
-class Schedule:
+@dataclass(frozen=True, eq=False, repr=False)
+class Schedule(ScheduleData):
     """The steps of one collective for one number of ranks, and the contract that they must fulfil.
 
-    ``chunks``: the number of pieces that the data is split into. ``contract``: the chunk numbers under which each rank
-    finds its input and leaves its output. Other chunk numbers are scratch. ``part``: the rows of one rank in each step,
-    if every row reads a chunk that its sender has from the start and reduces nothing.
+    The attributes are those of ``ScheduleData``.
 
     >>> from dist_prims.schedules import build
     >>> ring = build("all_reduce", "ring", size=4)
@@ -293,30 +43,12 @@ class Schedule:
     0.0018
     """
 
-    collective: str
-    algorithm: str
-    size: int
-    chunks: int
-    contract: Contract = field(repr=False)
-    steps: Steps = field(repr=False)
-    root: int | None = None
-    parameters: tuple[tuple[str, Any], ...] = ()
-    part: Callable[[int], Iterator[Step]] | None = field(default=None, repr=False)
-
-    @property
-    def share(self) -> Fraction:
-        """The size of one chunk as a fraction of the data of the collective (0 for a barrier)."""
-        return Fraction(0) if self.collective == "barrier" else Fraction(1, self.chunks)
-
-    def bytes_sent(self, rank: int, nbytes: int | Fraction = 1) -> Fraction:
-        """Bytes that a rank sends to other ranks for data of ``nbytes``; by default as a fraction of the data."""
-        rows = sum(int(np.count_nonzero((step.src == rank) & (step.dst != rank))) for step in self.steps)
-        return rows * self.share * nbytes
+    @staticmethod
+    def of(data: ScheduleData) -> Schedule:
+        return Schedule(*(getattr(data, field.name) for field in fields(data)))
 
     def verify(self) -> None:
         """Prove the schedule by symbolic execution, or raise ScheduleError with a counterexample."""
-        from .proof import verify
-
         verify(self)
 
     @overload
@@ -337,8 +69,6 @@ class Schedule:
         ``alpha``: seconds a message; ``beta``: a byte sent or received; ``gamma``: a byte reduced.
         """
         if topology is not None:
-            from .cost import seconds
-
             return seconds(self, nbytes, topology)
         if alpha is None or beta is None:
             raise TypeError("cost() requires alpha and beta, or topology=")
@@ -347,32 +77,22 @@ class Schedule:
     @cached_property
     def price(self) -> Cost:
         """The counts of the critical path: messages, data moved, data reduced."""
-        from .cost import price
-
         return price(self)
 
     def lower_bound(self, nbytes: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
         """A lower bound in seconds for any algorithm of this collective, in the model of :meth:`cost`."""
-        from .cost import lower_bound
-
         return lower_bound(self.collective, self.size).seconds(nbytes, alpha, beta, gamma)
 
     def order(self, chunk: int, rank: int | None = None) -> Order:
         """The exact expression of additions behind an output chunk, e.g. ``((r2+r3)+r0)+r1``."""
-        from .order import order
-
         return order(self, chunk, rank)
 
     def simulate(self, inputs: Sequence[Any], op: Callable[[Any, Any], Any] = np.add) -> list[Any]:
         """Run the schedule on NumPy arrays in one process, one input a rank; returns the output of each rank."""
-        from .simulate import simulate
-
         return simulate(self, inputs, op)
 
     def draw(self, path: str | Path, animate: bool = False) -> Path:
         """Write the steps as an SVG picture and return its path; ``animate``: they appear one after the other."""
-        from .draw import write_svg
-
         return write_svg(self, path, animate)
 
     def html(self, path: str | Path) -> Path:
@@ -380,15 +100,10 @@ class Schedule:
 
         The page of a schedule that is wrong opens at the first wrong step.
         """
-        from .html.document import write_html
-        from .html.schedule_data import schedule_page
-
         return write_html(schedule_page(self), path)
 
     def _repr_html_(self) -> str | None:
         """The page, for a notebook; None, and so the text, for a schedule too large for a page."""
-        from .html.document import in_notebook
-        from .html.schedule_data import schedule_page
 
         try:
             return in_notebook(schedule_page(self))

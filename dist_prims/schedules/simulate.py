@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .schedule import Schedule, Step
+from .steps import ScheduleData, Step
 
 __all__: list[str] = []
 
@@ -18,7 +18,7 @@ Operation = Callable[[Any, Any], Any]
 Held = list[dict[int, Any]]  # of each rank: its chunks by number
 
 
-def simulate(schedule: Schedule, inputs: Sequence[Any], op: Operation = np.add) -> list[Any]:
+def simulate(schedule: ScheduleData, inputs: Sequence[Any], op: Operation = np.add) -> list[Any]:
     """Run a schedule. ``inputs[rank]``: the rank's input chunks, in order, as rows; the outputs have the same form.
 
     >>> from dist_prims.schedules import build
@@ -33,7 +33,7 @@ def simulate(schedule: Schedule, inputs: Sequence[Any], op: Operation = np.add) 
     return [np.array([held[rank][chunk] for chunk in chunks]) for rank, chunks in enumerate(ends)]
 
 
-def states(schedule: Schedule, inputs: Sequence[Any], op: Operation = np.add) -> Iterator[tuple[Step, Held]]:
+def states(schedule: ScheduleData, inputs: Sequence[Any], op: Operation = np.add) -> Iterator[tuple[Step, Held]]:
     """Each step, and the chunks that every rank holds after it; the dictionaries are reused and updated in place."""
     held = _start(schedule, inputs)
     for step in schedule.steps:
@@ -41,7 +41,7 @@ def states(schedule: Schedule, inputs: Sequence[Any], op: Operation = np.add) ->
         yield step, held
 
 
-def _start(schedule: Schedule, inputs: Sequence[Any]) -> Held:
+def _start(schedule: ScheduleData, inputs: Sequence[Any]) -> Held:
     held: Held = []
     for rank in range(schedule.size):
         chunks = schedule.contract.start(rank).chunk.tolist()

@@ -8,55 +8,20 @@ its step, ranks and chunk.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .schedule import Schedule, Step
+from .schedule_error import Mark, ScheduleError
+from .steps import ScheduleData, Step
 from .sum_numbers import Sums, names_of, ranks_of
 
 __all__: list[str] = []
 
 Ints = NDArray[np.int64]
 NOTHING = -1
-
-
-class Mark(NamedTuple):
-    """A wrong chunk of a rank after a step: the ranks missing from its sum, and those counted twice or not wanted."""
-
-    step: int
-    rank: int
-    chunk: int
-    missing: tuple[int, ...] = ()
-    extra: tuple[int, ...] = ()
-
-
-class ScheduleError(ValueError):
-    """Error in a schedule; the message is a counterexample.
-
-    ``step``: the number of the first wrong step, None if the error is in no step. ``marks``: the wrong chunks.
-
-    >>> from dist_prims.schedules import Step, algorithm, build, unregister
-    >>> @algorithm("broadcast", name="forgets_the_last", chunks=1)
-    ... def forgets_the_last(size, root):
-    ...     for rank in range(1, size - 1):
-    ...         yield Step(src=root, dst=rank, chunk=0)
-    >>> try:
-    ...     build("broadcast", "forgets_the_last", size=3).verify()
-    ... except ScheduleError as error:
-    ...     print(str(error).replace(". ", ".\\n"))
-    at the end rank 2 must hold piece 0 in chunk 0; it holds nothing.
-    The ranks still hold all parts of it after the last step: a transfer to rank 2 is missing
-    >>> unregister("broadcast", "forgets_the_last")
-    """
-
-    def __init__(self, message: str, step: int | None = None, marks: Sequence[Mark] = ()) -> None:
-        super().__init__(message)
-        self.step = step
-        self.marks = tuple(marks)
 
 
 @dataclass
@@ -68,13 +33,13 @@ class State:
     sums: Sums
 
 
-def execute(schedule: Schedule) -> State:
+def execute(schedule: ScheduleData) -> State:
     """Run the steps and return the last state; ScheduleError for a step that cannot be right."""
     ((_, _, last),) = deque(symbolic_states(schedule), maxlen=1)
     return last
 
 
-def symbolic_states(schedule: Schedule) -> Iterator[tuple[int, Step, State]]:
+def symbolic_states(schedule: ScheduleData) -> Iterator[tuple[int, Step, State]]:
     """(number, step, state after it), from -1 with an empty step on; the state is updated in place."""
     shape = (schedule.size, schedule.contract.total)
     state = State(np.full(shape, NOTHING), np.full(shape, NOTHING), Sums(schedule.size))
@@ -89,7 +54,7 @@ def symbolic_states(schedule: Schedule) -> Iterator[tuple[int, Step, State]]:
         yield number, step, state
 
 
-def _check_range(schedule: Schedule, step: Step, number: int) -> None:
+def _check_range(schedule: ScheduleData, step: Step, number: int) -> None:
     limits = {"src": schedule.size, "dst": schedule.size, "chunk": schedule.contract.total}
     for name, limit in {**limits, "into": schedule.contract.total}.items():
         column = getattr(step, name)

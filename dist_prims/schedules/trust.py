@@ -22,9 +22,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from .contract import COLLECTIVES
-from .registry import Algorithm, algorithms, build_shared, lookup
-from .schedule import Schedule, Step
-from .symbolic import ScheduleError
+from .proof import verify
+from .registry import Algorithm, algorithms, lookup
+from .schedule import Schedule
+from .schedule_builder import build_shared
+from .schedule_error import ScheduleError
+from .steps import ScheduleData, Step
 
 __all__: list[str] = []
 
@@ -44,11 +47,11 @@ def _users_algorithms(collective: str, algorithm: str, parameters: Mapping[str, 
     return [each for each in named if not each.built_in]
 
 
-def _users_algorithms_of(schedule: Schedule) -> list[Algorithm]:
+def _users_algorithms_of(schedule: ScheduleData) -> list[Algorithm]:
     return _users_algorithms(schedule.collective, schedule.algorithm, dict(schedule.parameters))
 
 
-def is_trusted(schedule: Schedule) -> bool:
+def is_trusted(schedule: ScheduleData) -> bool:
     """Whether the algorithm, and every algorithm named by one of its parameters, is built in or marked as trusted."""
     return all(each.trusted for each in _users_algorithms_of(schedule))
 
@@ -103,7 +106,7 @@ def _remedy(users: list[Algorithm]) -> str:
     return f"unregister it ({' and '.join(calls)})"
 
 
-def remedy_of(schedule: Schedule) -> str:
+def remedy_of(schedule: ScheduleData) -> str:
     """How to remove the algorithms of a schedule that a user has registered."""
     return _remedy(_users_algorithms_of(schedule))
 
@@ -112,12 +115,12 @@ def _text(error: Exception) -> str:
     return f"it raises {type(error).__name__}: {error}"
 
 
-def problem_of(schedule: Schedule) -> str:
+def problem_of(schedule: ScheduleData) -> str:
     """What is wrong with a schedule; empty if it is correct. Equal steps are proved once in a process."""
     digest = fingerprint(schedule)
     if digest not in _problems:
         try:
-            schedule.verify()
+            verify(schedule)
             _problems[digest] = ""
         except ScheduleError as error:
             _problems[digest] = str(error)
@@ -130,7 +133,7 @@ _problems: dict[str, str] = {}  # by fingerprint
 
 
 @functools.lru_cache(maxsize=256)
-def fingerprint(schedule: Schedule) -> str:
+def fingerprint(schedule: ScheduleData) -> str:
     """A hash of the steps and of what the proof demands; equal schedules have equal hashes on all ranks.
 
     An exception of the generator is part of the hash: a rank whose generator raises must still compare its call.
@@ -146,7 +149,7 @@ def fingerprint(schedule: Schedule) -> str:
     return of.hexdigest()
 
 
-def _executed_steps(schedule: Schedule) -> Iterator[Step]:
+def _executed_steps(schedule: ScheduleData) -> Iterator[Step]:
     """The steps that the ranks execute: of an algorithm with ``part`` those of each rank, one rank after the other."""
     if schedule.part is None:
         yield from schedule.steps
@@ -155,7 +158,7 @@ def _executed_steps(schedule: Schedule) -> Iterator[Step]:
             yield from schedule.part(rank)
 
 
-def name_to_compare(schedule: Schedule, name: str, longest: int = LONGEST_NAME) -> str:
+def name_to_compare(schedule: ScheduleData, name: str, longest: int = LONGEST_NAME) -> str:
     """The name by which ranks compare schedules, in the header of a call.
 
     >>> from dist_prims.schedules import Step, algorithm, build, unregister

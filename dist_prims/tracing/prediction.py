@@ -12,8 +12,9 @@ import numpy as np
 
 from ..schedules.cost import step_seconds
 from ..schedules.load import count
-from ..schedules.registry import build, lookup
+from ..schedules.registry import lookup
 from ..schedules.schedule import Schedule
+from ..schedules.schedule_builder import build
 from ..schedules.topology import Topology
 from ..schedules.trust import without_fingerprint
 from .reader import CollectiveCall

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dist_prims.backend import multi_host
 from dist_prims.backend.link_costs import ASSUMED
 from dist_prims.backend.multi_host import MultiHostSchedules
-from dist_prims.schedules import Schedule, Step, algorithm, build, native, registry, unregister
+from dist_prims.schedules import Schedule, Step, algorithm, build, native, registry, schedule_builder, unregister
 from dist_prims.schedules.native import NativeForm, to_native
 from dist_prims.schedules.recommend import recommend
 from dist_prims.schedules.topology import Topology
@@ -30,7 +30,7 @@ def schedules(names: str, rank: int = 0, measured: Mapping[str, Any] = ASSUMED) 
 
 
 def clear() -> None:
-    for cached in (multi_host._recommended, registry._build_once, registry.load_by_card, native._steps):
+    for cached in (multi_host._recommended, schedule_builder._build_once, registry.load_by_card, native._steps):
         cached.cache_clear()
 
 

@@ -13,7 +13,7 @@ from dist_prims.schedules.contract import COLLECTIVES
 from dist_prims.schedules.load import Hosts, StepCount
 from dist_prims.schedules.recommend import EXCHANGES, MUCH_SHORTER, Candidate, recommend
 from dist_prims.schedules.registry import algorithms
-from dist_prims.schedules.schedule import CountedStep, Step, WideStep
+from dist_prims.schedules.steps import CountedStep, Step, WideStep
 from dist_prims.schedules.topology import Level, Topology
 
 TOPOLOGIES = st.builds(

@@ -14,7 +14,7 @@ from dist_prims._chart import line_chart
 from dist_prims.schedules import COLLECTIVES, Step, algorithms, build
 from dist_prims.schedules.catalogue import markdown_table, text_table
 from dist_prims.schedules.draw import describe_contract, messages, terminal
-from dist_prims.schedules.schedule import Steps
+from dist_prims.schedules.steps import Steps
 
 PICTURES = Path(__file__).parents[2] / "docs/pictures"
 REGISTRY = [(collective, name) for collective in COLLECTIVES for name in algorithms(collective)]

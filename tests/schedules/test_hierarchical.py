@@ -13,7 +13,7 @@ from dist_prims.schedules.contract import contract
 from dist_prims.schedules.host_order import HostOrder
 from dist_prims.schedules.program import compile_program
 from dist_prims.schedules.recommend import recommend
-from dist_prims.schedules.schedule import Steps
+from dist_prims.schedules.steps import Steps
 from dist_prims.schedules.topology import Level, Topology
 
 CLUSTER = Level(2e-6, 1e-10), Level(30e-6, 1e-9), 1e-10

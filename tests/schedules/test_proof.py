@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from dist_prims.schedules import COLLECTIVES, ScheduleError, Step, algorithm, algorithms, build, unregister
 from dist_prims.schedules.contract import ROOTED
-from dist_prims.schedules.schedule import Schedule, Steps
+from dist_prims.schedules.schedule import Schedule
 from dist_prims.schedules.simulate import states
+from dist_prims.schedules.steps import Steps
 
 REGISTRY = [(collective, name) for collective in COLLECTIVES for name in algorithms(collective)]
 Rows = list[list[Any]]

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..moves import Round, zigzag
-from ..schedule import CountedStep, Step
+from ..steps import CountedStep, Step
 
 __all__: list[str] = []
 

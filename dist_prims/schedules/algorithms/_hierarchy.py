@@ -24,9 +24,9 @@ from ..contract import ROOTED
 from ..load import Hosts as HostRanks
 from ..load import Load
 from ..moves import side_by_side
-from ..phase import Phase
-from ..registry import build_shared, load_by_card, lookup
-from ..schedule import CountedStep, Schedule, Step, WideStep
+from ..registry import load_by_card, lookup
+from ..schedule_builder import build_shared
+from ..steps import CountedStep, Phase, ScheduleData, Step, WideStep
 
 __all__: list[str] = []
 
@@ -63,7 +63,7 @@ def equal_hosts(size: int, hosts: Hosts) -> tuple[int, int]:
     return len(shape), shape[0]
 
 
-def phase(parameter: str, collective: str, name: str, size: int, root: int = 0) -> Schedule:
+def phase(parameter: str, collective: str, name: str, size: int, root: int = 0) -> ScheduleData:
     """The small schedule of one phase, whose algorithm the parameter ("inner" or "outer") names.
 
     Only all_to_all has chunk numbers for phases that need scratch.
@@ -156,7 +156,7 @@ class Groups:
         return (self.first[:, None] + column * self.width).ravel()
 
 
-def unit_groups(hosts: tuple[int, ...], chunks: int, schedule: Schedule) -> Groups:
+def unit_groups(hosts: tuple[int, ...], chunks: int, schedule: ScheduleData) -> Groups:
     """One group for each unit: its owners on all hosts."""
     units = math.lcm(*hosts)
     unit, begins = np.arange(units), np.cumsum((0, *hosts[:-1]))
@@ -164,13 +164,13 @@ def unit_groups(hosts: tuple[int, ...], chunks: int, schedule: Schedule) -> Grou
     return Groups(owners, unit * (chunks // units), chunks // units // schedule.chunks)
 
 
-def between_units(schedule: Schedule, hosts: tuple[int, ...], chunks: int) -> Phase:
+def between_units(schedule: ScheduleData, hosts: tuple[int, ...], chunks: int) -> Phase:
     """One collective over hosts for every unit, all at once."""
     width = chunks // math.lcm(*hosts) // schedule.chunks
     return Phase(_between_units, (schedule, hosts), width)
 
 
-def _between_units(schedule: Schedule, hosts: tuple[int, ...]) -> Iterator[Step]:
+def _between_units(schedule: ScheduleData, hosts: tuple[int, ...]) -> Iterator[Step]:
     groups = unit_groups(hosts, math.lcm(*hosts) * schedule.chunks, schedule)
     yield from map(groups.spread, schedule.steps)
 
@@ -184,7 +184,7 @@ def inside(kind: str, inner: str, hosts: tuple[int, ...], chunks: int, without: 
     return Phase(_inside, (schedules, hosts, without), chunks // math.lcm(*(each.chunks for each in schedules)))
 
 
-def _inside(schedules: tuple[Schedule, ...], hosts: tuple[int, ...], without: int | None) -> Iterator[Step]:
+def _inside(schedules: tuple[ScheduleData, ...], hosts: tuple[int, ...], without: int | None) -> Iterator[Step]:
     begins, sizes = np.cumsum((0, *hosts[:-1])), np.array(hosts)
     chunks = math.lcm(*(each.chunks for each in schedules))
     groups = []
@@ -209,23 +209,23 @@ def _without(rank: int, step: Step) -> Step:
     return CountedStep(messages.take(keep), counted[keep], lambda: step.take(step.dst != rank))
 
 
-def between(schedule: Schedule, each: int) -> Phase:
+def between(schedule: ScheduleData, each: int) -> Phase:
     """One collective over hosts for every place on a host, all at once, on the blocks of the ranks at that place."""
     return Phase(_between, (schedule, each))
 
 
-def _between(schedule: Schedule, each: int) -> Iterator[Step]:
+def _between(schedule: ScheduleData, each: int) -> Iterator[Step]:
     place, host = np.arange(each), np.arange(schedule.size)
     groups = Groups(host[None, :] * each + place[:, None], place, each)
     yield from map(groups.spread, schedule.steps)
 
 
-def within(schedule: Schedule, hosts: range, number: int) -> Phase:
+def within(schedule: ScheduleData, hosts: range, number: int) -> Phase:
     """One collective within each of ``hosts``, on the blocks of every one of the ``number`` hosts, all at once."""
     return Phase(_within, (schedule, hosts, number))
 
 
-def _within(schedule: Schedule, hosts: range, number: int) -> Iterator[Step]:
+def _within(schedule: ScheduleData, hosts: range, number: int) -> Iterator[Step]:
     each = schedule.size
     host, of = (axis.ravel() for axis in np.meshgrid(np.asarray(hosts), np.arange(number), indexing="ij"))
     groups = Groups(host[:, None] * each + np.arange(each), of * each, 1)

@@ -21,7 +21,7 @@ from ..cost_card import Card
 from ..load import Hosts
 from ..moves import Move, Part, Round, backwards
 from ..registry import algorithm
-from ..schedule import Step
+from ..steps import Step
 from . import _butterfly as butterfly
 from .swing import EVEN, even, peers
 

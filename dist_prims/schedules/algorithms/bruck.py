@@ -29,7 +29,7 @@ from ..cost_card import Card
 from ..load import Hosts
 from ..moves import Part, Round, shifted
 from ..registry import algorithm
-from ..schedule import CountedStep, Step
+from ..steps import CountedStep, Step
 from .binomial import distances
 
 __all__: list[str] = []

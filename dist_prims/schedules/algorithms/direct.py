@@ -18,7 +18,7 @@ from ..cost_card import Card
 from ..load import Hosts
 from ..moves import Everyone, Part, Star
 from ..registry import algorithm
-from ..schedule import Step
+from ..steps import Step
 
 __all__: list[str] = []
 

@@ -27,7 +27,7 @@ from ..cost_card import Card
 from ..load import Hosts
 from ..moves import FEW_RANKS, Busiest, Move, Part, Round
 from ..registry import algorithm
-from ..schedule import Step
+from ..steps import Step
 from .tree import CHUNKS, at_least_one, parents, renumbered, tree_levels
 
 __all__: list[str] = []

@@ -23,7 +23,7 @@ from ..cost_card import Card, floor_pow2
 from ..load import Hosts
 from ..moves import Move, Part, Round, backwards, exchanged
 from ..registry import algorithm
-from ..schedule import Step
+from ..steps import Step
 from . import _butterfly as butterfly
 
 __all__: list[str] = []

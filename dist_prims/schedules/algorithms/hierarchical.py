@@ -32,8 +32,8 @@ from dataclasses import replace
 from ..cost_card import Card
 from ..load import Hosts as HostRanks
 from ..moves import Part
-from ..phase import Phases
 from ..registry import algorithm
+from ..steps import Phases
 from . import _hierarchy as hierarchy
 from ._hierarchy import Hosts, fair_share
 

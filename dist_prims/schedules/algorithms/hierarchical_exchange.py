@@ -26,7 +26,7 @@ from ..cost_card import Card, ceil_log2
 from ..load import Hosts as HostRanks
 from ..moves import Part
 from ..registry import algorithm, lookup
-from ..schedule import CountedStep, Schedule, Step
+from ..steps import CountedStep, ScheduleData, Step
 from . import _hierarchy as hierarchy
 from ._hierarchy import Hosts, Ints, fair_share
 
@@ -38,14 +38,14 @@ def _scratch(size: int, inner: str, outer: str, hosts: Hosts) -> int:
     return 2 * size if more else size
 
 
-def _numbers(schedule: Schedule, first: int, held: Ints, arrived: Ints) -> Ints:
+def _numbers(schedule: ScheduleData, first: int, held: Ints, arrived: Ints) -> Ints:
     """numbers[g, c]: the chunk that is chunk c of the small schedule in group g: given, received, or scratch."""
     groups, more = len(held), schedule.contract.total - 2 * schedule.size
     scratch = first + np.arange(groups * more).reshape(groups, more)
     return np.concatenate([held, arrived, scratch], axis=1)
 
 
-def _spread(schedule: Schedule, ranks: Ints, numbers: Ints) -> Iterator[Step]:
+def _spread(schedule: ScheduleData, ranks: Ints, numbers: Ints) -> Iterator[Step]:
     """The small schedule in every group of ranks[host or place, member], once for each row of chunk numbers."""
     for step in schedule.steps:
         messages, span = step.narrow

@@ -30,9 +30,9 @@ import numpy as np
 from ..cost_card import Card, ceil_log2
 from ..load import Hosts as HostRanks
 from ..moves import Part
-from ..phase import Phase, Phases
-from ..registry import algorithm, build_shared
-from ..schedule import Schedule, Step
+from ..registry import algorithm
+from ..schedule_builder import build_shared
+from ..steps import Phase, Phases, ScheduleData, Step
 from . import _hierarchy as hierarchy
 from . import binomial
 from ._hierarchy import Hosts, fair_share
@@ -68,7 +68,7 @@ def _on_one_host(kind: str, hosts: tuple[int, ...], root: int, chunks: int) -> P
     return Phase(_steps_on_one_host, (schedule, root - place), chunks // schedule.chunks)
 
 
-def _steps_on_one_host(schedule: Schedule, first_rank: int) -> Iterator[Step]:
+def _steps_on_one_host(schedule: ScheduleData, first_rank: int) -> Iterator[Step]:
     ranks = first_rank + np.arange(schedule.size)
     yield from map(hierarchy.Groups(ranks[None, :], np.zeros(1, np.int64), 1).spread, schedule.steps)
 

@@ -28,7 +28,7 @@ from ..cost_card import Card
 from ..load import Hosts
 from ..moves import FEW_RANKS, Busiest, Move, Part, Round
 from ..registry import algorithm
-from ..schedule import Step
+from ..steps import Step
 from . import binomial, ring
 from .tree import at_least_one
 

@@ -23,7 +23,7 @@ from ..cost_card import Card
 from ..load import Hosts
 from ..moves import Move, Part, Round, exchanged
 from ..registry import algorithm
-from ..schedule import Step, WideStep
+from ..steps import Step, WideStep
 
 __all__: list[str] = []
 

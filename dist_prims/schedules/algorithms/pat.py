@@ -27,7 +27,7 @@ from ..cost_card import Card, ceil_log2
 from ..load import Hosts
 from ..moves import Part, Round, backwards, shifted
 from ..registry import algorithm
-from ..schedule import CountedStep, Step
+from ..steps import CountedStep, Step
 
 __all__: list[str] = []
 

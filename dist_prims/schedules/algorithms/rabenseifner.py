@@ -26,7 +26,7 @@ from ..cost_card import Card, floor_pow2
 from ..load import Hosts
 from ..moves import Move, Part, Round
 from ..registry import algorithm
-from ..schedule import Step, WideStep
+from ..steps import Step, WideStep
 from . import _butterfly as butterfly
 from . import binomial
 from .halving_doubling import distances

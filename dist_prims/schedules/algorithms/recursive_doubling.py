@@ -21,7 +21,7 @@ from ..cost_card import Card, ceil_log2, floor_pow2
 from ..load import Hosts
 from ..moves import Move, Part, Round, exchanged
 from ..registry import algorithm
-from ..schedule import Step
+from ..steps import Step
 from . import _butterfly as butterfly
 
 __all__: list[str] = []

@@ -28,7 +28,7 @@ from ..cost_card import Card, ceil_log2
 from ..load import Hosts
 from ..moves import Move, Part, Round, backwards
 from ..registry import algorithm
-from ..schedule import Step
+from ..steps import Step
 from . import _butterfly as butterfly
 
 __all__: list[str] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..schedule import Schedule, Step
+from ..steps import ScheduleData, Step
 
 __all__: list[str] = []
 
@@ -47,7 +47,7 @@ def messages(step: Step) -> list[DrawnMessage]:
     ]
 
 
-def caption(schedule: Schedule) -> str:
+def caption(schedule: ScheduleData) -> str:
     """One line that names and sizes the schedule.
 
     >>> from dist_prims.schedules import build
@@ -57,7 +57,7 @@ def caption(schedule: Schedule) -> str:
     return f"{schedule.collective} {schedule.algorithm}, {facts(schedule)}"
 
 
-def facts(schedule: Schedule) -> str:
+def facts(schedule: ScheduleData) -> str:
     """The caption without collective and algorithm."""
     counts = [(schedule.size, "rank"), (schedule.chunks, "chunk"), (len(schedule.steps), "step")]
     words = [f"{number} {noun}{'s' * (number != 1)}" for number, noun in counts]
@@ -93,7 +93,7 @@ def svg_file(path: str | Path) -> Path:
     return found
 
 
-def refuse_unreadable(schedule: Schedule) -> None:
+def refuse_unreadable(schedule: ScheduleData) -> None:
     """Raise ValueError for a schedule too large for a readable picture."""
     if schedule.size > MOST_RANKS or len(schedule.steps) > MOST_STEPS:
         raise ValueError(

@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-from ..schedule import Schedule
+from ..steps import ScheduleData
 from .message import DrawnMessage, caption, facts, messages, numbers, refuse_unreadable, svg_file
 
 __all__: list[str] = []
@@ -30,7 +30,7 @@ _GREY = "#666666"
 _LABEL_PLACES = np.array([0.3, 0.24, 0.36, 0.18, 0.42, 0.5, 0.58, 0.66, 0.12, 0.74])
 
 
-def write_svg(schedule: Schedule, path: str | Path, animate: bool = False) -> Path:
+def write_svg(schedule: ScheduleData, path: str | Path, animate: bool = False) -> Path:
     """Write the picture to ``path`` and return the path; with ``animate`` its steps appear one after the other.
 
     >>> import tempfile
@@ -46,7 +46,7 @@ def write_svg(schedule: Schedule, path: str | Path, animate: bool = False) -> Pa
     return path
 
 
-def _svg(schedule: Schedule, animate: bool) -> Iterator[str]:
+def _svg(schedule: ScheduleData, animate: bool) -> Iterator[str]:
     steps = [messages(step) for step in schedule.steps]
     row = _row_height(steps)
     name, words = f"{schedule.collective} {schedule.algorithm}", facts(schedule)

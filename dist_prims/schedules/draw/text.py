@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..contract import Holding
-from ..schedule import Schedule
+from ..steps import ScheduleData
 from .message import DrawnMessage, caption, messages, numbers, refuse_unreadable
 
 __all__: list[str] = []
@@ -16,7 +16,7 @@ _MOVES = "s ─c→ d: rank s sends chunk c to rank d"
 _SUMS = ", (+) adding; then the ranks in the sum"
 
 
-def terminal(schedule: Schedule) -> str:
+def terminal(schedule: ScheduleData) -> str:
     """The messages of each step as text; if the schedule adds, each with the ranks in its destination's sum.
 
     >>> from dist_prims.schedules import build
@@ -66,7 +66,7 @@ def _wrapped(head: str, moves: Sequence[str], width: int, limit: int = 80) -> It
         yield f"{head if at == 0 else ' ' * len(head)}{line}".rstrip()
 
 
-def describe_contract(schedule: Schedule) -> list[tuple[str, str]]:
+def describe_contract(schedule: ScheduleData) -> list[tuple[str, str]]:
     """The chunks that the ranks hold at the start and must hold at the end, in words.
 
     >>> from dist_prims.schedules import build

@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ..cost import TERMS, Cost, lower_bound
-from ..registry import Algorithm, algorithms, build, lookup
-from ..schedule import Schedule
+from ..cost import TERMS, Cost, cost_of, lower_bound, price
+from ..load import Hosts
+from ..registry import Algorithm, algorithms, load_by_card, lookup
+from ..steps import ScheduleData
 
 __all__: list[str] = []
 
 SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 
 
-def cost_data(schedule: Schedule) -> dict[str, Any]:
+def cost_data(schedule: ScheduleData) -> dict[str, Any]:
     """Terms, and the counts of each algorithm and of the lower bound at several numbers of ranks.
 
     >>> from dist_prims.schedules import build
@@ -30,7 +31,7 @@ def cost_data(schedule: Schedule) -> dict[str, Any]:
     names = algorithms(schedule.collective)
     return {
         "terms": [[name, list(parameters)] for name, parameters in TERMS],
-        "here": _counts(schedule.price),
+        "here": _counts(price(schedule)),
         "sizes": sizes,
         "algorithms": {name: [_priced(lookup(schedule.collective, name), size) for size in sizes] for name in names},
         "bound": [_counts(lower_bound(schedule.collective, size)) for size in sizes],
@@ -45,6 +46,6 @@ def _counts(cost: Cost) -> list[float]:
 def _priced(registered: Algorithm, size: int) -> list[float] | None:
     """The counts of an algorithm with its default parameters; None if it has none for this number of ranks."""
     try:
-        return _counts(build(registered.collective, registered.name, size).price)
+        return _counts(cost_of(load_by_card(registered, Hosts((size,)))))
     except Exception:  # an algorithm of the program may raise anything for a number of ranks
         return None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import pipelines
+from ..pipelines.actions import Action, PlanData
 from ..pipelines.draw import caption
-from ..pipelines.plan import Action, PipelinePlan
 from ..pipelines.proof import replay
+from ..pipelines.registry import lookup, pipeline_plans, plan_data
 from .document import Page
 
 __all__: list[str] = []
@@ -20,7 +20,7 @@ MOST_ACTIONS = 24_000
 _SCRIPTS = ("format", "elements", "player", "chart", "gantt", "pipeline")
 
 
-def pipeline_page(plan: PipelinePlan) -> Page:
+def pipeline_page(plan: PlanData) -> Page:
     """The page of a plan, with the same schedule for other numbers of micro-batches if it is registered.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
@@ -45,25 +45,25 @@ def pipeline_page(plan: PipelinePlan) -> Page:
     return Page(caption(plan), _SCRIPTS, data)
 
 
-def _idea(plan: PipelinePlan) -> str:
-    return pipelines.registry.lookup(plan.name).card.idea if _is_registered(plan) else ""
+def _idea(plan: PlanData) -> str:
+    return lookup(plan.name).card.idea if _is_registered(plan) else ""
 
 
-def _is_registered(plan: PipelinePlan) -> bool:
-    if plan.name not in pipelines.pipeline_plans():
+def _is_registered(plan: PlanData) -> bool:
+    if plan.name not in pipeline_plans():
         return False
-    again = pipelines.pipeline_plan(plan.name, plan.ranks, plan.num_microbatches, plan.stages // plan.ranks)
-    return again == plan
+    again = plan_data(plan.name, plan.ranks, plan.num_microbatches, plan.stages // plan.ranks)
+    return (again.rank_of, again.actions) == (plan.rank_of, plan.actions)
 
 
-def _family(plan: PipelinePlan) -> list[PipelinePlan]:
+def _family(plan: PlanData) -> list[PlanData]:
     """The plan, and the plans of the same schedule for 1, 2, 3, ... micro-batches, as many as a page can hold."""
     family = {plan.num_microbatches: plan}
     left = MOST_ACTIONS - sum(map(len, plan.actions))
     for count in range(1, max(16, 2 * plan.num_microbatches) + 1) if _is_registered(plan) else ():
         if count in family:
             continue
-        other = pipelines.pipeline_plan(plan.name, plan.ranks, count, plan.stages // plan.ranks)
+        other = plan_data(plan.name, plan.ranks, count, plan.stages // plan.ranks)
         left -= sum(map(len, other.actions))
         if left < 0:
             break
@@ -71,7 +71,7 @@ def _family(plan: PipelinePlan) -> list[PipelinePlan]:
     return list(family.values())
 
 
-def _actions(plan: PipelinePlan) -> list[tuple[Any, ...]]:
+def _actions(plan: PlanData) -> list[tuple[Any, ...]]:
     """Actions in an order in which each follows those that it waits for, as (kind, stage, micro-batch, waits for)."""
     number: dict[Action, int] = {}
     previous: dict[int, int] = {}

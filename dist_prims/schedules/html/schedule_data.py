@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..draw import caption, describe_contract
+from ..proof import verify
 from ..registry import algorithms, lookup
-from ..schedule import Schedule, Step, Steps, most_steps
-from ..symbolic import NOTHING, ScheduleError, State, symbolic_states
+from ..schedule_error import ScheduleError
+from ..steps import ScheduleData, Step, Steps, most_steps
+from ..symbolic import NOTHING, State, symbolic_states
 from .columns import column
 from .cost_data import cost_data
 from .document import Page
@@ -26,7 +28,7 @@ MOST_TRANSFERS = 60_000
 _SCRIPTS = ("format", "elements", "player", "replay", "grid", "chart", "cost", "schedule")
 
 
-def schedule_page(schedule: Schedule) -> Page:
+def schedule_page(schedule: ScheduleData) -> Page:
     """The page of a schedule; ValueError if it has too many transfers.
 
     >>> from dist_prims.schedules import build
@@ -43,7 +45,7 @@ def schedule_page(schedule: Schedule) -> Page:
     return Page(caption(schedule), _SCRIPTS, _data(schedule))
 
 
-def _data(schedule: Schedule) -> dict[str, Any]:
+def _data(schedule: ScheduleData) -> dict[str, Any]:
     error = _error(schedule)
     start, steps, sums = _run(schedule)
     return {
@@ -64,15 +66,15 @@ def _data(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def _error(schedule: Schedule) -> ScheduleError | None:
+def _error(schedule: ScheduleData) -> ScheduleError | None:
     try:
-        schedule.verify()
+        verify(schedule)
     except ScheduleError as error:
         return error
     return None
 
 
-def _proof(schedule: Schedule, error: ScheduleError | None) -> dict[str, Any]:
+def _proof(schedule: ScheduleData, error: ScheduleError | None) -> dict[str, Any]:
     """The result of the proof. ``step`` is the first wrong step; ``marks`` are the wrong chunks, with their ranks."""
     marks = [
         {"step": each.step, "rank": each.rank, "chunk": each.chunk, "missing": each.missing, "extra": each.extra}
@@ -87,7 +89,7 @@ def _proof(schedule: Schedule, error: ScheduleError | None) -> dict[str, Any]:
     }
 
 
-def _run(schedule: Schedule) -> tuple[dict[str, Any], list[dict[str, Any]], list[list[int]]]:
+def _run(schedule: ScheduleData) -> tuple[dict[str, Any], list[dict[str, Any]], list[list[int]]]:
     """The chunks at the start, the steps, and the addends of every sum; a step that cannot run ends the list."""
     states = symbolic_states(schedule)
     _, _, state = next(states)
@@ -122,13 +124,13 @@ def _columns(step: Step) -> dict[str, Any]:
     return {**named, "reduce": column(step.reduce), "rows": len(step)}
 
 
-def _wrong_step(schedule: Schedule, error: ScheduleError) -> dict[str, Any]:
+def _wrong_step(schedule: ScheduleData, error: ScheduleError) -> dict[str, Any]:
     """The step that cannot run: the rows that can be drawn, with no state after them."""
     step = next(step for number, step in enumerate(schedule.steps) if number == error.step)
     return {**_columns(_rows_in_range(schedule, step)), "piece": None, "sum": None}
 
 
-def _in_range(schedule: Schedule) -> Schedule:
+def _in_range(schedule: ScheduleData) -> ScheduleData:
     """A wrong schedule without the rows that name a rank or chunk that does not exist: such rows have no price."""
 
     def steps() -> Iterator[Step]:
@@ -137,27 +139,27 @@ def _in_range(schedule: Schedule) -> Schedule:
     return replace(schedule, steps=Steps(steps, most_steps(schedule.size)))
 
 
-def _rows_in_range(schedule: Schedule, step: Step) -> Step:
+def _rows_in_range(schedule: ScheduleData, step: Step) -> Step:
     """The rows of a step whose ranks and chunks exist."""
     ranks, chunks = range(schedule.size), range(schedule.contract.total)
     inside = np.isin(step.src, ranks) & np.isin(step.dst, ranks)
     return step.take(inside & np.isin(step.chunk, chunks) & np.isin(step.into, chunks))
 
 
-def _end(schedule: Schedule, rank: int) -> dict[str, Any]:
+def _end(schedule: ScheduleData, rank: int) -> dict[str, Any]:
     end = schedule.contract.end(rank)
     columns = {name: column(getattr(end, name)) for name in ("chunk", "piece", "first", "last")}
     return {**columns, "rows": len(end.chunk)}
 
 
-def _blocks(schedule: Schedule) -> dict[str, int] | None:
+def _blocks(schedule: ScheduleData) -> dict[str, int] | None:
     """For an all_to_all, the numbers from which the source and the destination of a piece follow."""
     if schedule.collective != "all_to_all":
         return None
     return {"chunks": schedule.chunks, "part": schedule.chunks // schedule.size}
 
 
-def _labels(schedule: Schedule) -> Iterator[str]:
+def _labels(schedule: ScheduleData) -> Iterator[str]:
     """A heading for each chunk number."""
     if schedule.collective == "all_to_all":
         part = schedule.chunks // schedule.size
@@ -169,7 +171,7 @@ def _labels(schedule: Schedule) -> Iterator[str]:
     yield from (f"scratch {chunk}" for chunk in range(data, schedule.contract.total))
 
 
-def _facts(schedule: Schedule) -> list[tuple[str, str]]:
+def _facts(schedule: ScheduleData) -> list[tuple[str, str]]:
     """The contract and the cost card as pairs of a heading and a text."""
     found = [*describe_contract(schedule), ("steps", str(len(schedule.steps)))]
     if schedule.algorithm in algorithms(schedule.collective):

@@ -3,11 +3,12 @@
 A plan can be proved, priced and drawn; :mod:`dist_prims.training.pipeline` runs it.
 """
 
+from .actions import Action
 from .catalogue import markdown_table, show
 from .cost import PipelineCost, Row, predict
 from .draw import draw_gantt, text_gantt
-from .plan import Action, PipelinePlan
-from .registry import PipelineCard, pipeline_plan, pipeline_plans, pipeline_schedule, unregister
+from .plan import PipelinePlan, pipeline_plan
+from .registry import PipelineCard, pipeline_plans, pipeline_schedule, unregister
 
 __all__ = [
     "Action",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .cost import lower_bound
-from .registry import lookup, pipeline_plan, pipeline_plans
+from .plan import pipeline_plan
+from .registry import lookup, pipeline_plans
 
 __all__: list[str] = []
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .plan import Action, PipelinePlan, Seconds
+from .actions import Action, PlanData, Seconds
 from .proof import replay
 
 __all__: list[str] = []
@@ -77,7 +77,7 @@ class PipelineCost:
 
 
 def price(
-    plan: PipelinePlan,
+    plan: PlanData,
     forward: Seconds = 1.0,
     input_grad: Seconds = 1.0,
     weight_grad: Seconds = 1.0,
@@ -107,7 +107,7 @@ def price(
     return PipelineCost(max(free), tuple(busy), tuple(rows))
 
 
-def predict(plan: PipelinePlan, rows: Iterable[Row]) -> PipelineCost:
+def predict(plan: PlanData, rows: Iterable[Row]) -> PipelineCost:
     """The cost of a plan if every action takes the mean of its kind and stage in ``rows``, recorded from a run.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
@@ -127,16 +127,14 @@ def predict(plan: PipelinePlan, rows: Iterable[Row]) -> PipelineCost:
     return price(plan, mean("F"), mean("B", "BW"), mean("W"))
 
 
-def _durations(
-    plan: PipelinePlan, forward: Seconds, input_grad: Seconds, weight_grad: Seconds
-) -> dict[str, list[float]]:
+def _durations(plan: PlanData, forward: Seconds, input_grad: Seconds, weight_grad: Seconds) -> dict[str, list[float]]:
     table = {"F": _each("forward", forward, plan), "B": _each("input_grad", input_grad, plan)}
     table["W"] = _each("weight_grad", weight_grad, plan)
     table["BW"] = [both + rest for both, rest in zip(table["B"], table["W"], strict=True)]
     return table
 
 
-def _each(name: str, given: Seconds, plan: PipelinePlan) -> list[float]:
+def _each(name: str, given: Seconds, plan: PlanData) -> list[float]:
     """Expand ``given``, one number or one a stage, to the seconds of every stage."""
     values = np.asarray(given, np.float64)
     if values.shape not in ((), (plan.stages,)):
@@ -151,7 +149,7 @@ def _each(name: str, given: Seconds, plan: PipelinePlan) -> list[float]:
 
 
 def lower_bound(
-    plan: PipelinePlan,
+    plan: PlanData,
     forward: Seconds = 1.0,
     input_grad: Seconds = 1.0,
     weight_grad: Seconds = 1.0,

@@ -14,8 +14,8 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from ..draw import svg_file
+from .actions import PlanData
 from .cost import Row
-from .plan import PipelinePlan
 
 __all__: list[str] = []
 
@@ -28,7 +28,7 @@ _WORDS = {"F": "forward", "B": "gradient of the input", "W": "gradients of the w
 _MOST_RANKS, _MOST_ROWS = 64, 6000
 
 
-def caption(plan: PipelinePlan) -> str:
+def caption(plan: PlanData) -> str:
     """One line that names and sizes the plan.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan

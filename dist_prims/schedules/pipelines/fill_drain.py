@@ -12,7 +12,7 @@ The last micro-batch goes back first: its activations are the most recent, and t
 
 from collections.abc import Iterator
 
-from .plan import Action
+from .actions import Action
 from .registry import PipelineCard, pipeline_schedule
 
 __all__: list[str] = []

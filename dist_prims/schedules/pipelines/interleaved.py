@@ -15,7 +15,7 @@ of micro-batches, the first rounds are longer instead of the last one shorter, w
 import itertools
 from collections.abc import Iterator
 
-from .plan import Action
+from .actions import Action
 from .registry import PipelineCard, pipeline_schedule
 
 __all__: list[str] = []

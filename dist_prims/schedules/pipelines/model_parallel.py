@@ -9,7 +9,7 @@ one are idle at any time. 2 ranks, 2 micro-batches:
 
 from collections.abc import Iterator
 
-from .plan import Action
+from .actions import Action
 from .registry import PipelineCard, pipeline_schedule
 
 __all__: list[str] = []

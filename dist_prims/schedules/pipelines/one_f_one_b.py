@@ -11,7 +11,7 @@ The bubble is the same. 3 ranks, 4 micro-batches:
 
 from collections.abc import Iterator
 
-from .plan import Action
+from .actions import Action
 from .registry import PipelineCard, pipeline_schedule
 
 __all__: list[str] = []

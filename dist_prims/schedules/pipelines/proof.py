@@ -19,13 +19,13 @@ activations of that stage.
 
 from __future__ import annotations
 
-from ..symbolic import ScheduleError
-from .plan import Action, PipelinePlan
+from ..schedule_error import ScheduleError
+from .actions import Action, PlanData
 
 __all__: list[str] = []
 
 
-def verify(plan: PipelinePlan) -> None:
+def verify(plan: PlanData) -> None:
     """Raise ScheduleError unless the plan is complete and free of deadlock.
 
     >>> from dist_prims.schedules.pipelines import pipeline_plan
@@ -37,7 +37,7 @@ def verify(plan: PipelinePlan) -> None:
     replay(plan)
 
 
-def _check_shape(plan: PipelinePlan) -> None:
+def _check_shape(plan: PlanData) -> None:
     if plan.ranks < 1 or plan.num_microbatches < 1:
         raise ScheduleError(
             f"plan {plan.name}: ranks={plan.ranks}, num_microbatches={plan.num_microbatches}; both must be at least 1"
@@ -51,7 +51,7 @@ def _check_shape(plan: PipelinePlan) -> None:
             raise ScheduleError(f"plan {plan.name}: stage {stage} is on rank {rank}; ranks are 0..{plan.ranks - 1}")
 
 
-def _check_actions(plan: PipelinePlan) -> None:
+def _check_actions(plan: PlanData) -> None:
     """Check each action: known kind, in range, on the right rank, no duplicate."""
     seen: set[Action] = set()
     for rank, actions in enumerate(plan.actions):
@@ -70,7 +70,7 @@ def _check_actions(plan: PipelinePlan) -> None:
             seen.add(action)
 
 
-def _check_complete(plan: PipelinePlan) -> None:
+def _check_complete(plan: PlanData) -> None:
     """Check that every stage has, for every micro-batch, one F and either a BW or a B and a W."""
     for stage, rank in enumerate(plan.rank_of):
         for micro in range(plan.num_microbatches):
@@ -85,7 +85,7 @@ def _check_complete(plan: PipelinePlan) -> None:
                 raise ScheduleError(f"{where} lacks {what}")
 
 
-def replay(plan: PipelinePlan) -> list[Action]:
+def replay(plan: PlanData) -> list[Action]:
     """All actions in an order that respects the dependencies; ScheduleError if there is none."""
     order: list[Action] = []
     done: set[Action] = set()
@@ -109,7 +109,7 @@ def replay(plan: PipelinePlan) -> list[Action]:
     return order
 
 
-def _cycle(plan: PipelinePlan, at: list[int], needed: dict[int, Action]) -> str:
+def _cycle(plan: PlanData, at: list[int], needed: dict[int, Action]) -> str:
     """An error text that follows the waits from rank to rank until a rank repeats."""
     for rank, action in needed.items():
         if action not in plan.places:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from ..registry import nearest
-from .plan import Action, PipelinePlan
+from .actions import Action, PlanData
 
 __all__: list[str] = []
 
@@ -74,14 +74,14 @@ class PipelineSchedule:
     v_shape: bool
     built_in: bool
 
-    def __call__(self, ranks: int, num_microbatches: int, stages_a_rank: int) -> PipelinePlan:
+    def __call__(self, ranks: int, num_microbatches: int, stages_a_rank: int) -> PlanData:
         stages = ranks * stages_a_rank
         down = [stage % ranks for stage in range(stages)]
         rank_of = [ranks - 1 - rank if self.v_shape and stage // ranks % 2 else rank for stage, rank in enumerate(down)]
         most = 3 * stages_a_rank * num_microbatches + 1  # with F, B and W: an order that does not end has one twice
         orders = (self.order(rank, ranks, num_microbatches, stages_a_rank) for rank in range(ranks))
         actions = tuple(tuple(itertools.islice(order, most)) for order in orders)
-        return PipelinePlan(self.name, ranks, stages, num_microbatches, tuple(rank_of), actions)
+        return PlanData(self.name, ranks, stages, num_microbatches, tuple(rank_of), actions)
 
 
 _registry: dict[str, PipelineSchedule] = {}
@@ -167,13 +167,8 @@ def lookup(name: str) -> PipelineSchedule:
     return _registry[name]
 
 
-def pipeline_plan(name: str, ranks: int, num_microbatches: int, stages_a_rank: int | None = None) -> PipelinePlan:
-    """The plan of a schedule for a number of ranks and micro-batches; ``stages_a_rank``: default of the schedule.
-
-    >>> plan = pipeline_plan("zbv", ranks=2, num_microbatches=4)
-    >>> plan.stages, plan.rank_of
-    (4, (0, 1, 1, 0))
-    """
+def plan_data(name: str, ranks: int, num_microbatches: int, stages_a_rank: int | None = None) -> PlanData:
+    """The plan of a schedule as data; see ``pipeline_plan``."""
     found = lookup(name)
     wanted = found.stages_a_rank if stages_a_rank is None else stages_a_rank
     counts = {"ranks": ranks, "num_microbatches": num_microbatches, "stages_a_rank": wanted}

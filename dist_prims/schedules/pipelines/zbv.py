@@ -16,7 +16,7 @@ first rank of 1F1B.
 from collections import Counter
 from collections.abc import Iterator
 
-from .plan import Action
+from .actions import Action
 from .registry import PipelineCard, pipeline_schedule
 
 __all__: list[str] = []

@@ -19,7 +19,7 @@ For any durations of F, B and W, p or more micro-batches have a bubble of (p-1) 
 
 from collections.abc import Iterator
 
-from .plan import Action
+from .actions import Action
 from .registry import PipelineCard, pipeline_schedule
 
 __all__: list[str] = []
