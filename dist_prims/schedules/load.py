@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,12 +101,13 @@ class Hosts:
         return sum(self.ranks)
 
     @functools.cached_property
-    def ends(self) -> Ints:
-        return np.cumsum(self.ranks)
+    def ends(self) -> NDArray[Any]:
+        return np.cumsum(self.ranks, dtype=np.int32 if self.size < 1 << 30 else np.int64)  # half the memory
 
     @functools.cached_property
-    def begins(self) -> Ints:
-        return self.ends - self.ranks
+    def begins(self) -> NDArray[Any]:
+        begins: NDArray[Any] = self.ends - np.asarray(self.ranks, self.ends.dtype)
+        return begins
 
     @functools.cached_property
     def host_of(self) -> Ints:

@@ -49,6 +49,11 @@ class Move:
     chunks: float = 1
     reduce: bool = False
 
+    @property
+    def ranks(self) -> tuple[int, int, int, int, int]:
+        """The move without its chunks."""
+        return self.first, self.last, self.shift, self.block, self.stride
+
     def senders_below(self, rank: Ints) -> Ints:
         """The number of senders below each rank."""
         place = np.minimum(np.maximum(rank - self.first, 0), max(self.last - self.first, 0))
@@ -164,7 +169,8 @@ class _Traffic(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _traffic(move: Move, hosts: Hosts) -> _Traffic:
+def _traffic(ranks: tuple[int, int, int, int, int], hosts: Hosts) -> _Traffic:
+    move = Move(*ranks)
     begin, end, shift = hosts.begins, hosts.ends, move.shift
     low, high = np.maximum(begin, begin - shift), np.minimum(end, end - shift)  # senders whose receivers are here too
     stay = np.where(high > low, move.senders_below(high) - move.senders_below(low), 0)
@@ -212,7 +218,7 @@ def _step(groups: Sequence[Sequence[Move]], hosts: Hosts) -> _Step:
     for group in groups:
         messages, outer, copied, reduced = 0, False, 0.0, 0.0
         for move in group:
-            traffic, chunks = _traffic(replace(move, chunks=1, reduce=False), hosts), move.chunks
+            traffic, chunks = _traffic(move.ranks, hosts), move.chunks
             if not traffic.stays and not traffic.leaves:
                 continue
             messages, outer = 1, outer or traffic.leaves
