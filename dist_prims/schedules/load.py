@@ -80,21 +80,27 @@ class Load:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts, the first rank of each, and the machines that they are on; see :meth:`of`."""
+    """Hosts, the first rank of each, and the machines that they are on; see :meth:`of`.
+
+    ``has_cores``: whether the load of machines matters; without it cards leave these columns 0.
+    """
 
     ranks: tuple[int, ...]
     one_machine: bool = False
+    has_cores: bool = True
 
     @staticmethod
     def of(topology: Topology) -> Hosts:
-        return _hosts(topology.hosts, topology.one_machine)
+        return _hosts(topology.hosts, topology.one_machine, topology.cores is not None)
 
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.ranks, self.one_machine))  # of 12,500 hosts it takes longer than what the hash finds
+        return hash(
+            (self.ranks, self.one_machine, self.has_cores)
+        )  # of 12,500 hosts it takes longer than what the hash finds
 
     @functools.cached_property
     def size(self) -> int:
@@ -116,12 +122,12 @@ class Hosts:
 
     @property
     def one_rank_each(self) -> Hosts:
-        return _hosts((1,) * len(self.ranks), self.one_machine)
+        return _hosts((1,) * len(self.ranks), self.one_machine, self.has_cores)
 
 
 @functools.lru_cache(maxsize=256)
-def _hosts(ranks: tuple[int, ...], one_machine: bool) -> Hosts:
-    return Hosts(ranks, one_machine)  # shared, because of what it computes once
+def _hosts(ranks: tuple[int, ...], one_machine: bool, has_cores: bool) -> Hosts:
+    return Hosts(ranks, one_machine, has_cores)  # shared, because of what it computes once
 
 
 class StepCount:

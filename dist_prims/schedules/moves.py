@@ -205,6 +205,8 @@ def _row(step: _Step, hosts: Hosts) -> Floats:
     row[:LINK] = step.rank
     *links, crowded = largest = step.sums[:3].max(axis=1)
     row[LINK], row[CROWDED] = max(links), crowded
+    if not hosts.has_cores:
+        return row
     near, out, into, copied, reduced = step.sums[3:].sum(axis=1) if hosts.one_machine else step.sums[3:].max(axis=1)
     crossing = step.sums[:2].sum(axis=1) if hosts.one_machine else largest[:2]
     row[MACHINE] = near, max(out, into), copied, reduced, max(crossing)
@@ -213,7 +215,7 @@ def _row(step: _Step, hosts: Hosts) -> Floats:
 
 def _step(groups: Sequence[Sequence[Move]], hosts: Hosts) -> _Step:
     number = len(hosts.ranks)
-    busiest, sums = np.zeros(LINK), np.zeros((8, number))
+    busiest, sums = np.zeros(LINK), np.zeros((8 if hosts.has_cores else 3, number))
     nearest, furthest = np.full(number, number), np.full(number, -1)
     for group in groups:
         messages, outer, copied, reduced = 0, False, 0.0, 0.0
@@ -223,19 +225,16 @@ def _step(groups: Sequence[Sequence[Move]], hosts: Hosts) -> _Step:
                 continue
             messages, outer = 1, outer or traffic.leaves
             if traffic.leaves:
-                sums[_FAR_OUT] += min(chunks, 1) * traffic.leave
-                sums[_FAR_IN] += min(chunks, 1) * traffic.arrive
                 sums[_OUT] += chunks * traffic.leave
                 sums[_IN] += chunks * traffic.arrive
                 np.minimum(nearest, traffic.nearest, out=nearest)
                 np.maximum(furthest, traffic.furthest, out=furthest)
-            if traffic.stays:
-                copied = max(copied, chunks, 1)
-                sums[_NEAR] += min(chunks, 1) * traffic.stay
+            copied = max(copied, chunks, 1) if traffic.stays else copied
+            reduced = max(reduced, chunks, 1) if move.reduce else reduced
+            if hosts.has_cores:
+                sums[_NEAR : _FAR_IN + 1] += min(chunks, 1) * np.stack([traffic.stay, traffic.leave, traffic.arrive])
                 sums[_COPIED] += chunks * traffic.stay
-            if move.reduce:
-                reduced = max(reduced, chunks, 1)
-                sums[_REDUCED] += chunks * (traffic.stay + traffic.arrive)
+                sums[_REDUCED] += chunks * move.reduce * (traffic.stay + traffic.arrive)
         busiest += messages, outer, copied, reduced
     sums[_CROWDED] = np.where(nearest < furthest, sums[_IN], 0)
     return _Step(busiest, sums)
@@ -285,7 +284,7 @@ def load_of(parts: Iterable[Part], hosts: Hosts, share: float) -> Load:
     times: list[int] = []
     rows: list[Floats] = []
     phases: list[Load] = []
-    rank, sums = np.zeros(LINK), np.zeros((8, len(hosts.ranks)))
+    rank, sums = np.zeros(LINK), np.zeros((8 if hosts.has_cores else 3, len(hosts.ranks)))
     busiest: Busiest | None = None
     known: dict[int, tuple[Any, _Step]] = {}  # of groups that several rounds have
     for part in parts:
@@ -298,7 +297,7 @@ def load_of(parts: Iterable[Part], hosts: Hosts, share: float) -> Load:
             times.append(often)
             rows.append(_row(step, hosts))
             rank += often * step.rank
-            sums += often * step.sums
+            sums += often * step.sums[: len(sums)]
     steps = sum(times)
     if busiest is not None:
         crosses, stays = rank[OUTER] > 0, rank[COPIED] > 0

@@ -74,13 +74,14 @@ class Algorithm:
 
 @functools.lru_cache(maxsize=1024)
 def load_by_card(registered: Algorithm, hosts: Hosts, parameters: tuple[tuple[str, Any], ...] = ()) -> Load:
-    """The load of an algorithm on hosts, from its card; without a card that has it, its steps are counted.
+    """The load of an algorithm on hosts, from its card; without one for these hosts, its steps are counted.
 
     >>> load_by_card(lookup("all_reduce", "ring"), Hosts((8,) * 12_500)).steps
     199998
     """
     given = {**registered.parameters, **dict(parameters)}
-    if registered.card is None or registered.card.load is None:
+    is_for_others = "hosts" in given and given["hosts"] != hosts.ranks  # made for other hosts than those it runs on
+    if registered.card is None or registered.card.load is None or is_for_others:
         root = 0 if registered.collective in ROOTED else None
         schedule = registered(hosts.size, root, **dict(parameters))
         share = float(schedule.share)

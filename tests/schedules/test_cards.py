@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dist_prims.schedules import COLLECTIVES, algorithms, build, lookup
-from dist_prims.schedules.cost import best_segments, load_seconds
+from dist_prims.schedules.cost import best_segments, cost_of, load_seconds
 from dist_prims.schedules.load import MESSAGES, OUTER, Hosts, Load, count_chunks
 from dist_prims.schedules.recommend import recommend
 from dist_prims.schedules.registry import load_by_card
@@ -134,6 +134,14 @@ def test_long_pipelines_have_about_the_price_of_their_steps(
                     segments,
                     by_card / by_steps,
                 )
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_hierarchy_on_equal_ranks_is_counted(collective: str) -> None:
+    """By default its hosts are a square, which the card does not know: a call that names no hosts has that price."""
+    for name in algorithms(collective):
+        load = load_by_card(lookup(collective, name), Hosts((8,)))
+        assert cost_of(load).seconds(1e6, 1e-5, 1e-9) == pytest.approx(build(collective, name, 8).cost(1e6, 1e-5, 1e-9))
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

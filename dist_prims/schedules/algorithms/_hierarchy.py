@@ -98,7 +98,7 @@ def chunks_of_units(kinds: tuple[str, ...], collective: str) -> Callable[..., in
 def inside_load(kind: str, inner: str, hosts: HostRanks, every: bool = True) -> Load:
     """The load of a collective within every host, or else within one of the largest."""
     sizes = Counter(hosts.ranks if every else (max(hosts.ranks),))
-    loads = [load_by_card(lookup(kind, inner), HostRanks((ranks,))) for ranks in sizes]
+    loads = [load_by_card(lookup(kind, inner), HostRanks((ranks,), has_cores=hosts.has_cores)) for ranks in sizes]
     return side_by_side(loads, [*sizes.values()] if hosts.one_machine else None)
 
 
