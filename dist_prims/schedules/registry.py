@@ -127,7 +127,7 @@ def algorithm(
 
     Every rank must register the same steps under a name; calls compare them. The names of this package are taken.
 
-    >>> from dist_prims.schedules import Step
+    >>> from dist_prims.schedules import Step, build
     >>> @algorithm("all_reduce", name="star", chunks=1)
     ... def star(size):
     ...     for rank in range(1, size):

@@ -96,7 +96,7 @@ def pipeline_schedule(
     Stage s is on rank ``s % ranks``; with ``v_shape`` the stages go down the ranks and up again, so that the first
     rank has both the first and the last stage.
 
-    >>> from dist_prims.schedules.pipelines import Action
+    >>> from dist_prims.schedules.pipelines import Action, pipeline_plan
     >>> card = PipelineCard("F and BW at once", "0", "1", wins="one rank", source="an example")
     >>> @pipeline_schedule("at_once", card)
     ... def at_once(rank, ranks, num_microbatches, stages_a_rank):
