@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from .contract import COLLECTIVES
-from .proof import verify
 from .registry import Algorithm, algorithms, lookup
 from .schedule import Schedule
 from .schedule_builder import build_shared
@@ -115,12 +114,12 @@ def _text(error: Exception) -> str:
     return f"it raises {type(error).__name__}: {error}"
 
 
-def problem_of(schedule: ScheduleData) -> str:
+def problem_of(schedule: Schedule) -> str:
     """What is wrong with a schedule; empty if it is correct. Equal steps are proved once in a process."""
     digest = fingerprint(schedule)
     if digest not in _problems:
         try:
-            verify(schedule)
+            schedule.verify()
             _problems[digest] = ""
         except ScheduleError as error:
             _problems[digest] = str(error)
