@@ -110,15 +110,10 @@ def nccl_version() -> tuple[int, ...]:
     return tuple(torch.cuda.nccl.version())
 
 
-def premul_sum(factor: float | torch.Tensor) -> Any:
-    """The reduction PREMUL_SUM, which multiplies each rank's data by ``factor`` and adds the products."""
-    return dist._make_nccl_premul_sum(factor)
-
-
 def premul_factor(op: Any) -> Any:
     """The factor of a PREMUL_SUM: a number or a tensor. Before torch 2.13 only its pickled form contains the factor.
 
-    >>> premul_factor(premul_sum(2.0))
+    >>> premul_factor(dist._make_nccl_premul_sum(2.0))
     2.0
     """
     return op.factor if hasattr(dist.ReduceOp, "factor") else op.__getstate__()[1]

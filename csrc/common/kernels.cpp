@@ -36,14 +36,15 @@ const Set& picked() {
     return set;
 }
 
+// The e of a sum of `terms` addends.
+int carried_exponent(int terms) {
+    return std::bit_width(static_cast<unsigned>(terms - 1));
+}
+
 }  // namespace
 
 void fold(Op op, DType dtype, void* out, const void* const* in, int inputs, std::size_t count) {
     picked().fold(op, dtype, out, in, inputs, count);
-}
-
-int carried_exponent(int terms) {
-    return std::bit_width(static_cast<unsigned>(terms - 1));
 }
 
 void fold_terms(Op op, DType dtype, void* out, const std::vector<const void*>& in, const std::vector<int>& terms,
@@ -68,10 +69,6 @@ void fold_ranks(Op op, DType dtype, void* out, const std::vector<const void*>& i
     const int ranks = static_cast<int>(in.size());
     if (op != Op::kAvg) return fold(op, dtype, out, in.data(), ranks, count);
     fold_terms(op, dtype, out, in, {}, ranks, count);
-}
-
-void divide(DType dtype, void* data, int divisor, std::size_t count) {
-    picked().divide(dtype, data, divisor, count);
 }
 
 void scale(DType dtype, void* out, const void* in, double factor, std::size_t count) {

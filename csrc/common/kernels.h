@@ -21,9 +21,6 @@ namespace dist_prims {
 // Any reduction but a mean. `out` may be one of the inputs.
 void fold(Op op, DType dtype, void* out, const void* const* in, int inputs, std::size_t count);
 
-// The e of a sum of `terms` addends.
-int carried_exponent(int terms);
-
 // One step of any reduction over `ranks` ranks. Input i holds the data of terms[i] ranks, or of one rank each if
 // `terms` is empty. The step whose inputs hold the data of all ranks is the last one.
 void fold_terms(Op op, DType dtype, void* out, const std::vector<const void*>& in, const std::vector<int>& terms,
@@ -31,9 +28,6 @@ void fold_terms(Op op, DType dtype, void* out, const std::vector<const void*>& i
 
 // Reduces one buffer of each rank, in rank order.
 void fold_ranks(Op op, DType dtype, void* out, const std::vector<const void*>& in, std::size_t count);
-
-// Divides in place; integers are truncated towards zero. Not for half types: see above.
-void divide(DType dtype, void* data, int divisor, std::size_t count);
 
 // out = in * factor, for real and complex numbers. `out` may equal `in`.
 void scale(DType dtype, void* out, const void* in, double factor, std::size_t count);

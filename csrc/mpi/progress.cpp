@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <utility>
+
 #include "poll_backoff.h"
 
 namespace dist_prims::mpi {

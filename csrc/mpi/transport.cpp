@@ -1,5 +1,7 @@
 #include "transport.h"
 
+#include <utility>
+
 #include "message.h"
 #include "progress.h"
 

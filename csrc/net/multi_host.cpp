@@ -58,7 +58,7 @@ MultiHostGroup::MultiHostGroup(Hosts hosts, HostSegment& host_segment, std::uniq
       hosts_(std::move(hosts)),
       host_segment_(host_segment),
       rounds_(gather_rounds(hosts_.ranks.size())) {
-    static_assert(sizeof(FrameHeader) == 32);
+    static_assert(sizeof(FrameHeader) == 40);
     static_assert(sizeof(Verdict) <= Verdict::kRoom && sizeof(Difference) <= kSmall);
     static_assert(kMostData + kCacheLine <= kMinSlotBytes && kMostData + Verdict::kRoom <= kMinSlotBytes);
     if (host_segment.slots.rank() == 0) post_receives();
@@ -322,7 +322,7 @@ LinkCosts MultiHostGroup::first_agreement(const Call& call, std::uint64_t networ
         else
             help_measure_link(remote, peer, network, timeout);
     }
-    return LinkCosts::unpacked(agree(call, timeout, {costs.beta > 0 ? costs.packed() : 0, 0})[0]);
+    return LinkCosts::unpacked(agree(call, timeout, {costs.beta > 0 ? costs.packed() : 0})[0]);
 }
 
 }  // namespace dist_prims

@@ -8,7 +8,7 @@
 //     host a   0 1 2 3      post call and data                    wait                 read verdict and result
 //     leaders  0 4 8                                   gather all (Bruck, radix 4)
 //
-// For each host 32 bytes are sent, with a checksum of the call, and the data. Only if checksums differ, a second
+// For each host 40 bytes are sent, with a checksum of the call, and the data. Only if checksums differ, a second
 // gathering brings the calls themselves, for the error. Then no rank has written its output.
 //
 // Leaders post the receives of the next agreement in the middle of the current one, so that a message never waits for
@@ -29,8 +29,8 @@
 
 namespace dist_prims {
 
-// Two numbers that an agreement adds over all ranks, each modulo 2^64.
-using Terms = std::array<std::uint64_t, 2>;
+// Three numbers that an agreement adds over all ranks, each modulo 2^64.
+using Terms = std::array<std::uint64_t, 3>;
 
 inline void add(Terms& sum, const Terms& terms) {
     for (std::size_t each = 0; each < sum.size(); ++each) sum[each] += terms[each];

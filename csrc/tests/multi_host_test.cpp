@@ -183,10 +183,10 @@ CASE(an_agreement_sums_the_terms_of_all_ranks) {
     run_group({{0, 3}, {1}, {2, 4}}, [](MultiHostGroup& group, int rank) {
         for (std::uint64_t sequence = 0; sequence < 3; ++sequence) {
             const auto term = static_cast<std::uint64_t>(rank) - 2;  // wraps around
-            CHECK(group.agree(sum_of(sequence, 1), 60s, {term + sequence, 1}) == (Terms{5 * sequence, 5}));
+            CHECK(group.agree(sum_of(sequence, 1), 60s, {term + sequence, 1, 2}) == (Terms{5 * sequence, 5, 10}));
         }
         CHECK(fails(CommError::Kind::kMismatch, [&] { group.agree(sum_of(3, rank == 1 ? 7 : 8), 60s, {1, 0}); }));
-        CHECK(group.agree(sum_of(4, 1), 60s, {1, 0}) == (Terms{5, 0}));
+        CHECK(group.agree(sum_of(4, 1), 60s, {1, 0, 0}) == (Terms{5, 0, 0}));
     });
 }
 
@@ -254,9 +254,9 @@ CASE(an_agreement_is_small) {
                          })
             .longest;
     };
-    CHECK(longest(0) == 2 * 32);  // a message of the first round has one frame, and one of the second round two
-    CHECK(longest(1) == 2 * (32 + 8));
-    CHECK(longest(128) == 2 * (32 + 1024));
+    CHECK(longest(0) == 2 * 40);  // a message of the first round has one frame, and one of the second round two
+    CHECK(longest(1) == 2 * (40 + 8));
+    CHECK(longest(128) == 2 * (40 + 1024));
 }
 
 // Rank 1 leaves in the middle. Rank 2, which does not wait for it, learns of that from the others.

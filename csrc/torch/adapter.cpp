@@ -2,8 +2,9 @@
 // torch takes most of the time of a compilation.
 #include "backend/backend.cpp"
 #include "backend/bindings.cpp"
-#include "backend/collectives.cpp"
+#include "backend/collective_call.cpp"
 #include "backend/creation_failure.cpp"
+#include "backend/entry_points.cpp"
 #include "backend/execution.cpp"
 #include "backend/group_setup.cpp"
 #include "backend/incremental_tensor.cpp"

@@ -37,7 +37,7 @@ from .native import (
     compiled_without_steps,
     is_on_dist_prims,
     run_in_backend,
-    run_natively,
+    run_over_gloo,
     schedule_name,
 )
 from .proof_before_use import require_proof
@@ -152,15 +152,18 @@ def perform(call: Call, options: CallOptions) -> AnyWork | None:
                 f"{call.collective} on rank {rank}: unknown argument {', '.join(parameters)}; parameters of an "
                 "algorithm need its name (algorithm=)"
             )
-        if backend_supports(call) and (is_on_dist_prims(call) or (algorithm is None and not options.segment_bytes)):
-            return run_natively(call if is_on_dist_prims(call) else without_overlap(call), options.async_op)
+        if backend_supports(call):
+            if is_on_dist_prims(call):
+                return run_in_backend(call, options.async_op)
+            if algorithm is None and not options.segment_bytes:
+                return run_over_gloo(without_overlap(call), options.async_op)
         algorithm = cheapest(call.collective, size, call.nbytes, call.even)
     named = _Named(algorithm, {name: _hashable(value) for name, value in parameters.items()})
     # Ranks of other groups exchange their hosts on the thread of the queue. Nothing here may depend on whether this
     # rank has done so yet: ranks would cut into other segments, or one would raise before the call has a number.
     schedule = named.schedule(call, by_hosts=is_on_dist_prims(call))
     if is_on_dist_prims(call) and call.collective in FOLLOWED:
-        return run_in_backend(call, *_native_form(schedule, rank), options.async_op)
+        return run_in_backend(call, options.async_op, *_native_form(schedule, rank))
     segment_bytes = functools.partial(_segment_bytes, call, options.segment_bytes, segments)
     what = f"{call.collective} ({algorithm}) on rank {rank}"
     job = functools.partial(_job, call, segment_bytes, named)

@@ -29,7 +29,6 @@ from ..torch_compat import (
     backend_of,
     default_group,
     device_types,
-    premul_sum,
     reduce_scatter_single,
 )
 from .algorithm_choice import variable_of
@@ -115,7 +114,7 @@ def _through_torch(group: weakref.ref[dist.ProcessGroup], tensor: torch.Tensor, 
 
 
 def _is_dist_prims(backend: Any) -> bool:
-    return hasattr(backend, "run_schedule")
+    return hasattr(backend, "run_call")
 
 
 def is_on_dist_prims(call: Call) -> bool:
@@ -146,7 +145,7 @@ def _supports(backend: Any, tensor: torch.Tensor, op: Any) -> bool:
 def direct_group(collective: str, tensors: Sequence[Any], op: Any, group: dist.ProcessGroup | None) -> Any:
     """Return the group of a call that can be passed to torch.distributed unchanged, else None.
 
-    A rank may use this shortcut where another rank does not, because run_natively() makes the same calls.
+    A rank may use this shortcut where another rank does not: run_in_backend() and run_over_gloo() make the same calls.
     """
     target = dist.group.WORLD if group is None else group
     first = tensors[0]
@@ -214,8 +213,8 @@ def _finish(done: Any, after: Sequence[Callable[[], object]]) -> None:
 
 
 @dataclass
-class _Native:
-    """Converter of a Call to a call of torch.distributed; ``after`` are functions to call when it has completed.
+class _OverGloo:
+    """Converter of a Call to a call of torch.distributed over gloo; ``after``: functions to call when it has completed.
 
     These functions must not refer to this object: the cycle of references would keep the group and the tensors.
     """
@@ -226,11 +225,9 @@ class _Native:
     def __post_init__(self) -> None:
         self.rank, self.size = self.call.group.rank(), self.call.group.size()
         self.is_root = self.rank == self.call.root
-        self.on_dist_prims = is_on_dist_prims(self.call)
-        self.divides = self.call.op == _Op.AVG and not self.on_dist_prims
-        self.op: Any = _Op.SUM if self.divides else self.call.op
-        if self.call.op == _Op.PREMUL_SUM:  # the source has been multiplied already
-            self.op = premul_sum(1.0) if self.on_dist_prims else _Op.SUM
+        self.divides = self.call.op == _Op.AVG
+        # The source of a PREMUL_SUM has been multiplied already.
+        self.op: Any = _Op.SUM if self.call.op in (_Op.AVG, _Op.PREMUL_SUM) else self.call.op
         self.common: dict[str, Any] = {"group": self.call.group}
 
     def reduced(self, target: torch.Tensor) -> torch.Tensor:
@@ -244,7 +241,7 @@ class _Native:
         source, target = self.call.source[0], self.call.target[0]
         assert source is not None
         if target is None:
-            return source if self.on_dist_prims else source.clone()  # gloo writes partial sums to it
+            return source.clone()  # gloo writes partial sums to it
         if source.data_ptr() == target.data_ptr():
             return self.reduced(target)
         copy = self.reduced(source.clone())
@@ -262,15 +259,7 @@ class _Native:
         return found
 
     def all_reduce(self, is_async: bool) -> Any:
-        tensor = self.in_place()
-        if not self.on_dist_prims:
-            return dist.all_reduce(tensor, self.op, async_op=is_async, **self.common)
-        if is_async:  # torch.distributed would view complex numbers as pairs, unlike all_reduce_()
-            options = dist.AllreduceOptions()
-            options.reduceOp, options.asyncOp = self.op, True
-            return self.call.group.allreduce([tensor], options)
-        all_reduce_(tensor, self.op, self.call.group)
-        return None
+        return dist.all_reduce(self.in_place(), self.op, async_op=is_async, **self.common)
 
     def reduce(self, is_async: bool) -> Any:
         return dist.reduce(self.in_place(), op=self.op, group_dst=self.call.root, async_op=is_async, **self.common)
@@ -282,15 +271,11 @@ class _Native:
 
     def all_gather(self, is_async: bool) -> Any:
         source, blocks = self.call.source[self.rank], _all(self.call.target)
-        if self.on_dist_prims:
-            return dist.all_gather(blocks, cast(torch.Tensor, source), async_op=is_async, **self.common)
         return all_gather_single(self.whole(blocks, True), source, async_op=is_async, **self.common)
 
     def reduce_scatter(self, is_async: bool) -> Any:
         target, blocks = self.call.target[self.rank], _all(self.call.source)
         assert target is not None
-        if self.on_dist_prims:
-            return dist.reduce_scatter(target, blocks, self.op, async_op=is_async, **self.common)
         whole = torch.cat([*blocks])
         own = whole.view(self.size, target.numel())[self.rank]
         self.after.append(lambda: target.copy_(own))
@@ -311,8 +296,6 @@ class _Native:
 
     def all_to_all(self, is_async: bool) -> Any:
         sent, received = _all(self.call.source[: self.size]), _all(self.call.target[self.size :])
-        if self.on_dist_prims:
-            return dist.all_to_all(received, sent, async_op=is_async, **self.common)
         target, source = self.whole(received, True), self.whole(sent, False)
         return dist.all_to_all_single(target, source, async_op=is_async, **self.common)
 
@@ -320,20 +303,21 @@ class _Native:
         return dist.barrier(async_op=is_async, **self.common)
 
 
-def run_natively(call: Call, is_async: bool) -> NativeWork | None:
+def run_over_gloo(call: Call, is_async: bool) -> NativeWork | None:
     """Make a call that backend_supports() accepts."""
-    native = _Native(call)
+    native = _OverGloo(call)
     with torch.no_grad():
         work: dist.Work | None = getattr(native, call.collective)(is_async)
-        return _work_or_finish(call, work, [*native.after, *call.after])
+    return _work_or_finish(call, work, [*native.after, *call.after])
 
 
 def _work_or_finish(call: Call, work: dist.Work | None, after: Sequence[Callable[[], object]]) -> NativeWork | None:
     """Return the work of an asynchronous call, which calls ``after`` at its end. Else call ``after`` now."""
     if work is not None:
         return NativeWork(work, after, f"{call.collective} on rank {call.group.rank()}")
-    for each in after:
-        each()
+    with torch.no_grad():
+        for each in after:
+            each()
     return None
 
 
@@ -355,14 +339,16 @@ def compiled_without_steps(schedule: Schedule) -> Any:
     return import_module("dist_prims._backend").NativeSchedule((0, 0, name, 1, schedule.chunks, 0, [], schedule.size))
 
 
-def run_in_backend(call: Call, schedule: Any, check: Callable[[], None] | None, is_async: bool) -> NativeWork | None:
-    """Make a call by a compiled schedule in the backend dist_prims.
+def run_in_backend(
+    call: Call, is_async: bool, schedule: Any = None, check: Callable[[], None] | None = None
+) -> NativeWork | None:
+    """Make a call in the backend dist_prims, by a compiled schedule or, without one, as its group makes it.
 
     The backend first compares the calls of all ranks and calls ``check``, which raises for a schedule that must not
     run.
     """
     is_source = call.collective != "broadcast" or call.group.rank() == call.root
-    work: dist.Work = _backend_for(call.group, call.like.device).run_schedule(
+    work: dist.Work = _backend_for(call.group, call.like.device).run_call(
         collective=call.collective,
         schedule=schedule,
         inputs=call.source if is_source else [None],

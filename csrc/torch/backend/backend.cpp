@@ -34,20 +34,16 @@ FlightRecorder::Entry entry_of(const Call& call, const CallOptions& options, std
     return entry;
 }
 
-constexpr Titles kTitles{
-    {"dist_prims:all_reduce", "dist_prims:reduce_scatter", "dist_prims:all_gather", "dist_prims:broadcast",
-     "dist_prims:reduce", "dist_prims:gather", "dist_prims:scatter", "dist_prims:all_to_all", "dist_prims:barrier"},
-    "dist_prims:send",
-    "dist_prims:recv"};
-
 }  // namespace
 
 PrimsBackend::PrimsBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Setup setup,
                            const std::function<int()>& ended)
-    : CollectiveBackend("dist_prims", kTitles, rank, size, setup.timeout),
+    : Backend(rank, size),
+      options_(c10::make_intrusive<Options>("dist_prims", setup.timeout)),
       setup_(std::make_unique<const Setup>(std::move(setup))),
       gloo_(std::make_unique<LazyBackend>(setup_->make_gloo)),
       queue_(std::make_shared<Queue>("rank " + std::to_string(rank))) {
+    init();
     options_->global_ranks_in_group = setup_->ranks;
     options_->group_name = setup_->group;
     const GroupCreation creation(store, rank);
@@ -85,7 +81,7 @@ PrimsBackend::~PrimsBackend() {
 }
 
 void PrimsBackend::setTimeout(Milliseconds timeout) {
-    CollectiveBackend::setTimeout(timeout);
+    options_->timeout = timeout;
     for (const auto& each : {gloo_->made(), setup_->accelerator}) {
         if (each) each->setTimeout(timeout);
     }
@@ -149,28 +145,29 @@ PrimsBackend::Taken PrimsBackend::take(const char* title, bool wanted) {
     return {queue_->take(title, wanted) ? queue_.get() : nullptr, [](Queue* queue) { queue->give_back(); }};
 }
 
-WorkPtr PrimsBackend::perform(std::vector<PrimsTask> tasks, const CallOptions& options, Tensors outputs) {
+WorkPtr PrimsBackend::perform(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs) {
     const auto taken = take(options.title, !options.async);
-    for (PrimsTask& task : tasks) task.call.sequence = ++sequence_;
-    const std::uint64_t sequence = tasks.front().call.sequence;  // of all tasks, the first: one call has one number
-    const std::uint64_t entry = flight_recorder_.add(entry_of(tasks.front().call, options, sequence), taken != nullptr);
+    for (CollectiveCall& call : calls) call.announced.sequence = ++sequence_;
+    const Call& first = calls.front().announced;
+    const std::uint64_t sequence = first.sequence;  // coalesced calls have one number in records
+    const std::uint64_t entry = flight_recorder_.add(entry_of(first, options, sequence), taken != nullptr);
     if (taken) {
         std::optional<at::RecordFunction> range;  // an idle one costs more than the test for a profiler
         if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) [[unlikely]] {
             range.emplace(std::move(*callbacks));
             at::detail::record_function_with_scope(*range, options.title, inputs_of(outputs));
         }
-        run(tasks, options.timeout, entry);
+        run(calls, options.timeout, entry);
         return c10::make_intrusive<DoneWork>(rank_, options.type, std::move(outputs), sequence);
     }
     auto work = c10::make_intrusive<PrimsWork>(rank_, options.type, options.title, std::move(outputs), sequence);
     const auto job = std::make_shared<Queue::Job>();
     job->title = options.title;
     job->done = work->finisher();
-    job->run = [this, kept = kept(), tasks = std::move(tasks), timeout = options.timeout, entry, like = AsCaller(),
+    job->run = [this, kept = kept(), calls = std::move(calls), timeout = options.timeout, entry, like = AsCaller(),
                 called = tracing() ? trace_now() : 0]() mutable {
-        trace_queued(*trace_group_, tasks.front().call, called);
-        like.run([&] { run(tasks, timeout, entry); });
+        trace_queued(*trace_group_, calls.front().announced, called);
+        like.run([&] { run(calls, timeout, entry); });
     };
     if (options.async) {
         queue_->submit(job);
@@ -200,13 +197,13 @@ WorkPtr PrimsBackend::perform(std::vector<PrimsTask> tasks, const CallOptions& o
     return work;
 }
 
-void PrimsBackend::run(const std::vector<PrimsTask>& tasks, Milliseconds timeout, std::uint64_t entry) {
+void PrimsBackend::run(const std::vector<CollectiveCall>& calls, Milliseconds timeout, std::uint64_t entry) {
     const at::NoGradGuard no_grad;
     flight_recorder_.start(entry);
     recorded(entry, [&] {
-        for (const PrimsTask& task : tasks) {
-            const TraceCall traced(*trace_group_, task.call);
-            task.run(task.call, timeout);
+        for (const CollectiveCall& call : calls) {
+            const TraceCall traced(*trace_group_, call.announced);
+            execution_->run(call, timeout);
         }
     });
 }

@@ -1,6 +1,7 @@
-// The torch.distributed backend "dist_prims": describes each collective as a Call, and runs its task in the queue.
+// The torch.distributed backend "dist_prims": makes a CollectiveCall of each collective, and runs it in the queue.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -8,35 +9,32 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "../../common/exit_action.h"
 #include "../../common/flight_recorder.h"
+#include "../../common/process.h"
 #include "../../common/queue.h"
 #include "../../common/trace.h"
 #include "../../shm/incremental_reduce.h"
-#include "../common/collective_backend.h"
+#include "../common/profiler_record.h"
 #include "execution.h"
 #include "group_setup.h"
 #include "lazy_backend.h"
 
 namespace dist_prims {
 
-// A collective by a given schedule. The tensors are listed by block of the data, undefined where this rank has none.
-struct ScheduledCall {
-    Collective collective;
-    std::shared_ptr<const NativeSchedule> schedule;
-    Tensors inputs, outputs;
-    Counts counts;  // elements of each block
-    bool reduces = false;
-    c10d::ReduceOp op = c10d::ReduceOp::SUM;
-    int root = -1;
-    bool is_even = true;  // whether all ranks that make this call have blocks of one length
-    std::function<void()>
-        check{};  // called when all ranks are about to make the call; throws where it must not be made
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+struct CallOptions {
+    c10d::OpType type;
+    const char* title;
+    Milliseconds timeout;
+    bool async;
 };
 
-class PrimsBackend : public CollectiveBackend<PrimsTask> {
+class PrimsBackend : public c10d::Backend {
 public:
     using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
@@ -48,6 +46,11 @@ public:
     // Called when the last reference of a user goes while a job or a message keeps the object.
     void release_resources() override { shutdown(); }
 
+    const std::string getBackendName() const override { return options_->backend; }
+    // A copy: ProcessGroup::splitGroup of torch 2.13 writes the options of the new group into it.
+    c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<Options>(*options_); }
+    void setSequenceNumberForGroup() override {}
+    uint64_t getSequenceNumberForGroup() override { return sequence_; }
     void setTimeout(Milliseconds timeout) override;
     void shutdown() override;
     void abort() override { shutdown(); }
@@ -73,7 +76,9 @@ public:
     }
     // all_reduce in place, with a shorter path than through torch.distributed.
     void all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op);
-    WorkPtr run_schedule(const ScheduledCall& given, bool async);
+    // A call of dist_prims, whose arguments are checked.
+    WorkPtr run_call(CollectiveCall call, bool async);
+    CallBuilder builder() const { return {rank_, size_}; }
     // Whether such a tensor is reduced in place, as a shared tensor.
     bool reduces_in_place(const at::Tensor& tensor) { return tensor.is_cpu() && execution_->reduces_in_place(tensor); }
     // Completes the incremental sum of a tensor.
@@ -140,36 +145,61 @@ public:
 #endif
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+    WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
+    WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+    WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+    WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+    WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
+    WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                const c10d::AllgatherOptions& opts) override;
+    WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                            const c10d::AllgatherOptions& opts) override;
+    WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+    // Gathers into one tensor. A virtual function of the base since torch 2.15.
+    virtual WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts);
+    WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override;
+    WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                           const c10d::ReduceScatterOptions& opts) override;
+    WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                 const c10d::ReduceScatterOptions& opts) override;
+    WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                            const c10d::ReduceScatterOptions& opts) override;
+    WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                          std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
+    WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
     WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
     WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+    void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+    WorkPtr send(Tensors& tensors, int to, int tag) override;
+    WorkPtr recv(Tensors& tensors, int from, int tag) override;
+    WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
 private:
-    PrimsTask exchange_task(const ScheduledCall& given, Call call);
-    PrimsTask all_reduce_task(const at::Tensor& input, const at::Tensor& output, Op op) override;
-    PrimsTask broadcast_task(const at::Tensor& tensor, int root) override;
-    PrimsTask reduce_task(const at::Tensor& input, const at::Tensor& output, Op op, int root) override;
-    PrimsTask all_gather_task(const at::Tensor& input, const Tensors& outputs) override;
-    PrimsTask reduce_scatter_task(const Tensors& inputs, const at::Tensor& output, Op op) override;
-    PrimsTask all_to_all_task(const Tensors& inputs, const Tensors& outputs) override;
-    PrimsTask gather_task(const at::Tensor& input, const Tensors& outputs, int root) override;
-    PrimsTask scatter_task(const Tensors& inputs, const at::Tensor& output, int root) override;
-    PrimsTask barrier_task() override { return execution_->barrier(Call{}); }
-    WorkPtr perform(std::vector<PrimsTask> tasks, const CallOptions& options, Tensors outputs) override;
-    WorkPtr message(const CallOptions& options, const Tensors& tensor, int peer, int tag) override {
-        return message_with_key(options, tensor, peer, static_cast<std::uint32_t>(tag));
-    }
+    void check_owner() const;
+    CallOptions call_options(Collective collective, bool async) const;
+    template <typename Opts>
+    CallOptions call_options(Collective collective, const Opts& opts, std::optional<c10d::OpType> type = {}) const;
+    template <typename In, typename Out>
+    ProfiledCall profiled_call(const char* name, const In& inputs, const Out& outputs, int64_t peer) const;
+    // The event of a call, for profilers. An input or output is a tensor, a list of tensors, or a list of lists.
+    template <typename In, typename Out>
+    ProfilerRecord profiled(const char* name, bool async, const In& inputs, const Out& outputs, int64_t root = -1,
+                            const std::vector<int64_t>& input_splits = {},
+                            const std::vector<int64_t>& output_splits = {}) const;
+    ProfilerRecord profiled_message(const char* name, const Tensors& tensors, int peer) const;
+    WorkPtr start(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs);
+    WorkPtr start(CollectiveCall call, const CallOptions& options, Tensors outputs);
+    WorkPtr perform(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs);
+    void run(const std::vector<CollectiveCall>& calls, Milliseconds timeout, std::uint64_t entry);
+    WorkPtr checked_message(c10d::OpType type, const char* title, const Tensors& tensors, int peer, int tag);
     WorkPtr message_with_key(const CallOptions& options, const Tensors& tensor, int peer, PointToPoint::Tag key);
-    // The limit applies to rank 0. The other ranks wait at least for the timeout of the group, as with gloo.
-    void monitored_barrier(Milliseconds limit, bool wait_all_ranks) override {
-        execution_->monitored_barrier(rank_ == 0 ? limit : std::max(limit, options_->timeout), wait_all_ranks);
-    }
-    c10d::Backend* delegate(const Tensors& tensors) override;
-    c10d::Backend* message_delegate(const Tensors& tensors, int tag) override;
+    // The other backend that serves these tensors; null: this one does.
+    c10d::Backend* delegate(const Tensors& tensors);
+    c10d::Backend* message_delegate(const Tensors& tensors, int tag);
 
     using Taken = std::unique_ptr<Queue, void (*)(Queue*)>;
     Taken take(const char* title, bool wanted);
     c10::weak_intrusive_ptr<PrimsBackend> kept();
-    void run(const std::vector<PrimsTask>& tasks, Milliseconds timeout, std::uint64_t entry);
     template <typename Work>
     void recorded(std::uint64_t entry, const Work& work);
     void write_record() const;
@@ -177,6 +207,11 @@ private:
     void leave();
     c10d::Backend* gloo();
     void take_group_of(PrimsBackend& made);
+
+    const c10::intrusive_ptr<Options> options_;
+    const int owner_ = this_process();
+    bool awaits_members_ = false;  // until the first reconfigure
+    std::atomic<std::uint64_t> sequence_{0}, messages_{0};
 
     // take_group_of() exchanges these.
     std::unique_ptr<const Setup> setup_;
@@ -197,5 +232,3 @@ private:
 };
 
 }  // namespace dist_prims
-
-extern template class dist_prims::CollectiveBackend<dist_prims::PrimsTask>;

@@ -160,18 +160,35 @@ std::function<void()> repeatable(std::function<void()> call) {
     };
 }
 
-WorkPtr run_schedule(PrimsBackend& self, const std::string& collective, const std::shared_ptr<NativeSchedule>& schedule,
-                     const std::vector<std::optional<at::Tensor>>& inputs,
-                     const std::vector<std::optional<at::Tensor>>& outputs, const Counts& counts,
-                     std::optional<c10d::ReduceOp::RedOpType> op, int root, bool is_even, std::function<void()> check,
-                     bool async_op) {
-    ScheduledCall call{collective_of(collective), schedule, tensors_of(inputs), tensors_of(outputs), counts};
-    call.reduces = op.has_value();
-    call.op.op_ = op.value_or(c10d::ReduceOp::SUM);  // also PREMUL_SUM: the inputs are multiplied
-    call.root = root;
-    call.is_even = is_even;
+// By a schedule the ranks agree on all lengths, but in an all_to_all only if the blocks of each rank have one length.
+void announce_schedule(CollectiveCall& call, bool is_even) {
+    Call& announced = call.announced;
+    call.is_exchange = announced.collective == Collective::kAllToAll;
+    announced.count = sum_of(call.counts);
+    announced.layout = call.counts.size() > 1 && !call.is_exchange ? checksum(call.counts) : 0;
+    if (call.is_exchange) announced.count = is_even ? announced.count / 2 : 0;
+}
+
+// A call of dist_prims, whose arguments are checked: by a schedule or, if there is none, as the group makes it.
+WorkPtr run_call(PrimsBackend& self, const std::string& name, const std::shared_ptr<NativeSchedule>& schedule,
+                 const std::vector<std::optional<at::Tensor>>& inputs,
+                 const std::vector<std::optional<at::Tensor>>& outputs, const Counts& counts,
+                 std::optional<c10d::ReduceOp::RedOpType> op, int root, bool is_even, std::function<void()> check,
+                 bool async_op) {
+    const Collective collective = collective_of(name);
+    Tensors from = tensors_of(inputs), to = tensors_of(outputs);
+    const at::Tensor like = first_defined(from, to);
+    c10d::ReduceOp reduction;
+    reduction.op_ = op.value_or(c10d::ReduceOp::SUM);  // also PREMUL_SUM: the inputs are multiplied
+    const Op kind = op ? checked(name_of(collective), reduction, like) : Op::kNone;
+    CollectiveCall call = call_of_blocks(collective, like, std::move(from), std::move(to), counts, kind, root);
+    if (schedule)
+        announce_schedule(call, is_even);
+    else if (collective == Collective::kBarrier)
+        call.announced = {};
+    call.schedule = schedule;
     call.check = repeatable(std::move(check));
-    return self.run_schedule(call, async_op);
+    return self.run_call(std::move(call), async_op);
 }
 
 void translate(std::exception_ptr error) {
@@ -230,9 +247,9 @@ PYBIND11_MODULE(_backend, module) {
             },
             Free())
         .def("all_reduce_", &PrimsBackend::all_reduce_now, Free())
-        .def("run_schedule", &run_schedule, py::kw_only(), py::arg("collective"), py::arg("schedule"),
-             py::arg("inputs"), py::arg("outputs"), py::arg("counts"), py::arg("op"), py::arg("root"),
-             py::arg("is_even"), py::arg("check"), py::arg("async_op"), Free())
+        .def("run_call", &run_call, py::kw_only(), py::arg("collective"), py::arg("schedule"), py::arg("inputs"),
+             py::arg("outputs"), py::arg("counts"), py::arg("op"), py::arg("root"), py::arg("is_even"),
+             py::arg("check"), py::arg("async_op"), Free())
         .def("incremental_reduce", &IncrementalTensor::make, Free())
         .def("record", &PrimsBackend::record, Free());
     py::class_<TcpEndpoint, std::shared_ptr<TcpEndpoint>>(module, "TcpEndpoint")

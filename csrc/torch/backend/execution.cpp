@@ -1,161 +1,170 @@
 #include "execution.h"
 
 #include <algorithm>
-#include <numeric>
 #include <stdexcept>
 
 #include "../../common/checksum.h"
 
 namespace dist_prims {
 
-const at::Tensor& first_defined(const Tensors& inputs, const Tensors& outputs) {
-    for (const Tensors* each : {&inputs, &outputs}) {
-        const auto found = std::find_if(each->begin(), each->end(), [](const auto& one) { return one.defined(); });
-        if (found != each->end()) return *found;
+namespace {
+
+// Inputs become packed. Outputs that are not packed get staging buffers; and so do all outputs if one of them shares
+// memory with an input or with another output, because the call would write what it has still to read.
+void stage(CollectiveCall& call) {
+    for (at::Tensor& input : call.inputs) {
+        if (input.defined() && !is_packed(input)) input = packed(input);
     }
-    throw std::invalid_argument("a collective needs a tensor");
+    const bool is_in_place = call.inputs.size() == 1 && call.inputs[0].is_same(call.outputs[0]);
+    const bool overlap = !is_in_place && outputs_overlap(call.inputs, call.outputs);
+    const auto needs_staging = [&](const at::Tensor& output) {
+        return output.defined() && (overlap || !is_packed(output));
+    };
+    if (std::none_of(call.outputs.begin(), call.outputs.end(), needs_staging)) return;
+    call.delivered = call.outputs;
+    for (at::Tensor& output : call.outputs) {
+        if (needs_staging(output)) output = at::empty(output.sizes(), output.options());
+    }
 }
 
-bool Exchange::is_even() const {
+// Copies staging buffers to the outputs, in the order of the blocks.
+void deliver(const CollectiveCall& call) {
+    for (std::size_t block = 0; block < call.delivered.size(); ++block) {
+        if (!call.delivered[block].is_same(call.outputs[block])) call.delivered[block].copy_(call.outputs[block]);
+    }
+}
+
+// Gives an all_to_all the blocks of its schedule.
+void separate_blocks(CollectiveCall& call) {
+    const Counts received = elements(call.outputs);
+    call.outputs.insert(call.outputs.begin(), call.inputs.size(), at::Tensor());
+    call.inputs.resize(call.outputs.size());
+    call.counts.insert(call.counts.end(), received.begin(), received.end());
+}
+
+bool is_even(const Counts& counts) {
     return std::all_of(counts.begin(), counts.end(), [&](std::size_t count) { return count == counts[0]; });
 }
 
-std::uint64_t Exchange::bytes() const {
-    return std::max(std::accumulate(outgoing.begin(), outgoing.end(), std::uint64_t{0}),
-                    std::accumulate(incoming.begin(), incoming.end(), std::uint64_t{0}));
+}  // namespace
+
+void Execution::prepare(CollectiveCall& call) {
+    const Collective collective = call.announced.collective;
+    call.is_exchange = call.is_exchange && (call.schedule || spans_hosts() || has_pins(collective));
+    if (call.is_exchange) {
+        prepare_exchange(call);
+    } else if (!call.schedule && !call.incremental) {
+        call.schedule = collective == Collective::kBarrier
+                            ? pinned(collective, 0, -1)
+                            : schedule_for(collective, call.bytes(), call.announced.root);
+    }
+    if (call.schedule && !call.is_exchange) call.announced.by(call.schedule->name);
+    if (call.schedule && collective == Collective::kBarrier && call.inputs.empty()) {
+        call.inputs = call.outputs = {at::zeros({1}, at::kByte)};  // a message without data would not be sent
+        call.counts = {1};
+    }
+    stage(call);
 }
 
-PrimsTask Execution::all_reduce(Call call, const at::Tensor& input, const at::Tensor& output) {
-    return by_schedule(schedule_for(call), call, {input}, {output}, {call.count});
-}
-
-// The root's tensor is changed in place if it can be: some schedules send the root data that it has.
-PrimsTask Execution::broadcast(Call call, const at::Tensor& tensor) {
-    const bool is_root = rank_ == call.root;
-    return by_schedule(schedule_for(call), call, {is_root ? packed(tensor) : at::Tensor()},
-                       {is_root && !is_packed(tensor) ? at::Tensor() : tensor}, {call.count});
-}
-
-PrimsTask Execution::reduce(Call call, const at::Tensor& input, const at::Tensor& output) {
-    return by_schedule(schedule_for(call), call, {input}, {rank_ == call.root ? output : at::Tensor()}, {call.count});
-}
-
-PrimsTask Execution::all_gather(Call call, const at::Tensor& input, const Tensors& outputs) {
-    return by_schedule(schedule_for(call), call, own_block(input), outputs, elements(outputs));
-}
-
-PrimsTask Execution::reduce_scatter(Call call, const Tensors& inputs, const at::Tensor& output) {
-    return by_schedule(schedule_for(call), call, inputs, own_block(output), elements(inputs));
-}
-
-// The ranks agree on the length of a block, and the root has compared its list with it.
-PrimsTask Execution::scatter(Call call, const Tensors& inputs, const at::Tensor& output) {
+void Execution::prepare_exchange(CollectiveCall& call) {
+    const Call& announced = call.announced;
     const auto size = static_cast<std::size_t>(size_);
-    return by_schedule(schedule_for(call, size), call, rank_ == call.root ? inputs : Tensors(size), own_block(output),
-                       Counts(size, call.count));
+    if (announced.collective == Collective::kAllToAll && call.inputs.size() == size) separate_blocks(call);
+    if (call.schedule) {
+        call.announced.by(call.schedule->name);
+        call.uneven = call.schedule;
+        return;
+    }
+    if (const auto pinned = pins(announced.collective)) call.announced.by(pinned->text);
+    const std::uint64_t bytes = size * call.counts[0] * size_of(announced.dtype);
+    if (is_even(call.counts)) call.schedule = schedule_for(announced.collective, bytes, announced.root);
+    call.uneven = schedule_for_uneven(call);
 }
 
-PrimsTask Execution::barrier(const Call& call) {
-    const SchedulePtr schedule = pinned(Collective::kBarrier, 0, -1);
-    if (!schedule) return {call, [this](const Call& call, Milliseconds timeout) { agree(call, timeout); }};
-    Call named = call;
-    named.by(schedule->name);
-    return {named, [this, schedule](const Call& call, Milliseconds timeout) {
-                agree(call, timeout);
-                Call data;  // a message without data would not be sent
-                data.op = Op::kBitOr;
-                execute_schedule(*schedule, data, whole(at::zeros({1}, at::kByte)), timeout);
-            }};
-}
-
-Tensors Execution::own_block(const at::Tensor& tensor) const {
-    Tensors blocks(static_cast<std::size_t>(size_));
-    blocks[static_cast<std::size_t>(rank_)] = tensor;
-    return blocks;
-}
-
-Exchange Execution::all_to_all_blocks(const Tensors& inputs, const Tensors& outputs) const {
-    const Tensors none(inputs.size());
-    Exchange blocks{inputs, none, elements(inputs), lengths(inputs), lengths(outputs)};
-    blocks.inputs.insert(blocks.inputs.end(), none.begin(), none.end());
-    blocks.outputs.insert(blocks.outputs.end(), outputs.begin(), outputs.end());
-    const Counts received = elements(outputs);
-    blocks.counts.insert(blocks.counts.end(), received.begin(), received.end());
-    return blocks;
-}
-
-Exchange Execution::gather_blocks(int root, const at::Tensor& input, const Tensors& outputs) const {
-    const auto size = static_cast<std::size_t>(size_);
-    const bool is_root = rank_ == root;
-    Exchange blocks{own_block(input), is_root ? outputs : Tensors(size),
-                    is_root ? elements(outputs) : Counts(size, static_cast<std::size_t>(input.numel())), Counts(size),
-                    is_root ? lengths(outputs) : Counts(size)};
-    blocks.outgoing[static_cast<std::size_t>(root)] = input.nbytes();
-    return blocks;
+void Execution::run(const CollectiveCall& call, Milliseconds timeout) {
+    const Call& announced = call.announced;
+    if (call.is_exchange) {
+        exchange(call, timeout);
+    } else if (call.incremental) {
+        host_segment_->slots.open(announced, timeout);
+        call.incremental->finish(*host_segment_);
+    } else if (!call.schedule) {
+        run_by_slots(call, timeout);
+    } else if (call.schedule->is_piggyback) {
+        agree_and_move(announced, in_blocks(call.inputs, call.outputs, call.counts), timeout, {}, {});
+    } else {
+        agree(announced, timeout);
+        if (call.check) call.check();
+        execute_schedule(*call.schedule, call, timeout);
+    }
+    deliver(call);
 }
 
 // A rank cannot know whether the blocks of others have one length, and so whether there is a schedule for the call.
-// Each rank therefore adds two terms to the agreement: the difference of its lengths, which tells all ranks whether
-// the lengths of each pair match; and 1 if its blocks differ in length, or else a checksum of the schedule that it
-// would follow. If all pairs match and no rank has blocks of different lengths, all blocks have one length.
-PrimsTask Execution::exchange(Call call, const Exchange& given, PrimsTask::Run uneven) {
-    constexpr int kRankBits = 20;  // no group has so many ranks that their sum of ones reaches the checksums
-    if (const auto pinned = pins(call.collective)) call.by(pinned->text);
-    const auto blocks = std::make_shared<const Exchange>(given);
-    const bool is_even = blocks->is_even();
-    const at::Tensor& like = first_defined(blocks->inputs, blocks->outputs);
-    const std::uint64_t bytes = static_cast<std::uint64_t>(size_) * blocks->counts[0] * like.element_size();
-    const SchedulePtr schedule = is_even ? schedule_for(call.collective, bytes, call.root) : nullptr;
-    const std::uint64_t plan = Checksum().add(schedule ? schedule->name : "").value() << kRankBits;
-    const Terms terms{difference_of_lengths(*blocks), is_even ? plan : 1};
-    const Terms wanted{0, plan * static_cast<std::uint64_t>(size_)};
-    return {call, [=, this, uneven = std::move(uneven)](const Call& call, Milliseconds timeout) {
-                const bool moves = schedule && schedule->is_piggyback;
-                const Terms found = moves ? agree_and_move_blocks(call, blocks->inputs, blocks->outputs, blocks->counts,
-                                                                  timeout, terms, wanted)
-                                          : agree(call, timeout, terms);
-                if (moves && found == wanted) return;
-                const auto [difference, plans] = found;
-                if (difference != 0) compare_lengths(call, *blocks, timeout);
-                const bool all_even = difference == 0 && plans % (std::uint64_t{1} << kRankBits) == 0;
-                if (all_even && plans != wanted[1]) {
-                    Call named = call;
-                    named.by(schedule ? schedule->name : "");
-                    agree(named, timeout);
-                }
-                if (!all_even || !schedule) return uneven(call, timeout);
-                execute_on_blocks(*schedule, call, blocks->inputs, blocks->outputs, blocks->counts, timeout);
-            }};
+// Each rank therefore adds three terms to the agreement:
+//
+//     the difference of its lengths     the sum is 0 if what each rank sends is what its peer expects
+//     1 if its blocks differ in length  the sum is 0 if there is no such rank
+//     a checksum of its schedule        the sum is a multiple if all ranks have the same
+//
+// If all pairs match and no rank has blocks of different lengths, all blocks have one length.
+void Execution::exchange(const CollectiveCall& call, Milliseconds timeout) {
+    const ExchangeLengths lengths = lengths_of(call);
+    const std::uint64_t plan = Checksum().add(call.schedule ? call.schedule->name : "").value();
+    const Terms terms{difference_of(lengths), is_even(call.counts) ? 0u : 1u, plan};
+    const Terms wanted{0, 0, plan * static_cast<std::uint64_t>(size_)};
+    const bool moves = call.schedule && call.schedule->is_piggyback;
+    const Terms sum = moves ? agree_and_move(call.announced, in_blocks(call.inputs, call.outputs, call.counts), timeout,
+                                             terms, wanted)
+                            : agree(call.announced, timeout, terms);
+    if (moves && sum == wanted) return;
+    const auto [difference, uneven_ranks, plans] = sum;
+    if (difference != 0) compare_lengths(call, lengths, timeout);
+    const bool all_even = difference == 0 && uneven_ranks == 0;
+    if (all_even && plans != wanted[2]) {
+        Call named = call.announced;
+        named.by(call.schedule ? call.schedule->name : "");
+        agree(named, timeout);
+    }
+    const SchedulePtr& schedule = all_even ? call.schedule : call.uneven;
+    if (!schedule) return run_by_slots(call, timeout);
+    if (call.check) call.check();
+    execute_schedule(*schedule, call, timeout);
 }
 
-PrimsTask Execution::exchange_by(const SchedulePtr& schedule, Call call, const Exchange& given,
-                                 const std::function<void()>& check) {
-    call.by(schedule->name);
-    const auto blocks = std::make_shared<const Exchange>(given);
-    const Terms terms{difference_of_lengths(*blocks), 0};
-    return {call, [=, this](const Call& call, Milliseconds timeout) {
-                if (agree(call, timeout, terms)[0] != 0) {
-                    compare_lengths(call, *blocks, timeout);
-                    throw CommError(CommError::Kind::kMismatch,
-                                    "rank " + std::to_string(rank_) +
-                                        ": all_to_all: a rank expects a block of another length than is sent to it");
-                }
-                if (check) check();
-                execute_on_blocks(*schedule, call, blocks->inputs, blocks->outputs, blocks->counts, timeout);
-            }};
+ExchangeLengths Execution::lengths_of(const CollectiveCall& call) const {
+    const auto size = static_cast<std::size_t>(size_);
+    ExchangeLengths found{Counts(size), Counts(size)};
+    const std::size_t element = size_of(call.announced.dtype);
+    for (std::size_t peer = 0; peer < size; ++peer) {
+        const std::size_t last = call.outputs.size() - size + peer;
+        const bool is_all_to_all = call.announced.collective == Collective::kAllToAll;
+        if (is_all_to_all) found.outgoing[peer] = call.counts[peer] * element;
+        if (is_all_to_all || rank_ == call.announced.root) found.incoming[peer] = call.counts[last] * element;
+    }
+    if (call.announced.collective == Collective::kGather)
+        found.outgoing[static_cast<std::size_t>(call.announced.root)] =
+            call.inputs[static_cast<std::size_t>(rank_)].nbytes();
+    return found;
 }
 
 // A checksum of what this rank sends to each, minus one of what it expects from each. Summed over all ranks, modulo
 // 2^64, it is 0 if all lengths agree: the sender's term of each block then cancels that of its receiver.
-std::uint64_t Execution::difference_of_lengths(const Exchange& blocks) const {
+std::uint64_t Execution::difference_of(const ExchangeLengths& lengths) const {
     const auto mine = static_cast<std::uint64_t>(rank_);
     std::uint64_t difference = 0;
-    for (std::uint64_t peer = 0; peer < blocks.outgoing.size(); ++peer) {
-        const std::uint64_t sent = blocks.outgoing[peer], expected = blocks.incoming[peer];
+    for (std::uint64_t peer = 0; peer < lengths.outgoing.size(); ++peer) {
+        const std::uint64_t sent = lengths.outgoing[peer], expected = lengths.incoming[peer];
         if (sent) difference += Checksum().add(mine).add(peer).add(sent).value();
         if (expected) difference -= Checksum().add(peer).add(mine).add(expected).value();
     }
     return difference;
+}
+
+void Execution::execute_schedule(const NativeSchedule& schedule, const CollectiveCall& call, Milliseconds timeout) {
+    const Op op = call.announced.collective == Collective::kBarrier ? Op::kBitOr : call.announced.op;
+    execute(schedule.program, router(), call.announced.dtype, op, in_blocks(call.inputs, call.outputs, call.counts),
+            schedule.segments, timeout);
 }
 
 BegunMessage Execution::begin_message(const UserMessage& message) {
@@ -223,26 +232,6 @@ SchedulePtr Execution::find(const std::vector<SchedulePtr>& schedules, std::uint
     return found == schedules.end() ? nullptr : *found;
 }
 
-PrimsTask Execution::by_schedule(const SchedulePtr& schedule, Call call, const Tensors& inputs, const Tensors& outputs,
-                                 const Counts& counts, const std::function<void()>& check) {
-    call.by(schedule->name);
-    if (schedule->is_piggyback) {
-        return {call, [=, this](const Call& call, Milliseconds timeout) {
-                    agree_and_move_blocks(call, inputs, outputs, counts, timeout);
-                }};
-    }
-    return {call, [=, this](const Call& call, Milliseconds timeout) {
-                agree(call, timeout);
-                if (check) check();
-                execute_on_blocks(*schedule, call, inputs, outputs, counts, timeout);
-            }};
-}
-
-ProgramBuffer whole(const at::Tensor& tensor) {
-    return ProgramBuffer::whole(bytes_of(tensor), static_cast<std::size_t>(tensor.numel()),
-                                std::make_shared<const at::Tensor>(tensor));
-}
-
 ProgramBuffer in_blocks(const Tensors& inputs, const Tensors& outputs, const Counts& counts) {
     ProgramBuffer buffer;
     for (std::size_t block = 0; block < counts.size(); ++block) {
@@ -251,45 +240,6 @@ ProgramBuffer in_blocks(const Tensors& inputs, const Tensors& outputs, const Cou
     }
     buffer.owner = std::make_shared<const std::pair<Tensors, Tensors>>(inputs, outputs);
     return buffer;
-}
-
-namespace {
-
-// Runs `move` on blocks in packed memory, in place of those that are not packed.
-template <typename Move>
-void on_packed_blocks(const Tensors& inputs, const Tensors& outputs, const Counts& counts, const Move& move) {
-    Tensors from = inputs, to = outputs;
-    for (at::Tensor& each : from) {
-        if (each.defined()) each = packed(each);
-    }
-    for (at::Tensor& each : to) {
-        if (each.defined() && !is_packed(each)) each = at::empty(each.sizes(), each.options());
-    }
-    if (!move(in_blocks(from, to, counts))) return;
-    for (std::size_t block = 0; block < to.size(); ++block) {
-        if (!to[block].is_same(outputs[block])) outputs[block].copy_(to[block]);
-    }
-}
-
-}  // namespace
-
-void Execution::execute_on_blocks(const NativeSchedule& schedule, const Call& call, const Tensors& inputs,
-                                  const Tensors& outputs, const Counts& counts, Milliseconds timeout) {
-    on_packed_blocks(inputs, outputs, counts, [&](const ProgramBuffer& buffer) {
-        execute_schedule(schedule, call, buffer, timeout);
-        return true;
-    });
-}
-
-Terms Execution::agree_and_move_blocks(const Call& call, const Tensors& inputs, const Tensors& outputs,
-                                       const Counts& counts, Milliseconds timeout, const Terms& terms,
-                                       const Terms& wanted) {
-    Terms found{};
-    on_packed_blocks(inputs, outputs, counts, [&](const ProgramBuffer& buffer) {
-        found = agree_and_move(call, buffer, timeout, terms, wanted);
-        return found == wanted;
-    });
-    return found;
 }
 
 }  // namespace dist_prims

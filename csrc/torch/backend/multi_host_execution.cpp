@@ -29,12 +29,6 @@ public:
     LinkCosts first_agreement(const Call& call, std::uint64_t network, Milliseconds timeout) override {
         return group_.first_agreement(call, network, timeout);
     }
-    PrimsTask all_to_all(Call call, const Tensors& inputs, const Tensors& outputs) override {
-        return exchange_by_schedule(call, all_to_all_blocks(inputs, outputs));
-    }
-    PrimsTask gather(Call call, const at::Tensor& input, const Tensors& outputs) override {
-        return exchange_by_schedule(call, gather_blocks(call.root, input, outputs));
-    }
     void monitored_barrier(Milliseconds limit, bool wait_all_ranks) override {
         try {
             MonitoredBarrier(group_.remote, host_segment_->p2p, local_ranks_, rank_, limit).run(wait_all_ranks);
@@ -114,30 +108,29 @@ private:
         const std::lock_guard lock(chosen_guard_);
         return find(chosen_[key], bytes);
     }
-    PrimsTask exchange_by_schedule(const Call& call, const Exchange& blocks) {
-        // Each rank sends every block to its receiver, in an order of its own choice: the messages are the same.
-        const SchedulePtr uneven = chosen(call.collective, blocks.bytes(), call.root, false);
-        return exchange(call, blocks, [this, uneven, blocks](const Call& call, Milliseconds timeout) {
-            execute_on_blocks(*uneven, call, blocks.inputs, blocks.outputs, blocks.counts, timeout);
-        });
+    // Each rank sends every block to its receiver, in an order of its own choice: the messages are the same.
+    SchedulePtr schedule_for_uneven(const CollectiveCall& call) override {
+        const ExchangeLengths lengths = lengths_of(call);
+        return chosen(call.announced.collective, std::max(sum_of(lengths.outgoing), sum_of(lengths.incoming)),
+                      call.announced.root, false);
     }
+    // Only a barrier has no schedule. The agreement is one.
+    void run_by_slots(const CollectiveCall& call, Milliseconds timeout) override { agree(call.announced, timeout, {}); }
     // All ranks learn how much each sends to each and expects from each, and throw Mismatch where the two differ.
-    void compare_lengths(const Call& call, const Exchange& blocks, Milliseconds timeout) override {
+    void compare_lengths(const CollectiveCall& call, const ExchangeLengths& exchanged, Milliseconds timeout) override {
         const auto size = static_cast<std::size_t>(size_), row = 2 * size;
         const at::Tensor tensor = at::zeros({static_cast<int64_t>(size * row)}, at::kLong);
         auto* const lists = reinterpret_cast<std::uint64_t*>(tensor.data_ptr<int64_t>());
         std::uint64_t* const mine = lists + static_cast<std::size_t>(rank_) * row;
-        std::copy(blocks.incoming.begin(), blocks.incoming.end(),
-                  std::copy(blocks.outgoing.begin(), blocks.outgoing.end(), mine));
+        std::copy(exchanged.incoming.begin(), exchanged.incoming.end(),
+                  std::copy(exchanged.outgoing.begin(), exchanged.outgoing.end(), mine));
         const SchedulePtr schedule = chosen(Collective::kAllGather, tensor.nbytes(), -1, true);
-        Call lengths;
-        lengths.dtype = DType::kUInt64;
-        lengths.count = size * row;
         const Tensors rows = tensor.split(static_cast<int64_t>(row));
-        execute_schedule(*schedule, lengths, in_blocks(rows, rows, Counts(size, row)), timeout);
+        execute(schedule->program, group_.router, DType::kUInt64, Op::kNone, in_blocks(rows, rows, Counts(size, row)),
+                schedule->segments, timeout);
         for (std::size_t from = 0; from < size; ++from) {
             for (std::size_t to = 0; to < size; ++to)
-                must_match(rank_, name_of(call.collective), static_cast<int>(from), lists[from * row + to],
+                must_match(rank_, name_of(call.announced.collective), static_cast<int>(from), lists[from * row + to],
                            static_cast<int>(to), lists[to * row + size + from]);
         }
     }

@@ -2,6 +2,7 @@
 // for the size.
 #include <cstring>
 #include <thread>
+#include <tuple>
 
 #include "../../shm/collectives.h"
 #include "execution.h"
@@ -27,75 +28,12 @@ public:
         }
         return sum;
     }
-    PrimsTask all_reduce(Call call, const at::Tensor& input, const at::Tensor& tensor) override {
-        if (schedule_for(call)) return Execution::all_reduce(call, input, tensor);
-        const std::size_t bytes = call.count * size_of(call.dtype);
-        if (input.is_same(tensor)) call.tensor_ref = host_segment_->tensor_ref_of(bytes_of(tensor), bytes);
-        return {call, [this, input, output = Output(tensor)](const Call& call, Milliseconds timeout) {
-                    open(call, timeout);
-                    dist_prims::all_reduce(*host_segment_, call.dtype, call.op, bytes_of(input), output.data(),
-                                           call.count, call.tensor_ref);
-                    output.deliver();
-                }};
-    }
-    PrimsTask broadcast(Call call, const at::Tensor& tensor) override {
-        if (schedule_for(call)) return Execution::broadcast(call, tensor);
-        return {call, [this, output = Output(tensor)](const Call& call, Milliseconds timeout) {
-                    dist_prims::broadcast(open(call, timeout), output.flat.nbytes(), call.root, output.data());
-                    if (rank_ != call.root) output.deliver();
-                }};
-    }
-    PrimsTask reduce(Call call, const at::Tensor& input, const at::Tensor& tensor) override {
-        if (schedule_for(call)) return Execution::reduce(call, input, tensor);
-        return {call, [this, input, output = Output(tensor)](const Call& call, Milliseconds timeout) {
-                    open(call, timeout);
-                    dist_prims::reduce(*host_segment_, call.dtype, call.op, call.root, bytes_of(input), output.data(),
-                                       call.count);
-                    if (rank_ == call.root) output.deliver();
-                }};
-    }
-    PrimsTask all_gather(Call call, const at::Tensor& input, const Tensors& tensors) override {
-        if (schedule_for(call)) return Execution::all_gather(call, input, tensors);
-        return {call, [this, input, outputs = Outputs(tensors), bytes = lengths(tensors)](const Call& call,
-                                                                                          Milliseconds timeout) {
-                    dist_prims::all_gather(open(call, timeout), bytes_of(input), outputs.places(), bytes);
-                    outputs.deliver();
-                }};
-    }
-    PrimsTask reduce_scatter(Call call, const Tensors& inputs, const at::Tensor& tensor) override {
-        if (schedule_for(call)) return Execution::reduce_scatter(call, inputs, tensor);
-        return {call, [this, inputs, output = Output(tensor), counts = elements(inputs)](const Call& call,
-                                                                                         Milliseconds timeout) {
-                    dist_prims::reduce_scatter(open(call, timeout), call.dtype, call.op, blocks_of(inputs),
-                                               output.data(), counts);
-                    output.deliver();
-                }};
-    }
-    PrimsTask all_to_all(Call call, const Tensors& inputs, const Tensors& tensors) override {
-        PrimsTask task{call, [this, inputs, outputs = Outputs(tensors), outgoing = lengths(inputs),
-                              incoming = lengths(tensors)](const Call& call, Milliseconds timeout) {
-                           dist_prims::all_to_all(open(call, timeout), blocks_of(inputs), outgoing, outputs.places(),
-                                                  incoming);
-                           outputs.deliver();
-                       }};
-        return has_pins(call.collective) ? exchange(call, all_to_all_blocks(inputs, tensors), task.run) : task;
-    }
-    PrimsTask gather(Call call, const at::Tensor& input, const Tensors& tensors) override {
-        PrimsTask task{call, [this, input, outputs = Outputs(tensors), incoming = lengths(tensors)](
-                                 const Call& call, Milliseconds timeout) {
-                           dist_prims::gather(open(call, timeout), call.root, bytes_of(input), input.nbytes(),
-                                              outputs.places(), incoming);
-                           outputs.deliver();
-                       }};
-        return has_pins(call.collective) ? exchange(call, gather_blocks(call.root, input, tensors), task.run) : task;
-    }
-    PrimsTask scatter(Call call, const Tensors& inputs, const at::Tensor& tensor) override {
-        if (schedule_for(call, static_cast<std::size_t>(size_))) return Execution::scatter(call, inputs, tensor);
-        return {call, [this, inputs, output = Output(tensor)](const Call& call, Milliseconds timeout) {
-                    dist_prims::scatter(open(call, timeout), call.root, blocks_of(inputs), output.data(),
-                                        output.flat.nbytes());
-                    output.deliver();
-                }};
+    void prepare(CollectiveCall& call) override {
+        Execution::prepare(call);
+        const bool is_in_place = call.announced.collective == Collective::kAllReduce && !call.schedule &&
+                                 call.inputs[0].is_same(call.outputs[0]);
+        if (is_in_place)
+            call.announced.tensor_ref = host_segment_->tensor_ref_of(bytes_of(call.inputs[0]), call.bytes());
     }
     // Rank 0 receives a message from every rank, or names the ranks that sent none; then it releases them.
     void monitored_barrier(Milliseconds limit, bool wait_all_ranks) override {
@@ -125,7 +63,6 @@ public:
         for (int peer = 1; rank_ == 0 && peer < size_; ++peer) send_to(peer);
     }
 
-    using Execution::schedule_for;
     SchedulePtr schedule_for(Collective collective, std::uint64_t bytes, int root) override {
         return pinned(collective, bytes, root);
     }
@@ -137,9 +74,48 @@ public:
 
 private:
     Router& router() override { return router_; }
+    void run_by_slots(const CollectiveCall& call, Milliseconds timeout) override {
+        const Call& announced = call.announced;
+        const auto [dtype, op, root] = std::tuple(announced.dtype, announced.op, announced.root);
+        const auto own = static_cast<std::size_t>(rank_);
+        const auto input = [&](std::size_t block) { return address_of(call.inputs[block]); };
+        const auto output = [&](std::size_t block) { return address_of(call.outputs[block]); };
+        SlotExchange& slots = open(announced, timeout);
+        switch (announced.collective) {
+            case Collective::kAllReduce:
+                return all_reduce(*host_segment_, dtype, op, input(0), output(0), announced.count,
+                                  announced.tensor_ref);
+            case Collective::kReduce:
+                return reduce(*host_segment_, dtype, op, root, input(0), output(0), announced.count);
+            case Collective::kBroadcast:
+                return broadcast(slots, call.bytes(), root, rank_ == root ? input(0) : output(0));
+            case Collective::kAllGather:
+                return all_gather(slots, input(own), places_of(call.outputs), lengths(call.outputs));
+            case Collective::kReduceScatter:
+                return reduce_scatter(slots, dtype, op, blocks_of(call.inputs), output(own), call.counts);
+            case Collective::kGather: {
+                const ExchangeLengths exchanged = lengths_of(call);
+                return gather(slots, root, input(own), call.inputs[own].nbytes(), places_of(call.outputs),
+                              exchanged.incoming);
+            }
+            case Collective::kScatter:
+                return scatter(slots, root, rank_ == root ? blocks_of(call.inputs) : Blocks{}, output(own),
+                               call.outputs[own].nbytes());
+            case Collective::kAllToAll: {  // with the blocks of a schedule or without
+                const Tensors sent(call.inputs.begin(), call.inputs.begin() + size_);
+                const Tensors received(call.outputs.end() - size_, call.outputs.end());
+                return all_to_all(slots, blocks_of(sent), lengths(sent), places_of(received), lengths(received));
+            }
+            case Collective::kBarrier:
+                return slots.phase();
+        }
+    }
     SlotExchange& open(const Call& call, Milliseconds timeout) {
         host_segment_->slots.open(call, timeout);
         return host_segment_->slots;
+    }
+    void compare_lengths(const CollectiveCall& call, const ExchangeLengths&, Milliseconds timeout) override {
+        run_by_slots(call, timeout);  // compares them first
     }
     // Names the ranks that have not come to the barrier, and the ranks that block them.
     [[noreturn]] void give_up_monitored_barrier(const std::vector<int>& late, Milliseconds limit) {

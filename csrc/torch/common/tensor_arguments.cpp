@@ -187,7 +187,13 @@ Counts elements(const Tensors& tensors) {
 
 Blocks blocks_of(const Tensors& tensors) {
     Blocks found;
-    for (const auto& tensor : tensors) found.push_back(bytes_of(tensor));
+    for (const auto& tensor : tensors) found.push_back(address_of(tensor));
+    return found;
+}
+
+Places places_of(const Tensors& tensors) {
+    Places found;
+    for (const auto& tensor : tensors) found.push_back(address_of(tensor));
     return found;
 }
 

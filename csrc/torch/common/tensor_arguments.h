@@ -30,10 +30,15 @@ at::Tensor packed(const at::Tensor& tensor);
 inline std::byte* bytes_of(const at::Tensor& tensor) {
     return static_cast<std::byte*>(tensor.data_ptr());
 }
+inline std::byte* address_of(const at::Tensor& tensor) {
+    return tensor.defined() ? bytes_of(tensor) : nullptr;
+}
 
 Counts lengths(const Tensors& tensors);  // in bytes
 Counts elements(const Tensors& tensors);
+// The address of each tensor, null for one that is undefined.
 Blocks blocks_of(const Tensors& tensors);
+Places places_of(const Tensors& tensors);
 
 // An output: contiguous memory to write to, and deliver(), which copies it to the tensor if it is not the tensor's own.
 struct Output {
@@ -43,20 +48,6 @@ struct Output {
     std::byte* data() const { return bytes_of(flat); }
     void deliver() const {
         if (!flat.is_same(tensor)) tensor.copy_(flat);
-    }
-};
-
-struct Outputs {
-    std::vector<Output> each;
-
-    explicit Outputs(const Tensors& tensors) : each(tensors.begin(), tensors.end()) {}
-    Places places() const {
-        Places found;
-        for (const Output& output : each) found.push_back(output.data());
-        return found;
-    }
-    void deliver() const {
-        for (const Output& output : each) output.deliver();
     }
 };
 

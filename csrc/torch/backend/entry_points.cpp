@@ -1,0 +1,312 @@
+// The entry points of PrimsBackend. c10d calls a collective through several functions: with lists of tensors, with one
+// large tensor, coalesced. Each of them turns into CollectiveCalls here, and so does a call of dist_prims (run_call).
+#include <ATen/record_function.h>
+
+#include "../../common/process.h"
+#include "backend.h"
+
+namespace dist_prims {
+namespace {
+
+// The names of calls in errors, profiles and the flight recorder.
+constexpr std::array kTitles{"dist_prims:all_reduce", "dist_prims:reduce_scatter", "dist_prims:all_gather",
+                             "dist_prims:broadcast",  "dist_prims:reduce",         "dist_prims:gather",
+                             "dist_prims:scatter",    "dist_prims:all_to_all",     "dist_prims:barrier"};
+
+// The names of ProcessGroupNCCL's events.
+const char* profiled_name(Collective collective) {
+    constexpr std::array kNames{"allreduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
+                                "gather",    "scatter",        "all_to_all", "barrier"};
+    return kNames[static_cast<std::size_t>(collective)];
+}
+
+}  // namespace
+
+void PrimsBackend::check_owner() const {
+    TORCH_CHECK(owner_ == this_process(), "rank ", rank_, ": this process was forked from a rank and is none ",
+                "itself; use the group in process ", owner_, ", or start ranks with dist_prims.spawn");
+    TORCH_CHECK(!awaits_members_, "rank ", rank_, ": the group was made with enable_reconfigure=True and has no ",
+                "members yet; call reconfigure first");
+}
+
+CallOptions PrimsBackend::call_options(Collective collective, bool async) const {
+    using c10d::OpType;
+    constexpr std::array kTypes{OpType::ALLREDUCE, OpType::REDUCE_SCATTER, OpType::ALLGATHER,
+                                OpType::BROADCAST, OpType::REDUCE,         OpType::GATHER,
+                                OpType::SCATTER,   OpType::ALLTOALL,       OpType::BARRIER};
+    const auto place = static_cast<std::size_t>(collective);
+    return {kTypes[place], kTitles[place], options_->timeout, async};
+}
+
+template <typename Opts>
+CallOptions PrimsBackend::call_options(Collective collective, const Opts& opts,
+                                       std::optional<c10d::OpType> type) const {
+    CallOptions options = call_options(collective, opts.asyncOp);
+    if (opts.timeout != c10d::kUnsetTimeout) options.timeout = opts.timeout;
+    if (type) options.type = *type;
+    return options;
+}
+
+template <typename In, typename Out>
+ProfiledCall PrimsBackend::profiled_call(const char* name, const In& inputs, const Out& outputs, int64_t peer) const {
+    ProfiledCall call{.name = name,
+                      .is_async = false,
+                      .is_message = false,
+                      .sequence = sequence_ + 1,
+                      .peer = peer,
+                      .inputs = {},
+                      .outputs = {},
+                      .input_splits = {},
+                      .output_splits = {},
+                      .group = pg_uid_,
+                      .group_description = pg_desc_,
+                      .rank = rank_,
+                      .size = size_,
+                      .global_ranks = options_->global_ranks_in_group};
+    append(call.inputs, inputs);
+    append(call.outputs, outputs);
+    return call;
+}
+
+template <typename In, typename Out>
+ProfilerRecord PrimsBackend::profiled(const char* name, bool async, const In& inputs, const Out& outputs, int64_t root,
+                                      const std::vector<int64_t>& input_splits,
+                                      const std::vector<int64_t>& output_splits) const {
+    return ProfilerRecord([&] {
+        ProfiledCall call = profiled_call(name, inputs, outputs, root);
+        call.is_async = async;
+        call.input_splits = input_splits;
+        call.output_splits = output_splits;
+        return call;
+    });
+}
+
+ProfilerRecord PrimsBackend::profiled_message(const char* name, const Tensors& tensors, int peer) const {
+    return ProfilerRecord([&] {
+        ProfiledCall call = profiled_call(name, tensors, tensors, peer);
+        call.is_async = call.is_message = true;
+        call.sequence = messages_ + 1;
+        return call;
+    });
+}
+
+// Makes calls, after the checks that all have in common.
+WorkPtr PrimsBackend::start(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs) {
+    check_owner();
+    TORCH_CHECK_VALUE(!calls.empty(), options.title, ": there is no tensor");
+    for (CollectiveCall& call : calls) execution_->prepare(call);
+    return perform(std::move(calls), options, std::move(outputs));
+}
+
+WorkPtr PrimsBackend::start(CollectiveCall call, const CallOptions& options, Tensors outputs) {
+    std::vector<CollectiveCall> calls(1);
+    calls[0] = std::move(call);
+    return start(std::move(calls), options, std::move(outputs));
+}
+
+WorkPtr PrimsBackend::run_call(CollectiveCall call, bool async) {
+    const Collective collective = call.announced.collective;
+    const auto record = profiled(profiled_name(collective), async, call.inputs, call.outputs, call.announced.root);
+    const at::Tensor like = first_defined(call.inputs, call.outputs);
+    return start(std::move(call), call_options(collective, async), {like});
+}
+
+WorkPtr PrimsBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+    const at::Tensor& tensor = tensors.at(0);
+    if (tensor.is_cpu() && tensor.layout() != at::kStrided) return allreduce_sparse(tensors, opts);
+    if (auto* backend = delegate(tensors)) return backend->allreduce(tensors, opts);
+    const auto record = profiled("allreduce", opts.asyncOp, tensors, tensors);
+    return start(builder().all_reduce(only("all_reduce", tensors), opts.reduceOp),
+                 call_options(Collective::kAllReduce, opts), tensors);
+}
+
+WorkPtr PrimsBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+    if (auto* backend = delegate(tensors)) return backend->allreduce_coalesced(tensors, opts);
+    const auto record = profiled("allreduce_coalesced", opts.asyncOp, tensors, tensors);
+    std::vector<CollectiveCall> calls;
+    for (const auto& tensor : tensors) calls.push_back(builder().all_reduce(tensor, opts.reduceOp));
+    return start(std::move(calls), call_options(Collective::kAllReduce, opts, c10d::OpType::ALLREDUCE_COALESCED),
+                 tensors);
+}
+
+WorkPtr PrimsBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+    if (auto* backend = delegate(tensors)) return backend->broadcast(tensors, opts);
+    const auto record = profiled("broadcast", opts.asyncOp, tensors, tensors, opts.rootRank);
+    return start(builder().broadcast(only("broadcast", tensors), opts.rootRank),
+                 call_options(Collective::kBroadcast, opts), tensors);
+}
+
+WorkPtr PrimsBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+    if (auto* backend = delegate(tensors)) return backend->reduce(tensors, opts);
+    const auto record = profiled("reduce", opts.asyncOp, tensors, tensors, opts.rootRank);
+    return start(builder().reduce(only("reduce", tensors), opts.reduceOp, opts.rootRank),
+                 call_options(Collective::kReduce, opts), tensors);
+}
+
+WorkPtr PrimsBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+    if (auto* backend = delegate(inputs)) return backend->allgather(outputs, inputs, opts);
+    const auto record = profiled("all_gather", opts.asyncOp, inputs, outputs);
+    const auto& input = only("all_gather", inputs);
+    return start(builder().all_gather(input, outputs.at(0)), call_options(Collective::kAllGather, opts), outputs.at(0));
+}
+
+WorkPtr PrimsBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
+    if (auto* backend = delegate({input})) return backend->_allgather_base(output, input, opts);
+    const auto record = profiled("_allgather_base", opts.asyncOp, input, output);
+    return start(builder().all_gather(input, blocks("all_gather", output, size_)),
+                 call_options(Collective::kAllGather, opts, c10d::OpType::_ALLGATHER_BASE), {output});
+}
+
+WorkPtr PrimsBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) {
+    if (auto* backend = delegate(inputs)) return backend->allgather_coalesced(outputs, inputs, opts);
+    const auto record = profiled("allgather_coalesced", opts.asyncOp, inputs, outputs);
+    std::vector<CollectiveCall> calls;
+    for (std::size_t each = 0; each < inputs.size(); ++each) {
+        Tensors places;
+        for (const auto& of_rank : outputs) places.push_back(of_rank.at(each));
+        calls.push_back(builder().all_gather(inputs[each], places));
+    }
+    return start(std::move(calls), call_options(Collective::kAllGather, opts, c10d::OpType::ALLGATHER_COALESCED),
+                 inputs);
+}
+
+WorkPtr PrimsBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                      const c10d::AllgatherOptions& opts) {
+    if (auto* backend = delegate(inputs)) return backend->allgather_into_tensor_coalesced(outputs, inputs, opts);
+    const auto record = profiled("allgather_into_tensor_coalesced", opts.asyncOp, inputs, outputs);
+    std::vector<CollectiveCall> calls;
+    for (std::size_t each = 0; each < inputs.size(); ++each)
+        calls.push_back(builder().all_gather(inputs[each], blocks("all_gather", outputs.at(each), size_)));
+    return start(std::move(calls), call_options(Collective::kAllGather, opts, c10d::OpType::COALESCED), outputs);
+}
+
+WorkPtr PrimsBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
+    if (auto* backend = delegate(inputs)) return backend->gather(outputs, inputs, opts);
+    const auto record = profiled("gather", opts.asyncOp, inputs, outputs, opts.rootRank);
+    return start(builder().gather(only("gather", inputs), outputs, opts.rootRank),
+                 call_options(Collective::kGather, opts), rank_ == opts.rootRank ? outputs[0] : Tensors{});
+}
+
+// Only the root's call uses the tensor.
+WorkPtr PrimsBackend::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
+    Tensors inputs{input};
+    std::vector<Tensors> outputs;
+    if (rank_ == opts.rootRank) outputs.push_back(blocks("gather", output, size_));
+    return gather(outputs, inputs, opts);
+}
+
+WorkPtr PrimsBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
+    if (auto* backend = delegate(outputs)) return backend->scatter(outputs, inputs, opts);
+    const auto record = profiled("scatter", opts.asyncOp, inputs, outputs, opts.rootRank);
+    return start(builder().scatter(inputs, only("scatter", outputs), opts.rootRank),
+                 call_options(Collective::kScatter, opts), outputs);
+}
+
+WorkPtr PrimsBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                     const c10d::ReduceScatterOptions& opts) {
+    if (auto* backend = delegate(outputs)) return backend->reduce_scatter(outputs, inputs, opts);
+    const auto record = profiled("reduce_scatter", opts.asyncOp, inputs, outputs);
+    return start(builder().reduce_scatter(inputs.at(0), only("reduce_scatter", outputs), opts.reduceOp),
+                 call_options(Collective::kReduceScatter, opts), outputs);
+}
+
+WorkPtr PrimsBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                           const c10d::ReduceScatterOptions& opts) {
+    if (auto* backend = delegate({input})) return backend->_reduce_scatter_base(output, input, opts);
+    const auto record = profiled("_reduce_scatter_base", opts.asyncOp, input, output);
+    return start(builder().reduce_scatter(blocks("reduce_scatter", packed(input), size_), output, opts.reduceOp),
+                 call_options(Collective::kReduceScatter, opts, c10d::OpType::_REDUCE_SCATTER_BASE), {output});
+}
+
+WorkPtr PrimsBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                      const c10d::ReduceScatterOptions& opts) {
+    if (auto* backend = delegate(inputs)) return backend->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+    const auto record = profiled("reduce_scatter_tensor_coalesced", opts.asyncOp, inputs, outputs);
+    std::vector<CollectiveCall> calls;
+    for (std::size_t each = 0; each < inputs.size(); ++each)
+        calls.push_back(builder().reduce_scatter(blocks("reduce_scatter", packed(inputs[each]), size_),
+                                                 outputs.at(each), opts.reduceOp));
+    return start(std::move(calls), call_options(Collective::kReduceScatter, opts, c10d::OpType::COALESCED), outputs);
+}
+
+WorkPtr PrimsBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                                    std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) {
+    if (auto* backend = delegate({input}))
+        return backend->alltoall_base(output, input, output_splits, input_splits, opts);
+    const bool is_even = input_splits.empty() && output_splits.empty();
+    const auto record =
+        profiled(is_even ? "all_to_all" : "all_to_allv", opts.asyncOp, input, output, -1, input_splits, output_splits);
+    return start(builder().all_to_all(blocks("all_to_all", packed(input), size_, input_splits),
+                                      blocks("all_to_all", output, size_, output_splits)),
+                 call_options(Collective::kAllToAll, opts, c10d::OpType::ALLTOALL_BASE), {output});
+}
+
+WorkPtr PrimsBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
+    if (auto* backend = delegate(inputs)) return backend->alltoall(outputs, inputs, opts);
+    const auto record = profiled("all_to_all", opts.asyncOp, inputs, outputs);
+    return start(builder().all_to_all(inputs, outputs), call_options(Collective::kAllToAll, opts), outputs);
+}
+
+WorkPtr PrimsBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+    auto* const backend = delegate(tensors);
+    const auto record = profiled("allreduce_sparse", opts.asyncOp, tensors, tensors);
+    return (backend ? backend : gloo())->allreduce(tensors, opts);
+}
+
+WorkPtr PrimsBackend::barrier(const c10d::BarrierOptions& opts) {
+    if (setup_->accelerator && opts.device && !opts.device->is_cpu()) return setup_->accelerator->barrier(opts);
+    const auto record = profiled("barrier", opts.asyncOp, Tensors(), Tensors());
+    return start(CollectiveCall{}, call_options(Collective::kBarrier, opts), {});
+}
+
+void PrimsBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+    check_owner();
+    // The limit applies to rank 0. The other ranks wait at least for the timeout of the group, as with gloo.
+    const Milliseconds limit = call_options(Collective::kBarrier, opts).timeout;
+    execution_->monitored_barrier(rank_ == 0 ? limit : std::max(limit, options_->timeout), wait_all_ranks);
+}
+
+WorkPtr PrimsBackend::send(Tensors& tensors, int to, int tag) {
+    const auto record = profiled_message("send", tensors, to);
+    if (auto* backend = message_delegate(tensors, tag)) return backend->send(tensors, to, tag);
+    return checked_message(c10d::OpType::SEND, "dist_prims:send", tensors, to, tag);
+}
+
+WorkPtr PrimsBackend::recv(Tensors& tensors, int from, int tag) {
+    const auto record = profiled_message("recv", tensors, from);
+    if (auto* backend = message_delegate(tensors, tag)) return backend->recv(tensors, from, tag);
+    return checked_message(c10d::OpType::RECV, "dist_prims:recv", tensors, from, tag);
+}
+
+WorkPtr PrimsBackend::recvAnysource(Tensors& tensors, int tag) {
+    const auto record = profiled_message("recv", tensors, -1);
+    if (auto* backend = message_delegate(tensors, tag)) return backend->recvAnysource(tensors, tag);
+    return checked_message(c10d::OpType::RECVANYSOURCE, "dist_prims:recv", tensors, -1, tag);
+}
+
+WorkPtr PrimsBackend::checked_message(c10d::OpType type, const char* title, const Tensors& tensors, int peer, int tag) {
+    check_owner();
+    const auto& tensor = only(title, tensors);
+    TORCH_CHECK_VALUE(type == c10d::OpType::RECVANYSOURCE || (peer >= 0 && peer < size_), title, ": rank ", peer,
+                      " is not in a group of ", size_, " ranks");
+    if (type != c10d::OpType::SEND) must_be_distinct(title, tensor);
+    return message_with_key({type, title, options_->timeout, true}, tensors, peer, static_cast<std::uint32_t>(tag));
+}
+
+WorkPtr PrimsBackend::all_reduce_incremental(const at::Tensor& tensor,
+                                             const std::shared_ptr<IncrementalReduce>& incremental,
+                                             std::uint64_t number, bool async) {
+    const auto record = profiled("allreduce", async, tensor, tensor);
+    CollectiveCall call = builder().all_reduce(tensor, c10d::ReduceOp::SUM);
+    if (execution_->schedule_for(Collective::kAllReduce, tensor.nbytes(), -1)) {  // pinned after the sum had begun
+        incremental->settle();
+    } else {
+        call.incremental = incremental;
+        call.announced.by("incremental reduce " + std::to_string(number) + ", round " +
+                          std::to_string(incremental->round()));
+    }
+    return start(std::move(call), call_options(Collective::kAllReduce, async), {tensor});
+}
+
+}  // namespace dist_prims
