@@ -30,7 +30,9 @@ __all__: list[str] = []
 class Schedule(ScheduleData):
     """The steps of one collective for one number of ranks, and the contract that they must fulfil.
 
-    The attributes are those of ``ScheduleData``.
+    ``chunks``: the number of pieces that the data is split into. ``contract``: the chunk numbers under which each rank
+    finds its input and leaves its output. Other chunk numbers are scratch. ``part``: the rows of one rank in each step,
+    if every row reads a chunk that its sender has from the start and reduces nothing.
 
     >>> from dist_prims.schedules import build
     >>> ring = build("all_reduce", "ring", size=4)

@@ -305,12 +305,7 @@ class Steps(Sequence[Step]):
 
 @dataclass(frozen=True, eq=False)
 class ScheduleData:
-    """The steps of one collective for one number of ranks, and the contract that they must fulfil.
-
-    ``chunks``: the number of pieces that the data is split into. ``contract``: the chunk numbers under which each rank
-    finds its input and leaves its output. Other chunk numbers are scratch. ``part``: the rows of one rank in each step,
-    if every row reads a chunk that its sender has from the start and reduces nothing.
-    """
+    """The data of a schedule: what :class:`~.schedule.Schedule`, which adds the methods, documents."""
 
     collective: str
     algorithm: str
