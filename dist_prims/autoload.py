@@ -15,6 +15,7 @@ import os
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from . import stand_in
 from .backend_name import NAME
 
 __all__: list[str] = []
@@ -34,6 +35,7 @@ def register() -> None:
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
         _register_rendezvous_handlers()
+        stand_in.install()
 
 
 def prepare(backend: str | None) -> None:
@@ -43,7 +45,7 @@ def prepare(backend: str | None) -> None:
 
     >>> prepare("gloo")
     """
-    if NAME in (backend or ""):
+    if NAME in stand_in.own_name(backend):
         from .backend.torch_adapter import ensure
 
         ensure()
@@ -52,6 +54,8 @@ def prepare(backend: str | None) -> None:
 def _create(options: Any, given: Any) -> Any:
     from .backend.create import make
     from .backend.origin import Repairs
+
+    stand_in.warn_of_ignite()
 
     def repair(name: str) -> Any:
         def call(*arguments: Any) -> Any:

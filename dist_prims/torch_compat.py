@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -41,6 +43,15 @@ def group_named(name: str) -> dist.ProcessGroup:
     True
     """
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # torch 2.11 takes a str
+
+
+def backend_name(group: dist.ProcessGroup) -> str:
+    """The backend for which a group was made, also where ``DIST_PRIMS_AS`` lets programs see another name.
+
+    >>> backend_name(default_group())
+    'gloo'
+    """
+    return str(inspect.unwrap(dist.get_backend)(group))
 
 
 def device_types(group: dist.ProcessGroup) -> list[str]:
@@ -117,6 +128,20 @@ def premul_factor(op: Any) -> Any:
     2.0
     """
     return op.factor if hasattr(dist.ReduceOp, "factor") else op.__getstate__()[1]
+
+
+def set_default_backend(device: str, name: str) -> None:
+    """Set the backend that torch takes for a device if a program names none."""
+    dist.Backend.default_device_backend_map[device] = name
+
+
+def replace_function(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a function of ``torch.distributed`` by ``wrap`` of it, in all modules of torch that have it."""
+    function = getattr(dist, name)
+    replacement = wrap(function)
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "torch" and vars(module).get(name) is function:
+            setattr(module, name, replacement)
 
 
 def rendezvous_handlers() -> dict[str, Callable[..., Any]]:

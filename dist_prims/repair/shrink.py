@@ -12,7 +12,7 @@ from ..backend.create import made_group
 from ..backend_name import NAME
 from ..collectives.call import group_of
 from ..errors import CommError
-from ..torch_compat import backend_of, replace_group, timeout_of
+from ..torch_compat import backend_name, backend_of, replace_group, timeout_of
 from .repair_attempt import RepairAttempt
 from .survivors import OtherMembers, prevent, survive
 
@@ -94,7 +94,7 @@ def next_name(name: str) -> str:
 
 def repairable_backend(group: dist.ProcessGroup, operation: str) -> Any:
     """Return the backend of a group; TypeError if the group has another one as well."""
-    if dist.get_backend(group) != NAME:
+    if backend_name(group) != NAME:
         raise TypeError(
             f"{operation}: the group has the backend {dist.get_backend_config(group)}; only groups of the backend "
             f"{NAME} alone can be repaired"

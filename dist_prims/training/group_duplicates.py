@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..backend import options_of
-from ..torch_compat import device_types, exposed_timeout, knows_group, new_local_group
+from ..torch_compat import backend_name, device_types, exposed_timeout, knows_group, new_local_group
 
 __all__: list[str] = []
 
@@ -31,7 +31,7 @@ def duplicate(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     if group.size() == 1 or not knows_group(group):
         return group
     ranks = dist.get_process_group_ranks(group)
-    backend = dist.get_backend(group)
+    backend = backend_name(group)
     return new_local_group(ranks, group.rank(), backend, name, options_of(group), _timeout(group))
 
 

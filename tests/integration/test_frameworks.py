@@ -68,10 +68,10 @@ def torchrun(python: str, ranks: int = 2) -> list[str]:
     return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
-def finish(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def finish(command: list[str], folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, which is that of GLOO_AT_EXIT for some that use gloo: thrice if it comes too early."""
     for _attempt in range(3):
-        done = run(command, clean(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"), timeout=SECONDS, cwd=folder)
+        done = run(command, clean(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", **environ), timeout=SECONDS, cwd=folder)
         uses_gloo = "gloo" in command or any(each.endswith("torchmetrics_sync.py") for each in command)
         is_ended_by_gloo = uses_gloo and GLOO_AT_EXIT in done.stderr
         if not is_ended_by_gloo or '{"' in done.stdout:
@@ -80,9 +80,9 @@ def finish(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]
     return done
 
 
-def results(launcher: list[str], name: str, folder: Path, *arguments: str) -> dict[str, Any]:
+def results(launcher: list[str], name: str, folder: Path, *arguments: str, **environ: str) -> dict[str, Any]:
     """What rank 0 has printed: an object of JSON."""
-    return printed(finish([*launcher, str(PROGRAMS / f"{name}.py"), *arguments], folder))
+    return printed(finish([*launcher, str(PROGRAMS / f"{name}.py"), *arguments], folder, **environ))
 
 
 def printed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -125,6 +125,17 @@ def test_a_hugging_face_program_has_the_results_of_gloo(python: str, name: str, 
         output = [str(tmp_path / backend)] if name.startswith("transformers") else []
         found[backend] = results(torchrun(python), name, tmp_path, backend, *output)
     assert found["dist_prims"] == found["gloo"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["ignite_training", "accelerate_training", "transformers_trainer"])
+def test_a_program_that_names_gloo_has_its_results_over_this_backend(python: str, name: str, tmp_path: Path) -> None:
+    arguments = ["gloo", str(tmp_path / "output")] if name.startswith("transformers") else ["gloo"]
+    expected = results(torchrun(python), name, tmp_path, *arguments)
+    environ = {"DIST_PRIMS_AS": "gloo", "DIST_PRIMS_TRACE": str(tmp_path / "trace")}
+    assert results(torchrun(python), name, tmp_path, *arguments, **environ) == expected
+    assert len([*(tmp_path / "trace").glob("*.trace")]) == 2  # which only this backend writes
 
 
 @pytest.mark.slow
@@ -187,7 +198,7 @@ def test_the_page_quotes_programs_that_the_tests_run() -> None:
 
 
 def test_the_page_has_the_versions_of_the_tests() -> None:
-    pins = dict(re.findall(r"^(\w+)==(.+)$", REQUIREMENTS.read_text(), re.MULTILINE))
-    assert len(pins) == 5
+    pins = dict(re.findall(r"^([\w-]+)==(.+)$", REQUIREMENTS.read_text(), re.MULTILINE))
+    assert len(pins) == 6
     for name, version in pins.items():
         assert re.search(rf"{name} {re.escape(version)}", PAGE, re.IGNORECASE), f"docs/frameworks.md: {name} {version}"

@@ -47,7 +47,8 @@ LAYERS: dict[str, set[str]] = {
     "parallel": {"agreement", "collectives", "errors", "torch_compat"},
     "backend": {"backend_name", "collectives", "errors", "rendezvous", "schedules", "torch_compat", "tracing"},
     "repair": {"agreement", "backend", "backend_name", "collectives", "errors", "rendezvous", "torch_compat"},
-    "autoload": {"backend", "backend_name", "rendezvous", "repair", "torch_compat"},
+    "stand_in": {"backend_name", "torch_compat"},
+    "autoload": {"backend", "backend_name", "rendezvous", "repair", "stand_in", "torch_compat"},
     "launch": {"agreement", "autoload", "processes", "rendezvous", "threads", "tracing"},
     "training": {"agreement", "backend", "collectives", "errors", "schedules", "torch_compat", "tracing"},
     "models": {"parallel", "torch_compat", "training"},
@@ -83,6 +84,7 @@ LATE_IMPORTS = {
     "rendezvous/mpi_exchange.py": "mpi4py is optional",
     "threads.py": "`resource` exists on POSIX systems only, and schedules work everywhere",
     "torch_compat.py": "a module of torch that many programs do not need",
+    "stand_in.py": "`import torch` imports it, and few programs need it",
     "tracing/clock.py": "`fcntl` exists on POSIX systems only, and traces are read everywhere",
     "training/gradients/compressor_choice.py": "many programs need no compressor",
 }
