@@ -23,6 +23,7 @@ from launching import clean, free_port, listening
 import dist_prims
 from dist_prims.backend.tcp_endpoint import own_address
 from dist_prims.rendezvous import served
+from dist_prims.rendezvous.deadline import until
 
 FORK: Any = multiprocessing.get_context("fork")
 OTHER_USER = 65534
@@ -71,6 +72,11 @@ def joins(url: str, rank: int, by: str, seconds: float) -> str:
     return f"{total.item()} of {size}"
 
 
+def ports_of(pid: int) -> set[int]:
+    """The ports at which a process listens."""
+    return {int(address.rpartition(":")[2], 16) for address in listening(pid)}
+
+
 def become_another_user() -> None:
     "x".encode("idna")  # imports what the other user may not read
     os.setgroups([])
@@ -90,7 +96,11 @@ def become_another_user() -> None:
 )
 def test_a_process_without_the_secret_cannot_join(by: str, outsider: str, tmp_path: Path) -> None:
     """The secret of the environment, as ranks of several hosts have it. On one host the ranks of a user find their
-    secret in a file that other users cannot read."""
+    secret in a file that other users cannot read.
+
+    A rank that rank 0 refuses waits until its timeout, which is therefore short, and is for the answer of rank 0 alone.
+    Once it was for the start of rank 0 as well, and a TCPStore of torch made its last attempt to connect too early.
+    """
     secret = secrets.token_hex(32)
     ours, theirs, home = {"DIST_PRIMS_SECRET": secret}, {"DIST_PRIMS_SECRET": "x" * 32}, Path(mkdtemp())
     if is_another_user := outsider == "another user":
@@ -98,14 +108,15 @@ def test_a_process_without_the_secret_cannot_join(by: str, outsider: str, tmp_pa
             pytest.skip("only root can start a process of another user")
         ours = theirs = {}
         os.chown(home, OTHER_USER, OTHER_USER)
-    url = f"tcp://127.0.0.1:{free_port()}"
+    url = f"tcp://127.0.0.1:{(port := free_port())}"
 
     def intrude() -> str:
         if is_another_user:
             become_another_user()
-        return joins(url, 1, by, 1)
+        return joins(url, 1, by, 2)
 
     rank_0 = end_of(lambda: joins(url, 0, by, 40), tmp_path, **ours)
+    until(lambda: port in ports_of(rank_0[0].pid), time.monotonic() + 40, "the store of rank 0")
     refused = result_of(end_of(intrude, home, **theirs))
     rmtree(home)
     assert "rank 0 has another secret than this rank" in refused
@@ -128,10 +139,6 @@ def greetings(port: int, count: int) -> None:
                 connection.sendall(secrets.token_bytes(1 + number % 96))
 
 
-def ports_of_this_process() -> set[int]:
-    return {int(address.rpartition(":")[2], 16) for address in listening(os.getpid())}
-
-
 def greet_an_established_group(engine: str, count: int) -> list[Any]:
     """What the ranks of a group on two hosts get, while another process sends greetings to all their ports."""
 
@@ -140,10 +147,10 @@ def greet_an_established_group(engine: str, count: int) -> list[Any]:
         dist.destroy_process_group()
         os.environ.update(DIST_PRIMS_HOST_ID=mine, DIST_PRIMS_ENGINE=engine)
         of_gloo = watch_ports_of_gloo()
-        before = ports_of_this_process()
+        before = ports_of(os.getpid())
         dist_prims.init("dist_prims", timeout=60)
         dist.all_reduce(torch.ones(1))
-        ports = ports_of_this_process() - before - of_gloo
+        ports = ports_of(os.getpid()) - before - of_gloo
         if not served._servers:  # the port that shows that this process runs; nothing is accepted there
             ports.remove(int(served.listening_address(own_address()).rpartition(":")[2]))
         assert ports
@@ -175,9 +182,9 @@ def watch_ports_of_gloo() -> set[int]:
     make, found = dist.ProcessGroupGloo, set()
 
     def making(*args: Any) -> Any:
-        before = ports_of_this_process()
+        before = ports_of(os.getpid())
         made = make(*args)
-        found.update(ports_of_this_process() - before)
+        found.update(ports_of(os.getpid()) - before)
         return made
 
     dist.ProcessGroupGloo = making  # type: ignore[assignment,misc]
