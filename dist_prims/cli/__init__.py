@@ -3,6 +3,6 @@
 Only ``doctor`` and ``tune`` import torch; the other subcommands start without that delay.
 """
 
-from .main import main
+from .main import main as main
 
-__all__ = ["main"]
+__all__: list[str] = []

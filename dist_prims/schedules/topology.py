@@ -1,8 +1,8 @@
 """Topology: hosts joined by links, several ranks a host, and the costs of messages, bytes and reductions.
 
 The price for equal ranks is the same for a ring of 2 hosts x 2 ranks and for a hierarchical all-reduce. In reality they
-differ: the ranks of a host share its link, and a byte within a host is cheap. :mod:`.load` counts what each rank, link
-and machine has to do, and :mod:`.cost` computes the seconds from that.
+differ: the ranks of a host share its link, and a byte within a host is cheap. ``load.py`` counts what each rank, link
+and machine has to do, and ``cost.py`` computes the seconds from that.
 """
 
 from __future__ import annotations

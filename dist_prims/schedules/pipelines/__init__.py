@@ -4,9 +4,12 @@ A plan can be proved, priced and drawn; :mod:`dist_prims.training.pipeline` runs
 """
 
 from .actions import Action
-from .catalogue import markdown_table, show
-from .cost import PipelineCost, Row, predict
-from .draw import draw_gantt, text_gantt
+from .catalogue import markdown_table as markdown_table
+from .catalogue import show as show
+from .cost import PipelineCost, predict
+from .cost import Row as Row
+from .draw import draw_gantt
+from .draw import text_gantt as text_gantt
 from .plan import PipelinePlan, pipeline_plan
 from .registry import PipelineCard, pipeline_plans, pipeline_schedule, unregister
 
@@ -15,14 +18,10 @@ __all__ = [
     "PipelineCard",
     "PipelineCost",
     "PipelinePlan",
-    "Row",
     "draw_gantt",
-    "markdown_table",
     "pipeline_plan",
     "pipeline_plans",
     "pipeline_schedule",
     "predict",
-    "show",
-    "text_gantt",
     "unregister",
 ]

@@ -29,7 +29,7 @@ from .power_sgd import PowerSGD
 from .stages import Staged
 from .top_k import TopK
 
-__all__ = ["Half", "Int8", "PowerSGD", "TopK", "make"]
+__all__ = ["Half", "Int8", "PowerSGD", "TopK"]
 
 _MAKERS: dict[str, Callable[[], Staged]] = {
     "fp16": partial(Half, torch.float16),

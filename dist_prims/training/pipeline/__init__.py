@@ -26,7 +26,9 @@ The plans are data (:mod:`dist_prims.schedules.pipelines`): proved before they a
 from .chain import Chain, Pop, Stash
 from .devices import DevicePipeline
 from .processes import Pipeline
-from .profile import LayerCost, profile, stage_costs
+from .profile import LayerCost as LayerCost
+from .profile import profile
+from .profile import stage_costs as stage_costs
 from .running_statistics import RunningStatistics
 from .split_model import balance, split
 from .transfer import StageFailedError
@@ -34,7 +36,6 @@ from .transfer import StageFailedError
 __all__ = [
     "Chain",
     "DevicePipeline",
-    "LayerCost",
     "Pipeline",
     "Pop",
     "RunningStatistics",
@@ -43,5 +44,4 @@ __all__ = [
     "balance",
     "profile",
     "split",
-    "stage_costs",
 ]
