@@ -125,7 +125,7 @@ def broadcast_value(value: T, source: int, group: dist.ProcessGroup | None) -> T
 
 
 def _text_or_failure(value: Any, failure: Exception | None = None) -> tuple[str, Exception | None]:
-    """The text of (value, text of the failure), and the failure, also that of a value that is not plain."""
+    """The text of (value, text of the failure), and the failure, also where a value is not plain."""
     try:
         return to_text((value if failure is None else None, failure_text(failure))), failure
     except TypeError as error:
@@ -153,7 +153,7 @@ def _bytes_of(data: bytes, width: int, device: torch.device) -> torch.Tensor:
 
 
 def gather_rows(mine: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
-    """Begin to gather a flat tensor of every rank; row r is that of rank r, once the work has been waited for.
+    """Begin to gather a flat tensor of every rank; row r is the tensor of rank r, once the work has been waited for.
 
     >>> rows, work = gather_rows(torch.tensor([1, 2], dtype=torch.uint8), None)
     >>> work.wait(), rows.tolist()

@@ -71,7 +71,7 @@ def _create(options: Any, given: Any) -> Any:
 def _register_rendezvous_handlers() -> None:
     """Let ``init_process_group`` find the ranks of a launcher without an address.
 
-    Without ``init_method`` the rendezvous is that of ``dist_prims.init``. With ``init_method="mpi://"`` it uses MPI
+    Without ``init_method`` the rendezvous of ``dist_prims.init`` is used. With ``init_method="mpi://"`` it uses MPI
     only. Where RANK or WORLD_SIZE is set, or the caller provides rank, size and address, torch's own handler runs.
     """
     from .torch_compat import rendezvous_handlers

@@ -196,7 +196,7 @@ def replace_group(
     """Destroy a group, and register one with this backend object in its place.
 
     ``ranks`` are the ranks of the new group in the old one. If ``old`` is the default group, all groups are destroyed,
-    and the global ranks are those of the new group.
+    and the global ranks are the ranks of the new group.
     """
     c10d: Any = dist.distributed_c10d
     world = c10d._world

@@ -40,8 +40,8 @@ SANITIZERS = {
 
 # Without contraction a * b + c rounds twice on every processor: the same bits everywhere.
 _COMMON = ["-std=c++20", "-fPIC", "-DNDEBUG", "-ffp-contract=off", "-fno-math-errno", "-Wall"]
-# By name, because some compilers are set up to link libstdc++ statically: a process had a second one beside that of
-# torch, and crashed at the first number that a stream wrote.
+# By name, because some compilers are set up to link libstdc++ statically: a process had a second one beside torch's,
+# and crashed at the first number that a stream wrote.
 _LIBSTDCXX = "-lstdc++"
 # The core exports its symbols; calls within it are bound at link time and may be inlined.
 _EXPORTS = ["-fno-semantic-interposition", "-fvisibility-inlines-hidden"]

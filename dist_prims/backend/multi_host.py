@@ -64,7 +64,7 @@ class MultiHostSchedules:
         """Return the schedule that is recommended for sizes between the powers of two around ``nbytes``.
 
         If not ``is_even``, the blocks differ in length, and no rank knows the lengths of blocks between two others: the
-        schedule then sends each block straight to its receiver. ``nbytes`` are those of this rank alone, so ranks may
+        schedule then sends each block straight to its receiver. ``nbytes`` counts this rank's bytes alone, so ranks may
         follow different schedules, which send the same messages.
         """
         low = _octave(nbytes)

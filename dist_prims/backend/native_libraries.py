@@ -1,4 +1,4 @@
-"""The native libraries of this process: those of the package, and those that are compiled at first use.
+"""The native libraries of this process: of the package, or compiled at first use.
 
 A library is in one of three places, and is looked for in this order:
 

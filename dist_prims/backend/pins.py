@@ -31,8 +31,8 @@ def pin_schedules(
     """Pin the schedules of every collective in a new group.
 
     A schedule with a root is for one root. Those of root 0 are made now, so that an algorithm that is wrong, or not for
-    this number of ranks, raises an error here; those of another root when a call first has that root. ``check`` raises
-    for an incorrect schedule; all ranks call it for the same schedules, because they make the same calls.
+    this number of ranks, raises an error here; schedules of another root do when a call first has that root. ``check``
+    raises for an incorrect schedule; all ranks call it for the same schedules, because they make the same calls.
     """
     for collective in PINNABLE:
         variable = variable_of(collective)

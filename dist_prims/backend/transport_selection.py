@@ -25,7 +25,7 @@ _TITLES = {"mpi": "MPI", "ucx": "UCX"}  # of those that a rank may be unable to 
 def select(store: Any, rank: int, ranks: Sequence[int], requested: str) -> str:
     """Return the transport for a group of these ranks: "tcp", "ucx" or "mpi". Every rank calls this, with its store.
 
-    ``requested`` is the transport that the user requests, or an empty string; that of rank 0 applies. A requested
+    ``requested`` is the transport that the user requests, or an empty string; rank 0's request applies. A requested
     transport that a rank cannot use is an error on all ranks. Without a request, TCP replaces it, with a warning on
     rank 0.
     """

@@ -3,9 +3,9 @@
 UCX is never required. ``libdist_prims_ucx.so`` is linked to no UCX; this module finds a libucp, in this order:
 
 - one that the process has loaded already: two of them would share a libucs;
-- that of the folder ``DIST_PRIMS_UCX``;
-- that of the package ``libucx-cu12`` or ``libucx-cu13``, which needs no CUDA;
-- that of the system, such as Debian's ``libucx0``.
+- in the folder ``DIST_PRIMS_UCX``;
+- in the package ``libucx-cu12`` or ``libucx-cu13``, which needs no CUDA;
+- of the system, such as Debian's ``libucx0``.
 """
 
 from __future__ import annotations

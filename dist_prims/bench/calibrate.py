@@ -3,7 +3,7 @@
 Then the predicted time of every all_reduce algorithm is compared with the measured time.
 
 A probe is a schedule of a few steps in which ranks only exchange a chunk; the executor of the collectives runs it. The
-time of a step is the time of a call with many steps minus that of a call without steps.
+time of a step is the time of a call with many steps minus the time of a call without steps.
 
     probe                       measures
     256 bytes, one pair         alpha, within a host and between hosts
@@ -307,7 +307,7 @@ def _candidates(
 
 
 def _compare(bench: _Bench, found: Mapping[str, Any], trials: Sequence[_Trial], rounds: int) -> None:
-    """Print the predicted times beside the measured ones, and the time of the chosen schedule by that of the best."""
+    """Print predicted beside measured times, and the time of the chosen schedule divided by the best time."""
     if bench.rank == 0:
         _print(trials, Topology.measured(bench.order.hosts, found), found["call"])
     for nbytes in dict.fromkeys(trial.nbytes for trial in trials):

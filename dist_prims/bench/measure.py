@@ -2,8 +2,8 @@
 
 Each iteration runs every contender once, in an order that rotates by one. Before each run the buffer gets new values
 and the ranks pass a barrier. Small data is called many times in a row, since the barrier would hide the time of one
-call. The time of a run is that of its slowest rank; the result is the median over the iterations. Two contenders are
-compared by the median of their ratios, iteration by iteration, because absolute times of two programs on a shared
+call. The time of a run is the time of its slowest rank; the result is the median over the iterations. Two contenders
+are compared by the median of their ratios, iteration by iteration, because absolute times of two programs on a shared
 machine say little.
 """
 
@@ -39,7 +39,7 @@ class Line:
     op: str
     seconds: list[float] = field(default_factory=list)
     wrong: int = 0
-    ratio: float = 1.0  # its time divided by that of the group's own collective
+    ratio: float = 1.0  # its time divided by the time of the group's own collective
     busy: float | None = None  # of the time of all cores, the part in which they worked; None for short runs
 
     @property

@@ -8,7 +8,7 @@
 
 All contenders use the same micro-batches and share one model. They run in rotation; the result is the median of the
 slowest rank's times. Columns: *alone* is the rate of a schedule divided by the rate of the ranks alone; *speedup* is
-the rate divided by that of model_parallel; *plan* is the time predicted from the plan and the durations of its own
+the rate divided by model_parallel's; *plan* is the time predicted from the plan and the durations of its own
 actions, divided by the measured time; *ceiling* is the share of time in which the plan lets the ranks compute; *held*
 is the peak of the activations that rank 0 holds.
 """
@@ -168,7 +168,7 @@ class _Work:
         return statistics.fmean(each.item() for each in losses)
 
     def agree(self) -> bool:
-        """Whether losses, and in the first round gradients, equal those of the unsplit model, within 1e-5."""
+        """Whether losses, and in the first round gradients, agree with the unsplit model's, within 1e-5."""
         wanted = self.gradients.pop(_ALONE, {})
         close = all(abs(loss / self.losses[_ALONE] - 1) < 1e-5 for loss in self.losses.values() if not math.isnan(loss))
         for found in self.gradients.values():

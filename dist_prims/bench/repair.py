@@ -1,7 +1,7 @@
 """``python -m dist_prims.bench repair``: the time from the death of a rank to the next sum of the survivors.
 
 Each round starts a group and kills one of its ranks, a different one in each round, while all of them do collectives.
-The survivors call ``shrink`` when they get the error. Times are those of the last survivor.
+The survivors call ``shrink`` when they get the error. Times are measured on the last survivor.
 
 Under a launcher, start one process on each host: each starts its part of the ranks, so that the launcher does not see
 the deaths. The hosts must be network namespaces of one machine, which share a clock:

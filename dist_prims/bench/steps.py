@@ -3,7 +3,7 @@
 Two kinds of work: training steps of DistributedDataParallel, which hides part of its communication behind the backward
 pass, and tokens of a tensor-parallel decoder, which can hide none. Each runs over a group of gloo, over a group of
 dist_prims, and without communication; the additional time of a group is its exposed communication. The contenders run
-in rotation; the time of a run is that of its slowest rank, and the result is the median of the runs.
+in rotation; the time of a run is the time of its slowest rank, and the result is the median of the runs.
 
 Training without communication is the model without DDP. The contender "noop" is DDP with a hook that sends nothing: it
 shows which part of the exposed time is DDP's own work. "averager" is GradientAverager over the group of dist_prims.
@@ -79,7 +79,7 @@ class Table:
         return self.median(contender) - self.median(_NONE)
 
     def ratio(self, contender: str, other: str = _GROUPS[0]) -> float:
-        """The exposed seconds divided by those of ``other``; NaN if ``other`` exposes none."""
+        """The exposed seconds divided by the exposed seconds of ``other``; NaN if ``other`` exposes none."""
         return self.exposed(contender) / self.exposed(other) if self.exposed(other) > 0 else float("nan")
 
     def as_dict(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     DIST_PRIMS_ALL_REDUCE="recursive_doubling:0-16K;halving_doubling:16K-1M;ring x4:1M-max"
     DIST_PRIMS_BROADCAST="hierarchical(inner=direct)"
 
-A range includes its start and excludes its end. Its size is that of the whole data: of the list of blocks, where a
+A range includes its start and excludes its end. Its size is the size of the whole data: of the list of blocks, where a
 collective has one block for each rank. Parameters of an algorithm are whole numbers or names. ``x4`` cuts the data into
 4 segments, which follow each other through the steps of the schedule.
 """

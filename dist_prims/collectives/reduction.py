@@ -5,8 +5,8 @@ determines the rounding completely. A mean is divided within the last fold, befo
 not overflow in the earlier folds, which are scaled (``schedules.order.scales``). The mean of integers is their sum,
 which wraps as SUM does, divided and truncated towards zero, as in NCCL.
 
-torch has no sums for uint16, uint32 and uint64. In two's complement, sum, product and bit operations equal those of the
-signed type, and comparisons equal those of the signed type after the sign bits have been inverted.
+torch has no sums for uint16, uint32 and uint64. In two's complement, sum, product and bit operations are the same as in
+the signed type, and comparisons are the same after the sign bits have been inverted.
 """
 
 from __future__ import annotations

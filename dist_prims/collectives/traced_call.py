@@ -68,7 +68,7 @@ def _describe(group: dist.ProcessGroup, engine: str) -> dict[str, Any]:
 
 
 def _token(group: dist.ProcessGroup) -> str:
-    """A text that the ranks of a group share: that of the first rank which has stored one. Empty without a store."""
+    """A text that the ranks of a group share: the text of the first rank that has stored one. Empty without a store."""
     if dist.get_world_size() > 1 and (world := group_store(default_group())) is not None:
         clock.register(world, dist.get_rank())
     store = group_store(group)

@@ -1,8 +1,8 @@
 """Synchronous data-parallel SGD on the digits, and the checks of its result.
 
 Each rank computes gradients on its part of the batch, the gradients are averaged, and every rank makes the same step.
-Therefore the ranks must hold the same weights to the last bit. The losses must equal those of one process that trains
-on the whole batch, except for the order of additions.
+Therefore the ranks must hold the same weights to the last bit. The losses must equal the losses of one process that
+trains on the whole batch, except for the order of additions.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def spawn(
 
     When a rank raises or dies, ``spawn`` ends the others and raises :class:`RankFailedError` for the first failure. A
     rank whose ``fn`` has returned leaves its groups: other ranks that wait for it raise :class:`PeerLeftError`. A group
-    of gloo waits until its timeout, or that of ``spawn``.
+    of gloo waits until its timeout, or the timeout of ``spawn``.
     With ``min_ranks``, deaths are accepted as long as so many ranks are left, which can go on by
     :func:`dist_prims.shrink`; the result of a rank that has died is None.
 

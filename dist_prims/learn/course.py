@@ -30,7 +30,7 @@ _CELL = re.compile(r"^```\{code-cell\}[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTIL
 
 
 def files() -> list[Path]:
-    """The files of the lessons, in order: those of the installed package, or of the repository."""
+    """The files of the lessons, in order, of the installed package or of the repository."""
     folder = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "docs" / "course"
     return sorted(folder.glob("[0-9]*.md"))
 

@@ -126,7 +126,7 @@ class ResNet(nn.Module):
 
 
 def resnet18(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
-    """ResNet-18; the arguments are those of :class:`ResNet`.
+    """ResNet-18; with the arguments of :class:`ResNet`.
 
     >>> sum(parameter.numel() for parameter in resnet18().parameters())
     11689512
@@ -135,7 +135,7 @@ def resnet18(num_classes: int = 1000, *, in_channels: int = 3, small_images: boo
 
 
 def resnet34(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
-    """ResNet-34; the arguments are those of :class:`ResNet`.
+    """ResNet-34; with the arguments of :class:`ResNet`.
 
     >>> with torch.device("meta"):
     ...     len(resnet34().layers())
@@ -145,7 +145,7 @@ def resnet34(num_classes: int = 1000, *, in_channels: int = 3, small_images: boo
 
 
 def resnet50(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
-    """ResNet-50; the arguments are those of :class:`ResNet`.
+    """ResNet-50; with the arguments of :class:`ResNet`.
 
     >>> with torch.device("meta"):
     ...     len(resnet50().layers())
@@ -155,7 +155,7 @@ def resnet50(num_classes: int = 1000, *, in_channels: int = 3, small_images: boo
 
 
 def resnet101(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
-    """ResNet-101; the arguments are those of :class:`ResNet`.
+    """ResNet-101; with the arguments of :class:`ResNet`.
 
     >>> with torch.device("meta"):
     ...     len(resnet101().layers())
@@ -165,7 +165,7 @@ def resnet101(num_classes: int = 1000, *, in_channels: int = 3, small_images: bo
 
 
 def resnet152(num_classes: int = 1000, *, in_channels: int = 3, small_images: bool = False) -> ResNet:
-    """ResNet-152; the arguments are those of :class:`ResNet`.
+    """ResNet-152; with the arguments of :class:`ResNet`.
 
     >>> with torch.device("meta"):
     ...     len(resnet152().layers())

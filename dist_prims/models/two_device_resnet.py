@@ -28,7 +28,7 @@ class ModelParallelResNet50(ResNet):
     >>> ModelParallelResNet50(["cpu", "cpu"]).sizes  # the stem and two of the four layers; the other two and the head
     [11, 12]
 
-    ``options`` are those of :class:`ResNet`. The image is brought to the first device; the output is on the last.
+    ``options`` are arguments of :class:`ResNet`. The image is brought to the first device; the output is on the last.
     """
 
     def __init__(

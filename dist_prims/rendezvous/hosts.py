@@ -47,7 +47,7 @@ def on_one_machine(host_ids: Sequence[str]) -> bool:
 def has_cores(host_ids: Sequence[str], rank: int) -> bool:
     """Return whether the ranks on the host of this rank do not outnumber its cores.
 
-    ``host_ids`` are those of all ranks.
+    ``host_ids`` lists the hosts of all ranks.
 
     >>> has_cores([host_id(), "another"], rank=0), has_cores([host_id()] * 10_000, rank=0)
     (True, False)

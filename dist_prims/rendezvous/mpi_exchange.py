@@ -3,8 +3,8 @@
 The module handles two failures that occur in practice:
 
 - The mpirun of one MPI may start ranks that load another MPI. Each rank then has a world of one, and four jobs of one
-  rank run side by side. ``Mpi`` therefore compares the size with that of the launcher. Where no variable contains the
-  size it compares the rank: rank 0 alone cannot detect the failure then, and the other ranks end the job.
+  rank run side by side. ``Mpi`` therefore compares the size with the size of the launcher. Where no variable contains
+  the size it compares the rank: rank 0 alone cannot detect the failure then, and the other ranks end the job.
 - A rank that ends by an exception waits in MPI_Finalize for ranks that wait for it in a collective. An uncaught
   exception therefore aborts the job.
 

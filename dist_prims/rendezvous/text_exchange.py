@@ -59,7 +59,7 @@ def _offer(server: socket.socket, one_host: bool) -> tuple[int, list[str], str, 
 
 
 def _same_secret(exchange: TextExchange, name: str, deadline: float) -> Secret:
-    """The user's secret of this rank; RuntimeError on all ranks, if it is not that of rank 0 on one of them."""
+    """The user's secret of this rank; RuntimeError on all ranks, if one of them has another secret than rank 0."""
     own = provided_by_user()
     codes = exchange.all_texts(own.code("text exchange", name) if own else "", deadline, "the codes of all ranks")
     for rank, code in enumerate(codes):

@@ -118,7 +118,7 @@ def reconfigured_backend(
     if is_default:
         ranks = list(range(len(members)))
         count_groups_from(groups)
-    if group:  # torch does not list those of ProcessGroup.split_group
+    if group:  # torch does not list groups of ProcessGroup.split_group
         replace_members(group, store, {each: place for place, each in enumerate(ranks)} or {own_rank: rank})
     return made
 

@@ -178,7 +178,7 @@ class RepairAttempt:
         )
 
     def _find_deaths(self, ranks: Iterable[int]) -> None:
-        """Look which processes have ended; those of other hosts at intervals, and only of these ranks."""
+        """Look which processes have ended; processes of other hosts at intervals, and only of these ranks."""
         self._dead |= set(self._old.ended()) - {self._rank}
         if self._probe:
             self._dead |= self._probe.ended([rank for rank in ranks if rank not in self._dead and rank != self._rank])

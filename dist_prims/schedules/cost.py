@@ -132,7 +132,7 @@ def parts(load: Load, nbytes: float, topology: Topology, segments: int = 1) -> S
 
 
 def _parts_in_segments(load: Load, nbytes: float, topology: Topology, segments: int) -> Seconds:
-    """The time of a rank or machine is split as that of the busiest one in all steps."""
+    """The time of a rank or machine is split as the time of the busiest one in all steps."""
     ticks = _ticks(load, nbytes, topology, segments)
     busiest = ticks.argmax(axis=0)
     rank, link, machine, message = (float(times[busiest == which].sum()) for which, times in enumerate(ticks))

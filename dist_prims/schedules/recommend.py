@@ -33,8 +33,8 @@ _TOLERANCE = 0.05  # a smaller relative difference of two prices is not signific
 _MOST_RANKS_FOR_TIES = 256
 
 # In these collectives a rank can send each block straight to its receiver. The prediction adds the latencies of all
-# messages of a rank, although those of a direct exchange are in flight at once. So the backend chooses an algorithm
-# that forwards blocks only if it is much shorter: if its predicted time is less than this share of that of direct.
+# messages of a rank, although the messages of a direct exchange are in flight at once. So the backend chooses an
+# algorithm that forwards blocks only if it is much shorter: if its predicted time is less than this share of direct's.
 EXCHANGES = ("all_to_all", "gather", "scatter")
 MUCH_SHORTER = 0.6
 

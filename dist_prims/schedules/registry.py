@@ -123,7 +123,7 @@ def algorithm(
     is proved before its first run for a number of ranks, and refused above 512 ranks. ``variants``: parameters, other
     than the defaults, with which a choice by price considers the algorithm too. ``part(size, rank)``: generates the
     rows of one rank alone, for algorithms of n^2 rows in which each rank sends what it has at the start. It is not used
-    without ``trust``, because the proof is that of ``make``.
+    without ``trust``, because ``make`` is what is proved.
 
     Every rank must register the same steps under a name; calls compare them. The names of this package are taken.
 
@@ -181,7 +181,7 @@ def _parameters_of(make: Callable[..., Any], collective: str) -> dict[str, Any]:
 
 
 def unregister(collective: str, name: str) -> None:
-    """Remove an algorithm that the program registered; those of the package stay.
+    """Remove an algorithm that the program registered; algorithms of the package stay.
 
     >>> @algorithm("barrier", name="none")
     ... def none(size):

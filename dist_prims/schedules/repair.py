@@ -32,8 +32,8 @@ _MOST_CHOICES = 10_000  # in the search for disjoint sums; real schedules need a
 class Shortfall:
     """An output chunk that does not hold the demanded sum.
 
-    ``wanted``: the ranks of the demanded sum, as bits; ``held``: those of the piece's sum in the chunk, 0 if it holds
-    nothing or another piece.
+    ``wanted``: the ranks of the demanded sum, as bits; ``held``: the ranks of the piece's sum in the chunk, 0 if it
+    holds nothing or another piece.
     """
 
     rank: int

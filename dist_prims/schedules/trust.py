@@ -149,7 +149,7 @@ def fingerprint(schedule: ScheduleData) -> str:
 
 
 def _executed_steps(schedule: ScheduleData) -> Iterator[Step]:
-    """The steps that the ranks execute: of an algorithm with ``part`` those of each rank, one rank after the other."""
+    """The steps that the ranks execute: of an algorithm with ``part`` rank by rank."""
     if schedule.part is None:
         yield from schedule.steps
     else:

@@ -72,7 +72,7 @@ class ProcessTrace:
 
     @cached_property
     def rank(self) -> int:
-        """The rank in the largest group: that of the job, as far as the trace shows it."""
+        """The rank in the largest group, which is the job's as far as the trace shows it."""
         if self.groups:
             largest = max(self.groups.values(), key=lambda group: len(group.ranks))
             return largest.ranks[largest.rank]

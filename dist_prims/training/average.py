@@ -44,7 +44,7 @@ def average_gradients(
     tensor([[3., 3.]])
 
     Parameters without a gradient on any rank keep none. Memory beside the model: one bucket. The other
-    arguments are those of :func:`dist_prims.all_reduce`.
+    arguments have the meaning that they have for :func:`dist_prims.all_reduce`.
     """
     if bucket_mb <= 0:
         raise ValueError(f"average_gradients: bucket_mb={bucket_mb} must be positive")

@@ -48,7 +48,7 @@ class IncrementalSum:
 
     def put(self, view: torch.Tensor, gradient: torch.Tensor | None, share: float) -> bool:
         """Add a gradient, times ``share``; the caller writes to it no more. False, and nothing is done, if its memory
-        layout differs from that of its place."""
+        layout differs from the layout of its place."""
         number = self._numbers.get(id(view))
         if gradient is None or gradient is view or number is None:
             return False

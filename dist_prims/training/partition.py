@@ -144,7 +144,7 @@ def _weights(weights: ArrayLike, count: int) -> NDArray[np.float64]:
 
 
 def _by_label(labels: NDArray[Any], cuts: list[int]) -> NDArray[np.int64]:
-    """Assign the items label by label: any run of items, so that of each label, is shared evenly."""
+    """Assign the items label by label: any run of items, and so the run of each label, is shared evenly."""
     owners = np.empty(len(labels), dtype=np.int64)
     owners[np.argsort(labels, kind="stable")] = deal(np.diff([0, *cuts, len(labels)]).tolist())
     return owners

@@ -14,8 +14,8 @@ another has an error in the averaging of the same step. The rule by which they g
     rank 2   | compute, step | compute, error                  -> takes the state of rank 0
 
 Why rank 2 cannot go on by itself: the mean of step 7 needs the gradients of rank 1, which rank 0 has received and
-rank 2 has not. Why no rank is two steps behind: a rank that has averaged the gradients of a step has received those of
-all ranks, so all ranks had computed that step.
+rank 2 has not. Why no rank is two steps behind: a rank that has averaged the gradients of a step has received the
+gradients of all ranks, so all ranks had computed that step.
 
 The parameters change when an optimizer steps, and nothing between that and the end of the step communicates. So a copy
 of them is not needed to repeat a step. What changes before (the position in the data, running statistics, random
@@ -98,8 +98,8 @@ class ReplicatedState:
     [None, (2, [[-2.0, -2.0]]), (2, [[-2.0, -2.0]])]
 
     ``targets`` map names to modules, optimizers, schedulers, samplers, tensors and other objects with ``state_dict``
-    and ``load_state_dict``, as those of :class:`Checkpoints`. ``step`` is the number of steps that are done already.
-    ``group`` is that of the last :meth:`resize`, None before the first.
+    and ``load_state_dict``, as for :class:`Checkpoints`. ``step`` is the number of steps that are done already.
+    ``group`` is the group of the last :meth:`resize`, None before the first.
     """
 
     def __init__(self, targets: Mapping[str, Any], *, step: int = 0) -> None:
@@ -142,7 +142,7 @@ class ReplicatedState:
 
         All ranks of the group call this, new ones with the same targets. Then ``step`` is the next step, on all ranks.
         Targets with a method ``resize``, as samplers have, share the rest of the data over the ranks of the group. An
-        averager is resized after this call. Gradients are discarded. Random states are those of before the step that is
+        averager is resized after this call. Gradients are discarded. Random states are taken before the step that is
         repeated; new ranks get states derived from another rank's.
 
         RuntimeError, on all ranks, if no rank has a state without half a step.

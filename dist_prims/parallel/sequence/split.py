@@ -1,6 +1,6 @@
 """Splitting and joining of sequences: the part of each rank, its positions, and the whole on every rank.
 
-Gradients are those of the sum of all ranks' losses. So the gradients of a joined sequence are summed over the ranks,
+Gradients are taken of the sum of all ranks' losses. So the gradients of a joined sequence are summed over the ranks,
 and a split is a selection of tokens: its gradient is zero for the tokens that other ranks have.
 """
 

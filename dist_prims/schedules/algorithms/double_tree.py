@@ -94,7 +94,7 @@ def _steps(size: int, root: int, chunks: int) -> Iterator[Step]:
 
 
 def _in_second_tree(move: Move, size: int) -> Move:
-    """The same message in the second tree, without that of its last place."""
+    """The same message in the second tree, without the chunk of its last place."""
     if size % 2:
         return move.mirrored(size + 1)
     return replace(move, first=move.first + 1, last=min(move.last + 1, size))

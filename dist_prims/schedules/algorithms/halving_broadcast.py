@@ -11,8 +11,8 @@ ranks receive the data over a link between hosts: 4 messages over the link of th
 Halves end where hosts end if the number of hosts is a power of two, with equally many ranks each. Each host then
 receives the data once, from any root.
 
-The number of steps is that of the binomial tree: an interval of n ranks has a half of at most (n+1)/2 ranks, so after
-ceil(log2 n) steps every interval is one rank.
+The number of steps is the same as for the binomial tree: an interval of n ranks has a half of at most (n+1)/2 ranks, so
+after ceil(log2 n) steps every interval is one rank.
 """
 
 from collections.abc import Iterator

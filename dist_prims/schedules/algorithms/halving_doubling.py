@@ -84,7 +84,7 @@ def all_reduce(size: int) -> Iterator[Step]:
 
 
 def _with_surplus(size: int) -> NDArray[np.bool_]:
-    """The chunks of each rank of the butterfly: its own chunk, and that of the surplus rank whose partner it is."""
+    """The chunks of each rank of the butterfly: its own, and the chunk of the surplus rank whose partner it is."""
     p = floor_pow2(size)
     own: NDArray[np.bool_] = np.arange(size) % p == np.arange(p)[:, None]
     return own
@@ -105,7 +105,7 @@ def reduce_scatter(size: int) -> Iterator[Step]:
 
 
 def _chunks_of_rank_0(n: int) -> int:
-    """Chunks that rank 0 sends: in each step those of its side, surplus included; all to its partner, if it has one."""
+    """Chunks that rank 0 sends: in each step its side's, surplus included; all to its partner, if it has one."""
     surplus = n - floor_pow2(n)
     sides = (1 << step for step in range(n.bit_length() - 1))
     return sum(side + min(side, surplus) for side in sides) + (n if surplus else 0)

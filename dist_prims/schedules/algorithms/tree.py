@@ -100,7 +100,7 @@ def tree_levels(size: int, reduce: bool) -> list[list[Move]]:
 
 
 def _double_levels(size: int, reduce: bool) -> list[list[Move]]:
-    """The same for both trees of a double tree; those of an odd size are the tree of one rank more without its root."""
+    """The same for both trees of a double tree; odd sizes have the tree of one rank more, without its root."""
     if size % 2 == 0:
         return [[*level, *(move.mirrored(size) for move in level)] for level in tree_levels(size, reduce)]
     levels = tree_levels(size + 1, reduce=True)[:-1]

@@ -127,7 +127,7 @@ def _check_not_built_in(name: str, remedy: str) -> None:
 
 
 def unregister(name: str) -> None:
-    """Remove a schedule that the program registered; those of the package stay.
+    """Remove a schedule that the program registered; schedules of the package stay.
 
     >>> @pipeline_schedule("empty", PipelineCard("nothing", "0", "0", wins="never", source="an example"))
     ... def empty(rank, ranks, num_microbatches, stages_a_rank):

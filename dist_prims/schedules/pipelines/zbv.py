@@ -9,8 +9,8 @@ always due: no rank waits between its first and its last action, if all actions 
     rank 0  F0.0 F0.1 F0.2 F3.0 B3.0 W3.0 F3.1 B3.1 W3.1 B0.0 W0.0 F3.2 B3.2 W3.2 B0.1 W0.1 B0.2 W0.2
     rank 1       F1.0 F2.0 F1.1 F2.1 B2.0 W2.0 F1.2 B1.0 W1.0 F2.2 B2.1 W2.1 B1.1 B2.2 B1.2 W1.1 W2.2 W1.2
 
-A rank holds at most 2p activations. Its stages are half as large as those of 1F1B, so it needs as much memory as the
-first rank of 1F1B.
+A rank holds at most 2p activations. Its stages are half as large as the stages of 1F1B, so it needs as much memory as
+the first rank of 1F1B.
 """
 
 from collections import Counter

@@ -13,8 +13,8 @@ take equally long:
 An activation is held until its W. On the first rank W never waits. On rank r the delayed W replace the forwards that
 1F1B has in flight on the ranks before it, so no rank holds more than p activations, like the first rank of 1F1B.
 
-For any durations of F, B and W, p or more micro-batches have a bubble of (p-1) * max(F, B, F+B-W); that of 1F1B is
-(p-1) * (F+B+W). These formulas hold for stages of equal duration; otherwise compare the two with ``cost()``.
+For any durations of F, B and W, p or more micro-batches have a bubble of (p-1) * max(F, B, F+B-W); the bubble of 1F1B
+is (p-1) * (F+B+W). These formulas hold for stages of equal duration; otherwise compare the two with ``cost()``.
 """
 
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 To add in a low precision loses bits with every rank, and float16 overflows. Here each rank encodes its gradient and
 sends piece r to rank r, which decodes what it gets, adds in float32 in the order of the ranks, divides, and sends the
-mean, encoded once more, to all. The bytes are those of a ring, 2(n-1)/n of the encoded gradient, and everything is
+mean, encoded once more, to all. The bytes are as many as a ring's, 2(n-1)/n of the encoded gradient, and everything is
 rounded twice however many ranks there are. (A quantised ring rounds every partial sum: n times, in n-1 steps that wait
 for each other.) What the second rounding loses is kept by the rank that lost it (DoubleSqueeze, Tang et al. 2019).
 

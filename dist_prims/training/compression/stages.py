@@ -4,7 +4,7 @@ Compression takes more than one collective, and the second needs the result of t
 end of the first, would launch the second at a different place among the other collectives on each rank: the wrong
 messages would be paired. Waiting for the first in ``start`` would delay backward, and deadlock where the other rank
 waits for this one in a collective of a layer. So a compressor is a generator that yields each collective it has
-launched, and the order of all launches is fixed by that of the buckets::
+launched, and the order of the buckets fixes the order of all launches::
 
     bucket     0  1  0  2  1  3  2  ...        the first collective of a bucket, then the second of the one before it
     stage      1  1  2  1  2  1  2

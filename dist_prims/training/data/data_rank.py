@@ -1,4 +1,4 @@
-"""Rank and size of a reader of data: the given ones, or those of the group."""
+"""Rank and size of a reader of data: the given ones, or the group's."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class ShardedIterable:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this rank in the epoch, as plain numbers; ``load_state_dict`` takes those of all ranks."""
+        """The position of this rank in the epoch, as plain numbers; ``load_state_dict`` takes all ranks' positions."""
         options = {"shards": len(self._sources), "seed": self._seed, "window": self._window, "workers": len(self._full)}
         counts = {"yielded": [*self._yielded], "full": [*self._full], "before": [*map(list, self._before)]}
         return {**options, "epoch": self.epoch, "rank": self.rank, "size": self.size, **counts}

@@ -19,8 +19,9 @@ There is no ``finish()`` to call: a callback at the end of ``backward()`` sends 
 so that gradients are right wherever the next line of a program looks at them.
 
 Where ranks use different parameters, they send a bucket at different moments of a backward. So an averager has a group
-of its own, see :mod:`..group_duplicates`: its buckets meet neither those of another averager nor the collectives of a
-layer. And no rank waits for another before the end of its backward: the other rank may be waiting in such a collective.
+of its own, see :mod:`..group_duplicates`: its buckets meet neither the buckets of another averager nor the collectives
+of a layer. And no rank waits for another before the end of its backward: the other rank may be waiting in such
+a collective.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layout of buckets: the place of each gradient, and the memory.
 
 Buckets are sent in their order, the same on every rank, each as soon as it is full. So the order should be the one in
-which backward fills them: at first that of the parameters, reversed, later the one that rank 0 has seen.
+which backward fills them: at first the reversed order of the parameters, later the order that rank 0 has seen.
 """
 
 from __future__ import annotations

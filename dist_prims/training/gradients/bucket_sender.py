@@ -47,7 +47,7 @@ class Sending:
         begin_from_environment()
 
     def follow(self, order: Sequence[int], last: Sequence[int] = ()) -> None:
-        """Make buckets for these parameters, in the order in which they fill; those of ``last`` come behind."""
+        """Make buckets for these parameters, in the order in which they fill; parameters of ``last`` come behind."""
         members = plan(self._parameters, order, self._limit) + plan(self._parameters, last, self._limit)
         if members != self.layout.members:
             for number in {*self.layout.place} - {*order, *last}:  # its gradient must not keep the memory of a bucket

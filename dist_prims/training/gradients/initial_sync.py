@@ -1,7 +1,8 @@
 """Initial synchronisation: all ranks have the same model in structure, then take the values of one rank.
 
-Ranks whose models differ would pair the gradient of one layer with that of another, and gloo would add them without an
-error. Structures are compared by checksum; only if two checksums differ do the ranks send the descriptions themselves.
+Ranks whose models differ would pair the gradient of one layer with the gradient of another, and gloo would add them
+without an error. Structures are compared by checksum; only if two checksums differ do the ranks send the
+descriptions themselves.
 """
 
 from __future__ import annotations

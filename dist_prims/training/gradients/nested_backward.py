@@ -1,4 +1,4 @@
-"""Detection of a backward within a backward: a hook sees only the inner one, whose end is not that of the outer one."""
+"""Detection of a backward within a backward: a hook sees the inner one only, which ends before the outer one."""
 
 from __future__ import annotations
 

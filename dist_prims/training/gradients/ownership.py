@@ -49,7 +49,7 @@ def assign(parameters: Iterable[torch.Tensor], averager: GradientAverager) -> No
 
 
 def release(parameters: Iterable[torch.Tensor], averager: GradientAverager) -> None:
-    """Leave those of the parameters without an averager that have this one."""
+    """Take this averager from the parameters that have it."""
     for parameter in parameters:
         if averager_of(parameter) is averager:
             del vars(parameter)[_ATTRIBUTE]

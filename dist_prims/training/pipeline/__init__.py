@@ -14,7 +14,7 @@ The plans are data (:mod:`dist_prims.schedules.pipelines`): proved before they a
       loss_weights.py       loss and metrics: the weight of a micro-batch in the batch
       outside_gradients.py  gradients of the inputs and targets
       stage.py              one stage: forward, backward, and the tensors it keeps between them
-      split_backward.py     the gradients of the weights apart from those of the input
+      split_backward.py     the gradients of the weights apart from the gradient of the input
       running_statistics.py batch norm: updated once a batch
       averaging.py          data parallel on top: the gradients of a stage averaged once a step
     processes.py            stages in processes: Pipeline           transfer.py, packet.py    their messages

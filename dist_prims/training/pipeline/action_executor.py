@@ -50,7 +50,7 @@ def make_plan(plan: str | PipelinePlan, ranks: int, num_microbatches: int | None
 
 
 def in_order(plan: PipelinePlan) -> list[Action]:
-    """All actions in one order, about that of time, in which each comes after what it needs.
+    """All actions in one order, about the order of time, in which each comes after what it needs.
 
     >>> [str(action)[:1] for action in in_order(pipeline_plan("1f1b", ranks=2, num_microbatches=1))]
     ['F', 'F', 'B', 'B']
@@ -293,7 +293,7 @@ class Job:
 
     def _now(self) -> float:
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the recorded time is that of the kernel's end, not of its launch
+            torch.cuda.synchronize()  # the recorded time is the time of the kernel's end, not of its launch
         return time.perf_counter()
 
 

@@ -21,7 +21,7 @@ __all__: list[str] = []
 
 
 class DevicePipeline(Owner):
-    """Stages of a model, which are moved to ``devices`` by the plan; the other arguments are those of Pipeline.
+    """Stages of a model, which are moved to ``devices`` by the plan; the other arguments are as for Pipeline.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
     >>> loss = torch.nn.functional.mse_loss

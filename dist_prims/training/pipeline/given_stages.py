@@ -1,4 +1,4 @@
-"""The stages that a program gives to a pipeline: those of a rank, and what the ranks compare."""
+"""The stages that a program gives to a pipeline: the stages of a rank, and what the ranks compare."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@
         loss = pipeline.step(inputs, targets)                       # the same on every rank
         optimizer.step()
 
-Every rank makes the same calls. The rank of the first stage reads the inputs and that of the last stage the targets;
-what other ranks give is ignored, so all may give the whole batch. A rank that fails in its stage sends the
+Every rank makes the same calls. The rank of the first stage reads the inputs, and the rank of the last stage the
+targets; what other ranks give is ignored, so all may give the whole batch. A rank that fails in its stage sends the
 error instead of its results: all ranks raise, and the group can go on with the next step. A rank that leaves a call by
 Ctrl-C, or by an error of communication, ends the pipeline: all ranks raise, and make it again.
 """
@@ -55,7 +55,7 @@ class Pipeline(Owner):
     """The stages of this rank, in a pipeline over the ranks of ``group``.
 
     A batch of fewer items than ``num_microbatches`` has a micro-batch for each item; the rest of the plan is left out.
-    Running statistics of norms move once a batch, by those of the whole batch, when the step has succeeded.
+    Running statistics of norms move once a batch, by the statistics of the whole batch, when the step has succeeded.
 
     ``stages``: all stages in order, of which a rank keeps its own, or a dict {number: stage} of its own. ``plan``: a
     plan, or the name of a schedule of ``num_microbatches`` (2 a rank unless given). ``loss`` and each of
@@ -65,7 +65,7 @@ class Pipeline(Owner):
     ``nll_loss`` with ``ignore_index`` and class weights, as functions, ``functools.partial`` of them or torch's
     modules. ``loss_weight``: for another loss, function(target), what the mean of a micro-batch divides by. ``scaler``:
     a GradScaler; gradients are scaled, and the loss is returned as it is. ``checkpoint``: keep the input of a stage
-    only, and compute the rest again in the backward. ``device``: where messages lie; by default that of the stages.
+    only, and compute the rest again in the backward. ``device``: where messages lie; by default the stages' device.
 
     >>> torch.manual_seed(0) and None
     >>> model = torch.nn.Linear(2, 1)

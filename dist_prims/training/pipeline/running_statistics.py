@@ -57,7 +57,7 @@ class RunningStatistics:
     def collected(self, again: bool = False) -> Iterator[None]:
         """Within it, the statistics of a micro-batch's forward are collected, and no running statistic changes.
 
-        ``again``: the statistics are discarded, as those of a forward that is computed again in the backward.
+        ``again``: the statistics are discarded, because the backward computes the forward again.
         """
         if not self._buffers:
             yield

@@ -1,4 +1,4 @@
-"""Split backward: the gradient of a stage's input first, those of its weights later.
+"""Split backward: the gradient of a stage's input first, its weights' later.
 
 The previous stage waits for the gradient of the input, no rank for those of the weights: so a plan that separates them
 computes the latter while it would be idle. Autograd has one backward only; to call it twice, first for the input and
