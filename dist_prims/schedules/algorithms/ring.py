@@ -30,6 +30,7 @@ from ..steps import Step
 __all__: list[str] = []
 
 
+# For prices on any number of ranks and hosts: the rounds of messages that follow, in closed form. See moves.py.
 def round_load(hosts: Hosts, reduce: bool = False) -> Iterator[Part]:
     yield Round(hosts.size - 1, [shifted(hosts.size, 1, reduce=reduce)])
 
