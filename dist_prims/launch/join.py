@@ -51,7 +51,7 @@ _TENSOR_RELEASE_TIME = 0.1  # seconds
 
 @dataclass(frozen=True)
 class _Joined:
-    group: weakref.ref[Any]  # the program may destroy the group, and its memory is freed with the last reference
+    group: Any
     placement: Placement
     arguments: dict[str, Any]
 
@@ -114,7 +114,7 @@ def init(
     if launcher.medium == "MPI":
         mpi_exchange.abort_on_exception()
     known = {"backend": backend, "timeout": seconds, "rank": placement.rank, "world_size": placement.size}
-    _joined = _Joined(weakref.ref(dist.group.WORLD), placement, {**known, "init_method": init_method})
+    _joined = _Joined(dist.group.WORLD, placement, {**known, "init_method": init_method})
     atexit.unregister(_destroy)
     atexit.register(_destroy)
     _announce(placement, launcher, found, backend)
@@ -124,10 +124,10 @@ def init(
 def _existing_group(requested: dict[str, Any]) -> _Joined:
     """Return the default group, which the program may have created itself, if it has the requested arguments."""
     before = _joined
-    if before is None or before.group() is not dist.group.WORLD:
+    if before is None or before.group is not dist.group.WORLD:
         hosts = gather_values(host_id(), dist.group.WORLD)
         known = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        before = _Joined(weakref.ref(dist.group.WORLD), Placement.of(dist.get_rank(), hosts), known)
+        before = _Joined(dist.group.WORLD, Placement.of(dist.get_rank(), hosts), known)
     for name, value in requested.items():
         wanted = _seconds(value) if name == "timeout" and value is not None else value
         if wanted is not None and wanted != before.arguments.get(name, wanted):
@@ -170,7 +170,8 @@ def _destroy() -> None:
     if dist.is_initialized():
         faulthandler.dump_traceback_later(_DESTROY_TIMEOUT, exit=True)  # the group may wait for ranks that have exited
         group = weakref.ref(dist.group.WORLD)
-        dist.destroy_process_group()  # the group's threads are joined when the last reference to the group is dropped
+        dist.destroy_process_group()
+        _joined = None  # the group's threads are joined when the last reference to the group is dropped
         if group() is not None:  # a graph or an optimizer, for example, still refers to the group
             time.sleep(_TENSOR_RELEASE_TIME)
         faulthandler.cancel_dump_traceback_later()

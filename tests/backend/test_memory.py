@@ -15,7 +15,6 @@ from reductions import all_reduce_algorithms, shared
 from values import equal, held, noise, summed
 
 import dist_prims
-from dist_prims.errors import PeerDiedError, PeerLeftError
 from dist_prims.schedules import Step, algorithm, unregister
 
 Op = dist.ReduceOp
@@ -90,22 +89,6 @@ def test_a_call_on_a_destroyed_group_keeps_nothing() -> None:
         assert mapped() == before, Path("/proc/self/maps").read_text()
 
     spawn(body, 2)
-
-
-def test_a_group_of_init_that_has_failed_and_is_destroyed_keeps_nothing() -> None:
-    """init() kept a reference to it, and so the memory of the ranks, until the next init()."""
-
-    def body() -> None:
-        dist.barrier()
-        if dist.get_rank() == 1:
-            os._exit(0)
-        with pytest.raises((PeerDiedError, PeerLeftError)):
-            dist.barrier()
-        dist.destroy_process_group()
-        gc.collect()
-        assert mapped() == 0, Path("/proc/self/maps").read_text()
-
-    dist_prims.spawn(body, 2, backend="dist_prims", timeout=60, min_ranks=1)
 
 
 def test_torch_allocates_shared_tensors_through_the_backend() -> None:
