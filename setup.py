@@ -4,8 +4,8 @@ What is not built here is compiled when it is first used: the adapter for torch,
 pip's isolated builds, and all libraries, if there is no compiler.
 
 The libraries for MPI are compiled with its header alone and linked to none of its libraries: they use the one that
-mpi4py loads. An mpicc tells where the header is: that of the environment, that of the PATH, and those that the variable
-DIST_PRIMS_MPICC names, with colons between them.
+mpi4py loads. An mpicc tells where the header is: each mpicc in DIST_PRIMS_MPICC (separated by colons), the
+environment's mpicc, and the mpicc on the PATH.
 
 The library for UCX is compiled with its headers alone, too: those of the folder that DIST_PRIMS_UCX names, of the
 package libucx-cu12 in this environment, or of the system.

@@ -11,6 +11,7 @@ name. So both entry points exist, and the second call does nothing.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -56,16 +57,14 @@ def _create(options: Any, given: Any) -> Any:
     from .backend.origin import Repairs
 
     stand_in.warn_of_ignite()
+    functions = ("shrink_backend", "reconfigure_handle", "reconfigured_backend")
+    return make(options, given, Repairs(*(functools.partial(_call_repair, name) for name in functions)))
 
-    def repair(name: str) -> Any:
-        def call(*arguments: Any) -> Any:
-            from . import repair  # few groups are repaired
 
-            return getattr(repair, name)(*arguments)
+def _call_repair(name: str, *arguments: Any) -> Any:
+    from . import repair  # few groups are repaired
 
-        return call
-
-    return make(options, given, Repairs(*map(repair, ("shrink_backend", "reconfigure_handle", "reconfigured_backend"))))
+    return getattr(repair, name)(*arguments)
 
 
 def _register_rendezvous_handlers() -> None:

@@ -40,9 +40,9 @@ def install() -> None:
     _is_installed = True
     set_default_backend("cpu", NAME)
     for name in ("init_process_group", "new_group"):
-        replace_function(name, _taking_names)
+        replace_function(name, _translate_argument)
     for name in ("get_backend", "get_backend_config"):
-        replace_function(name, _returning_names)
+        replace_function(name, _translate_result)
 
 
 def own_name(backend: str | None) -> str:
@@ -65,23 +65,23 @@ def warn_of_ignite() -> None:
         )
 
 
-def _taking_names(function: Callable[..., Any]) -> Callable[..., Any]:
+def _translate_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def taking(*arguments: Any, **options: Any) -> Any:
+    def translated(*arguments: Any, **options: Any) -> Any:
         call = signature.bind(*arguments, **options)
         if isinstance(call.arguments.get("backend"), str):
             call.arguments["backend"] = own_name(call.arguments["backend"])
         return function(*call.args, **call.kwargs)
 
-    return taking
+    return translated
 
 
-def _returning_names(function: Callable[..., Any]) -> Callable[..., Any]:
+def _translate_result(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def returning(*arguments: Any, **options: Any) -> Any:
+    def translated(*arguments: Any, **options: Any) -> Any:
         name = function(*arguments, **options)
         return type(name)(name.replace(NAME, _GLOO))
 
-    return returning
+    return translated

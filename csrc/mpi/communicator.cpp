@@ -21,11 +21,11 @@ int largest_tag_of_mpi() {
 // Empty messages, which are cancelled when they are not needed any more.
 class EmptyMessages {
 public:
-    void to(MPI_Comm comm, int peer, int tag) {
-        check(MPI_Isend(nullptr, 0, MPI_BYTE, peer, tag, comm, add(peer)), "MPI_Isend");
+    void to(int peer, int tag) {
+        check(MPI_Isend(nullptr, 0, MPI_BYTE, peer, tag, MPI_COMM_WORLD, add(peer)), "MPI_Isend");
     }
-    void from(MPI_Comm comm, int peer, int tag) {
-        check(MPI_Irecv(nullptr, 0, MPI_BYTE, peer, tag, comm, add(peer)), "MPI_Irecv");
+    void from(int peer, int tag) {
+        check(MPI_Irecv(nullptr, 0, MPI_BYTE, peer, tag, MPI_COMM_WORLD, add(peer)), "MPI_Irecv");
     }
     // Returns the ranks whose messages were not complete at the deadline.
     std::vector<int> missing(Clock::time_point deadline, const WaitHook& look) {
@@ -72,19 +72,18 @@ private:
     std::vector<int> peers_;
 };
 
-std::vector<int> call_roll(MPI_Comm comm, const std::vector<int>& ranks, int me, int tag, Milliseconds timeout,
-                           const WaitHook& look) {
+std::vector<int> call_roll(const std::vector<int>& ranks, int me, int tag, Milliseconds timeout, const WaitHook& look) {
     const auto deadline = Clock::now() + timeout;
     EmptyMessages first, then;
     {
         const std::lock_guard hold(lock());
         if (me == ranks[0]) {
             for (const int peer : ranks) {
-                if (peer != me) first.from(comm, peer, tag);
+                if (peer != me) first.from(peer, tag);
             }
         } else {
-            first.to(comm, ranks[0], tag);
-            first.from(comm, ranks[0], tag);
+            first.to(ranks[0], tag);
+            first.from(ranks[0], tag);
         }
     }
     const std::vector<int> missing = first.missing(deadline, look);
@@ -92,17 +91,17 @@ std::vector<int> call_roll(MPI_Comm comm, const std::vector<int>& ranks, int me,
     {
         const std::lock_guard hold(lock());
         for (const int peer : ranks) {
-            if (peer != me) then.to(comm, peer, tag);
+            if (peer != me) then.to(peer, tag);
         }
     }
     return then.missing(deadline, look);
 }
 
 // The tag under which a group is made: different groups have different tags, as far as there are enough.
-int tag_of(const std::vector<int>& ranks, int limit) {
+int tag_of(const std::vector<int>& ranks) {
     unsigned sum = 0x811c9dc5u;  // FNV-1a
     for (const int rank : ranks) sum = (sum ^ static_cast<unsigned>(rank)) * 0x01000193u;
-    return static_cast<int>(sum % static_cast<unsigned>(limit));
+    return static_cast<int>(sum % static_cast<unsigned>(kGuaranteed));
 }
 
 std::string listed(const std::vector<int>& ranks) {
@@ -113,21 +112,22 @@ std::string listed(const std::vector<int>& ranks) {
 
 }  // namespace
 
-Communicator::Communicator(const GroupMembers& members, const WaitHook& look) : largest_count_(members.largest_count) {
+Communicator::Communicator(const CommunicatorOptions& options, const WaitHook& look)
+    : largest_count_(options.largest_count) {
     if (const std::string why = unusable(); !why.empty()) throw Transport::TransportError("no group over MPI: " + why);
     int me = 0;
     {
         const std::lock_guard hold(lock());
         check(MPI_Comm_rank(MPI_COMM_WORLD, &me), "MPI_Comm_rank");
     }
-    const std::vector<int>& ranks = members.ranks;
+    const std::vector<int>& ranks = options.ranks;
     const std::string context = "rank " + std::to_string(me) + " of MPI_COMM_WORLD, making a group of " + listed(ranks);
-    const int tag = tag_of(ranks, kGuaranteed);
+    const int tag = tag_of(ranks);
     // MPI_Comm_create_group has no deadline, so the ranks first check that all of them are there.
-    const std::vector<int> missing = call_roll(MPI_COMM_WORLD, ranks, me, tag, members.timeout, look);
+    const std::vector<int> missing = call_roll(ranks, me, tag, options.timeout, look);
     if (!missing.empty())
-        throw Transport::TransportError(context + ": no sign of " + listed(missing) + " within " +
-                                        std::to_string(members.timeout.count()) + " ms");
+        throw MissingRanksError(context + ": no sign of " + listed(missing) + " within " +
+                                std::to_string(options.timeout.count()) + " ms");
     const std::lock_guard hold(lock());
     MPI_Group world = MPI_GROUP_NULL, group = MPI_GROUP_NULL;
     check(MPI_Comm_group(MPI_COMM_WORLD, &world), context);

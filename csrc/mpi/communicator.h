@@ -12,7 +12,7 @@ namespace dist_prims::mpi {
 
 class Communicator {
 public:
-    Communicator(const GroupMembers& members, const WaitHook& look);
+    Communicator(const CommunicatorOptions& options, const WaitHook& look);
     ~Communicator();
     Communicator(const Communicator&) = delete;
     Communicator& operator=(const Communicator&) = delete;

@@ -10,8 +10,8 @@ namespace {
 class LoadedLibrary : public MpiLibrary {
 public:
     std::string unusable() override { return mpi::unusable(); }
-    std::unique_ptr<Transport> make_transport(const GroupMembers& members, const WaitHook& look) override {
-        return std::make_unique<MpiTransport>(std::make_shared<Communicator>(members, look));
+    std::unique_ptr<Transport> make_transport(const CommunicatorOptions& options, const WaitHook& look) override {
+        return std::make_unique<MpiTransport>(std::make_shared<Communicator>(options, look));
     }
     void close() override { Progress::instance().close(); }
 };

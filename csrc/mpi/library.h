@@ -18,11 +18,15 @@ namespace dist_prims::mpi {
 using Milliseconds = std::chrono::milliseconds;
 using WaitHook = std::function<void()>;  // called at intervals by waits; may throw
 
-// The ranks of a new group, by their ranks in MPI_COMM_WORLD.
-struct GroupMembers {
+// For a new group: its ranks, by their ranks in MPI_COMM_WORLD, and limits.
+struct CommunicatorOptions {
     std::vector<int> ranks;
-    Milliseconds timeout;       // for all of them to come
+    Milliseconds timeout;       // until all ranks have come
     std::size_t largest_count;  // of bytes in one MPI call, which counts in ints
+};
+
+struct MissingRanksError : Transport::TransportError {
+    using TransportError::TransportError;
 };
 
 // The MPI library of this process.
@@ -32,8 +36,9 @@ public:
     // Why no message can start: MPI is not initialised, already finalised, or does not allow threads. Empty if all is
     // well.
     virtual std::string unusable() = 0;
-    // Called by all of the ranks; throws Transport::TransportError if one does not come in time.
-    virtual std::unique_ptr<Transport> make_transport(const GroupMembers& members, const WaitHook& look) = 0;
+    // Called by all of the ranks; throws MissingRanksError if one does not come in time, and TransportError if MPI
+    // fails.
+    virtual std::unique_ptr<Transport> make_transport(const CommunicatorOptions& options, const WaitHook& look) = 0;
     // Fails the waits for pending messages, and refuses new messages: before MPI is finalised, or the process ends.
     virtual void close() = 0;
 };

@@ -7,7 +7,7 @@
 namespace dist_prims::mpi {
 namespace {
 
-// While it lives, the thread that polls leaves the message alone.
+// Counts a waiting thread. Progress does not poll a message while a thread waits for it.
 class CountedWait {
 public:
     explicit CountedWait(std::atomic<int>& waits) : waits_(waits) { ++waits_; }
@@ -20,7 +20,7 @@ private:
 };
 
 // A type of so many bytes: as many pieces of the largest length as there are, and the rest.
-MPI_Datatype type_of(std::size_t bytes, std::size_t largest) {
+MPI_Datatype make_long_type(std::size_t bytes, std::size_t largest) {
     const int pieces = static_cast<int>(bytes / largest);
     MPI_Datatype piece = MPI_DATATYPE_NULL, head = MPI_DATATYPE_NULL, made = MPI_DATATYPE_NULL;
     check(MPI_Type_contiguous(static_cast<int>(largest), MPI_BYTE, &piece), "MPI_Type_contiguous");
@@ -45,7 +45,7 @@ void MpiMessage::begin(std::size_t bytes, const Start& start) {
         if (const std::string why = unusable(); !why.empty()) throw Transport::TransportError(why);
         if (const auto failure = communicator_->failure()) std::rethrow_exception(failure);
         if (bytes > communicator_->largest_count()) {
-            MPI_Datatype type = type_of(bytes, communicator_->largest_count());
+            MPI_Datatype type = make_long_type(bytes, communicator_->largest_count());
             start(1, type);
             check(MPI_Type_free(&type), "MPI_Type_free");  // MPI keeps it until the message is over
         } else {

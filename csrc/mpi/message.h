@@ -18,7 +18,7 @@ namespace dist_prims::mpi {
 
 class MpiMessage : public std::enable_shared_from_this<MpiMessage> {
 public:
-    // `owner` keeps the memory: MPI may use that of a send even after give_up().
+    // `owner` keeps the memory: MPI may read the memory of a send even after give_up().
     MpiMessage(std::shared_ptr<Communicator> communicator, Transport::Owner owner)
         : communicator_(std::move(communicator)), owner_(std::move(owner)) {}
 
@@ -26,8 +26,9 @@ public:
     // `from` may be Transport::kAnyone. The message may be shorter than `bytes` if `may_be_shorter`.
     void receive(int from, int tag, std::byte* data, std::size_t bytes, bool may_be_shorter);
 
-    // Whether the message is over, with or without an error. Makes progress on all of MPI. A message that the end of
-    // MPI leaves behind is never over: its end would destroy tensors while Python ends. Only wait() fails then.
+    // Whether the message is over, with or without an error. Makes progress on all of MPI. After close() a
+    // pending message is never over, because the release of its owner could destroy tensors while Python ends. Only
+    // wait() fails then.
     bool test();
     // Takes the message from MPI, which is about to end.
     void abandon();

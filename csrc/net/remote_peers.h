@@ -49,8 +49,8 @@ public:
                 Transport::Owner owner = nullptr);
     Handle receive(int from, int tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
                    Transport::Owner owner = nullptr);
-    // A receive of a user from any rank. What is posted in another place as well has the same claim. See Transport.
-    bool has_claims() const { return transport_->has_claims(); }
+    bool has_claims() const { return transport_->has_claims(); }  // see Transport
+    // A receive of a user from any rank. A receive that is posted in another place as well has the same claim.
     Handle receive_from_any(int tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
                             Transport::Owner owner, const ClaimPtr& claim);
     // Throws if the request fails. The group has ended then, unless the message had another length. `timeout` counts

@@ -68,8 +68,8 @@ public:
     virtual void leave() {}
     // Moves messages as far as possible without waiting, for a thread that waits for none of them.
     virtual void progress() {}
-    // The calling thread is about to wait for something else than these messages. A transport whose messages are moved
-    // by the threads that wait for them moves them otherwise meanwhile.
+    // The calling thread is about to wait for something else. A transport that makes progress only in threads that wait
+    // for its messages lets its own thread move them meanwhile.
     virtual void move_in_background() {}
 };
 

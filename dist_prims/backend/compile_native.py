@@ -159,7 +159,7 @@ def mpi_headers() -> dict[str, list[str]]:
 
 
 def _ask_mpicc(mpicc: str) -> tuple[str | None, list[str]]:
-    """Family and folders of headers of an mpicc; no family if it is none."""
+    """Family and folders of headers of an mpicc; None if the command is not an mpicc of either family."""
     for family, question in (("openmpi", "--showme:compile"), ("mpich", "-show")):
         try:
             reply = subprocess.run([mpicc, question], capture_output=True, text=True, check=True, timeout=60).stdout
@@ -263,5 +263,7 @@ def _run(command: list[str], file: Path, report: bool) -> None:
         if report and done.stderr:
             print(done.stderr, file=sys.stderr)
         unfinished.replace(file)
+    except subprocess.TimeoutExpired as error:
+        raise CompileError(f"{shlex.join(command)} did not end within {_LIMIT} s") from error
     finally:
         unfinished.unlink(missing_ok=True)

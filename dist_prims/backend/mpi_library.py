@@ -84,7 +84,7 @@ def unusable_reason() -> str:
         if not MPI.Is_initialized():
             MPI.Init_thread()
         reason: str = _library().unusable()
-    except (ImportError, RuntimeError) as error:  # the latter: mpi4py found no MPI library to load
+    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library to load
         return str(error)
     return reason
 

@@ -44,14 +44,14 @@ class NativeLibrary:
         file: its path below the folder of libraries of the package.
         make: returns what to compile, for the folder of the sources; raises ImportError if headers are missing.
         key: what a compiled file depends on, besides the sources and the machine.
-        packaged: what the package has instead, for the remedy of an error.
+        alternative: what the user can do without a compiler, for the remedy of an error.
     """
 
     title: str
     file: str
     make: Callable[[Path], Library]
     key: tuple[str, ...] = ()
-    packaged: str = ""
+    alternative: str = ""
 
     @property
     def in_package(self) -> Path:
@@ -83,6 +83,10 @@ class NativeLibrary:
 
     def status(self) -> str:
         """What the first use will do if the library does not exist yet."""
+        try:
+            self.make(sources())
+        except ImportError as error:  # headers are missing
+            return str(error)
         missing = compile_native.compiler_problem()
         return f"none can be compiled: {missing}" if missing else "the first use compiles one, in about a minute"
 
@@ -107,7 +111,7 @@ class NativeLibrary:
             if missing := compile_native.compiler_problem():
                 raise ImportError(
                     f"{lack}, and none can be compiled: {missing}. {_INSTALL_COMPILER}"
-                    f"{self.packaged and ', '}{self.packaged}. What needs no native library works without it: "
+                    f"{self.alternative and ', '}{self.alternative}. What needs no native library works without it: "
                     "schedules, and collectives over gloo"
                 )
             self._compile_alone(file, lack)
@@ -124,7 +128,7 @@ class NativeLibrary:
             except CompileError as error:
                 raise ImportError(
                     f"{lack}, and compiling one failed. Report it if torch is 2.11 or later"
-                    f"{self.packaged and ', '}{self.packaged}:\n{error}"
+                    f"{self.alternative and ', '}{self.alternative}:\n{error}"
                 ) from error
         print(f"dist_prims: compiled in {time.monotonic() - start:.0f} s: {file}", file=sys.stderr, flush=True)
 

@@ -44,7 +44,7 @@ def load() -> Adapter:
         try:
             return Adapter(_import(adapter.in_package), adapter.in_package, "part of the package")
         except ImportError as error:
-            problem = f"that of the package does not load: {error}"
+            problem = f"the package's adapter does not load: {error}"
     when = "at an earlier use" if adapter.in_cache.exists() else "now"
     file = adapter.compiled(problem)
     return Adapter(_import(file), file, f"compiled {when}, because {problem}")

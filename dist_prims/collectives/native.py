@@ -207,6 +207,10 @@ class NativeWork:
 
 def _finish(done: Any, after: Sequence[Callable[[], object]]) -> None:
     done.wait()  # raises the exception of the call
+    _run_all(after)
+
+
+def _run_all(after: Sequence[Callable[[], object]]) -> None:
     with torch.no_grad():
         for each in after:
             each()
@@ -231,7 +235,7 @@ class _OverGloo:
         self.common: dict[str, Any] = {"group": self.call.group}
 
     def reduced(self, target: torch.Tensor) -> torch.Tensor:
-        """Return the tensor; divide it after the call if the backend does not support the mean."""
+        """Return the tensor; for a mean, which gloo does not support, divide it after the call."""
         if self.divides:
             self.after.append(functools.partial(target.div_, self.size))
         return target
@@ -304,7 +308,7 @@ class _OverGloo:
 
 
 def run_over_gloo(call: Call, is_async: bool) -> NativeWork | None:
-    """Make a call that backend_supports() accepts."""
+    """Make a call that backend_supports() accepts, through torch.distributed over gloo."""
     native = _OverGloo(call)
     with torch.no_grad():
         work: dist.Work | None = getattr(native, call.collective)(is_async)
@@ -315,9 +319,7 @@ def _work_or_finish(call: Call, work: dist.Work | None, after: Sequence[Callable
     """Return the work of an asynchronous call, which calls ``after`` at its end. Else call ``after`` now."""
     if work is not None:
         return NativeWork(work, after, f"{call.collective} on rank {call.group.rank()}")
-    with torch.no_grad():
-        for each in after:
-            each()
+    _run_all(after)
     return None
 
 

@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from .deadline import until
 from .hosts import host_id
+from .rank_values import SECONDS_FOR_READERS
 from .secret import REMEDY, Secret
 
 __all__: list[str] = []
@@ -47,7 +48,6 @@ __all__: list[str] = []
 PROTOCOL = 2
 EARLIER_VERSION = "an earlier version"  # before protocol 1: it sends no version
 HOSTS = "hosts"  # the key of the hosts of all ranks, below the name of the attempt
-_SECONDS_FOR_READERS = 10.0  # enough, because all ranks are connected to the store
 _SECONDS_TO_READ = 1.0  # for a rank that is refused, before the store ends with rank 0
 _LONGEST = 1 << 20  # bytes: the hosts of some 20,000 ranks
 _TOKEN = re.compile("[0-9a-f]{16}")
@@ -197,7 +197,7 @@ class _Rank0:
             return not any(self._store.check([key]) for key in keys)
 
         with contextlib.suppress(TimeoutError):
-            until(have_read, time.monotonic() + _SECONDS_FOR_READERS, "the others")
+            until(have_read, time.monotonic() + SECONDS_FOR_READERS, "the others")
 
     def _hellos(self) -> list[tuple[int, bytes]]:
         """The hello of each rank that has written one, in few requests to the store."""

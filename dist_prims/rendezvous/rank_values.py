@@ -14,7 +14,7 @@ from .deadline import until
 
 __all__: list[str] = []
 
-_SECONDS_TO_READ = 10.0  # enough, because all ranks are connected to the store
+SECONDS_FOR_READERS = 10.0  # enough, because all ranks are connected to the store
 
 
 def values_of_ranks(store: Any, rank: int, name: str, size: int) -> list[str]:
@@ -74,4 +74,4 @@ def from_rank_0(store: Any, rank: int, size: int, key: str, make: Callable[[], s
 def _wait_for_readers(store: Any, key: str, readers: int) -> None:
     """Wait until the other ranks have read the error: it may end rank 0 and the store, whose loss they would report."""
     with contextlib.suppress(TimeoutError, dist.DistError):  # the error of rank 0 matters more
-        until(lambda: store.add(f"{key}/read", 0) == readers, time.monotonic() + _SECONDS_TO_READ, "the readers")
+        until(lambda: store.add(f"{key}/read", 0) == readers, time.monotonic() + SECONDS_FOR_READERS, "the readers")

@@ -109,8 +109,11 @@ def reconfigured_backend(
     is_default = dist.is_initialized() and group is default_group()
     if not is_default and world and all(each.world == world for each in members):
         ranks = [each.global_rank for each in members]
-    traits = Trait.NONE if one_launcher else Trait.SEVERAL_LAUNCHERS
-    traits |= Trait.NONE if is_default or ranks else Trait.NO_GLOBAL_RANKS
+    traits = Trait.NONE
+    if not one_launcher:
+        traits |= Trait.SEVERAL_LAUNCHERS
+    if not (is_default or ranks):
+        traits |= Trait.NO_GLOBAL_RANKS
     made, store, groups = _make(old.request, uuid, rank, members, timeout, ranks, traits)
     made.set_timeout(backend.options._timeout)
     if rank == 0 and old.key and not made_group(old.request.name).key:

@@ -135,7 +135,7 @@ def survive(
 ) -> Generator[Request, Any, tuple[int, ...]]:
     """Agree with the other survivors, make the next group, and return its members.
 
-    ``ranks`` may be members, ``excluded`` are the ones among them that are left out even if they are alive. With
+    ``ranks``: the ranks that may be members; ``excluded``: the ranks among them that are left out even if alive. With
     excluded ranks all others must be left. If not, no group is made, so that another call can make one.
     """
     candidates = expected = tuple(sorted(set(ranks) - excluded))

@@ -121,17 +121,17 @@ def step_seconds(load: Load, nbytes: float, topology: Topology) -> Floats:
     return longest
 
 
-def parts(load: Load, nbytes: float, topology: Topology, segments: int = 1) -> Seconds:
-    """The seconds for data of ``nbytes`` in so many segments, by kind of resource."""
+def seconds_by_kind(load: Load, nbytes: float, topology: Topology, segments: int = 1) -> Seconds:
+    """The seconds for data of ``nbytes`` in ``segments`` segments, by kind of resource."""
     if segments > 1:
-        return _parts_in_segments(load, nbytes, topology, segments)
+        return _seconds_by_kind_in_segments(load, nbytes, topology, segments)
     spent = _spent(load.rows, nbytes, topology)
     busiest = spent.sum(axis=1).argmax(axis=0)
     kinds = spent[busiest, :, np.arange(len(busiest))].T @ load.times
     return Seconds(*kinds.tolist())
 
 
-def _parts_in_segments(load: Load, nbytes: float, topology: Topology, segments: int) -> Seconds:
+def _seconds_by_kind_in_segments(load: Load, nbytes: float, topology: Topology, segments: int) -> Seconds:
     """The time of a rank or machine is split as the time of the busiest one in all steps."""
     ticks = _ticks(load, nbytes, topology, segments)
     busiest = ticks.argmax(axis=0)
@@ -170,7 +170,7 @@ def _inside(load: Load, nbytes: float, topology: Topology) -> float:
 
 
 def load_seconds(load: Load, nbytes: float, topology: Topology, segments: int = 1) -> float:
-    """The seconds for data of ``nbytes`` in so many segments."""
+    """The seconds for data of ``nbytes`` in ``segments`` segments."""
     if segments == 1:
         return float(step_seconds(load, nbytes, topology) @ load.times)
     ticks = _ticks(load, nbytes, topology, segments)
@@ -203,7 +203,7 @@ def seconds(schedule: ScheduleData, nbytes: float, topology: Topology, segments:
 def best_segments(load: Load, nbytes: float, topology: Topology) -> int:
     """The number of segments for data of ``nbytes``: a power of two up to 64.
 
-    It is that of the shortest time, to which each segment adds 10 µs for each step of the busiest rank; if the ranks
+    This number gives the shortest time, where each segment adds 10 µs for each step of the busiest rank; if the ranks
     outnumber the cores, 50 µs, or 120 µs if the link is faster than 5 Gbit/s. No segment takes less than 0.5 ms. The
     result is 1 for a schedule of more than 16,384 steps.
     """

@@ -98,9 +98,8 @@ class Hosts:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash(
-            (self.ranks, self.one_machine, self.has_cores)
-        )  # of 12,500 hosts it takes longer than what the hash finds
+        # Hashing 12,500 hosts takes longer than the cached look-up saves, so the hash is computed once.
+        return hash((self.ranks, self.one_machine, self.has_cores))
 
     @functools.cached_property
     def size(self) -> int:

@@ -120,11 +120,11 @@ def exchanged(size: int, distance: int, chunks: float = 1, reduce: bool = False,
     ]
 
 
-def zigzag(size: int, distance: int, chunks: float = 1, reduce: bool = False) -> list[Move]:
+def zigzag(size: int, distance: int, chunks: float = 1) -> list[Move]:
     """Even ranks send an odd ``distance`` up, odd ranks as far down, modulo an even ``size``."""
     up = distance % size
     senders = ((0, size - up, up), (size - up + 1, size, up - size), (1, up, size - up), (up, size, -up))
-    return [Move(first, last, shift, 1, 2, chunks, reduce) for first, last, shift in senders if first < last]
+    return [Move(first, last, shift, 1, 2, chunks) for first, last, shift in senders if first < last]
 
 
 class Round(NamedTuple):
@@ -134,10 +134,9 @@ class Round(NamedTuple):
     groups: Sequence[Sequence[Move]]
 
 
-class Everyone(NamedTuple):
-    """A step in which every rank sends ``chunks`` chunks to every other rank."""
+class AllPairs(NamedTuple):
+    """A step in which every rank sends one chunk to every other rank."""
 
-    chunks: float = 1
     reduce: bool = False
 
 
@@ -240,14 +239,14 @@ def _step(groups: Sequence[Sequence[Move]], hosts: Hosts) -> _Step:
     return _Step(busiest, sums)
 
 
-def _everyone(step: Everyone, hosts: Hosts) -> _Step:
-    ranks, size, number, chunks = np.array(hosts.ranks, np.float64), hosts.size, len(hosts.ranks), step.chunks
-    stay, leave, reduced = ranks * (ranks - 1), ranks * (size - ranks), chunks * (size - 1) * step.reduce
+def _all_pairs(step: AllPairs, hosts: Hosts) -> _Step:
+    ranks, size, number = np.array(hosts.ranks, np.float64), hosts.size, len(hosts.ranks)
+    stay, leave, reduced = ranks * (ranks - 1), ranks * (size - ranks), (size - 1) * step.reduce
     outer = size - ranks.min() if number > 1 else 0
-    links = [chunks * leave, chunks * leave, chunks * leave * (number > 2)]
+    links = [leave, leave, leave * (number > 2)]
     return _Step(
-        np.array([size - 1, outer, chunks * (ranks.max() - 1), reduced]),
-        np.stack([*links, stay, leave, leave, chunks * stay, reduced * ranks]),
+        np.array([size - 1, outer, ranks.max() - 1, reduced]),
+        np.stack([*links, stay, leave, leave, stay, reduced * ranks]),
     )
 
 
@@ -272,7 +271,7 @@ def _counted(step: Step, hosts: Hosts) -> _Step:
 
 FEW_RANKS = 64  # up to so many ranks, the cards of pipelines yield their steps, which are counted
 
-Part = Round | Everyone | Star | Step | Busiest | Load
+Part = Round | AllPairs | Star | Step | Busiest | Load
 
 
 def load_of(parts: Iterable[Part], hosts: Hosts, share: float) -> Load:
@@ -313,15 +312,15 @@ def load_of(parts: Iterable[Part], hosts: Hosts, share: float) -> Load:
 
 
 def _evaluate(
-    part: Round | Everyone | Star | Step, hosts: Hosts, known: dict[int, tuple[Any, _Step]]
+    part: Round | AllPairs | Star | Step, hosts: Hosts, known: dict[int, tuple[Any, _Step]]
 ) -> tuple[int, _Step]:
     match part:
         case Round():
             if id(part.groups) not in known:
                 known[id(part.groups)] = part.groups, _step(part.groups, hosts)
             return part.times, known[id(part.groups)][1]
-        case Everyone():
-            return 1, _everyone(part, hosts)
+        case AllPairs():
+            return 1, _all_pairs(part, hosts)
         case Star():
             return 1, _star(part, hosts)
         case Step():

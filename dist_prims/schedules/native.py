@@ -50,7 +50,7 @@ def to_native(
 
 
 def _data_chunks(schedule: ScheduleData) -> int:
-    """The chunks that are no scratch. An all_to_all has its blocks twice: those sent, then those received."""
+    """The number of chunks that are not scratch. An all_to_all has its blocks twice: first sent, then received ones."""
     return schedule.chunks * (2 if schedule.collective == "all_to_all" else 1)
 
 

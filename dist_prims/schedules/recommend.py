@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .contract import COLLECTIVES
-from .cost import best_segments, least_seconds, load_seconds, lower_bound, parts
+from .cost import best_segments, least_seconds, load_seconds, lower_bound, seconds_by_kind
 from .cost_card import ceil_log2
 from .load import LINK, REDUCED, Hosts, Load
 from .registry import Algorithm, algorithms, load_by_card, lookup, nearest
@@ -168,7 +168,7 @@ class _Search:
                 self.shortest = MUCH_SHORTER * found[0].seconds
         equal, several = len(set(topology.hosts)) == 1, len(topology.hosts) > 1 < max(topology.hosts)
         flat = []
-        for each in self._equal_ranks():
+        for each in self._flat_algorithms():
             if each.name != "direct" or self.collective not in EXCHANGES:
                 one_chunk = [{"chunks": 1}] if "chunks" in each.parameters else []
                 flat += [(each.name, parameters) for parameters in ({}, *one_chunk, *each.variants)]
@@ -176,7 +176,7 @@ class _Search:
             found += self._hierarchies()
         return found + self._priced(flat)
 
-    def _equal_ranks(self) -> Iterator[Algorithm]:
+    def _flat_algorithms(self) -> Iterator[Algorithm]:
         """The algorithms without a parameter ``hosts`` that may be chosen automatically."""
         every = (lookup(self.collective, name) for name in algorithms(self.collective))
         usable = (each for each in every if may_be_chosen(each, self.topology.size) and "hosts" not in each.parameters)
@@ -184,16 +184,16 @@ class _Search:
 
     def _hierarchies(self) -> list[Candidate]:
         first = lookup(self.collective, "hierarchical").parameters["inner"]
-        outers = [each for each in self._equal_ranks() if each.scratch is None or self.collective == "all_to_all"]
+        outers = [each for each in self._flat_algorithms() if each.scratch is None or self.collective == "all_to_all"]
         found = self._priced([self._hierarchy(first, each.name) for each in outers])
         if found:
             best = dict(min(found, key=lambda candidate: candidate.seconds).schedule.parameters)["outer"]
-            inners = [{*self._inner(kind)} for kind in _WITHIN.get(self.collective, (self.collective,))]
+            inners = [{*self._inner_algorithms(kind)} for kind in _WITHIN.get(self.collective, (self.collective,))]
             others = sorted(set.intersection(*inners) - {first, "hierarchical"})
             found += self._priced([self._hierarchy(inner, best) for inner in others])
         return found
 
-    def _inner(self, kind: str) -> Iterator[str]:
+    def _inner_algorithms(self, kind: str) -> Iterator[str]:
         """The algorithms of a collective within a host; only an all_to_all can have phases that need scratch."""
         every = (lookup(kind, name) for name in algorithms(kind))
         usable = (each for each in every if each.scratch is None or kind == "all_to_all")
@@ -217,7 +217,7 @@ class _Search:
         if self.only_best and least_seconds(load, nbytes, topology) > self.shortest * (1 + _TOLERANCE):
             return None
         segments = best_segments(load, nbytes, topology)
-        spent = parts(load, nbytes, topology, segments)
+        spent = seconds_by_kind(load, nbytes, topology, segments)
         uncut = load_seconds(load, nbytes, topology)
         return Candidate(schedule, load, nbytes, segments, spent.latency, spent.processor, spent.link, uncut)
 

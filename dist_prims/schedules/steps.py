@@ -123,7 +123,7 @@ def _are_columns(src: Any, dst: Any, chunk: Any, into: Any, reduce: Any) -> bool
             and src.ndim == 1
             and src.shape == dst.shape == chunk.shape == into.shape == reduce.shape
         )
-    except AttributeError:  # one of them is no array
+    except AttributeError:  # one of them is not an array
         return False
 
 
@@ -210,10 +210,9 @@ def _endless(most: int) -> ValueError:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a schedule that other schedules may have too, so that its load on a topology is counted only once.
+    """A part of a schedule whose steps are generated with narrow chunks, which makes them cheaper to compile.
 
     ``make(*given)`` generates the steps. Each of their chunks stands for ``width`` consecutive chunks of the schedule.
-    Phases are equal if they have the same steps apart from the width.
 
     >>> phase = Phase(lambda src: iter([Step(src=src, dst=5, chunk=1)]), (3,), width=2)
     >>> [step.rows() for step in phase]
@@ -222,7 +221,7 @@ class Phase:
 
     make: Callable[..., Iterator[Step]]
     given: tuple[Any, ...]
-    width: int = field(default=1, compare=False)
+    width: int = 1
 
     def __iter__(self) -> Iterator[Step]:
         for step in self.make(*self.given):

@@ -85,7 +85,7 @@ def test_an_adapter_that_does_not_load_is_named(without_adapter: dict[str, str])
     folder.mkdir()
     (folder / compile_native.adapter_file()).write_text("no library")
     done = run("import dist_prims; dist_prims.empty(3)", {**without_adapter, "CXX": "/no/compiler"})
-    assert "that of the package does not load: " in done.stderr, done.stderr
+    assert "the package's adapter does not load: " in done.stderr, done.stderr
     assert "invalid ELF header" in done.stderr or "file too short" in done.stderr, done.stderr
 
 

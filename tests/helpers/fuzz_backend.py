@@ -22,7 +22,7 @@ import time
 
 import torch._dynamo  # noqa: F401 - imported once here, and not in each rank
 import torch.distributed as dist
-from fuzzing import faults, steps
+from fuzzing import faults, steps  # noqa: F401 - they register their steps
 from fuzzing.rank import LIMIT, Rank
 from fuzzing.script import ENDINGS, STEPS, Script, write
 
@@ -31,7 +31,6 @@ import dist_prims.backend.extension
 
 __all__ = ["main"]
 
-_MODULES = (faults, steps)  # they register their steps
 _LENGTH = 15  # steps of a round
 _WITH_DEATHS = ("exits", "killed", "killed_in_make")
 
@@ -89,7 +88,6 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 def main(words: list[str] | None = None) -> int:
-    assert _MODULES
     options = arguments(words)
     os.environ["DIST_PRIMS_SLOT_BYTES"] = str(1 << 16)  # large is soon several segments
     extension = dist_prims.backend.extension.extension()

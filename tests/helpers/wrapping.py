@@ -50,7 +50,7 @@ def refuse(largest: int) -> str:
             dist.isend(torch.ones(1), (dist.get_rank() + 1) % dist.get_world_size(), tag=tag)
         except ValueError as error:
             text = str(error)
-            assert f"its tags for messages lie between 0 and {largest}" in text, text
+            assert f"messages have tags from 0 to {largest}" in text, text
         else:
             raise AssertionError(f"tag {tag} is taken")
     return text

@@ -36,10 +36,10 @@ def close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(one, two, atol=tolerance, rtol=tolerance)
 
 
-def ddp(hook: Callable[..., Any] | None = None, state: Any = None, tolerance: float = 1e-5, **options: Any) -> None:
+def ddp(hook: Callable[..., Any] | None = None, tolerance: float = 1e-5, **options: Any) -> None:
     model = nn.parallel.DistributedDataParallel(net(), **options)
     if hook:
-        model.register_comm_hook(state, hook)
+        model.register_comm_hook(None, hook)
     model(batch(dist.get_rank())).square().mean().backward()
     close([parameter.grad for parameter in model.parameters()], reference_gradients(dist.get_world_size()), tolerance)
 

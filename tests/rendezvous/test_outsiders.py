@@ -48,10 +48,10 @@ def end_of(act: Callable[[], str], home: Path, **environ: str) -> tuple[Any, Any
     return process, mine
 
 
-def result_of(started: tuple[Any, Any], seconds: float = 60) -> str:
+def result_of(started: tuple[Any, Any]) -> str:
     process, pipe = started
     try:
-        assert pipe.poll(seconds), "no result"
+        assert pipe.poll(60), "no result"
         return str(pipe.recv())
     finally:
         process.kill()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dist_prims.schedules import COLLECTIVES, Step, algorithm, algorithms, build, lookup, unregister
 from dist_prims.schedules.algorithms.tree import _two_trees
 from dist_prims.schedules.contract import ROOTED
-from dist_prims.schedules.cost import best_segments, least_seconds, parts, price, seconds
+from dist_prims.schedules.cost import best_segments, least_seconds, price, seconds, seconds_by_kind
 from dist_prims.schedules.load import CROWDED, LINK, OUTER, Hosts, StepCount, count, count_chunks
 from dist_prims.schedules.recommend import bound, recommend
 from dist_prims.schedules.schedule import Schedule
@@ -107,7 +107,7 @@ def test_the_price_is_that_of_every_transfer(case: tuple[Schedule, Topology], nb
     schedule, topology = case
     found = seconds(schedule, nbytes, topology, segments)
     assert found == pytest.approx(plain_seconds(schedule, nbytes, topology, segments), rel=1e-9)
-    spent = parts(count(schedule, topology), nbytes, topology, segments)
+    spent = seconds_by_kind(count(schedule, topology), nbytes, topology, segments)
     assert spent.total == pytest.approx(found, rel=1e-9)
     assert least_seconds(count(schedule, topology), nbytes, topology) <= found * (1 + 1e-9)
 

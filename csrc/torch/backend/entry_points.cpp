@@ -20,10 +20,20 @@ const char* profiled_name(Collective collective) {
     return kNames[static_cast<std::size_t>(collective)];
 }
 
+// The calls of a coalesced collective: one for each input, which has one output.
+template <typename MakeCall>
+std::vector<CollectiveCall> calls_of(const char* what, const Tensors& inputs, std::size_t outputs,
+                                     const MakeCall& make_call) {
+    TORCH_CHECK_VALUE(outputs == inputs.size(), what, ": ", inputs.size(), " inputs and ", outputs, " outputs");
+    std::vector<CollectiveCall> calls;
+    for (std::size_t each = 0; each < inputs.size(); ++each) calls.push_back(make_call(each));
+    return calls;
+}
+
 }  // namespace
 
 void PrimsBackend::check_owner() const {
-    TORCH_CHECK(owner_ == this_process(), "rank ", rank_, ": this process was forked from a rank and is none ",
+    TORCH_CHECK(owner_ == this_process(), "rank ", rank_, ": this process was forked from a rank and is not a rank ",
                 "itself; use the group in process ", owner_, ", or start ranks with dist_prims.spawn");
     TORCH_CHECK(!awaits_members_, "rank ", rank_, ": the group was made with enable_reconfigure=True and has no ",
                 "members yet; call reconfigure first");
@@ -175,9 +185,9 @@ WorkPtr PrimsBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors&
                                                       const c10d::AllgatherOptions& opts) {
     if (auto* backend = delegate(inputs)) return backend->allgather_into_tensor_coalesced(outputs, inputs, opts);
     const auto record = profiled("allgather_into_tensor_coalesced", opts.asyncOp, inputs, outputs);
-    std::vector<CollectiveCall> calls;
-    for (std::size_t each = 0; each < inputs.size(); ++each)
-        calls.push_back(builder().all_gather(inputs[each], blocks("all_gather", outputs.at(each), size_)));
+    auto calls = calls_of("all_gather", inputs, outputs.size(), [&](std::size_t each) {
+        return builder().all_gather(inputs[each], blocks("all_gather", outputs[each], size_));
+    });
     return start(std::move(calls), call_options(Collective::kAllGather, opts, c10d::OpType::COALESCED), outputs);
 }
 
@@ -185,7 +195,7 @@ WorkPtr PrimsBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs, con
     if (auto* backend = delegate(inputs)) return backend->gather(outputs, inputs, opts);
     const auto record = profiled("gather", opts.asyncOp, inputs, outputs, opts.rootRank);
     return start(builder().gather(only("gather", inputs), outputs, opts.rootRank),
-                 call_options(Collective::kGather, opts), rank_ == opts.rootRank ? outputs[0] : Tensors{});
+                 call_options(Collective::kGather, opts), rank_ == opts.rootRank ? outputs.at(0) : Tensors{});
 }
 
 // Only the root's call uses the tensor.
@@ -223,10 +233,10 @@ WorkPtr PrimsBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors&
                                                       const c10d::ReduceScatterOptions& opts) {
     if (auto* backend = delegate(inputs)) return backend->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
     const auto record = profiled("reduce_scatter_tensor_coalesced", opts.asyncOp, inputs, outputs);
-    std::vector<CollectiveCall> calls;
-    for (std::size_t each = 0; each < inputs.size(); ++each)
-        calls.push_back(builder().reduce_scatter(blocks("reduce_scatter", packed(inputs[each]), size_),
-                                                 outputs.at(each), opts.reduceOp));
+    auto calls = calls_of("reduce_scatter", inputs, outputs.size(), [&](std::size_t each) {
+        return builder().reduce_scatter(blocks("reduce_scatter", packed(inputs[each]), size_), outputs[each],
+                                        opts.reduceOp);
+    });
     return start(std::move(calls), call_options(Collective::kReduceScatter, opts, c10d::OpType::COALESCED), outputs);
 }
 

@@ -104,24 +104,24 @@ void Execution::run(const CollectiveCall& call, Milliseconds timeout) {
 // Each rank therefore adds three terms to the agreement:
 //
 //     the difference of its lengths     the sum is 0 if what each rank sends is what its peer expects
-//     1 if its blocks differ in length  the sum is 0 if there is no such rank
-//     a checksum of its schedule        the sum is a multiple if all ranks have the same
+//     1 if its blocks differ in length  the sum is 0 if the blocks of no rank differ
+//     a checksum of its schedule        the sum is size times this checksum if all ranks have the same
 //
 // If all pairs match and no rank has blocks of different lengths, all blocks have one length.
 void Execution::exchange(const CollectiveCall& call, Milliseconds timeout) {
     const ExchangeLengths lengths = lengths_of(call);
-    const std::uint64_t plan = Checksum().add(call.schedule ? call.schedule->name : "").value();
-    const Terms terms{difference_of(lengths), is_even(call.counts) ? 0u : 1u, plan};
-    const Terms wanted{0, 0, plan * static_cast<std::uint64_t>(size_)};
-    const bool moves = call.schedule && call.schedule->is_piggyback;
-    const Terms sum = moves ? agree_and_move(call.announced, in_blocks(call.inputs, call.outputs, call.counts), timeout,
-                                             terms, wanted)
-                            : agree(call.announced, timeout, terms);
-    if (moves && sum == wanted) return;
-    const auto [difference, uneven_ranks, plans] = sum;
+    const std::uint64_t schedule_checksum = Checksum().add(call.schedule ? call.schedule->name : "").value();
+    const Terms terms{difference_of(lengths), is_even(call.counts) ? 0u : 1u, schedule_checksum};
+    const Terms matching_terms{0, 0, schedule_checksum * static_cast<std::uint64_t>(size_)};
+    const bool is_piggyback = call.schedule && call.schedule->is_piggyback;
+    const Terms sum = is_piggyback ? agree_and_move(call.announced, in_blocks(call.inputs, call.outputs, call.counts),
+                                                    timeout, terms, matching_terms)
+                                   : agree(call.announced, timeout, terms);
+    if (is_piggyback && sum == matching_terms) return;
+    const auto [difference, uneven_ranks, checksum_sum] = sum;
     if (difference != 0) compare_lengths(call, lengths, timeout);
     const bool all_even = difference == 0 && uneven_ranks == 0;
-    if (all_even && plans != wanted[2]) {
+    if (all_even && checksum_sum != matching_terms[2]) {
         Call named = call.announced;
         named.by(call.schedule ? call.schedule->name : "");
         agree(named, timeout);
@@ -235,8 +235,7 @@ SchedulePtr Execution::find(const std::vector<SchedulePtr>& schedules, std::uint
 ProgramBuffer in_blocks(const Tensors& inputs, const Tensors& outputs, const Counts& counts) {
     ProgramBuffer buffer;
     for (std::size_t block = 0; block < counts.size(); ++block) {
-        const auto address = [&](const at::Tensor& each) { return each.defined() ? bytes_of(each) : nullptr; };
-        buffer.blocks.push_back({address(inputs[block]), address(outputs[block]), counts[block]});
+        buffer.blocks.push_back({address_of(inputs[block]), address_of(outputs[block]), counts[block]});
     }
     buffer.owner = std::make_shared<const std::pair<Tensors, Tensors>>(inputs, outputs);
     return buffer;

@@ -49,8 +49,8 @@ public:
     void check_tag(int tag) const override {
         const int largest = group_.remote.tags.largest_of_users();
         TORCH_CHECK_VALUE(tag >= 0 && tag <= largest, "rank ", rank_, ": tag ", tag,
-                          " of a message in a group that spans hosts; its tags for messages lie between 0 and ",
-                          largest, ", because the group has those above for itself");
+                          " is out of range: in a group that spans hosts, messages have tags from 0 to ", largest,
+                          "; the group reserves the larger tags");
     }
     BegunMessage begin_message(const UserMessage& message) override {
         const bool is_from_any = message.peer == PointToPoint::kAnyone;

@@ -125,7 +125,7 @@ private:
         LongWait waiting(membership.wait_graph());
         waiting.published.set(waits.front());
         while (!membership.is_final(waiting.diagnosis, waits, limit)) {
-            std::this_thread::sleep_for(Milliseconds(10));
+            std::this_thread::sleep_for(kBetweenDiagnoses);
             membership.check_failures([](int) { return false; }, [] { return std::string("monitored_barrier"); });
         }
         membership.throw_timeout(c10::str(limit.count(), " ms in monitored_barrier: Rank ", rank_,

@@ -263,10 +263,9 @@ void alike(const char* what, const Tensors& tensors, const at::Tensor& like) {
 }
 
 void must_be_distinct(const char* what, const at::Tensor& tensor) {
-    TORCH_CHECK_VALUE(
-        at::has_internal_overlap(tensor) != at::MemOverlap::Yes, what,
-        ": several elements of the tensor lie in one place, as those of an expanded tensor do, so nothing "
-        "can be received into it; receive into a clone() of it");
+    TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, what,
+                      ": several elements of the tensor lie in one place, as in an expanded tensor, so nothing "
+                      "can be received into it; receive into a clone() of it");
 }
 
 void as_many(const char* what, std::size_t found, int wanted) {

@@ -71,7 +71,7 @@ Op checked(const char* what, const c10d::ReduceOp& op, const at::Tensor& tensor)
 const at::Tensor& only(const char* what, const Tensors& tensors);
 void must_be_on_cpu(const char* what, const at::Tensor& tensor);
 void alike(const char* what, const Tensors& tensors, const at::Tensor& like);
-// No two elements in one place, as those of an expanded tensor:
+// Throws if several elements lie in one place, as in an expanded tensor.
 void must_be_distinct(const char* what, const at::Tensor& tensor);
 void as_many(const char* what, std::size_t found, int wanted);
 

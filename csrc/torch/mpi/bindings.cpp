@@ -30,8 +30,10 @@ public:
         try {
             return std::make_shared<MpiEndpoint>(
                 MpiEndpoint{library_->make_transport({ranks, timeout, largest_count}, check_signals)});
-        } catch (const Transport::TransportError& error) {
+        } catch (const MissingRanksError& error) {
             throw CommError(CommError::Kind::kTimeout, error.what());
+        } catch (const Transport::TransportError& error) {
+            throw CommError(CommError::Kind::kUnreachable, error.what());
         }
     }
 

@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..contract import ROOTED
-from ..load import Hosts as HostRanks
-from ..load import Load
+from ..load import Hosts, Load
 from ..moves import side_by_side
 from ..registry import load_by_card, lookup
 from ..schedule_builder import build_shared
@@ -31,7 +30,7 @@ from ..steps import CountedStep, Phase, ScheduleData, Step, WideStep
 __all__: list[str] = []
 
 Ints = NDArray[np.int64]
-Hosts = Sequence[int] | None
+HostSizes = Sequence[int] | None
 
 MULTI_LANE = "Traeff and Hunold, Decomposing MPI Collectives for Exploiting Multi-lane Communication, 2020"
 
@@ -41,7 +40,7 @@ def fair_share(size: int) -> int:
     return max(m for m in range(1, math.isqrt(size) + 1) if size % m == 0)
 
 
-def host_sizes(size: int, hosts: Hosts) -> tuple[int, ...]:
+def host_sizes(size: int, hosts: HostSizes) -> tuple[int, ...]:
     """The number of ranks of each host."""
     if hosts is None:
         each = fair_share(size)
@@ -52,7 +51,7 @@ def host_sizes(size: int, hosts: Hosts) -> tuple[int, ...]:
     return given
 
 
-def equal_hosts(size: int, hosts: Hosts) -> tuple[int, int]:
+def equal_hosts(size: int, hosts: HostSizes) -> tuple[int, int]:
     """The number of hosts, and the ranks of each."""
     shape = host_sizes(size, hosts)
     if len(set(shape)) > 1:
@@ -76,7 +75,7 @@ def phase(parameter: str, collective: str, name: str, size: int, root: int = 0) 
 def chunks_of_blocks(collective: str) -> Callable[..., int]:
     """One chunk for each rank; the function checks the parameters when the schedule is built."""
 
-    def chunks(size: int, inner: str, outer: str, hosts: Hosts) -> int:
+    def chunks(size: int, inner: str, outer: str, hosts: HostSizes) -> int:
         number, each = equal_hosts(size, hosts)
         phase("inner", collective, inner, each), phase("outer", collective, outer, number)
         return size
@@ -87,7 +86,7 @@ def chunks_of_blocks(collective: str) -> Callable[..., int]:
 def chunks_of_units(kinds: tuple[str, ...], collective: str) -> Callable[..., int]:
     """The number of chunks of an algorithm over units: ``kinds`` within the hosts, ``collective`` between them."""
 
-    def chunks(size: int, inner: str, outer: str, hosts: Hosts) -> int:
+    def chunks(size: int, inner: str, outer: str, hosts: HostSizes) -> int:
         shape = host_sizes(size, hosts)
         within = [phase("inner", kind, inner, m).chunks for kind in kinds for m in set(shape)]
         return math.lcm(math.lcm(*shape) * phase("outer", collective, outer, len(shape)).chunks, *within)
@@ -95,14 +94,14 @@ def chunks_of_units(kinds: tuple[str, ...], collective: str) -> Callable[..., in
     return chunks
 
 
-def inside_load(kind: str, inner: str, hosts: HostRanks, every: bool = True) -> Load:
+def inside_load(kind: str, inner: str, hosts: Hosts, every: bool = True) -> Load:
     """The load of a collective within every host, or else within one of the largest."""
     sizes = Counter(hosts.ranks if every else (max(hosts.ranks),))
-    loads = [load_by_card(lookup(kind, inner), HostRanks((ranks,), has_cores=hosts.has_cores)) for ranks in sizes]
+    loads = [load_by_card(lookup(kind, inner), Hosts((ranks,), has_cores=hosts.has_cores)) for ranks in sizes]
     return side_by_side(loads, [*sizes.values()] if hosts.one_machine else None)
 
 
-def between_load(collective: str, outer: str, hosts: HostRanks, rank: float, link: float) -> Load:
+def between_load(collective: str, outer: str, hosts: Hosts, rank: float, link: float) -> Load:
     """The load of a collective between hosts that all ranks of a host run side by side, each for a share of the data.
 
     ``rank``: the data of a rank, and ``link`` of a host, as multiples of the data. Hosts of different sizes: a rank of

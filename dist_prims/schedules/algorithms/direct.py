@@ -16,7 +16,7 @@ import numpy as np
 
 from ..cost_card import Card
 from ..load import Hosts
-from ..moves import Everyone, Part, Star
+from ..moves import AllPairs, Part, Star
 from ..registry import algorithm
 from ..steps import Step
 
@@ -31,16 +31,16 @@ def _pairs(size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _reduce_load(hosts: Hosts) -> Iterator[Part]:
-    yield Everyone(reduce=True)
+    yield AllPairs(reduce=True)
 
 
 def _exchange_load(hosts: Hosts) -> Iterator[Part]:
     if hosts.size > 1:
-        yield Everyone()
+        yield AllPairs()
 
 
 def _two_shot_load(hosts: Hosts) -> Iterator[Part]:
-    yield Everyone(reduce=True)
+    yield AllPairs(reduce=True)
     yield from _exchange_load(hosts)
 
 

@@ -31,14 +31,19 @@ __all__: list[str] = []
 SOURCE = "Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005"
 
 
+def halves(p: int) -> list[int]:
+    """p/2, p/4, ..., 1, for a power of two."""
+    return [p >> step for step in range(1, p.bit_length())]
+
+
 def distances(p: int) -> list[NDArray[np.int64]]:
     """The peers of every rank at distance p/2, p/4, ..., 1."""
-    return [np.arange(p) ^ distance for distance in (p >> np.arange(1, p.bit_length())).tolist()]
+    return [np.arange(p) ^ distance for distance in halves(p)]
 
 
 def _all_reduce_load(hosts: Hosts) -> Iterator[Part]:
     size, p = hosts.size, floor_pow2(hosts.size)
-    far = (p >> np.arange(1, p.bit_length())).tolist()
+    far = halves(p)
     yield Round(int(size > p), [[Move(p, size, -p, chunks=p, reduce=True)]])
     yield from (Round(1, [exchanged(p, distance, distance, reduce=True)]) for distance in far)
     yield from (Round(1, [exchanged(p, distance, distance)]) for distance in reversed(far))

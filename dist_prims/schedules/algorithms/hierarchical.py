@@ -30,28 +30,28 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..cost_card import Card
-from ..load import Hosts as HostRanks
+from ..load import Hosts
 from ..moves import Part
 from ..registry import algorithm
 from ..steps import Phases
 from . import _hierarchy as hierarchy
-from ._hierarchy import Hosts, fair_share
+from ._hierarchy import HostSizes, fair_share
 
 __all__: list[str] = []
 
 
-def _all_reduce_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+def _all_reduce_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
     yield hierarchy.inside_load("reduce_scatter", inner, hosts)
     yield hierarchy.between_load("all_reduce", outer, hosts, 1 / min(hosts.ranks), 1)
     yield hierarchy.inside_load("all_gather", inner, hosts)
 
 
-def _all_gather_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+def _all_gather_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
     yield hierarchy.between_load("all_gather", outer, hosts, 1 / hosts.ranks[0], 1)
     yield hierarchy.inside_load("all_gather", inner, hosts)
 
 
-def _reduce_scatter_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+def _reduce_scatter_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
     yield hierarchy.inside_load("reduce_scatter", inner, hosts)
     yield hierarchy.between_load("reduce_scatter", outer, hosts, 1 / hosts.ranks[0], 1)
 
@@ -68,7 +68,7 @@ _chunks = hierarchy.chunks_of_units(("reduce_scatter", "all_gather"), "all_reduc
     chunks=_chunks,
     card=Card("2*(m-1) + 2*(n/m - 1)", "2*(n-1)/n", "several hosts, large data", "NCCL; Horovod", M, _all_reduce_load),
 )
-def all_reduce(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts = None) -> Phases:
+def all_reduce(size: int, inner: str = "ring", outer: str = "ring", hosts: HostSizes = None) -> Phases:
     shape, chunks = hierarchy.host_sizes(size, hosts), _chunks(size, inner, outer, hosts)
     return (
         hierarchy.inside("reduce_scatter", inner, shape, chunks),
@@ -83,7 +83,7 @@ def all_reduce(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts
     chunks=hierarchy.chunks_of_blocks("all_gather"),
     card=replace(BLOCKS, load=_all_gather_load),
 )
-def all_gather(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts = None) -> Phases:
+def all_gather(size: int, inner: str = "ring", outer: str = "ring", hosts: HostSizes = None) -> Phases:
     number, each = hierarchy.equal_hosts(size, hosts)
     return (
         hierarchy.between(hierarchy.phase("outer", "all_gather", outer, number), each),
@@ -92,7 +92,7 @@ def all_gather(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts
 
 
 @algorithm("reduce_scatter", name="hierarchical", chunks=hierarchy.chunks_of_blocks("reduce_scatter"), card=BLOCKS)
-def reduce_scatter(size: int, inner: str = "ring", outer: str = "ring", hosts: Hosts = None) -> Phases:
+def reduce_scatter(size: int, inner: str = "ring", outer: str = "ring", hosts: HostSizes = None) -> Phases:
     number, each = hierarchy.equal_hosts(size, hosts)
     return (
         hierarchy.within(hierarchy.phase("inner", "reduce_scatter", inner, each), range(number), number),

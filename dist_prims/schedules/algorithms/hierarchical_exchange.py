@@ -23,17 +23,17 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card, ceil_log2
-from ..load import Hosts as HostRanks
+from ..load import Hosts
 from ..moves import Part
 from ..registry import algorithm, lookup
 from ..steps import CountedStep, ScheduleData, Step
 from . import _hierarchy as hierarchy
-from ._hierarchy import Hosts, Ints, fair_share
+from ._hierarchy import HostSizes, Ints, fair_share
 
 __all__: list[str] = []
 
 
-def _scratch(size: int, inner: str, outer: str, hosts: Hosts) -> int:
+def _scratch(size: int, inner: str, outer: str, hosts: HostSizes) -> int:
     more = any(lookup("all_to_all", name).scratch is not None for name in (inner, outer))
     return 2 * size if more else size
 
@@ -61,12 +61,12 @@ def _rows(step: Step, ranks: Ints, numbers: Ints) -> Step:
     return Step(src, dst, chunk, into=into)
 
 
-def _all_to_all_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+def _all_to_all_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
     yield hierarchy.inside_load("all_to_all", inner, hosts)
     yield hierarchy.between_load("all_to_all", outer, hosts, 1, hosts.ranks[0])
 
 
-def _barrier_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+def _barrier_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
     yield hierarchy.inside_load("barrier", inner, hosts)
     yield hierarchy.between_load("barrier", outer, hosts, 1, 1)
 
@@ -85,7 +85,7 @@ def _barrier_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
         _all_to_all_load,
     ),
 )
-def all_to_all(size: int, inner: str = "pairwise", outer: str = "pairwise", hosts: Hosts = None) -> Iterator[Step]:
+def all_to_all(size: int, inner: str = "pairwise", outer: str = "pairwise", hosts: HostSizes = None) -> Iterator[Step]:
     number, each = hierarchy.equal_hosts(size, hosts)
     small, large = (
         hierarchy.phase("inner", "all_to_all", inner, each),
@@ -111,7 +111,7 @@ def all_to_all(size: int, inner: str = "pairwise", outer: str = "pairwise", host
     ),
 )
 def barrier(
-    size: int, inner: str = "dissemination", outer: str = "dissemination", hosts: Hosts = None
+    size: int, inner: str = "dissemination", outer: str = "dissemination", hosts: HostSizes = None
 ) -> Iterator[Step]:
     number, each = hierarchy.equal_hosts(size, hosts)
     rank = np.arange(size).reshape(number, each)

@@ -28,14 +28,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..cost_card import Card, ceil_log2
-from ..load import Hosts as HostRanks
+from ..load import Hosts
 from ..moves import Part
 from ..registry import algorithm
 from ..schedule_builder import build_shared
 from ..steps import Phase, Phases, ScheduleData, Step
 from . import _hierarchy as hierarchy
 from . import binomial
-from ._hierarchy import Hosts, fair_share
+from ._hierarchy import HostSizes, fair_share
 
 __all__: list[str] = []
 
@@ -73,24 +73,24 @@ def _steps_on_one_host(schedule: ScheduleData, first_rank: int) -> Iterator[Step
     yield from map(hierarchy.Groups(ranks[None, :], np.zeros(1, np.int64), 1).spread, schedule.steps)
 
 
-def _broadcast_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+def _broadcast_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
     yield hierarchy.inside_load("scatter", "binomial", hosts, every=False)
     yield hierarchy.between_load("broadcast", outer, hosts, 1 / min(hosts.ranks), 1)
     yield hierarchy.inside_load("all_gather", inner, hosts)
 
 
-def _reduce_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+def _reduce_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
     yield hierarchy.inside_load("reduce_scatter", inner, hosts)
     yield hierarchy.between_load("reduce", outer, hosts, 1 / min(hosts.ranks), 1)
     yield hierarchy.inside_load("gather", "binomial", hosts, every=False)
 
 
-def _gather_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+def _gather_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
     yield hierarchy.between_load("gather", outer, hosts, 1 / hosts.ranks[0], 1)
     yield hierarchy.inside_load("gather", inner, hosts, every=False)
 
 
-def _scatter_load(hosts: HostRanks, inner: str, outer: str) -> Iterator[Part]:
+def _scatter_load(hosts: Hosts, inner: str, outer: str) -> Iterator[Part]:
     yield hierarchy.inside_load("scatter", inner, hosts, every=False)
     yield hierarchy.between_load("scatter", outer, hosts, 1 / hosts.ranks[0], 1)
 
@@ -107,7 +107,9 @@ _reduce_chunks = hierarchy.chunks_of_units(("reduce_scatter",), "reduce")
         "M + H + m-1", "(2*(m-1) + H)/m", "several hosts, large data", hierarchy.MULTI_LANE, WHERE, _broadcast_load
     ),
 )
-def broadcast(size: int, root: int = 0, inner: str = "ring", outer: str = "binomial", hosts: Hosts = None) -> Phases:
+def broadcast(
+    size: int, root: int = 0, inner: str = "ring", outer: str = "binomial", hosts: HostSizes = None
+) -> Phases:
     shape, chunks = hierarchy.host_sizes(size, hosts), _broadcast_chunks(size, inner, outer, hosts)
     host, _ = _place(shape, root)
     return (
@@ -130,7 +132,7 @@ def broadcast(size: int, root: int = 0, inner: str = "ring", outer: str = "binom
         _reduce_load,
     ),
 )
-def reduce(size: int, root: int = 0, inner: str = "ring", outer: str = "binomial", hosts: Hosts = None) -> Phases:
+def reduce(size: int, root: int = 0, inner: str = "ring", outer: str = "binomial", hosts: HostSizes = None) -> Phases:
     shape, chunks = hierarchy.host_sizes(size, hosts), _reduce_chunks(size, inner, outer, hosts)
     host, _ = _place(shape, root)
     return (
@@ -146,7 +148,9 @@ def reduce(size: int, root: int = 0, inner: str = "ring", outer: str = "binomial
     chunks=hierarchy.chunks_of_blocks("gather"),
     card=Card("M + H", "max(b, w*n/m)/n", "several hosts, small data", hierarchy.MULTI_LANE, WHERE, _gather_load),
 )
-def gather(size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: Hosts = None) -> Phases:
+def gather(
+    size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: HostSizes = None
+) -> Phases:
     number, each = hierarchy.equal_hosts(size, hosts)
     host, place = divmod(root, each)
     return (
@@ -161,7 +165,9 @@ def gather(size: int, root: int = 0, inner: str = "binomial", outer: str = "bino
     chunks=hierarchy.chunks_of_blocks("scatter"),
     card=Card("M + H", "(n-1)/n", "several hosts, small data", hierarchy.MULTI_LANE, WHERE, _scatter_load),
 )
-def scatter(size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: Hosts = None) -> Phases:
+def scatter(
+    size: int, root: int = 0, inner: str = "binomial", outer: str = "binomial", hosts: HostSizes = None
+) -> Phases:
     number, each = hierarchy.equal_hosts(size, hosts)
     host, place = divmod(root, each)
     return (

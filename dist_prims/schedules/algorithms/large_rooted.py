@@ -35,7 +35,7 @@ from .tree import at_least_one
 __all__: list[str] = []
 
 CHUNKS = 8
-_MANY_HOSTS = 1024  # so long a chain is not cut into segments, so the order of its steps makes no difference
+_MANY_HOSTS = 1024  # a longer chain is not cut into segments, so the order of its steps does not matter
 
 
 def _chain_load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[Part]:

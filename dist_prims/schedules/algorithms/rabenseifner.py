@@ -29,7 +29,7 @@ from ..registry import algorithm
 from ..steps import Step, WideStep
 from . import _butterfly as butterfly
 from . import binomial
-from .halving_doubling import distances
+from .halving_doubling import distances, halves
 
 __all__: list[str] = []
 
@@ -62,7 +62,7 @@ def _load(hosts: Hosts) -> Iterator[Part]:
         odd = Move(1, 2 * surplus, -1, 1, 2, p // 2, reduce=True)
         yield Round(1, [[odd, replace(odd, first=0, shift=1)]])
         yield Round(1, [[replace(odd, reduce=False)]])
-    for distance in (p >> np.arange(1, p.bit_length())).tolist():
+    for distance in halves(p):
         yield WideStep(Step(rank, rank[places ^ distance], places, reduce=True), distance)
     yield from (step.renumbered(rank) for step in binomial.gather(p))
 

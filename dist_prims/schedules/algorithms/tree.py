@@ -124,9 +124,8 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, trees: int = 1) -> Iterator[Part]:
     for now in range(2 * top + chunks - 1 if top else 0):
         active = [move for at, level in enumerate(up) if 0 <= now - at < chunks for move in level]
         active += [move for at, level in enumerate(reversed(down)) if 0 <= now - top - at < chunks for move in level]
-        to_the_right = [
-            move for move in active if move.shift > 0
-        ]  # of the two children of a parent, one is on each side
+        # Of the two children of a parent, one is on each side.
+        to_the_right = [move for move in active if move.shift > 0]
         to_the_left = [move for move in active if move.shift < 0]
         yield Round(1, [to_the_right, to_the_left])
 

@@ -51,17 +51,17 @@ def partition_dataset(
     """
     rank, size = place_of("partition_dataset", group, None, None)
     shares = [1 / size] * size if sizes is None else list(sizes)
-    problem: ValueError | None = None
-    if batch < 1 or len(shares) != size:
-        problem = ValueError(
-            f"partition_dataset: rank {rank}: batch={batch} must be at least 1, and sizes={shares} has {len(shares)} "
-            f"shares for {size} ranks; give one for each"
-        )
+    problem = ""
+    if batch < 1:
+        problem = f"batch={batch} must be at least 1"
+    elif len(shares) != size:
+        problem = f"sizes={shares} has {len(shares)} shares for {size} ranks; give one for each"
+    failure = ValueError(f"partition_dataset: rank {rank}: {problem}") if problem else None
     labels = None if stratify is None else np.asarray(stratify)
     rest = zlib.crc32(repr((shuffle, shares, None if labels is None else labels.tolist())).encode())
     arguments = [f"len(data)={len(data)}", f"batch={batch}", f"seed={seed}"]
     arguments.append(f"one of shuffle, sizes and stratify (by checksum)={rest}")
-    found = gather_values(arguments, group, "partition_dataset", problem)
+    found = gather_values(arguments, group, "partition_dataset", failure)
     check_lists("partition_dataset", found, "Call it with the same arguments on every rank", group)
     parts = DataPartitioner(data, shares, seed, stratify=labels)
     return Batches(parts, batch, rank, seed=seed, shuffle=shuffle, collate=collate)

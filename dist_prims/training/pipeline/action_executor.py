@@ -68,7 +68,7 @@ def message_to(plan: PipelinePlan, action: Action) -> tuple[str, int, int] | Non
 
 
 def is_done(action: Action, learn: bool, num_microbatches: int) -> bool:
-    """Whether an action is to be done for a batch of so many micro-batches."""
+    """Whether a batch of ``num_microbatches`` needs the action; ``learn``: with its backward."""
     return action.micro < num_microbatches and (learn or action.kind == "F")
 
 

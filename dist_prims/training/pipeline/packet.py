@@ -99,7 +99,7 @@ class PacketLayout:
 
     @classmethod
     def decode(cls, data: bytes) -> PacketLayout:
-        """The layout of which :meth:`encode` has made this.
+        """The layout from the bytes that :meth:`encode` returned.
 
         >>> layout = PacketLayout([spec_of(torch.ones(2, 3).t())])
         >>> PacketLayout.decode(layout.encode()) == layout

@@ -215,7 +215,7 @@ class Pipeline(Owner):
         return outputs
 
     def _attempt(self, what: object, act: Callable[..., _T], *arguments: Any) -> _T | None:
-        """The result of ``act``, whose error becomes the failure of this rank; after a failure it is not called."""
+        """Call ``act`` and return its result; an error becomes this rank's failure, after which none is called."""
         if self._failure is None:
             try:
                 return act(*arguments)
