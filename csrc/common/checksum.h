@@ -20,7 +20,7 @@ public:
     std::uint64_t value() const { return sum_; }
 
 private:
-    // A permutation in which each bit of the result depends on all bits: that of splitmix64.
+    // A permutation in which each bit of the result depends on all bits, as in splitmix64.
     static std::uint64_t mixed(std::uint64_t bits) {
         bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9u;
         bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebu;

@@ -80,7 +80,7 @@ T rounded(T product) {
 #endif
 }
 
-// kWraps: of whole numbers the result is that of the unsigned type, as a signed one must not overflow.
+// kWraps: whole numbers are computed in the unsigned type, as a signed one must not overflow.
 struct Sum {
     static constexpr bool kWraps = true;
     template <typename T>

@@ -45,7 +45,7 @@ private:
 };
 
 // Waits for a notification; may return without one, as condition_variable::wait() may. A process that is linked to
-// wait() itself does not start where libstdc++ is older than that of GCC 12.
+// wait() itself does not start where libstdc++ is older than GCC 12.
 template <typename Lock>
 void wait_for_notification(std::condition_variable& condition, Lock& lock) {
     condition.wait_for(lock, std::chrono::hours(1));

@@ -10,7 +10,7 @@ namespace dist_prims {
 // What a leader tells the others of the call of its host, before its data.
 struct MultiHostGroup::FrameHeader {
     std::uint64_t checksum = 0;  // of the call
-    Terms terms{};               // the sum of those of its ranks
+    Terms terms{};               // the sums of its ranks' terms
     std::uint32_t differs = 0;   // 1: the ranks of the host have made different calls
     std::uint32_t bytes = 0;     // of the data
 };
@@ -95,7 +95,7 @@ std::size_t MultiHostGroup::largest_message(const Exchange& exchange) const {
     return exchange.frames * (sizeof(FrameHeader) + (rounds_.size() == 1 ? kMostData : kSmall));
 }
 
-// Posts the receives of the next agreement, into the memory of those of the last one.
+// Posts the receives of the next agreement, into the memory of the last one's receives.
 void MultiHostGroup::post_receives() {
     auto posted = next_.begin();
     for (const Round& round : rounds_) {
@@ -186,7 +186,7 @@ MultiHostGroup::MessagePtr MultiHostGroup::joined(const LeaderFrames& frames) {
     return message;
 }
 
-// Sends frames_ and returns those of all hosts, by host.
+// Sends frames_ and returns the frames of all hosts, by host.
 MultiHostGroup::LeaderFrames MultiHostGroup::gather_frames(std::chrono::milliseconds timeout) {
     const std::size_t hosts = hosts_.ranks.size();
     std::swap(now_, next_);
@@ -251,7 +251,7 @@ MultiHostGroup::Difference MultiHostGroup::find_difference(const Call& call, std
     return found;
 }
 
-// On a leader, after the ranks of its host have posted their calls. `result`: where that of the data is to be written.
+// On a leader, after the ranks of its host have posted their calls. `result`: where the result of the data is written.
 MultiHostGroup::Verdict MultiHostGroup::decide(const Call& call, const Data& data, std::byte* result,
                                                std::chrono::milliseconds timeout) {
     Verdict verdict;

@@ -47,8 +47,8 @@ public:
     // slots.open() itself. The result is the sum of the terms of all ranks.
     Terms agree(const Call& call, std::chrono::milliseconds timeout, const Terms& terms = {});
 
-    // Whether the data of a collective can travel with the agreement; `bytes` are those of the data as a schedule
-    // counts it.
+    // Whether the data of a collective can travel with the agreement; `bytes` is the size of the data as a
+    // schedule counts it.
     bool can_carry(Collective collective, std::size_t bytes) const;
     // The same for data so small that it adds nothing to the time of the agreement.
     bool is_small(Collective collective, std::size_t bytes) const {
@@ -116,7 +116,7 @@ private:
     const std::vector<Round> rounds_;
     // On leaders:
     std::vector<MessagePtr> frames_;    // the own frame of the current agreement, by the host that gets it
-    std::vector<MessagePtr> outgoing_;  // those of frames_ and of later rounds, the first outgoing_used_ in use
+    std::vector<MessagePtr> outgoing_;  // frames_ and the frames of later rounds, the first outgoing_used_ in use
     std::size_t outgoing_used_ = 0;
     std::vector<PostedReceive> now_, next_;  // of the current and the next agreement, in the order of the rounds
 };

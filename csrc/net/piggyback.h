@@ -1,5 +1,5 @@
 // The data of a collective that travels in the messages of the agreement on the call, from the leader of each host to
-// those of the others.
+// the other leaders.
 //
 // A rank posts its inputs in its slot, one block after the other: its *row*. The leader makes a message for each host,
 // also for its own, from the rows of its host. From the messages of all hosts the leader then combines the *result* of
@@ -30,11 +30,11 @@ namespace dist_prims {
 
 class Piggyback {
 public:
-    // `buffer` is that of a schedule; see ProgramBuffer. All ranks know the lengths of all blocks, or all blocks have
+    // `buffer`: as a schedule has it, see ProgramBuffer. All ranks know the lengths of all blocks, or all blocks have
     // one length.
     Piggyback(const Hosts& hosts, int rank, const Call& call, const ProgramBuffer& buffer);
 
-    // The bytes of data that a collective moves through a slot or a message, at most: `bytes` are those of its call.
+    // The bytes of data that a collective moves through a slot or a message, at most: `bytes` is the size of its call.
     static std::size_t most_bytes(const Hosts& hosts, Collective collective, std::size_t bytes);
     // Whether all hosts get the same message.
     static bool is_for_all(Collective collective);

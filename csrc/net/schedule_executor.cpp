@@ -378,11 +378,13 @@ void execute(const RankProgram& program, Router& router, DType dtype, Op op, con
     std::optional<BackgroundScope>
         sleeping;  // a rank that waits for the network leaves the core to the threads that serve it
     if (router.spans_hosts()) sleeping.emplace();
+    // 1. What all segments share.
     const auto buffers = std::make_shared<StagingBuffers>(buffer.owner);
     std::vector<bool> is_written(static_cast<std::size_t>(program.chunks + program.scratch));
     for (const RankProgram::Step& step : program.steps) {
         for (const RankProgram::Write& write : step.writes) is_written[static_cast<std::size_t>(write.into)] = true;
     }
+    // 2. Segments are in progress side by side, so that one adds while another waits. In a lane the oldest goes first.
     const auto all = static_cast<std::size_t>(segments);
     std::array<std::list<SegmentExecution>, kLanes> lanes;  // of each, the oldest segment first
     std::size_t begun = 0, finished = 0;
@@ -398,6 +400,7 @@ void execute(const RankProgram& program, Router& router, DType dtype, Op op, con
         lane.pop_back();  // a program without steps
         ++finished;
     };
+    // 3. Until all segments are done. After an error no message may arrive in memory that the caller frees.
     try {
         while (finished < all) std::for_each(lanes.begin(), lanes.end(), move);
     } catch (...) {

@@ -2,7 +2,7 @@
 //
 // Every transfer of a step reads the state before the step. A step therefore sends first, receives into staging buffers
 // any data that is added or that would overwrite data still to be read, and reduces when both are done. The order of
-// the reductions is the order of the schedule, so the bits equal those of the Python executor and of the simulator.
+// the reductions is the order of the schedule, so the Python executor and the simulator give the same bits.
 //
 // Data may be cut into segments that follow each other through the steps, one step apart (pipelining): while one
 // segment is on the link between hosts, another is reduced inside a host. Even and odd segments are two such pipelines,

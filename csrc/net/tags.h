@@ -11,7 +11,7 @@
 //     data                          kSegments tags, used in turn: one for each segment of data
 //
 // A transport delivers the messages of one sender, receiver and tag in order. So the tag of a segment may be reused as
-// soon as that segment is done on this rank: then both ends post all messages of the earlier segment before those of
+// soon as that segment is done on this rank: then both ends post all messages of the earlier segment before any of
 // the later one. A rank has at most kSegments segments in flight (see schedule_executor.cpp), all ranks begin and
 // finish them in the same order, and the calls of a group follow each other.
 #pragma once

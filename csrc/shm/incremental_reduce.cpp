@@ -133,7 +133,7 @@ void IncrementalReduce::sum(HostSegment& host_segment) {
     }
 }
 
-// After this no other rank writes to the data, and this rank writes to that of no other.
+// After this a rank writes to its own data only.
 void IncrementalReduce::end() {
     const std::lock_guard lock(mutex_);
     take();

@@ -205,6 +205,7 @@ bool PointToPoint::push(int to) {
 }
 
 bool PointToPoint::pull(int from) {
+    // The ring has headers, each followed by the bytes of its message. `read` counts all bytes, `offset` is a place.
     RingState& ring_state = this->ring_state(from, membership_.rank());
     const std::byte* ring = this->ring(from, membership_.rank());
     std::size_t& offset = read_offsets_[index(from)];
@@ -216,6 +217,7 @@ bool PointToPoint::pull(int from) {
     };
     IncomingHandle& message = incoming_[index(from)];
     while (const std::size_t here = ring_state.written.load() - read) {
+        // 1. A header: it waits in the ring until some receive from this rank is posted, which may have another tag.
         if (!message) {
             if (!has_posted_receive(from)) break;
             MessageHeader header;
@@ -225,6 +227,7 @@ bool PointToPoint::pull(int from) {
             match_posted(message);
             advance(sizeof(header));
         } else {
+            // 2. Bytes, as many as are here: into the memory of the receive if it is posted, else into a buffer.
             const std::size_t now = std::min({here, ring_bytes_ - offset, message->bytes - message->moved});
             const bool direct = message->request && !message->buffer && message->bytes == message->request->bytes;
             if (!direct && !message->buffer && !buffer_unexpected(*message)) return true;
@@ -232,6 +235,7 @@ bool PointToPoint::pull(int from) {
             message->moved += now;
             advance(padded(now));
         }
+        // 3. The space is free for the sender. A whole message is given to its receive.
         ring_state.read.store(read);
         if (message->moved < message->bytes) continue;
         const IncomingHandle whole = std::move(message);

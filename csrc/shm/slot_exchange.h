@@ -55,7 +55,7 @@ public:
     void open(const Call& call, std::chrono::milliseconds timeout, bool compares = true);
     // Restarts the timeout for the rest of the call.
     void renew() { deadline_ = Clock::time_point{}; }
-    // The first rank whose call differs from that of rank 0, or -1. Valid after the first phase.
+    // The first rank whose call differs from rank 0's, or -1. Valid after the first phase.
     int differs() const;
 
     std::byte* mine();

@@ -16,7 +16,7 @@ struct Greeting {
     static constexpr std::uint64_t kMagic = 0x6470'7463'7000'0002;  // the last digits are the version of the protocol
 
     Greeting() = default;
-    // `key` is that of the group, of any length.
+    // `key`: the key of the group, of any length.
     Greeting(int rank, int to, int lane, const std::string& key);
 
     // Whether the sender knows the key and means this rank.

@@ -41,7 +41,7 @@ struct Arrival {
     int from, tag;
     std::size_t bytes;
     std::byte* data;
-    TcpMessagePtr receive{};                // whose memory that is; otherwise it is that of `buffer`
+    TcpMessagePtr receive{};                // whose memory `data` is; without one it is the memory of `buffer`
     std::unique_ptr<std::byte[]> buffer{};  //
     TcpMessagePtr claimed_by{};             // the receive that was posted while the buffer was being filled
     bool is_complete = false;

@@ -57,7 +57,7 @@ public:
     void leave(std::chrono::milliseconds limit);
     // A rank whose connection to this one has ended although it has not left; kAnyone if there is none.
     int dead_rank();
-    // Fails all messages, also those of the future.
+    // Fails all messages, also future ones.
     void close(const std::string& reason);
 
     // Moves messages as far as possible without waiting.

@@ -60,7 +60,7 @@ public:
 
     // Opens a connection to a rank on the control lane, so that the end of the rank is noticed.
     void watch(int peer) { control_.open(peer); }
-    // Fails all messages, also those of the future, and closes all connections.
+    // Fails all messages, also future ones, and closes all connections.
     void close(const std::string& reason);
 
 private:

@@ -52,7 +52,7 @@ public:
     void on_gone(int peer, const std::string& reason);
     // Gives the network what has been sent, for a limited time.
     void leave();
-    // Fails all messages, also those of the future. What has been sent is given to the network first, for a limited
+    // Fails all messages, also future ones. What has been sent is given to the network first, for a limited
     // time.
     void close(const std::string& reason);
 

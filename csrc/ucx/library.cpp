@@ -10,7 +10,7 @@
 namespace dist_prims::ucx {
 namespace {
 
-// The transports of this process, which close() stops. A forked child must not stop those of its parent.
+// The transports of this process, which close() stops. A forked child must not stop its parent's transports.
 class Transports {
 public:
     void add(UcxTransport* transport) {

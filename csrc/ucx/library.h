@@ -1,8 +1,8 @@
 // The interface between the backend and UCX, without the headers of UCX.
 //
 // The sources of this folder make a library of their own, which is linked to no UCX: it loads the libucp that Python
-// has found in this environment (see dist_prims/backend/ucx_library.py) and resolves the calls it needs, those of
-// UCX 1.13.
+// has found in this environment (see dist_prims/backend/ucx_library.py) and resolves the calls it needs, which
+// UCX 1.13 has.
 #pragma once
 
 #include <memory>
@@ -15,7 +15,7 @@
 
 namespace dist_prims::ucx {
 
-// What a rank needs to connect its worker to those of the other ranks.
+// What a rank needs to connect its worker to the other ranks' workers.
 struct Connections {
     std::vector<std::string> addresses{};  // of the workers of all ranks, by rank
     TcpEndpoint tcp{};                     // for notices and diagnosis

@@ -81,16 +81,19 @@ def measure(
 ) -> list[Line]:
     """Measure the collective of the default group and of ``groups``, the algorithms ``names``, and the contenders that
     ``more`` makes from the buffers; the lines are the same on every rank."""
+    # 1. Buffers of the largest length that the case needs on this rank.
     case, size = case_of(collective), dist.get_world_size()
     count = nbytes // dtype.itemsize
     shape = case.shape(count, size)
     buffers = Buffers(dist.get_rank(), size, *(torch.zeros(length, dtype=dtype) for length in shape))
+    # 2. The contenders, all on the same buffers.
     all_groups = {dist.get_backend(): None, **(groups or {})}
     calls_of = contenders(collective, names, all_groups, segment_bytes=segment_bytes)
     runs = {name: Contender(call, buffers) for name, call in calls_of.items()} | dict(more(buffers) if more else {})
     calls = _CALLS_IN_A_ROW if nbytes <= _SMALL else 1
     run = _Run(case, calls, [*all_groups.values()][-1])
     moved = max(shape) * dtype.itemsize
+    # 3. Rounds, in which each contender runs once. The first one changes, so that none is always after the same.
     ticks: list[list[Ticks]] = [[] for _ in runs]
     lines = [Line(collective, name, moved, max(shape), str(dtype).removeprefix("torch."), case.op) for name in runs]
     for round in range(-warmup, iterations or iterations_for(nbytes)):
@@ -102,6 +105,7 @@ def measure(
                 lines[number].seconds.append(seconds)
                 lines[number].wrong += wrong
                 ticks[number].append(used)
+    # 4. How busy the machine was, and the lines of all ranks.
     for line, own in zip(lines, ticks, strict=True):
         passed = sum(each.passed for each in own)
         line.busy = sum(each.working for each in own) / passed if passed >= _LEAST_TICKS else None

@@ -121,6 +121,7 @@ class RankProcesses:
         self._watch(lambda rank: rank.exitcode == 0, "destroying their group", deadline, given)
 
     def _watch(self, done: Callable[["_Rank"], bool], activity: str, deadline: float | None, given: str) -> None:
+        # Each round: wait for a notice, an end or an output of any rank; pass outputs on; raise the first failure.
         outputs = {output.descriptor: output for rank in self.ranks for output in rank.outputs}
         while busy := [rank for rank in self.ranks if not (rank.is_lost or done(rank))]:
             left_ranks = [rank for rank in self.ranks if not rank.is_lost]
@@ -142,16 +143,19 @@ class RankProcesses:
 
     def _raise_first_failure(self) -> None:
         """Raise the first failure. A death has precedence over an exception, of which it is the likely cause."""
+        # 1. Ranks that have died or raised. A rank may have sent its notice just before it ended, so look twice.
         ended = [rank for rank in self.ranks if rank.has_died()]
         if ended:
             self._read_notices()  # those that the ranks had sent before they ended
         raised = sorted((rank for rank in self.ranks if rank.kind == RAISED), key=lambda rank: rank.when)
         ended = [rank for rank in ended if rank.has_died()]
+        # 2. If all have started and ``min_ranks`` are left, the others go on after a death.
         have_started = all(rank.kind is not None for rank in self.ranks)  # before, the others would wait for a lost one
         if have_started and not raised and len(self.ranks) - len(ended) >= self.min_ranks:
             for rank in ended:
                 rank.is_lost = True
             return
+        # 3. Otherwise the call fails with the first failure, and lists the others.
         failed = ended + raised
         if failed:
             first, *others = failed

@@ -97,11 +97,14 @@ def reconfigured_backend(
 
     ``own`` is the handle of this process, and ``timeout`` limits the call.
     """
+    # 1. The members and their order. Nothing has been sent yet.
     rank, members = _members(own, handles, is_ordered)
     one_launcher = _have_one_launcher(members)
     _require_secret(members, one_launcher)
+    # 2. The old group ends.
     backend.use_uuid(uuid)
     backend.abort()  # the other ranks learn that this one makes no further calls in the old group
+    # 3. What the old group was for torch: the default group, a group of known global ranks, or neither.
     old = made_group(backend.options.group_name)
     group = next((each for each in known_groups() if find_made_group(each) is old), None)
     world, own_rank = _world()
@@ -114,10 +117,12 @@ def reconfigured_backend(
         traits |= Trait.SEVERAL_LAUNCHERS
     if not (is_default or ranks):
         traits |= Trait.NO_GLOBAL_RANKS
+    # 4. The new group meets and is made.
     made, store, groups = _make(old.request, uuid, rank, members, timeout, ranks, traits)
     made.set_timeout(backend.options._timeout)
     if rank == 0 and old.key and not made_group(old.request.name).key:
         warn(f"reconfigure: the members are no longer authenticated; {REMEDY}")
+    # 5. torch's tables name the new members.
     if is_default:
         ranks = list(range(len(members)))
         count_groups_from(groups)

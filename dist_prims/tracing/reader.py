@@ -175,6 +175,7 @@ def read(folder: Path | str) -> Trace:
 
 def read_file(path: Path) -> ProcessTrace:
     """Read the file of one process; ValueError if it is not one."""
+    # 1. The header: is this a whole trace of this version?
     data = path.read_bytes()
     if len(data) < fmt.HEADER_BYTES or int.from_bytes(data[:8], "little") != fmt.MAGIC:
         raise ValueError("not a trace")
@@ -183,11 +184,13 @@ def read_file(path: Path) -> ProcessTrace:
         raise ValueError(f"of format {version}; this version reads format {fmt.VERSION}")
     if offset + capacity * fmt.SLOT > len(data) or fmt.HEADER_BYTES + python * fmt.SLOT > len(data):
         raise ValueError("incomplete")
+    # 2. The slots: those of Python follow the header, those of C++ begin at ``offset``.
     written = min(taken, capacity)
     sources = [
         np.frombuffer(data, EVENTS, python, fmt.HEADER_BYTES),
         np.frombuffer(data, EVENTS, written, offset),
     ]
+    # 3. Texts are spread over slots; all other slots are events, which are sorted by their begin.
     texts = [_texts(source) for source in sources]
     process = [*texts[0].get(fmt.PROCESS, {}).values()]
     if not process:
@@ -195,6 +198,7 @@ def read_file(path: Path) -> ProcessTrace:
     events = [source[np.isin(source["kind"], [*fmt.KINDS])] for source in sources]
     whole = np.concatenate(events)
     order = np.argsort(whole["begin"], kind="stable")
+    # 4. Python and C++ number groups and names each for themselves.
     numbered = [(cpp, found) for cpp, found in zip((False, True), texts, strict=True)]
     return ProcessTrace(
         path=path,

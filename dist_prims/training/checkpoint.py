@@ -254,6 +254,7 @@ class Checkpoints:
 
         A tensor of ``states`` is filled in place; for a name without a tensor there is a new one.
         """
+        # 1. Read the files that this rank needs, when their checksums are right and they have every name.
         ranks = _check_files(folder, self._rank, self._size)
         if self._own and ranks != self._size:
             raise ValueError(f"own={list(self._own)} was saved by {ranks} ranks, not {self._size}; start as many")
@@ -266,6 +267,7 @@ class Checkpoints:
         for names, there in ((self._state, files[0]["state"]), ({**self._own, **self._streams}, mine["own"])):
             if missing := sorted(names.keys() - there.keys()):
                 raise ValueError(f"{missing} not in {folder}, which has {sorted(there)}; load only what was saved")
+        # 2. For each saved tensor a place of the same shape: this rank's own tensor of that name, or a new one.
         here: dict[str, torch.Tensor] = {}
         for name, state in states.items():
             _map(name, state, here.setdefault)
@@ -275,6 +277,7 @@ class Checkpoints:
             check_alike(key, saved, tensors[key])
             return tensors[key]
 
+        # 3. What loads the shared state, which rank 0 has saved for all.
         loads: list[Callable[[], object]] = []
         for name, target in self._state.items():
             if isinstance(target, torch.Tensor | dict):
@@ -284,6 +287,7 @@ class Checkpoints:
                 loads.append(functools.partial(load, name, target, state))
                 if isinstance(target, nn.Module) and (unlike := sorted(state.keys() ^ states[name].keys())):
                     raise ValueError(f"{name} is unlike the saved one in {unlike[:5]}; make it as it was saved")
+        # 4. What loads this rank's own state, the streams of all ranks, and the random states.
         own = _map("own", mine["own"], lambda key, tensor: tensor.clone())
         loads += [functools.partial(load, name, target, own[name]) for name, target in self._own.items()]
         for name, stream in self._streams.items():

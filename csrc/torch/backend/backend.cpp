@@ -146,6 +146,7 @@ PrimsBackend::Taken PrimsBackend::take(const char* title, bool wanted) {
 }
 
 WorkPtr PrimsBackend::perform(std::vector<CollectiveCall> calls, const CallOptions& options, Tensors outputs) {
+    // 1. Number the calls, and make their record. A synchronous call on an idle queue runs on this thread.
     const auto taken = take(options.title, !options.async);
     for (CollectiveCall& call : calls) call.announced.sequence = ++sequence_;
     const Call& first = calls.front().announced;
@@ -160,6 +161,7 @@ WorkPtr PrimsBackend::perform(std::vector<CollectiveCall> calls, const CallOptio
         run(calls, options.timeout, entry);
         return c10::make_intrusive<DoneWork>(rank_, options.type, std::move(outputs), sequence);
     }
+    // 2. All others are jobs of the queue, which run in the inference mode of the caller.
     auto work = c10::make_intrusive<PrimsWork>(rank_, options.type, options.title, std::move(outputs), sequence);
     const auto job = std::make_shared<Queue::Job>();
     job->title = options.title;
@@ -169,6 +171,7 @@ WorkPtr PrimsBackend::perform(std::vector<CollectiveCall> calls, const CallOptio
         trace_queued(*trace_group_, calls.front().announced, called);
         like.run([&] { run(calls, timeout, entry); });
     };
+    // 3. The wait looks for failures meanwhile. After `limit` it ends the group, so that nothing is written late.
     if (options.async) {
         queue_->submit(job);
         work->waits_by([queue = queue_, host_segment = host_segment_, execution = execution_, job,
@@ -300,6 +303,7 @@ void PrimsBackend::run_abort_hooks() const {
 }
 
 void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
+    // 1. Is this a plain tensor, on the short path of one host?
     check_owner();
     // The dispatcher of torch, which this path bypasses, refuses a DTensor or a FakeTensor; neither has memory.
     TORCH_CHECK_VALUE(
@@ -310,6 +314,7 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
                           tensor.is_contiguous() && op.op_ != c10d::ReduceOp::PREMUL_SUM &&
                           !execution_->spans_hosts() && !execution_->has_pins(Collective::kAllReduce);
     const CallOptions options = call_options(Collective::kAllReduce, false);
+    // 2. Not plain, or the queue is busy: the way of all other calls.
     const auto taken = take(options.title, is_plain);
     if (!taken) {
         c10d::AllreduceOptions opts;
@@ -319,6 +324,7 @@ void PrimsBackend::all_reduce_now(at::Tensor tensor, const c10d::ReduceOp& op) {
         allreduce(tensors, opts)->wait();
         return;
     }
+    // 3. Describe the call, compare it with the calls of the other ranks, and reduce.
     const auto record = profiled("allreduce", false, tensor, tensor);
     const auto count = static_cast<std::size_t>(tensor.numel());
     Call call = call_of(Collective::kAllReduce, tensor, count);

@@ -84,8 +84,8 @@ public:
     WorkPtr all_reduce_incremental(const at::Tensor& tensor, const std::shared_ptr<IncrementalReduce>& incremental,
                                    std::uint64_t number, bool async);
     std::uint64_t next_incremental() { return incrementals_++; }
-    // For tests: where the numbers of calls, messages and incremental sums of this group go on, and those of the graphs
-    // of later groups. On all ranks, between two calls.
+    // For tests: where the numbers of calls, messages and incremental sums of this group go on, and where the numbers
+    // of the graphs of later groups do. On all ranks, between two calls.
     void number_from(std::uint64_t first);
     // The last calls of this rank, as JSON.
     std::string record() const {

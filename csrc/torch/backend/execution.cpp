@@ -109,6 +109,7 @@ void Execution::run(const CollectiveCall& call, Milliseconds timeout) {
 //
 // If all pairs match and no rank has blocks of different lengths, all blocks have one length.
 void Execution::exchange(const CollectiveCall& call, Milliseconds timeout) {
+    // 1. Add the terms of all ranks. Small data of a schedule may travel with them.
     const ExchangeLengths lengths = lengths_of(call);
     const std::uint64_t schedule_checksum = Checksum().add(call.schedule ? call.schedule->name : "").value();
     const Terms terms{difference_of(lengths), is_even(call.counts) ? 0u : 1u, schedule_checksum};
@@ -118,6 +119,7 @@ void Execution::exchange(const CollectiveCall& call, Milliseconds timeout) {
                                                     timeout, terms, matching_terms)
                                    : agree(call.announced, timeout, terms);
     if (is_piggyback && sum == matching_terms) return;
+    // 2. Lengths that do not match, or schedules that differ, raise on every rank.
     const auto [difference, uneven_ranks, checksum_sum] = sum;
     if (difference != 0) compare_lengths(call, lengths, timeout);
     const bool all_even = difference == 0 && uneven_ranks == 0;
@@ -126,6 +128,7 @@ void Execution::exchange(const CollectiveCall& call, Milliseconds timeout) {
         named.by(call.schedule ? call.schedule->name : "");
         agree(named, timeout);
     }
+    // 3. Run the schedule for blocks of one length, or for others, or the kernels of shared memory.
     const SchedulePtr& schedule = all_even ? call.schedule : call.uneven;
     if (!schedule) return run_by_slots(call, timeout);
     if (call.check) call.check();

@@ -55,10 +55,12 @@ public:
             const auto request = p2p.send(to, kTag, nothing, 0, limit + kRequestMargin, nullptr);
             if (p2p.wait(request, limit) && request->error) std::rethrow_exception(request->error);
         };
+        // 1. Every rank sends to rank 0, which receives from each, or until the first that is late.
         if (rank_ != 0) send_to(0);
         for (int peer = rank_ == 0 ? 1 : 0; peer < (rank_ == 0 ? size_ : 1); ++peer) {
             if (late.empty() || wait_all_ranks) receive_from(peer);
         }
+        // 2. Rank 0 names the late ranks, or releases all others.
         if (!late.empty()) give_up_monitored_barrier(late, limit);
         for (int peer = 1; rank_ == 0 && peer < size_; ++peer) send_to(peer);
     }

@@ -55,10 +55,12 @@ struct ProfilerRecord::Event {
 };
 
 void ProfilerRecord::begin(at::StepCallbacks callbacks, ProfiledCall call) {
+    // 1. Which calls have a record: those whose data this backend moves itself.
     if (call.group.empty()) return;  // messages of another backend's group
     const bool has_input = !call.inputs.empty(), has_output = !call.outputs.empty();
     const at::Tensor like = has_input ? call.inputs[0] : has_output ? call.outputs[0] : at::Tensor();
     if (like.defined() && !like.is_cpu()) return;  // NCCL makes the event
+    // 2. The numbers that NCCL's records have, so that the same tools can read them.
     int64_t in = elements_of(call.inputs), out = elements_of(call.outputs);
     if (call.peer >= 0 && !has_input) in = out * call.size;   // scatter, on a rank that is not the root
     if (call.peer >= 0 && !has_output) out = in * call.size;  // gather
@@ -70,6 +72,7 @@ void ProfilerRecord::begin(at::StepCallbacks callbacks, ProfiledCall call) {
     const auto info = info_of<torch::ParamCommsDebugInfo>(call.is_async, sequence, call.is_message, group, rank,
                                                           std::string(call.name), in, out, dtype, call.input_splits,
                                                           call.output_splits, range.start, range.stride, call.size);
+    // 3. The record begins; it ends with this object.
     event_ =
         std::make_unique<Event>(info,
                                 std::vector<c10::IValue>{call.inputs, std::make_tuple(sequence, call.is_message), group,

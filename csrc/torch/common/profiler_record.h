@@ -14,7 +14,7 @@ namespace dist_prims {
 
 // The fields of the event.
 struct ProfiledCall {
-    const char* name;  // that of ProcessGroupNCCL, which the tools know
+    const char* name;  // as ProcessGroupNCCL has it, which the tools know
     bool is_async, is_message;
     std::uint64_t sequence;
     int64_t peer;  // the root of a collective, the other rank of a message; -1: none

@@ -140,6 +140,7 @@ at::Tensor packed(const at::Tensor& tensor) {
 }
 
 bool outputs_overlap(const Tensors& inputs, const Tensors& outputs) {
+    // 1. The ranges in memory, without an input that is its own output.
     struct Range {
         const std::byte *begin = nullptr, *end = nullptr;
         bool is_output = false;
@@ -156,6 +157,7 @@ bool outputs_overlap(const Tensors& inputs, const Tensors& outputs) {
         if (!is_in_place && input.begin != input.end) ranges.push_back(input);
         if (output.begin != output.end) ranges.push_back(output);
     }
+    // 2. Sorted by their begin, two overlap if one begins before the end of an earlier one. Two inputs may.
     const auto is_earlier = [](const Range& one, const Range& other) { return one.begin < other.begin; };
     if (!std::is_sorted(ranges.begin(), ranges.end(), is_earlier)) std::sort(ranges.begin(), ranges.end(), is_earlier);
     const std::byte *end = nullptr, *end_of_outputs = nullptr;  // of the ranges so far

@@ -100,23 +100,28 @@ def _lowered(tensors: Tensors) -> Tensors:
 
 def _checked(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionCall:
     """The call with its scale and lengths; any error for wrong arguments of this rank."""
+    # 1. What the three tensors are.
     if any(x.is_nested or x.device.type != "cpu" for x in (q, k, v)):
         raise ValueError("q, k and v must be dense tensors on the CPU; on CUDA use torch's context_parallel")
     if len({x.dtype for x in (q, k, v)}) > 1 or not q.is_floating_point():
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one floating type")
+    # 2. Their shapes.
     if {x.dim() for x in (q, k, v)} != {4} or len({x.shape[2] for x in (q, k, v)}) > 1:
         raise ValueError(f"{_sizes(q, k, v)} are not (batch, heads, tokens, features) with equally many tokens")
     if len(q) != len(k) or k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3] or not q.shape[3] * v.shape[3]:
         raise ValueError(f"{_sizes(q, k, v)} do not fit: batch, heads of k and v, features of q and k, one at least")
+    # 3. The heads: groups of heads of queries share one of keys, and Ulysses gives each rank as many.
     ranks, heads, shared, tokens = call.group.size(), q.shape[1], k.shape[1], q.shape[2]
     if not shared or heads % shared or (heads != shared and not call.enable_gqa):
         raise ValueError(f"{heads} heads of queries cannot share {shared} of keys: a multiple, and enable_gqa=True")
     if call.name == "ulysses_attention" and (heads % ranks or shared % ranks):
         raise ValueError(f"{heads} heads of queries and {shared} of keys cannot be split evenly over {ranks} ranks")
+    # 4. The order of the tokens over the ranks.
     if call.order not in ORDERS:
         raise ValueError(f"order={call.order!r}; choose {' or '.join(map(repr, ORDERS))}")
     if tokens % ORDERS[call.order]:
         raise ValueError(f"{tokens} tokens on this rank cannot be the two chunks of order 'zigzag'; make them even")
+    # 5. The scale, and the lengths of the sequences over all ranks.
     if isinstance(call.scale, torch.Tensor):
         raise ValueError(f"scale={call.scale!r} would have no gradient; give a float")
     whole = tokens * ranks

@@ -70,12 +70,14 @@ class PowerSGD(Staged):
 
     def stages(self, bucket: Bucket, group: dist.ProcessGroup | None, size: int) -> Iterator[Any]:
         """See ``Staged.stages``."""
+        # 1. The first steps are sent whole: their gradients change too fast for an approximation.
         self._steps[bucket.index] = self._steps.get(bucket.index, self._steps_before) + 1
         wanted = wide(bucket.flat)
         if self._steps[bucket.index] <= self.warm_up:
             yield self._sum(wanted, group, size)
             bucket.flat.copy_(wanted.div_(size))
             return
+        # 2. Project each matrix on the start, which is the right factor of the step before, and sum the left factors.
         self.feedback.add(bucket.index, wanted)
         matrices, rest = self._parts(bucket, wanted)
         starts = [self._start(bucket.index, number, matrix) for number, matrix in enumerate(matrices)]
@@ -83,6 +85,7 @@ class PowerSGD(Staged):
         joined = torch.cat([each.reshape(-1) for each in first])
         yield self._sum(joined, group, size)
 
+        # 3. Make the columns of the left factors orthogonal, and sum the right factors.
         for vector, mean in zip(first, cut(joined.div_(size), [each.numel() for each in first]), strict=True):
             vector.copy_(mean.view_as(vector))  # what is not compressed is done, and nothing of it lost
         lefts = [torch.linalg.qr(left).Q for left in first[: len(matrices)]]
@@ -91,6 +94,7 @@ class PowerSGD(Staged):
             joined = torch.cat([right.reshape(-1) for right in rights])
             yield self._sum(joined, group, size)
 
+        # 4. Multiply the factors. What the product lacks is added to the gradient of the next step.
         sent = wanted.clone()
         parts = cut(joined.div_(size), [right.numel() for right in rights]) if rights else []
         for number, (left, part, out) in enumerate(zip(lefts, parts, self._parts(bucket, sent)[0], strict=True)):

@@ -107,6 +107,7 @@ class Pipeline(Owner):
     ) -> None:
         self._group = group or default_group()
         self._rank = self._group.rank()
+        # 1. Make this rank's part. An error is kept until all ranks know of it, so that none waits.
         problem: Exception | None = None
         description = ""
         try:
@@ -119,9 +120,11 @@ class Pipeline(Owner):
             description = describe(plan, objective, stages, self._device)
         except Exception as error:
             problem = error
+        # 2. Compare the parts of all ranks, and agree on a name for the messages.
         found = gather_values((description, secrets.token_hex(8)), self._group, "Pipeline", problem)
         check_lists("Pipeline", [[each] for each, _ in found], _REMEDY, self._group)
         self._transfers = Transfers(self.plan, self._group, self._device, f"Pipeline-{found[0][1]}")
+        # 3. The state of the calls to come.
         self._slots: dict[Any, int] = {}  # on the first rank: the number of each kind of batch
         self._traced = 0  # calls
         self._failure: StageFailedError | None = None  # of this rank in the call

@@ -62,8 +62,10 @@ class RunningStatistics:
         if not self._buffers:
             yield
             return
+        # 1. Remember what a forward changes, beside the buffers, in each norm.
         norms: list[Any] = [each for each in self._module.modules() if _counts_batches(each, again)]
         before: list[tuple[float | None, torch.Tensor]] = [(each.momentum, each.num_batches_tracked) for each in norms]
+        # 2. Run the forward with counts and buffers that may be written.
         # Without momentum a norm takes the mean over all batches, and so reads the count.
         scratch = [
             count.clone() if momentum is None else torch.zeros((), dtype=torch.int64) for momentum, count in before
@@ -75,9 +77,10 @@ class RunningStatistics:
             with _InScratch(self._buffers, {} if again else self._calls):
                 yield
         finally:
+            # 3. Put back what was there.
             for norm, (momentum, count) in zip(norms, before, strict=True):
                 norm.momentum, norm.num_batches_tracked = momentum, count
-        # The first micro-batch says how often each norm is called in a forward; the counts of others are thrown away.
+        # 4. The first micro-batch says how often each norm is called in a forward; the counts of others are dropped.
         if self._counts is None and not again:
             self._counts = [
                 (count, more - count if momentum is None else more)

@@ -81,12 +81,14 @@ class StageWorker:
         """The outputs, which go on to ``loss`` if there is one. ``inputs``: leaves, without a gradient yet; ``split``:
         there will be :meth:`weights`; ``again``: keep the inputs only, and compute the rest again when the gradient
         comes."""
+        # 1. With a graph: the backward needs what the forward has stored.
         saved = self._saved[micro] = _Saved(inputs, loss, Later() if split else None)
         if not again:
             with self.statistics.collected():
                 outputs = self._run(saved)
             saved.wanted = tuple(each.requires_grad or loss is not None for each in saved.roots)
             return outputs
+        # 2. Without one: keep the inputs and the random states, from which the backward computes the forward again.
         saved.again = _Random.now(inputs)
         versions = [version_of(each) for each in inputs]
         with torch.no_grad(), self.statistics.collected():
@@ -96,6 +98,7 @@ class StageWorker:
                 f"stage {self.stage} changes its input in place, and so cannot be computed again from it; "
                 "let its first layer have inplace=False, or the pipeline checkpoint=False"
             )
+        # 3. Tell the next stage which outputs will have a gradient.
         # A loss may learn other tensors, such as the targets.
         learns = loss is not None or any(each.requires_grad for each in (*inputs, *self.module.parameters()))
         saved.wanted = tuple(learns and _is_differentiable(each) for each in saved.roots)
@@ -110,9 +113,11 @@ class StageWorker:
         return found
 
     def _backward(self, micro: int, saved: _Saved, grads: Sequence[torch.Tensor | None]) -> Tensors:
+        # 1. Without a graph, compute the forward again.
         if saved.again is not None:
             with saved.again.repeated(), torch.enable_grad():
                 self._run(saved)
+        # 2. Backward from each output for which a gradient has come, or from the loss.
         wanted = [root for root, want in zip(saved.roots, saved.wanted, strict=True) if want]
         if saved.loss is not None:
             grads = (saved.grad,)
@@ -122,6 +127,7 @@ class StageWorker:
             cast = torch.is_autocast_enabled(device)  # the forward has chosen the types
             with torch.autocast(device, enabled=False) if cast else nullcontext():
                 torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+        # 3. The gradients of the weights may follow in :meth:`weights`; those of the inputs are ready.
         if saved.later is not None:
             self._later[micro] = saved.later
         learning = [each for each in saved.inputs if each.requires_grad]
