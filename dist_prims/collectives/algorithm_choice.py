@@ -1,12 +1,12 @@
-"""Selection of an algorithm: the one that an environment variable names for a size, or the one of the lowest cost.
+"""Selection of an algorithm: the one that a call or an environment variable names for a size, or the cheapest.
 
-    DIST_PRIMS_ALL_REDUCE=ring
+    all_reduce(tensor, algorithm="tree(degree=4)")
     DIST_PRIMS_ALL_REDUCE="recursive_doubling:0-16K;halving_doubling:16K-1M;ring x4:1M-max"
-    DIST_PRIMS_BROADCAST="hierarchical(inner=direct)"
+    DIST_PRIMS_BROADCAST="hierarchical(hosts=2,2,inner=direct)"
 
 A range includes its start and excludes its end. Its size is the size of the whole data: of the list of blocks, where a
-collective has one block for each rank. Parameters of an algorithm are whole numbers or names. ``x4`` cuts the data into
-4 segments, which follow each other through the steps of the schedule.
+collective has one block for each rank. Parameters of an algorithm are whole numbers, names, or lists of these. ``x4``
+cuts the data into 4 segments, which follow each other through the steps of the schedule.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class SizeRange(NamedTuple):
     """An algorithm with its parameters and number of segments, for sizes from ``low`` to ``high`` bytes."""
 
     algorithm: str
-    parameters: tuple[tuple[str, Any], ...]
-    segments: int
-    low: int
-    high: int
+    parameters: tuple[tuple[str, Any], ...] = ()
+    segments: int = 1
+    low: int = 0
+    high: int = 1 << 63
 
 
 _ALGORITHM = re.compile(r"(?P<name>[^()]+?)\s*(\((?P<parameters>[^()]*)\))?(\s*\bx(?P<segments>\d+))?")
@@ -90,11 +90,14 @@ def _range(part: str, collective: str, variable: str) -> SizeRange:
 
 
 def _parameters(text: str, variable: str) -> tuple[tuple[str, Any], ...]:
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    if not all(equals for _, equals, _ in pairs):
-        raise ValueError(f"{variable}: ({text}) are no parameters; write e.g. tree(degree=4)")
-    values = [(name.strip(), value.strip()) for name, _, value in pairs]
-    return tuple((name, int(value) if value.isdecimal() else value) for name, value in values)
+    lists: dict[str, list[Any]] = {}
+    for part in filter(str.strip, text.split(",")):
+        name, equals, value = part.rpartition("=")
+        if not (equals or lists):
+            raise ValueError(f"{variable}: ({text}) are no parameters; write e.g. tree(degree=4)")
+        values = lists.setdefault(name.strip(), []) if equals else [*lists.values()][-1]
+        values.append(int(value) if value.strip().isdecimal() else value.strip())
+    return tuple((name, values[0] if len(values) == 1 else tuple(values)) for name, values in lists.items())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -107,11 +110,15 @@ def _price(registered: Algorithm, size: int) -> Cost | None:
     return evaluated(price, registered.collective, registered.name, size)
 
 
+def named(text: str, collective: str, variable: str, nbytes: int) -> SizeRange | None:
+    """Return what a setting names for data of ``nbytes``, or None."""
+    return next((each for each in parse_ranges(text, collective, variable) if each.low <= nbytes < each.high), None)
+
+
 def configured(collective: str, nbytes: int) -> SizeRange | None:
     """Return what the environment names for data of ``nbytes``, or None."""
     variable = variable_of(collective)
-    ranges = parse_ranges(os.environ.get(variable, ""), collective, variable)
-    return next((each for each in ranges if each.low <= nbytes < each.high), None)
+    return named(os.environ.get(variable, ""), collective, variable, nbytes)
 
 
 def variable_of(collective: str) -> str:

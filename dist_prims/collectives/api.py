@@ -1,20 +1,20 @@
 """The public collectives: each one checks its arguments, describes where the data of a rank is, and makes the call.
 
-The examples run in a group of one rank and show the form of a call. The collectives with a root are in :mod:`.rooted`.
+Roots (``src``, ``dst``) are ranks of the default group, as in ``torch.distributed``. The examples run in a group of one
+rank and show the form of a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast, overload
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from ..torch_compat import device_types
-from .algorithm_choice import CHEAPEST, UNFORWARDED
 from .arguments import CallBuilder, Op, Tensors
-from .call import AnyWork, CallOptions, group_of
+from .call import CallOptions, group_of
 from .native import all_gather_, all_reduce_, direct_group, reduce_scatter_
 
 __all__: list[str] = []
@@ -22,19 +22,6 @@ __all__: list[str] = []
 SUM = dist.ReduceOp.SUM
 
 
-@overload
-def all_reduce(
-    tensor: torch.Tensor,
-    op: Op = SUM,
-    group: dist.ProcessGroup | None = None,
-    *,
-    async_op: Literal[True],
-    output: torch.Tensor | None = None,
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork: ...
-@overload
 def all_reduce(
     tensor: torch.Tensor,
     op: Op = SUM,
@@ -44,19 +31,7 @@ def all_reduce(
     output: torch.Tensor | None = None,
     algorithm: str | None = None,
     segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None: ...
-def all_reduce(
-    tensor: torch.Tensor,
-    op: Op = SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-    *,
-    output: torch.Tensor | None = None,
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None:
+) -> dist.Work | None:
     """Reduce the tensors of all ranks; every rank gets the result, in place or in ``output``.
 
     With [1, 2] on rank 0 and [10, 20] on rank 1, both ranks get [11, 22].
@@ -68,12 +43,12 @@ def all_reduce(
     """
     if (
         output is None
-        and not (async_op or algorithm or segment_bytes or parameters)
+        and not (async_op or algorithm or segment_bytes)
         and (found := direct_group("all_reduce", [tensor], op, group))
     ):
         all_reduce_(tensor, op, found)
         return None
-    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
+    options = CallOptions(algorithm, async_op, segment_bytes)
     call = CallBuilder("all_reduce", group, tensor, op)
     source = call.read(tensor)
     in_place = output is None and call.reads_in_place(tensor)
@@ -82,19 +57,6 @@ def all_reduce(
     return call.make([len(source)], [source], [target], [len(source)], options)
 
 
-@overload
-def reduce_scatter(
-    output: torch.Tensor,
-    input: Tensors,
-    op: Op = SUM,
-    group: dist.ProcessGroup | None = None,
-    *,
-    async_op: Literal[True],
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork: ...
-@overload
 def reduce_scatter(
     output: torch.Tensor,
     input: Tensors,
@@ -104,19 +66,7 @@ def reduce_scatter(
     *,
     algorithm: str | None = None,
     segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None: ...
-def reduce_scatter(
-    output: torch.Tensor,
-    input: Tensors,
-    op: Op = SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-    *,
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None:
+) -> dist.Work | None:
     """Reduce the tensors of all ranks; rank r gets block r of the result.
 
     ``input`` is one tensor, which is split evenly, or a list of one tensor for each rank. With [1, 2] on rank 0 and
@@ -128,13 +78,13 @@ def reduce_scatter(
     tensor([3., 4.])
     """
     if (
-        not (async_op or algorithm or segment_bytes or parameters)
+        not (async_op or algorithm or segment_bytes)
         and _is_n_times(input, output, group)
         and (found := direct_group("reduce_scatter", [output, input], op, group))
     ):
         reduce_scatter_(output, cast(torch.Tensor, input), op, found)
         return None
-    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
+    options = CallOptions(algorithm, async_op, segment_bytes)
     call = CallBuilder("reduce_scatter", group, output, op)
     blocks = call.read_blocks(input, "input")
     counts = [len(block) for block in blocks]
@@ -143,18 +93,6 @@ def reduce_scatter(
     return call.make(counts, blocks, call.one_block(call.rank, target), counts, options)
 
 
-@overload
-def all_gather(
-    output: Tensors,
-    input: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    async_op: Literal[True],
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork: ...
-@overload
 def all_gather(
     output: Tensors,
     input: torch.Tensor,
@@ -163,18 +101,7 @@ def all_gather(
     *,
     algorithm: str | None = None,
     segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None: ...
-def all_gather(
-    output: Tensors,
-    input: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-    *,
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None:
+) -> dist.Work | None:
     """Gather the tensors of all ranks on every rank.
 
     ``output`` is one tensor, which is split evenly, or a list of one tensor for each rank, also of different lengths.
@@ -185,13 +112,13 @@ def all_gather(
     tensor([3., 4.])
     """
     if (
-        not (async_op or algorithm or segment_bytes or parameters)
+        not (async_op or algorithm or segment_bytes)
         and _is_n_times(output, input, group)
         and (found := direct_group("all_gather", [output, input], None, group))
     ):
         all_gather_(cast(torch.Tensor, output), input, found)
         return None
-    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
+    options = CallOptions(algorithm, async_op, segment_bytes)
     call = CallBuilder("all_gather", group, input)
     blocks = call.write_blocks(output, "output")
     counts = [len(block) for block in blocks]
@@ -200,20 +127,6 @@ def all_gather(
     return call.make(counts, call.one_block(call.rank, source), blocks, counts, options)
 
 
-@overload
-def all_to_all(
-    output: Tensors,
-    input: Tensors,
-    output_splits: Sequence[int] | None = None,
-    input_splits: Sequence[int] | None = None,
-    group: dist.ProcessGroup | None = None,
-    *,
-    async_op: Literal[True],
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork: ...
-@overload
 def all_to_all(
     output: Tensors,
     input: Tensors,
@@ -224,20 +137,7 @@ def all_to_all(
     *,
     algorithm: str | None = None,
     segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None: ...
-def all_to_all(
-    output: Tensors,
-    input: Tensors,
-    output_splits: Sequence[int] | None = None,
-    input_splits: Sequence[int] | None = None,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-    *,
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None:
+) -> dist.Work | None:
     """Exchange blocks: block d of the input of rank s becomes block s of the output of rank d.
 
     Input and output are two tensors, split evenly or along their first dimension by the splits, or two lists with a
@@ -248,7 +148,7 @@ def all_to_all(
     >>> output
     tensor([3., 4.])
     """
-    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
+    options = CallOptions(algorithm, async_op, segment_bytes)
     call = CallBuilder("all_to_all", group, input if isinstance(input, torch.Tensor) else input[0])
     sent, received = (
         call.read_blocks(input, "input", input_splits),
@@ -257,29 +157,11 @@ def all_to_all(
     call.check_length("output block", received[call.rank], sent[call.rank])
     nothing = [None] * call.size
     is_even = isinstance(input, torch.Tensor) and input_splits is None and output_splits is None
-    call.check(
-        is_even or algorithm in (None, CHEAPEST, *UNFORWARDED),
-        f"algorithm {algorithm!r} forwards blocks of other ranks, whose lengths this rank does not know; with splits "
-        f"or lists use {' or '.join(UNFORWARDED)}",
-    )
     lengths = [len(block) for block in (*sent, *received)]
     common = [sum(lengths[: call.size])] if is_even else []
     return call.make(lengths, [*sent, *nothing], [*nothing, *received], common, options, even=is_even)
 
 
-@overload
-def scan(
-    tensor: torch.Tensor,
-    op: Op = SUM,
-    group: dist.ProcessGroup | None = None,
-    *,
-    async_op: Literal[True],
-    exclusive: bool = False,
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork: ...
-@overload
 def scan(
     tensor: torch.Tensor,
     op: Op = SUM,
@@ -289,26 +171,14 @@ def scan(
     exclusive: bool = False,
     algorithm: str | None = None,
     segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None: ...
-def scan(
-    tensor: torch.Tensor,
-    op: Op = SUM,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-    *,
-    exclusive: bool = False,
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None:
+) -> dist.Work | None:
     """Reduce the tensors of ranks 0..r on each rank r, in place.
 
     With ``exclusive`` rank r gets the reduction of ranks 0..r-1, and the tensor of rank 0 does not change.
 
     >>> scan(torch.ones(3))
     """
-    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
+    options = CallOptions(algorithm, async_op, segment_bytes)
     call = CallBuilder("exclusive_scan" if exclusive else "scan", group, tensor, op)
     call.check(
         call.op not in (dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM),
@@ -318,32 +188,13 @@ def scan(
     return call.make([len(target)], [target], [target], [len(target)], options)
 
 
-@overload
-def barrier(
-    group: dist.ProcessGroup | None = None,
-    *,
-    async_op: Literal[True],
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork: ...
-@overload
 def barrier(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
     algorithm: str | None = None,
     segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None: ...
-def barrier(
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-    *,
-    algorithm: str | None = None,
-    segment_bytes: int = 0,
-    **parameters: Any,
-) -> AnyWork | None:
+) -> dist.Work | None:
     """Wait until every rank has called barrier().
 
     To learn which ranks are late, call ``monitored_barrier()`` of the group. torch's function of that name accepts
@@ -352,9 +203,118 @@ def barrier(
     >>> barrier()
     """
     token = torch.ones(1, dtype=torch.uint8, device=_device_of(group_of(group, "barrier")))
-    options = CallOptions(algorithm, async_op, segment_bytes, parameters)
+    options = CallOptions(algorithm, async_op, segment_bytes)
     call = CallBuilder("barrier", group, token, dist.ReduceOp.MAX)
     return call.make([1], [token], [token], [1], options)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int = 0,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+) -> dist.Work | None:
+    """Copy the tensor of rank ``src`` to every rank.
+
+    >>> broadcast(torch.ones(3), src=0)
+    """
+    if (
+        group is None
+        and not (async_op or algorithm or segment_bytes)
+        and (found := direct_group("broadcast", [tensor], None, None))
+        and 0 <= src < found.size()
+    ):
+        dist.broadcast(tensor, src, found)
+        return None
+    options = CallOptions(algorithm, async_op, segment_bytes)
+    call = CallBuilder("broadcast", group, tensor, root=src)
+    target = call.read(tensor) if call.is_root and call.is_flat(tensor) else call.write(tensor, keep=call.is_root)
+    return call.make([len(target)], [target if call.is_root else None], [target], [len(target)], options)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int = 0,
+    op: Op = SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    output: torch.Tensor | None = None,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+) -> dist.Work | None:
+    """Reduce the tensors of all ranks; rank ``dst`` gets the result, in place or in ``output``.
+
+    The tensors of the other ranks do not change.
+
+    >>> reduce(torch.ones(3), dst=0)
+    """
+    options = CallOptions(algorithm, async_op, segment_bytes)
+    call = CallBuilder("reduce", group, tensor, op, root=dst)
+    source = call.read(tensor)
+    target = None
+    if call.is_root:
+        in_place = output is None and call.reads_in_place(tensor)
+        target = source if in_place else call.write(tensor if output is None else output)
+        call.check_length("output", target, source)
+    return call.make([len(source)], [source], [target], [len(source)], options)
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: Sequence[torch.Tensor] | None = None,
+    dst: int = 0,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+) -> dist.Work | None:
+    """Gather the tensors of all ranks, of one length, in the ``gather_list`` of rank ``dst``.
+
+    The other ranks pass no ``gather_list``.
+
+    >>> parts = [torch.empty(2)]
+    >>> gather(torch.tensor([3.0, 4.0]), parts)
+    >>> parts
+    [tensor([3., 4.])]
+    """
+    options = CallOptions(algorithm, async_op, segment_bytes)
+    call = CallBuilder("gather", group, tensor, root=dst)
+    source = call.read(tensor)
+    blocks = call.root_list("gather_list", gather_list, len(source), writing=True)
+    counts = [len(source)] * call.size
+    return call.make(counts, call.one_block(call.rank, source), blocks, counts[:1], options)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: Sequence[torch.Tensor] | None = None,
+    src: int = 0,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    algorithm: str | None = None,
+    segment_bytes: int = 0,
+) -> dist.Work | None:
+    """Scatter the tensors in the ``scatter_list`` of rank ``src``: rank r gets tensor r. All have one length.
+
+    The other ranks pass no ``scatter_list``.
+
+    >>> tensor = torch.empty(2)
+    >>> scatter(tensor, [torch.tensor([3.0, 4.0])])
+    >>> tensor
+    tensor([3., 4.])
+    """
+    options = CallOptions(algorithm, async_op, segment_bytes)
+    call = CallBuilder("scatter", group, tensor, root=src)
+    target = call.write(tensor)
+    blocks = call.root_list("scatter_list", scatter_list, len(target), writing=False)
+    counts = [len(target)] * call.size
+    return call.make(counts, blocks, call.one_block(call.rank, target), counts[:1], options)
 
 
 def _is_n_times(large: Tensors, small: Tensors, group: dist.ProcessGroup | None) -> bool:

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ..torch_compat import device_types
-from .call import AnyWork, Call, CallOptions, group_of, perform
+from .call import Call, CallOptions, group_of, perform
 from .flat import cut, split_evenly
+from .queue import Work
 from .reduction import check_reducible, factor_of, op_named, plain, premultiplied
 
 __all__: list[str] = []
@@ -150,7 +151,7 @@ class CallBuilder:
         common: Sequence[int],
         options: CallOptions,
         even: bool = True,
-    ) -> AnyWork | None:
+    ) -> Work | None:
         self.check(options.segment_bytes >= 0, f"segment_bytes={options.segment_bytes} is negative")
         call = Call(self._collective, self.group, self._like, blocks, source, target, self.op, self._root, common, even)
         call.after.extend(functools.partial(_copy_back, *pair) for pair in self._after)

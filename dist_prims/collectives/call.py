@@ -24,14 +24,13 @@ from ..schedules.trust import is_trusted, name_to_compare
 from ..torch_compat import timeout_of
 from ..tracing import format as fmt
 from ..tracing import recorder
-from .algorithm_choice import CHEAPEST, cheapest, configured
+from .algorithm_choice import CHEAPEST, UNFORWARDED, SizeRange, cheapest, configured, named
 from .call_agreement import Header, agree
 from .channel import Channel
 from .execute import ChunkSlice, Executor
 from .flat import split_evenly
 from .group_hosts import exchange_hosts, known_hosts
 from .native import (
-    NativeWork,
     backend_supports,
     compiled,
     compiled_without_steps,
@@ -53,9 +52,6 @@ __all__: list[str] = []
 _AGREEMENT_TAG, _DATA_TAG, _TAGS = 0x5D00, 0x5D01, 1 << 12
 
 
-AnyWork = Work | NativeWork
-
-
 @dataclass(frozen=True)
 class CallOptions:
     """The arguments that every collective takes: see :mod:`dist_prims.collectives`."""
@@ -63,7 +59,6 @@ class CallOptions:
     algorithm: str | None
     async_op: bool
     segment_bytes: int
-    parameters: dict[str, Any]  # of the algorithm
 
 
 @dataclass
@@ -104,34 +99,28 @@ def group_of(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
     return found
 
 
-@dataclass(frozen=True)
-class _Named:
-    """An algorithm with its parameters, as a call or the environment names it."""
+def _needs_hosts(call: Call, chosen: SizeRange) -> bool:
+    """Whether the algorithm groups the ranks by hosts, and its parameters do not say how."""
+    return "hosts" in lookup(call.collective, chosen.algorithm).parameters and "hosts" not in dict(chosen.parameters)
 
-    algorithm: str
-    parameters: dict[str, Any]
 
-    def needs_hosts(self, call: Call) -> bool:
-        """Whether the algorithm groups the ranks by hosts, and the call does not say how."""
-        return "hosts" in lookup(call.collective, self.algorithm).parameters and "hosts" not in self.parameters
+def _schedule(call: Call, chosen: SizeRange, by_hosts: bool = True) -> Schedule:
+    """Return the schedule of the chosen algorithm.
 
-    def schedule(self, call: Call, by_hosts: bool = True) -> Schedule:
-        """Return the schedule.
-
-        ``by_hosts``: a hierarchical algorithm groups the ranks by the hosts of the group, if these are known. Otherwise
-        it groups them by their numbers.
-        """
-        parameters = self.parameters if call.root is None else {**self.parameters, "root": call.root}
-        order = known_hosts(call.group) if by_hosts and self.needs_hosts(call) else None
-        if order is not None and len(order.hosts) > 1:
-            return order.build(call.collective, self.algorithm, **parameters)
-        return build_shared(call.collective, self.algorithm, call.group.size(), **parameters)
+    ``by_hosts``: a hierarchical algorithm groups the ranks by the hosts of the group, if these are known. Otherwise it
+    groups them by their numbers.
+    """
+    parameters = {**dict(chosen.parameters), **({} if call.root is None else {"root": call.root})}
+    order = known_hosts(call.group) if by_hosts and _needs_hosts(call, chosen) else None
+    if order is not None and len(order.hosts) > 1:
+        return order.build(call.collective, chosen.algorithm, **parameters)
+    return build_shared(call.collective, chosen.algorithm, call.group.size(), **parameters)
 
 
 # Schedules are shared objects, so these caches compute once for each schedule. A schedule is another object after an
 # algorithm has been registered again.
 _program: Callable[[Schedule, int], Program] = functools.lru_cache(maxsize=512)(compile_program)
-_compiled: Callable[[Schedule, int], Any] = functools.lru_cache(maxsize=512)(compiled)
+_compiled: Callable[[Schedule, int, int], Any] = functools.lru_cache(maxsize=512)(compiled)
 _WIDTH = 40  # of the name of an algorithm in a header
 
 
@@ -140,33 +129,35 @@ def _name(schedule: Schedule) -> str:
     return name_to_compare(schedule, schedule.algorithm, _WIDTH)
 
 
-def perform(call: Call, options: CallOptions) -> AnyWork | None:
+def perform(call: Call, options: CallOptions) -> Work | None:
     """Make a call by the backend or by a schedule. Return the Work to wait for if it is asynchronous, else None."""
     rank, size = call.group.rank(), call.group.size()
-    algorithm, parameters, segments = options.algorithm, options.parameters, 1
-    if algorithm is None and not is_on_dist_prims(call) and (found := configured(call.collective, call.nbytes)):
-        algorithm, segments, parameters = found.algorithm, found.segments, {**dict(found.parameters), **parameters}
-    if algorithm is None or algorithm == CHEAPEST:
-        if parameters:
-            raise ValueError(
-                f"{call.collective} on rank {rank}: unknown argument {', '.join(parameters)}; parameters of an "
-                "algorithm need its name (algorithm=)"
-            )
+    what = f"{call.collective} on rank {rank}"
+    chosen = None
+    if options.algorithm not in (None, CHEAPEST):
+        chosen = named(options.algorithm, call.collective, what, call.nbytes)
+    elif options.algorithm is None and not is_on_dist_prims(call):
+        chosen = configured(call.collective, call.nbytes)
+    if chosen is None:
         if backend_supports(call):
             if is_on_dist_prims(call):
                 return run_in_backend(call, options.async_op)
-            if algorithm is None and not options.segment_bytes:
+            if options.algorithm is None and not options.segment_bytes:
                 return run_over_gloo(without_overlap(call), options.async_op)
-        algorithm = cheapest(call.collective, size, call.nbytes, call.even)
-    named = _Named(algorithm, {name: _hashable(value) for name, value in parameters.items()})
+        chosen = SizeRange(cheapest(call.collective, size, call.nbytes, call.even))
+    if not call.even and chosen.algorithm not in UNFORWARDED:
+        raise ValueError(
+            f"{what}: algorithm {chosen.algorithm!r} forwards blocks of other ranks, whose lengths this rank does not "
+            f"know; with splits or lists use {' or '.join(UNFORWARDED)}"
+        )
     # Ranks of other groups exchange their hosts on the thread of the queue. Nothing here may depend on whether this
     # rank has done so yet: ranks would cut into other segments, or one would raise before the call has a number.
-    schedule = named.schedule(call, by_hosts=is_on_dist_prims(call))
+    schedule = _schedule(call, chosen, by_hosts=is_on_dist_prims(call))
     if is_on_dist_prims(call) and call.collective in FOLLOWED:
-        return run_in_backend(call, options.async_op, *_native_form(schedule, rank))
-    segment_bytes = functools.partial(_segment_bytes, call, options.segment_bytes, segments)
-    what = f"{call.collective} ({algorithm}) on rank {rank}"
-    job = functools.partial(_job, call, segment_bytes, named)
+        return run_in_backend(call, options.async_op, *_native_form(schedule, rank, chosen.segments))
+    segment_bytes = functools.partial(_segment_bytes, call, options.segment_bytes, chosen.segments)
+    what = f"{call.collective} ({chosen.algorithm}) on rank {rank}"
+    job = functools.partial(_job, call, segment_bytes, chosen)
     queue = queue_of(call.group)
     if options.async_op:
         return queue.start(_on_a_stream(job, call.like.device), what)
@@ -174,14 +165,14 @@ def perform(call: Call, options: CallOptions) -> AnyWork | None:
     return None
 
 
-def _native_form(schedule: Schedule, rank: int) -> tuple[Any, Callable[[], None] | None]:
+def _native_form(schedule: Schedule, rank: int, segments: int) -> tuple[Any, Callable[[], None] | None]:
     """Return the schedule in the form that the backend executes, and what it calls when all ranks have agreed.
 
     A schedule that cannot be compiled raises only then, because the registrations of other ranks may differ.
     """
     require = None if is_trusted(schedule) else functools.partial(require_proof, schedule, rank)
     try:
-        return _compiled(schedule, rank), require
+        return _compiled(schedule, rank, segments), require
     except Exception as found:
         error = found
 
@@ -200,10 +191,6 @@ def _segment_bytes(call: Call, given: int, segments: int, schedule: Schedule) ->
     return max(math.ceil(call.nbytes * schedule.share / segments), 1)
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _on_a_stream(job: Callable[[int], None], device: torch.device) -> Callable[[int], None]:
     """On CUDA, run the job on a stream of its own, after the kernels that the caller has queued so far."""
     if device.type != "cuda":
@@ -220,13 +207,13 @@ def _on_a_stream(job: Callable[[int], None], device: torch.device) -> Callable[[
 
 
 @torch.no_grad()
-def _job(call: Call, segment_bytes: Callable[[Schedule], int], named: _Named, number: int) -> None:
-    if named.needs_hosts(call) and known_hosts(call.group) is None:
-        schedule = named.schedule(call)
+def _job(call: Call, segment_bytes: Callable[[Schedule], int], chosen: SizeRange, number: int) -> None:
+    if _needs_hosts(call, chosen) and known_hosts(call.group) is None:
+        schedule = _schedule(call, chosen)
         _agree(call, segment_bytes(schedule), schedule, number)
         channel = Channel(call.group, _AGREEMENT_TAG, timeout_of(call.group, call.like.device))
         exchange_hosts(channel, call.group, call.like.device)
-    schedule = named.schedule(call)
+    schedule = _schedule(call, chosen)
     run = functools.partial(_execute, call, segment_bytes(schedule), schedule, number)
     if recorder.active is None:
         run()

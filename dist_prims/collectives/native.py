@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,6 +32,7 @@ from ..torch_compat import (
 )
 from .algorithm_choice import variable_of
 from .flat import cut
+from .queue import Work
 from .reduction import op_named
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ _REDUCIBLE = {
     _Op.MAX: _INTEGERS,
 }
 _VARIABLES = {name: variable_of(name) for name in ("all_reduce", "all_gather", "broadcast", "reduce_scatter")}
-_POLL_INTERVAL = 0.0002  # seconds
 
 
 _all_reduces: dict[int, Callable[..., None]] = {}  # by the id of a live group
@@ -181,33 +180,14 @@ def reduce_scatter_(output: torch.Tensor, input: torch.Tensor, op: Any, group: d
     output.view(-1).copy_(whole.view(group.size(), output.numel())[group.rank()])
 
 
-class NativeWork:
-    """A collective of the group's backend that was started with ``async_op=True``."""
-
-    def __init__(self, work: dist.Work, after: Sequence[Callable[[], object]], what: str) -> None:
-        self._work = work
-        self._future = work.get_future().then(lambda done: _finish(done, after))
-        self._what = what
-
-    def is_completed(self) -> bool:
-        return bool(self._future.done())
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the result and return True; raise the error of the call, or TimeoutError, which does not end it."""
-        if timeout is not None:  # a timeout of the backend's own wait would end the group
-            deadline = time.monotonic() + timeout.total_seconds()
-            while not self._future.done():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{self._what} did not complete within {timeout}")
-                time.sleep(_POLL_INTERVAL)
-        self._work.wait()
-        self._future.wait()
-        return True
-
-
-def _finish(done: Any, after: Sequence[Callable[[], object]]) -> None:
-    done.wait()  # raises the exception of the call
-    _run_all(after)
+def _settle(future: Future[None], after: Sequence[Callable[[], object]], done: Any) -> None:
+    try:
+        done.wait()  # raises the exception of the call
+        _run_all(after)
+    except BaseException as error:  # every exception is for the caller of wait()
+        future.set_exception(error)
+    else:
+        future.set_result(None)
 
 
 def _run_all(after: Sequence[Callable[[], object]]) -> None:
@@ -307,7 +287,7 @@ class _OverGloo:
         return dist.barrier(async_op=is_async, **self.common)
 
 
-def run_over_gloo(call: Call, is_async: bool) -> NativeWork | None:
+def run_over_gloo(call: Call, is_async: bool) -> Work | None:
     """Make a call that backend_supports() accepts, through torch.distributed over gloo."""
     native = _OverGloo(call)
     with torch.no_grad():
@@ -315,12 +295,14 @@ def run_over_gloo(call: Call, is_async: bool) -> NativeWork | None:
     return _work_or_finish(call, work, [*native.after, *call.after])
 
 
-def _work_or_finish(call: Call, work: dist.Work | None, after: Sequence[Callable[[], object]]) -> NativeWork | None:
+def _work_or_finish(call: Call, work: dist.Work | None, after: Sequence[Callable[[], object]]) -> Work | None:
     """Return the work of an asynchronous call, which calls ``after`` at its end. Else call ``after`` now."""
-    if work is not None:
-        return NativeWork(work, after, f"{call.collective} on rank {call.group.rank()}")
-    _run_all(after)
-    return None
+    if work is None:
+        _run_all(after)
+        return None
+    future: Future[None] = Future()
+    work.get_future().then(functools.partial(_settle, future, after))
+    return Work(future, f"{call.collective} on rank {call.group.rank()}")
 
 
 def schedule_name(schedule: Schedule) -> str:
@@ -329,9 +311,9 @@ def schedule_name(schedule: Schedule) -> str:
     return f"{schedule.algorithm}({parameters})" if parameters else schedule.algorithm
 
 
-def compiled(schedule: Schedule, rank: int) -> Any:
+def compiled(schedule: Schedule, rank: int, segments: int) -> Any:
     """Compile a schedule for execution by the backend on one rank."""
-    form = to_native(schedule, rank, 0, 0, schedule_name(schedule))
+    form = to_native(schedule, rank, 0, 0, schedule_name(schedule), segments)
     return import_module("dist_prims._backend").NativeSchedule(form)
 
 
@@ -343,7 +325,7 @@ def compiled_without_steps(schedule: Schedule) -> Any:
 
 def run_in_backend(
     call: Call, is_async: bool, schedule: Any = None, check: Callable[[], None] | None = None
-) -> NativeWork | None:
+) -> Work | None:
     """Make a call in the backend dist_prims, by a compiled schedule or, without one, as its group makes it.
 
     The backend first compares the calls of all ranks and calls ``check``, which raises for a schedule that must not

@@ -26,18 +26,11 @@ from ..tracing.session import begin_from_environment
 __all__: list[str] = []
 
 
-class Work:
-    """A collective that was started with ``async_op=True``.
-
-    >>> import torch
-    >>> from dist_prims.collectives import Work, all_reduce
-    >>> tensor = torch.ones(2)
-    >>> work = all_reduce(tensor, algorithm="ring", async_op=True)
-    >>> isinstance(work, Work), work.wait(), work.is_completed()
-    (True, True, True)
-    """
+class Work(dist.Work):
+    """An asynchronous collective. ``future`` completes when the result is in the tensors of the user."""
 
     def __init__(self, future: Future[None], what: str) -> None:
+        super().__init__()
         self._future = future
         self._what = what
 
@@ -46,9 +39,13 @@ class Work:
         return self._future.done()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the result and return True; raise the error of the collective, or TimeoutError."""
+        """Wait for the result and return True; raise the error of the collective.
+
+        After the ``timeout`` raise TimeoutError, which does not end the collective. The default, as zero in torch, is
+        the timeout of the group.
+        """
         try:
-            self._future.result(None if timeout is None else timeout.total_seconds())
+            self._future.result(timeout.total_seconds() if timeout else None)
         except TimeoutError as error:
             if self._future.done():
                 raise

@@ -33,7 +33,6 @@ def average_gradients(
     bucket_mb: float = 25,
     algorithm: str | None = None,
     segment_bytes: int = 0,
-    **parameters: Any,
 ) -> None:
     """Replace each gradient by its mean over the ranks; call it between ``backward()`` and ``step()``.
 
@@ -58,7 +57,7 @@ def average_gradients(
             "make its layer with sparse=False, or average it by itself after .to_dense()"
         )
     taking_part = [parameter for (_, parameter), kind in zip(named, kinds, strict=True) if kind == DENSE]
-    options = {"algorithm": algorithm, "segment_bytes": segment_bytes, **parameters}
+    options = {"algorithm": algorithm, "segment_bytes": segment_bytes}
     for numbers in plan(taking_part, range(len(taking_part)), int(bucket_mb * 2**20)):
         _average([taking_part[number] for number in numbers], group, options)
 

@@ -122,6 +122,11 @@ DISAGREEMENTS: list[tuple[Callable[[], Any], Callable[[], Any], list[str]]] = [
         lambda: compared("all_reduce", ones(), algorithm="swing"),
         ["ring", "swing"],
     ),
+    (
+        lambda: compared("all_reduce", ones(), algorithm="tree(chunks=3)"),
+        lambda: compared("all_reduce", ones(), algorithm="tree(chunks=3) x2"),
+        ["tree", "chunks=3"],
+    ),
     (lambda: compared("broadcast", ones(), src=0), lambda: compared("broadcast", ones(), src=1), ["0", "1"]),
     (
         lambda: compared("all_gather", [torch.empty(1), torch.empty(2)], torch.ones(1)),
@@ -171,6 +176,11 @@ BAD_INPUT: dict[str, tuple[Callable[[], Any], str]] = {
     "device": (lambda: dist_prims.all_reduce(ones().to("meta")), "the tensor is on meta, but the group serves cpu"),
     "sparse": (lambda: dist_prims.all_reduce(ones().to_sparse()), "call .to_dense() first"),
     "algorithm": (lambda: dist_prims.all_reduce(ones(), algorithm="rign"), "ring"),
+    "parameters": (lambda: dist_prims.all_reduce(ones(), algorithm="ring(2)"), "(2) are no parameters"),
+    "forwarding": (
+        lambda: dist_prims.all_to_all([ones(), ones()], [ones(), ones()], algorithm="bruck(radix=3)"),
+        "algorithm 'bruck' forwards blocks",
+    ),
     "uneven": (lambda: dist_prims.all_gather(ones(3), ones(1)), "which 2 ranks cannot share evenly; pass a list"),
     "length": (lambda: dist_prims.all_reduce(ones(), output=ones(4)), "output has 4 elements where 5 are needed"),
     "dtypes": (lambda: dist_prims.all_reduce(ones(), output=ones().int()), "tensors differ"),
@@ -180,7 +190,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: dist_prims.gather(ones(), [] if dist.get_rank() else None),
         "gather_list must be given on rank 0 and only there",
     ),
-    "no tensor": (lambda: dist_prims.all_reduce([1.0]), "a tensor is needed, not list"),  # type: ignore[call-overload]
+    "no tensor": (lambda: dist_prims.all_reduce([1.0]), "a tensor is needed, not list"),  # type: ignore[arg-type]
 }
 
 

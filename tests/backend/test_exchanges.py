@@ -122,7 +122,7 @@ def test_a_named_algorithm_runs_in_the_backend(layout: str) -> None:
                 if work is not None:
                     work.wait()
                 equal(output, torch.cat([held(10 * peer + rank, count) for peer in range(size)]), (name, count))
-        dist_prims.all_to_all(output, sent, algorithm="bruck", radix=3)
+        dist_prims.all_to_all(output, sent, algorithm="bruck(radix=3)")
         for name in ("direct", "pairwise"):
             exchange(lambda src, dst: 3 * src + dst, algorithm=name)
             exchange(lambda src, dst: 4000 * (src % 2), algorithm=name)

@@ -148,16 +148,6 @@ def test_ranks_agree_before_one_of_them_asks_for_a_proof() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_unknown_argument_is_an_error(backend: str) -> None:
-    def body(rank: int) -> None:
-        with pytest.raises(ValueError, match=f"all_reduce on rank {rank}: unknown argument outptu"):
-            dist_prims.all_reduce(torch.ones(3), outptu=torch.zeros(3))
-        dist_prims.barrier()
-
-    on_two(body, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_models_that_differ_in_shapes_only(backend: str) -> None:
     def body(rank: int) -> None:
         model = torch.nn.Linear(2 + rank, 3)

@@ -212,12 +212,12 @@ def test_hierarchies_of_any_inner_and_outer_algorithm_add() -> None:
     """Three pairs of an inner and an outer algorithm for each division into hosts, so that all nine pairs occur."""
 
     def body() -> None:
-        for number, hosts in enumerate([(1, 3), (2, 2), (2, 1, 1), [3, 1]]):
+        for number, hosts in enumerate(["1,3", "2,2", "2,1,1", "3,1"]):
             for at, inner in enumerate(["ring", "direct", "pat"]):
                 outer = ["ring", "swing", "recursive_doubling"][(at + number) % 3]
                 for count in (1, 13, 1031):
-                    how = {"algorithm": "hierarchical", "hosts": hosts, "inner": inner, "outer": outer}
-                    check_all_reduce(count, dist.get_rank(), 4, **how)
+                    name = f"hierarchical(hosts={hosts},inner={inner},outer={outer})"
+                    check_all_reduce(count, dist.get_rank(), 4, algorithm=name)
 
     dist_prims.spawn(body, 4, timeout=60)
 

@@ -53,8 +53,8 @@ def is_sum_in_order_of(hosts: HostOrder | tuple[int, ...], call: Callable[[torch
     return np.concatenate(sums).tobytes() == tensor.numpy().tobytes()
 
 
-def by_name(tensor: torch.Tensor, **options: Any) -> None:
-    dist_prims.all_reduce(tensor, algorithm="hierarchical", **options)
+def by_name(tensor: torch.Tensor, parameters: str = "") -> None:
+    dist_prims.all_reduce(tensor, algorithm=f"hierarchical{parameters}")
 
 
 @pytest.mark.sampled(1)
@@ -73,9 +73,9 @@ def test_an_all_reduce_adds_within_the_hosts_first(backend: str, layout: str) ->
 
     def rank_main() -> None:
         assert is_sum_in_order_of(order, by_name)
-        assert is_sum_in_order_of(order, lambda tensor: by_name(tensor, inner="direct"), inner="direct")
+        assert is_sum_in_order_of(order, lambda tensor: by_name(tensor, "(inner=direct)"), inner="direct")
         size = dist.get_world_size()
-        assert is_sum_in_order_of((1, size - 1), lambda tensor: by_name(tensor, hosts=(1, size - 1))), "given hosts"
+        assert is_sum_in_order_of((1, size - 1), lambda tensor: by_name(tensor, f"(hosts=1,{size - 1})")), "given hosts"
         os.environ["DIST_PRIMS_ALL_REDUCE"] = "hierarchical(inner=direct)"
         group = dist.new_group()
         assert is_sum_in_order_of(order, lambda tensor: dist_prims.all_reduce(tensor, group=group), inner="direct")

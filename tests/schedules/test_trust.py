@@ -194,7 +194,7 @@ def test_a_plain_call_across_hosts_does_not_fail_by_an_algorithm_of_a_user() -> 
         with pytest.raises(
             ScheduleError, match=f"rank {rank}: all_reduce 'hierarchical' for 4 ranks is wrong.*{remedy}"
         ):
-            dist_prims.all_reduce(tensor, algorithm="hierarchical", outer="forgetful")
+            dist_prims.all_reduce(tensor, algorithm="hierarchical(outer=forgetful)")
         with pytest.raises(
             ScheduleError, match=f"rank {rank}: all_reduce 'pair' for 4 ranks is wrong.*raises KeyError"
         ):
@@ -239,7 +239,7 @@ def test_ranks_that_registered_different_steps_raise(backend: str, trusted: bool
         assert tensor.tolist() == [3.0, 30.0]
         register_by_rank(trusted)
         calls: list[dict[str, Any]] = [{"algorithm": "mine"}, {"algorithm": "mine", "async_op": True}]
-        for options in [*calls, {"algorithm": "hierarchical", "outer": "mine", "hosts": (1, 1, 1)}]:
+        for options in [*calls, {"algorithm": "hierarchical(hosts=1,1,1,outer=mine)"}]:
             with pytest.raises(MismatchError, match=DIFFERENT_STEPS):  # an asynchronous call raises in wait()
                 dist_prims.all_reduce(tensor, **options).wait()
         assert tensor.tolist() == [3.0, 30.0], "data was touched"
