@@ -10,7 +10,8 @@ from typing import Any
 
 from ..learn import course
 from ..learn.check import check
-from ..learn.exercise import ORDER, WrongAnswerError, exercise, file_name
+from ..learn.exercise import WrongAnswerError
+from ..learn.exercises import ORDER, exercise, file_name
 from ..schedules import Schedule
 
 __all__: list[str] = []

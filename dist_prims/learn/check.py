@@ -6,7 +6,8 @@ from pathlib import Path
 
 from .answer import Answer
 from .answer_process import SECONDS, AnswerProcesses
-from .exercise import WrongAnswerError, exercise
+from .exercise import WrongAnswerError
+from .exercises import exercise
 
 __all__: list[str] = []
 

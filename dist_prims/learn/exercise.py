@@ -1,8 +1,7 @@
-"""The exercises: their form, and the list of them."""
+"""The form of an exercise."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,27 +13,11 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-ORDER = (
-    "ring_pass",
-    "deadlock",
-    "broadcast_tree",
-    "reduce_tree",
-    "ring_reduce_scatter",
-    "ring_all_gather",
-    "ring_all_reduce",
-    "same_bits",
-    "ring_order",
-    "recursive_doubling",
-    "crossover",
-    "halving_doubling",
-    "pairwise",
-    "dissemination",
-    "two_hosts",
-    "shards",
-    "one_f_one_b",
-    "zero_bubble",
-    "desync",
-)
+# The end of a task whose answer is a schedule.
+STEP = """
+
+``yield Step(src=..., dst=..., chunk=...)`` is one step; src and dst may be lists or arrays, for several transfers at
+a time."""
 
 
 class WrongAnswerError(Exception):
@@ -61,24 +44,3 @@ class Exercise:
     def text(self, number: int) -> str:
         """The file that the learner completes."""
         return f'"""Exercise {number}: {self.title}\n\n{self.task.strip()}\n"""\n\n{self.template.strip()}\n'
-
-
-def exercise(number: int) -> Exercise:
-    """The exercise with a number, from 1 on.
-
-    >>> exercise(1).title
-    'Send around the ring'
-    """
-    if not 1 <= number <= len(ORDER):
-        raise ValueError(f"there is no exercise {number}; the numbers are 1 to {len(ORDER)}")
-    found: Exercise = importlib.import_module(f"{__package__}.exercises.{ORDER[number - 1]}").EXERCISE
-    return found
-
-
-def file_name(number: int) -> str:
-    """The name of the file of an exercise.
-
-    >>> file_name(3)
-    'exercise_03_broadcast_tree.py'
-    """
-    return f"exercise_{number:02}_{ORDER[number - 1]}.py"

@@ -15,7 +15,8 @@ from dist_prims.cli import main
 from dist_prims.learn import answer_process, wire
 from dist_prims.learn.answer import Answer
 from dist_prims.learn.check import check
-from dist_prims.learn.exercise import ORDER, WrongAnswerError
+from dist_prims.learn.exercise import WrongAnswerError
+from dist_prims.learn.exercises import ORDER
 from dist_prims.schedules import COLLECTIVES, algorithms, lookup
 from dist_prims.schedules.pipelines.registry import _registry as pipelines
 from dist_prims.schedules.pipelines.registry import pipeline_plans

@@ -15,7 +15,7 @@ from launching import clean
 
 from dist_prims.cli import main
 from dist_prims.learn import course
-from dist_prims.learn.exercise import ORDER, exercise
+from dist_prims.learn.exercises import ORDER, exercise
 
 PAGES = course.files()
 each_lesson = pytest.mark.parametrize("path", PAGES, ids=[path.stem for path in PAGES])

@@ -18,7 +18,8 @@ from dist_prims.cli import main
 from dist_prims.learn import wire
 from dist_prims.learn.answer import Answer
 from dist_prims.learn.check import check_answer
-from dist_prims.learn.exercise import ORDER, WrongAnswerError, exercise, file_name
+from dist_prims.learn.exercise import WrongAnswerError
+from dist_prims.learn.exercises import ORDER, exercise, file_name
 from dist_prims.learn.messages import AllReduce, Barrier, Receive, Send, run
 from dist_prims.learn.run_answer import AnswerFile
 from dist_prims.schedules import build

@@ -1,14 +1,41 @@
-"""Exercise: split the backward to shorten the idle time of a pipeline."""
+"""Exercises whose answers are the orders of a pipeline."""
 
 from __future__ import annotations
 
-from ..answer import Answer
 from ..exercise import Exercise
 from ..plan_check import check_plans
 
 __all__: list[str] = []
 
-EXERCISE = Exercise(
+ONE_F_ONE_B = Exercise(
+    title="Make 1F1B from fill and drain",
+    task="""
+A pipeline with one stage a rank. The order below computes all forwards (F), then all backwards (BW), so every rank
+holds the activations of all micro-batches at once. Reorder the actions: rank r may hold at most ranks - r activations
+(each is held from its F until its BW), and the step must not take longer. ``python -m dist_prims pipeline
+fill_drain`` draws the order below.
+""",
+    template="""
+from dist_prims.schedules.pipelines import Action
+
+
+def order(rank, ranks, num_microbatches):
+    for micro in range(num_microbatches):
+        yield Action("F", rank, micro)
+    for micro in range(num_microbatches):
+        yield Action("BW", rank, micro)
+""",
+    hints=(
+        "The last rank can compute BW of a micro-batch directly after its F.",
+        "Rank r computes some forwards ahead, then one forward and one backward alternate.",
+        "Ahead are min(ranks - 1 - rank, num_microbatches) forwards. Then for each backward first the next "
+        "forward, if one is left.",
+    ),
+    check=lambda answer: check_plans(answer, "fill_drain", lambda rank, ranks, count: min(ranks - rank, count)),
+)
+
+
+ZERO_BUBBLE = Exercise(
     title="Split the backward",
     task="""
 In 1F1B a rank waits for the whole backward of the next one. But only the gradient of the input (B) is needed by the
@@ -36,12 +63,5 @@ def order(rank, ranks, num_microbatches):
         "Keep a count of the W that are done. Run W after its B, except for the last `ranks` micro-batches: until the "
         "rank's last forward is done, leave their W out; the missing ones come at the end.",
     ),
-    check=lambda answer: _check(answer),
+    check=lambda answer: check_plans(answer, "zb_h1", lambda rank, ranks, count: min(ranks, count)),
 )
-
-
-def _check(answer: Answer) -> str:
-    def most_held(rank: int, ranks: int, count: int) -> int:
-        return min(ranks, count)
-
-    return check_plans(answer, "zb_h1", most_held)
