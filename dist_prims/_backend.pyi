@@ -27,7 +27,7 @@ class NativeSchedule:
 
 class PrimsBackend:
     spans_hosts: bool
-    engine: str
+    transport: str
     options: Any
 
     def __init__(
@@ -38,7 +38,7 @@ class PrimsBackend:
         size: int,
         timeout: timedelta,
         hosts: Sequence[str],
-        engine: Any,
+        transport: Any,
         largest_tag: int,
         tcp: Any,
         ucx: Any,

@@ -30,7 +30,7 @@ public:
 
     explicit Tags(int largest) : first_(largest - kReserved + 1) {
         if (first_ <= 0)
-            throw std::invalid_argument("the engine between hosts tells apart the tags 0 to " +
+            throw std::invalid_argument("the transport between hosts tells apart the tags 0 to " +
                                         std::to_string(largest) + " only; a group needs " + std::to_string(kReserved) +
                                         " of its own, and MPI guarantees 32767");
     }

@@ -139,7 +139,7 @@ def _make(request: GroupRequest, monitor: _DeathMonitor) -> Any:
     )
     if len(set(hosts)) > 1:
         key = secret.key("connections", token).hex() if secret else ""
-        _connect_hosts(setup, temporary, options.engine, key, check)
+        _connect_hosts(setup, temporary, options.transport, key, check)
     backend = extension().PrimsBackend(
         store=store, rank=rank, size=size, timeout=request.timeout, setup=setup, ended=monitor.first
     )
@@ -150,7 +150,7 @@ def _make(request: GroupRequest, monitor: _DeathMonitor) -> Any:
     return backend
 
 
-def _connect_hosts(setup: GroupSetup, store: Any, engine: str, key: str, check: Callable[[Schedule], None]) -> None:
+def _connect_hosts(setup: GroupSetup, store: Any, transport: str, key: str, check: Callable[[Schedule], None]) -> None:
     """Prepare what a group needs only if it spans hosts: costs of the links, schedules, transports, registers."""
     made, request = setup.made, setup.made.request
     rank, hosts = request.rank, made.hosts
@@ -159,7 +159,7 @@ def _connect_hosts(setup: GroupSetup, store: Any, engine: str, key: str, check: 
     setup.network = 0 if known else network_number()
     setup.multi_host = MultiHostSchedules(hosts, rank, known or link_costs.uncalibrated(hosts), check)
     remember_hosts(request.name, setup.multi_host.order)
-    requested = engine or os.environ.get("DIST_PRIMS_ENGINE", "")
+    requested = transport or os.environ.get("DIST_PRIMS_TRANSPORT", "")
     if Trait.WITHOUT_MPI in request.traits and requested in ("", "mpi"):
         requested = "tcp"
     selected = transport_selection.select(store, rank, setup.ranks, requested)

@@ -121,6 +121,6 @@ class GroupSetup:
         if self.multi_host and link:
             self.multi_host.use(link_costs.measured(made.hosts, *link))
         known = self.multi_host.costs if self.multi_host else CALIBRATION.read(warn=False) or link_costs.ASSUMED
-        group = {"name": self.name, "engine": NAME, "token": made.attempt, "rank": made.request.rank}
+        group = {"name": self.name, "counter": NAME, "token": made.attempt, "rank": made.request.rank}
         costs = {"levels": known, "one_shot_bytes": self.one_shot_bytes}
         return json.dumps({**group, "ranks": self.ranks, "hosts": made.hosts, **costs})

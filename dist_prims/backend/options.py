@@ -14,12 +14,12 @@ from ..backend_name import NAME
 from ..collectives.algorithm_choice import parse_ranges
 from ..schedules.contract import COLLECTIVES
 from ..schedules.registry import nearest
-from .transport_selection import CHOICES, ENGINES
+from .transport_selection import CHOICES, TRANSPORTS
 
 __all__: list[str] = []
 
 PINNABLE = tuple(collective for collective in COLLECTIVES if collective not in ("scan", "exclusive_scan"))
-_OTHERS = ("slot_bytes", "one_shot_bytes", "engine")
+_OTHERS = ("slot_bytes", "one_shot_bytes", "transport")
 _SLOT_BYTES = 1 << 20  # the default size of a slot in shared memory
 _MOST_BYTES = 1 << 40
 # By the name of a group. The group keeps its options, so a process that makes groups over and over keeps none of a
@@ -39,7 +39,7 @@ class BackendOptions:
     - ``one_shot_bytes``: up to this size every rank of an all_reduce adds the whole data of all ranks. Above it, each
       rank adds one part, and all ranks read the sums. The default is the value that ``python -m dist_prims tune`` has
       measured on this type of machine, or 32 K. From 0 to 2**40.
-    - ``engine``: the transport between hosts, "tcp", "ucx" or "mpi". The default is ``DIST_PRIMS_ENGINE``, or
+    - ``transport``: the transport between hosts, "tcp", "ucx" or "mpi". The default is ``DIST_PRIMS_TRANSPORT``, or
       MPI if mpirun has started the ranks and all of them can use MPI, else TCP. The option of rank 0 applies to all
       ranks. If a rank cannot use the requested transport, all ranks raise RuntimeError with that rank and the reason.
 
@@ -52,11 +52,11 @@ class BackendOptions:
         all_reduce: str = "",
         slot_bytes: int | None = None,
         one_shot_bytes: int | None = None,
-        engine: str = "",
+        transport: str = "",
         **algorithms: str,
     ) -> None:
-        if engine not in ENGINES:
-            raise ValueError(f"BackendOptions(engine={engine!r}): {CHOICES}")
+        if transport not in TRANSPORTS:
+            raise ValueError(f"BackendOptions(transport={transport!r}): {CHOICES}")
         algorithms = {"all_reduce": all_reduce, **algorithms}
         for collective, text in algorithms.items():
             if collective not in PINNABLE:
@@ -67,7 +67,7 @@ class BackendOptions:
         self.one_shot_bytes = (
             one_shot_bytes if one_shot_bytes is None else _checked_bytes("one_shot_bytes", one_shot_bytes, 0)
         )
-        self.engine = engine
+        self.transport = transport
 
     @property
     def all_reduce(self) -> str:

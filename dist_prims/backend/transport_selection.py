@@ -17,7 +17,7 @@ from . import mpi_library, ucx_library
 
 __all__: list[str] = []
 
-ENGINES = ("", "tcp", "mpi", "ucx")
+TRANSPORTS = ("", "tcp", "mpi", "ucx")
 CHOICES = "'tcp', 'ucx' or 'mpi'"
 _TITLES = {"mpi": "MPI", "ucx": "UCX"}  # of those that a rank may be unable to use
 
@@ -30,22 +30,24 @@ def select(store: Any, rank: int, ranks: Sequence[int], requested: str) -> str:
     rank 0.
     """
     size = len(ranks)
-    proposed = from_rank_0(store, rank, size, "engine proposed", lambda: _propose(ranks, requested))
+    proposed = from_rank_0(store, rank, size, "transport proposed", lambda: _propose(ranks, requested))
     if proposed not in _TITLES:
         return proposed
-    store.set(f"engine/{rank}", _unusable_reason(proposed, ranks, rank))
+    store.set(f"transport/{rank}", _unusable_reason(proposed, ranks, rank))
     reasons = _reasons(store, rank, size)
-    return from_rank_0(store, rank, size, "engine", lambda: _decide(proposed, reasons, bool(requested)))
+    return from_rank_0(store, rank, size, "transport", lambda: _decide(proposed, reasons, bool(requested)))
 
 
 def _propose(ranks: Sequence[int], requested: str) -> str:
-    if requested not in ENGINES:
-        raise ValueError(f"DIST_PRIMS_ENGINE={requested!r}: {CHOICES}; unset it for MPI where mpirun started the ranks")
+    if requested not in TRANSPORTS:
+        raise ValueError(
+            f"DIST_PRIMS_TRANSPORT={requested!r}: {CHOICES}; unset it for MPI where mpirun started the ranks"
+        )
     return requested or ("mpi" if _is_mpi_expected(ranks) else "tcp")
 
 
-def _unusable_reason(engine: str, ranks: Sequence[int], rank: int) -> str:
-    return ucx_library.unusable_reason() if engine == "ucx" else mpi_library.group_unusable_reason(ranks, rank)
+def _unusable_reason(transport: str, ranks: Sequence[int], rank: int) -> str:
+    return ucx_library.unusable_reason() if transport == "ucx" else mpi_library.group_unusable_reason(ranks, rank)
 
 
 def _is_mpi_expected(ranks: Sequence[int]) -> bool:
@@ -62,7 +64,7 @@ def _reasons(store: Any, rank: int, size: int) -> Mapping[int, str]:
 
     Only rank 0 uses them. The others wait for them too, so that each names a rank that is missing, and not rank 0.
     """
-    answers = enumerate(values_of_ranks(store, rank, "engine", size))
+    answers = enumerate(values_of_ranks(store, rank, "transport", size))
     return {each: answer for each, answer in answers if answer}
 
 
@@ -71,8 +73,8 @@ def _decide(proposed: str, reasons: Mapping[int, str], is_requested: bool) -> st
         return proposed
     reason = _first_reason(_TITLES[proposed], reasons)
     if is_requested:
-        raise RuntimeError(f"{reason}; to use TCP instead: DIST_PRIMS_ENGINE=tcp")
-    remedy = "set DIST_PRIMS_ENGINE=tcp to use TCP without this warning"
+        raise RuntimeError(f"{reason}; to use TCP instead: DIST_PRIMS_TRANSPORT=tcp")
+    remedy = "set DIST_PRIMS_TRANSPORT=tcp to use TCP without this warning"
     warnings.warn(f"{reason}; using TCP instead; {remedy}", stacklevel=4)
     return "tcp"
 

@@ -1,8 +1,8 @@
 """``python -m dist_prims.bench hosts``: the collectives between hosts, beside gloo's and beside what the link carries.
 
 To be run by a launcher on several hosts. The contenders at each size are gloo's own collective, a group of dist_prims
-for each engine, and a stream: plain TCP that carries only what the busiest link must carry at least, so no collective
-can be faster. A round trip is a message to the last rank and one back. The table is in Markdown; its ratios are medians
+for each transport, and a stream: plain TCP that carries only what the busiest link must carry, so no collective can be
+faster. A round trip is a message to the last rank and one back. The table is in Markdown; its ratios are medians
 over the iterations of one run. "busy" is the part of the time of all cores in which they worked, on the host where it
 is largest: near 1, the processors are the limit. It is empty for short runs.
 """
@@ -29,7 +29,7 @@ from .stream import ONE_WAY, Hosts, Stream, least_bytes
 
 __all__: list[str] = []
 
-_ENGINES = ("tcp", "ucx", "mpi")
+_TRANSPORTS = ("tcp", "ucx", "mpi")
 _NAMES = (*CASES, *MESSAGES)
 _TIMEOUT = 600.0
 
@@ -38,11 +38,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dist_prims.bench hosts", description=__doc__.split("\n\n")[0])
     parser.add_argument("--collectives", default=",".join(_NAMES), help="default: all")
     parser.add_argument("--sizes", type=sizes, default="64,64K,1M,16M", help="64,64K,1M,16M")
-    parser.add_argument("--engines", default="tcp", help="of tcp, ucx and mpi, each a contender (tcp)")
+    parser.add_argument("--transports", default="tcp", help="of tcp, ucx and mpi, each a contender (tcp)")
     parser.add_argument("--iterations", type=positive, default=7)
     parser.add_argument("--json", type=Path, help="write all times")
     given = parser.parse_args(arguments)
-    for names, known in ((given.collectives, _NAMES), (given.engines, _ENGINES)):
+    for names, known in ((given.collectives, _NAMES), (given.transports, _TRANSPORTS)):
         for name in names.split(","):
             if name not in known:
                 parser.error(f"{name!r} is not one of {', '.join(known)}")
@@ -54,11 +54,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _bench(given: argparse.Namespace, hosts: Hosts) -> int:
-    engines, collectives = given.engines.split(","), given.collectives.split(",")
+    transports, collectives = given.transports.split(","), given.collectives.split(",")
     facts = environment()
     groups: dict[str, Any] = {
-        f"dist_prims over {engine}": dist.new_group(backend="dist_prims", pg_options=BackendOptions(engine=engine))
-        for engine in engines
+        f"dist_prims over {transport}": dist.new_group(
+            backend="dist_prims", pg_options=BackendOptions(transport=transport)
+        )
+        for transport in transports
     }
     _print(_heading(facts, list(groups)))
     lines: list[Line] = []

@@ -1,7 +1,7 @@
 """The memory that a call needs besides its tensors: the peak of torch's allocations, from torch's profiler.
 
 The resident size of the process would be misleading: memory that a call frees stays with the process, so only the first
-call would seem to need any. Allocations of the engine outside torch are not counted.
+call would seem to need any. Allocations of the backend outside torch are not counted.
 """
 
 from __future__ import annotations

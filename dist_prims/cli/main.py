@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.add_parser("tune", help="measure the crossover sizes of this machine for the backend, once")
     tune.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     tune.set_defaults(run=_tune)
-    doctor = commands.add_parser("doctor", help="launcher, ranks, hosts, engines, cores, memory")
+    doctor = commands.add_parser("doctor", help="launcher, ranks, hosts, transports, cores, memory")
     doctor.add_argument(
         "--dump", metavar="FOLDER", help="analyse the flight records in FOLDER instead: which rank is behind"
     )

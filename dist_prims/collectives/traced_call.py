@@ -19,11 +19,11 @@ _TOKEN = "dist_prims/trace"
 
 
 @contextmanager
-def in_group(group: dist.ProcessGroup, engine: str, sequence: int = 0) -> Iterator[None]:
-    """Context in which the events of this thread belong to a call of a group. ``engine``: what numbers the calls."""
+def in_group(group: dist.ProcessGroup, counter: str, sequence: int = 0) -> Iterator[None]:
+    """Context in which the events of this thread belong to a call of a group. ``counter``: what numbers the calls."""
     here = recorder.context
     outer = here.where
-    here.where = _number_of(group, engine), sequence, -1
+    here.where = _number_of(group, counter), sequence, -1
     try:
         yield
     finally:
@@ -52,15 +52,15 @@ def traced(
             )
 
 
-def _number_of(group: dist.ProcessGroup, engine: str) -> int:
-    return recorder.group_number(group, engine, lambda: _describe(group, engine))
+def _number_of(group: dist.ProcessGroup, counter: str) -> int:
+    return recorder.group_number(group, counter, lambda: _describe(group, counter))
 
 
-def _describe(group: dist.ProcessGroup, engine: str) -> dict[str, Any]:
+def _describe(group: dist.ProcessGroup, counter: str) -> dict[str, Any]:
     ranks = dist.get_process_group_ranks(group)
     return {
         "name": str(group.group_name),
-        "engine": engine,
+        "counter": counter,
         "token": _token(group),
         "rank": group.rank(),
         "ranks": ranks,

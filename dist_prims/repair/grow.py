@@ -395,5 +395,5 @@ def _fields(options: BackendOptions | None) -> dict[str, Any]:
     """Return the arguments of BackendOptions that are given. Zero is a value of ``one_shot_bytes``."""
     if options is None:
         return {}
-    others = {name: getattr(options, name) for name in ("slot_bytes", "one_shot_bytes", "engine")}
+    others = {name: getattr(options, name) for name in ("slot_bytes", "one_shot_bytes", "transport")}
     return {name: value for name, value in {**options.algorithms, **others}.items() if value not in ("", None)}

@@ -1,7 +1,7 @@
 """Steps and ScheduleData: a collective algorithm as data.
 
 An algorithm that is written as code that sends can only be run. Written as data (which rank sends which chunk to which
-rank in which step), it can be proved, priced, drawn, simulated, run by any engine and compiled.
+rank in which step), it can be proved, priced, drawn, simulated, run by any executor and compiled.
 
 A step is a table with one row for each transfer; its columns are NumPy arrays:
 

@@ -42,7 +42,7 @@ Events = NDArray[np.void]
 class Group:
     """A group of a trace: the key that its ranks share, its global ranks, and the rank of one process in it."""
 
-    key: tuple[str, str, str]  # name, engine, token
+    key: tuple[str, str, str]  # name, counter, token
     rank: int
     ranks: tuple[int, ...]
     facts: dict[str, Any] = field(compare=False)
@@ -238,7 +238,7 @@ def _group(text: str) -> Group | None:
     try:
         facts = json.loads(text)
         ranks, rank = tuple(map(int, facts["ranks"])), int(facts["rank"])
-        key = (str(facts["name"]), str(facts["engine"]), str(facts.get("token", "")))
+        key = (str(facts["name"]), str(facts["counter"]), str(facts.get("token", "")))
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return Group(key, rank, ranks, facts) if 0 <= rank < len(ranks) else None

@@ -39,7 +39,7 @@ active: TraceRecorder | None = None
 _open: list[TraceRecorder] = []  # the innermost is the last
 _lock = threading.RLock()  # reentrant: a signal handler may begin or end a trace
 _numbers = itertools.count(1)  # of the traces of this process
-_groups: WeakKeyDictionary[Any, dict[str, tuple[int, str]]] = WeakKeyDictionary()  # by engine
+_groups: WeakKeyDictionary[Any, dict[str, tuple[int, str]]] = WeakKeyDictionary()  # by counter
 _group_numbers = itertools.count(1)
 
 
@@ -191,14 +191,14 @@ class TraceRecorder:
         new.replace(self.path)
 
 
-def group_number(group: Any, engine: str, describe: Callable[[], Mapping[str, Any]]) -> int:
-    """The number of a group in the traces of Python. Its description is computed once for each engine."""
-    found = _groups.get(group, {}).get(engine)
+def group_number(group: Any, counter: str, describe: Callable[[], Mapping[str, Any]]) -> int:
+    """The number of a group in the traces of Python. Its description is computed once for each counter."""
+    found = _groups.get(group, {}).get(counter)
     if found is None:
         description = json.dumps(describe())  # without the lock, because it may ask a store
         with _lock:
             number = next(_group_numbers) % _MOST_NUMBERS or _MOST_NUMBERS  # 32 bits, and not 0
-            found = _groups.setdefault(group, {}).setdefault(engine, (number, description))
+            found = _groups.setdefault(group, {}).setdefault(counter, (number, description))
     if (recorder := active) is not None:
         recorder.describe(*found)
     return found[0]

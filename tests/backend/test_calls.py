@@ -1,4 +1,4 @@
-"""Around a collective: work that overlaps, ranks that disagree, bad input, memory, settings, other engines."""
+"""Around a collective: work that overlaps, ranks that disagree, bad input, memory, settings, other backends."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_the_environment_gives_segments_and_parameters(monkeypatch: pytest.Monke
     dist_prims.spawn(body, 2, backend="gloo", timeout=60)
 
 
-def test_the_fake_engine() -> None:
+def test_the_fake_backend() -> None:
     def body() -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from engines import require
 from mpi_kinds import KINDS
 from netns import cluster, needs_hosts, on_hosts
 from ranks import span
+from transports import require
 
 from dist_prims.backend.multi_host import MultiHostSchedules
 
@@ -37,11 +37,11 @@ RIGHT = """
 for count in (0, 1, 1000, 300_000):
     check(count)
 dist.barrier()
-engine = dist.group.WORLD._get_backend(torch.device("cpu")).engine
+transport = dist.group.WORLD._get_backend(torch.device("cpu")).transport
 sys.path.insert(0, os.environ["TESTS"])
 from values import every_collective
 every_collective()
-say(f"right on {len(place.hosts)} hosts over {engine}")
+say(f"right on {len(place.hosts)} hosts over {transport}")
 dist.destroy_process_group()
 """
 
@@ -88,7 +88,7 @@ def measure():
 
 def sums():
     every_collective()
-    say(dist.group.WORLD._get_backend(torch.device("cpu")).engine)
+    say(dist.group.WORLD._get_backend(torch.device("cpu")).transport)
 
 def go_on(seconds, victim=None):
     dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
@@ -138,13 +138,17 @@ for number, (phase, hosts, ranks, body) in enumerate([
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("engine", ["tcp", pytest.param("ucx", marks=pytest.mark.slow)])
-def test_a_rank_or_host_that_fails_is_named_by_all_others(engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("ucx", marks=pytest.mark.slow)])
+def test_a_rank_or_host_that_fails_is_named_by_all_others(transport: str, tmp_path: Path) -> None:
     """And on the same hosts before that: a group measures its link, a later one uses that, and sums are right."""
-    require(engine)
+    require(transport)
     program = tmp_path / "phases.py"
     program.write_text(PHASES)
-    env = {"DIST_PRIMS_ENGINE": engine, "FOLDER": str(tmp_path), "TESTS": str(Path(__file__).parents[1] / "helpers")}
+    env = {
+        "DIST_PRIMS_TRANSPORT": transport,
+        "FOLDER": str(tmp_path),
+        "TESTS": str(Path(__file__).parents[1] / "helpers"),
+    }
     with cluster(3, 2, [sys.executable, str(program)], how="each", rate="100mbit", timeout=200, env=env) as job:
 
         def begin(phase: str) -> None:
@@ -160,12 +164,12 @@ def test_a_rank_or_host_that_fails_is_named_by_all_others(engine: str, tmp_path:
 
         begin("measures")
         betas = said("measures", "[", 2)
-        if engine == "tcp":  # the first group has measured
+        if transport == "tcp":  # the first group has measured
             assert betas == dict.fromkeys("01", "[8.5e-08, 8.5e-08]")
         for host in range(3):
             job.slow(host, "1gbit")
         begin("sums")
-        assert said("sums", engine, 4) == dict.fromkeys("0123", engine)
+        assert said("sums", transport, 4) == dict.fromkeys("0123", transport)
 
         begin("dies")
         said("dies", "begins", 4)
@@ -200,13 +204,13 @@ def test_bench_hosts_compares_with_gloo_and_with_a_stream(tmp_path: Path) -> Non
     file = tmp_path / "lines.json"
     command = [sys.executable, "-m", "dist_prims.bench", "hosts", "--sizes", "64,128K", "--iterations", "1"]
     few = ["--collectives", "all_reduce,broadcast,all_to_all,barrier"]
-    with cluster(2, 2, [*command, *few, "--engines", "tcp,ucx", "--json", str(file)]) as job:
+    with cluster(2, 2, [*command, *few, "--transports", "tcp,ucx", "--json", str(file)]) as job:
         done = job.result()
     assert done.returncode == 0, done.stderr
     assert "Wrong elements: 0" in done.stdout
     assert len(re.findall(r"^\| \w+ \| (?:64 B|128 KB) \|", done.stdout, re.MULTILINE)) == 2 * 3 + 1  # one of barrier
     found = json.loads(file.read_text())["lines"]
-    ours = {f"dist_prims over {engine}" for engine in ("tcp", "ucx")}
+    ours = {f"dist_prims over {transport}" for transport in ("tcp", "ucx")}
     assert {line["contender"] for line in found} == {"gloo", "stream", *ours}
 
 

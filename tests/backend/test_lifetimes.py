@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import require
 from launching import run_scripts
 from ranks import backend_of, span, spawn
+from transports import require
 
 import dist_prims
 from dist_prims.backend import create, options, options_of
@@ -262,19 +262,19 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "cases"),
+    ("transport", "cases"),
     [
         ("tcp", ["aaa:0", "abc:0", "aaa:1", "abc:1"]),
         pytest.param("ucx", ["abc:0", "abc:1"], marks=pytest.mark.slow),
     ],
 )
 def test_a_program_that_ends_well_leaves_its_groups(
-    engine: str, cases: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    transport: str, cases: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many programs do not destroy their groups. The end of such a rank was taken for its death, and a receive from any
     rank failed; with another exit status than 0 it still does."""
-    require(engine)
-    monkeypatch.setenv("DIST_PRIMS_ENGINE", engine)
+    require(transport)
+    monkeypatch.setenv("DIST_PRIMS_TRANSPORT", transport)
     found = run_scripts(ENDS, 3 * len(cases), tmp_path, {**os.environ}, cases)
     for case, (first, second, third) in zip(cases, zip(found[::3], found[1::3], found[2::3], strict=True), strict=True):
         status = int(case[-1])

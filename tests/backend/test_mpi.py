@@ -119,12 +119,12 @@ if rank == 1:
 os.environ["DIST_PRIMS_HOST_ID"] = str(rank)
 import torch, torch.distributed as dist
 for asked in ("mpi", ""):
-    os.environ["DIST_PRIMS_ENGINE"] = asked
+    os.environ["DIST_PRIMS_TRANSPORT"] = asked
     try:
         dist.init_process_group("dist_prims")
         total = torch.ones(1)
         dist.all_reduce(total)
-        said = f"engine {dist.group.WORLD._get_backend(torch.device('cpu')).engine} {total.item()}"
+        said = f"transport {dist.group.WORLD._get_backend(torch.device('cpu')).transport} {total.item()}"
     except RuntimeError as error:
         said = str(error)
     os.write(1, f"{said}\\n".encode())  # in one piece: mpirun mixes the pieces of ranks
@@ -132,8 +132,8 @@ for asked in ("mpi", ""):
     done = kind.run(3, "-c", code)
     reason = "MPI cannot be the transport between the hosts of this group (rank 1: MPI was initialised for calls from"
     assert done.stdout.count(reason) == 3, done.stdout + done.stderr
-    assert done.stdout.count("to use TCP instead: DIST_PRIMS_ENGINE=tcp") == 3
-    assert done.stdout.count("engine tcp 3.0") == 3, done.stdout + done.stderr
+    assert done.stdout.count("to use TCP instead: DIST_PRIMS_TRANSPORT=tcp") == 3
+    assert done.stdout.count("transport tcp 3.0") == 3, done.stdout + done.stderr
     assert done.stderr.count(reason) == 1
     assert "; using TCP instead" in done.stderr
 
@@ -177,7 +177,7 @@ def test_init_process_group_with_other_numbers_than_the_launcher() -> None:
     ],
 )
 def test_a_handler_ends_a_wait_for_another_host(kind: Kind, handler: str, raised: str) -> None:
-    """The engine's own wait runs the handler, and the rank of the other host gets an error that names this one.
+    """The transport's own wait runs the handler, and the rank of the other host gets an error that names this one.
 
     Past bug: Ctrl-C was taken for the end of the other rank, PeerDiedError.
     """
@@ -288,7 +288,7 @@ dist.all_reduce(total)
 assert torch.equal(total, 4 * torch.arange(1000.0) + 6)
 backend = dist.group.WORLD._get_backend(torch.device("cpu"))
 library = MPI.Get_library_version().split(" v")[0].split(" V")[0]
-print(f"rank {place.rank} on {MPI.Get_processor_name()} over {backend.engine} of {library}", flush=True)
+print(f"rank {place.rank} on {MPI.Get_processor_name()} over {backend.transport} of {library}", flush=True)
 dist.destroy_process_group()
 """
     )

@@ -22,7 +22,7 @@ from dist_prims.schedules import Schedule, algorithm
 from dist_prims.schedules.contract import COLLECTIVES
 from dist_prims.schedules.host_order import HostOrder
 
-pytestmark = pytest.mark.usefixtures("host_engine")
+pytestmark = pytest.mark.usefixtures("host_transport")
 
 LAYOUTS = [
     "a b",
@@ -32,8 +32,8 @@ LAYOUTS = [
 ]
 
 
-def test_mpi_of_a_lone_process_is_no_engine_between_hosts() -> None:
-    """mpi4py may be there although no mpirun is. Its world of one was once taken for an engine: no group was made."""
+def test_mpi_of_a_lone_process_is_no_transport_between_hosts() -> None:
+    """mpi4py may be there although no mpirun is. Its world of one was once taken for a transport: no group was made."""
 
     def rank(me: str) -> float:
         os.environ["DIST_PRIMS_HOST_ID"] = me[dist.get_rank()]

@@ -21,7 +21,7 @@ from dist_prims.errors import CommTimeoutError, PeerDiedError
 from dist_prims.launch import RankFailedError
 from dist_prims.rendezvous.deadline import until
 
-pytestmark = pytest.mark.usefixtures("host_engine")
+pytestmark = pytest.mark.usefixtures("host_transport")
 
 
 def await_raised(count: int) -> None:

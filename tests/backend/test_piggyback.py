@@ -74,7 +74,7 @@ def test_the_link_carries_at_least_what_must_cross_it(
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.usefixtures("host_engine")
+@pytest.mark.usefixtures("host_transport")
 @pytest.mark.parametrize(
     "layout", ["a b", "a b a c b d", *(pytest.param(each, marks=pytest.mark.slow) for each in ("a b b c", "a b c d e"))]
 )
@@ -102,7 +102,7 @@ def test_the_name_tells_how_data_travels() -> None:
     span("a a b b", body)
 
 
-@pytest.mark.usefixtures("host_engine")
+@pytest.mark.usefixtures("host_transport")
 def test_a_mismatch_is_raised_on_all_ranks_and_writes_no_output() -> None:
     """The blocks of ranks 0, 1 and 3 could travel with the agreement. Rank 2 has other lengths, or another call."""
 

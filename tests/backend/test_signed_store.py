@@ -99,7 +99,7 @@ def make_group(port: int, seconds: float) -> None:
     """A group of two hosts whose ranks meet at a TCPStore of this host."""
     rank = dist.get_rank()
     dist.destroy_process_group()
-    os.environ.update(DIST_PRIMS_HOST_ID="ab"[rank], DIST_PRIMS_ENGINE="tcp")
+    os.environ.update(DIST_PRIMS_HOST_ID="ab"[rank], DIST_PRIMS_TRANSPORT="tcp")
     url, limit = f"tcp://127.0.0.1:{port}", timedelta(seconds=seconds)
     dist.init_process_group("dist_prims", init_method=url, rank=rank, world_size=2, timeout=limit)
 

@@ -1,5 +1,5 @@
-"""The engine over UCX: how it is found, what it leaves alone, and what remains of it. test_multi_host.py and
-test_hosts.py run what all engines must do."""
+"""The transport over UCX: how it is found, what it leaves alone, and what remains of it. test_multi_host.py and
+test_hosts.py run what all transports must do."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import require
 from launching import clean, run_scripts
 from ranks import span
+from transports import require
 
 import dist_prims
 from dist_prims.backend import ucx_library
@@ -25,8 +25,8 @@ from dist_prims.rendezvous.network import address_of
 
 
 @pytest.fixture(autouse=True)
-def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIST_PRIMS_ENGINE", "ucx")
+def transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIST_PRIMS_TRANSPORT", "ucx")
 
 
 @pytest.fixture
@@ -34,11 +34,11 @@ def needs_ucx() -> None:
     require("ucx")
 
 
-def engine_of(group: dist.ProcessGroup | None = None) -> str:
+def transport_of(group: dist.ProcessGroup | None = None) -> str:
     group = group or dist.group.WORLD
     assert group is not None
     backend: Any = group._get_backend(torch.device("cpu"))
-    return str(backend.engine)
+    return str(backend.transport)
 
 
 def total(group: dist.ProcessGroup | None = None, count: int = 5) -> float:
@@ -62,7 +62,7 @@ try:
     join("first")
 except RuntimeError as error:
     print(error)
-os.environ["DIST_PRIMS_ENGINE"] = "tcp"
+os.environ["DIST_PRIMS_TRANSPORT"] = "tcp"
 join("second")
 tensor = torch.ones(1)
 dist.all_reduce(tensor)
@@ -76,11 +76,11 @@ def test_a_rank_without_ucx_is_named_on_all_ranks(tmp_path: Path, needs_ucx: Non
     """The library of rank 1 is an empty file."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libucp.so.0").touch()
-    for text in run_scripts(JOIN + WITHOUT_UCX, 3, tmp_path, clean(DIST_PRIMS_ENGINE="ucx")):
+    for text in run_scripts(JOIN + WITHOUT_UCX, 3, tmp_path, clean(DIST_PRIMS_TRANSPORT="ucx")):
         assert "UCX cannot be the transport between the hosts of this group (rank 1: " in text
         assert "cannot open shared object file" in text
         assert "pip install libucx-cu12" in text
-        assert "to use TCP instead: DIST_PRIMS_ENGINE=tcp" in text
+        assert "to use TCP instead: DIST_PRIMS_TRANSPORT=tcp" in text
         assert text.startswith("0: ")
         assert text.endswith("over tcp 3.0\n")
 
@@ -98,13 +98,13 @@ def test_a_rank_that_cannot_create_a_worker_is_named_on_all_ranks(needs_ucx: Non
         assert "rank 1 cannot create a worker of UCX: ucp_" in text
 
 
-def test_the_engine_is_an_option_of_a_group(monkeypatch: pytest.MonkeyPatch, needs_ucx: None) -> None:
+def test_the_transport_is_an_option_of_a_group(monkeypatch: pytest.MonkeyPatch, needs_ucx: None) -> None:
     def body() -> None:
-        groups = [dist.new_group(pg_options=dist_prims.BackendOptions(engine=name)) for name in ("ucx", "tcp")]
-        assert [engine_of(group) for group in (None, *groups)] == ["tcp", "ucx", "tcp"]
+        groups = [dist.new_group(pg_options=dist_prims.BackendOptions(transport=name)) for name in ("ucx", "tcp")]
+        assert [transport_of(group) for group in (None, *groups)] == ["tcp", "ucx", "tcp"]
         assert [total(group, 100_000) for group in groups] == [2, 2]
 
-    monkeypatch.setenv("DIST_PRIMS_ENGINE", "tcp")
+    monkeypatch.setenv("DIST_PRIMS_TRANSPORT", "tcp")
     span("a b", body)
 
 
@@ -115,7 +115,7 @@ def test_groups_leave_no_descriptors_and_threads(needs_ucx: None) -> None:
 
         def use_a_group() -> None:
             group = dist.new_group(backend="dist_prims")
-            assert engine_of(group) == "ucx"
+            assert transport_of(group) == "ucx"
             assert total(group, 100_000) == 3
             dist.destroy_process_group(group)
 
@@ -147,7 +147,7 @@ def test_signal_handlers_environment_and_libc_stay_as_they_are(needs_ucx: None) 
         os.environ["DIST_PRIMS_HOST_ID"] = "ab"[me]
         before = caught(), instructions(), {name for name in os.environ if name.startswith("UCX_")}
         dist_prims.init("dist_prims", timeout=30)
-        assert (engine_of(), total()) == ("ucx", 2)
+        assert (transport_of(), total()) == ("ucx", 2)
         after = caught(), instructions(), {name for name in os.environ if name.startswith("UCX_")}
         assert after == before
 
@@ -244,7 +244,7 @@ tensor = torch.ones(1_000_000)
 for _ in range(5):
     tensor.fill_(1)
     dist.all_reduce(tensor)
-assert dist.group.WORLD._get_backend(torch.device("cpu")).engine == "ucx"
+assert dist.group.WORLD._get_backend(torch.device("cpu")).transport == "ucx"
 if (child := os.fork()) == 0:
     sys.exit(3)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
@@ -258,7 +258,7 @@ def test_a_program_may_end_without_destroying_the_group(
     tmp_path: Path, needs_ucx: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Neither do its ranks crash, nor its forked children, nor does UCX print anything."""
-    assert run_scripts(JOIN + PROGRAM, 3, tmp_path, clean(DIST_PRIMS_ENGINE="ucx")) == ["0: 9.0\n"] * 3
+    assert run_scripts(JOIN + PROGRAM, 3, tmp_path, clean(DIST_PRIMS_TRANSPORT="ucx")) == ["0: 9.0\n"] * 3
     assert "ucx" not in capfd.readouterr().err.lower()
 
 

@@ -15,8 +15,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from engines import require
 from ranks import press_ctrl_c_soon, span, store
+from transports import require
 from values import equal
 
 from dist_prims.errors import CommTimeoutError, MismatchError, PeerDiedError, PeerLeftError
@@ -26,9 +26,9 @@ SIZES = (0, 1, 7, 1000, 20_000, 500_000)  # elements
 
 
 @pytest.fixture(autouse=True, params=["tcp", pytest.param("ucx", marks=pytest.mark.slow)])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     require(request.param)
-    monkeypatch.setenv("DIST_PRIMS_ENGINE", request.param)
+    monkeypatch.setenv("DIST_PRIMS_TRANSPORT", request.param)
     return str(request.param)
 
 

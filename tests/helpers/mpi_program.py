@@ -29,12 +29,12 @@ from dist_prims.errors import CommError, CommInterruptedError, CommTimeoutError,
 SECOND = timedelta(seconds=1)
 
 
-def engine_of(group: Any) -> Any:
-    return group._get_backend(torch.device("cpu")).engine
+def transport_of(group: Any) -> Any:
+    return group._get_backend(torch.device("cpu")).transport
 
 
 def case_values() -> None:
-    assert engine_of(dist.group.WORLD) == ("mpi" if dist.get_world_size() > 1 else "")
+    assert transport_of(dist.group.WORLD) == ("mpi" if dist.get_world_size() > 1 else "")
     every_collective()
 
 

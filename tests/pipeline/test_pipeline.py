@@ -1,4 +1,4 @@
-"""Pipelines that run: what the unsplit model gives, whatever plan, engine and batch."""
+"""Pipelines that run: what the unsplit model gives, whatever plan, backend and batch."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_a_store_of_the_callers_needs_no_launcher(tmp_path: Path) -> None:
 
 
 def test_an_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path) -> None:
-    environ = clean(DIST_PRIMS_ENGINE="gloo", STORE=str(tmp_path / "store"))
+    environ = clean(DIST_PRIMS_TRANSPORT="gloo", STORE=str(tmp_path / "store"))
     first, second = together(*((STORE, {**environ, "MY_RANK": rank}) for rank in "01"))
-    assert first.startswith("DIST_PRIMS_ENGINE='gloo': 'tcp', 'ucx' or 'mpi'")
+    assert first.startswith("DIST_PRIMS_TRANSPORT='gloo': 'tcp', 'ucx' or 'mpi'")
     assert second == f"dist_prims: rank 1: the group is not created, because rank 0 failed: ValueError: {first}"

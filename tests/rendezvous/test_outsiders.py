@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import require
 from launching import clean, free_port, listening
+from transports import require
 
 import dist_prims
 from dist_prims.backend.tcp_endpoint import own_address
@@ -139,13 +139,13 @@ def greetings(port: int, count: int) -> None:
                 connection.sendall(secrets.token_bytes(1 + number % 96))
 
 
-def greet_an_established_group(engine: str, count: int) -> list[Any]:
+def greet_an_established_group(transport: str, count: int) -> list[Any]:
     """What the ranks of a group on two hosts get, while another process sends greetings to all their ports."""
 
     def rank() -> tuple[bool, int, int]:
         mine = "ab"[dist.get_rank()]
         dist.destroy_process_group()
-        os.environ.update(DIST_PRIMS_HOST_ID=mine, DIST_PRIMS_ENGINE=engine)
+        os.environ.update(DIST_PRIMS_HOST_ID=mine, DIST_PRIMS_TRANSPORT=transport)
         of_gloo = watch_ports_of_gloo()
         before = ports_of(os.getpid())
         dist_prims.init("dist_prims", timeout=60)
@@ -204,10 +204,10 @@ def resident() -> int:
 @pytest.mark.sampled(1)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("count", [4000, pytest.param(100_000, marks=pytest.mark.long(minutes=1))])
-@pytest.mark.parametrize("engine", ["tcp", "ucx"])
-def test_a_group_works_while_random_bytes_arrive_at_its_ports(engine: str, count: int) -> None:
-    require(engine)
-    for right, descriptors, memory in greet_an_established_group(engine, count):
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
+def test_a_group_works_while_random_bytes_arrive_at_its_ports(transport: str, count: int) -> None:
+    require(transport)
+    for right, descriptors, memory in greet_an_established_group(transport, count):
         assert right
         assert descriptors <= 2
         assert memory < 16 << 20

@@ -52,7 +52,7 @@ def test_between_hosts(tmp_path: Path) -> None:
             assert total() == 4
             backend = backend_of()
             assert backend.spans_hosts
-            assert backend.engine == "tcp"
+            assert backend.transport == "tcp"
             if rank == 0:
                 die()
             all_reduce_until_failure()

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import require
 from ranks import backend_of
 from survivors import join_at_rank_0, run_ranks
+from transports import require
 
 import dist_prims
 from dist_prims.errors import CommError, LeftOutError, PeerLeftError
@@ -67,7 +67,7 @@ def total(group: dist.ProcessGroup | None = None) -> float:
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize(
-    ("layout", "dead", "engine"),
+    ("layout", "dead", "transport"),
     [
         ("aa", {0}, "tcp"),
         ("aa", {1}, "tcp"),
@@ -85,11 +85,11 @@ def total(group: dist.ProcessGroup | None = None) -> float:
     ],
 )
 def test_the_survivors_go_on(
-    layout: str, dead: set[int], engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: str, dead: set[int], transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also without rank 0, which serves the store of the job. A letter of the layout is the host of a rank."""
-    require(engine)
-    monkeypatch.setenv("DIST_PRIMS_ENGINE", engine)
+    require(transport)
+    monkeypatch.setenv("DIST_PRIMS_TRANSPORT", transport)
 
     def body(rank: int) -> Any:
         os.environ["DIST_PRIMS_HOST_ID"] = layout[rank]
@@ -99,7 +99,7 @@ def test_the_survivors_go_on(
         assert dist_prims.shrink() is dist.group.WORLD
         found = dist.get_rank(), dist.get_world_size(), total()
         backend = backend_of()
-        assert not backend.spans_hosts or backend.engine == engine
+        assert not backend.spans_hosts or backend.transport == transport
         assert total(dist_prims.shrink()) == found[2], "a repaired group can be repaired"
         dist.barrier()  # rank 0 serves the store
         return found

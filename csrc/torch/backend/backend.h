@@ -62,7 +62,7 @@ public:
     // The log of the ranks of this host, which can be used after the group has ended.
     SharedLog& log() { return host_segment_->log; }
     // The transport between hosts; empty on one host.
-    std::string engine() const { return setup_->ucx ? "ucx" : setup_->tcp ? "tcp" : setup_->mpi ? "mpi" : ""; }
+    std::string transport() const { return setup_->ucx ? "ucx" : setup_->tcp ? "tcp" : setup_->mpi ? "mpi" : ""; }
 
     // Pins schedules for a collective; see Execution::pin().
     void pin(Collective collective, const std::string& text, MakePins make) {

@@ -214,7 +214,7 @@ PYBIND11_MODULE(_backend, module) {
         .def(py::init(&make), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::arg("setup"), py::arg("ended"))
         .def_property_readonly("spans_hosts", &PrimsBackend::spans_hosts)
-        .def_property_readonly("engine", &PrimsBackend::engine)
+        .def_property_readonly("transport", &PrimsBackend::transport)
         .def_property_readonly("options", &PrimsBackend::getBackendOptions)
         // torch calls it on the ranks outside of a new group. ncclCommSplit needs that, a split of this backend does
         // not.

@@ -2,7 +2,7 @@
 
 A model is cut into stages, a batch into micro-batches. The utilization of the ranks depends only on the order in which
 each rank does its work. Written as code that computes and sends, an order can only be run. Written as a list, it can be
-proved free of deadlock, priced, drawn, and run by any engine. 2 ranks, 3 micro-batches, forwards and backwards
+proved free of deadlock, priced, drawn, and run by any executor. 2 ranks, 3 micro-batches, forwards and backwards
 alternate:
 
     rank 0    F0 F1          BW0    F2      BW1      BW2     stage 0

@@ -6,7 +6,7 @@ mean, encoded once more, to all. The bytes are as many as a ring's, 2(n-1)/n of 
 rounded twice however many ranks there are. (A quantised ring rounds every partial sum: n times, in n-1 steps that wait
 for each other.) What the second rounding loses is kept by the rank that lost it (DoubleSqueeze, Tang et al. 2019).
 
-Messages are bytes, so that every engine carries them.
+Messages are bytes, so that every backend carries them.
 """
 
 from __future__ import annotations

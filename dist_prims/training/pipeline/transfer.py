@@ -3,7 +3,7 @@
 The plan fixes which rank sends which message when, so every rank knows all messages beforehand. Four properties:
 
 *Order.* Messages need no tags. All of them have one order, the order of the plan if every action takes one time unit,
-and each rank posts its receives in that order: so the messages of a pair match, whatever the engine is. With NCCL,
+and each rank posts its receives in that order: so the messages of a pair match, whatever the backend is. With NCCL,
 where a send waits for its receiver and all transfers of a rank are in one queue, a rank also posts the receives that
 come before a send before it sends. So nothing deadlocks: the first unfinished message in that order has no other in
 front of it, on either rank.

@@ -7,7 +7,7 @@ import pytest
 from dist_prims.backend import ucx_library
 
 
-def require(engine: str) -> None:
+def require(transport: str) -> None:
     """Skip the test where this environment cannot use the transport."""
-    if engine == "ucx" and (reason := ucx_library.unusable_reason()):
+    if transport == "ucx" and (reason := ucx_library.unusable_reason()):
         pytest.skip(f"no UCX: {reason}")
