@@ -6,6 +6,7 @@ where many do it at once. Programs that tests start find compiled modules: an en
 and then each of several hundred processes would compile the package.
 """
 
+import ctypes
 import gc
 import importlib
 import os
@@ -38,6 +39,21 @@ settings.load_profile("repeatable")
 # OpenMP do not exist in a forked process, and an operation on a large tensor waited for them.
 os.register_at_fork(after_in_child=gc.freeze)
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Collapse the memory of this process into huge pages, where Linux can do it: to fork a rank, it then copies the
+    page tables of a few megabytes, and not those of all modules of torch."""
+    collapse, page = 25, 1 << 21  # MADV_COLLAPSE of Linux 6.1
+    maps = Path("/proc/self/maps")
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        span, access, *_, name = [*line.split(maxsplit=5), ""][:6]
+        begin, end = (int(each, 16) for each in span.split("-"))
+        begin, end = -(-begin // page) * page, end // page * page
+        if access == "rw-p" and name in ("", "[heap]") and begin < end:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), collapse)
+
 
 # Failing assertions of the helpers show both values, as those of the tests do.
 pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "helpers").glob("*.py")))
