@@ -22,6 +22,7 @@ import dist_prims
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dist_prims"
 CHECKS = ["ruff-lint", "ruff-format", "types", "clang-format-csrc", "shell-syntax"]
+SLOW = {"types"}  # mypy takes longer than any other test of the default tier
 EVERY = (module.name for module in pkgutil.walk_packages(dist_prims.__path__, "dist_prims."))
 MODULES = sorted(name for name in EVERY if not name.startswith("dist_prims._mpi_"))  # they need an MPI that is loaded
 
@@ -251,7 +252,9 @@ def test_private_api_of_torch_is_used_in_torch_compat_only() -> None:
 
 
 @pytest.mark.timeout(300)  # of mypy without a cache, beside other tests
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "check", [pytest.param(check, marks=pytest.mark.slow) if check in SLOW else check for check in CHECKS]
+)
 def test_style_and_types(check: str) -> None:
     found = run("launch_scripts/checks.sh", check)
     assert found.returncode == 0, found.stdout + found.stderr
@@ -382,16 +385,18 @@ def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)  # another test may have loaded it
     if name.endswith("__main__"):
         pytest.skip("a program, run by its own tests")
-    for example in doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name)):
-        # Where a group is in use, spawn() cannot fork: ranks would be fresh interpreters, which take seconds to start.
-        own_group = any(part in name for part in WITH_A_GROUP) and "spawn(" not in example.docstring
-        if own_group:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
+    examples = doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name))
+    # Where a group is in use, spawn() cannot fork: ranks would be fresh interpreters, which take seconds to start.
+    examples.sort(key=lambda example: "spawn(" not in example.docstring)
+    try:
+        for example in filter(lambda example: example.examples, examples):
+            needs_group = any(part in name for part in WITH_A_GROUP) and "spawn(" not in example.docstring
+            if needs_group and not dist.is_initialized():
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             assert doctest.DocTestRunner().run(example).failed == 0, example.name
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def test_nothing_of_a_machine_in_the_project() -> None:
