@@ -99,8 +99,9 @@ def report(advice: Advice) -> str:
     """The candidates as a table, and the recommendation with its reasons."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for each in advice.candidates:
-        times = (format_duration(value) for value in (each.seconds, each.latency, each.processor, each.link))
-        rows.append((each.name, str(each.segments), *times, each.bound_by, format_bytes(each.link_bytes)))
+        spent = each.spent
+        times = map(format_duration, (spent.total, spent.latency, spent.processor, spent.link))
+        rows.append((each.name, str(each.segments), *times, spent.most, format_bytes(each.link_bytes)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.append(f"{'lower bound'.ljust(widths[0] + widths[1] + 2)}  {format_duration(advice.bound)}")
@@ -112,7 +113,7 @@ def _reasons(advice: Advice) -> Iterator[str]:
     near = f", {best.seconds / advice.bound:.2f} times the lower bound" if advice.bound else ""
     yield f"Use {best.name}: {format_duration(best.seconds)} predicted{near}."
     if best.seconds:
-        yield f"{getattr(best, best.bound_by) / best.seconds:.0%} of its time {_bottleneck(best)}."
+        yield f"{getattr(best.spent, best.spent.most) / best.seconds:.0%} of its time {_bottleneck(best)}."
     if best.segments > 1:
         uncut = f"in one segment it takes {format_duration(best.uncut)}"
         yield f"With {best.segments} segments the link carries one while another is reduced; {uncut}."
@@ -128,4 +129,4 @@ def _bottleneck(candidate: Candidate) -> str:
         "link": f"the busiest link carries {format_bytes(candidate.link_bytes)}",
         "latency": f"{candidate.load.steps} steps of messages run one after the other",
         "processor": "ranks copy and reduce",
-    }[candidate.bound_by]
+    }[candidate.spent.most]

@@ -93,6 +93,11 @@ class Seconds:
     def total(self) -> float:
         return self.latency + self.processor + self.link
 
+    @property
+    def most(self) -> str:
+        """The kind of resource on which most of them are spent."""
+        return max(("link", "latency", "processor"), key=lambda kind: getattr(self, kind))
+
 
 _RANK, _MESSAGE, _MACHINE = range(3)
 _LATENCY, _PROCESSOR, _LINK = range(3)
@@ -197,7 +202,7 @@ def seconds(schedule: ScheduleData, nbytes: float, topology: Topology, segments:
     """
     if segments < 1:
         raise ValueError(f"{schedule.collective} {schedule.algorithm}: segments={segments}; it must be at least 1")
-    return load_seconds(count(schedule, topology), nbytes, topology, segments)
+    return load_seconds(count(schedule, Hosts.of(topology)), nbytes, topology, segments)
 
 
 def best_segments(load: Load, nbytes: float, topology: Topology) -> int:

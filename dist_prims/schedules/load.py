@@ -184,14 +184,14 @@ def _messages(pairs: Ints, span: Ints | None) -> tuple[Ints, Floats]:
     return pairs[first], np.add.reduceat(chunks, first) if len(first) else chunks
 
 
-def count(schedule: ScheduleData, topology: Topology) -> Load:
+def count(schedule: ScheduleData, hosts: Hosts) -> Load:
     """The load of a schedule, counted step by step."""
-    if schedule.size != topology.size:
+    if schedule.size != hosts.size:
         raise ValueError(
-            f"{schedule.collective} {schedule.algorithm} has {schedule.size} ranks, the topology has {topology.size}"
+            f"{schedule.collective} {schedule.algorithm} has {schedule.size} ranks, the topology has {hosts.size}"
         )
     share = float(schedule.share)
-    return count_chunks(schedule, Hosts.of(topology)).scaled(share, share)
+    return count_chunks(schedule, hosts).scaled(share, share)
 
 
 @functools.lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .contract import COLLECTIVES
-from .cost import best_segments, least_seconds, load_seconds, lower_bound, seconds_by_kind
+from .cost import Seconds, best_segments, least_seconds, load_seconds, lower_bound, seconds_by_kind
 from .cost_card import ceil_log2
 from .load import LINK, REDUCED, Hosts, Load
 from .registry import Algorithm, algorithms, load_by_card, lookup, nearest
@@ -48,7 +48,7 @@ _WITHIN = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule in segments, its load and its seconds by kind of resource.
+    """A schedule in segments, its load, and the seconds that it spends.
 
     ``uncut``: seconds with one segment; ``nbytes``: the size of the data.
     """
@@ -57,9 +57,7 @@ class Candidate:
     load: Load
     nbytes: float
     segments: int
-    latency: float
-    processor: float
-    link: float
+    spent: Seconds
     uncut: float
 
     @property
@@ -70,11 +68,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        return self.latency + self.processor + self.link
-
-    @property
-    def bound_by(self) -> str:
-        return max(("link", "latency", "processor"), key=lambda part: getattr(self, part))
+        return self.spent.total
 
     @property
     def link_bytes(self) -> float:
@@ -105,7 +99,7 @@ def recommend(
     >>> from dist_prims.schedules.topology import Level
     >>> cluster = Topology((4, 4), Level(1e-6, 1e-10), Level(20e-6, 1e-9))
     >>> best = recommend("all_reduce", 64e6, cluster).candidates[0]
-    >>> best.name.split()[0], best.bound_by
+    >>> best.name.split()[0], best.spent.most
     ('hierarchical', 'link')
     """
     if collective not in COLLECTIVES:
@@ -219,7 +213,7 @@ class _Search:
         segments = best_segments(load, nbytes, topology)
         spent = seconds_by_kind(load, nbytes, topology, segments)
         uncut = load_seconds(load, nbytes, topology)
-        return Candidate(schedule, load, nbytes, segments, spent.latency, spent.processor, spent.link, uncut)
+        return Candidate(schedule, load, nbytes, segments, spent, uncut)
 
 
 def bound(collective: str, nbytes: float, topology: Topology) -> float:

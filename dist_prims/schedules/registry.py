@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from .contract import COLLECTIVES, ROOTED, contract
 from .cost_card import Card
-from .load import Hosts, Load, count_chunks
+from .load import Hosts, Load, count
 from .moves import load_of
 from .steps import Phases, ScheduleData, Step, Steps, most_steps
 
@@ -61,8 +61,7 @@ class Algorithm:
     def __call__(self, size: int, root: int | None = None, **parameters: Any) -> ScheduleData:
         given = {**self.parameters, **parameters}
         rooted = {"root": root} if self.collective in ROOTED else {}
-        chunks = _count(self.chunks, size, given, default=1 if self.collective in _WHOLE else size)
-        scratch = _count(self.scratch, size, given, default=0)
+        chunks, scratch = self.number_of_chunks(size, given), _count(self.scratch, size, given, default=0)
         same_bits = self.replicas == "same" and self.collective != "barrier"
         own_contract = contract(self.collective, size, chunks, root, scratch, same_bits=same_bits)
         steps = Steps(functools.partial(self.make, size, **rooted, **given), most_steps(size))
@@ -70,6 +69,9 @@ class Algorithm:
         return ScheduleData(
             self.collective, self.name, size, chunks, own_contract, steps, root, tuple(sorted(parameters.items())), part
         )
+
+    def number_of_chunks(self, size: int, parameters: Mapping[str, Any]) -> int:
+        return _count(self.chunks, size, parameters, default=1 if self.collective in _WHOLE else size)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -83,13 +85,10 @@ def load_by_card(registered: Algorithm, hosts: Hosts, parameters: tuple[tuple[st
     is_for_others = "hosts" in given and given["hosts"] != hosts.ranks  # made for other hosts than those it runs on
     if registered.card is None or registered.card.load is None or is_for_others:
         root = 0 if registered.collective in ROOTED else None
-        schedule = registered(hosts.size, root, **dict(parameters))
-        share = float(schedule.share)
-        return count_chunks(schedule, hosts).scaled(share, share)
-    chunks = _count(registered.chunks, hosts.size, given, default=1 if registered.collective in _WHOLE else hosts.size)
+        return count(registered(hosts.size, root, **dict(parameters)), hosts)
+    share = 0.0 if registered.collective == "barrier" else 1 / registered.number_of_chunks(hosts.size, given)
     given.pop("hosts", None)
-    parts = registered.card.load(hosts, **given)
-    return load_of(parts, hosts, 0.0 if registered.collective == "barrier" else 1 / chunks)
+    return load_of(registered.card.load(hosts, **given), hosts, share)
 
 
 _WHOLE = ("barrier", "scan", "exclusive_scan")

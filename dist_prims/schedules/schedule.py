@@ -15,6 +15,7 @@ import numpy as np
 
 from .cost import Cost, lower_bound, price, seconds
 from .draw import write_svg
+from .file import read_schedule, write_schedule
 from .html.document import in_notebook, write_html
 from .html.schedule_data import schedule_page
 from .order import Order, order
@@ -103,6 +104,29 @@ class Schedule(ScheduleData):
         The page of a schedule that is wrong opens at the first wrong step.
         """
         return write_html(schedule_page(self), path)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the steps and the contract to a JSON file, and return its path."""
+        return write_schedule(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> Schedule:
+        """Read the schedule of a file that :meth:`save` has written, and prove it.
+
+        Raises ScheduleError for steps that are wrong, and ValueError for a file that is no schedule. To run the
+        schedule, register its steps under a name on every rank.
+
+        >>> import tempfile
+        >>> from dist_prims.schedules import Schedule, algorithm, build, unregister
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ring = Schedule.load(build("all_reduce", "ring", size=3).save(f"{folder}/ring.json"))
+        >>> _ = algorithm("all_reduce", name="from a file", chunks=ring.chunks)(lambda size: iter(ring.steps))
+        >>> build("all_reduce", "from a file", size=3).verify()
+        >>> unregister("all_reduce", "from a file")
+        """
+        schedule = Schedule.of(read_schedule(path))
+        schedule.verify()
+        return schedule
 
     def _repr_html_(self) -> str | None:
         """The page, for a notebook; None, and so the text, for a schedule too large for a page."""

@@ -36,7 +36,7 @@ __all__: list[str] = []
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-_COLUMNS = ("src", "dst", "chunk", "into", "reduce")
+COLUMNS = ("src", "dst", "chunk", "into", "reduce")
 _INTS, _BOOLS = np.dtype(np.int64), np.dtype(np.bool_)
 _KINDS = (*[_INTS] * 4, _BOOLS)
 MOST_STEPS = 100_000
@@ -64,7 +64,7 @@ class Step:
         columns: list[Any] = [src, dst, chunk, chunk if into is None else into, reduce]
         if not _are_columns(*columns):
             columns = one_length(*columns)
-            for name, column in zip(_COLUMNS, columns[:4], strict=False):
+            for name, column in zip(COLUMNS, columns[:4], strict=False):
                 if column.size and column.dtype.kind not in "iu":
                     raise ValueError(f"Step({name}=...): integers are required, not {column.dtype}")
             columns = [column.astype(kind, copy=False) for column, kind in zip(columns, _KINDS, strict=True)]
@@ -155,10 +155,10 @@ class CountedStep(Step):
 
     def __getattr__(self, name: str) -> Any:
         """Compute the columns on first access."""
-        if name not in _COLUMNS:
+        if name not in COLUMNS:
             raise AttributeError(name)
         step = self._make()
-        self.__dict__.update((each, getattr(step, each)) for each in _COLUMNS)
+        self.__dict__.update((each, getattr(step, each)) for each in COLUMNS)
         return getattr(step, name)
 
     def backwards(self) -> Step:
@@ -191,7 +191,7 @@ class WideStep(CountedStep):
 def _repeated(rows: Step, width: Ints) -> Step:
     span = np.broadcast_to(width, len(rows))
     within = np.arange(int(span.sum())) - np.repeat(np.cumsum(span) - span, span)
-    src, dst, chunk, into, reduce = (np.repeat(getattr(rows, name), span) for name in _COLUMNS)
+    src, dst, chunk, into, reduce = (np.repeat(getattr(rows, name), span) for name in COLUMNS)
     return Step(src, dst, chunk + within, reduce, into + within)
 
 
@@ -320,6 +320,11 @@ class ScheduleData:
     def share(self) -> Fraction:
         """The size of one chunk as a fraction of the data of the collective (0 for a barrier)."""
         return Fraction(0) if self.collective == "barrier" else Fraction(1, self.chunks)
+
+    @property
+    def data_chunks(self) -> int:
+        """The number of chunks that are not scratch; an all_to_all has its blocks twice, as sent and as received."""
+        return self.chunks * (2 if self.collective == "all_to_all" else 1)
 
     def bytes_sent(self, rank: int, nbytes: int | Fraction = 1) -> Fraction:
         """Bytes that a rank sends to other ranks for data of ``nbytes``; by default as a fraction of the data."""

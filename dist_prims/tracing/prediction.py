@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..schedules.cost import step_seconds
-from ..schedules.load import count
+from ..schedules.load import Hosts, count
 from ..schedules.registry import lookup
 from ..schedules.schedule import Schedule
 from ..schedules.schedule_builder import build
@@ -48,7 +48,7 @@ def _predict(
         topology = Topology.measured(hosts, json.loads(levels))
     except ValueError:  # an algorithm that only the program has registered
         return None
-    load = count(schedule, topology)
+    load = count(schedule, Hosts.of(topology))
     return tuple(np.repeat(step_seconds(load, nbytes, topology), load.times).tolist())
 
 

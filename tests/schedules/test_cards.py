@@ -10,7 +10,7 @@ import pytest
 
 from dist_prims.schedules import COLLECTIVES, algorithms, build, lookup
 from dist_prims.schedules.cost import best_segments, cost_of, load_seconds
-from dist_prims.schedules.load import MESSAGES, OUTER, Hosts, Load, count_chunks
+from dist_prims.schedules.load import MESSAGES, OUTER, Hosts, Load, count
 from dist_prims.schedules.recommend import recommend
 from dist_prims.schedules.registry import load_by_card
 from dist_prims.schedules.topology import Level, Topology
@@ -47,9 +47,7 @@ def both(collective: str, name: str, hosts: tuple[int, ...], one_machine: bool, 
     given = {"hosts": hosts, **parameters} if name == "hierarchical" else parameters
     place = Hosts(hosts, one_machine)
     schedule = build(collective, name, sum(hosts), **given)
-    share = float(schedule.share)
-    by_steps = count_chunks(schedule, place).scaled(share, share)
-    return load_by_card(lookup(collective, name), place, tuple(given.items())), by_steps
+    return load_by_card(lookup(collective, name), place, tuple(given.items())), count(schedule, place)
 
 
 def is_exact(name: str, hosts: tuple[int, ...]) -> bool:

@@ -167,8 +167,7 @@ def _labels(schedule: ScheduleData) -> Iterator[str]:
             yield from (f"{word} {chunk // part}" for chunk in range(schedule.chunks))
     else:
         yield from (f"chunk {chunk}" for chunk in range(schedule.chunks))
-    data = schedule.chunks * (2 if schedule.collective == "all_to_all" else 1)
-    yield from (f"scratch {chunk}" for chunk in range(data, schedule.contract.total))
+    yield from (f"scratch {chunk}" for chunk in range(schedule.data_chunks, schedule.contract.total))
 
 
 def _facts(schedule: ScheduleData) -> list[tuple[str, str]]:

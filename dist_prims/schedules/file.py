@@ -1,0 +1,94 @@
+"""A schedule as a JSON file with named fields, so that it can be saved, compared and shipped.
+
+Equal schedules have equal files. A step is a line, whose columns are those of :class:`~.steps.Step`:
+
+    {"format": "dist_prims schedule 1", "collective": "broadcast", "algorithm": "binomial", "size": 2, "chunks": 1,
+     "scratch": 0, "root": 0, "same_bits": true, "parameters": {}, "steps": [
+    {"src": [0], "dst": [1], "chunk": [0], "into": [0], "reduce": [false]}
+    ]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .contract import COLLECTIVES, ROOTED, contract
+from .steps import COLUMNS, ScheduleData, Step, Steps, most_steps
+
+__all__: list[str] = []
+
+_FORMAT = "dist_prims schedule 1"
+_KINDS: dict[str, Any] = {
+    "collective": str,
+    "algorithm": str,
+    "size": int,
+    "chunks": int,
+    "scratch": int,
+    "root": int | None,
+    "same_bits": bool,
+    "parameters": dict,
+    "steps": list,
+}
+
+
+def write_schedule(schedule: ScheduleData, path: str | Path) -> Path:
+    """Write a schedule, and return the path."""
+    steps = [{name: getattr(step, name).tolist() for name in COLUMNS} for step in schedule.steps]
+    fields = {
+        "format": _FORMAT,
+        "collective": schedule.collective,
+        "algorithm": schedule.algorithm,
+        "size": schedule.size,
+        "chunks": schedule.chunks,
+        "scratch": schedule.contract.total - schedule.data_chunks,
+        "root": schedule.root,
+        "same_bits": schedule.contract.same_bits,
+        "parameters": dict(schedule.parameters),
+    }
+    lines = ",\n".join(map(json.dumps, steps))
+    Path(path).write_text(f'{json.dumps(fields)[:-1]}, "steps": [\n{lines}\n]}}\n', encoding="utf-8")
+    return Path(path)
+
+
+def read_schedule(path: str | Path) -> ScheduleData:
+    """Read the schedule of a file; ValueError for a file that is no schedule."""
+    try:
+        return _schedule(json.loads(Path(path).read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _schedule(fields: Any) -> ScheduleData:
+    if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
+        raise ValueError(f'the file has no field "format" of the value "{_FORMAT}"')
+    for name, kind in _KINDS.items():
+        if name not in fields:
+            raise ValueError(f"the field {name!r} is missing")
+        if not isinstance(fields[name], kind):
+            raise ValueError(f"{name}={fields[name]!r:.50}: it must be {getattr(kind, '__name__', kind)}")
+    collective, size, chunks, root = (fields[name] for name in ("collective", "size", "chunks", "root"))
+    if collective not in COLLECTIVES:
+        raise ValueError(f"unknown collective {collective!r}")
+    if size < 1 or fields["scratch"] < 0 or (root in range(size)) != (collective in ROOTED):
+        raise ValueError(f"size={size}, scratch={fields['scratch']}, root={root}: they do not fit {collective}")
+    own = contract(collective, size, chunks, root, fields["scratch"], same_bits=fields["same_bits"])
+    rows = [_step(number, step) for number, step in enumerate(fields["steps"])]
+    steps = Steps(lambda: iter(rows), most_steps(size))
+    parameters = fields["parameters"].items()
+    given = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in parameters)
+    return ScheduleData(collective, fields["algorithm"], size, chunks, own, steps, root, given)
+
+
+def _step(number: int, columns: Mapping[str, Any]) -> Step:
+    try:
+        arrays = {name: np.asarray(columns[name], bool if name == "reduce" else None) for name in COLUMNS}
+        if {each.shape for each in arrays.values()} != {(len(columns["src"]),)}:
+            raise ValueError("its columns differ in length")
+        return Step(**arrays)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"step {number}: {error}; it must have the columns {', '.join(COLUMNS)}") from error
