@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -39,17 +40,44 @@ def register() -> None:
         stand_in.install()
 
 
-def prepare(backend: str | None) -> None:
-    """Compile the adapter if ``backend`` names this backend and there is none yet.
+def prepare(backend: str | None) -> str:
+    """Return the name of the backend, without one the default; compile the adapter if this backend has none yet.
 
     To be called before ranks are started, because their start has a deadline.
 
     >>> prepare("gloo")
+    'gloo'
     """
+    backend = backend or default_backend()
     if NAME in stand_in.own_name(backend):
         from .backend.torch_adapter import ensure
 
         ensure()
+    return backend
+
+
+def default_backend(announces: bool = True) -> str:
+    """The backend of a program that names none: this one, with NCCL for CUDA tensors where CUDA is.
+
+    It is gloo where the adapter cannot be had; ``announces`` prints the reason.
+
+    >>> import torch
+    >>> default_backend() == ("cpu:dist_prims,cuda:nccl" if torch.cuda.is_available() else "dist_prims")
+    True
+    """
+    import torch
+
+    from .backend.torch_adapter import load
+
+    cpu = NAME
+    try:
+        load()
+    except ImportError as error:
+        cpu = "gloo"
+        if announces:
+            reason = str(error).partition("\n")[0]
+            print(f"dist_prims: the backend is gloo, because {NAME} is not available: {reason}", file=sys.stderr)
+    return f"cpu:{cpu},cuda:nccl" if torch.cuda.is_available() else cpu
 
 
 def _create(options: Any, given: Any) -> Any:

@@ -39,10 +39,11 @@ def main(arguments: list[str] | None = None) -> int:
         _check(given)
     except ValueError as error:
         parser.error(str(error))
+    backend = "gloo" if given.memory else None  # torch does not see what schedules allocate in C++
     if detect().size != 1:
-        init(timeout=_SECONDS)
+        init(backend, timeout=_SECONDS)
         return bench(given)
-    return int(max(spawn(bench, given.ranks, (given,), timeout=_SECONDS, prefix=False)))
+    return int(max(spawn(bench, given.ranks, (given,), backend=backend, timeout=_SECONDS, prefix=False)))
 
 
 def _check(given: argparse.Namespace) -> None:
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--algorithms", default="", help="names, 'all' or 'none'; default: all with equal bits on all ranks"
     )
-    parser.add_argument("--backends", default="dist_prims", help="backends to measure besides gloo (dist_prims)")
+    parser.add_argument("--backends", default="gloo", help="backends to measure besides the default one (gloo)")
     parser.add_argument("--segment-bytes", type=size, default=0, help="cut messages into segments")
     parser.add_argument("--ranks", type=positive, default=4, help="number of ranks to start without a launcher (4)")
     parser.add_argument("--dtype", type=dtype, default="float32")
@@ -83,7 +84,7 @@ def bench(given: argparse.Namespace) -> int:
     if given.memory:
         return _memory(given, names)
     groups = {name: dist.new_group(backend=name) for name in given.backends.split(",") if name}
-    more = _limits(groups) if given.limits else None
+    more = _limits() if given.limits else None
     if is_rank_0:
         print(heading(given.collective, facts), flush=True)
     lines: list[Line] = []
@@ -112,10 +113,10 @@ def bench(given: argparse.Namespace) -> int:
     return int(wrong > 0)
 
 
-def _limits(groups: Mapping[str, dist.ProcessGroup | None]) -> Callable[[Buffers], Mapping[str, Contender]]:
+def _limits() -> Callable[[Buffers], Mapping[str, Contender]]:
     from .limits import fake_group, limits  # imports the backend, which may not be built
 
-    return functools.partial(limits, nothing=fake_group(), ours=groups.get("dist_prims"))
+    return functools.partial(limits, nothing=fake_group())
 
 
 def _names(collective: str, text: str) -> list[str]:

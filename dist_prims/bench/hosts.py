@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         for name in names.split(","):
             if name not in known:
                 parser.error(f"{name!r} is not one of {', '.join(known)}")
-    hosts = init(timeout=_TIMEOUT).hosts
+    hosts = init("gloo", timeout=_TIMEOUT).hosts
     if len(hosts) < 2:
         parser.error("all ranks are on one host; on one machine, ./launch_scripts/netns-hosts.sh makes several")
     torch.set_num_threads(1)

@@ -20,19 +20,15 @@ from .measure import Contender
 __all__: list[str] = []
 
 
-def limits(buffers: Buffers, nothing: dist.ProcessGroup, ours: dist.ProcessGroup | None) -> Mapping[str, Contender]:
-    """The further contenders of an all_reduce. ``ours``: a group of the backend "dist_prims"."""
+def limits(buffers: Buffers, nothing: dist.ProcessGroup) -> Mapping[str, Contender]:
+    """The further contenders of an all_reduce; the default group must be of the backend "dist_prims"."""
     spare = torch.empty_like(buffers.input)
-    found = {
+    shared = Buffers(buffers.rank, buffers.size, empty(len(buffers.input), buffers.input.dtype), buffers.output)
+    return {
         "nothing": Contender(lambda b: dist.all_reduce(b.input, group=nothing), buffers, checked=False),
         "memcpy": Contender(lambda b: spare.copy_(b.input), buffers, checked=False),
-    }
-    if ours is None:
-        return found
-    shared = Buffers(buffers.rank, buffers.size, empty(len(buffers.input), buffers.input.dtype), buffers.output)
-    return found | {
-        "direct": Contender(lambda b: all_reduce_(b.input, group=ours), buffers),
-        "zero_copy": Contender(lambda b: all_reduce_(b.input, group=ours), shared),
+        "direct": Contender(lambda b: all_reduce_(b.input), buffers),
+        "zero_copy": Contender(lambda b: all_reduce_(b.input), shared),
     }
 
 

@@ -27,16 +27,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..agreement import gather_values
-from ..autoload import register
+from ..autoload import default_backend, register
 from ..rendezvous import mpi_exchange
 from ..rendezvous.detect_launcher import Launcher, detect, from_url
 from ..rendezvous.hosts import Placement, host_id
 from ..rendezvous.launcher_rendezvous import rendezvous_of
 from ..rendezvous.network import loopback_interface
+from ..rendezvous.rank_values import values_of_ranks
 from ..rendezvous.secret import REMEDY
 from ..rendezvous.url_rendezvous import Rendezvous
 
@@ -77,9 +77,9 @@ def init(
     [0, 1]
 
     ``init_method`` is "env://", "tcp://host:port" or "file:///path"; by default the launcher determines the rendezvous.
-    Variables that indicate several ranks and belong to no known launcher are an error. ``backend`` is "gloo" by
-    default, with NCCL for CUDA tensors if CUDA is available. ``timeout`` limits the rendezvous and each collective of
-    the group; the default is 5 minutes.
+    Variables that indicate several ranks and belong to no known launcher are an error. ``backend`` is by default
+    "dist_prims", with NCCL for CUDA tensors if CUDA is available, or with a notice "gloo" where there is no library;
+    all ranks must have the same. ``timeout`` limits the rendezvous and each collective; the default is 5 minutes.
 
     Rank 0 prints one line about launcher, hosts and backend on stderr, unless ``DIST_PRIMS_QUIET=1``. A group on one
     host uses the loopback interface: ``init()`` sets ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` unless they are
@@ -100,10 +100,10 @@ def init(
         raise ValueError(f"init: rank={rank} and world_size={world_size} have no effect without init_method=")
     register()
     launcher = from_url(init_method, rank, world_size) if init_method else detect()
-    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     seconds = _seconds(_FIVE_MINUTES if timeout is None else timeout)
     found = rendezvous_of(launcher, seconds)
     placement = Placement.of(found.rank, found.hosts)
+    backend = _agreed_backend(backend, placement, found)
     dist.init_process_group(
         backend,
         store=found.store,
@@ -119,6 +119,20 @@ def init(
     atexit.register(_destroy)
     _announce(placement, launcher, found, backend)
     return placement
+
+
+def _agreed_backend(backend: str | None, placement: Placement, found: Rendezvous) -> str:
+    """Return the backend of all ranks; RuntimeError if two have unlike ones, because they would wait for each other."""
+    backend = backend or default_backend(announces=placement.local_rank == 0)
+    found.store.set(f"backend/{placement.rank}", backend)
+    backends = values_of_ranks(found.store, placement.rank, "backend", placement.size)
+    for rank, other in enumerate(backends):
+        if other != backends[0]:
+            raise RuntimeError(
+                f"init: rank {placement.rank}: rank 0 has the backend {backends[0]!r}, and rank {rank} has {other!r}; "
+                'name one that all ranks have, such as init("gloo")'
+            )
+    return backend
 
 
 def _existing_group(requested: dict[str, Any]) -> _Joined:

@@ -29,7 +29,7 @@ def spawn(
     nprocs: int,
     args: tuple[Any, ...] = (),
     *,
-    backend: str = "gloo",
+    backend: str | None = None,
     start_timeout: float = 60.0,
     timeout: float | None = None,
     init: bool = True,
@@ -49,7 +49,7 @@ def spawn(
 
     When a rank raises or dies, ``spawn`` ends the others and raises :class:`RankFailedError` for the first failure. A
     rank whose ``fn`` has returned leaves its groups: other ranks that wait for it raise :class:`PeerLeftError`. A group
-    of gloo waits until its timeout, or the timeout of ``spawn``.
+    of gloo waits until its timeout, or the timeout of ``spawn``. ``backend`` has the default of :func:`init`.
     With ``min_ranks``, deaths are accepted as long as so many ranks are left, which can go on by
     :func:`dist_prims.shrink`; the result of a rank that has died is None.
 
@@ -77,9 +77,9 @@ def spawn(
     method = start_method or _safe_start_method()
     if method not in ("fork", "spawn"):
         raise ValueError(f"spawn: start_method is {method!r}; choose 'fork' or 'spawn'")
-    prepare(backend)
+    joined_backend = prepare(backend) if init else None
     with RankProcesses(nprocs, start_timeout, timeout, prefix, min_ranks or nprocs) as processes:
-        processes.start(method, fn, args, backend, init)
+        processes.start(method, fn, args, joined_backend)
         results = processes.results()
         processes.finish()
     return results

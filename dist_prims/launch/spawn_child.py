@@ -44,9 +44,8 @@ class RankSpec:
 
     rank: int
     size: int
-    backend: str
+    backend: str | None  # of the group; None: the rank joins none
     timeout: float | None  # of the group
-    join: bool
     parent: int
     secret: Secret
     store: str
@@ -123,7 +122,7 @@ def _set_up(spec: RankSpec) -> None:
 def _outcome(spec: RankSpec, payload: Payload) -> tuple[int, int, bytes]:
     try:
         fn, args = payload.open()
-        if spec.join:
+        if spec.backend:
             init(spec.backend, timeout=spec.timeout)
         _notify(spec, STARTED, time.monotonic_ns())
         return RETURNED, 0, packed(fn(*args))

@@ -78,8 +78,11 @@ class RankProcesses:
         for descriptor in (self.store, self.notices, self.notices_end, self.exit_pipe, self.exit_pipe_end):
             os.close(descriptor)
 
-    def start(self, method: str, fn: Callable[..., Any], args: tuple[Any, ...], backend: str, join: bool) -> None:
-        """Start all ranks. Return when every rank has joined the group and is about to call the function."""
+    def start(self, method: str, fn: Callable[..., Any], args: tuple[Any, ...], backend: str | None) -> None:
+        """Start all ranks. Return when every rank has joined the group and is about to call the function.
+
+        Without ``backend`` the ranks join no group.
+        """
         deadline = time.monotonic() + self.start_timeout
         context: Any = multiprocessing.get_context(method)
         payload, secret = Payload(fn, args), Secret.of_launcher("spawn")
@@ -91,7 +94,6 @@ class RankProcesses:
                     backend=backend,
                     # Longer than the timeout of the parent, whose error shows the stacks of the ranks.
                     timeout=None if self.timeout is None else self.start_timeout + self.timeout,
-                    join=join,
                     parent=os.getpid(),
                     secret=secret,
                     store=_path(self.store),

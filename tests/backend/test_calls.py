@@ -43,7 +43,7 @@ def test_many_collectives_in_flight_keep_apart() -> None:
             assert work.is_completed()
             assert tensor.eq(sum(range(size)) + i * size).all()
 
-    dist_prims.spawn(body, 4, timeout=60)
+    dist_prims.spawn(body, 4, backend="gloo", timeout=60)
 
 
 def test_async_work_is_progressed_while_the_caller_computes() -> None:
@@ -90,7 +90,7 @@ def test_the_thread_of_a_group_goes_with_it() -> None:
             assert time.monotonic() < end
             time.sleep(0.01)
 
-    dist_prims.spawn(body, 2, timeout=60)
+    dist_prims.spawn(body, 2, backend="gloo", timeout=60)
 
 
 def compared(collective: str, *arguments: Any, **options: Any) -> Any:
@@ -150,14 +150,15 @@ def test_ranks_that_disagree_all_get_an_error_that_names_both_sides(backend: str
 def test_ranks_that_disagree_in_segments() -> None:
     one = lambda: compared("all_reduce", ones(), algorithm="ring", segment_bytes=8)  # noqa: E731
     other = lambda: compared("all_reduce", ones(), algorithm="ring")  # noqa: E731
-    for message in dist_prims.spawn(disagree, 2, (one, other), timeout=60):  # the other backend cuts as it likes
+    # The other backend cuts as it likes.
+    for message in dist_prims.spawn(disagree, 2, (one, other), backend="gloo", timeout=60):
         assert "segment" in message
 
 
 def test_one_of_many_disagrees() -> None:
     calls = [lambda: compared("all_reduce", ones())] * 3 + [lambda: compared("all_reduce", ones(9))]
     calls.append(lambda: compared("all_reduce", ones()))
-    for message in dist_prims.spawn(disagree, 5, tuple(calls), timeout=60):
+    for message in dist_prims.spawn(disagree, 5, tuple(calls), backend="gloo", timeout=60):
         assert "rank 3" in message
         assert "9" in message
 
@@ -204,7 +205,7 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
             assert f"rank {dist.get_rank()}" in message or "algorithm" in message, (name, message)
             dist_prims.barrier()
 
-    dist_prims.spawn(body, 2, timeout=60)
+    dist_prims.spawn(body, 2, backend="gloo", timeout=60)
 
 
 @pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
@@ -254,7 +255,7 @@ def test_the_environment_chooses_by_size(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setenv("DIST_PRIMS_ALL_REDUCE", "swing:0-4K;tree:4K-16K; ring:16K-max")
     names = ["swing", "swing", "tree", "ring"]
-    for messages in dist_prims.spawn(body, 2, timeout=60):
+    for messages in dist_prims.spawn(body, 2, backend="gloo", timeout=60):
         for message, name in zip(messages, names, strict=True):
             assert name in message
     monkeypatch.setenv("DIST_PRIMS_ALL_REDUCE", "rign")

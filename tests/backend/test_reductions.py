@@ -110,7 +110,7 @@ def test_in_python(size: int) -> None:
             check(collective, None, 4 * size)
         check(out_of_place, None, 0)
 
-    dist_prims.spawn(body, size, timeout=LIMIT)
+    dist_prims.spawn(body, size, backend="gloo", timeout=LIMIT)
 
 
 def large(rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:

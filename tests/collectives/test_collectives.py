@@ -205,7 +205,7 @@ def test_every_algorithm_whole_and_in_segments(size: int) -> None:
             for name, (segment_bytes, count) in itertools.product(algorithms(collective), ((1, 13), (64, 40))):
                 check(count, dist.get_rank(), size, algorithm=name, segment_bytes=segment_bytes)
 
-    dist_prims.spawn(body, size, timeout=100)
+    dist_prims.spawn(body, size, backend="gloo", timeout=100)
 
 
 def test_hierarchies_of_any_inner_and_outer_algorithm_add() -> None:
@@ -219,7 +219,7 @@ def test_hierarchies_of_any_inner_and_outer_algorithm_add() -> None:
                     name = f"hierarchical(hosts={hosts},inner={inner},outer={outer})"
                     check_all_reduce(count, dist.get_rank(), 4, algorithm=name)
 
-    dist_prims.spawn(body, 4, timeout=60)
+    dist_prims.spawn(body, 4, backend="gloo", timeout=60)
 
 
 def test_every_type_moves() -> None:
@@ -247,7 +247,7 @@ def test_every_type_moves() -> None:
                 expected = torch.cat([hold(r)[rank * piece : (rank + 1) * piece] for r in range(size)])
                 assert same(output, expected), (dtype, name)
 
-    dist_prims.spawn(body, size, timeout=60)
+    dist_prims.spawn(body, size, backend="gloo", timeout=60)
 
 
 BACKENDS = ["gloo", "dist_prims"]
@@ -417,7 +417,7 @@ def test_an_algorithm_of_your_own() -> None:
         assert tensor.eq(3).all()
         unregister("all_reduce", "mine")
 
-    dist_prims.spawn(body, 3, timeout=60)
+    dist_prims.spawn(body, 3, backend="gloo", timeout=60)
 
 
 def a_scan_in_chunks(size: int) -> Any:
@@ -449,7 +449,7 @@ def test_scans_and_all_to_alls_in_several_chunks(size: int) -> None:
             expected = [held(r, count * size).reshape(size, count)[dist.get_rank()] for r in range(size)]
             equal(output, torch.cat(expected), ("all_to_all in halves", count))
 
-    dist_prims.spawn(rank_main, size, timeout=120)
+    dist_prims.spawn(rank_main, size, backend="gloo", timeout=120)
 
 
 def tags_of_calls(first: int) -> list[int]:
@@ -476,7 +476,7 @@ def tags_of_calls(first: int) -> list[int]:
 @pytest.mark.parametrize("first", [2**12 - 3, 2**32 - 3])
 def test_tags_of_calls_wrap(first: int) -> None:
     """Every MPI supports tags up to 32,767."""
-    for tags in dist_prims.spawn(tags_of_calls, 3, (first,), timeout=60):
+    for tags in dist_prims.spawn(tags_of_calls, 3, (first,), backend="gloo", timeout=60):
         assert len(tags) == 1 + 6  # the agreement has one
         assert tags[-1] <= 32_767
         assert tags[1] == tags[0] + 1, "the first tag of data is used again"

@@ -17,7 +17,7 @@ import dist_prims
 from dist_prims.launch import Placement
 from dist_prims.rendezvous.network import interface_addresses, is_loopback
 
-BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+BACKEND = "cpu:dist_prims,cuda:nccl" if torch.cuda.is_available() else "dist_prims"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -35,7 +35,7 @@ left = lambda: f"left {{not torch.distributed.is_initialized()}}\\n"
 atexit.register(lambda: print(left(), end="", flush=True))  # in one piece, or ranks write between each other's
 from launching import listening
 before = set(listening(os.getpid()))
-{SUM}
+{SUM.replace("init(", "init('gloo', ")}
 found = {{socket.split(":")[0] for socket in set(listening(os.getpid())) - before}}
 assert found, "each rank of gloo listens"
 assert found <= {{"0100007F", "0000000000000000FFFF00000100007F"}}, found
@@ -135,7 +135,7 @@ def test_a_second_init_is_harmless_and_another_world_size_is_an_error() -> None:
     def body() -> None:
         place = dist_prims.init()
         assert dist_prims.init(timeout=120) == place  # spawn's: to start, and to run
-        assert dist_prims.init("gloo", world_size=2) == place
+        assert dist_prims.init(BACKEND, world_size=2) == place
         with pytest.raises(ValueError, match="with world_size=2 and cannot join one with world_size=3"):
             dist_prims.init(world_size=3)
         dist.barrier()
@@ -143,6 +143,38 @@ def test_a_second_init_is_harmless_and_another_world_size_is_an_error() -> None:
         assert dist_prims.init(timeout=60) == place  # and once more from the start
 
     dist_prims.spawn(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("how", ["init", "spawn"])
+def test_gloo_is_used_where_the_library_cannot_be_had(
+    how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One rank of the host says why."""
+
+    def no_adapter() -> None:
+        raise ImportError("no compiler\nand more lines")
+
+    def joined() -> str:
+        if how == "init":
+            dist_prims.init(timeout=60)
+        return str(dist.get_backend())
+
+    monkeypatch.setattr("dist_prims.backend.torch_adapter.load", no_adapter)
+    backend = BACKEND.replace("dist_prims", "gloo")
+    assert dist_prims.spawn(joined, 2, init=how == "spawn", timeout=60) == [backend] * 2
+    reason = "dist_prims: the backend is gloo, because dist_prims is not available: no compiler\n"
+    assert capfd.readouterr().err.count(reason) == 1
+
+
+def test_unlike_backends_are_an_error_on_every_rank() -> None:
+    """They waited for each other until their timeout."""
+
+    def joined() -> str:
+        with pytest.raises(RuntimeError, match="rank 0 has the backend 'gloo', and rank 2 has 'dist_prims'") as caught:
+            dist_prims.init("dist_prims" if os.environ["RANK"] == "2" else "gloo", timeout=60)
+        return str(caught.value).partition(": rank 0 has")[0]
+
+    assert dist_prims.spawn(joined, 3, init=False, timeout=60) == [f"init: rank {rank}" for rank in range(3)]
 
 
 def test_a_group_that_someone_else_made() -> None:

@@ -49,7 +49,7 @@ def test_a_queue_without_a_thread_takes_no_job() -> None:
         assert dist.get_world_size() == 2
         return data.tolist()
 
-    assert dist_prims.spawn(body, 2, timeout=60) == [[2, 2], [2, 2]]
+    assert dist_prims.spawn(body, 2, backend="gloo", timeout=60) == [[2, 2], [2, 2]]
 
 
 def test_a_rank_whose_process_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
