@@ -58,7 +58,7 @@ def settle(pending: list[tuple[Any, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "calls"), [(2, 150), (4, 150), *(pytest.param(size, 2500, marks=pytest.mark.slow) for size in (3, 7))]
+    ("size", "calls"), [(2, 150), (4, 150), *(pytest.param(size, 1000, marks=pytest.mark.slow) for size in (3, 7))]
 )
 @pytest.mark.timeout(900)
 def test_random_calls(size: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:

