@@ -36,7 +36,7 @@ LIMITS = {
     "tests/ops": (24, 29),
     "tests/parallel": (26, 35),
     "tests/pipeline": (163, 740),
-    "tests/project": (148, 1320),
+    "tests/project": (148, 235),
     "tests/repair": (228, 270),
     "tests/rendezvous": (21, 14),
     "tests/schedules": (50, 75),
