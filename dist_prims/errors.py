@@ -138,7 +138,7 @@ class CommInterruptedError(CommError):
 
 
 class LeftOutError(CommError):
-    """The other ranks of a group have repaired it without this rank, which did not call ``shrink`` in time.
+    """The other ranks of a group have repaired it without this rank; the message says why.
 
     >>> issubclass(LeftOutError, CommError)
     True

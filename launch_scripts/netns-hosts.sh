@@ -4,8 +4,9 @@
 #     ./launch_scripts/netns-hosts.sh HOSTS RANKS RATE [--torchrun | --mpirun | --each | --login] -- command [args]
 #     ./launch_scripts/netns-hosts.sh 2 2 1gbit -- python program.py
 # --each starts the command once on each host, with HOST=0, 1, ...; --login once, beside the hosts, where "ssh host1 ..."
-# reaches them. The links of a cluster that was started with NAME=box can be cut, mended and slowed while it runs:
-#     ./launch_scripts/netns-hosts.sh --cut box 1        --mend box 1        --slow box 1 20mbit
+# reaches them. The links of a cluster that was started with NAME=box can be cut, mended and slowed while it runs, and drop
+# larger packets:
+#     ./launch_scripts/netns-hosts.sh --cut box 1        --mend box 1        --slow box 1 20mbit        --limit box 1 1400
 # The status is the command's, of the host that failed first; the others then have GRACE (10) seconds to end by
 # themselves. It is 124 after TIMEOUT (600) seconds. Without root, the kernel must let users make namespaces.
 #
@@ -44,7 +45,7 @@ main() { # HOSTS RANKS RATE [how] -- command
     wait $!
 }
 
-fault() { # --cut | --mend | --slow NAME HOST [RATE]
+fault() { # --cut | --mend | --slow | --limit NAME HOST [RATE | BYTES]
     local box enter=(nsenter --net --mount)
     [[ $# -ge 3 && $3 =~ ^[0-9]+$ ]] || fail "give $1 NAME HOST, the host as a number from 0"
     box=$(find_box "$2")
@@ -52,6 +53,7 @@ fault() { # --cut | --mend | --slow NAME HOST [RATE]
     [ ${#user[@]} = 0 ] || enter+=(--user --preserve-credentials)
     case $1 in
         --cut) "${enter[@]}" --target "$box" ip link set "host$3" down ;;
+        --limit) "${enter[@]}" --target "$box" ip link set "host$3" mtu "${4:-}" ;;
         --mend) "${enter[@]}" --target "$box" ip link set "host$3" up ;;
         --slow) check_rate "${4:-}" && "${enter[@]}" --target "$box" bash "$here/netns-inside.sh" shape "host$3" "$4" ;;
     esac
@@ -68,6 +70,6 @@ for tool in ip tc unshare nsenter setpriv pgrep sysctl; do
         fail "there is no '$tool'; install iproute2, util-linux and procps (Debian: apt install iproute2 procps)"
 done
 case ${1:-} in
-    --cut | --mend | --slow) fault "$@" ;;
+    --cut | --mend | --slow | --limit) fault "$@" ;;
     *) main "$@" ;;
 esac

@@ -84,7 +84,7 @@ void RemotePeers::run_ticker() {
 }
 
 void RemotePeers::on_notice(const std::optional<Membership::Notice>& notice) {
-    if (notice) membership_.give_notice(notice->kind, notice->culprit);
+    if (notice) membership_.give_notice(*notice);
     wake();
 }
 
@@ -144,7 +144,7 @@ bool RemotePeers::wait_until_deadline(const Handle& request) {
         } catch (const Transport::TransportError& error) {
             broken.emplace(error);
         } catch (...) {  // Ctrl-C
-            membership_.give_notice(CommError::Kind::kInterrupted, membership_.number(membership_.rank()));
+            membership_.give_notice({CommError::Kind::kInterrupted, membership_.number(membership_.rank())});
             throw;
         }
         if (broken) throw_broken(*request, *broken);
@@ -202,6 +202,9 @@ bool RemotePeers::is_over() {
 
 void RemotePeers::check_failures(const RemoteRequest& request) {
     is_over();
+    if (const std::string refusal = transport_->refusal(); !refusal.empty() && !membership_.notice())
+        throw_failure({CommError::Kind::kExhausted, membership_.number(membership_.rank())},
+                      [&] { return text(request, refusal); });
     if (request.peer != Transport::kAnyone) diagnosis_->answer(request.peer);
     int culprit = membership_.dead_rank();
     if (culprit < 0 && request.peer == Transport::kAnyone) culprit = transport_->dead_rank();
@@ -210,7 +213,7 @@ void RemotePeers::check_failures(const RemoteRequest& request) {
         const auto now = Clock::now();
         if (death_seen_ == Clock::time_point{}) death_seen_ = now;
         if (now - death_seen_ > kMomentToFinish)
-            throw_failure(CommError::Kind::kPeerDied, culprit, [&] { return text(request, ""); });
+            throw_failure({CommError::Kind::kPeerDied, culprit}, [&] { return text(request, ""); });
     }
     membership_.check_failures([](int) { return false; }, [&] { return text(request, ""); });
 }
@@ -228,12 +231,12 @@ void RemotePeers::throw_late(const RemoteRequest& request) {
 }
 
 void RemotePeers::throw_late(int awaited, const Membership::What& what) {
-    const int culprit = diagnosis_->diagnose(awaited, [this] { return is_over(); });
-    throw_failure(CommError::Kind::kLost, culprit, what);
+    throw_failure(diagnosis_->diagnose(awaited, [this] { return is_over(); }), what);
 }
 
 RemotePeers::BrokenMessage::BrokenMessage(const Transport::TransportError& error)
     : kind(dynamic_cast<const Transport::UnreachableError*>(&error) ? CommError::Kind::kUnreachable
+           : dynamic_cast<const Transport::ExhaustedError*>(&error) ? CommError::Kind::kExhausted
                                                                     : CommError::Kind::kPeerDied),
       reason(error.what()) {}
 
@@ -241,13 +244,22 @@ void RemotePeers::throw_broken(const RemoteRequest& request, const BrokenMessage
     if (!membership_.notice()) receive_notice(kTimeToReceive);
     const int peer = request.peer == Transport::kAnyone && request.handle ? request.handle->source() : request.peer;
     const auto what = [&] { return text(request, broken.reason); };
+    const int me = membership_.number(membership_.rank());
+    if (broken.kind == CommError::Kind::kExhausted) throw_failure({broken.kind, me}, what);
     if (peer == Transport::kAnyone)  // a transport fails such a receive only when it closes
-        throw_failure(CommError::Kind::kInterrupted, membership_.number(membership_.rank()), what);
-    throw_failure(broken.kind, peer, what);
+        throw_failure({CommError::Kind::kInterrupted, me}, what);
+    throw_failure({broken.kind, peer, broken.kind == CommError::Kind::kUnreachable ? me : -1}, what);
 }
 
-void RemotePeers::throw_failure(CommError::Kind kind, int culprit, const Membership::What& what) {
-    if (membership_.give_notice(kind, culprit)) membership_.throw_failure(kind, culprit, what);
+std::vector<TimeoutDiagnosis::Link> RemotePeers::cut_links() {
+    auto links = diagnosis_->cut_links();
+    const auto notice = membership_.notice();
+    if (notice && notice->kind == CommError::Kind::kUnreachable) links.push_back({notice->culprit, notice->other});
+    return links;
+}
+
+void RemotePeers::throw_failure(const Membership::Notice& notice, const Membership::What& what) {
+    if (membership_.give_notice(notice)) membership_.throw_failure(notice, what);
     membership_.check_abort(what);  // the first notice stands
     std::abort();                   // there is a notice, so it has thrown
 }
@@ -262,7 +274,8 @@ void RemotePeers::receive_notice(std::chrono::milliseconds limit) {
     }
     try {
         if (notice_request_->wait(limit))
-            membership_.give_notice(static_cast<CommError::Kind>(received_notice_.kind), received_notice_.culprit);
+            membership_.give_notice({static_cast<CommError::Kind>(received_notice_.kind), received_notice_.culprit,
+                                     received_notice_.other});
     } catch (const Transport::TransportError&) {  // it will not come
     }
 }
@@ -272,8 +285,8 @@ void RemotePeers::end() {
         const std::lock_guard lock(mutex_);
         if (std::exchange(ended_, true)) return;
     }
-    membership_.give_notice(CommError::Kind::kInterrupted,
-                            membership_.number(membership_.rank()));  // the first notice stands
+    membership_.give_notice(
+        {CommError::Kind::kInterrupted, membership_.number(membership_.rank())});  // the first notice stands
     const auto interrupt = interrupt_of([this] { send_notice(); });
     const auto second = interrupt_of([this] {  // a transport ends all messages when one of them times out
         const auto nothing = std::make_shared<std::byte>();
@@ -293,8 +306,8 @@ void RemotePeers::leave() {
 void RemotePeers::send_notice() {
     const auto notice = membership_.notice();
     diagnosis_->send_notice(*notice);
-    const auto message =
-        std::make_shared<const NoticeMessage>(NoticeMessage{static_cast<std::int32_t>(notice->kind), notice->culprit});
+    const auto message = std::make_shared<const NoticeMessage>(
+        NoticeMessage{static_cast<std::int32_t>(notice->kind), notice->culprit, notice->other});
     std::vector<Transport::Handle> requests;
     for (const int other : remote_ranks_) {
         try {

@@ -73,6 +73,8 @@ public:
     // See Transport.
     void progress() { transport_->progress(); }
     void move_in_background() { transport_->move_in_background(); }
+    // See TimeoutDiagnosis; also the link that the notice names.
+    std::vector<TimeoutDiagnosis::Link> cut_links();
     // Wakes the waits of this rank, from another thread, so that they check for failures.
     void wake();
 
@@ -84,7 +86,7 @@ public:
 
 private:
     struct NoticeMessage {
-        std::int32_t kind, culprit;
+        std::int32_t kind, culprit, other;
     };
     struct BrokenMessage {
         explicit BrokenMessage(const Transport::TransportError& error);
@@ -101,7 +103,7 @@ private:
     [[noreturn]] void throw_other_length(const RemoteRequest& request, const std::string& reason);
     [[noreturn]] void throw_late(const RemoteRequest& request);
     [[noreturn]] void throw_broken(const RemoteRequest& request, const BrokenMessage& broken);
-    [[noreturn]] void throw_failure(CommError::Kind kind, int culprit, const Membership::What& what);
+    [[noreturn]] void throw_failure(const Membership::Notice& notice, const Membership::What& what);
     void receive_notice(std::chrono::milliseconds limit);
     void send_notice();
     void run_ticker();
@@ -111,7 +113,7 @@ private:
     Membership& membership_;
     const std::vector<int> remote_ranks_;
     const std::unique_ptr<Transport> transport_;
-    NoticeMessage received_notice_{-1, -1};
+    NoticeMessage received_notice_{-1, -1, -1};
     Transport::Handle notice_request_;  // asked for
     std::atomic<bool> has_left_{false};
 

@@ -1,6 +1,6 @@
 #include "timeout_diagnosis.h"
 
-#include <set>
+#include <algorithm>
 #include <utility>
 
 #include "../common/thread.h"
@@ -66,23 +66,64 @@ void TimeoutDiagnosis::run_listener() {
 }
 
 void TimeoutDiagnosis::on_remark(const Remark& remark) {
-    if (remark.kind != kWaits)
-        return callback_(Membership::Notice{static_cast<CommError::Kind>(remark.kind), remark.target});
+    if (remark.kind >= 0)
+        return callback_(Membership::Notice{static_cast<CommError::Kind>(remark.kind), remark.target, remark.rank});
     {
         const std::lock_guard lock(mutex_);
-        awaits_[remark.rank] = remark.target;
+        if (closing_ || !note(remark)) return;
+        report_unanswering();
         changed_.notify_all();
     }
-    is_diagnosing_.store(true, std::memory_order_release);
+    if (remark.kind == kWaits) is_diagnosing_.store(true, std::memory_order_release);
     callback_(std::nullopt);
 }
 
-void TimeoutDiagnosis::send_all(const Remark& remark) {
-    for (const int other : others_) {
-        try {
-            sent_.push_back(transport_.send(other, tag_, reinterpret_cast<const std::byte*>(&remark), sizeof(remark)));
-        } catch (const std::exception&) {  // it is gone
+// Under the lock. Returns false if the remark is known.
+bool TimeoutDiagnosis::note(const Remark& remark) {
+    if (!known_.insert(remark).second) return false;
+    if (remark.kind == kWaits) awaits_[remark.rank] = remark.target;
+    if (remark.kind == kUnanswered) unanswered_.insert({remark.rank, remark.target});
+    forward(remark);
+    return true;
+}
+
+// Under the lock. Forwards the remarks of the two ranks of a link that does not deliver to each other.
+void TimeoutDiagnosis::forward(const Remark& remark) {
+    const auto forward_between = [&](int from, int to) {
+        for (const Remark& each : known_) {
+            if (each.kind < 0 && each.rank == from && to != me_ && from != me_) send(to, each);
         }
+    };
+    if (remark.kind == kUnanswered) {
+        forward_between(remark.rank, remark.target);
+        forward_between(remark.target, remark.rank);
+    } else if (remark.rank != me_) {
+        for (const auto& [rank, other] : unanswered_) {
+            if (rank == remark.rank && other != me_) send(other, remark);
+            if (other == remark.rank && rank != me_) send(rank, remark);
+        }
+    }
+}
+
+// Under the lock. The remark must stay.
+void TimeoutDiagnosis::send(int to, const Remark& remark) {
+    try {
+        const auto& kept = *known_.insert(remark).first;
+        sent_.push_back(transport_.send(to, tag_, reinterpret_cast<const std::byte*>(&kept), sizeof(kept)));
+    } catch (const std::exception&) {  // it is gone
+    }
+}
+
+void TimeoutDiagnosis::send_all(const Remark& remark) {
+    for (const int other : others_) send(other, remark);
+}
+
+// Under the lock. Also a rank that waits for no other one may have sent what is not answered.
+void TimeoutDiagnosis::report_unanswering() {
+    if (std::exchange(has_reported_, true)) return;
+    for (const int rank : transport_.unanswering()) {
+        const Remark remark{me_, rank, kUnanswered};
+        if (note(remark)) send_all(remark);
     }
 }
 
@@ -91,19 +132,18 @@ void TimeoutDiagnosis::send_all(const Remark& remark) {
 void TimeoutDiagnosis::announce(int awaited) {
     const std::lock_guard lock(mutex_);
     if (closing_ || std::exchange(has_announced_, true)) return;
-    announcement_ = {me_, awaited, kWaits};
-    awaits_[me_] = awaited;
-    send_all(announcement_);
+    report_unanswering();  // first: who knows the edge knows this too
+    const Remark remark{me_, awaited, kWaits};
+    note(remark);
+    send_all(remark);
 }
 
 void TimeoutDiagnosis::send_notice(const Membership::Notice& notice) {
     const std::lock_guard lock(mutex_);
-    if (closing_) return;
-    notice_ = {me_, notice.culprit, static_cast<std::int32_t>(notice.kind)};
-    send_all(notice_);
+    if (!closing_) send_all({notice.other, notice.culprit, static_cast<std::int32_t>(notice.kind)});
 }
 
-int TimeoutDiagnosis::diagnose(int awaited, const std::function<bool()>& over) {
+Membership::Notice TimeoutDiagnosis::diagnose(int awaited, const std::function<bool()>& over) {
     announce(awaited);
     const auto until = Clock::now() + kReplyTime;
     const auto all_have_replied = [this] { return awaits_.size() > others_.size(); };
@@ -118,19 +158,45 @@ int TimeoutDiagnosis::diagnose(int awaited, const std::function<bool()>& over) {
     return verdict(awaited);
 }
 
-// Under the lock. Returns the end of the chain that begins here. If the chain is a cycle, returns any awaited rank that
-// has not replied.
-int TimeoutDiagnosis::verdict(int awaited) const {
-    std::set<int> seen;
-    for (int each = awaited; seen.insert(each).second;) {
-        const auto found = awaits_.find(each);
-        if (found == awaits_.end()) return each;
-        each = found->second;
-    }
+// Under the lock.
+bool TimeoutDiagnosis::has_replied(int rank) const {
+    return rank == me_ || std::any_of(known_.begin(), known_.end(),
+                                      [&](const Remark& each) { return each.kind < 0 && each.rank == rank; });
+}
+
+// Under the lock. Whether both ranks live, and the link between their hosts does not deliver.
+bool TimeoutDiagnosis::is_cut(int rank, int other) const {
+    return (unanswered_.count({rank, other}) || unanswered_.count({other, rank})) && has_replied(rank) &&
+           has_replied(other);
+}
+
+// Under the lock. Ranks that know the same come to the same verdict.
+Membership::Notice TimeoutDiagnosis::verdict(int awaited) const {
+    std::set<Link> cut;
     for (const auto& [rank, target] : awaits_) {
-        if (!awaits_.count(target)) return target;
+        if (is_cut(rank, target)) cut.insert(std::minmax(rank, target));
     }
-    return awaited;
+    if (!cut.empty()) return {CommError::Kind::kUnreachable, cut.begin()->second, cut.begin()->first};
+    std::set<int> chain;  // from the awaited rank to its end, or until it meets itself
+    int last = awaited;
+    for (; chain.insert(last).second; last = awaits_.at(last)) {
+        if (!awaits_.count(last)) return {CommError::Kind::kLost, last};
+    }
+    for (const auto& [rank, target] : awaits_) {  // an edge of the circle may be out of date: see announce()
+        if (!awaits_.count(target)) return {CommError::Kind::kLost, target};
+    }
+    int first = last;  // of the circle
+    for (int each = awaits_.at(last); each != last; each = awaits_.at(each)) first = std::min(first, each);
+    return {CommError::Kind::kLost, first, awaits_.at(first)};
+}
+
+std::vector<TimeoutDiagnosis::Link> TimeoutDiagnosis::cut_links() {
+    const std::lock_guard lock(mutex_);
+    std::vector<Link> found;
+    for (const auto& [rank, other] : unanswered_) {
+        if (is_cut(rank, other)) found.push_back({rank, other});
+    }
+    return found;
 }
 
 }  // namespace dist_prims

@@ -7,6 +7,10 @@
 //     rank 0, timed out    waits for 1
 //     rank 1                             waits for 2
 //     rank 2               ...                          no reply: rank 2 is late
+//
+// No rank is late if a link between two hosts drops packets. Each rank therefore also reports the ranks whose hosts do
+// not answer what it has sent. If two ranks reply, one waits for the other, and the data between them is not answered,
+// the link between them does not deliver. Two such ranks may not hear each other, so the others forward their remarks.
 #pragma once
 
 #include <atomic>
@@ -15,7 +19,9 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "../shm/membership.h"
@@ -25,6 +31,7 @@ namespace dist_prims {
 
 class TimeoutDiagnosis {
 public:
+    using Link = std::pair<int, int>;  // between the hosts of two ranks
     // Called on the listener thread when another rank has timed out, or with the notice when the group has ended. The
     // waits of this rank should then check for failures.
     using Callback = std::function<void(const std::optional<Membership::Notice>&)>;
@@ -39,28 +46,38 @@ public:
         if (is_diagnosing_.load(std::memory_order_acquire)) announce(awaited);
     }
     // This rank has timed out waiting for `awaited`. Collects the replies of the others for 1 s, or until `over` holds,
-    // and returns the late rank.
-    int diagnose(int awaited, const std::function<bool()>& over);
+    // and returns the cause: the late rank, or the ranks at the ends of a link that does not deliver.
+    Membership::Notice diagnose(int awaited, const std::function<bool()>& over);
     // Sends the cause of the group's end to all other ranks.
     void send_notice(const Membership::Notice& notice);
 
+    // The links between these ranks do not deliver.
+    std::vector<Link> cut_links();
     // Ends the diagnosis permanently: nothing is sent or received afterwards.
     void close();
 
 private:
-    // A wait-for edge: `rank` waits for `target`. Or, where `kind` is an error's, a notice: `target` is the culprit.
+    // A wait-for edge: `rank` waits for `target`. Or the host of `target` does not answer `rank`. Or, where `kind` is
+    // an error's, a notice: `target` is the culprit, and `rank` the other rank of the notice.
     struct Remark {
         std::int32_t rank, target, kind;
+        auto operator<=>(const Remark&) const = default;
     };
-    static constexpr std::int32_t kWaits = -1;
+    static constexpr std::int32_t kWaits = -1, kUnanswered = -2;
 
     void announce(int awaited);
+    void report_unanswering();
+    void send(int to, const Remark& remark);
     void send_all(const Remark& remark);
+    bool note(const Remark& remark);
+    void forward(const Remark& remark);
+    bool has_replied(int rank) const;
+    bool is_cut(int rank, int other) const;
     void post_receive();
     void repost_receive();
     void run_listener();
     void on_remark(const Remark& remark);
-    int verdict(int awaited) const;
+    Membership::Notice verdict(int awaited) const;
 
     Transport& transport_;
     const int tag_, me_;
@@ -70,11 +87,13 @@ private:
 
     std::mutex mutex_;  // of all below
     std::condition_variable changed_;
-    Remark announcement_{}, notice_{}, received_{};
-    bool has_announced_ = false;
+    Remark received_{};
+    std::set<Remark> known_;  // the remarks of all ranks, whose memory the messages below use
+    bool has_announced_ = false, has_reported_ = false;
     std::vector<Transport::Handle> sent_;
     Transport::Handle next_;  // the posted receive of the next remark; waited for without the lock
     std::map<int, int> awaits_;
+    std::set<Link> unanswered_;  // the sender and the rank whose host does not answer
     bool closing_ = false;
     std::thread listener_;
 };

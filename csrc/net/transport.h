@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <memory>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "../common/claim.h"
 
@@ -22,6 +24,11 @@ public:
 
     // No network that the transport uses leads to the other side, whose process may be alive.
     struct UnreachableError : TransportError {
+        using TransportError::TransportError;
+    };
+
+    // This rank has no file descriptor left for a connection.
+    struct ExhaustedError : TransportError {
         using TransportError::TransportError;
     };
 
@@ -64,6 +71,11 @@ public:
     // A rank whose connection to this one has ended although it has not left the group; kAnyone if there is none, or
     // the transport cannot tell.
     virtual int dead_rank() { return kAnyone; }
+    // The ranks of whose hosts no answer has come to bytes that this rank has sent, although they were sent again. The
+    // host of a rank that does not read answers.
+    virtual std::vector<int> unanswering() { return {}; }
+    // Why this rank has been unable to accept connections for a while; empty if it has not.
+    virtual std::string refusal() { return ""; }
     // This rank is about to leave the group, and sends no more than notices. Called once.
     virtual void leave() {}
     // Moves messages as far as possible without waiting, for a thread that waits for none of them.

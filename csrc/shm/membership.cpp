@@ -17,6 +17,9 @@ using namespace std::chrono_literals;
 
 constexpr auto kLongestSleep = 10ms;
 constexpr auto kInterruptEvery = 20ms;
+// How a notice is packed: the kind, then the other rank and the culprit, each plus 1.
+constexpr int kRankBits = 28;
+constexpr std::uint64_t kRankMask = (std::uint64_t{1} << kRankBits) - 1;
 
 // When this thread last ran the interrupt hook. The time belongs to the thread and not to the rank: Python runs
 // handlers on its main thread only, and a progress thread that checks for failures would otherwise delay that thread's
@@ -35,7 +38,7 @@ struct Membership::RankState {
     std::atomic<std::uint32_t> sleepers;
 };
 
-// The cause of the group's end: 0, or kind and culprit of the first error.
+// The cause of the group's end: 0, or the first notice.
 struct Membership::GroupState {
     alignas(kCacheLine) std::atomic<std::uint64_t> error;
 };
@@ -130,12 +133,12 @@ void Membership::watch(std::vector<ExitDescriptor> exits) {
 std::optional<Membership::Notice> Membership::notice() const {
     const std::uint64_t error = group_state().error.load(std::memory_order_acquire);
     if (error == 0) return std::nullopt;
-    return Notice{static_cast<CommError::Kind>(error >> 32), static_cast<int>(error & 0xFFFFFFFFu) - 1};
+    return Notice{static_cast<CommError::Kind>(error >> (2 * kRankBits)), static_cast<int>(error & kRankMask) - 1,
+                  static_cast<int>((error >> kRankBits) & kRankMask) - 1};
 }
 
 void Membership::check_abort(const What& what) const {
-    if (const auto found = notice())
-        throw CommError(found->kind, error_text(found->kind, found->culprit, what()), true);
+    if (const auto found = notice()) throw CommError(found->kind, error_text(*found, what()), true);
 }
 
 void Membership::check_failures(const std::function<bool(int)>& awaited, const What& what) {
@@ -145,10 +148,10 @@ void Membership::check_failures(const std::function<bool(int)>& awaited, const W
     for (int peer = 0; peer < size_; ++peer) {
         if (has_left(peer) &&
             awaited(peer))  // in this order: what the rank has posted before it left is visible by now
-            throw_failure(CommError::Kind::kPeerLeft, number(peer), what);
+            throw_failure({CommError::Kind::kPeerLeft, number(peer)}, what);
     }
     if (const auto ended = ended_processes(awaited); !ended.empty())
-        throw_failure(CommError::Kind::kPeerDied, ended.front(), what);
+        throw_failure({CommError::Kind::kPeerDied, ended.front()}, what);
     check_stop(what);
     const auto now = Clock::now().time_since_epoch().count();
     if (!interrupt_ || now - interrupted < Clock::duration(kInterruptEvery).count()) return;
@@ -156,14 +159,14 @@ void Membership::check_failures(const std::function<bool(int)>& awaited, const W
     try {
         interrupt_();
     } catch (...) {
-        give_notice(CommError::Kind::kInterrupted, number(rank_));
+        give_notice({CommError::Kind::kInterrupted, number(rank_)});
         throw;
     }
     check_stop(what);  // a signal handler may have destroyed the group
 }
 
 void Membership::check_stop(const What& what) const {
-    if (stopped_.load(std::memory_order_acquire)) throw_failure(CommError::Kind::kPeerLeft, number(rank_), what);
+    if (stopped_.load(std::memory_order_acquire)) throw_failure({CommError::Kind::kPeerLeft, number(rank_)}, what);
 }
 
 void Membership::run_awaited_hook(const std::function<bool(int)>& awaited) const {
@@ -197,7 +200,10 @@ int Membership::dead_rank() const {
 std::vector<int> Membership::named_ranks() const {
     const auto found = notice();
     if (!found) return {};
-    if (found->kind == CommError::Kind::kPeerDied || found->kind == CommError::Kind::kLost) return {found->culprit};
+    if (found->other >= 0) return {};  // a link, and no rank
+    if (found->kind == CommError::Kind::kPeerDied || found->kind == CommError::Kind::kLost ||
+        found->kind == CommError::Kind::kExhausted)
+        return {found->culprit};
     if (found->kind != CommError::Kind::kTimeout) return {};
     std::vector<int> ranks;
     const WaitGraph::Verdict late = verdict_of(found->culprit);
@@ -208,15 +214,17 @@ std::vector<int> Membership::named_ranks() const {
     return ranks;
 }
 
-bool Membership::give_notice(CommError::Kind kind, int culprit) const {
+bool Membership::give_notice(const Notice& notice) const {
     std::uint64_t none = 0;
-    const std::uint64_t error = (static_cast<std::uint64_t>(kind) << 32) | static_cast<std::uint32_t>(culprit + 1);
+    const std::uint64_t error = (static_cast<std::uint64_t>(notice.kind) << (2 * kRankBits)) |
+                                (static_cast<std::uint64_t>(notice.other + 1) << kRankBits) |
+                                static_cast<std::uint64_t>(notice.culprit + 1);
     return group_state().error.compare_exchange_strong(none, error, std::memory_order_acq_rel);
 }
 
-void Membership::throw_failure(CommError::Kind kind, int culprit, const What& what) const {
-    give_notice(kind, culprit);
-    throw CommError(kind, error_text(kind, culprit, what()));
+void Membership::throw_failure(const Notice& notice, const What& what) const {
+    give_notice(notice);
+    throw CommError(notice.kind, error_text(notice, what()));
 }
 
 // The first verdict stands, like the notice: ranks that give up at the same time name the same ranks.
@@ -225,7 +233,7 @@ void Membership::throw_timeout(const std::string& what, const WaitGraph::Verdict
         const std::lock_guard lock(verdict_guard_);
         if (!std::exchange(has_verdict_, true)) wait_graph_.write_verdict(late);
     }
-    give_notice(CommError::Kind::kTimeout, number(rank_));
+    give_notice({CommError::Kind::kTimeout, number(rank_)});
     const Notice standing = *notice();
     if (standing.kind != CommError::Kind::kTimeout) check_abort([&] { return what; });
     const std::string late_ranks = text(verdict_of(standing.culprit));
@@ -278,8 +286,9 @@ std::string Membership::loss_text(int culprit) const {
     return " is gone, it has died or left,";
 }
 
-std::string Membership::error_text(CommError::Kind kind, int culprit, const std::string& what) const {
-    const std::string ranks = "rank " + std::to_string(number(rank_)) + ": " + title(culprit);
+std::string Membership::error_text(const Notice& notice, const std::string& what) const {
+    const auto [kind, culprit, other] = notice;
+    const std::string ranks = own_name() + ": " + title(culprit);
     switch (kind) {
         case CommError::Kind::kPeerDied:
             if (culprit == number(rank_))
@@ -294,11 +303,20 @@ std::string Membership::error_text(CommError::Kind kind, int culprit, const std:
         case CommError::Kind::kInterrupted:
             return ranks + " was interrupted in " + what + "; the group has ended, create it again";
         case CommError::Kind::kLost:
+            if (other >= 0)
+                return own_name() + ": no rank is late, but the ranks wait for each other in a circle, " +
+                       title(culprit) + " for " + title(other) + ", in " + what +
+                       "; see whether their sends and receives match, and whether the link between them delivers";
             return ranks + " has not replied in time in " + what +
                    "; see whether it is busy or waits elsewhere, and whether its host and the link are up";
         case CommError::Kind::kUnreachable:
-            return ranks + " cannot be reached in " + what +
-                   "; no network interface of the rank that has tried leads to it: see the error of that rank";
+            return own_name() + ": no rank is late, but " + title(culprit) + " cannot be reached from " + title(other) +
+                   ": the link between their hosts does not deliver, in " + what +
+                   "; see the interfaces, routes, firewalls and MTU of both, or go on without one of them by "
+                   "dist_prims.shrink()";
+        case CommError::Kind::kExhausted:
+            return ranks + " has no file descriptor left for a connection, in " + what +
+                   "; raise the limit of that rank (ulimit -n), or look for what it does not close";
         default:
             return ranks + " has given up waiting " + awaited_text(culprit) + "; create the group again before " + what;
     }

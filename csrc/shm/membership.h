@@ -46,10 +46,11 @@ public:
     // memory.
     static void set_counters(std::byte* place, int size, std::uint32_t wakes, std::uint64_t heartbeats);
 
-    // The cause of the group's end. `culprit` is a group rank.
+    // The cause of the group's end. `culprit` is a group rank. `other`, or -1: of kUnreachable the rank that cannot
+    // reach the culprit, of kLost the rank for which the culprit waits, where all ranks wait in a circle.
     struct Notice {
         CommError::Kind kind;
-        int culprit;
+        int culprit, other = -1;
     };
 
     // `place` points to bytes(size) of the shared memory.
@@ -116,9 +117,9 @@ public:
     void check_abort(const What& what) const;
     std::optional<Notice> notice() const;
     // Ends the group. Only the first notice is kept; returns whether this is the first.
-    bool give_notice(CommError::Kind kind, int culprit) const;
+    bool give_notice(const Notice& notice) const;
     // The same, and throws what this rank has found, even if another notice stands.
-    [[noreturn]] void throw_failure(CommError::Kind kind, int culprit, const What& what) const;
+    [[noreturn]] void throw_failure(const Notice& notice, const What& what) const;
     // The group rank of a process that ended without leave(); -1 if there is none.
     int dead_rank() const;
     // The group ranks that the error of the group names as dead, lost or late.
@@ -166,7 +167,7 @@ private:
     std::string location_text(const WaitGraph::Late& late, std::size_t ranks) const;
     WaitGraph::Verdict verdict_of(int culprit) const;
     std::string awaited_text(int culprit) const;
-    std::string error_text(CommError::Kind kind, int culprit, const std::string& what) const;
+    std::string error_text(const Notice& notice, const std::string& what) const;
 
     const std::shared_ptr<const Mapping> memory_;
     std::byte* const place_;

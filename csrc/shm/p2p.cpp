@@ -75,7 +75,8 @@ std::string PointToPoint::text(const LocalRequest& request) const {
         return (request.outgoing ? "signal(to " : "wait_signal(from ") + peer_text + ", window " +
                std::to_string(request.tag & ~kSignalFlag) + ")";
     const bool is_barrier = request.tag == kBarrierTag;
-    const std::string tag = is_barrier ? "" : ", tag " + std::to_string(request.tag);
+    const bool is_of_user = request.tag < kSignalFlag && !is_barrier;
+    const std::string tag = is_of_user ? ", tag " + std::to_string(request.tag) : "";
     return (is_barrier ? "monitored_barrier: " : "") + std::string(request.outgoing ? "send(" : "recv(") +
            std::to_string(request.bytes) + " bytes " + (request.outgoing ? "to " : "from ") + peer_text + tag + ")";
 }
@@ -486,7 +487,7 @@ PointToPoint::Handle PointToPoint::earliest_pending() const {
 // Under the lock. Ends the group because of an error of this rank alone.
 void PointToPoint::fail_group(const std::string& why) {
     const int rank = membership_.number(membership_.rank());
-    membership_.give_notice(CommError::Kind::kInterrupted, rank);
+    membership_.give_notice({CommError::Kind::kInterrupted, rank});
     fail_all(
         std::make_exception_ptr(CommError(CommError::Kind::kInterrupted, "rank " + std::to_string(rank) + ": " + why)));
 }
@@ -527,8 +528,8 @@ void PointToPoint::progress_once(std::unique_lock<std::mutex>& lock, WaitPolicy&
 }
 
 void PointToPoint::end() {
-    membership_.give_notice(CommError::Kind::kInterrupted,
-                            membership_.number(membership_.rank()));  // unless there is one
+    membership_.give_notice(
+        {CommError::Kind::kInterrupted, membership_.number(membership_.rank())});  // unless there is one
     const auto reason =
         caught([this] { membership_.check_abort([] { return std::string("a message that was under way"); }); });
     std::unique_lock lock(mutex_);

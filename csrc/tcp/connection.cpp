@@ -74,7 +74,7 @@ bool OutgoingConnection::withdraw(const TcpMessagePtr& message) {
     return true;
 }
 
-void OutgoingConnection::fail(const std::string& error) {
+void OutgoingConnection::fail(const Failure& error) {
     error_ = error;
     for (const Unsent& each : queue_) {
         if (each.message) each.message->error = error;

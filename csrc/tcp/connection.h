@@ -37,10 +37,11 @@ public:
     void look_for_end();
     // Drops a message of which nothing has been sent. Returns false if a part of it has.
     bool withdraw(const TcpMessagePtr& message);
-    void fail(const std::string& error);
+    void fail(const Failure& error);
 
     bool has_unsent() const { return !queue_.empty(); }
-    const std::string& error() const { return error_; }  // empty as long as the connection is open
+    bool is_unanswered() const { return dist_prims::is_unanswered(socket_); }
+    const Failure& error() const { return error_; }  // empty as long as the connection is open
     int descriptor() const { return socket_.descriptor(); }
 
 private:
@@ -60,7 +61,7 @@ private:
 
     Socket socket_;
     std::deque<Unsent> queue_;
-    std::string error_;
+    Failure error_;
 };
 
 class IncomingConnection {
@@ -72,8 +73,8 @@ public:
     void read(Inbox& inbox);
 
     bool is_stalled() const { return is_stalled_; }
-    bool has_left() const { return has_left_; }          // the peer has sent kLeave
-    const std::string& error() const { return error_; }  // empty as long as the connection is open
+    bool has_left() const { return has_left_; }      // the peer has sent kLeave
+    const Failure& error() const { return error_; }  // empty as long as the connection is open
     int descriptor() const { return socket_.descriptor(); }
     int peer() const { return peer_; }
 
@@ -91,7 +92,7 @@ private:
     ArrivalPtr current_;                    // the message that is coming
     std::size_t received_ = 0;              // of its bytes
     bool is_stalled_ = false, has_left_ = false;
-    std::string error_;
+    Failure error_;
 };
 
 }  // namespace dist_prims

@@ -15,7 +15,7 @@ Value take_front(std::map<std::pair<int, int>, std::deque<Value>>& queues,
     return front;
 }
 
-void fail_message(TcpMessage& message, const std::string& error) {
+void fail_message(TcpMessage& message, const Failure& error) {
     if (!message.is_done && message.error.empty()) message.error = error;
 }
 
@@ -23,8 +23,8 @@ void fail_message(TcpMessage& message, const std::string& error) {
 bool accepts(TcpMessage& receive, int from, std::size_t bytes) {
     if (bytes == receive.bytes || (receive.may_be_shorter && bytes < receive.bytes)) return true;
     receive.has_other_length = true;
-    fail_message(receive, "rank " + std::to_string(from) + " has sent a message of " + std::to_string(bytes) +
-                              " bytes, and the receive is for " + std::to_string(receive.bytes));
+    fail_message(receive, {"rank " + std::to_string(from) + " has sent a message of " + std::to_string(bytes) +
+                           " bytes, and the receive is for " + std::to_string(receive.bytes)});
     return false;
 }
 
@@ -117,7 +117,7 @@ void Inbox::withdraw(const TcpMessagePtr& receive) {
     }
 }
 
-void Inbox::fail(int from, const std::string& error) {
+void Inbox::fail(int from, const Failure& error) {
     for (auto queue = posted_.begin(); queue != posted_.end();) {
         const bool is_meant = queue->first.first == from;
         for (const TcpMessagePtr& each : queue->second) {
@@ -141,7 +141,7 @@ void Inbox::fail(int from, const std::string& error) {
     });
 }
 
-void Inbox::fail_all(const std::string& error) {
+void Inbox::fail_all(const Failure& error) {
     for (const auto& [key, queue] : posted_) {
         for (const TcpMessagePtr& each : queue) fail_message(*each, error);
     }

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "../net/transport.h"
+#include "socket.h"
 
 namespace dist_prims {
 
@@ -29,7 +30,7 @@ struct TcpMessage {
     ClaimPtr claim{};             // of a receive from any rank
 
     bool is_done = false;           // received, or handed to the kernel
-    std::string error{};            // why it failed; empty if it has not
+    Failure error{};                // why it failed
     bool has_other_length = false;  // the message: that is the error
     bool is_aborted = false;        // the next wait, or the current one, returns early
     bool is_awaited = false;        // by a thread
@@ -62,8 +63,8 @@ public:
     // The receive's memory must not be written to any more.
     void withdraw(const TcpMessagePtr& receive);
     // The receives from this rank fail, except of messages that have come.
-    void fail(int from, const std::string& error);
-    void fail_all(const std::string& error);
+    void fail(int from, const Failure& error);
+    void fail_all(const Failure& error);
     std::size_t expected_bytes() const { return expected_; }  // of the receives that no message has met
 
 private:

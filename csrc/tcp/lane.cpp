@@ -30,6 +30,22 @@ void watch(const Socket& events, int operation, int descriptor, std::uint64_t ke
         throw std::system_error(errno, std::generic_category(), "epoll_ctl()");
 }
 
+[[noreturn]] void throw_failure(const Failure& failure) {
+    switch (failure.number) {
+        case ENETUNREACH:
+        case EHOSTUNREACH:
+        case ENETDOWN:
+        case EHOSTDOWN:
+        case ETIMEDOUT:
+            throw Transport::UnreachableError(failure.text);
+        case EMFILE:
+        case ENFILE:
+            throw Transport::ExhaustedError(failure.text);
+        default:
+            throw Transport::TransportError(failure.text);
+    }
+}
+
 std::uint64_t key_of(std::uint64_t direction, int peer) {
     return direction | static_cast<std::uint32_t>(peer);
 }
@@ -85,7 +101,7 @@ void TcpLane::send(const TcpMessagePtr& message) {
     check_open();
     Outgoing* const found = outgoing(message->peer);
     if (!found) {
-        message->error = gone_.at(message->peer).reason;
+        message->error = gone_.at(message->peer).failure;
         return;
     }
     found->connection.push(message);
@@ -110,8 +126,8 @@ TcpLane::WaitResult TcpLane::wait(TcpMessage& message, std::chrono::milliseconds
     if (!message.is_outgoing) resume(message.peer);
     Polling::Wait polling(polling_);
     while (!message.is_done) {
-        if (message.has_other_length) throw Transport::LengthError(message.error);
-        if (!message.error.empty()) throw Transport::TransportError(message.error);
+        if (message.has_other_length) throw Transport::LengthError(message.error.text);
+        if (!message.error.empty()) throw_failure(message.error);
         if (message.is_aborted) return WaitResult::kAborted;
         const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
         if (left <= 0ms) return WaitResult::kLate;
@@ -130,7 +146,7 @@ void TcpLane::check_peer(TcpMessage& message) {
     if (message.is_outgoing || peer == Transport::kAnyone || incoming_.count(peer)) return;
     if (!gone_.count(peer)) outgoing(peer);
     if (const auto gone = gone_.find(peer); gone != gone_.end() && Clock::now() - gone->second.since > kTimeToAppear)
-        message.error = gone->second.reason;
+        message.error = gone->second.failure;
 }
 
 bool TcpLane::is_done(const TcpMessage& message) {
@@ -158,7 +174,7 @@ void TcpLane::release(const TcpMessagePtr& message) {
     if (message->owner)
         given_up_.push_back(message);
     else  // the peer then takes this rank for dead; messages without an owner are given up only where the group ends
-        end_outgoing(message->peer, "a message was given up when a part of it had been sent");
+        end_outgoing(message->peer, {"a message was given up when a part of it had been sent"});
 }
 
 // Removes the messages from given_up_ that have been sent or have failed, and returns them. Under the lock.
@@ -210,12 +226,21 @@ int TcpLane::dead_rank() {
     return dead_rank_;
 }
 
+std::set<int> TcpLane::unanswering() {
+    const std::lock_guard lock(mutex_);
+    std::set<int> found;
+    for (const auto& [peer, each] : outgoing_) {
+        if (each.connection.is_unanswered()) found.insert(peer);
+    }
+    return found;
+}
+
 void TcpLane::close(const std::string& reason) {
     const Guard guard(*this);
     if (!closed_.empty()) return;
     closed_ = reason;
-    inbox_.fail_all(reason);
-    for (auto& [peer, each] : outgoing_) each.connection.fail(reason);
+    inbox_.fail_all({reason});
+    for (auto& [peer, each] : outgoing_) each.connection.fail({reason});
     outgoing_.clear();
     incoming_.clear();
     waiting_.wake_others();
@@ -232,7 +257,7 @@ TcpLane::Outgoing* TcpLane::outgoing(int peer) {
         made.is_full = true;  // until the connection is established
         return &made;
     } catch (const std::system_error& error) {
-        end_outgoing(peer, error.what());
+        end_outgoing(peer, {error.what(), error.code().value()});
         return nullptr;
     }
 }
@@ -247,11 +272,11 @@ void TcpLane::flush(int peer) {
               is_full ? EPOLLIN | EPOLLOUT : EPOLLIN);
 }
 
-void TcpLane::end_outgoing(int peer, const std::string& reason) {
-    if (gone_.emplace(peer, Gone{reason, Clock::now()}).second && on_gone_) on_gone_(peer, reason);
+void TcpLane::end_outgoing(int peer, const Failure& failure) {
+    if (gone_.emplace(peer, Gone{failure, Clock::now()}).second && on_gone_) on_gone_(peer, failure.text);
     const auto found = outgoing_.find(peer);
     if (found == outgoing_.end()) return;
-    found->second.connection.fail(reason);
+    found->second.connection.fail(failure);
     outgoing_.erase(found);
 }
 
@@ -261,7 +286,7 @@ void TcpLane::read(int peer) {
     connection.read(inbox_);
     if (!connection.error().empty()) {
         if (!connection.has_left() && dead_rank_ == Transport::kAnyone) dead_rank_ = peer;
-        if (ended_.emplace(peer, connection.error()).second && on_gone_) on_gone_(peer, connection.error());
+        if (ended_.emplace(peer, connection.error()).second && on_gone_) on_gone_(peer, connection.error().text);
         inbox_.fail(peer, connection.error());
         incoming_.erase(peer);
         return;

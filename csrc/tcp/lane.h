@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -57,6 +58,8 @@ public:
     void leave(std::chrono::milliseconds limit);
     // A rank whose connection to this one has ended although it has not left; kAnyone if there is none.
     int dead_rank();
+    // The peers of which is_unanswered() holds.
+    std::set<int> unanswering();
     // Fails all messages, also future ones.
     void close(const std::string& reason);
 
@@ -79,7 +82,7 @@ private:
         bool is_watched = true;
     };
     struct Gone {
-        std::string reason;
+        Failure failure;
         Clock::time_point since;
     };
     class AwaitedScope;
@@ -87,7 +90,7 @@ private:
 
     Outgoing* outgoing(int peer);
     void flush(int peer);
-    void end_outgoing(int peer, const std::string& reason);
+    void end_outgoing(int peer, const Failure& failure);
     void read(int peer);
     void resume(int peer);
     void check_peer(TcpMessage& message);
@@ -104,8 +107,8 @@ private:
     std::mutex mutex_;                  // of all below
     std::map<int, Outgoing> outgoing_;  // by peer
     std::map<int, Incoming> incoming_;
-    std::map<int, Gone> gone_;          // ranks to which nothing can be sent any more
-    std::map<int, std::string> ended_;  // ranks from which nothing can come any more, and why
+    std::map<int, Gone> gone_;      // ranks to which nothing can be sent any more
+    std::map<int, Failure> ended_;  // ranks from which nothing can come any more, and why
     bool is_leaving_ = false;
     int dead_rank_ = Transport::kAnyone;  // see dead_rank()
     Inbox inbox_;

@@ -82,7 +82,9 @@ SocketResult transfer(const SocketPart* parts, std::size_t count, const Transfer
     const ssize_t moved = call(&message);
     if (moved >= 0) return {static_cast<std::size_t>(moved)};
     if (is_temporary(errno)) return {};
-    return {0, std::strerror(errno)};
+    const char* const remedy =
+        errno == ECONNREFUSED ? ": has the process ended, or does a firewall close its port?" : "";
+    return {0, {std::strerror(errno) + std::string(remedy), errno}};
 }
 
 }  // namespace
@@ -124,6 +126,15 @@ Socket connect_to(const std::string& address) {
     return socket;
 }
 
+bool is_unanswered(const Socket& socket) {
+    constexpr int kSentAgain = 2;  // after 0.6 s at least: the kernel doubles its interval of 0.2 s
+    tcp_info info{};
+    socklen_t length = sizeof(info);
+    // Probes: of a peer that does not read, whose kernel answers them, or where no route leads to the peer any more.
+    return ::getsockopt(socket.descriptor(), IPPROTO_TCP, TCP_INFO, &info, &length) == 0 &&
+           std::max(info.tcpi_retransmits, info.tcpi_probes) >= kSentAgain;
+}
+
 std::optional<Socket> accept_from(const Socket& listening) {
     const int accepted = ::accept4(listening.descriptor(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (accepted < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
@@ -139,7 +150,7 @@ SocketResult read_some(const Socket& socket, const SocketPart* parts, std::size_
         is_at_end = got == 0;
         return got;
     });
-    if (is_at_end) result.error = "the connection was closed";
+    if (is_at_end) result.error = {"the connection was closed"};
     return result;
 }
 

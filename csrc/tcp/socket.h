@@ -36,10 +36,21 @@ Socket connect_to(const std::string& address);
 // The next connection that waits to be accepted, if there is one. Throws also if this process has no descriptors left.
 std::optional<Socket> accept_from(const Socket& listening);
 
+// Whether bytes that were sent have not been acknowledged, although the kernel has sent them again.
+bool is_unanswered(const Socket& socket);
+
+// Why a connection or a message has failed; empty if it has not. `number`: an errno, or 0.
+struct Failure {
+    std::string text{};
+    int number = 0;
+
+    bool empty() const { return text.empty(); }
+};
+
 // What a read or a write has achieved. `error` is empty as long as the connection is open.
 struct SocketResult {
     std::size_t bytes = 0;
-    std::string error{};
+    Failure error{};
 };
 
 struct SocketPart {

@@ -111,6 +111,16 @@ int TcpTransport::dead_rank() {
     return std::max(data_.dead_rank(), control_.dead_rank());
 }
 
+std::vector<int> TcpTransport::unanswering() {
+    std::set<int> found = data_.unanswering();
+    found.merge(control_.unanswering());
+    return {found.begin(), found.end()};
+}
+
+std::string TcpTransport::refusal() {
+    return is_exhausted_ ? "accept(): Too many open files" : "";
+}
+
 void TcpTransport::leave() {
     data_.leave(kTimeToLeave);
     control_.leave(kTimeToLeave);
@@ -154,11 +164,16 @@ void TcpTransport::accept() {
     try {
         while ((may_accept_ = newcomers_.size() < kMaxNewcomers)) {
             std::optional<Socket> accepted = accept_from(endpoint_.listening);
+            refuses_since_ = {};
+            is_exhausted_ = false;
             if (!accepted) return;
             newcomers_.push_back({std::move(*accepted), TcpLane::Clock::now()});
         }
     } catch (const std::system_error&) {  // too many descriptors: some may be closed soon
         may_accept_ = false;
+        const auto now = TcpLane::Clock::now();
+        if (refuses_since_ == TcpLane::Clock::time_point{}) refuses_since_ = now;
+        is_exhausted_ = now - refuses_since_ >= kRetry;
     }
 }
 

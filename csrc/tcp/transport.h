@@ -56,6 +56,8 @@ public:
     void progress() override { data_.progress(); }
     void move_in_background() override;
     int dead_rank() override;
+    std::vector<int> unanswering() override;
+    std::string refusal() override;
     void leave() override;
 
     // Opens a connection to a rank on the control lane, so that the end of the rank is noticed.
@@ -87,9 +89,11 @@ private:
     const int rank_;
     const std::function<void()> on_close_;
     TcpLane data_, control_;
+    std::atomic<bool> is_exhausted_{false};  // no descriptor was left for a connection, twice
 
     std::list<Newcomer> newcomers_;  // this and what follows is the thread's
     bool may_accept_ = true;
+    TcpLane::Clock::time_point refuses_since_{};
     const Socket wake_;  // an eventfd: look at the two below
     std::atomic<bool> is_stopping_{false}, is_asked_to_move_{false};
     std::thread thread_;

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <type_traits>
@@ -50,6 +51,7 @@ public:
     void send(const Address& address, const std::byte* data, std::size_t bytes) {
         const std::lock_guard lock(mutex);
         longest = std::max(longest, bytes);
+        if (dropped.count({address.from, address.to})) return;
         const Message message{address, {data, data + bytes}};
         for (auto each = receives_.begin(); each != receives_.end(); ++each) {
             if (!(*each)->address.meets(address)) continue;
@@ -87,7 +89,8 @@ public:
     std::mutex mutex;  // of all below
     std::condition_variable changed;
     std::map<int, bool> closed;
-    std::size_t longest = 0;  // of the messages that were sent
+    std::size_t longest = 0;                // of the messages that were sent
+    std::set<std::pair<int, int>> dropped;  // messages from one rank to another vanish
 
 private:
     struct Message {
@@ -117,6 +120,13 @@ public:
     ~InMemoryTransport() override { network_.close(rank_); }
 
     int largest_tag() const override { return kLargestTag; }
+    std::vector<int> unanswering() override {
+        std::vector<int> found;
+        for (const auto& [from, to] : network_.dropped) {
+            if (from == rank_) found.push_back(to);
+        }
+        return found;
+    }
 
     Handle send(int to, int tag, const std::byte* data, std::size_t bytes, Owner) override {
         CHECK(tag >= 0 && tag <= kLargestTag);
@@ -195,8 +205,10 @@ struct NetworkUse {
 // Runs `body(group, rank)`, or `body(group, rank, host_segment)`, on a thread for each rank of the hosts, over an
 // in-memory network or another.
 template <typename Body>
-NetworkUse run_group(const std::vector<std::vector<int>>& hosts, const Body& body, MakeTransport make = nullptr) {
+NetworkUse run_group(const std::vector<std::vector<int>>& hosts, const Body& body, MakeTransport make = nullptr,
+                     const std::set<std::pair<int, int>>& dropped = {}) {
     InMemoryNetwork network;
+    network.dropped = dropped;
     if (!make) make = [&](int rank) { return std::make_unique<InMemoryTransport>(network, rank); };
     std::vector<std::thread> threads;
     std::map<int, std::string> titled;

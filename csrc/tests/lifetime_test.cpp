@@ -302,7 +302,7 @@ CASE(a_program_is_aborted) {
         }
         threads.emplace_back([&] {
             std::this_thread::sleep_for(after);
-            HostSegment(mapping, 2, kSize, kSlot).membership.give_notice(CommError::Kind::kTimeout, 2);
+            HostSegment(mapping, 2, kSize, kSlot).membership.give_notice({CommError::Kind::kTimeout, 2});
         });
         for (std::thread& thread : threads) thread.join();
     }

@@ -302,6 +302,32 @@ CASE(the_rank_that_does_not_reply_is_named) {
     });
 }
 
+// Each rank waits for the next one. `dropped`: between these ranks messages vanish.
+void wait_in_a_circle(const std::set<std::pair<int, int>>& dropped, CommError::Kind kind, const std::string& text) {
+    const auto body = [&](MultiHostGroup& group, int rank) {
+        std::byte nothing{};
+        try {
+            const auto request = group.router.receive((rank + 1) % 3, group.router.next(), &nothing, 1, 500ms);
+            group.router.wait({request});
+            CHECK(false);
+        } catch (const CommError& error) {
+            CHECK(error.kind == kind);
+            check_contains(error.what(), text);
+        }
+        group.remote.end();
+    };
+    run_group({{0}, {1}, {2}}, body, nullptr, dropped);
+}
+
+// All ranks reply, so none is late. A rank was named, at each rank another one.
+CASE(a_circle_of_waits_is_no_ranks_fault) {
+    using Kind = CommError::Kind;
+    wait_in_a_circle({}, Kind::kLost,
+                     "no rank is late, but the ranks wait for each other in a circle, rank 0 on host 0");
+    wait_in_a_circle({{1, 0}}, Kind::kUnreachable, "rank 1 on host 1 cannot be reached from rank 0 on host 0");
+    wait_in_a_circle({{0, 2}, {2, 0}}, Kind::kUnreachable, "rank 2 on host 2 cannot be reached from rank 0 on host 0");
+}
+
 // Rank 2 leaves in the middle of a program. What the transport keeps of the receives stays in memory until the
 // transport goes.
 CASE(a_transport_may_keep_memory) {

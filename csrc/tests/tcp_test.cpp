@@ -40,7 +40,7 @@ Socket connection_of_another(const std::string& address, const void* bytes, std:
     wait_until([&] {
         const SocketResult result = write_some(made, &part, 1);
         part = {static_cast<std::byte*>(part.data) + result.bytes, part.bytes - result.bytes};
-        return part.bytes == 0 || !(result.error.empty() || result.error.find("connected") != std::string::npos);
+        return part.bytes == 0 || !(result.error.empty() || result.error.text.find("connected") != std::string::npos);
     });
     return made;
 }

@@ -29,6 +29,8 @@ public:
     void progress() override { lane_.progress(); }
     void move_in_background() override;
     int dead_rank() override { return control_.dead_rank(); }
+    std::vector<int> unanswering() override { return control_.unanswering(); }
+    std::string refusal() override { return control_.refusal(); }
     void leave() override;
 
     // Fails all messages and stops the thread: UCX is not called any more.

@@ -25,6 +25,7 @@ import json
 import secrets
 import selectors
 import socket
+import threading
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -45,22 +46,39 @@ _PAUSE = 1.0  # seconds without accept() where no descriptor is left: the waitin
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+_used: set[GroupRegisters] = set()  # for ranks that read a decision after this rank has gone on
+
+
 @dataclass(eq=False)
 class GroupRegisters:
-    """The registers of a group. A server serves them as long as a reference exists, and after their first change."""
+    """The registers of a group. A server serves them as long as a reference exists, and after their first change.
+
+    The rank that serves them calls them without the server: its thread may get no processor time for long.
+    """
 
     key: bytes = field(repr=False)
     records: dict[int, tuple[int, str]] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
     decisions: dict[str, str] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def perform(self, operation: str, *arguments: Any) -> Any:
+    def call(self, operation: str, *arguments: Any) -> Any:
+        with self.lock:
+            answer = self._perform(operation, *arguments)
+        if operation != "read":
+            _used.add(self)
+        return answer
+
+    def close(self) -> None:
+        """They remain: other ranks may read them."""
+
+    def _perform(self, operation: str, *arguments: Any) -> Any:
         match operation, arguments:
             case "announce", (int(rank), int(version), str(text)):
                 self.records[rank] = max(self.records.get(rank, (0, "")), (version, text))
                 return True
             case "read", ():
-                return list(self.records.items()), self.decisions
+                return list(self.records.items()), dict(self.decisions)
             case "compare_and_set", (str(key), str(expected), str(desired)):
                 if self.values.get(key, "") == expected:
                     self.values[key] = desired
@@ -86,7 +104,6 @@ class RegisterServer:
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
         self._groups: weakref.WeakValueDictionary[str, GroupRegisters] = weakref.WeakValueDictionary()
-        self._used: set[GroupRegisters] = set()  # for ranks that read a decision after this rank has gone on
         self._connections: dict[int, _Connection] = {}  # by descriptor; the oldest first
         self._resume = 0.0  # when connections are accepted again; 0: they are accepted
         listening.setblocking(False)
@@ -183,9 +200,7 @@ class RegisterServer:
         registers = self._groups[group]
         if not hmac.compare_digest(_code(registers.key, "request", group, number, request).encode(), code.encode()):
             raise ValueError("a request with a wrong code")
-        answer = registers.perform(*request)
-        if request[0] != "read":
-            self._used.add(registers)
+        answer = registers.call(*request)
         return _code(registers.key, "answer", group, number, answer), answer
 
 

@@ -57,8 +57,8 @@ def served_store(address: str) -> tuple[dist.Store, str]:
 def listening_address(address: str) -> str:
     """Return an ``address:port`` of this host at which this process listens while it runs.
 
-    >>> refused([listening_address("127.0.0.1")], seconds=10)
-    set()
+    >>> [*answers([listening_address("127.0.0.1")], seconds=10).values()]
+    [True]
     """
     if address not in _sockets:
         _sockets[address] = socket.create_server((address, 0), backlog=_BACKLOG)
@@ -103,9 +103,9 @@ def open_store(address: str, size: int, timeout: float) -> dist.Store:
             return store
 
 
-def refused(addresses: Collection[str], seconds: float) -> set[str]:
-    """Return the addresses at which nothing listens. One that does not answer in this time is not among them."""
-    found = set()
+def answers(addresses: Collection[str], seconds: float) -> dict[str, bool]:
+    """Return whether a process listens at each address of a host that answers in this time."""
+    found = {}
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
         for address in addresses:
@@ -113,15 +113,16 @@ def refused(addresses: Collection[str], seconds: float) -> set[str]:
             probe = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             probe.setblocking(False)
             if probe.connect_ex((host, int(port))) == errno.ECONNREFUSED:
-                found.add(address)
+                found[address] = False
             else:
                 selector.register(probe, selectors.EVENT_WRITE, address)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 selector.unregister(key.fileobj)
                 probe = key.fileobj  # type: ignore[assignment]
-                if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
-                    found.add(key.data)
+                error = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if error in (0, errno.ECONNREFUSED):
+                    found[key.data] = error == 0
     return found
 
 

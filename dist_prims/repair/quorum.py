@@ -25,11 +25,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..rendezvous.register_server import RegisterClient
+from ..rendezvous.register_server import GroupRegisters, RegisterClient
 
 __all__: list[str] = []
 
-_TIME_TO_RETURN = 1.0  # seconds
+Server = GroupRegisters | RegisterClient
+
+_TIME_TO_RETURN, _LONGEST_TIME_TO_RETURN = 1.0, 8.0  # seconds
 
 
 class NoMajorityError(Exception):
@@ -128,24 +130,30 @@ def _ask_all(key: str, acceptors: int, change: Callable[[AcceptorState], Accepto
 class Acceptor:
     """One of the servers. ``connect`` opens a connection, or raises OSError as its calls may.
 
-    A call returns None if the server cannot be reached. It is then not called for a second.
+    A call returns None if the server cannot be reached. It is then not called for a second, and twice as long after
+    each further failure. A server that ``is_suspected`` counts as one that could not be reached twice.
     """
 
-    def __init__(self, connect: Callable[[], RegisterClient]) -> None:
-        self._connect, self._lost = connect, -math.inf
-        self._client: RegisterClient | None = None
+    def __init__(self, connect: Callable[[], Server], is_suspected: bool = False) -> None:
+        self._connect = connect
+        self._pause = 2 * _TIME_TO_RETURN if is_suspected else _TIME_TO_RETURN
+        self._resume = time.monotonic() + self._pause if is_suspected else -math.inf
+        self._client: Server | None = None
 
     def call(self, operation: str, *arguments: Any) -> Any:
-        if time.monotonic() < self._lost + _TIME_TO_RETURN:
+        if time.monotonic() < self._resume:
             return None
         try:
             if self._client is None:
                 self._client = self._connect()
-            return self._client.call(operation, *arguments)
+            answer = self._client.call(operation, *arguments)
         except OSError:
             self.close()
-            self._lost = time.monotonic()
+            self._resume = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_TIME_TO_RETURN)
             return None
+        self._pause = _TIME_TO_RETURN
+        return answer
 
     def close(self) -> None:
         """Close the connection; a further call opens another one."""

@@ -18,11 +18,11 @@ from ..backend.tcp_endpoint import own_address
 from ..errors import CommError, LeftOutError
 from ..rendezvous.deadline import call_in_thread
 from ..rendezvous.network import LOOPBACK
-from ..rendezvous.register_server import RegisterClient
+from ..rendezvous.register_server import GroupRegisters, RegisterClient
 from ..rendezvous.served import open_store, served_store
 from ..torch_compat import default_group
 from .process_probe import ProcessProbe
-from .quorum import Acceptor, NoMajorityError, QuorumRegisters
+from .quorum import Acceptor, NoMajorityError, QuorumRegisters, Server
 from .registers import Registers, SharedRegisters
 from .survivors import Announce, Decide, Discard, GaveUp, LeftOut, Look, MadeBefore, Make, Record, Request, Serve, View
 
@@ -68,8 +68,11 @@ class RepairAttempt:
         self._rank: int = backend.rank()
         self._spans_hosts: bool = backend.spans_hosts
         self._serves_hosts = self._spans_hosts or is_remote
-        self._registers = self._make_registers()
         self._named = frozenset(backend.named_ranks()) - {self._rank}
+        self._cut = frozenset((min(link), max(link)) for link in backend.cut_links())
+        hosts = self._made.hosts
+        self._faulty = {hosts[each] for each in self._named.union(*self._cut)} - {hosts[self._rank]}
+        self._registers = self._make_registers()
         self._began = time.monotonic()
         self._last_request: Request | None = None
         self._last_view = View({}, {})
@@ -92,8 +95,8 @@ class RepairAttempt:
             return result
         except LeftOut as left_out:
             raise LeftOutError(
-                f"rank {self._rank}: the ranks {list(left_out.members)} have gone on without this rank, which did not "
-                "call shrink() in time; end this process, or let it join again by dist_prims.join()"
+                f"rank {self._rank}: the ranks {list(left_out.members)} have gone on without this rank, "
+                f"{left_out.reason}; end this process, or let it join again by dist_prims.join()"
             ) from None
         except GaveUp:
             reason = self._error or "earlier calls have failed"
@@ -115,10 +118,20 @@ class RepairAttempt:
     def _make_registers(self) -> Registers:
         if not self._spans_hosts:
             return SharedRegisters(self._old, self._agreement)
-        addresses = [self._made.addresses[each] for each in quorum_ranks(self._made.hosts)]
-        group, key = self._made.attempt, self._made.key
-        clients = [functools.partial(RegisterClient, each, group, key, _CALL_TIME) for each in addresses]
-        return QuorumRegisters([Acceptor(client) for client in clients], self._agreement, self._rank, self._old.size())
+        made = self._made
+        late = {made.hosts[each] for each in self._named} - {made.hosts[self._rank]}
+
+        def connect(server: int) -> Server:
+            if server == self._rank:
+                own: GroupRegisters = made.registers
+                return own
+            return RegisterClient(made.addresses[server], made.attempt, made.key, _CALL_TIME)
+
+        acceptors = [
+            Acceptor(functools.partial(connect, each), is_suspected=made.hosts[each] in late)
+            for each in quorum_ranks(made.hosts)
+        ]
+        return QuorumRegisters(acceptors, self._agreement, self._rank, self._old.size())
 
     def _perform(self, request: Request) -> Any:
         is_repeated, self._last_request = request == self._last_request, request
@@ -169,12 +182,15 @@ class RepairAttempt:
         done = {rank for rank, each in records.items() if each.round == self._round and each.made}
         self._find_deaths([rank for rank in range(self._old.size()) if rank not in done])
         now = time.monotonic()
+        silent = self._probe.silent if self._probe else set()
+        quiet = {each for each in silent if self._made.hosts[each] in self._faulty}
         return View(
             records=records,
             decisions=dict(decisions),
             dead=frozenset(self._dead),
-            suspected=self._named if now > self._began + _TIME_FOR_SUSPECTS else frozenset(),
+            suspected=self._named | quiet if now > self._began + _TIME_FOR_SUSPECTS else frozenset(),
             is_late=now > self._changed + self._timeout,
+            cut=self._cut | {(min(each, self._rank), max(each, self._rank)) for each in silent},
         )
 
     def _find_deaths(self, ranks: Iterable[int]) -> None:

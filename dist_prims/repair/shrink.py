@@ -46,8 +46,10 @@ def shrink(group: dist.ProcessGroup | None = None, *, timeout: float | None = No
     raise :class:`PeerLeftError`.
 
     A rank is waited for until its process has ended or ``timeout`` seconds have passed, by default the timeout of the
-    group. A rank that the error of the group names as late is waited for 0.3 s. A rank that calls ``shrink`` when the
-    others have gone on without it raises :class:`LeftOutError`. If further ranks die meanwhile, the others agree again.
+    group. A rank that the error of the group names as late is waited for 0.3 s, and the other ranks of its host, if the
+    host does not answer, for a second. Of two hosts between which the link does not deliver one is left out. A rank
+    without which the others have gone on raises :class:`LeftOutError`. If further ranks die meanwhile, the others agree
+    again.
 
     Between hosts a majority of up to five ranks must be left, at first the first rank of each host; ranks on the
     smaller side of a network that is cut in two raise :class:`CommError`.
@@ -80,7 +82,7 @@ def _attempt(
     if undecided := made_group(name).undecided_grow:
         RepairAttempt(backend, next_name(name), limit, undecided).run(prevent(0))
         made_group(name).undecided_grow = ""
-    return attempt, attempt.run(survive(backend.rank(), range(backend.size()), excluded))
+    return attempt, attempt.run(survive(backend.rank(), range(backend.size()), excluded, made_group(name).hosts))
 
 
 def next_name(name: str) -> str:

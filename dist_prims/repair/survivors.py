@@ -3,8 +3,9 @@
 The ranks agree by two means that outlive a rank (see :mod:`registers`): a *record* of each rank, which the others read,
 and *decisions*, of which the first value that a rank proposes stands. A round has two decisions:
 
-1. Each rank that is left announces the round. When every rank has announced it or is gone, the members are decided.
-   A rank that is not among them has to stop: it raises.
+1. Each rank that is left announces the round. When every rank has announced it or is gone, the members are decided:
+   the ranks that are left, but of two hosts that cannot reach each other only one (:func:`without_cut_links`). A rank
+   that is not among them has to stop: it raises.
 2. The members make the group, and announce that they have. When all have, "made" is decided. A rank that cannot make
    the group, or sees that a member is gone, proposes "failed"; if that is decided, the next round begins among these
    members.
@@ -22,13 +23,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 __all__: list[str] = []
 
 MADE, FAILED = "made", "failed"
+
+Links = frozenset[tuple[int, int]]  # each between the hosts of two ranks, of which the first has the lower number
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,15 @@ class Record:
     gone: frozenset[int] = frozenset()  # the ranks whose processes have ended, as this rank knows
     store: str = ""  # the address of the store for the next group, from the first member
     made: bool = False
+    cut: Links = frozenset()  # the links that do not deliver, as this rank knows
 
     def text(self) -> str:
-        return json.dumps([self.round, sorted(self.gone), self.store, self.made])
+        return json.dumps([self.round, sorted(self.gone), self.store, self.made, sorted(self.cut)])
 
     @classmethod
     def parse(cls, text: str) -> Record:
-        number, gone, store, made = json.loads(text)
-        return cls(number, frozenset(gone), store, made)
+        number, gone, store, made, cut = json.loads(text)
+        return cls(number, frozenset(gone), store, made, frozenset((low, high) for low, high in cut))
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class View:
     dead: frozenset[int] = frozenset()  # the ranks whose processes have ended
     suspected: frozenset[int] = frozenset()  # others that are believed to be gone
     is_late: bool = False  # nothing has changed for the timeout
+    cut: Links = frozenset()  # the links that do not deliver
 
 
 @dataclass(frozen=True)
@@ -104,11 +109,11 @@ Request = Announce | Look | Decide | Serve | Make | Discard
 
 
 class LeftOut(Exception):  # not an error of the program: the caller raises one for the user
-    """This rank is not among the members that have been decided."""
+    """This rank is not among the members that have been decided, because of ``reason``."""
 
-    def __init__(self, members: tuple[int, ...]) -> None:
-        super().__init__(members)
-        self.members = members
+    def __init__(self, members: tuple[int, ...], reason: str) -> None:
+        super().__init__(members, reason)
+        self.members, self.reason = members, reason
 
 
 class OtherMembers(Exception):
@@ -131,19 +136,18 @@ _MOST_FAILURES = 3  # rounds in which no member is gone
 
 
 def survive(
-    rank: int, ranks: Iterable[int], excluded: frozenset[int] = frozenset()
+    rank: int, ranks: Iterable[int], excluded: frozenset[int] = frozenset(), hosts: Sequence[Hashable] = ()
 ) -> Generator[Request, Any, tuple[int, ...]]:
     """Agree with the other survivors, make the next group, and return its members.
 
     ``ranks``: the ranks that may be members; ``excluded``: the ranks among them that are left out even if alive. With
-    excluded ranks all others must be left. If not, no group is made, so that another call can make one.
+    excluded ranks all others must be left. If not, no group is made, so that another call can make one. ``hosts``: the
+    host of each rank, by default one of its own.
     """
     candidates = expected = tuple(sorted(set(ranks) - excluded))
     failures = 0
     for number in itertools.count():
-        members = yield from _decide_members(rank, number, candidates)
-        if rank not in members:
-            raise LeftOut(members)
+        members = yield from _decide_members(rank, number, candidates, hosts or range(max(candidates) + 1))
         if excluded and members != expected:
             raise OtherMembers(members)
         if (yield from make_together(rank, number, members)):
@@ -155,21 +159,55 @@ def survive(
     raise AssertionError("unreachable")
 
 
-def _decide_members(rank: int, number: int, candidates: tuple[int, ...]) -> Generator[Request, Any, tuple[int, ...]]:
+def _decide_members(
+    rank: int, number: int, candidates: tuple[int, ...], hosts: Sequence[Hashable]
+) -> Generator[Request, Any, tuple[int, ...]]:
     key = f"members/{number}"
-    own = Record(number)
-    yield Announce(own)
-    while True:
-        view: View = yield Look(key)
-        if key in view.decisions:
-            return _ranks(view.decisions[key])
-        if view.dead != own.gone:
-            own = dataclasses.replace(own, gone=view.dead)
+    view: View = yield Look(key)
+    own = Record(number, view.dead, cut=view.cut)
+    reason = "which did not call shrink() in time"
+    if key not in view.decisions:
+        reason = "which they have taken for dead or late"
+        yield Announce(own)
+    while key not in view.decisions:
+        view = yield Look(key)
+        if (view.dead, view.cut) != (own.gone, own.cut):
+            own = dataclasses.replace(own, gone=view.dead, cut=view.cut)
             yield Announce(own)
         here = [each for each in candidates if _is_in(view, each, number) and each not in view.dead]
         if view.is_late or _is_behind(view, number) or set(candidates) <= set(here) | _gone(view, number):
-            decided: str = yield Decide(key, json.dumps(here))
-            return _ranks(decided)
+            members = without_cut_links(here, _cut(view), hosts)
+            members = json.loads((yield Decide(key, json.dumps(members))))
+            break
+    else:
+        members = json.loads(view.decisions[key])
+    if rank not in members:
+        ends = [pair for low, high in _cut(view) for pair in ((low, high), (high, low))]
+        unreached = {other for each, other in ends if hosts[each] == hosts[rank] and other in members}
+        if unreached:
+            reason = f"whose host cannot reach those of the ranks {sorted(unreached)}"
+        raise LeftOut(tuple(members), reason)
+    return tuple(members)
+
+
+def without_cut_links(ranks: Sequence[int], cut: Iterable[tuple[int, int]], hosts: Sequence[Hashable]) -> list[int]:
+    """Return the ranks without those of so many hosts that all others reach each other.
+
+    Of the hosts of cut links the one with the most cut links is left out, then the one with the fewest ranks, then the
+    last one.
+
+    >>> without_cut_links([0, 1, 2, 3], [(0, 2)], hosts="aabb")
+    [0, 1]
+    >>> without_cut_links([0, 1, 2], [(0, 1), (1, 2)], hosts="abc")
+    [0, 2]
+    """
+    left = list(ranks)
+    while links := {frozenset((hosts[low], hosts[high])) for low, high in cut if low in left and high in left}:
+        here = [hosts[rank] for rank in left]
+        ends = [host for link in links for host in link]
+        worst = max(set(ends), key=lambda host: (ends.count(host), -here.count(host), here.index(host)))
+        left = [rank for rank in left if hosts[rank] != worst]
+    return left
 
 
 def make_together(rank: int, number: int, members: tuple[int, ...]) -> Generator[Request, Any, bool]:
@@ -219,10 +257,6 @@ def prevent(number: int) -> Generator[Request, Any, None]:
         raise MadeBefore
 
 
-def _ranks(text: str) -> tuple[int, ...]:
-    return tuple(json.loads(text))
-
-
 def _is_in(view: View, rank: int, number: int) -> bool:
     return rank in view.records and view.records[rank].round == number
 
@@ -230,6 +264,10 @@ def _is_in(view: View, rank: int, number: int) -> bool:
 def _is_behind(view: View, number: int) -> bool:
     """Whether another rank is in a later round. This round has been decided then, though this rank cannot see it."""
     return any(record.round > number for record in view.records.values())
+
+
+def _cut(view: View) -> set[tuple[int, int]]:
+    return set(view.cut).union(*(each.cut for each in view.records.values()))
 
 
 def _gone(view: View, number: int) -> set[int]:

@@ -234,7 +234,7 @@ def test_a_rank_that_cannot_be_reached_is_not_taken_for_dead(needs_ucx: None) ->
     # very rank had died; all ranks raise the error that is written first, so the remedy was missing at times.
     for error in dist_prims.spawn(rank, 2, timeout=60):
         assert re.search(
-            r"rank \d on host . cannot be reached in .*Destination is unreachable .* set UCX_NET_DEVICES", error
+            r"rank \d on host . cannot be reached from .*Destination is unreachable .* set UCX_NET_DEVICES", error
         )
 
 

@@ -76,6 +76,10 @@ class Job:
     def slow(self, host: int, rate: str) -> None:
         self._fault("--slow", str(host), rate)
 
+    def limit(self, host: int, size: int) -> None:
+        """Larger packets vanish, in bytes."""
+        self._fault("--limit", str(host), str(size))
+
     def _fault(self, what: str, *more: str) -> None:
         subprocess.run([SCRIPT, what, self.name, *more], check=True, timeout=20)
 

@@ -197,9 +197,9 @@ void translate(std::exception_ptr error) {
     } catch (python_error& found) {
         found.restore();
     } catch (const CommError& found) {
-        constexpr const char* kNames[] = {"MismatchError",    "PeerDiedError",        "PeerLeftError",
-                                          "CommTimeoutError", "CommInterruptedError", "CommTimeoutError",
-                                          "CommError"};
+        constexpr const char* kNames[] = {
+            "MismatchError",        "PeerDiedError",    "PeerLeftError", "CommTimeoutError",
+            "CommInterruptedError", "CommTimeoutError", "CommError",     "CommError"};
         const py::object kind = py::module_::import("dist_prims.errors").attr(kNames[static_cast<int>(found.kind)]);
         PyErr_SetString(kind.ptr(), found.what());
     }
@@ -227,6 +227,7 @@ PYBIND11_MODULE(_backend, module) {
 #endif
         .def("set_timeout", &PrimsBackend::setTimeout, Free())
         .def("named_ranks", &PrimsBackend::named_ranks, Free())
+        .def("cut_links", &PrimsBackend::cut_links, Free())
         .def("number_from", &PrimsBackend::number_from, py::arg("first"))
         .def(
             "append_to_log", [](PrimsBackend& self, const std::string& text) { self.log().append(text); },

@@ -103,6 +103,8 @@ public:
     virtual void forward_notice() {}
     // Sends the other hosts the notice that this rank leaves.
     virtual void forward_leave() {}
+    // See RemotePeers.
+    virtual std::vector<std::pair<int, int>> cut_links() { return {}; }
     // This rank leaves the group outside of a call. Other hosts must not take the end of its connections for a death.
     virtual void leave() {}
 

@@ -81,9 +81,10 @@ public:
         if (host_segment_->membership.notice()) group_.remote.end();
     }
     void forward_leave() override {
-        host_segment_->membership.give_notice(CommError::Kind::kPeerLeft, rank_);
+        host_segment_->membership.give_notice({CommError::Kind::kPeerLeft, rank_});
         group_.remote.end();
     }
+    std::vector<std::pair<int, int>> cut_links() override { return group_.remote.cut_links(); }
     void leave() override { group_.remote.leave(); }
 
 private:
