@@ -1,4 +1,4 @@
-// A schedule as one rank executes it: the program that dist_prims.schedules.program computes, as integers.
+// A schedule as one rank executes it: the program that dist_prims.schedules.program computes.
 //
 // Every transfer of a step reads the state before the step. A step therefore sends first, receives into staging buffers
 // any data that is added or that would overwrite data still to be read, and reduces when both are done. The order of

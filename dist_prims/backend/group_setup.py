@@ -71,7 +71,7 @@ class GroupSetup:
 
     @property
     def choose(self) -> Any:
-        return self.multi_host.choose_or_piggyback if self.multi_host else None
+        return self.multi_host.choose if self.multi_host else None
 
     def make_gloo(self) -> Any:
         request = self.made.request

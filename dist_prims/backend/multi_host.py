@@ -1,4 +1,4 @@
-"""Groups on several hosts: the choice of a schedule for each collective, and its form for execution by one rank.
+"""Groups on several hosts: the choice of a schedule for each collective, and the program of one rank.
 
 The schedules of a topology number the ranks host by host; see ``schedules/host_order.py``.
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..schedules import Schedule
 from ..schedules.contract import ROOTED
 from ..schedules.host_order import HostOrder
-from ..schedules.native import NativeForm, to_native
 from ..schedules.piggyback import added_seconds
+from ..schedules.program import RankSchedule
 from ..schedules.recommend import EXCHANGES, MUCH_SHORTER, recommend
 from ..schedules.registry import version
 from ..schedules.topology import Topology
@@ -53,14 +54,7 @@ class MultiHostSchedules:
         self.costs = costs
         self.topology = Topology.measured(self.order.hosts, costs)
 
-    def choose_or_piggyback(
-        self, collective: str, nbytes: int, root: int, is_even: bool = True
-    ) -> tuple[NativeForm, bool]:
-        """Return the schedule of :meth:`choose`, and whether the messages of the agreement carry the data sooner."""
-        schedule = self.choose(collective, nbytes, root, is_even)
-        return schedule, is_even and _recommended(collective, _octave(nbytes), self.topology, version())[1]
-
-    def choose(self, collective: str, nbytes: int, root: int, is_even: bool = True) -> NativeForm:
+    def choose(self, collective: str, nbytes: int, root: int, is_even: bool = True) -> RankSchedule:
         """Return the schedule that is recommended for sizes between the powers of two around ``nbytes``.
 
         If not ``is_even``, the blocks differ in length, and no rank knows the lengths of blocks between two others: the
@@ -70,28 +64,28 @@ class MultiHostSchedules:
         low = _octave(nbytes)
         high = max(2 * low, 2)
         if is_even:
-            choice = _recommended(collective, low, self.topology, version())[0]
+            choice, is_slower = _recommended(collective, low, self.topology, version())
         else:
+            is_slower = False
             low, high = next(each for each in _UNEVEN_RANGES if nbytes < each[1])
             choice = _straight(collective, self.topology, low)
-        if form := self._form(collective, choice, low, high, root):
-            return form
-        # An algorithm that a user has registered is right for root 0, and wrong for this root.
-        choice = _recommended(collective, low, self.topology, version(), only_built_in=True)[0]
-        form = self._form(collective, choice, low, high, root)
-        assert form is not None
-        return form
+        found = self._compiled(collective, choice, low, high, root)
+        if found is None:  # an algorithm that a user has registered is right for root 0, and wrong for this root
+            choice = _recommended(collective, low, self.topology, version(), only_built_in=True)[0]
+            found = self._compiled(collective, choice, low, high, root)
+        assert found is not None
+        return replace(found, is_slower_than_piggyback=is_slower)
 
-    def _form(self, collective: str, choice: _Choice, low: int, high: int, root: int) -> NativeForm | None:
-        """Return the form of a choice for a root; None if a user has registered its algorithm and it is wrong."""
+    def _compiled(self, collective: str, choice: _Choice, low: int, high: int, root: int) -> RankSchedule | None:
+        """Return a choice for a root; None if a user has registered its algorithm and it is wrong."""
         algorithm, parameters, segments = choice
         given = {"root": self.order.rank_at.index(root)} if collective in ROOTED else {}
 
-        def form(schedule: Schedule) -> NativeForm:
+        def compiled(schedule: Schedule) -> RankSchedule:
             self._check(schedule)
-            return to_native(schedule, self.rank, low, high, _short(schedule), segments, self.order.rank_at)
+            return RankSchedule.of(self.order.renumbered(schedule), self.rank, _short(schedule), segments, low, high)
 
-        return evaluated(form, collective, algorithm, self.topology.size, **dict(parameters), **given)
+        return evaluated(compiled, collective, algorithm, self.topology.size, **dict(parameters), **given)
 
 
 def _octave(nbytes: int) -> int:

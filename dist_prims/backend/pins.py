@@ -11,7 +11,8 @@ from ..collectives.algorithm_choice import SizeRange, parse_ranges, variable_of
 from ..collectives.native import schedule_name
 from ..schedules import Schedule, lookup
 from ..schedules.contract import ROOTED
-from ..schedules.native import NativeForm, to_native
+from ..schedules.host_order import HostOrder
+from ..schedules.program import RankSchedule
 from ..schedules.schedule_builder import build_shared
 from ..schedules.trust import shortened
 from .multi_host import MultiHostSchedules
@@ -51,11 +52,11 @@ def _pinned(
     multi_host: MultiHostSchedules | None,
     check: Callable[[Schedule], None],
     root: int,
-) -> list[NativeForm]:
+) -> list[RankSchedule]:
     """Return the schedules for a root of the group, which has no meaning for a collective without one."""
-    rank_at = multi_host.order.rank_at if multi_host else tuple(range(size))
-    given: dict[str, Any] = {"root": rank_at.index(root)} if collective in ROOTED else {}
-    forms = []
+    order = multi_host.order if multi_host else HostOrder(tuple(range(size)), (size,))
+    given: dict[str, Any] = {"root": order.rank_at.index(root)} if collective in ROOTED else {}
+    pinned = []
     for each in ranges:
         parameters = {**given, **dict(each.parameters)}
         if multi_host and "hosts" in lookup(collective, each.algorithm).parameters:
@@ -65,6 +66,6 @@ def _pinned(
         except (TypeError, ValueError) as error:
             raise ValueError(f"{collective} cannot be pinned to {each.algorithm!r}: {error}") from error
         check(schedule)
-        name = schedule_name(schedule)
-        forms.append(to_native(schedule, rank, each.low, each.high, name, each.segments, rank_at))
-    return forms
+        own, name = order.renumbered(schedule), schedule_name(schedule)
+        pinned.append(RankSchedule.of(own, rank, name, each.segments, each.low, each.high))
+    return pinned

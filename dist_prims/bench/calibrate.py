@@ -45,7 +45,7 @@ from ..rendezvous.hosts import boot_id
 from ..schedules.contract import contract
 from ..schedules.cost import seconds
 from ..schedules.host_order import HostOrder
-from ..schedules.native import to_native
+from ..schedules.program import RankSchedule
 from ..schedules.recommend import Candidate, recommend
 from ..schedules.schedule import Schedule
 from ..schedules.steps import Step, Steps
@@ -170,8 +170,8 @@ class _Bench:
 
     def pin(self, schedule: Schedule, segments: int) -> None:
         """Make every following all_reduce use the schedule."""
-        form = to_native(schedule, self.rank, 0, 1 << 62, "probe", segments, self.order.rank_at)
-        self.backend.pin("all_reduce", "probe", lambda root: [form])
+        probe = RankSchedule.of(self.order.renumbered(schedule), self.rank, "probe", segments, high=1 << 62)
+        self.backend.pin("all_reduce", "probe", lambda root: [probe])
 
 
 def _exchange(size: int, src: Ints | list[int], dst: Ints | list[int], steps: int, reduce: bool = False) -> Schedule:

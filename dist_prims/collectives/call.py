@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..schedules import Schedule, lookup
-from ..schedules.native import FOLLOWED
-from ..schedules.program import Program, compile_program
+from ..schedules.program import FOLLOWED, Program, compile_program
 from ..schedules.schedule_builder import build_shared
 from ..schedules.trust import is_trusted, name_to_compare
 from ..torch_compat import timeout_of
@@ -181,7 +180,7 @@ def _native_form(schedule: Schedule, rank: int, segments: int) -> tuple[Any, Cal
             require()
         raise error
 
-    return compiled_without_steps(schedule), refuse
+    return compiled_without_steps(schedule, rank), refuse
 
 
 def _segment_bytes(call: Call, given: int, segments: int, schedule: Schedule) -> int:
@@ -234,11 +233,11 @@ def _execute(call: Call, segment_bytes: int, schedule: Schedule, number: int) ->
     require_proof(schedule, rank)
     call = without_overlap(call)
     slices = _slices(call, schedule)
-    length = _lengths(call, schedule)
+    lengths = [length for block in _chunk_lengths(call, schedule) for length in block]
     segment = max(segment_bytes // call.like.element_size(), 1) if segment_bytes else 0
     channel = Channel(call.group, _DATA_TAG + number % _TAGS, timeout)
     op = dist.ReduceOp.SUM if call.op is None else call.op
-    Executor(channel, slices, length, call.like, op, call.group.size(), segment).run(_program(schedule, rank))
+    Executor(channel, slices, lengths, call.like, op, call.group.size(), segment).run(_program(schedule, rank))
     for each in call.after:
         each()
 
@@ -299,28 +298,6 @@ def _chunk_lengths(call: Call, schedule: Schedule) -> list[list[int]]:
     """Lengths of the chunks of each block. An all_to_all lists its blocks twice: as input and as output."""
     blocks = len(call.blocks) // 2 if call.collective == "all_to_all" else len(call.blocks)
     return [split_evenly(count, schedule.chunks // blocks) for count in call.blocks]
-
-
-def _lengths(call: Call, schedule: Schedule) -> Callable[[int], int]:
-    """Return a function from the number of a piece to its length in elements."""
-    lengths = _chunk_lengths(call, schedule)
-    if call.collective != "all_to_all":
-        flat = [length for block in lengths for length in block]
-        return flat.__getitem__
-    rank, size = call.group.rank(), call.group.size()
-    sent, received = lengths[:size], lengths[size:]
-    parts = schedule.chunks // size
-
-    def length(piece: int) -> int:
-        """The length of part ``piece % parts`` of the block from rank ``src`` to ``dst``.
-
-        This rank forwards blocks of other ranks only where all blocks have the same length.
-        """
-        pair, part = divmod(piece, parts)
-        src, dst = divmod(pair, size)
-        return (sent[dst] if src == rank else received[src])[part]
-
-    return length
 
 
 def _slices(call: Call, schedule: Schedule) -> dict[int, ChunkSlice]:

@@ -16,13 +16,13 @@ before the sends from it have completed, and does not read a slice in a step aft
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from ..schedules.program import Message, Program, ProgramAction, Write
+from ..schedules.program import NO_PART, OWN, Message, Program, ProgramStep, Write
 from ..tracing import format as fmt
 from ..tracing import recorder
 from .channel import Channel, Pending, Transfer
@@ -64,7 +64,7 @@ def _joined(slices: Sequence[ChunkSlice]) -> torch.Tensor | None:
 class Executor:
     """Runs one program once.
 
-    ``length`` returns the number of elements of a piece. ``ranks`` is the size of the group, which a mean needs.
+    ``lengths``: the number of elements of each piece. ``ranks`` is the size of the group, which a mean needs.
     ``segment`` is the number of elements of a segment; 0 sends messages in one piece.
     """
 
@@ -72,7 +72,7 @@ class Executor:
         self,
         channel: Channel,
         slices: dict[int, ChunkSlice],
-        length: Callable[[int], int],
+        lengths: Sequence[int],
         like: torch.Tensor,
         op: dist.ReduceOp.RedOpType,
         ranks: int,
@@ -80,7 +80,7 @@ class Executor:
     ) -> None:
         self._channel = channel
         self.slices = slices
-        self._length = length
+        self._lengths = lengths
         self._like = like
         self._op = op
         self._ranks = ranks
@@ -90,30 +90,32 @@ class Executor:
         self._old_scratch: torch.Tensor | None = None
 
     def run(self, program: Program) -> None:
-        """Execute all actions. Return when all sends have completed."""
-        for number, action in enumerate(program.actions):
+        """Execute all steps. Return when all sends have completed."""
+        for number, step in enumerate(program.steps):
+            if step == NO_PART:
+                continue
             begin = recorder.started()
             if begin:
                 recorder.context.where = (*recorder.context.where[:2], number)
-            self._step(action)
+            self._step(step)
             recorder.record(fmt.STEP, begin)
         self._wait_sent(tuple(self._pending_sends))
 
-    def _step(self, action: ProgramAction) -> None:
-        buffers = {message.peer: self._buffer(message, action) for message in action.receives}
-        sends = [piece for message in action.sends for piece in self._cut(message.peer, self._packed(message))]
+    def _step(self, step: ProgramStep) -> None:
+        buffers = {message.peer: self._buffer(message, step) for message in step.receives}
+        sends = [piece for message in step.sends for piece in self._cut(message.peer, self._packed(message))]
         receives = [piece for peer, buffer in buffers.items() for piece in self._cut(peer, buffer.whole)]
         outgoing, incoming = self._channel.start(sends, receives)
-        for message in action.sends:
+        for message in step.sends:
             pending = [each for each, send in zip(outgoing, sends, strict=True) if send.peer == message.peer]
             for chunk in message.chunks:
                 self._pending_sends.setdefault(chunk, []).extend(pending)
         arrived = _Receives(self._channel, list(zip(incoming, receives, strict=True)))
-        own = self._own_operands(action)
-        for write in action.writes:
+        own = self._own_operands(step)
+        for write in step.writes:
             self._write(write, buffers, arrived, own)
         arrived.wait_all()
-        self._drop(action.dead)
+        self._drop(step.dead)
         self._old_scratch = next((buffer.whole for buffer in buffers.values() if buffer.scratch), self._old_scratch)
 
     def _cut(self, peer: int, data: torch.Tensor) -> list[Transfer]:
@@ -126,9 +128,9 @@ class Executor:
         joined = _joined(slices)
         return torch.cat([each.view for each in slices]) if joined is None else joined
 
-    def _buffer(self, message: Message, action: ProgramAction) -> ReceiveBuffer:
-        lengths = [self._length(piece) for piece in message.pieces]
-        in_place = self._in_place(message, action, lengths)
+    def _buffer(self, message: Message, step: ProgramStep) -> ReceiveBuffer:
+        lengths = [self._lengths[piece] for piece in message.pieces]
+        in_place = self._in_place(message, step, lengths)
         whole = self._scratch(sum(lengths)) if in_place is None else in_place
         return ReceiveBuffer(whole, cut(whole, lengths), scratch=in_place is None)
 
@@ -136,13 +138,13 @@ class Executor:
         old, self._old_scratch = self._old_scratch, None
         return old[:length] if old is not None and len(old) >= length else self._like.new_empty(length)
 
-    def _in_place(self, message: Message, action: ProgramAction, lengths: list[int]) -> torch.Tensor | None:
+    def _in_place(self, message: Message, step: ProgramStep, lengths: list[int]) -> torch.Tensor | None:
         """Return the user's memory if the message only replaces consecutive chunks that the step does not read."""
         chunks = set(message.chunks)
         slices = [self.slices.get(chunk) for chunk in message.chunks]
-        busy = {source.index for write in action.writes for source in write.sources if source.peer is None}
-        busy |= {chunk for sent in action.sends for chunk in sent.chunks}
-        plain = all(len(w.sources) == 1 and w.copy for w in action.writes if w.into in chunks)
+        busy = {source.index for write in step.writes for source in write.sources if source.peer == OWN}
+        busy |= {chunk for sent in step.sends for chunk in sent.chunks}
+        plain = all(len(w.sources) == 1 and w.copy for w in step.writes if w.into in chunks)
         usable = [each for each in slices if each is not None and each.writable]
         fits = [each.stop - each.start for each in usable] == lengths
         if not (plain and fits) or chunks & busy:
@@ -150,10 +152,10 @@ class Executor:
         self._wait_sent(message.chunks)
         return _joined(usable)
 
-    def _own_operands(self, action: ProgramAction) -> Mapping[int, torch.Tensor]:
+    def _own_operands(self, step: ProgramStep) -> Mapping[int, torch.Tensor]:
         """Return the rank's own chunks that a step reads, in their state before the step."""
-        written = {write.into for write in action.writes}
-        local = {source.index for write in action.writes for source in write.sources if source.peer is None}
+        written = {write.into for write in step.writes}
+        local = {source.index for write in step.writes for source in write.sources if source.peer == OWN}
         return {
             chunk: self.slices[chunk].view.clone() if chunk in written else self.slices[chunk].view for chunk in local
         }
@@ -165,7 +167,7 @@ class Executor:
         arrived: _Receives,
         own: Mapping[int, torch.Tensor],
     ) -> None:
-        operands = [own[s.index] if s.peer is None else buffers[s.peer].parts[s.index] for s in write.sources]
+        operands = [own[s.index] if s.peer == OWN else buffers[s.peer].parts[s.index] for s in write.sources]
         target = self.slices.get(write.into)
         current = [] if write.copy or target is None else [target.view]
         if target is not None and target.writable and target.stop - target.start == len(operands[0]):
@@ -174,7 +176,7 @@ class Executor:
         else:
             out = self._new_slice(write, operands, buffers)
         first = write.sources[0].peer
-        if len(current) == len(operands) == 1 and first is not None and len(buffers[first].parts) == 1:
+        if len(current) == len(operands) == 1 and first != OWN and len(buffers[first].parts) == 1:
             for part in arrived.parts(first):
                 self._fold(out[part], [current[0][part], operands[0][part]], write)
             return
@@ -193,8 +195,8 @@ class Executor:
     ) -> torch.Tensor:
         """Return memory for a chunk without writable memory: the buffer of its first operand, or new memory."""
         sender = write.sources[0].peer
-        if sender is None:
-            out = self._like.new_empty(self._length(write.piece))
+        if sender == OWN:
+            out = self._like.new_empty(self._lengths[write.piece])
         else:
             out = operands[0]
             buffers[sender].scratch = False
@@ -216,16 +218,16 @@ class _Receives:
 
     def __init__(self, channel: Channel, receives: list[tuple[Pending, Transfer]]) -> None:
         self._channel = channel
-        self._by_peer: dict[int | None, list[tuple[Pending, torch.Tensor]]] = {}
+        self._by_peer: dict[int, list[tuple[Pending, torch.Tensor]]] = {}
         for pending, transfer in receives:
             self._by_peer.setdefault(transfer.peer, []).append((pending, transfer.data))
 
-    def wait(self, peer: int | None) -> None:
-        """Wait for the whole message of a peer. For None, the rank's own chunks, there is no wait."""
+    def wait(self, peer: int) -> None:
+        """Wait for the whole message of a peer. For OWN, the rank's own chunks, there is no wait."""
         for _ in self.parts(peer):
             pass
 
-    def parts(self, peer: int | None) -> Iterator[slice]:
+    def parts(self, peer: int) -> Iterator[slice]:
         """Yield the slices of a peer's message, each when it has arrived."""
         start = 0
         for pending, data in self._by_peer.pop(peer, []):

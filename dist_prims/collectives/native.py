@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..schedules import Schedule
-from ..schedules.native import to_native
+from ..schedules.program import Program, RankSchedule
 from ..schedules.trust import name_to_compare
 from ..torch_compat import (
     all_gather_single,
@@ -313,14 +313,15 @@ def schedule_name(schedule: Schedule) -> str:
 
 def compiled(schedule: Schedule, rank: int, segments: int) -> Any:
     """Compile a schedule for execution by the backend on one rank."""
-    form = to_native(schedule, rank, 0, 0, schedule_name(schedule), segments)
-    return import_module("dist_prims._backend").NativeSchedule(form)
+    own = RankSchedule.of(schedule, rank, schedule_name(schedule), segments)
+    return import_module("dist_prims._backend").NativeSchedule(own)
 
 
-def compiled_without_steps(schedule: Schedule) -> Any:
+def compiled_without_steps(schedule: Schedule, rank: int) -> Any:
     """Return what the ranks compare of a schedule that cannot be compiled; the check of the call must refuse it."""
     name = name_to_compare(schedule, schedule_name(schedule))
-    return import_module("dist_prims._backend").NativeSchedule((0, 0, name, 1, schedule.chunks, 0, [], schedule.size))
+    program = Program(rank, schedule.size, schedule.chunks, 0, steps=())
+    return import_module("dist_prims._backend").NativeSchedule(RankSchedule(program, name))
 
 
 def run_in_backend(

@@ -33,6 +33,7 @@ __all__: list[str] = []
 Ints = NDArray[np.int64]
 
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+BLOCKS = frozenset({"all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"})  # one for each rank
 _SAME_START = frozenset({"all_reduce", "reduce_scatter", "reduce", "barrier", "scan", "exclusive_scan"})
 
 
@@ -187,7 +188,7 @@ def contract(
     """
     if chunks < 1:
         raise ValueError(f"{collective}: the data cannot be split into {chunks} chunks; use 1 or more")
-    if collective in ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all") and chunks % size:
+    if collective in BLOCKS and chunks % size:
         raise ValueError(f"{collective}: {chunks} chunks cannot be shared by {size} ranks; use a multiple of {size}")
     start, end = _start_and_end(collective, size, chunks, 0 if root is None else root)
     data = 2 * chunks if collective == "all_to_all" else chunks

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .contract import ROOTED, contract
-from .native import places
+from .contract import BLOCKS, ROOTED, contract
 from .schedule import Schedule
 from .schedule_builder import build_shared
-from .steps import Step, Steps, most_steps
+from .steps import Phase, Phases, Step, Steps, most_steps
 
 __all__: list[str] = []
 
@@ -51,24 +51,41 @@ class HostOrder:
         """
         if collective in ROOTED:
             parameters["root"] = self.rank_at.index(parameters.get("root", 0))
-        schedule = build_shared(collective, algorithm, len(self.rank_at), hosts=self.hosts, **parameters)
+        return self.renumbered(build_shared(collective, algorithm, len(self.rank_at), hosts=self.hosts, **parameters))
+
+    def renumbered(self, schedule: Schedule) -> Schedule:
+        """The schedule with rank ``rank_at[r]`` in place of each rank r; its blocks follow the ranks."""
         return _renumbered(schedule, self.rank_at)
 
 
 @functools.lru_cache(maxsize=256)
 def _renumbered(schedule: Schedule, rank_at: tuple[int, ...]) -> Schedule:
-    """The schedule with rank ``rank_at[r]`` in place of each rank r; its blocks follow the ranks."""
     if rank_at == tuple(range(schedule.size)):
         return schedule
-    ranks, place = np.asarray(rank_at), places(schedule, rank_at)
+    renumber = _renumbering(schedule, np.asarray(rank_at))
 
-    def steps() -> Iterator[Step]:
-        for step in schedule.steps:
-            yield Step(ranks[step.src], ranks[step.dst], place[step.chunk], step.reduce, place[step.into])
+    def steps() -> Iterator[Step] | Phases:
+        if phases := schedule.steps.phases:
+            return tuple(
+                Phase(lambda phase: map(renumber, phase.make(*phase.given)), (each,), each.width) for each in phases
+            )
+        return map(renumber, schedule.steps)
 
     root = None if schedule.root is None else rank_at[schedule.root]
-    bare = contract(schedule.collective, schedule.size, schedule.chunks, root)
-    scratch = schedule.contract.total - bare.total
-    same_bits = schedule.contract.same_bits
+    scratch = schedule.contract.total - schedule.data_chunks
+    same_bits, part_of = schedule.contract.same_bits, schedule.part
+    part = None if part_of is None else lambda rank: map(renumber, part_of(rank_at.index(rank)))
     own = contract(schedule.collective, schedule.size, schedule.chunks, root, scratch, same_bits=same_bits)
-    return replace(schedule, contract=own, steps=Steps(steps, most_steps(schedule.size)), root=root, part=None)
+    return replace(schedule, contract=own, steps=Steps(steps, most_steps(schedule.size)), root=root, part=part)
+
+
+def _renumbering(schedule: Schedule, rank_at: NDArray[np.int64]) -> Callable[[Step], Step]:
+    """A function that renumbers a step. The blocks of a schedule are ordered by its ranks, its other chunks stay."""
+    if schedule.collective not in BLOCKS:
+        return lambda step: step.renumbered(rank_at)
+    place = np.arange(schedule.contract.total)
+    length = schedule.chunks // schedule.size
+    data = place[: schedule.data_chunks]
+    side, chunk = np.divmod(data, schedule.chunks)
+    place[: len(data)] = side * schedule.chunks + rank_at[chunk // length] * length + chunk % length
+    return lambda step: Step(rank_at[step.src], rank_at[step.dst], place[step.chunk], step.reduce, place[step.into])

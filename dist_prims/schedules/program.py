@@ -1,22 +1,28 @@
-"""The program of one rank: its part of each step of a schedule, ready for an executor.
+"""The program of one rank: its part of each step of a schedule, as both executors run it (Python's and C++'s).
 
-A schedule describes all ranks; a process executes only its own part. Three facts are computed here once, so that an
+A schedule describes all ranks; a process executes only its own part. Four facts are computed here once, so that an
 executor needs no search:
 
-- which transfers form each message,
+- which transfers form each message; a rank's messages are in the order of the distance of the peer, so that no rank is
+  the first to which all others send,
 - in which order the writes of a step are added into a chunk,
-- when a chunk that only passes through is read for the last time, so that its memory can be freed.
+- when a chunk that only passes through is read for the last time, so that its memory can be freed,
+- how long each message is. Blocks of the data may differ in length, and the receiver must know the length before the
+  message arrives; so the pieces of all ranks are followed through the steps. A piece is named by the chunk of this
+  rank's data that is as long.
 
-Each transfer also names the piece of the data that it carries. Pieces may differ in length, and the receiver must know
-the length before the message arrives; so the pieces of all ranks are followed through the steps. In the same way the
-number of ranks whose data is in each operand of a sum is computed, which scales a mean (``order.scales``).
+In the same way the number of ranks whose data is in each operand of a sum is computed, which scales a mean
+(``order.scales``).
+
+The dataclasses contain numbers, text and tuples of each other, so that ``dataclasses.asdict`` makes JSON of them. C++
+reads the same fields (``csrc/torch/backend/bindings.cpp``).
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +30,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .steps import ScheduleData, Step, widened
+from .trust import name_to_compare
 
 __all__: list[str] = []
 
 Ints = NDArray[np.int64]
+
+# The collectives that the C++ executor runs by an algorithm that a call names.
+FOLLOWED = ("all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "gather", "scatter", "all_to_all")
+OWN = -1
 
 
 @dataclass(frozen=True)
@@ -41,9 +52,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Source:
-    """Where an operand comes from: place ``index`` in the message of a peer, or this rank's own chunk ``index``."""
+    """Where an operand is: place ``index`` in the message of a peer, or, of the peer ``OWN``, this rank's chunk."""
 
-    peer: int | None
+    peer: int
     index: int
 
 
@@ -65,55 +76,101 @@ _Row = tuple[Source, bool, int, int]  # the source, whether the row reduces, its
 
 
 @dataclass(frozen=True)
-class ProgramAction:
-    """The part of one rank in step number ``step``; the chunks in ``dead`` are never read after the step."""
+class ProgramStep:
+    """The part of one rank in a step, which may be nothing; the chunks in ``dead`` are never read after the step."""
 
-    step: int
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-    writes: tuple[Write, ...]
+    sends: tuple[Message, ...] = ()
+    receives: tuple[Message, ...] = ()
+    writes: tuple[Write, ...] = ()
     dead: tuple[int, ...] = ()
+
+
+NO_PART = ProgramStep()
 
 
 @dataclass(frozen=True)
 class Program:
-    """The actions of one rank, and the number of steps of the schedule."""
+    """The part of one rank of ``ranks`` in every step.
+
+    ``chunks``: of the data; an all_to_all has its blocks twice: first the sent ones, then the received ones.
+    ``scratch``: chunks after those.
+    """
 
     rank: int
-    actions: tuple[ProgramAction, ...]
-    steps: int
+    ranks: int
+    chunks: int
+    scratch: int
+    steps: tuple[ProgramStep, ...]
+
+
+@dataclass(frozen=True)
+class RankSchedule:
+    """A program for data of ``low`` to ``high`` - 1 bytes in segments, and the name by which ranks compare it.
+
+    ``is_slower_than_piggyback``: whether the messages of the agreement on a call would carry the data sooner.
+    """
+
+    program: Program
+    name: str
+    segments: int = 1
+    low: int = 0
+    high: int = 0
+    is_slower_than_piggyback: bool = False
+
+    @staticmethod
+    def of(
+        schedule: ScheduleData, rank: int, name: str, segments: int = 1, low: int = 0, high: int = 0
+    ) -> RankSchedule:
+        name = name_to_compare(schedule, name if segments == 1 else f"{name} x{segments}")
+        return RankSchedule(_compiled(schedule, rank), name, segments, low, high)
 
 
 def compile_program(schedule: ScheduleData, rank: int) -> Program:
-    """The program of one rank. Steps in which the rank takes no part are omitted.
+    """The program of one rank.
 
     >>> from dist_prims.schedules import build
-    >>> first = compile_program(build("all_reduce", "ring", size=3), rank=0).actions[0]
+    >>> first = compile_program(build("all_reduce", "ring", size=3), rank=0).steps[0]
     >>> first.sends
     (Message(peer=1, chunks=(0,), pieces=(0,)),)
     >>> first.writes
     (Write(into=2, piece=2, copy=False, sources=(Source(peer=2, index=0),), terms=(1, 1)),)
     """
-    if schedule.part is not None:
-        return _compile_part(schedule, schedule.part(rank), rank)
+    rows = _rows(schedule, rank) if schedule.part is None else _rows_of_part(schedule, schedule.part(rank))
+    length_of = _own_chunks(schedule, rank)
+    steps = []
+    for step, pieces, counts, held_terms in rows:
+        carried = list(zip(length_of(pieces).tolist(), counts.tolist(), strict=True))
+        steps.append(_step(step, carried, held_terms, rank, schedule.size) if len(step) else NO_PART)
+    keep = set(schedule.contract.end(rank).chunk.tolist())
+    scratch = schedule.contract.total - schedule.data_chunks
+    return Program(rank, schedule.size, schedule.data_chunks, scratch, _with_last_reads(steps, keep))
+
+
+_compiled = functools.lru_cache(maxsize=32)(compile_program)  # a program is the same for all sizes of the data
+_NO_ROWS = Step.concat([])
+
+
+# The rows of one rank in a step, of each row the piece and the number of ranks whose data is in it; and the number of
+# ranks whose data is in each chunk of the rank before the step.
+_Rows = Iterator[tuple[Step, Ints, NDArray[np.int32], NDArray[np.int32]]]
+
+
+def _rows(schedule: ScheduleData, rank: int) -> _Rows:
+    """Follow the pieces of all ranks through the steps."""
     held = np.full((schedule.size, schedule.contract.total), -1)  # the piece in each chunk of each rank,
     terms = np.zeros(held.shape, np.int32)  # and the number of ranks whose data is in it
     same_start = schedule.contract.same_start
     for each in range(1 if same_start else schedule.size):
         start, ranks = schedule.contract.start(each), slice(None) if same_start else each
         held[ranks, start.chunk], terms[ranks, start.chunk] = start.piece, 1
-    actions, number = [], -1
-    for number, (step, width) in enumerate(schedule.steps.with_width()):
+    for step, width in schedule.steps.with_width():
         wide_held, wide_terms = _blocks(held, width), _blocks(terms, width)
         pieces, counts = wide_held[step.src, step.chunk], wide_terms[step.src, step.chunk]
-        mine = (step.src == rank) | (step.dst == rank)
-        if mine.any():
-            carried = zip(pieces[mine].ravel().tolist(), counts[mine].ravel().tolist(), strict=True)
-            own = step.take(mine)
-            actions.append(_action(number, widened(own, width), list(carried), terms[rank], rank))
+        mine = np.flatnonzero((step.src == rank) | (step.dst == rank))
+        own = widened(step.take(mine), width) if len(mine) else _NO_ROWS
+        yield own, pieces[mine].ravel(), counts[mine].ravel(), terms[rank]
         wide_held[step.dst, step.into] = pieces
         _count(wide_terms, step, counts)
-    return _program(schedule, rank, actions, number + 1)
 
 
 def _blocks(chunks: NDArray[Any], width: int) -> NDArray[Any]:
@@ -122,23 +179,35 @@ def _blocks(chunks: NDArray[Any], width: int) -> NDArray[Any]:
     return chunks[:, : whole * width].reshape(len(chunks), whole, width)
 
 
-def _program(schedule: ScheduleData, rank: int, actions: list[ProgramAction], steps: int) -> Program:
-    keep = set(schedule.contract.end(rank).chunk.tolist())
-    return Program(rank, tuple(_with_last_reads(actions, keep)), steps)
-
-
-def _compile_part(schedule: ScheduleData, steps: Iterator[Step], rank: int) -> Program:
-    """The program of a rank from its own rows: each carries the piece that the sender has in the chunk at the start."""
-    actions, number = [], -1
+def _rows_of_part(schedule: ScheduleData, steps: Iterator[Step]) -> _Rows:
+    """From a rank's own rows: each carries the piece that the sender has in the chunk at the start."""
     own_terms = np.zeros(schedule.contract.total, np.int32)
     start_of = functools.cache(schedule.contract.start)  # most rows have the rank itself as their sender
-    for number, step in enumerate(steps):
-        carried = []
+    for step in steps:
+        pieces = []
         for src, chunk in zip(step.src.tolist(), step.chunk.tolist(), strict=True):
             start = start_of(src)
-            carried.append((int(start.piece[start.chunk == chunk][0]), 1))
-        actions.append(_action(number, step, carried, own_terms, rank))
-    return _program(schedule, rank, actions, number + 1)
+            pieces.append(int(start.piece[start.chunk == chunk][0]))
+        yield step, np.array(pieces, np.int64), np.ones(len(pieces), np.int32), own_terms
+
+
+def _own_chunks(schedule: ScheduleData, rank: int) -> Callable[[Ints], Ints]:
+    """A function from pieces to the chunks of this rank's data that are as long.
+
+    In an all_to_all that is the chunk of the same part of the block that this rank sends or receives. A block that it
+    forwards is as long as every other, so the chunk of any block serves.
+    """
+    if schedule.collective != "all_to_all":
+        return lambda pieces: pieces
+    length = schedule.chunks // schedule.size
+
+    def chunks_of(pieces: Ints) -> Ints:
+        pair, part = np.divmod(pieces, length)
+        src, dst = np.divmod(pair, schedule.size)
+        chunks: Ints = np.where(dst == rank, schedule.chunks + src * length, dst * length) + part
+        return chunks
+
+    return chunks_of
 
 
 def _count(terms: NDArray[np.int32], step: Step, counts: NDArray[np.int32]) -> None:
@@ -151,10 +220,10 @@ def _count(terms: NDArray[np.int32], step: Step, counts: NDArray[np.int32]) -> N
     np.add.at(terms, (dst, into), counts)
 
 
-def _action(
-    number: int, step: Step, carried: list[tuple[int, int]], held_terms: NDArray[np.int32], rank: int
-) -> ProgramAction:
-    """The action of one rank. ``carried``: the piece of each row, and the number of ranks whose data is in it."""
+def _step(
+    step: Step, carried: list[tuple[int, int]], held_terms: NDArray[np.int32], rank: int, size: int
+) -> ProgramStep:
+    """The step of one rank. ``carried``: the piece of each row, and the number of ranks whose data is in it."""
     sends: dict[int, list[tuple[int, int]]] = defaultdict(list)
     receives: dict[int, list[tuple[int, int]]] = defaultdict(list)
     writes: dict[int, list[_Row]] = defaultdict(list)
@@ -162,35 +231,38 @@ def _action(
         if dst != rank:
             sends[dst].append((chunk, piece))
             continue
-        source = Source(None, chunk) if src == rank else Source(src, len(receives[src]))
+        source = Source(OWN, chunk) if src == rank else Source(src, len(receives[src]))
         if src != rank:
             receives[src].append((into, piece))
         writes[into].append((source, reduce, piece, terms))
     folded = (_write(into, rows, int(held_terms[into])) for into, rows in writes.items())
-    return ProgramAction(
-        number, _messages(sends), _messages(receives), tuple(write for write in folded if write.sources)
+    return ProgramStep(
+        _messages(sends, lambda peer: (peer - rank) % size),
+        _messages(receives, lambda peer: (rank - peer) % size),
+        tuple(write for write in folded if write.sources),
     )
 
 
-def _messages(by_peer: dict[int, list[tuple[int, int]]]) -> tuple[Message, ...]:
-    return tuple(Message(peer, *zip(*rows, strict=True)) for peer, rows in by_peer.items() if rows)
+def _messages(by_peer: dict[int, list[tuple[int, int]]], distance: Callable[[int], int]) -> tuple[Message, ...]:
+    return tuple(Message(peer, *zip(*by_peer[peer], strict=True)) for peer in sorted(by_peer, key=distance))
 
 
 def _write(into: int, rows: list[_Row], held_terms: int) -> Write:
     first, first_reduces, piece, _ = rows[0]
     sources, terms = tuple(row[0] for row in rows), tuple(row[3] for row in rows)
-    if not first_reduces and first == Source(None, into):  # a copy of the chunk to itself keeps its content
+    if not first_reduces and first == Source(OWN, into):  # a copy of the chunk to itself keeps its content
         return Write(into, piece, False, sources[1:], terms)
     return Write(into, piece, not first_reduces, sources, (held_terms, *terms) if first_reduces else terms)
 
 
-def _with_last_reads(actions: list[ProgramAction], keep: set[int]) -> list[ProgramAction]:
-    """Set ``dead`` from the last action back to the first: the first read in this direction is the last one in time."""
+def _with_last_reads(steps: list[ProgramStep], keep: set[int]) -> tuple[ProgramStep, ...]:
+    """Set ``dead`` from the last step back to the first: the first read in this direction is the last one in time."""
     done, seen = [], set(keep)
-    for action in reversed(actions):
-        reads = {chunk for message in action.sends for chunk in message.chunks}
-        reads |= {source.index for write in action.writes for source in write.sources if source.peer is None}
-        dead = tuple(sorted(reads - seen - {write.into for write in action.writes}))
-        seen |= reads | {write.into for write in action.writes}
-        done.append(replace(action, dead=dead))
-    return done[::-1]
+    for step in reversed(steps):
+        reads = {chunk for message in step.sends for chunk in message.chunks}
+        reads |= {source.index for write in step.writes for source in write.sources if source.peer == OWN}
+        written = {write.into for write in step.writes}
+        dead = tuple(sorted(reads - seen - written))
+        seen |= reads | written
+        done.append(replace(step, dead=dead) if dead else step)
+    return tuple(done[::-1])

@@ -36,10 +36,10 @@ def exchange(lengths: Callable[[int, int], int], **options: Any) -> None:
 
 def choices(names: str, nbytes: int, collective: str = "all_to_all") -> tuple[int, int, str]:
     group = MultiHostSchedules(names.split(), 0, ASSUMED, Schedule.verify)
-    low, high, name, segments, *_ = group.choose(collective, nbytes, 0, is_even=False)
-    assert low <= nbytes < high
-    assert segments == 1
-    return low, high, name
+    found = group.choose(collective, nbytes, 0, is_even=False)
+    assert found.low <= nbytes < found.high
+    assert found.segments == 1
+    return found.low, found.high, found.name
 
 
 def test_large_uneven_exchanges_follow_each_other() -> None:
@@ -63,7 +63,7 @@ def test_ranks_may_send_their_blocks_in_different_orders(large: set[int]) -> Non
 
         def noted(self: MultiHostSchedules, collective: str, nbytes: int, root: int, is_even: bool) -> Any:
             found = choose(self, collective, nbytes, root, is_even)
-            names.append(found[2])
+            names.append(found.name)
             return found
 
         MultiHostSchedules.choose = noted  # type: ignore[method-assign, assignment]
@@ -90,9 +90,9 @@ def test_orders_of_an_exchange_have_the_same_messages(size: int) -> None:
     for rank in range(size):
         found = []
         for name in ("direct", "pairwise"):
-            actions = compile_program(build("all_to_all", name, size), rank).actions
-            sends = sorted((each.peer, each.pieces) for action in actions for each in action.sends)
-            found.append((sends, sorted((each.peer, each.pieces) for action in actions for each in action.receives)))
+            steps = compile_program(build("all_to_all", name, size), rank).steps
+            sends = sorted((each.peer, each.pieces) for step in steps for each in step.sends)
+            found.append((sends, sorted((each.peer, each.pieces) for step in steps for each in step.receives)))
         assert found[0] == found[1]
         assert [peer for peer, _ in found[0][0]] == [peer for peer in range(size) if peer != rank]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,7 +168,6 @@ def test_a_schedule_for_every_collective_and_size() -> None:
                 MultiHostSchedules(names, rank, ASSUMED, Schedule.verify).choose(collective, nbytes, 1)
                 for rank in range(5)
             ]
-            assert len({each[:4] for each in found}) == 1
-            low, high, name = found[0][:3]
-            assert low <= nbytes < high
-            assert len(name) < 48
+            assert len({replace(each, program=found[0].program) for each in found}) == 1
+            assert found[0].low <= nbytes < found[0].high
+            assert len(found[0].name) < 48

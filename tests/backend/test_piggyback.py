@@ -18,8 +18,8 @@ from dist_prims import MismatchError
 from dist_prims.backend.link_costs import ASSUMED
 from dist_prims.backend.multi_host import MultiHostSchedules
 from dist_prims.schedules import Schedule
-from dist_prims.schedules.native import FOLLOWED
 from dist_prims.schedules.piggyback import MOST_BYTES, added_seconds, fits
+from dist_prims.schedules.program import FOLLOWED
 from dist_prims.schedules.recommend import bound
 from dist_prims.schedules.topology import Level, Topology
 
@@ -29,7 +29,7 @@ NAME = "piggyback"
 
 def travels(layout: str, collective: str, nbytes: int, costs: Any = ASSUMED) -> bool:
     group = MultiHostSchedules(layout.split(), 0, costs, Schedule.verify)
-    return group.choose_or_piggyback(collective, nbytes, 0)[1]
+    return group.choose(collective, nbytes, 0).is_slower_than_piggyback
 
 
 @pytest.mark.sampled(8)
@@ -49,7 +49,7 @@ def test_a_schedule_is_better_where_it_sends_less() -> None:
 
 def test_blocks_of_different_lengths_are_not_known_to_all() -> None:
     group = MultiHostSchedules(["a", "b"], 0, ASSUMED, Schedule.verify)
-    assert group.choose_or_piggyback("all_to_all", 64, 0, is_even=False)[1] is False
+    assert not group.choose("all_to_all", 64, 0, is_even=False).is_slower_than_piggyback
 
 
 @given(

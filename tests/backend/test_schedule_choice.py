@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from dist_prims.backend import multi_host
 from dist_prims.backend.link_costs import ASSUMED
 from dist_prims.backend.multi_host import MultiHostSchedules
-from dist_prims.schedules import Schedule, Step, algorithm, build, native, registry, schedule_builder, unregister
-from dist_prims.schedules.native import NativeForm, to_native
+from dist_prims.schedules import Schedule, Step, algorithm, build, program, registry, schedule_builder, unregister
+from dist_prims.schedules.program import compile_program
 from dist_prims.schedules.recommend import recommend
 from dist_prims.schedules.topology import Topology
 
@@ -30,7 +30,7 @@ def schedules(names: str, rank: int = 0, measured: Mapping[str, Any] = ASSUMED) 
 
 
 def clear() -> None:
-    for cached in (multi_host._recommended, schedule_builder._build_once, registry.load_by_card, native._steps):
+    for cached in (multi_host._recommended, schedule_builder._build_once, registry.load_by_card, program._compiled):
         cached.cache_clear()
 
 
@@ -50,7 +50,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
 
 
 def test_roots_and_groups_of_one_shape_share_a_choice(searches: list[tuple[Any, ...]]) -> None:
-    names = {schedules("a a b b b", rank).choose("broadcast", 5000, root)[2] for rank in range(5) for root in range(5)}
+    names = {
+        schedules("a a b b b", rank).choose("broadcast", 5000, root).name for rank in range(5) for root in range(5)
+    }
     schedules("x y x y y").choose("broadcast", 7000, 3)  # other hosts and another order; the same size class
     assert len(names) == len(searches) == 1
 
@@ -73,28 +75,28 @@ def test_a_schedule_is_built_for_each_root() -> None:
     order = schedules(names).order
     for root in range(5):
         found = schedules(names, rank).choose("broadcast", 64, root)
-        name, _, chunks = found[2].rstrip(")").partition("(")
+        name, _, chunks = found.name.rstrip(")").partition("(")
         given = {"chunks": int(chunks)} if chunks else {}
         schedule = build("broadcast", name, 5, root=order.rank_at.index(root), **given)
-        assert plain(found) == plain(to_native(schedule, rank, *found[:4], order.rank_at))
+        assert found.program == compile_program(order.renumbered(schedule), rank)
 
 
 def test_an_algorithm_registered_later_is_considered() -> None:
     group = schedules("a b")
-    before = group.choose("all_reduce", 8, -1)[2]
+    before = group.choose("all_reduce", 8, -1).name
 
     @algorithm("all_reduce", name="of_no_cost", chunks=1, trust=True)
     def of_no_cost(size: int) -> Iterator[Step]:
         yield from ()
 
     trusting = MultiHostSchedules(["a", "b"], 0, ASSUMED, lambda schedule: None)
-    assert trusting.choose("all_reduce", 8, -1)[2].startswith("of_no_cost#")
+    assert trusting.choose("all_reduce", 8, -1).name.startswith("of_no_cost#")
     unregister("all_reduce", "of_no_cost")
-    assert group.choose("all_reduce", 8, -1)[2] == before
+    assert group.choose("all_reduce", 8, -1).name == before
 
 
 def names_by_size(names: str, collective: str, measured: Mapping[str, Any] = ASSUMED) -> list[str]:
-    return [schedules(names, 0, measured).choose(collective, 1 << power, 0)[2] for power in (6, 16, 20)]
+    return [schedules(names, 0, measured).choose(collective, 1 << power, 0).name for power in (6, 16, 20)]
 
 
 def test_blocks_are_forwarded_only_where_that_is_much_faster() -> None:
@@ -110,13 +112,13 @@ def test_blocks_are_forwarded_only_where_that_is_much_faster() -> None:
     assert small.startswith("hierarchical")
     assert (medium, large) == ("direct", "pairwise")  # 16 streams at once would crowd the link
     assert names_by_size("a a b b", "all_to_all", GIGABIT)[1:] == ["direct", "pairwise"]
-    assert schedules("a a b b", 0, GIGABIT).choose("all_to_all", 1 << 24, 0)[2] == "direct"
+    assert schedules("a a b b", 0, GIGABIT).choose("all_to_all", 1 << 24, 0).name == "direct"
 
 
 def test_blocks_of_different_lengths_are_sent_to_their_receivers() -> None:
     for collective in ("all_to_all", "gather"):
-        low, high, name, segments, *_ = schedules("a a b").choose(collective, 100, 1, is_even=False)
-        assert (low, high, name, segments) == (0, 1 << 19, "direct", 1)
+        found = schedules("a a b").choose(collective, 100, 1, is_even=False)
+        assert (found.low, found.high, found.name, found.segments) == (0, 1 << 19, "direct", 1)
 
 
 def test_an_algorithm_of_a_user_is_chosen_for_the_roots_for_which_it_works() -> None:
@@ -129,7 +131,7 @@ def test_an_algorithm_of_a_user_is_chosen_for_the_roots_for_which_it_works() -> 
     try:
         group = MultiHostSchedules(["a", "b"], 0, ASSUMED, lambda schedule: None)
         with pytest.warns(UserWarning, match="gather 'free' for 2 ranks is not chosen .* root 0 only"):
-            names = [group.choose("gather", 64, root)[2] for root in (0, 1)]
+            names = [group.choose("gather", 64, root).name for root in (0, 1)]
     finally:
         unregister("gather", "free")
     assert names == [names[0], "direct"]
@@ -154,11 +156,7 @@ def test_a_choice_from_caches_equals_one_without(
     schedules(names, other, measured).choose(collective, nbytes, other)
     cached = schedules(names, rank, measured).choose(collective, nbytes, root)
     clear()
-    assert plain(cached) == plain(schedules(names, rank, measured).choose(collective, nbytes, root))
-
-
-def plain(form: NativeForm) -> str:
-    return repr(form)
+    assert cached == schedules(names, rank, measured).choose(collective, nbytes, root)
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, 1 << 24])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from values import Call, equal, every_collective
 
 from dist_prims.schedules import build
-from dist_prims.schedules.native import to_native
+from dist_prims.schedules.program import RankSchedule
 
 TAGS, SEGMENTS, ROUNDS = 1020, 130, 16
 
@@ -28,8 +28,8 @@ def go_round(largest: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     assert ROUNDS * SEGMENTS > 2 * TAGS
     schedule = build("all_reduce", "ring", size)
-    form = to_native(schedule, rank, 2048, 1 << 62, "ring", SEGMENTS)
-    backend().pin("all_reduce", "ring", lambda root: [form])
+    pinned = RankSchedule.of(schedule, rank, "ring", SEGMENTS, 2048, 1 << 62)
+    backend().pin("all_reduce", "ring", lambda root: [pinned])
     after, before = (rank + 1) % size, (rank - 1) % size
     for turn in range(ROUNDS):
         tag = largest - turn if turn % 2 else turn

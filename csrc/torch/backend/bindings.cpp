@@ -22,43 +22,75 @@ namespace {
 using namespace dist_prims;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-// A rank program in tuples: sends, receives and writes of each step.
-using Messages = std::vector<std::tuple<int, RankProgram::Chunks, RankProgram::Chunks>>;
-using Writes = std::vector<std::tuple<int, int, bool, std::vector<std::pair<int, int>>, std::vector<int>>>;
-using Steps = std::vector<std::tuple<Messages, Messages, Writes>>;
+template <class T>
+T field(const py::handle& object, const char* name) {
+    return object.attr(name).cast<T>();
+}
 
-std::vector<RankProgram::Message> messages_of(const Messages& given) {
+// The dataclasses of dist_prims/schedules/program.py, whose fields have the names of those of C++.
+std::vector<RankProgram::Message> messages_of(const py::object& list) {
     std::vector<RankProgram::Message> messages;
-    for (const auto& [peer, chunks, pieces] : given) messages.push_back({peer, chunks, pieces});
+    for (const py::handle message : list)
+        messages.push_back({field<int>(message, "peer"), field<RankProgram::Chunks>(message, "chunks"),
+                            field<RankProgram::Chunks>(message, "pieces")});
     return messages;
 }
 
-RankProgram program_of(int chunks, int scratch, const Steps& steps, int ranks) {
-    RankProgram program{chunks, scratch, {}, ranks};
-    for (const auto& [sends, receives, writes] : steps) {
-        RankProgram::Step& step =
-            program.steps.emplace_back(RankProgram::Step{messages_of(sends), messages_of(receives), {}});
-        for (const auto& [into, piece, copy, sources, terms] : writes) {
-            RankProgram::Write& write = step.writes.emplace_back(RankProgram::Write{into, piece, copy, {}, terms});
-            for (const auto& [peer, index] : sources) write.sources.push_back({peer, index});
-        }
+std::vector<RankProgram::Write> writes_of(const py::object& list) {
+    std::vector<RankProgram::Write> writes;
+    for (const py::handle write : list) {
+        std::vector<RankProgram::Source> sources;
+        for (const py::handle source : write.attr("sources"))
+            sources.push_back({field<int>(source, "peer"), field<int>(source, "index")});
+        writes.push_back({field<int>(write, "into"), field<int>(write, "piece"), field<bool>(write, "copy"),
+                          std::move(sources), field<std::vector<int>>(write, "terms")});
     }
+    return writes;
+}
+
+RankProgram program_of(const py::object& from) {
+    RankProgram program{
+        .chunks = field<int>(from, "chunks"),
+        .scratch = field<int>(from, "scratch"),
+        .steps = {},
+        .ranks = field<int>(from, "ranks"),
+    };
+    for (const py::handle step : from.attr("steps"))
+        program.steps.push_back(
+            {messages_of(step.attr("sends")), messages_of(step.attr("receives")), writes_of(step.attr("writes"))});
     return program;
 }
 
-// A schedule as Python passes it: low, high, name, segments, chunks, scratch, steps, ranks; and whether it takes longer
-// than the messages of the agreement would.
-using ScheduleTuple = std::tuple<std::uint64_t, std::uint64_t, std::string, int, int, int, Steps, int>;
-using ChosenTuple = std::tuple<ScheduleTuple, bool>;
-
-NativeSchedule schedule_of(const ScheduleTuple& tuple) {
-    const auto& [low, high, name, segments, chunks, scratch, steps, ranks] = tuple;
-    return {low, high, name, segments, program_of(chunks, scratch, steps, ranks)};
+NativeSchedule schedule_of(const py::handle& from) {
+    return {
+        .low = field<std::uint64_t>(from, "low"),
+        .high = field<std::uint64_t>(from, "high"),
+        .name = field<std::string>(from, "name"),
+        .segments = field<int>(from, "segments"),
+        .program = program_of(from.attr("program")),
+        .is_slower_than_piggyback = field<bool>(from, "is_slower_than_piggyback"),
+    };
 }
 
+// What Python's functions return: a RankSchedule.
+struct ReturnedSchedule : NativeSchedule {};
+
+}  // namespace
+
+template <>
+struct py::detail::type_caster<ReturnedSchedule> {
+    PYBIND11_TYPE_CASTER(ReturnedSchedule, const_name("RankSchedule"));
+    bool load(const handle& source, bool /*convert*/) {
+        static_cast<NativeSchedule&>(value) = schedule_of(source);
+        return true;
+    }
+};
+
+namespace {
+
 // Python's functions that choose a schedule, and that make the pinned schedules for a root.
-using Choose = std::function<ChosenTuple(std::string, std::uint64_t, int, bool)>;
-using MakeTuples = std::function<std::vector<ScheduleTuple>(int)>;
+using Choose = std::function<ReturnedSchedule(std::string, std::uint64_t, int, bool)>;
+using MakePinned = std::function<std::vector<ReturnedSchedule>(int)>;
 
 // Python's functions that make the backend of another group: by split or merge, of survivors, of other members.
 using MakeChild =
@@ -69,11 +101,6 @@ using Reconfigure = std::function<BackendPtr(c10::intrusive_ptr<PrimsBackend>, s
 
 // Python's function that learns the costs of the link between hosts, alpha and beta, and describes the group.
 using Describe = std::function<std::string(std::optional<std::pair<double, double>>)>;
-
-template <class T>
-T field(const py::object& setup, const char* name) {
-    return setup.attr(name).cast<T>();
-}
 
 // Reads dist_prims/backend/group_setup.py: values, and functions that this side calls.
 Setup setup_of(const py::object& setup, Milliseconds timeout) {
@@ -98,14 +125,7 @@ Setup setup_of(const py::object& setup, Milliseconds timeout) {
                 return reconfigure(c10::intrusive_ptr<PrimsBackend>::reclaim_copy(&from), to.uuid, to.own, to.handles,
                                    to.is_ordered, to.timeout);
             },
-        .choose =
-            [choose = field<Choose>(setup, "choose")](const std::string& collective, std::uint64_t bytes, int root,
-                                                      bool is_even) {
-                const auto [schedule, is_slower_than_piggyback] = choose(collective, bytes, root, is_even);
-                NativeSchedule chosen = schedule_of(schedule);
-                chosen.is_slower_than_piggyback = is_slower_than_piggyback;
-                return chosen;
-            },
+        .choose = field<Choose>(setup, "choose"),
         .network = field<std::uint64_t>(setup, "network"),
         .accelerator = field<BackendPtr>(setup, "accelerator"),
         .slot_bytes = field<std::size_t>(setup, "slot_bytes"),
@@ -128,11 +148,11 @@ c10::intrusive_ptr<PrimsBackend> make(const c10::intrusive_ptr<c10d::Store>& sto
     return c10::make_intrusive<PrimsBackend>(store, rank, size, std::move(known), ended);
 }
 
-void pin(PrimsBackend& self, const std::string& collective, const std::string& text, MakeTuples make) {
+void pin(PrimsBackend& self, const std::string& collective, const std::string& text, MakePinned make) {
     if (!make) return self.pin(collective_of(collective), text, nullptr);
     self.pin(collective_of(collective), text, [make = std::move(make)](int root) {
         std::vector<NativeSchedule> schedules;
-        for (const ScheduleTuple& each : make(root)) schedules.push_back(schedule_of(each));
+        for (ReturnedSchedule& each : make(root)) schedules.push_back(std::move(each));
         return schedules;
     });
 }
@@ -265,7 +285,7 @@ PYBIND11_MODULE(_backend, module) {
              }),
              py::arg("store"), py::arg("key"));
     py::class_<NativeSchedule, std::shared_ptr<NativeSchedule>>(module, "NativeSchedule")
-        .def(py::init([](const ScheduleTuple& tuple) { return std::make_shared<NativeSchedule>(schedule_of(tuple)); }));
+        .def(py::init([](const py::object& from) { return std::make_shared<NativeSchedule>(schedule_of(from)); }));
     py::class_<IncrementalTensor, std::shared_ptr<IncrementalTensor>>(module, "IncrementalTensor")
         .def("put", &IncrementalTensor::put, Free())
         .def("all_reduce", &IncrementalTensor::all_reduce, Free())
