@@ -19,6 +19,7 @@ a logarithmic delay. Reduce runs the steps backwards and adds.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,10 +127,6 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Iterator[
         yield Busiest(2 * chunks, 2 * chunks, 2 * chunks * reduce)
 
 
-def _reduce_load(hosts: Hosts, chunks: int = CHUNKS) -> Iterator[Part]:
-    yield from _load(hosts, chunks, reduce=True)
-
-
 CARD = Card(
     "(d + 2*k - 1)*min(n-1, 1)",
     "min(n-1, 1)",
@@ -149,7 +146,7 @@ def broadcast(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
     yield from _steps(size, root, chunks)
 
 
-@algorithm("reduce", name="double_tree", chunks=_chunks, card=replace(CARD, load=_reduce_load))
+@algorithm("reduce", name="double_tree", chunks=_chunks, card=replace(CARD, load=partial(_load, reduce=True)))
 def reduce_to_root(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
     for step in reversed(list(_steps(size, root, chunks))):
         yield step.backwards()

@@ -21,6 +21,7 @@ With ranks numbered host by host, a chain crosses each link between hosts once i
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -63,10 +64,6 @@ def _chain_load(hosts: Hosts, chunks: int = CHUNKS, reduce: bool = False) -> Ite
     yield Busiest(chunks, chunks, chunks * reduce, chunks)
 
 
-def _reduce_chain_load(hosts: Hosts, chunks: int = CHUNKS) -> Iterator[Part]:
-    yield from _chain_load(hosts, chunks, reduce=True)
-
-
 def _scatter_all_gather_load(hosts: Hosts) -> Iterator[Part]:
     yield from binomial.scatter_load(hosts)
     yield from ring.round_load(hosts)
@@ -96,7 +93,7 @@ def chain(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
         yield Step(src=rank[first:last], dst=rank[first + 1 : last + 1], chunk=now - place[first:last])
 
 
-@algorithm("reduce", name="chain", chunks=at_least_one, card=replace(CHAIN, load=_reduce_chain_load))
+@algorithm("reduce", name="chain", chunks=at_least_one, card=replace(CHAIN, load=partial(_chain_load, reduce=True)))
 def chain_reduce(size: int, root: int = 0, chunks: int = CHUNKS) -> Iterator[Step]:
     place = np.arange(size)  # counted from the last rank of the chain
     rank = (root - 1 - place) % size

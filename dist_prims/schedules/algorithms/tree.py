@@ -27,6 +27,7 @@ root. Its inner ranks are odd; the second tree is shifted by one rank, so that i
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,10 +131,6 @@ def _load(hosts: Hosts, chunks: int = CHUNKS, trees: int = 1) -> Iterator[Part]:
         yield Round(1, [to_the_right, to_the_left])
 
 
-def _double_load(hosts: Hosts, chunks: int = CHUNKS) -> Iterator[Part]:
-    yield from _load(hosts, chunks, trees=2)
-
-
 SOURCE = "Sanders, Speck and Träff, Two-tree algorithms, 2009; NCCL 2.4"
 FOUR = {"k": lambda n: CHUNKS}
 
@@ -174,7 +171,7 @@ def renumbered(parent: Ints, rank_at: Ints) -> Ints:
         "many ranks, medium data",
         SOURCE,
         {**FOUR, "h": lambda n: ceil_log2(n + 1) - 1 if n % 2 else ceil_log2(n)},
-        _double_load,
+        partial(_load, trees=2),
     ),
 )
 def double_tree(size: int, chunks: int = CHUNKS) -> Iterator[Step]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..draw import caption, describe_contract
 from ..proof import verify
@@ -18,7 +19,6 @@ from ..registry import algorithms, lookup
 from ..schedule_error import ScheduleError
 from ..steps import ScheduleData, Step, Steps, most_steps
 from ..symbolic import NOTHING, State, symbolic_states
-from .columns import column
 from .cost_data import cost_data
 from .document import Page
 
@@ -106,22 +106,22 @@ def _run(schedule: ScheduleData) -> tuple[dict[str, Any], list[dict[str, Any]], 
 def _start(state: State) -> dict[str, Any]:
     rank, chunk = np.nonzero(state.sum != NOTHING)
     return {
-        "rank": column(rank),
-        "chunk": column(chunk),
-        "piece": column(state.piece[rank, chunk]),
-        "sum": column(state.sum[rank, chunk]),
+        "rank": _column(rank),
+        "chunk": _column(chunk),
+        "piece": _column(state.piece[rank, chunk]),
+        "sum": _column(state.sum[rank, chunk]),
         "rows": len(rank),
     }
 
 
 def _step(step: Step, state: State) -> dict[str, Any]:
-    after = {"piece": column(state.piece[step.dst, step.into]), "sum": column(state.sum[step.dst, step.into])}
+    after = {"piece": _column(state.piece[step.dst, step.into]), "sum": _column(state.sum[step.dst, step.into])}
     return {**_columns(step), **after}
 
 
 def _columns(step: Step) -> dict[str, Any]:
-    named = {name: column(getattr(step, name)) for name in ("src", "dst", "chunk", "into")}
-    return {**named, "reduce": column(step.reduce), "rows": len(step)}
+    named = {name: _column(getattr(step, name)) for name in ("src", "dst", "chunk", "into")}
+    return {**named, "reduce": _column(step.reduce), "rows": len(step)}
 
 
 def _wrong_step(schedule: ScheduleData, error: ScheduleError) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _rows_in_range(schedule: ScheduleData, step: Step) -> Step:
 
 def _end(schedule: ScheduleData, rank: int) -> dict[str, Any]:
     end = schedule.contract.end(rank)
-    columns = {name: column(getattr(end, name)) for name in ("chunk", "piece", "first", "last")}
+    columns = {name: _column(getattr(end, name)) for name in ("chunk", "piece", "first", "last")}
     return {**columns, "rows": len(end.chunk)}
 
 
@@ -178,3 +178,19 @@ def _facts(schedule: ScheduleData) -> list[tuple[str, str]]:
         if card:
             found += [("wins", card.wins), ("source", card.source)]
     return found
+
+
+def _column(values: ArrayLike) -> Any:
+    """One number if all values are equal, ``{"from": a}`` for a, a+1, a+2, ..., else the list.
+
+    >>> _column([3, 3]), _column([4, 5, 6]), _column([1, 0]), _column([])
+    (3, {'from': 4}, [1, 0], [])
+    """
+    array = np.asarray(values, np.int64)
+    if not array.size:
+        return []
+    if (array == array[0]).all():
+        return int(array[0])
+    if (np.diff(array) == 1).all():
+        return {"from": int(array[0])}
+    return array.tolist()
