@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names as in _HOME, for editors and type checkers
     from .backend import BackendOptions as BackendOptions
-    from .backend import all_reduce_ as all_reduce_
     from .backend import empty as empty
     from .collectives import all_gather as all_gather
     from .collectives import all_reduce as all_reduce
@@ -51,7 +50,6 @@ __version__ = "0.2.0"
 _HOME = {
     "all_gather": "collectives",
     "all_reduce": "collectives",
-    "all_reduce_": "backend",
     "all_to_all": "collectives",
     "average_gradients": "training",
     "BackendOptions": "backend",

@@ -9,9 +9,8 @@ to each other over a local socket.
     torch.distributed.init_process_group("dist_prims", pg_options=dist_prims.BackendOptions(all_reduce="ring"))
 """
 
-from ..collectives.native import all_reduce_
 from .dump_flight_record import dump
 from .extension import empty
 from .options import BackendOptions, options_of
 
-__all__ = ["BackendOptions", "all_reduce_", "dump", "empty", "options_of"]
+__all__ = ["BackendOptions", "dump", "empty", "options_of"]

@@ -2,7 +2,8 @@
 
 >>> import dist_prims
 >>> gradient = dist_prims.empty((3, 2), torch.float32).fill_(1)
->>> dist_prims.all_reduce_(gradient).tolist()
+>>> dist_prims.all_reduce(gradient)
+>>> gradient.tolist()
 [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
 """
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from ..backend import all_reduce_, empty
+from ..backend import empty
+from ..collectives import all_reduce
 from ..torch_compat import register_fake_backend
 from .cases import Buffers
 from .measure import Contender
@@ -27,8 +28,8 @@ def limits(buffers: Buffers, nothing: dist.ProcessGroup) -> Mapping[str, Contend
     return {
         "nothing": Contender(lambda b: dist.all_reduce(b.input, group=nothing), buffers, checked=False),
         "memcpy": Contender(lambda b: spare.copy_(b.input), buffers, checked=False),
-        "direct": Contender(lambda b: all_reduce_(b.input), buffers),
-        "zero_copy": Contender(lambda b: all_reduce_(b.input), shared),
+        "direct": Contender(lambda b: all_reduce(b.input), buffers),
+        "zero_copy": Contender(lambda b: all_reduce(b.input), shared),
     }
 
 

@@ -18,8 +18,8 @@ All collectives take these arguments in addition to their own:
 
   1. the algorithm in ``DIST_PRIMS_<COLLECTIVE>`` for the size (see ``algorithm_choice``); a group of the backend
      dist_prims reads the variable when it is made
-  2. the collective of the group's backend: of dist_prims, or of gloo if gloo supports the call (not for uneven blocks
-     and some types and operations)
+  2. the collective of the group's backend: of dist_prims, or of gloo for a sum or mean by all_reduce, a broadcast and a
+     barrier
   3. "cheapest"
 - ``async_op``: return at once, with a ``torch.distributed.Work`` to ``wait()`` for; otherwise return None.
 - ``segment_bytes``: cut messages into segments of this size, so that one is reduced while the next is being

@@ -12,10 +12,10 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from ..torch_compat import device_types
+from ..torch_compat import all_gather_single, device_types, reduce_scatter_single, world
 from .arguments import CallBuilder, Op, Tensors
 from .call import CallOptions, group_of
-from .native import all_gather_, all_reduce_, direct_group, reduce_scatter_
+from .native import direct_all_reduces, direct_group, find_all_reduce
 
 __all__: list[str] = []
 
@@ -41,13 +41,15 @@ def all_reduce(
     >>> tensor
     tensor([1, 2])
     """
-    if (
-        output is None
-        and not (async_op or algorithm or segment_bytes)
-        and (found := direct_group("all_reduce", [tensor], op, group))
-    ):
-        all_reduce_(tensor, op, found)
-        return None
+    if output is None and not (async_op or algorithm or segment_bytes):
+        direct = direct_all_reduces.get(id(group or world.default_pg)) or find_all_reduce(group)
+        try:
+            if direct and tensor.is_cpu:
+                direct(tensor, op)
+                return None
+        except (AttributeError, RuntimeError, TypeError):  # a name is looked up here, so that other calls have no check
+            if isinstance(tensor, torch.Tensor) and not isinstance(op, str) and op is not dist.ReduceOp.PREMUL_SUM:
+                raise
     options = CallOptions(algorithm, async_op, segment_bytes)
     call = CallBuilder("all_reduce", group, tensor, op)
     source = call.read(tensor)
@@ -77,12 +79,9 @@ def reduce_scatter(
     >>> output
     tensor([3., 4.])
     """
-    if (
-        not (async_op or algorithm or segment_bytes)
-        and _is_n_times(input, output, group)
-        and (found := direct_group("reduce_scatter", [output, input], op, group))
-    ):
-        reduce_scatter_(output, cast(torch.Tensor, input), op, found)
+    is_direct = not (async_op or algorithm or segment_bytes) and isinstance(op, dist.ReduceOp.RedOpType)
+    if is_direct and (members := direct_group(group, input, output)):
+        reduce_scatter_single(output.view(-1), cast(torch.Tensor, input).view(-1), op=op, group=members)
         return None
     options = CallOptions(algorithm, async_op, segment_bytes)
     call = CallBuilder("reduce_scatter", group, output, op)
@@ -111,12 +110,9 @@ def all_gather(
     >>> output
     tensor([3., 4.])
     """
-    if (
-        not (async_op or algorithm or segment_bytes)
-        and _is_n_times(output, input, group)
-        and (found := direct_group("all_gather", [output, input], None, group))
-    ):
-        all_gather_(cast(torch.Tensor, output), input, found)
+    is_direct = not (async_op or algorithm or segment_bytes)
+    if is_direct and (members := direct_group(group, output, input)):
+        all_gather_single(cast(torch.Tensor, output).view(-1), input.view(-1), group=members)
         return None
     options = CallOptions(algorithm, async_op, segment_bytes)
     call = CallBuilder("all_gather", group, input)
@@ -221,13 +217,9 @@ def broadcast(
 
     >>> broadcast(torch.ones(3), src=0)
     """
-    if (
-        group is None
-        and not (async_op or algorithm or segment_bytes)
-        and (found := direct_group("broadcast", [tensor], None, None))
-        and 0 <= src < found.size()
-    ):
-        dist.broadcast(tensor, src, found)
+    is_direct = group is None and not (async_op or algorithm or segment_bytes)
+    if is_direct and (members := direct_group(None, tensor)) and 0 <= src < members.size():
+        dist.broadcast(tensor, src, members)
         return None
     options = CallOptions(algorithm, async_op, segment_bytes)
     call = CallBuilder("broadcast", group, tensor, root=src)
@@ -315,13 +307,6 @@ def scatter(
     blocks = call.root_list("scatter_list", scatter_list, len(target), writing=False)
     counts = [len(target)] * call.size
     return call.make(counts, blocks, call.one_block(call.rank, target), counts[:1], options)
-
-
-def _is_n_times(large: Tensors, small: Tensors, group: dist.ProcessGroup | None) -> bool:
-    """Whether ``large`` has as many elements as one ``small`` for each rank."""
-    if not (isinstance(large, torch.Tensor) and isinstance(small, torch.Tensor) and dist.is_initialized()):
-        return False
-    return large.numel() == small.numel() * dist.get_world_size(group) and large.device == small.device
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -30,9 +30,9 @@ from .execute import ChunkSlice, Executor
 from .flat import split_evenly
 from .group_hosts import exchange_hosts, known_hosts
 from .native import (
-    backend_supports,
     compiled,
     compiled_without_steps,
+    is_for_gloo,
     is_on_dist_prims,
     run_in_backend,
     run_over_gloo,
@@ -138,11 +138,10 @@ def perform(call: Call, options: CallOptions) -> Work | None:
     elif options.algorithm is None and not is_on_dist_prims(call):
         chosen = configured(call.collective, call.nbytes)
     if chosen is None:
-        if backend_supports(call):
-            if is_on_dist_prims(call):
-                return run_in_backend(call, options.async_op)
-            if options.algorithm is None and not options.segment_bytes:
-                return run_over_gloo(without_overlap(call), options.async_op)
+        if is_on_dist_prims(call) and call.collective not in ("scan", "exclusive_scan"):
+            return run_in_backend(call, options.async_op)
+        if options.algorithm is None and not options.segment_bytes and is_for_gloo(call):
+            return run_over_gloo(call, options.async_op)
         chosen = SizeRange(cheapest(call.collective, size, call.nbytes, call.even))
     if not call.even and chosen.algorithm not in UNFORWARDED:
         raise ValueError(

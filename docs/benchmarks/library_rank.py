@@ -131,7 +131,7 @@ def _group(backend: str, direct: bool = False) -> Callable[[dict[str, Any]], tup
             import_module("dist_prims.autoload").register()
         dist.init_process_group(backend, init_method=f"file://{orders['place']}/store", rank=rank, world_size=size)
         atexit.register(dist.destroy_process_group)
-        all_reduce = import_module("dist_prims").all_reduce_ if direct else dist.all_reduce
+        all_reduce = import_module("dist_prims").all_reduce if direct else dist.all_reduce
 
         def bind(buffer: Array) -> Callable[[], Any]:
             tensor = torch.from_numpy(buffer)

@@ -15,7 +15,9 @@ from dist_prims.backend import compile_native, native_libraries
 ALL_REDUCE = """
 import torch, dist_prims
 def body():
-    return dist_prims.all_reduce_(torch.ones(3)).sum().item()
+    tensor = torch.ones(3)
+    dist_prims.all_reduce(tensor)
+    return tensor.sum().item()
 if __name__ == "__main__":
     print(dist_prims.spawn(body, 2, backend="dist_prims", timeout=500))
 """

@@ -13,7 +13,6 @@ from ranks import span
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
 import dist_prims
-from dist_prims.collectives import native
 from dist_prims.torch_compat import all_gather_single, reduce_scatter_single
 
 EVENT = "record_param_comms"
@@ -127,8 +126,8 @@ def test_the_direct_calls_have_events_too(tmp_path: Path) -> None:
         shared = dist_prims.empty(3).fill_(1)
 
         def calls() -> None:
-            native.all_reduce_(torch.ones(4))
-            native.all_reduce_(shared)
+            dist_prims.all_reduce(torch.ones(4))
+            dist_prims.all_reduce(shared)
             dist_prims.all_reduce(torch.ones(5), algorithm="ring")
             dist.all_reduce(torch.eye(2).to_sparse())
 

@@ -258,7 +258,7 @@ def test_means_of_the_largest_number_are_finite_whatever_the_schedule(collective
 def test_factors_that_are_refused_say_why() -> None:
     def body() -> None:
         whole, real = torch.ones(3, dtype=torch.int8), torch.ones(3)
-        for reduce in (dist.all_reduce, dist_prims.all_reduce, dist_prims.all_reduce_):
+        for reduce in (dist.all_reduce, dist_prims.all_reduce):
             for factor, tensor, words in (
                 (0.5, whole, r"cannot multiply (torch\.)?int8 by 0.5, which that type does not hold; convert"),
                 (128.0, whole, r"cannot multiply (torch\.)?int8 by 128"),

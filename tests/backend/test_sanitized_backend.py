@@ -35,12 +35,12 @@ tensor = torch.ones(10_000)
 PLANTED = {
     "address": """
 tensor.untyped_storage().resize_(8)
-dist_prims.all_reduce_(tensor)
+dist_prims.all_reduce(tensor)
 """,
     "thread": """
 def call(group):
     for _ in range(100):
-        dist_prims.all_reduce_(tensor, group=group)
+        dist_prims.all_reduce(tensor, group=group)
 threads = [threading.Thread(target=call, args=(dist.new_group([0]),)) for _ in range(2)]
 for thread in threads:
     thread.start()

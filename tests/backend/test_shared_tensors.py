@@ -119,7 +119,7 @@ def at_once(tensors: list[torch.Tensor]) -> None:
 
 
 def directly(tensors: list[torch.Tensor]) -> None:
-    dist_prims.all_reduce_(tensors[1])
+    dist_prims.all_reduce(tensors[1])
 
 
 def several(tensors: list[torch.Tensor]) -> None:

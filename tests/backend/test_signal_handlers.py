@@ -61,7 +61,7 @@ def queued(group: Any) -> None:
 
 WAITS: dict[str, Callable[[Any], Any]] = {
     "all_reduce": lambda group: dist.all_reduce(torch.ones(1 << 20), group=group),
-    "all_reduce_": lambda group: dist_prims.all_reduce_(torch.ones(9), group=group),
+    "direct": lambda group: dist_prims.all_reduce(torch.ones(9), group=group),
     "async": lambda group: dist.all_reduce(torch.ones(9), group=group, async_op=True).wait(),
     "queued": queued,
     "with a limit": lambda group: dist.barrier(group=group, async_op=True).wait(timedelta(seconds=LIMIT)),
@@ -162,7 +162,7 @@ def test_a_collective_in_a_handler_is_refused_and_the_interrupted_one_goes_on() 
     def in_handler(group: Any, other: Any, wait: str) -> str:
         dist.all_reduce(torch.ones(9), group=other)  # another group is free
         texts = []
-        for call in ("all_reduce", "all_reduce_", "async", "with a limit"):
+        for call in ("all_reduce", "direct", "async", "with a limit"):
             with pytest.raises(RuntimeError) as refused:
                 WAITS[call](group)
             texts.append(str(refused.value))
@@ -190,7 +190,7 @@ def test_a_collective_in_a_handler_is_refused_and_the_interrupted_one_goes_on() 
         assert total[0] == 2, wait
 
     def body() -> None:
-        for wait in ("all_reduce", "all_reduce_", "async", "queued"):
+        for wait in ("all_reduce", "direct", "async", "queued"):
             check(wait)
 
     spawn(body, 2)

@@ -218,7 +218,8 @@ class Collectives:
         return self.all_reduce(dist_prims.empty(len(tensor), tensor.dtype).copy_(tensor), op)
 
     def direct_all_reduce(self, tensor: torch.Tensor, op: Any) -> tuple[torch.Tensor, slice]:
-        return dist_prims.all_reduce_(tensor, op, self.group), ALL
+        dist_prims.all_reduce(tensor, op, self.group)
+        return tensor, ALL
 
     def coalesced_all_reduce(self, tensor: torch.Tensor, op: Any) -> tuple[torch.Tensor, slice]:
         options = dist.AllreduceCoalescedOptions()

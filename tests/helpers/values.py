@@ -140,7 +140,7 @@ def direct_all_reduce(call: Call) -> Prepared:
     tensor = call.place(call.data())
 
     def start(async_op: bool) -> None:
-        dist_prims.all_reduce_(tensor, call.op, call.group)
+        dist_prims.all_reduce(tensor, call.op, call.group)
 
     return start, [tensor], [call.reduced()]
 

@@ -29,7 +29,6 @@ def body():
         dist_prims.reduce_scatter(torch.ones(4), tensor, algorithm=algorithm)
         dist_prims.broadcast(tensor, 0, algorithm=algorithm and "binomial")
         dist_prims.all_to_all(torch.ones(8), tensor)
-    dist_prims.all_reduce_(tensor)
     dist_prims.ops.all_reduce(tensor.requires_grad_(), "avg").sum().backward()
     part = dist.group.WORLD.split_group([0, 1])
     part.allreduce([torch.ones(3)]).wait()

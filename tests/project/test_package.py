@@ -270,7 +270,7 @@ import dist_prims
 place = dist_prims.init("dist_prims")
 dist_prims.all_reduce(torch.ones(3), algorithm="ring", segment_bytes=1 << 20)
 averager = dist_prims.GradientAverager(torch.nn.Linear(2, 1))
-reveal_type(dist_prims.all_reduce_(torch.ones(3)))
+reveal_type(dist_prims.empty(3))
 dist_prims.all_reduce(torch.ones(3), algorithm=3)
 """
 

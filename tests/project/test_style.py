@@ -126,7 +126,6 @@ PUBLIC = [
     "__version__",
     "all_gather",
     "all_reduce",
-    "all_reduce_",
     "all_to_all",
     "average_gradients",
     "BackendOptions",

@@ -35,7 +35,7 @@ def test_a_group_without_members(tmp_path: Path) -> None:
             lambda: dist.all_reduce(ones),
             lambda: dist.all_reduce(ones, async_op=True),
             lambda: dist.all_reduce(torch.eye(2).to_sparse()),
-            lambda: dist_prims.all_reduce_(ones),
+            lambda: dist_prims.all_reduce(ones),
             lambda: dist.barrier(),
             lambda: dist.monitored_barrier(),
             lambda: dist.send(ones, other),

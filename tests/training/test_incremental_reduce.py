@@ -136,7 +136,7 @@ def test_other_collectives_in_backward_meet_on_all_ranks() -> None:
             for layer in self.layers:
                 x = layer(x)
                 x.register_hook(lambda gradient: time.sleep(self.late()))
-                x.register_hook(lambda gradient: dist_prims.all_reduce_(gradient.clone()))
+                x.register_hook(lambda gradient: dist_prims.all_reduce(gradient.clone()))
             return x
 
     def body() -> None:
