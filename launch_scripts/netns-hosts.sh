@@ -4,8 +4,9 @@
 #     ./launch_scripts/netns-hosts.sh HOSTS RANKS RATE [--torchrun | --mpirun | --each | --login] -- command [args]
 #     ./launch_scripts/netns-hosts.sh 2 2 1gbit -- python program.py
 # --each starts the command once on each host, with HOST=0, 1, ...; --login once, beside the hosts, where "ssh host1 ..."
-# reaches them. The links of a cluster that was started with NAME=box can be cut, mended and slowed while it runs, and drop
-# larger packets:
+# reaches them. FAMILIES="4 6 46" gives host 0 an IPv4 address, host 1 an IPv6 address and host 2 both; the hosts after
+# the last word have the last one; by default all have IPv4. The links of a cluster that was started with NAME=box can be
+# cut, mended and slowed while it runs, and drop larger packets:
 #     ./launch_scripts/netns-hosts.sh --cut box 1        --mend box 1        --slow box 1 20mbit        --limit box 1 1400
 # The status is the command's, of the host that failed first; the others then have GRACE (10) seconds to end by
 # themselves. It is 124 after TIMEOUT (600) seconds. Without root, the kernel must let users make namespaces.
@@ -28,6 +29,7 @@ main() { # HOSTS RANKS RATE [how] -- command
         fail "after RATE come --torchrun, --mpirun, --each, --login or nothing, and then -- command"
     [[ ${TIMEOUT:=600} =~ ^[1-9][0-9]*$ ]] || fail "TIMEOUT is '$TIMEOUT'; give seconds"
     [[ ${GRACE:=10} =~ ^[0-9]+$ ]] || fail "GRACE is '$GRACE'; give seconds"
+    [[ ${FAMILIES:=4} =~ ^(4|6|46)(\ (4|6|46))*$ ]] || fail "FAMILIES is '$FAMILIES'; give 4, 6 or 46 for each host"
     [[ $name =~ ^[A-Za-z0-9_-]+$ ]] || fail "NAME is '$name'; give letters, digits, - and _"
     [[ -z $(find_box "$name") ]] || fail "a cluster named $name is running; give another NAME"
     unshare "${user[@]}" --net true 2>/dev/null || fail "no namespace may be made here: be root, or let users make them"
@@ -35,7 +37,7 @@ main() { # HOSTS RANKS RATE [how] -- command
     command -v "$needed" >/dev/null || { . "$here/setup.sh" && cd "$from"; }
     [[ $how != --mpirun || $(mpirun --version 2>/dev/null) =~ HYDRA|Open\ MPI ]] ||
         fail "--mpirun needs the mpirun of MPICH or Open MPI on the PATH"
-    export TIMEOUT GRACE
+    export TIMEOUT GRACE FAMILIES
     trap 'kill -KILL $(jobs -p) 2>/dev/null || true' EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP

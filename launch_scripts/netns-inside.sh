@@ -5,11 +5,11 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 # The first process of the cluster. Its own network namespace is the switch.
 cluster() { # NAME HOSTS RANKS RATE how command
-    local how=$5 host list="" launcher=() command
+    local how=$5 host list="" launcher=() command families=($FAMILIES)
     export HOSTS=$2 RANKS=$3 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     mount -t tmpfs tmpfs /var/run # where ip keeps the namespaces; not seen outside
     # torch looks up the names of callers, which appear as ::ffff:ADDRESS; without a line that is a query to a name server
-    printf '%s\n' "127.0.0.1 localhost" "::ffff:127.0.0.1 localhost.mapped" "10.0.0.254 switch" >/var/run/hosts
+    printf '%s\n' "127.0.0.1 localhost" "::ffff:127.0.0.1 localhost.mapped" "::1 localhost" "10.0.0.254 switch" >/var/run/hosts
     mount --bind /var/run/hosts /etc/hosts
     mkdir /var/run/bin
     printf '#!/bin/sh\nexec bash "%s" ssh "$@"\n' "$here/netns-inside.sh" >/var/run/bin/ssh
@@ -19,7 +19,7 @@ cluster() { # NAME HOSTS RANKS RATE how command
     ip address add 10.0.0.254/24 dev switch
     ip link set switch up
     for ((host = 0; host < HOSTS; host++)); do
-        add_host "host$host" "10.0.0.$((host + 1))" "$4"
+        add_host "host$host" "$((host + 1))" "$4" "${families[host < ${#families[@]} ? host : -1]}"
         list+=${list:+,}host$host
     done
     shift 5
@@ -47,16 +47,22 @@ start_by_mpirun() { # HOSTS command: MPICH's or Open MPI's, which refuses root a
     exec mpirun --host "${1//,/:$RANKS,}:$RANKS" --map-by "ppr:$RANKS:node:OVERSUBSCRIBE" -n $((HOSTS * RANKS)) "${@:2}"
 }
 
-add_host() { # NAME ADDRESS RATE
+add_host() { # NAME NUMBER RATE FAMILIES
     ip netns add "$1"
     ip link add "$1" mtu 9000 type veth peer name eth0 mtu 9000 netns "$1"
     ip link set "$1" master switch up
-    ip -n "$1" address add "$2/24" dev eth0
     ip -n "$1" link set eth0 up
     ip -n "$1" link set lo up
     ip netns exec "$1" sysctl -qw net.ipv4.tcp_congestion_control=reno # which every kernel has
     shape "$1" "$3"
-    printf '%s\n' "$2 $1" "::ffff:$2 $1.mapped" >>/var/run/hosts
+    if [[ $4 == *4* ]]; then
+        ip -n "$1" address add "10.0.0.$2/24" dev eth0
+        printf '%s\n' "10.0.0.$2 $1" "::ffff:10.0.0.$2 $1.mapped" >>/var/run/hosts
+    fi
+    if [[ $4 == *6* ]]; then
+        ip -n "$1" address add "fd00::$2/64" dev eth0 nodad
+        echo "fd00::$2 $1" >>/var/run/hosts
+    fi
 }
 
 # Both directions of a host's link. A burst passes at once: if it is long, small transfers travel free; if it is shorter

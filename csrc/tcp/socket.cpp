@@ -93,30 +93,6 @@ Socket::~Socket() {
     if (descriptor_ >= 0) ::close(descriptor_);
 }
 
-Socket listen_at(const std::string& ip) {
-    const SocketAddress address(ip, 0);
-    Socket listening = make_socket(address);
-    if (::bind(listening.descriptor(), address.get(), address.length) != 0) throw_errno("bind() to " + ip);
-    if (::listen(listening.descriptor(), SOMAXCONN) != 0) throw_errno("listen() at " + ip);
-    return listening;
-}
-
-std::string address_of(const Socket& listening) {
-    sockaddr_storage storage{};
-    socklen_t length = sizeof(storage);
-    if (::getsockname(listening.descriptor(), reinterpret_cast<sockaddr*>(&storage), &length) != 0)
-        throw_errno("getsockname()");
-    std::array<char, INET6_ADDRSTRLEN> text{};
-    if (storage.ss_family == AF_INET) {
-        const auto* const v4 = reinterpret_cast<const sockaddr_in*>(&storage);
-        ::inet_ntop(AF_INET, &v4->sin_addr, text.data(), text.size());
-        return std::string(text.data()) + ":" + std::to_string(ntohs(v4->sin_port));
-    }
-    const auto* const v6 = reinterpret_cast<const sockaddr_in6*>(&storage);
-    ::inet_ntop(AF_INET6, &v6->sin6_addr, text.data(), text.size());
-    return std::string("[").append(text.data()).append("]:").append(std::to_string(ntohs(v6->sin6_port)));
-}
-
 Socket connect_to(const std::string& address) {
     const SocketAddress parsed = parse(address);
     Socket socket = make_socket(parsed);

@@ -27,11 +27,8 @@ private:
 
 // The functions below throw std::system_error with the address in its message.
 
-// Listens at an IPv4 or IPv6 address, on a port that the kernel chooses.
-Socket listen_at(const std::string& ip);
-// The address of a listening socket, as "10.0.0.1:4711" or "[fd00::1]:4711".
-std::string address_of(const Socket& listening);
-// Begins a connection; the socket becomes writable when it is established or has failed.
+// Begins a connection to "10.0.0.1:4711" or "[fd00::1]:4711"; the socket becomes writable when it is established or has
+// failed.
 Socket connect_to(const std::string& address);
 // The next connection that waits to be accepted, if there is one. Throws also if this process has no descriptors left.
 std::optional<Socket> accept_from(const Socket& listening);

@@ -28,8 +28,8 @@
 
 namespace dist_prims {
 
-// What a rank needs to begin: a socket at which it listens, the addresses of all ranks by rank, as address_of() gives
-// them, and the key of the group (see greeting.h).
+// What a rank needs to begin: a non-blocking socket at which it listens, the addresses of all ranks by rank, as
+// connect_to() takes them, and the key of the group (see greeting.h).
 struct TcpEndpoint {
     Socket listening;
     std::vector<std::string> addresses{};

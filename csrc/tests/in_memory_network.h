@@ -18,6 +18,7 @@
 #include "../net/multi_host.h"
 #include "../net/schedule_executor.h"
 #include "../tcp/transport.h"
+#include "listening.h"
 #include "test_support.h"
 
 namespace dist_prims {
@@ -189,7 +190,7 @@ using MakeTransport = std::function<std::unique_ptr<Transport>(int rank)>;
 inline MakeTransport over_tcp(std::size_t size) {
     const auto endpoints = std::make_shared<std::vector<TcpEndpoint>>(size);
     std::vector<std::string> addresses;
-    for (TcpEndpoint& each : *endpoints) addresses.push_back(address_of(each.listening = listen_at("127.0.0.1")));
+    for (TcpEndpoint& each : *endpoints) addresses.push_back(address_of(each.listening = listen_at_loopback()));
     return [endpoints, addresses](int rank) {
         TcpEndpoint& endpoint = (*endpoints)[static_cast<std::size_t>(rank)];
         endpoint.addresses = addresses;

@@ -9,6 +9,7 @@
 #include <fstream>
 
 #include "../ucx/library.h"
+#include "listening.h"
 #include "transport_cases.h"
 
 using namespace dist_prims;
@@ -36,7 +37,7 @@ struct UcxNetwork {
         std::vector<std::string> ports, addresses;
         std::vector<std::unique_ptr<ucx::Endpoint>> endpoints;
         for (int rank = 0; rank < size; ++rank) {
-            ports.push_back(address_of(listening.emplace_back(listen_at("127.0.0.1"))));
+            ports.push_back(address_of(listening.emplace_back(listen_at_loopback())));
             addresses.push_back(endpoints.emplace_back(library().make_endpoint(kSettings))->address());
         }
         for (int rank = 0; rank < size; ++rank) {

@@ -21,9 +21,10 @@ from ..backend_name import NAME
 from ..collectives.group_hosts import remember_hosts
 from ..collectives.proof_before_use import require_proof
 from ..errors import PeerDiedError
-from ..rendezvous.group_secret import announce_missing_secret, secret_of_group
+from ..rendezvous.group_secret import address_of_store, announce_missing_secret, secret_of_group
 from ..rendezvous.handshake import HOSTS, handshake
 from ..rendezvous.hosts import host_id, network_number
+from ..rendezvous.network import ports
 from ..rendezvous.rank_values import values_of_ranks
 from ..rendezvous.secret import Secret
 from ..schedules import Schedule
@@ -118,7 +119,8 @@ def make_group(request: GroupRequest, ended: Callable[[], list[int]] | None = No
 def _make(request: GroupRequest, monitor: _DeathMonitor) -> Any:
     begin_from_environment()
     options = keep_options(request.name, request.given)
-    slot_bytes = slot_bytes_of(options)  # raises before anything is sent
+    slot_bytes = slot_bytes_of(options)  # raises before anything is sent, as ports() does
+    ports()
     rank, size, ranks = request.rank, request.size, request.all_ranks
     store, token, hosts, secret = _handshake(request, monitor)
     temporary = _TemporaryKeys(store, [HOSTS] if rank == 0 and size > 1 else [])
@@ -163,12 +165,13 @@ def _connect_hosts(setup: GroupSetup, store: Any, transport: str, key: str, chec
     if Trait.WITHOUT_MPI in request.traits and requested in ("", "mpi"):
         requested = "tcp"
     selected = transport_selection.select(store, rank, setup.ranks, requested)
+    address = tcp_endpoint.common_address(store, rank, request.size, address_of_store(request.store))
     if selected == "mpi":
         setup.mpi = mpi_library.make(setup.ranks, request.timeout)
     else:
-        setup.tcp = tcp_endpoint.make(store, rank, hosts, key)
-        setup.ucx = ucx_library.make(store, rank, request.size) if selected == "ucx" else None
-    made.addresses, made.registers = quorum_ranks.publish(store, rank, hosts, made.attempt, made.key)
+        setup.tcp = tcp_endpoint.make(store, rank, hosts, address, key)
+        setup.ucx = ucx_library.make(store, rank, request.size, address) if selected == "ucx" else None
+    made.addresses, made.registers = quorum_ranks.publish(store, rank, hosts, address, made.attempt, made.key)
 
 
 class _TemporaryKeys:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..rendezvous.register_server import GroupRegisters
 from ..rendezvous.served import listening_address, serve_registers
-from .tcp_endpoint import exchange, own_address
+from .tcp_endpoint import exchange
 
 __all__: list[str] = []
 
@@ -42,7 +42,7 @@ def quorum_ranks(hosts: Sequence[str]) -> list[int]:
 
 
 def publish(
-    store: Any, rank: int, hosts: Sequence[str], group: str, key: bytes
+    store: Any, rank: int, hosts: Sequence[str], own_address: str, group: str, key: bytes
 ) -> tuple[list[str], GroupRegisters | None]:
     """Return the address of each rank, at which it listens while its process runs, and the registers of this rank.
 
@@ -52,10 +52,9 @@ def publish(
 
     def listen() -> tuple[GroupRegisters | None, str]:
         if rank not in quorum_ranks(hosts):
-            return None, listening_address(own_address())
-        address, registers = serve_registers(own_address(), group, key)
+            return None, listening_address(own_address)
+        address, registers = serve_registers(own_address, group, key)
         return registers, address
 
-    remedy = "set GLOO_SOCKET_IFNAME on that rank to the interface that leads to the other hosts"
-    registers, addresses = exchange(store, rank, len(hosts), "repair", listen, "cannot listen for repairs", remedy)
+    registers, addresses = exchange(store, rank, len(hosts), "repair", listen, "cannot listen for repairs")
     return addresses, registers

@@ -16,13 +16,12 @@ import ctypes
 import functools
 import importlib.util
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..rendezvous.mpi_exchange import is_mpi_inherited
-from ..rendezvous.network import address_of
+from ..rendezvous.network import PORTS, family_of, interface_of
 from . import tcp_endpoint
 from .compile_native import UCX, Library, ucx, ucx_headers
 from .extension import extension
@@ -83,7 +82,7 @@ def version() -> str:
     return str(_library().version)
 
 
-def make(store: Any, rank: int, size: int) -> Any:
+def make(store: Any, rank: int, size: int, address: str) -> Any:
     """Create the worker of this rank, exchange the addresses of all workers, and return the UcxEndpoint.
 
     If a rank cannot create a worker, all ranks raise RuntimeError.
@@ -92,38 +91,42 @@ def make(store: Any, rank: int, size: int) -> Any:
     def endpoint() -> tuple[Any, str]:
         global _process
         _process = os.getpid()
-        made = _library().make(list(settings(os.environ).items()))
+        made = _library().make(list(settings(os.environ, address).items()))
         return made, made.address.hex()
 
-    own, addresses = tcp_endpoint.exchange(
-        store, rank, size, "ucx", endpoint, "cannot create a worker of UCX", "see UCX_LOG_LEVEL=info on that rank"
-    )
+    failure = "cannot create a worker of UCX (see UCX_LOG_LEVEL=info on that rank)"
+    own, addresses = tcp_endpoint.exchange(store, rank, size, "ucx", endpoint, failure)
     own.addresses = [bytes.fromhex(each) for each in addresses]
     return own
 
 
-def settings(environment: Mapping[str, str]) -> dict[str, str]:
+def settings(environment: Mapping[str, str], address: str) -> dict[str, str]:
     """Return the settings of a worker, without those that the environment has: ``UCX_TLS`` and so on.
 
-    >>> settings({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0,eth1"})
+    ``address`` is that at which this rank listens for TCP.
+
+    >>> settings({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0,eth1"}, "10.0.0.1")
     {'KEEPALIVE_INTERVAL': 'inf', 'TCP_KEEPIDLE': 'inf', 'TCP_CONN_NB': 'y', 'TCP_RX_SEG_SIZE': '256K'}
     """
     found = dict(_SETTINGS)
-    if "UCX_NET_DEVICES" not in environment and (devices := network_devices()):
+    if "UCX_NET_DEVICES" not in environment and (devices := network_devices(address)):
         found["NET_DEVICES"] = ",".join(devices)
+    if family_of(address) == "IPv6":
+        found["TCP_AF_PRIO"] = "inet6,inet"
+    if environment.get(PORTS):
+        found["TCP_PORT_RANGE"] = environment[PORTS]
     return {name: value for name, value in found.items() if f"UCX_{name}" not in environment}
 
 
-def network_devices() -> list[str]:
+def network_devices(address: str) -> list[str]:
     """Return the devices that UCX uses: the interfaces of ``GLOO_SOCKET_IFNAME``, and all active ports for RDMA.
 
-    Without that variable it is the interface at which this rank listens for TCP. UCX would otherwise try all of them,
-    also bridges of containers, which have the same addresses on all hosts.
+    Without that variable it is the interface with the ``address`` at which this rank listens for TCP. UCX would
+    otherwise try all of them, also bridges of containers, which have the same addresses on all hosts.
     """
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    address = "" if named else tcp_endpoint.own_address()
-    interfaces = named or [name for _, name in socket.if_nameindex() if address_of(name) == address]
-    return [*interfaces, *_rdma_ports()]
+    own = interface_of(address)
+    return [*(named or ([own] if own else [])), *_rdma_ports()]
 
 
 def _rdma_ports(folder: Path = Path("/sys/class/infiniband")) -> list[str]:

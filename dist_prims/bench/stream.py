@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..agreement import gather_values
 from ..backend.tcp_endpoint import own_address
+from ..rendezvous.network import listen
 
 __all__: list[str] = []
 
@@ -65,9 +66,9 @@ class Stream:
         """Make the connections for up to ``most`` bytes at a time. Every rank must call it."""
         rank, firsts = dist.get_rank(), [ranks[0] for ranks in hosts]
         with contextlib.ExitStack() as sockets:
-            listening = sockets.enter_context(socket.create_server((own_address(), 0)))
+            listening = sockets.enter_context(listen(own_address()))
             listening.settimeout(timeout)
-            addresses: list[tuple[str, int]] = gather_values(listening.getsockname(), None)
+            addresses: list[tuple[str, int]] = gather_values(listening.getsockname()[:2], None)
             if rank not in firsts:
                 yield cls()
                 return

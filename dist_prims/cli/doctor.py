@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 from .. import __version__
-from ..backend import ucx_library
+from ..backend import tcp_endpoint, ucx_library
 from ..backend.torch_adapter import describe
 from ..rendezvous import secret
 from ..rendezvous.detect_launcher import Launcher, detect
 from ..rendezvous.hosts import host_id
 from ..rendezvous.mpi_exchange import library_name
+from ..rendezvous.network import PORTS, listen, ports, split_address
 from ..rendezvous.nodelist import expand_nodelist
 from ..torch_compat import nccl_version
 
@@ -76,8 +77,8 @@ def _authentication(found: Launcher) -> str:
         return "one rank needs none; spawn provides a secret"
     if found.medium:
         return f"by a secret that rank 0 sends over {found.medium}"
-    address = urlsplit(found.url or "").hostname
-    if secret.is_one_host(address):
+    scheme, _, place = (found.url or "").partition("://")
+    if secret.is_one_host(split_address(place)[0] if scheme == "tcp" else None):
         return "by a file of this user, since the ranks are on one host"
     return f"none: the ranks are not authenticated; {secret.REMEDY}"
 
@@ -103,6 +104,36 @@ def _transports() -> Iterator[Fact]:
     yield "NCCL", _nccl()
     yield from _mpi_and_ucx()
     yield "shared memory", describe()
+    yield from _listening()
+
+
+def _listening() -> Iterator[Fact]:
+    """Where ranks of several hosts listen. docs/security.md has a table of all sockets."""
+    try:
+        yield "addresses", " or ".join(tcp_endpoint.own_addresses())
+    except ValueError as error:
+        yield "addresses", f"fails: {error}"
+    try:
+        yield "ports", _ports(ports())
+    except ValueError as error:
+        yield "ports", f"fails: {error}"
+    yield (
+        "sockets",
+        (
+            "on several hosts one for each rank (repairs) and one for each group of a rank (TCP; with UCX two); for a "
+            "repaired group a store; for a trace a clock (UDP); under mpirun the store of rank 0"
+        ),
+    )
+
+
+def _ports(allowed: range) -> str:
+    if allowed == range(1):
+        return f"the kernel chooses them ({PORTS} is not set)"
+    free = 0
+    for port in allowed:
+        with contextlib.suppress(OSError), listen("", port):
+            free += 1
+    return f"{PORTS}={os.environ[PORTS]}, of which {free} are free on this host"
 
 
 def _nccl() -> str:
@@ -152,7 +183,8 @@ def _ucx() -> str:
     if reason := ucx_library.unusable_reason():
         return f"no: {reason}"
     try:
-        return f"{ucx_library.version()}, over {', '.join(ucx_library.network_devices())}"
+        devices = ucx_library.network_devices(tcp_endpoint.own_address())
+        return f"{ucx_library.version()}, over {', '.join(devices)}"
     except ValueError as error:  # the interface that the environment names does not exist
         return f"{ucx_library.version()}, but {error}"
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from .network import LOOPBACK, PORTS, join_address, ports, split_address
 from .nodelist import expand_nodelist
 
 __all__: list[str] = []
@@ -85,8 +86,11 @@ def from_url(
         found = _find(_BY_ADDRESS, environ)
         assert found
         return replace(found, rank=found.rank if rank is None else rank, size=found.size if size is None else size)
-    if not re.match(r"tcp://.+:\d+$|file:///.", url):
-        raise ValueError(f"init: init_method={url!r}; give 'env://', 'tcp://host:port' or 'file:///absolute/path'")
+    if not _is_rendezvous(url):
+        raise ValueError(
+            f"init: init_method={url!r}; give 'env://', 'tcp://host:port' or 'file:///absolute/path'; an IPv6 address "
+            "has brackets: 'tcp://[fd00::1]:29500'"
+        )
     if rank is not None and size is not None:
         return Launcher("init_method", rank, size, (f"init_method={url}",), url)
     found = detect(environ)
@@ -145,7 +149,7 @@ def _find(known: _Known, environ: Mapping[str, str]) -> Launcher | None:
     if known is _SPAWN:
         url = environ["DIST_PRIMS_RENDEZVOUS"]
     elif known is _BY_ADDRESS:
-        url = f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        url = _tcp_url(environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"))
         name = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else name
     elif known is _SRUN:
         if _number(environ, "SLURM_STEP_ID") >= _NOT_A_STEP_OF_SRUN:
@@ -161,10 +165,28 @@ def _find(known: _Known, environ: Mapping[str, str]) -> Launcher | None:
 def _url_of_step(environ: Mapping[str, str]) -> str:
     """Return the URL at which the ranks of a step of srun meet."""
     hosts = expand_nodelist(environ["SLURM_STEP_NODELIST"])
-    # The ranks have no connection yet, so all derive the same port: below the ephemeral range, different for each step.
-    port = 10000 + (_number(environ, "SLURM_JOB_ID") * 31 + _number(environ, "SLURM_STEP_ID")) % 20000
-    address = environ.get("MASTER_ADDR", hosts[0] if len(hosts) > 1 else "127.0.0.1")
-    return f"tcp://{address}:{environ.get('MASTER_PORT', port)}"
+    # The ranks have no connection yet, so all derive the same port, different for each step: of DIST_PRIMS_PORTS, or
+    # below the ephemeral range.
+    allowed = ports(environ) if environ.get(PORTS) else range(10000, 30000)
+    derived = allowed[(_number(environ, "SLURM_JOB_ID") * 31 + _number(environ, "SLURM_STEP_ID")) % len(allowed)]
+    address = environ.get("MASTER_ADDR", hosts[0] if len(hosts) > 1 else LOOPBACK)
+    return _tcp_url(address, _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else derived)
+
+
+def _tcp_url(address: str, port: int) -> str:
+    """The URL of an address, which may be an IPv6 address with brackets or without."""
+    return f"tcp://{join_address(address.strip('[]'), port)}"
+
+
+def _is_rendezvous(url: str) -> bool:
+    scheme, _, place = url.partition("://")
+    if scheme != "tcp":
+        return re.match("file:///.", url) is not None
+    try:
+        split_address(place)
+    except ValueError:
+        return False
+    return True
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int:

@@ -20,7 +20,7 @@ def secret_of_group(store: Any, has_several_launchers: bool) -> Secret | None:
     have started the ranks, some of them do not know that secret.
     """
     secret = None if has_several_launchers else remembered()
-    return secret or choose(_address_of(store))
+    return secret or choose(address_of_store(store))
 
 
 def would_lose_secret(address: str) -> bool:
@@ -36,11 +36,11 @@ def would_lose_secret(address: str) -> bool:
 def announce_missing_secret(store: Any) -> None:
     """Print that the default group is not authenticated, on rank 0 that makes it; ``init`` has a line of its own."""
     is_quiet = os.environ.get("DIST_PRIMS_QUIET") == "1" or dist.is_initialized() or has_rendezvous()
-    if not is_quiet and _address_of(store) is not None:
+    if not is_quiet and address_of_store(store) is not None:
         print(f"dist_prims: the ranks are not authenticated; {REMEDY}", file=sys.stderr, flush=True)
 
 
-def _address_of(store: Any) -> str | None:
+def address_of_store(store: Any) -> str | None:
     """The address of the server of a TCPStore; None for another store."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from . import mpi_exchange, pmi, url_rendezvous
 from .detect_launcher import Launcher, detect
-from .network import loopback_interface
+from .network import loopback_interface, ports
 from .secret import remember
 from .text_exchange import rendezvous_by_text
 from .url_rendezvous import Rendezvous
@@ -27,6 +27,7 @@ def rendezvous_of(launcher: Launcher, timeout: float) -> Rendezvous:
 
     Afterwards gloo and NCCL use the network interface that leads to the ranks, unless the user has set one.
     """
+    ports()  # raises if the variable is wrong, before anything starts
     if launcher.url is None and launcher.medium:
         found = _by_medium(launcher, timeout)
     else:

@@ -1,20 +1,56 @@
-"""Addresses and network interfaces: where to listen, and which interface leads to the other hosts.
+"""Addresses, ports and network interfaces: where to listen, and which interface leads to the other hosts.
 
 By default TCPStore listens on all interfaces, and gloo on the address that the hostname resolves to. On one host this
 exposes a job to the network although only local ranks connect. On several hosts the hostname often resolves to
 127.0.1.1, which the other hosts cannot reach.
 """
 
+import contextlib
+import errno
 import fcntl
 import ipaddress
+import os
+import re
+import secrets
 import socket
 import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
 
 __all__: list[str] = []
 
+T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
+PORTS = "DIST_PRIMS_PORTS"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+_LINK_LOCAL = 0x20  # the scope of an address in /proc/net/if_inet6
+_UNUSABLE, _SECOND_CHOICE = 0x48, 0x21  # linux/if_addr.h: tentative or a duplicate; deprecated or temporary
 _BACKLOG = 4096  # all ranks may connect at once
+
+
+def join_address(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets around an IPv6 address.
+
+    >>> join_address("10.0.0.1", 29500), join_address("fd00::1", 29500)
+    ('10.0.0.1:29500', '[fd00::1]:29500')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return the host and the port of ``host:port``; ValueError for another text.
+
+    >>> split_address("host0:29500"), split_address("[fd00::1]:29500")
+    (('host0', 29500), ('fd00::1', 29500))
+    """
+    if found := re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:/]+)):(\d{1,5})", address):
+        return found[1] or found[2], int(found[3])
+    raise ValueError(f"{address!r} is not of the form host:port; an IPv6 address has brackets: [fd00::1]:29500")
+
+
+def family_of(address: str) -> str:
+    return "IPv6" if ":" in address else "IPv4"
 
 
 def is_loopback(address: str) -> bool:
@@ -24,50 +60,104 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def listen(address: str, port: int) -> socket.socket:
-    """Listen on loopback if ``address`` is a loopback address, else on all interfaces. Port 0 selects a free port."""
-    if is_loopback(address):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, port), family=family, backlog=_BACKLOG)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-    return socket.create_server(("", port), backlog=_BACKLOG)
+def ports(environ: Mapping[str, str] = os.environ) -> range:
+    """Return the ports of ``DIST_PRIMS_PORTS``. Port 0 alone: the variable is not set, and the kernel chooses.
+
+    >>> ports({"DIST_PRIMS_PORTS": "20000-20100"}), ports({})
+    (range(20000, 20101), range(0, 1))
+    """
+    if not (text := environ.get(PORTS, "")):
+        return range(1)
+    found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    if not found or not 0 < int(found[1]) <= int(found[2]) < 1 << 16:
+        raise ValueError(f"{PORTS}={text!r}: give the first and the last port, such as 20000-20100")
+    return range(int(found[1]), int(found[2]) + 1)
+
+
+def at_free_port(bind: Callable[[int], T]) -> T:
+    """Return the result of ``bind`` for a port of :func:`ports`. ``bind`` raises OSError for a port that is in use."""
+    allowed = ports()
+    first = secrets.randbelow(len(allowed))  # other ranks of this host begin elsewhere
+    for each in (*allowed[first:], *allowed[:first]):
+        try:
+            return bind(each)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    name = f"{PORTS}={os.environ[PORTS]}" if PORTS in os.environ else "net.ipv4.ip_local_port_range"
+    raise OSError(f"all ports of {name} are in use on this host; give a wider range, or end other programs")
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Listen at an address of this host, or on all interfaces if it is empty. Port 0 selects a free port."""
+
+    def server(at: int) -> socket.socket:
+        is_dual = not address and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual or ":" in address else socket.AF_INET
+        return socket.create_server((address, at), family=family, dualstack_ipv6=is_dual, backlog=_BACKLOG)
+
+    return server(port) if port else at_free_port(server)
 
 
 def addresses() -> list[str]:
-    """The addresses at which other hosts may reach this host: the IPv4 addresses of its interfaces, then its name."""
-    return [address for address in interface_addresses() if not is_loopback(address)] + [socket.gethostname()]
+    """The addresses at which other hosts may reach this host: those of its interfaces, then its name."""
+    found = dict.fromkeys(each for _, name in socket.if_nameindex() for each in addresses_of(name))
+    return [address for address in found if not is_loopback(address)] + [socket.gethostname()]
+
+
+def addresses_of(interface: str) -> list[str]:
+    """The first IPv4 address and the first IPv6 address of an interface, if it has them."""
+    found: dict[str, str] = {}
+    for name, address in _interfaces():
+        if name == interface:
+            found.setdefault(family_of(address), address)
+    return [*found.values()]
 
 
 def interface_addresses() -> list[str]:
-    """The IPv4 addresses of the interfaces of this host."""
-    found = [address_of(name) for _, name in socket.if_nameindex()]
-    return [address for address in found if address]
+    """The addresses of the interfaces of this host: the IPv4 addresses, then the IPv6 addresses."""
+    return [address for _, address in _interfaces()]
+
+
+def interface_of(address: str) -> str | None:
+    """The interface with this address."""
+    return next((name for name, each in _interfaces() if each == address), None)
 
 
 def loopback_interface() -> str | None:
-    return next((name for _, name in socket.if_nameindex() if address_of(name) == LOOPBACK), None)
-
-
-def interface_towards(address: str, port: int) -> str | None:
-    """The interface through which the kernel would send to ``address``. The function sends nothing."""
-    local = address_towards(address, port)
-    return next((name for _, name in socket.if_nameindex() if address_of(name) == local), None)
+    return next((name for name, address in _interfaces() if is_loopback(address)), None)
 
 
 def address_towards(address: str, port: int) -> str:
     """This host's address in what the kernel would send to ``address``. The function sends nothing."""
-    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
+    failure = OSError(f"{address} has no address")
+    for family, _, _, _, target in socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(target)
+            except OSError as error:  # this host has no address of this family
+                failure = error
+            else:
+                return str(probe.getsockname()[0])
+    raise failure
 
 
-def address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface."""
+def _interfaces() -> list[tuple[str, str]]:
+    """Each interface with each of its addresses that other processes can use without the name of an interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        except OSError:  # the interface has no IPv4 address
-            return None
+        found = [(name, address) for _, name in socket.if_nameindex() if (address := _ipv4_address(probe, name))]
+    with contextlib.suppress(FileNotFoundError):  # the kernel has no IPv6
+        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        usable = [(int(flags, 16), name, digits) for digits, _, _, scope, flags, name in lines
+                  if int(scope, 16) != _LINK_LOCAL and not int(flags, 16) & _UNUSABLE]  # fmt: skip
+        for _, name, digits in sorted(usable, key=lambda each: bool(each[0] & _SECOND_CHOICE)):
+            found.append((name, str(ipaddress.IPv6Address(int(digits, 16)))))
+    return found
+
+
+def _ipv4_address(probe: socket.socket, interface: str) -> str | None:
+    try:
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+    except OSError:  # the interface has no IPv4 address
+        return None
     return socket.inet_ntoa(answer[20:24])

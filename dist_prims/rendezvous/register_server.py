@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..threads import start_thread
+from .network import split_address
 
 __all__: list[str] = []
 
@@ -220,8 +221,7 @@ class RegisterClient:
     """
 
     def __init__(self, address: str, group: str, key: bytes, timeout: float) -> None:
-        host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), timeout)
+        self._socket = socket.create_connection(split_address(address), timeout)
         self._group, self._key, self._timeout = group, key, timeout
         self._is_proved = False  # a request of this connection has been answered
 

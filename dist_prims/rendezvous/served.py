@@ -22,36 +22,41 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from .network import LOOPBACK, join_address, listen, split_address
 from .register_server import GroupRegisters, RegisterServer
-from .url_rendezvous import connect
 
 __all__: list[str] = []
 
 _SECONDS = 60.0  # for what the process asks of its own store
 _FIRST_ATTEMPT = 6.0  # seconds to connect to a store; twice as long after each failure
-_BACKLOG = 4096  # all ranks may connect at once
 
-_stores: dict[str, tuple[dist.Store, str]] = {}  # by the address of this host, with the port
+_stores: dict[tuple[str, int], tuple[dist.Store, str]] = {}  # by address of this host and port, with host:port
 _sockets: dict[str, socket.socket] = {}  # for all but the stores
 _servers: dict[str, RegisterServer] = {}  # at some of these sockets
 _of_parent: list[list[object]] = []  # in a forked child
 _descriptors: dict[int, int] = {}  # of the sockets that are listening, with their inodes
 
 
-def served_store(address: str) -> tuple[dist.Store, str]:
+def served_store(address: str, port: int = 0) -> tuple[dist.Store, str]:
     """Return the store that this process serves at an address of this host, and its ``address:port``.
+
+    It is at all addresses of this host if ``address`` is empty, and at a free port if ``port`` is 0.
 
     >>> store, address = served_store("127.0.0.1")
     >>> store.set("key", "value")
     >>> open_store(address, 1, timeout=10).get("key")
     b'value'
     """
-    if address not in _stores:
-        listening = socket.create_server((address, 0), backlog=_BACKLOG)
+    if (address, port) not in _stores:
+        listening = listen(address, port)
         _note(listening)
-        port = listening.getsockname()[1]
-        _stores[address] = connect(address, port, 1, _SECONDS, listening.detach()), f"{address}:{port}"
-    return _stores[address]
+        found = listening.getsockname()[1]
+        client = address or LOOPBACK
+        _stores[address, port] = (
+            connect(client, found, 1, _SECONDS, listening.detach()),
+            join_address(client, found),
+        )
+    return _stores[address, port]
 
 
 def listening_address(address: str) -> str:
@@ -61,9 +66,9 @@ def listening_address(address: str) -> str:
     [True]
     """
     if address not in _sockets:
-        _sockets[address] = socket.create_server((address, 0), backlog=_BACKLOG)
+        _sockets[address] = listen(address)
         _note(_sockets[address])
-    return f"{address}:{_sockets[address].getsockname()[1]}"
+    return join_address(address, _sockets[address].getsockname()[1])
 
 
 def serve_registers(address: str, group: str, key: bytes) -> tuple[str, GroupRegisters]:
@@ -77,6 +82,19 @@ def serve_registers(address: str, group: str, key: bytes) -> tuple[str, GroupReg
     return found, _servers[address].add(group, key)
 
 
+def connect(address: str, port: int, size: int, timeout: float, server: int | None = None) -> dist.Store:
+    """Create a client of the TCPStore at ``address``; with the descriptor of a listening socket, its server as well."""
+    return dist.TCPStore(
+        address,
+        port,
+        size,
+        is_master=server is not None,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=server,
+    )
+
+
 def open_store(address: str, size: int, timeout: float) -> dist.Store:
     """Connect to a store that another process serves. Raise OSError soon if nothing listens there.
 
@@ -87,13 +105,13 @@ def open_store(address: str, size: int, timeout: float) -> dist.Store:
     address, also of a loopback address. The resolver waits 5 s for a reply that is lost; an attempt takes longer than
     that, so it does not fail by one lost reply, and ask again.
     """
-    host, _, port = address.rpartition(":")
+    server = split_address(address)
     deadline, attempt = time.monotonic() + timeout, _FIRST_ATTEMPT
     while True:
         left = max(deadline - time.monotonic(), 0.001)
-        socket.create_connection((host, int(port)), left).close()
+        socket.create_connection(server, left).close()
         try:
-            store = connect(host, int(port), size, min(attempt, left))
+            store = connect(*server, size, min(attempt, left))
         except dist.DistError:
             if time.monotonic() > deadline:
                 raise
@@ -109,10 +127,11 @@ def answers(addresses: Collection[str], seconds: float) -> dict[str, bool]:
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
         for address in addresses:
-            host, _, port = address.rpartition(":")
-            probe = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            host, port = split_address(address)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
             probe.setblocking(False)
-            if probe.connect_ex((host, int(port))) == errno.ECONNREFUSED:
+            if probe.connect_ex((host, port)) == errno.ECONNREFUSED:
                 found[address] = False
             else:
                 selector.register(probe, selectors.EVENT_WRITE, address)

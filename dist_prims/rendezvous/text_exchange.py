@@ -12,9 +12,10 @@ from typing import Protocol
 import torch.distributed as dist
 
 from .hosts import host_id
-from .network import LOOPBACK, addresses, interface_towards, listen
+from .network import LOOPBACK, address_towards, addresses, interface_of, split_address
 from .secret import REMEDY, Secret, provided_by_user
-from .url_rendezvous import Rendezvous, connect
+from .served import connect, served_store
+from .url_rendezvous import Rendezvous
 
 __all__: list[str] = []
 
@@ -37,8 +38,7 @@ def rendezvous_by_text(exchange: TextExchange, timeout: float, launcher: str) ->
     deadline = time.monotonic() + timeout
     hosts = exchange.all_texts(host_id(), deadline, "the hosts of all ranks")
     one_host = len(set(hosts)) == 1
-    server = listen(LOOPBACK if one_host else "", 0) if exchange.rank == 0 else None
-    offer = _offer(server, one_host) if server else None
+    offer = _offer(one_host) if exchange.rank == 0 else None
     port: int
     candidates: list[str]
     port, candidates, name, key = json.loads(
@@ -47,15 +47,16 @@ def rendezvous_by_text(exchange: TextExchange, timeout: float, launcher: str) ->
     of_launcher = Secret(bytes.fromhex(key), launcher, is_of_launcher=True) if key else None
     secret = of_launcher or _same_secret(exchange, name, deadline)
     address = candidates[0] if one_host else _reachable_by_all(exchange, port, candidates, deadline)
-    store = connect(address, port, exchange.size, deadline - time.monotonic(), server.detach() if server else None)
-    interface = interface_towards(address, port)
+    store = connect(address, port, exchange.size, deadline - time.monotonic())
+    interface = interface_of(address_towards(address, port))
     return Rendezvous(dist.PrefixStore(name, store), exchange.rank, hosts, interface, launcher, secret)
 
 
-def _offer(server: socket.socket, one_host: bool) -> tuple[int, list[str], str, str]:
+def _offer(one_host: bool) -> tuple[int, list[str], str, str]:
     """Port and addresses of rank 0's store, a name for this attempt, and a secret: empty, if the user provides one."""
     key = "" if provided_by_user() else secrets.token_hex(32)
-    return server.getsockname()[1], [LOOPBACK] if one_host else addresses(), secrets.token_hex(8), key
+    _, port = split_address(served_store(LOOPBACK if one_host else "")[1])
+    return port, [LOOPBACK] if one_host else addresses(), secrets.token_hex(8), key
 
 
 def _same_secret(exchange: TextExchange, name: str, deadline: float) -> Secret:

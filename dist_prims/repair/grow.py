@@ -37,10 +37,9 @@ from ..rendezvous.deadline import call_in_thread, until
 from ..rendezvous.group_secret import secret_of_group, would_lose_secret
 from ..rendezvous.handshake import EARLIER_VERSION, signed, verified, version, warn
 from ..rendezvous.hosts import host_id, network_number
-from ..rendezvous.network import is_loopback
+from ..rendezvous.network import is_loopback, split_address
 from ..rendezvous.secret import REMEDY, Secret
-from ..rendezvous.served import open_store
-from ..rendezvous.url_rendezvous import connect
+from ..rendezvous.served import connect, open_store
 from ..torch_compat import default_group, install_default_group, replace_group, timeout_of
 from .reconfigure import reconfigure_handle, reconfigured_backend
 from .repair_attempt import RepairAttempt, store_prefix
@@ -341,10 +340,10 @@ def _meeting(at: str | dist.Store, deadline: float) -> dist.Store:
     url = urlsplit(at)
     if url.scheme == "file" and url.path:
         return dist.PrefixStore(_PREFIX, dist.FileStore(url.path))
-    if url.scheme == "tcp" and url.hostname and url.port:
-        server = url.hostname, url.port
+    if url.scheme == "tcp":
+        server = split_address(url.netloc)
         until(lambda: _is_listening(server), deadline, f"a store at {at}")  # torch would try for longer
-        return dist.PrefixStore(_PREFIX, connect(url.hostname, url.port, 1, _TIME_FOR_ADMISSION))
+        return dist.PrefixStore(_PREFIX, connect(*server, 1, _TIME_FOR_ADMISSION))
     raise ValueError(f"the place of new ranks is {at!r}; give file:///path, tcp://host:port, or a store")
 
 

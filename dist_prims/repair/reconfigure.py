@@ -66,7 +66,7 @@ class _Handle:
 
     @classmethod
     def parse(cls, text: str) -> _Handle:
-        found = re.fullmatch(rf"{NAME}:(\d+):([0-9a-f]{{16}}):([0-9a-f]*):(\w*):(\d+):([^:]+:\d+)", text)
+        found = re.fullmatch(rf"{NAME}:(\d+):([0-9a-f]{{16}}):([0-9a-f]*):(\w*):(\d+):(.+:\d+)", text)
         if not found:
             raise ValueError(
                 f"reconfigure: {text!r} is no handle of this backend; pass what get_reconfigure_handle has returned on "

@@ -17,7 +17,7 @@ from ..backend.quorum_ranks import quorum_ranks
 from ..backend.tcp_endpoint import own_address
 from ..errors import CommError, LeftOutError
 from ..rendezvous.deadline import call_in_thread
-from ..rendezvous.network import LOOPBACK
+from ..rendezvous.network import LOOPBACK, split_address
 from ..rendezvous.register_server import GroupRegisters, RegisterClient
 from ..rendezvous.served import open_store, served_store
 from ..torch_compat import default_group
@@ -201,12 +201,18 @@ class RepairAttempt:
 
     def _serve(self) -> str:
         try:
-            _, address = served_store(own_address() if self._serves_hosts else LOOPBACK)
+            _, address = served_store(self._own_address())
             self._serving(address)
             return address
         except (OSError, RuntimeError, ValueError) as error:
             self._error = error
             return ""
+
+    def _own_address(self) -> str:
+        if not self._serves_hosts:
+            return LOOPBACK
+        own = self._made.addresses  # which all ranks of other hosts have reached
+        return split_address(own[self._rank])[0] if own else own_address()
 
     def _make(self, members: tuple[int, ...], address: str) -> bool:
         """Make the group. A store whose process is stopped answers nothing: a thread waits for it, and can be left."""

@@ -189,17 +189,19 @@ class ClockClient:
 
 
 def _server_socket() -> socket.socket:
+    from ..rendezvous.network import at_free_port  # fcntl exists on POSIX systems only, and traces are read everywhere
+
     if socket.has_dualstack_ipv6():
         made = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
         made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     else:
         made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    made.bind(("", 0))
+    at_free_port(lambda port: made.bind(("", port)))
     return made
 
 
 def _addresses() -> list[str]:
-    from ..rendezvous.network import addresses  # fcntl exists on POSIX systems only, and traces are read everywhere
+    from ..rendezvous.network import addresses
 
     return [*addresses(), "127.0.0.1"]
 

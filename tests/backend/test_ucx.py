@@ -21,7 +21,7 @@ from transports import require
 
 import dist_prims
 from dist_prims.backend import ucx_library
-from dist_prims.rendezvous.network import address_of
+from dist_prims.rendezvous.network import addresses_of
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def test_a_rank_that_cannot_create_a_worker_is_named_on_all_ranks(needs_ucx: Non
         return str(error.value)
 
     for text in dist_prims.spawn(rank, 2, timeout=60):
-        assert "rank 1 cannot create a worker of UCX: ucp_" in text
+        assert "rank 1 cannot create a worker of UCX (see UCX_LOG_LEVEL=info on that rank): ucp_" in text
 
 
 def test_the_transport_is_an_option_of_a_group(monkeypatch: pytest.MonkeyPatch, needs_ucx: None) -> None:
@@ -216,7 +216,7 @@ print(report(), ucx_library.version(), sep="\\n")
 
 
 def test_a_rank_that_cannot_be_reached_is_not_taken_for_dead(needs_ucx: None) -> None:
-    others = [name for _, name in socket.if_nameindex() if name != "lo" and address_of(name)]
+    others = [name for _, name in socket.if_nameindex() if name != "lo" and addresses_of(name)]
     if not others:
         pytest.skip("this host has no network interface but loopback")
 
@@ -274,8 +274,8 @@ def test_active_ports_for_rdma_are_devices(tmp_path: Path, monkeypatch: pytest.M
     assert ucx_library._rdma_ports(tmp_path / "absent") == []
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,eth1")
     monkeypatch.setattr(ucx_library, "_rdma_ports", lambda: ["mlx5_0:1"])
-    assert ucx_library.settings({})["NET_DEVICES"] == "eth0,eth1,mlx5_0:1"
-    assert "NET_DEVICES" not in ucx_library.settings({"UCX_NET_DEVICES": "all"})
+    assert ucx_library.settings({}, "10.0.0.1")["NET_DEVICES"] == "eth0,eth1,mlx5_0:1"
+    assert "NET_DEVICES" not in ucx_library.settings({"UCX_NET_DEVICES": "all"}, "10.0.0.1")
 
 
 def test_a_named_folder_without_ucx_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,18 @@ def test_the_doctor_reports_what_is_here(capsys: pytest.CaptureFixture[str]) -> 
     assert main() == 0
     text = capsys.readouterr().out
     names = ("dist_prims", "Python", "launcher", "rank", "host", "hosts", "gloo", "NCCL", "MPI", "UCX", "shared memory")
-    for name in (*names, "cores", "memory", "/dev/shm", "open files", "locked memory", "interfaces"):
+    for name in (
+        *names,
+        "cores",
+        "memory",
+        "/dev/shm",
+        "open files",
+        "locked memory",
+        "interfaces",
+        "addresses",
+        "ports",
+        "sockets",
+    ):
         assert re.search(rf"^{name} ", text, re.MULTILINE), name
     assert "no launcher" in text
 
@@ -42,6 +53,12 @@ def test_the_doctor_reports_what_is_here(capsys: pytest.CaptureFixture[str]) -> 
         ),
         ({**TORCH, "DIST_PRIMS_SECRET": "0123456789abcdef"}, "authentication", "by DIST_PRIMS_SECRET"),
         ({**TORCH, "DIST_PRIMS_SECRET": "0123"}, "authentication", "fails: DIST_PRIMS_SECRET has 4 characters"),
+        (
+            {"DIST_PRIMS_PORTS": "20500-20501"},
+            "ports",
+            "DIST_PRIMS_PORTS=20500-20501, of which 2 are free on this host",
+        ),
+        ({"DIST_PRIMS_PORTS": "20500"}, "ports", "fails: DIST_PRIMS_PORTS='20500': give the first and the last port"),
         (
             {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "3"},
             "authentication",

@@ -78,6 +78,7 @@ def test_the_step_of_srun_determines_the_address() -> None:
     assert re.fullmatch(r"tcp://n08:\d+", detect(SLURM).url or "")
     assert detect({**SLURM, "SLURM_STEP_ID": "1"}).url != detect(SLURM).url
     assert (detect({**SLURM, "SLURM_STEP_NODELIST": "n08"}).url or "").startswith("tcp://127.0.0.1:")
+    assert detect({**SLURM, "DIST_PRIMS_PORTS": "30000-30001"}).url in ("tcp://n08:30000", "tcp://n08:30001")
     by_the_script = {"MASTER_ADDR": "n09", "MASTER_PORT": "23456"}  # as scripts for torch set it
     assert detect({**SLURM, **by_the_script}).url == "tcp://n09:23456"
 
@@ -120,6 +121,7 @@ def test_an_environment_that_contradicts_itself_is_refused(environ: dict[str, st
     ("url", "words"),
     [
         ("file://relative", "give 'env://', 'tcp://host:port' or 'file:///absolute/path'"),
+        ("tcp://fd00::1:29500", "an IPv6 address has brackets: 'tcp://\\[fd00::1\\]:29500'"),
         ("tcp://localhost:1", "needs rank= and world_size="),
         ("env://", "needs RANK, WORLD_SIZE"),
     ],

@@ -274,8 +274,7 @@ PYBIND11_MODULE(_backend, module) {
         .def("incremental_reduce", &IncrementalTensor::make, Free())
         .def("record", &PrimsBackend::record, Free());
     py::class_<TcpEndpoint, std::shared_ptr<TcpEndpoint>>(module, "TcpEndpoint")
-        .def(py::init([](const std::string& ip) { return std::make_shared<TcpEndpoint>(TcpEndpoint{listen_at(ip)}); }))
-        .def_property_readonly("address", [](const TcpEndpoint& self) { return address_of(self.listening); })
+        .def(py::init([](int listening) { return std::make_shared<TcpEndpoint>(TcpEndpoint{Socket(listening)}); }))
         .def_readwrite("addresses", &TcpEndpoint::addresses)
         .def_readwrite("key", &TcpEndpoint::key)
         .def_readwrite("polls", &TcpEndpoint::polls);
