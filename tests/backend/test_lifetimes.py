@@ -69,6 +69,7 @@ def test_abort_beside_destroy_and_beside_itself(under_way: bool) -> None:
     spawn(body, 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["collective", "message"])
 @pytest.mark.parametrize("how", ["destroy", "drop"])
 def test_a_callback_ends_the_group_on_its_own_thread(kind: str, how: str) -> None:

@@ -27,6 +27,7 @@ class Net(torch.nn.Module):
         return self.frozen(self.layers(x).tanh())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
 @pytest.mark.parametrize("bucket_bytes", [1, 2000, 10**6])
 def test_minimal_ddp_has_the_bits_of_ddp(bucket_bytes: int, backend: str) -> None:

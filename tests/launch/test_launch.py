@@ -213,6 +213,7 @@ def test_hosts_are_distinguished_by_their_identifier() -> None:
     assert [place.local_rank for place in places] == [0, 1, 0, 1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("secret", ["", "0123456789abcdef"])
 @pytest.mark.parametrize("by", ["init", "init_process_group"])
 def test_the_start_says_that_the_ranks_are_not_authenticated(by: str, secret: str, tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ class Carry(nn.Module):
         return x, skip, numbers, still
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "size"), [("1f1b", 3), ("zb_h1", 2), ("zbv", 2), ("zbv", 1)])
 def test_tuples_are_carried(name: str, size: int) -> None:
     def loss(output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

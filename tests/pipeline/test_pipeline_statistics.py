@@ -109,6 +109,7 @@ def compare(own: Mapping[int, nn.Module], whole: list[nn.Module]) -> None:
             torch.testing.assert_close(buffer, its, rtol=1e-5, atol=1e-4, msg=(name + ": {}").format)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("norm", range(len(NORMS)))
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_statistics_are_those_of_the_batch_in_one_piece(norm: int, checkpoint: bool) -> None:

@@ -81,6 +81,7 @@ def joined_as(version: str, store: dist.Store, rank: int, size: int) -> str:
     return ""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("other", ["dist_prims 9 (protocol 9)", "an earlier version"])
 def test_ranks_of_unlike_versions_are_refused_by_all_that_know_of_versions(

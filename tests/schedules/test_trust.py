@@ -227,6 +227,7 @@ def register_by_rank(trusted: bool) -> None:
 DIFFERENT_STEPS = r"rank \d: ranks disagree, no data was touched.*registered different steps under this name"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
 @pytest.mark.parametrize("trusted", [True, False])
 def test_ranks_that_registered_different_steps_raise(backend: str, trusted: bool) -> None:
@@ -247,6 +248,7 @@ def test_ranks_that_registered_different_steps_raise(backend: str, trusted: bool
     dist_prims.spawn(rank_main, 3, backend=backend, timeout=120)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["gloo", "dist_prims"])
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_rank_whose_steps_raise_is_compared(backend: str, trusted: bool) -> None:

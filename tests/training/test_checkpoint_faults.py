@@ -157,6 +157,7 @@ def big(rank: int) -> dict[str, torch.Tensor]:
     return {"big": torch.zeros(10**5)} if rank == 1 else {"small": torch.zeros(1)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("where", ["state", "own", "background"])
 @pytest.mark.parametrize("backend", ["dist_prims", "gloo"])
 def test_a_failed_write_raises_on_all_ranks_and_the_old_checkpoint_stays(

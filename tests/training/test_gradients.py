@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from dist_prims.training.gradients import GradientAverager
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("size", "backend", "overlap", "bucket_mb"),
     [  # all pairs, but for gloo on one rank

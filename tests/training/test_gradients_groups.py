@@ -53,6 +53,7 @@ def compare_gradients(models: Sequence[nn.Module], wanted: Sequence[nn.Module], 
             torch.testing.assert_close(own.grad, right[1].grad, rtol=tolerance, atol=tolerance, msg=name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("backend", "out", "compress"),
     [("gloo", 16, None), ("dist_prims", 1, None), ("dist_prims", 16, "fp16"), ("gloo", 1, "fp16")],
@@ -80,6 +81,7 @@ def test_two_averagers_in_one_backward(backend: str, out: int, compress: str | N
     spawn(body, 2, backend)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sparse", [False, True])
 def test_averagers_that_get_their_gradients_in_another_order_on_each_rank(backend: str, sparse: bool) -> None:

@@ -92,6 +92,7 @@ def test_a_rank_with_all_gradients_may_read_the_agreement_later() -> None:
     spawn(body, 3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("backend", "announced"), [("gloo", True), ("dist_prims", True), ("dist_prims", False)])
 def test_sparse_gradients(backend: str, announced: bool) -> None:
     def body() -> None:
@@ -191,6 +192,7 @@ def test_join_ends_where_no_rank_has_a_batch() -> None:
     spawn(body, 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("size", "backend", "inner"), [(2, "dist_prims", 0), (2, "gloo", 1), (3, "gloo", 0), (3, "dist_prims", 1)]
 )

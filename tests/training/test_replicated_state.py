@@ -385,6 +385,7 @@ def test_targets_that_cannot_be_replicated(tmp_path: Path) -> None:
     assert run_ranks(body, 2, tmp_path) == ["refused", "refused"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "point"), [("sampler", BEFORE), ("sampler", AVERAGED), ("stream", AVERAGED), ("stream", ENDED)]
 )
