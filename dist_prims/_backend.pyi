@@ -31,44 +31,23 @@ class PrimsBackend:
     options: Any
 
     def __init__(
-        self,
-        *,
-        store: Any,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        hosts: Sequence[str],
-        transport: Any,
-        largest_tag: int,
-        tcp: Any,
-        ucx: Any,
-        make_gloo: Callable[[], Any],
-        make_child: Callable[..., Any],
-        choose: Callable[[str, int | None, int], Any],
-        accelerator: Any,
-        slot_bytes: int,
-        one_shot_bytes: int,
-        group: str,
-        ranks: Sequence[int],
-        network: int,
-        describe: Callable[[tuple[float, float] | None], str],
-        dump: str,
-        ended: Callable[[], int],
+        self, *, store: Any, rank: int, size: int, timeout: timedelta, setup: Any, ended: Callable[[], int]
     ) -> None: ...
     def ended(self) -> list[int]: ...
     def algorithm(self, nbytes: int, collective: str = ..., root: int = ...) -> str: ...
     def pin(self, collective: str, text: str, make: Callable[[int], Sequence[Any]] | None) -> None: ...
     def all_reduce_(self, tensor: torch.Tensor, op: Any) -> None: ...
-    def run_schedule(
+    def run_call(
         self,
         *,
         collective: str,
-        schedule: NativeSchedule,
+        schedule: NativeSchedule | None,
         inputs: Sequence[torch.Tensor | None],
         outputs: Sequence[torch.Tensor | None],
         counts: Sequence[int],
         op: Any,
         root: int,
+        is_even: bool,
         check: Callable[[], None] | None,
         async_op: bool,
     ) -> dist.Work: ...
