@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..rendezvous.mpi_exchange import is_mpi_inherited
-from ..rendezvous.network import PORTS, family_of, interface_of
+from ..rendezvous.network import PORTS, family_of, interface_of, listen
 from . import tcp_endpoint
 from .compile_native import UCX, Library, ucx, ucx_headers
 from .extension import extension
@@ -91,6 +91,7 @@ def make(store: Any, rank: int, size: int, address: str) -> Any:
     def endpoint() -> tuple[Any, str]:
         global _process
         _process = os.getpid()
+        listen(address).close()  # raises if no port is free; UCX would try the ports of a range without end
         made = _library().make(list(settings(os.environ, address).items()))
         return made, made.address.hex()
 

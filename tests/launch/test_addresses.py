@@ -149,9 +149,17 @@ def test_the_ranks_listen_at_the_given_ports_only(monkeypatch: pytest.MonkeyPatc
     assert sum(map(len, found)) == len(set().union(*found)) >= 3 * 4
 
 
-def test_an_end_of_the_given_ports_is_said_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It advised to choose another interface."""
-    monkeypatch.setenv(PORTS, "20400-20403")
+@pytest.mark.parametrize(
+    ("transport", "last", "failure"),
+    [("tcp", 3, "cannot listen for the ranks of other hosts"), ("ucx", 7, r"cannot create a worker of UCX \(.*\)")],
+)
+def test_an_end_of_the_given_ports_is_said_by_all_ranks(
+    transport: str, last: int, failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It advised to choose another interface, and UCX tried the ports of its range without end."""
+    require(transport)
+    monkeypatch.setenv(PORTS, f"20400-2040{last}")
+    monkeypatch.setenv("DIST_PRIMS_TRANSPORT", transport)
 
     def body() -> str:
         try:
@@ -161,8 +169,8 @@ def test_an_end_of_the_given_ports_is_said_by_all_ranks(monkeypatch: pytest.Monk
         return "no error"
 
     for text in span("a b", body):
-        words = "cannot listen for the ranks of other hosts: all ports of DIST_PRIMS_PORTS=20400-20403 are in use"
-        assert re.search(rf"rank [01] {words} on this host; give a wider range", text), text
+        words = f"{failure}: all ports of DIST_PRIMS_PORTS=20400-2040{last} are in use on this host"
+        assert re.search(rf"rank [01] {words}; give a wider range", text), text
         assert "GLOO_SOCKET_IFNAME" not in text
 
 
