@@ -6,8 +6,8 @@ because their headers take most of the compiler's time.
 
 from __future__ import annotations
 
-import fcntl
 import functools
+import hashlib
 import os
 import re
 import subprocess
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from sanitized import build_core
 
 from dist_prims.backend import compile_native, ucx_library
@@ -27,14 +28,27 @@ CASES = [name for source in SOURCES for name in re.findall(r"^CASE\((\w+)\)", so
 COMPILER = os.environ.get("CXX", "c++")
 
 
-def build(program: Path, libraries: Path, *flags: str) -> None:
-    """Compile the cases, not optimized, and link them to the core in the folder ``libraries``."""
-    source = program.with_suffix(".cpp")
-    source.write_text("".join(f'#include "{each}"\n' for each in SOURCES))
+def built(libraries: Path, *flags: str) -> Path:
+    """The program of the cases, not optimized, linked to the core in the folder ``libraries``.
+
+    It is compiled again where a source, a header or the command has changed.
+    """
     options = ["-std=c++20", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
-    link = [f"-L{libraries}", "-ldist_prims_core", f"-Wl,-rpath,{libraries}", "-o", str(program)]
-    done = subprocess.run([COMPILER, *options, str(source), *link], capture_output=True, text=True, timeout=1000)
-    assert done.returncode == 0, done.stderr
+    link = [f"-L{libraries}", "-ldist_prims_core", f"-Wl,-rpath,{libraries}"]
+    digest = hashlib.sha256(repr([COMPILER, *options, *link]).encode())
+    for each in [*sorted(CSRC.rglob("*.h")), *SOURCES]:
+        digest.update(each.read_bytes())
+    folder = CSRC.parent / "build" / "core_test"
+    folder.mkdir(parents=True, exist_ok=True)
+    program, source = folder / digest.hexdigest()[:16], folder / f"{digest.hexdigest()[:16]}.cpp"
+    with FileLock(f"{program}.lock", timeout=1000):  # compiled once for all workers of pytest-xdist
+        if not program.exists():
+            source.write_text("".join(f'#include "{each}"\n' for each in SOURCES))
+            command = [COMPILER, *options, str(source), *link, "-o", f"{program}.new"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=1000)
+            assert done.returncode == 0, done.stderr
+            Path(f"{program}.new").rename(program)
+    return program
 
 
 @functools.cache
@@ -62,17 +76,8 @@ def run(program: Path, *arguments: str, timeout: float = 300, **environment: str
 
 
 @pytest.fixture(scope="session")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The test program of the built core, compiled once for all workers of pytest-xdist."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    program = folder / "core_test"
-    with (folder / "core_test.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not program.exists():
-            build(program, LIBRARIES)
-    return program
+def program() -> Path:
+    return built(LIBRARIES)
 
 
 @pytest.mark.timeout(1200)
@@ -92,10 +97,9 @@ def test_all_cases(program: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("sanitizer", compile_native.SANITIZERS)
-def test_all_cases_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
-    libraries = build_core(sanitizer)
-    build(tmp_path / "core_test", libraries, *compile_native.SANITIZERS[sanitizer])
-    run(tmp_path / "core_test", timeout=1000, UBSAN_OPTIONS="print_stacktrace=1")
+def test_all_cases_under_a_sanitizer(sanitizer: str) -> None:
+    program = built(build_core(sanitizer), *compile_native.SANITIZERS[sanitizer])
+    run(program, timeout=1000, UBSAN_OPTIONS="print_stacktrace=1")
 
 
 @pytest.mark.slow
