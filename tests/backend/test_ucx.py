@@ -151,7 +151,7 @@ def test_signal_handlers_environment_and_libc_stay_as_they_are(needs_ucx: None) 
         after = caught(), instructions(), {name for name in os.environ if name.startswith("UCX_")}
         assert after == before
 
-    dist_prims.spawn(rank, 2, timeout=60)
+    dist_prims.spawn(rank, 2, backend="gloo", timeout=60)  # whose threads have glibc handle a signal
 
 
 def test_forked_children_change_nothing(needs_ucx: None) -> None:
