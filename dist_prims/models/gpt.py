@@ -43,8 +43,10 @@ class _InGroup(nn.Module):
 class CausalSelfAttention(_InGroup):
     """Every token attends to itself and those before it; (batch, tokens, width) to the same.
 
-    ``attention``: "plain" has the whole sequence here, "ring" and "ulysses" have this rank's part of it, as
-    ``split_sequence`` gives it in this ``order``. With ``kv_heads`` several heads share keys and values.
+    - ``width``: the features of a token. ``heads``: of the queries; they divide ``width``.
+    - ``kv_heads``: of keys and values, which several heads of queries share; by default as many as ``heads``.
+    - ``attention``: "plain" for the whole sequence, "ring" or "ulysses" for this rank's part of it.
+    - ``group``: the ranks that have the parts. ``order``: in which ``split_sequence`` has given them.
 
     >>> CausalSelfAttention(16, heads=4, kv_heads=2)(torch.randn(1, 5, 16)).shape
     torch.Size([1, 5, 16])
@@ -88,7 +90,11 @@ class CausalSelfAttention(_InGroup):
 
 
 class GPT(_InGroup):
-    """Tokens (batch, tokens) to the logits of the next ones. ``context``: the longest sequence it can be given whole.
+    """Tokens (batch, tokens) to the logits of the next ones.
+
+    - ``vocabulary``: the number of different tokens. ``context``: of tokens of the longest whole sequence.
+    - ``layers``: of attention, each with ``width``, ``heads``, ``kv_heads``, ``attention``, ``group`` and ``order`` as
+      :class:`CausalSelfAttention` has them.
 
     >>> GPT(vocabulary=10, context=8, width=16, heads=4, layers=2)(torch.tensor([[1, 2, 3]])).shape
     torch.Size([1, 3, 10])

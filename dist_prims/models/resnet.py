@@ -79,7 +79,11 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Four layers of ``depths`` blocks each. ``small_images`` leaves their size to the blocks: for 8 x 8 to 64 x 64.
+    """Images (batch, channels, height, width) to the logits of their classes.
+
+    - ``block``: of each of the four layers. ``depths``: the number of blocks of each layer.
+    - ``num_classes``: of logits. ``in_channels``: of an image.
+    - ``small_images``: the first convolution does not make the image smaller: for 8 x 8 to 64 x 64.
 
     >>> ResNet(BasicBlock, (1, 1, 1, 1), num_classes=3, small_images=True)(torch.ones(2, 3, 8, 8)).shape
     torch.Size([2, 3])

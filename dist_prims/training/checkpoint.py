@@ -71,6 +71,7 @@ class Checkpoints:
       dictionaries of tensors, loaded in place. A tensor is the same on each rank that has it, or a DTensor. Of the
       buffers of a module the lowest rank's are saved; of a ShardedSampler or ShardedIterable the states of all ranks.
     - ``own``: objects whose state differs by rank, and generators. Only the same number of ranks can load them.
+    - ``group``: the ranks that save and restore together; by default all.
 
     The random states of torch, NumPy, Python and CUDA are always saved; ranks that were not there derive theirs.
     """

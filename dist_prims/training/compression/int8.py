@@ -20,7 +20,8 @@ class Int8(Exchange):
     """A quarter of the bytes of float32. ``block``: elements, at most, that share a scale.
 
     ``stochastic=True`` rounds up or down at random, with the value's fraction as probability, drawn from ``seed`` and
-    the rank, so that a run can be repeated. A value that is not finite makes its block so.
+    the rank, so that a run can be repeated. A value that is not finite makes its block so. ``feedback``: what rounding
+    has lost is added to the next gradient.
 
     >>> Int8(block=256).bytes_of(1000)
     1016

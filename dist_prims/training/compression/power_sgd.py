@@ -35,6 +35,7 @@ class PowerSGD(Staged):
 
     The first ``warm_up`` steps are not compressed: early gradients are not of a low rank. A tensor of more dimensions
     is the matrix of its first dimension and all others. ``seed`` draws the first Q, which is the same on all ranks.
+    ``feedback``: what a message lacks is added to the next gradient.
 
     >>> PowerSGD(rank=2).saves(64, 32), PowerSGD(rank=2).saves(4, 3)
     (True, False)

@@ -30,7 +30,9 @@ class ShardedIterable:
     >>> sorted([*before, *(item for batch in stream.batches(4) for item in batch.tolist())])
     [0, 1, 2, 3, 4, 5, 6]
 
-    ``workers``: of each rank's DataLoader. ``window``: samples that are shuffled together.
+    - ``sources``: shuffled in each epoch by ``seed``. ``open``: gives the samples of one of them.
+    - ``group``: the ranks that share the samples. ``workers``: processes of each rank's DataLoader.
+    - ``window``: the number of samples that are shuffled together.
     """
 
     def __init__(

@@ -44,7 +44,9 @@ class ShardedSampler(Sampler[int]):
     >>> sorted([*alone]) == sorted([*sampler, *list(other)[2:]]), len(alone)
     (True, 6)
 
-    ``uneven`` is for numbers of items that the ranks do not divide:
+    The ranks are the members of ``group``, or ``size`` ranks of which this one is ``rank``. ``seed`` determines the
+    order of each epoch; without ``shuffle`` it is 0, 1, 2, ... ``uneven`` is for numbers of items that the ranks do not
+    divide:
 
     - "repeat", the default, gives some ranks an item that another rank has, too, so that all make equally many steps.
     - "drop" omits the remaining items.

@@ -57,15 +57,17 @@ class Pipeline(Owner):
     A batch of fewer items than ``num_microbatches`` has a micro-batch for each item; the rest of the plan is left out.
     Running statistics of norms move once a batch, by the statistics of the whole batch, when the step has succeeded.
 
-    ``stages``: all stages in order, of which a rank keeps its own, or a dict {number: stage} of its own. ``plan``: a
-    plan, or the name of a schedule of ``num_microbatches`` (2 a rank unless given). ``loss`` and each of
-    ``metrics``: function(output, target) of a micro-batch; a stage that returns a tuple gives a tuple as output, and a
-    tuple of targets is given as further arguments. ``reduction``: whether the loss is the "mean" or the "sum" over its
-    micro-batch, and so over the batch. A mean is over the items; or over what counts for ``cross_entropy`` and
-    ``nll_loss`` with ``ignore_index`` and class weights, as functions, ``functools.partial`` of them or torch's
-    modules. ``loss_weight``: for another loss, function(target), what the mean of a micro-batch divides by. ``scaler``:
-    a GradScaler; gradients are scaled, and the loss is returned as it is. ``checkpoint``: keep the input of a stage
-    only, and compute the rest again in the backward. ``device``: where messages lie; by default the stages' device.
+    - ``stages``: all stages in order, of which a rank keeps its own, or a dict {number: stage} of its own.
+    - ``plan``: a plan, or the name of a schedule of ``num_microbatches`` (2 a rank unless given).
+    - ``loss`` and each of ``metrics``: function(output, target) of a micro-batch; a stage that returns a tuple gives a
+      tuple as output, and a tuple of targets is given as further arguments.
+    - ``reduction``: whether the loss is the "mean" or the "sum" over its micro-batch, and so over the batch. A mean is
+      over the items; or over what counts for ``cross_entropy`` and ``nll_loss`` with ``ignore_index`` and class
+      weights, as functions, ``functools.partial`` of them or torch's modules.
+    - ``loss_weight``: for another loss, function(target), what the mean of a micro-batch divides by.
+    - ``scaler``: a GradScaler; gradients are scaled, and the loss is returned as it is.
+    - ``checkpoint``: keep the input of a stage only, and compute the rest again in the backward.
+    - ``group``: the ranks, by default all. ``device``: where messages lie; by default the stages' device.
 
     >>> torch.manual_seed(0) and None
     >>> model = torch.nn.Linear(2, 1)
