@@ -218,6 +218,7 @@ def install_default_group(backend: Any, store: dist.Store, name: str) -> dist.Pr
     members = {rank: rank for rank in range(backend.size())}
     group = _install_group(backend, store, name, config, "default_pg", members)
     c10d._update_default_pg(group)
+    count_groups_from(0)  # an init_process_group() that failed has counted
     return group
 
 
