@@ -18,7 +18,8 @@ struct Address {
 
     explicit Address(const std::string& text) {
         name.sun_family = AF_UNIX;
-        const std::size_t longest = sizeof(name.sun_path) - 1;  // after the 0 that makes the address abstract
+        // After the 0 that makes the address abstract. A longer one is cut, on both sides alike.
+        const std::size_t longest = sizeof(name.sun_path) - 1;
         std::memcpy(name.sun_path + 1, text.data(), std::min(text.size(), longest));
         length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + std::min(text.size(), longest));
     }
@@ -102,6 +103,7 @@ int send_packet(const Descriptor& connection, const std::vector<std::byte>& data
 
 std::optional<Packet> receive_packet(const Descriptor& connection, bool& ended) {
     ended = false;
+    // The length of the next packet, which stays in the queue; 0 if the other side has closed.
     const auto length = uninterrupted([&] { return ::recv(connection.get(), nullptr, 0, MSG_PEEK | MSG_TRUNC); });
     ended = length == 0 || (length < 0 && errno != EAGAIN);
     if (length <= 0) return std::nullopt;

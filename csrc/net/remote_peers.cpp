@@ -79,7 +79,7 @@ void RemotePeers::run_ticker() {
         for (Transport::TransportRequest* request : waiting_) {
             if (before.count(request)) request->abort();
         }
-        idle = waiting_.empty() ? idle % kIdleTicks + 1 : 0;
+        idle = waiting_.empty() ? idle % kIdleTicks + 1 : 0;  // from 1 again after it has slept
     }
 }
 
@@ -288,11 +288,12 @@ void RemotePeers::end() {
     membership_.give_notice(
         {CommError::Kind::kInterrupted, membership_.number(membership_.rank())});  // the first notice stands
     const auto interrupt = interrupt_of([this] { send_notice(); });
-    const auto second = interrupt_of([this] {  // a transport ends all messages when one of them times out
+    // A receive that nobody answers times out: by that a transport ends all messages, and does not use their memory.
+    const auto forced = interrupt_of([this] {
         const auto nothing = std::make_shared<std::byte>();
         transport_->receive(remote_ranks_.front(), tags.unused(), nothing.get(), 1, nothing)->wait(1ms);
     });
-    for (const auto& error : {interrupt, second}) {
+    for (const auto& error : {interrupt, forced}) {
         if (error) std::rethrow_exception(error);  // only now, when no message uses memory any more
     }
 }
@@ -301,8 +302,8 @@ void RemotePeers::leave() {
     if (!membership_.notice() && !has_left_.exchange(true)) transport_->leave();
 }
 
-// Sends the notice twice. The listener thread of a remote rank wakes up at once, but a listener that is busy with other
-// remarks may be too late. So the notice also goes to the receive that all ranks have posted from the beginning.
+// Sends the notice twice. The thread of TimeoutDiagnosis on a remote rank wakes up at once, but may be busy with other
+// messages, and so too late. So the notice also goes to the receive that all ranks have posted from the beginning.
 void RemotePeers::send_notice() {
     const auto notice = membership_.notice();
     diagnosis_->send_notice(*notice);

@@ -231,7 +231,7 @@ bool PointToPoint::pull(int from) {
             // 2. Bytes, as many as are here: into the memory of the receive if it is posted, else into a buffer.
             const std::size_t now = std::min({here, ring_bytes_ - offset, message->bytes - message->moved});
             const bool direct = message->request && !message->buffer && message->bytes == message->request->bytes;
-            if (!direct && !message->buffer && !buffer_unexpected(*message)) return true;
+            if (!direct && !message->buffer && !buffer_unexpected(*message)) return true;  // the group has ended
             std::memcpy((direct ? message->request->data : message->buffer.get()) + message->moved, ring + offset, now);
             message->moved += now;
             advance(padded(now));
@@ -432,6 +432,7 @@ bool PointToPoint::depends_on(const LocalRequest& request, int peer) const {
     if (request.finished || peer == membership_.rank()) return false;
     if (request.outgoing) return peer == request.peer;
     if (request.peer != kAnyone) return peer == request.peer && is_empty(peer);
+    // A receive from any rank: it goes on as long as a ring holds bytes, or another rank that has not left may send.
     bool all_left = !request.claim, all_empty = true;  // with a claim it may come from another host
     for (int each = 0; each < membership_.size(); ++each) {
         all_left &= each == membership_.rank() || membership_.has_left(each);

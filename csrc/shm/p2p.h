@@ -45,8 +45,8 @@ public:
     // By the number of the window, which begins again at 0 after 2^61 windows.
     static constexpr Tag signal_tag(std::uint64_t window) { return kSignalFlag | (window & (kSignalFlag - 1)); }
 
-    // Records the result (null: success). Returns a callback, which runs later without the lock and may block; may
-    // return none.
+    // Called under the lock with the result (null: success). What it returns, if anything, is called later without the
+    // lock, and may block.
     using Done = std::function<std::function<void()>(std::exception_ptr)>;
 
     // A send or a receive of this rank.
@@ -59,7 +59,7 @@ public:
         Clock::time_point deadline;
         std::chrono::milliseconds timeout;
         Done done;
-        ClaimPtr claim{};  // of a receive that is posted in another place as well
+        ClaimPtr claim{};  // of a receive from any rank that the transport between hosts has as well
         std::size_t moved = 0;
         bool header_sent = false, finished = false;
         std::exception_ptr error{};

@@ -13,9 +13,10 @@
 //
 // A published wait may be stale, so each edge is verified. Edges between collectives are the phase counters of the
 // slot exchange and never stale. A message counts only while its ring buffer is as the wait implies: empty for a
-// receive, full for a send. So a stopped rank is found as soon as the rank that it waited for has done its part. Before
-// that, a cycle with a stopped rank looks like a deadlock. Heartbeats, a counter that every blocked rank increments,
-// tell the two apart.
+// receive, full for a send. A process that is stopped by a signal leaves its last wait published. When its peer has
+// sent, its ring is not empty any more, so the edge does not count: the stopped rank is the end of a chain, and late.
+// Before that, a cycle with it looks like a deadlock. Heartbeats, a counter that every blocked rank increments, tell
+// the two apart.
 //
 // A process is a rank of several groups, and may be blocked in another one. It then publishes in the graphs of all its
 // groups the process that is late there, by its pid.
@@ -182,8 +183,8 @@ public:
     void forget_old_failures();
     Slots publish(const WaitGraph& origin, const std::vector<int>& pids);
     void clear(Slots& slots);
-    // Instead of it after an error: ranks that time out soon afterwards need to know why this process did not come to
-    // them. The slots are cleared when it waits again.
+    // Instead of clear() when the wait has ended by an error: ranks that time out soon afterwards need to know why this
+    // process did not come to them. The slots are cleared when it waits again.
     void clear_later(Slots& slots);
 
 private:

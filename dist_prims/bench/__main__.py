@@ -25,13 +25,13 @@ from .measure import Contender, Line, measure
 from .memory import chunk_bytes, extra_bytes
 from .report import environment, heading, plot, row, write_json
 
-_SECONDS = 3600.0
-_OTHERS = ("calibrate", "hosts", "pipeline", "repair", "steps")
+_TIMEOUT = 3600.0
+_SUBCOMMANDS = ("calibrate", "hosts", "pipeline", "repair", "steps")
 
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
-    if words and words[0] in _OTHERS:  # imported here: most import the backend, which may not be built
+    if words and words[0] in _SUBCOMMANDS:  # imported here: most import the backend, which may not be built
         return int(importlib.import_module(f".{words[0]}", __package__).main(words[1:]))
     parser = _parser()
     given = parser.parse_args(words)
@@ -41,9 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     backend = "gloo" if given.memory else None  # torch does not see what schedules allocate in C++
     if detect().size != 1:
-        init(backend, timeout=_SECONDS)
+        init(backend, timeout=_TIMEOUT)
         return bench(given)
-    return int(max(spawn(bench, given.ranks, (given,), backend=backend, timeout=_SECONDS, prefix=False)))
+    return int(max(spawn(bench, given.ranks, (given,), backend=backend, timeout=_TIMEOUT, prefix=False)))
 
 
 def _check(given: argparse.Namespace) -> None:

@@ -41,7 +41,7 @@ def rendezvous_of(launcher: Launcher, timeout: float) -> Rendezvous:
 
 
 def _by_medium(launcher: Launcher, timeout: float) -> Rendezvous:
-    name = launcher.name.partition(" of ")[0]  # mpi.Mpi.library names the MPI
+    name = launcher.name.partition(" of ")[0]  # without the name of the MPI, which its library tells
     try:
         if launcher.medium == "MPI":
             world = mpi_exchange.Mpi(launcher)

@@ -45,11 +45,14 @@ def shrink(group: dist.ProcessGroup | None = None, *, timeout: float | None = No
     and all other groups are destroyed. Otherwise only ``group`` is replaced. The old group ends: its unfinished calls
     raise :class:`PeerLeftError`.
 
-    A rank is waited for until its process has ended or ``timeout`` seconds have passed, by default the timeout of the
-    group. A rank that the error of the group names as late is waited for 0.3 s, and the other ranks of its host, if the
-    host does not answer, for a second. Of two hosts between which the link does not deliver one is left out. A rank
-    without which the others have gone on raises :class:`LeftOutError`. If further ranks die meanwhile, the others agree
-    again.
+    How long the ranks wait for another one:
+
+    - until its process has ended or ``timeout`` seconds have passed, by default the timeout of the group;
+    - 0.3 s if the error of the group names it as late;
+    - a second if it is on the host of such a rank, and the host does not answer.
+
+    Of two hosts whose link does not deliver one is left out. A rank that has been left out raises
+    :class:`LeftOutError`. If further ranks die meanwhile, the others agree again.
 
     Between hosts a majority of up to five ranks must be left, at first the first rank of each host; ranks on the
     smaller side of a network that is cut in two raise :class:`CommError`.
@@ -79,6 +82,8 @@ def _attempt(
     name = backend.options.group_name
     attempt = RepairAttempt(backend, next_name(name), limit, _AGREEMENT)
     backend.abort()  # this rank makes no further calls in the old group, and says so to ranks that wait for it
+    # An earlier grow() has raised here before its outcome was known. prevent() makes it fail, or raises if the other
+    # ranks have that group, of which this rank is a member: it must not form another one.
     if undecided := made_group(name).undecided_grow:
         RepairAttempt(backend, next_name(name), limit, undecided).run(prevent(0))
         made_group(name).undecided_grow = ""

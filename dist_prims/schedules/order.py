@@ -35,14 +35,17 @@ def scales(terms: Sequence[int], ranks: int) -> tuple[list[float], float]:
     """The scaling of one addition for a mean of half types: the factor of each operand, and the divisor of their sum.
 
     ``terms``: the number of ranks whose data is in each operand. A sum of n ranks is stored divided by the smallest
-    power of two that is at least n; the sum of all ``ranks`` is divided by the rest.
+    power of two that is at least n. So each operand is multiplied by its own power and divided by the power of the
+    sum: a sum of 2 ranks, stored as half, becomes a quarter in a sum of 3. The sum of all ``ranks`` is divided by what
+    a mean lacks then: the number of ranks over its power of two.
 
     >>> scales([2, 1], ranks=6), scales([3, 3], ranks=6)
     (([0.5, 0.25], 1.0), ([0.5, 0.5], 0.75))
     """
     whole = sum(terms)
-    scale = 2.0 ** -(whole - 1).bit_length()
-    return [scale * 2 ** (each - 1).bit_length() for each in terms], ranks * scale if whole == ranks else 1.0
+    power = 2 ** (whole - 1).bit_length()
+    factors = [2 ** (each - 1).bit_length() / power for each in terms]
+    return factors, ranks / power if whole == ranks else 1.0
 
 
 def _numpy_sum(addends: Sequence[Any]) -> Any:
@@ -66,7 +69,7 @@ class Order:
     """The expression of one sum of ranks' data. ``str()`` formats it, ``evaluate`` computes it."""
 
     sums: Sums
-    number: int
+    number: int  # of the sum, in ``sums``
 
     def evaluate(self, values: Sequence[Any], add: Callable[[Sequence[Any]], Any] = _numpy_sum) -> Any:
         """The sum of values[rank], in this order; ``add`` adds a list left to right and rounds once."""

@@ -57,7 +57,7 @@ from .uneven_batches import STEP, VERDICT, Joining, ShadowSteps, join
 
 __all__: list[str] = []
 
-_NO_BACKWARD, _ONCE = -1, -2
+_NO_BACKWARD, _ONCE = -1, -2  # values of _task beside the number of a backward
 
 
 class GradientAverager:
@@ -78,8 +78,8 @@ class GradientAverager:
 
     Each ``backward()`` communicates. With several backward passes a step, wrap all but the last in :meth:`no_sync`, or
     all of them in :meth:`once`; without that the means are right as well, but sent several times. A parameter without
-    gradient on some ranks counts as zero there; without one on any, it keeps none. Each backward that reaches a
-    parameter of the model on one rank reaches one on every rank. A ``.grad`` is whole when ``backward()`` returns, and
+    gradient on some ranks counts as zero there; without one on any, it keeps none. A backward that reaches a
+    parameter of the model on one rank must reach one on every rank. A ``.grad`` is whole when ``backward()`` returns,
     not for a hook within it; one that a program keeps is overwritten by the next backward: clone it. Parameters may be
     frozen and unfrozen between steps, on all ranks together. Parameters that the model gets later are not averaged; the
     first gradient of one gives a warning. Make a new averager then, after :meth:`remove`.
@@ -155,8 +155,8 @@ class GradientAverager:
         self._synchronize(0)
         sparse = announced_sparse(self._model, self._parameters)
         self._averaging = Averaging(self._names, self._parameters, self._group, self._compressor, self._limit, sparse)
-        self._task = _NO_BACKWARD
-        self._outer: weakref.ref[Ending] | None = None  # autograd keeps it alive until backward ends or raises
+        self._task = _NO_BACKWARD  # or the backward whose gradients are averaged
+        self._outer: weakref.ref[Ending] | None = None  # what runs at its end; autograd keeps it until then
 
     def resize(self, group: dist.ProcessGroup | None = None) -> None:
         """Average over the ranks of another group, as after ``dist_prims.shrink`` or ``grow``; all of them call this.
@@ -364,7 +364,7 @@ class GradientAverager:
         """Begin a step: the first gradient of a backward has arrived."""
         nested = within_a_backward()
         if nested and self._outer is not None and self._outer() is not None:
-            return  # a backward within ours
+            return  # a backward within ours, such as a checkpoint's: its gradients belong to the step that has begun
         self._averaging.sending.refuse_shown()
         if nested:
             raise RuntimeError(
