@@ -62,7 +62,7 @@ def default_backend(announces: bool = True) -> str:
     It is gloo where the adapter cannot be had; ``announces`` prints the reason.
 
     >>> import torch
-    >>> default_backend() == ("cpu:dist_prims,cuda:nccl" if torch.cuda.is_available() else "dist_prims")
+    >>> default_backend() == ("cpu:dist_prims,cuda:nccl" if torch.cuda.device_count() else "dist_prims")
     True
     """
     import torch
@@ -77,7 +77,8 @@ def default_backend(announces: bool = True) -> str:
         if announces:
             reason = str(error).partition("\n")[0]
             print(f"dist_prims: the backend is gloo, because {NAME} is not available: {reason}", file=sys.stderr)
-    return f"cpu:{cpu},cuda:nccl" if torch.cuda.is_available() else cpu
+    # device_count() asks the driver without initialising CUDA, after which a process could not fork ranks that use it.
+    return f"cpu:{cpu},cuda:nccl" if torch.cuda.device_count() else cpu
 
 
 def _create(options: Any, given: Any) -> Any:

@@ -90,8 +90,10 @@ bool TimeoutDiagnosis::note(const Remark& remark) {
 // Under the lock. Forwards the remarks of the two ranks of a link that does not deliver to each other.
 void TimeoutDiagnosis::forward(const Remark& remark) {
     const auto forward_between = [&](int from, int to) {
-        for (const Remark& each : known_) {
-            if (each.kind < 0 && each.rank == from && to != me_ && from != me_) send(to, each);
+        for (const auto kind : {kUnanswered, kWaits}) {  // in this order: see announce()
+            for (const Remark& each : known_) {
+                if (each.kind == kind && each.rank == from && to != me_ && from != me_) send(to, each);
+            }
         }
     };
     if (remark.kind == kUnanswered) {

@@ -170,7 +170,13 @@ void TcpTransport::accept() {
             newcomers_.push_back({std::move(*accepted), TcpLane::Clock::now()});
         }
     } catch (const std::system_error&) {  // too many descriptors: some may be closed soon
-        may_accept_ = false;
+        pollfd newcomer{endpoint_.listening.descriptor(), POLLIN, 0};
+        may_accept_ = ::poll(&newcomer, 1, 0) == 0;  // the kernel looks for a descriptor before it looks for newcomers
+        if (may_accept_) {
+            refuses_since_ = {};
+            is_exhausted_ = false;
+            return;
+        }
         const auto now = TcpLane::Clock::now();
         if (refuses_since_ == TcpLane::Clock::time_point{}) refuses_since_ = now;
         is_exhausted_ = now - refuses_since_ >= kRetry;

@@ -16,6 +16,7 @@ from ..rendezvous.network import (
     interface_addresses,
     interface_of,
     is_loopback,
+    is_name,
     join_address,
     listen,
 )
@@ -82,7 +83,7 @@ def common_address(store: Any, rank: int, size: int, met_at: str | None) -> str:
 
     def families() -> tuple[list[str], str]:
         found = own_addresses()
-        preferred = family_of(met_at or found[0])
+        preferred = family_of(found[0] if met_at is None or is_name(met_at) else met_at)
         found = sorted(found, key=lambda each: family_of(each) != preferred)
         return found, " ".join(map(family_of, found))
 

@@ -92,7 +92,8 @@ def direct_group(group: dist.ProcessGroup | None, data: Any, *block: Any) -> dis
 
 def is_for_gloo(call: Call) -> bool:
     """Whether a call that names no algorithm is gloo's own; the same on all ranks."""
-    if type(_backend_for(call.group, call.like.device)).__name__ != "ProcessGroupGloo":
+    is_gloo = type(_backend_for(call.group, call.like.device)).__name__ == "ProcessGroupGloo"
+    if not is_gloo or call.like.device.type != "cpu":
         return False
     if call.collective == "broadcast":
         return call.like.dtype in _MOVABLE
@@ -143,7 +144,7 @@ def _work_or_finish(call: Call, work: dist.Work | None, after: Sequence[Callable
         return None
     future: Future[None] = Future()
     work.get_future().then(functools.partial(_settle, future, after))
-    return Work(future, f"{call.collective} on rank {call.group.rank()}")
+    return Work(future, f"{call.collective} on rank {call.group.rank()}", work)
 
 
 def schedule_name(schedule: Schedule) -> str:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,16 +28,32 @@ __all__: list[str] = []
 
 
 class Work(dist.Work):
-    """An asynchronous collective. ``future`` completes when the result is in the tensors of the user."""
+    """An asynchronous collective. ``future`` completes when the result is in the tensors of the user.
 
-    def __init__(self, future: Future[None], what: str) -> None:
+    ``inner`` is the work of a backend that executes it. Its own wait shows other ranks for what this rank waits.
+    """
+
+    def __init__(self, future: Future[None], what: str, inner: dist.Work | None = None) -> None:
         super().__init__()
         self._future = future
         self._what = what
+        self._inner = inner
 
     def is_completed(self) -> bool:
         """Whether the collective has ended, with or without an error."""
         return self._future.done()
+
+    def is_success(self) -> bool:
+        """Whether the collective has ended without an error."""
+        return self._future.done() and self._future.exception() is None
+
+    def exception(self) -> Any:
+        """The error of a collective that has ended, or None."""
+        return self._future.exception() if self._future.done() else None
+
+    def synchronize(self) -> None:
+        """Wait for the result."""
+        self.wait()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the result and return True; raise the error of the collective.
@@ -44,6 +61,8 @@ class Work(dist.Work):
         After the ``timeout`` raise TimeoutError, which does not end the collective. The default, as zero in torch, is
         the timeout of the group.
         """
+        if self._inner is not None and not timeout:  # a timeout of the backend's own wait would end the group
+            self._inner.wait()
         try:
             self._future.result(timeout.total_seconds() if timeout else None)
         except TimeoutError as error:

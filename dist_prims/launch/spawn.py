@@ -77,9 +77,9 @@ def spawn(
     method = start_method or _safe_start_method()
     if method not in ("fork", "spawn"):
         raise ValueError(f"spawn: start_method is {method!r}; choose 'fork' or 'spawn'")
-    joined_backend = prepare(backend) if init else None
+    prepared = prepare(backend) if backend or init else None
     with RankProcesses(nprocs, start_timeout, timeout, prefix, min_ranks or nprocs) as processes:
-        processes.start(method, fn, args, joined_backend)
+        processes.start(method, fn, args, prepared if init else None)
         results = processes.results()
         processes.finish()
     return results

@@ -44,13 +44,23 @@ def split_address(address: str) -> tuple[str, int]:
     >>> split_address("host0:29500"), split_address("[fd00::1]:29500")
     (('host0', 29500), ('fd00::1', 29500))
     """
-    if found := re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:/]+)):(\d{1,5})", address):
+    found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:/]+)):(\d{1,5})", address)
+    if found and int(found[3]) < 1 << 16:
         return found[1] or found[2], int(found[3])
     raise ValueError(f"{address!r} is not of the form host:port; an IPv6 address has brackets: [fd00::1]:29500")
 
 
 def family_of(address: str) -> str:
     return "IPv6" if ":" in address else "IPv4"
+
+
+def is_name(host: str) -> bool:
+    """Whether a host is given by its name, and not by an address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    return False
 
 
 def is_loopback(address: str) -> bool:

@@ -53,7 +53,7 @@ def served_store(address: str, port: int = 0) -> tuple[dist.Store, str]:
         found = listening.getsockname()[1]
         client = address or LOOPBACK
         _stores[address, port] = (
-            connect(client, found, 1, _SECONDS, listening.detach()),
+            connect(client, found, 1, _SECONDS, listening.detach(), is_shared=port != 0),
             join_address(client, found),
         )
     return _stores[address, port]
@@ -82,8 +82,13 @@ def serve_registers(address: str, group: str, key: bytes) -> tuple[str, GroupReg
     return found, _servers[address].add(group, key)
 
 
-def connect(address: str, port: int, size: int, timeout: float, server: int | None = None) -> dist.Store:
-    """Create a client of the TCPStore at ``address``; with the descriptor of a listening socket, its server as well."""
+def connect(
+    address: str, port: int, size: int, timeout: float, server: int | None = None, is_shared: bool = False
+) -> dist.Store:
+    """Create a client of the TCPStore at ``address``; with the descriptor of a listening socket, its server as well.
+
+    If it is shared, ``init_process_group`` of this process at the same port, as MASTER_PORT, uses this server too.
+    """
     return dist.TCPStore(
         address,
         port,
@@ -91,6 +96,7 @@ def connect(address: str, port: int, size: int, timeout: float, server: int | No
         is_master=server is not None,
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
+        multi_tenant=is_shared,
         master_listen_fd=server,
     )
 
@@ -131,9 +137,10 @@ def answers(addresses: Collection[str], seconds: float) -> dict[str, bool]:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
             probe.setblocking(False)
-            if probe.connect_ex((host, port)) == errno.ECONNREFUSED:
+            error = probe.connect_ex((host, port))
+            if error == errno.ECONNREFUSED:
                 found[address] = False
-            else:
+            elif error in (0, errno.EINPROGRESS):  # another error, such as no route, is no answer
                 selector.register(probe, selectors.EVENT_WRITE, address)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):

@@ -18,6 +18,7 @@ from ranks import store
 from survivors import run_ranks, run_worlds
 from timeouts import CALLS, Groups, Scenario, chain, named, outcomes, receive, send
 
+import dist_prims
 from dist_prims.errors import CommTimeoutError
 
 
@@ -89,8 +90,16 @@ def test_the_late_rank_is_named_beside_messages(tmp_path: Path) -> None:
     def from_any(groups: Groups) -> None:
         dist.recv(torch.ones(3), group=groups.world)
 
+    def asynchronous(groups: Groups) -> None:
+        work = dist_prims.all_reduce(torch.ones(3), group=groups.world, async_op=True)
+        assert work is not None
+        work.wait()
+
     small, ring = CALLS["small"], CALLS["ring"]
     scenarios = {
+        "a receive from a rank that waits for its own call": Scenario(
+            3, 2, [asynchronous, receive(0), small], delays=[0.35, 0.0, 0.0]
+        ),
         "a send to a rank that waits": Scenario(3, 2, [send(1), small, small]),
         "a receive from a rank that follows a schedule": Scenario(4, 3, [from_2, ring, ring, ring]),
         "a receive from any rank": Scenario(3, 2, [from_any, small, small]),

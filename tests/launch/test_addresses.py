@@ -119,11 +119,12 @@ def test_ranks_without_a_common_kind_of_address_say_which() -> None:
 
 
 def test_a_second_init_at_the_same_address_meets_the_other_ranks_again() -> None:
-    """Rank 0 failed: it still held the port, by the group that it had destroyed."""
+    """Rank 0 failed: it still held the port, by the group that it had destroyed. The second one is torch's own."""
     program = f"""
 import os, torch, torch.distributed as dist, dist_prims
-for number in range(3):
-    kept = dist_prims.init(init_method="tcp://127.0.0.1:{free_port()}", rank=int(os.environ["NUMBER"]), world_size=2)
+place = dict(init_method="tcp://127.0.0.1:{free_port()}", rank=int(os.environ["NUMBER"]), world_size=2)
+for init in (dist_prims.init, dist.init_process_group, dist_prims.init):
+    kept = init("gloo", **place)
     group, tensor = dist.group.WORLD, torch.ones(1)
     dist.all_reduce(tensor)
     print(int(tensor), end=" ", flush=True)
