@@ -194,6 +194,7 @@ Membership::Notice TimeoutDiagnosis::verdict(int awaited) const {
 
 std::vector<TimeoutDiagnosis::Link> TimeoutDiagnosis::cut_links() {
     const std::lock_guard lock(mutex_);
+    for (const int rank : transport_.unanswering()) unanswered_.insert({me_, rank});  // more than at the report
     std::vector<Link> found;
     for (const auto& [rank, other] : unanswered_) {
         if (is_cut(rank, other)) found.push_back({rank, other});

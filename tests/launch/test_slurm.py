@@ -42,8 +42,8 @@ def test_srun_and_sbatch(tmp_path: Path) -> None:
     line = f"{one_host} && {srun} program.py && {by_torch} && {batches} && {wait}"
     done = on_slurm(2, line, tmp_path, timeout=280)
     assert done.returncode == 0, done.stderr
-    assert "2 ranks on 1 host by srun, gloo over loopback" in done.stderr
-    assert "4 ranks on 2 hosts by srun, gloo over eth0" in done.stderr
+    assert "2 ranks on 1 host by srun, dist_prims over loopback" in done.stderr
+    assert "4 ranks on 2 hosts by srun, dist_prims over eth0" in done.stderr
     by_init = lines(2, 2, ", ((0, 1), (2, 3))")
     assert ranks(done.stdout) == sorted([*lines(1, 2, ", ((0, 1),)"), *by_init, *lines(2, 1)])
     assert "rank 0 on host0: 1, ((0,),)\n" in (tmp_path / "one").read_text()
