@@ -288,7 +288,7 @@ void RemotePeers::end() {
     membership_.give_notice(
         {CommError::Kind::kInterrupted, membership_.number(membership_.rank())});  // the first notice stands
     const auto interrupt = interrupt_of([this] { send_notice(); });
-    // A receive that nobody answers times out: by that a transport ends all messages, and does not use their memory.
+    // A receive without a sender times out: by that a transport ends all messages, and does not use their memory.
     const auto forced = interrupt_of([this] {
         const auto nothing = std::make_shared<std::byte>();
         transport_->receive(remote_ranks_.front(), tags.unused(), nothing.get(), 1, nothing)->wait(1ms);
