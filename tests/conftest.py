@@ -44,7 +44,7 @@ os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Collapse the memory of this process into huge pages, where Linux can do it: to fork a rank, it then copies the
-    page tables of a few megabytes, and not those of all modules of torch."""
+    page tables of a few megabytes, and not the page tables of all modules of torch."""
     collapse, page = 25, 1 << 21  # MADV_COLLAPSE of Linux 6.1
     maps = Path("/proc/self/maps")
     for line in maps.read_text().splitlines() if maps.exists() else ():

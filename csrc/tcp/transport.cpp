@@ -172,14 +172,12 @@ void TcpTransport::accept() {
     } catch (const std::system_error&) {  // too many descriptors: some may be closed soon
         pollfd newcomer{endpoint_.listening.descriptor(), POLLIN, 0};
         may_accept_ = ::poll(&newcomer, 1, 0) == 0;  // the kernel looks for a descriptor before it looks for newcomers
-        if (may_accept_) {
-            refuses_since_ = {};
-            is_exhausted_ = false;
-            return;
-        }
         const auto now = TcpLane::Clock::now();
-        if (refuses_since_ == TcpLane::Clock::time_point{}) refuses_since_ = now;
-        is_exhausted_ = now - refuses_since_ >= kRetry;
+        if (may_accept_)
+            refuses_since_ = {};
+        else if (refuses_since_ == TcpLane::Clock::time_point{})
+            refuses_since_ = now;
+        is_exhausted_ = !may_accept_ && now - refuses_since_ >= kRetry;
     }
 }
 

@@ -106,8 +106,8 @@ def own_address() -> str:
 def own_addresses() -> list[str]:
     """Return the addresses at which this rank can listen, at most one of IPv4 and one of IPv6.
 
-    They are those of the interface ``GLOO_SOCKET_IFNAME``; without that variable, of the interface through which the
-    kernel sends to ``MASTER_ADDR``; else of the first that is not the loopback interface.
+    The addresses belong to the interface ``GLOO_SOCKET_IFNAME``; without that variable, to the interface through which
+    the kernel sends to ``MASTER_ADDR``; else to the first that is not the loopback interface.
     """
     if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
         if found := addresses_of(interface):

@@ -104,7 +104,7 @@ def make(store: Any, rank: int, size: int, address: str) -> Any:
 def settings(environment: Mapping[str, str], address: str) -> dict[str, str]:
     """Return the settings of a worker, without those that the environment has: ``UCX_TLS`` and so on.
 
-    ``address`` is that at which this rank listens for TCP.
+    ``address``: at which this rank listens for TCP.
 
     >>> settings({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "eth0,eth1"}, "10.0.0.1")
     {'KEEPALIVE_INTERVAL': 'inf', 'TCP_KEEPIDLE': 'inf', 'TCP_CONN_NB': 'y', 'TCP_RX_SEG_SIZE': '256K'}

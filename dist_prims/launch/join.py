@@ -78,8 +78,8 @@ def init(
 
     ``init_method`` is "env://", "tcp://host:port" or "file:///path"; by default the launcher determines the rendezvous.
     Variables that indicate several ranks and belong to no known launcher are an error. ``backend`` is by default
-    "dist_prims", with NCCL for CUDA tensors if CUDA is available, or with a notice "gloo" where there is no library;
-    all ranks must have the same. ``timeout`` limits the rendezvous and each collective; the default is 5 minutes.
+    "dist_prims", with NCCL for CUDA tensors if CUDA is available; where its library cannot be had, "gloo", and a line
+    says why. All ranks need the same. ``timeout`` limits the rendezvous and each collective, by default to 5 minutes.
 
     Rank 0 prints one line about launcher, hosts and backend on stderr, unless ``DIST_PRIMS_QUIET=1``. A group on one
     host uses the loopback interface: ``init()`` sets ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` unless they are

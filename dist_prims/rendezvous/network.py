@@ -64,10 +64,9 @@ def is_name(host: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name: other hosts may resolve it differently
+    if is_name(address):  # other hosts may resolve it differently
         return address == "localhost"
+    return ipaddress.ip_address(address).is_loopback
 
 
 def ports(environ: Mapping[str, str] = os.environ) -> range:
@@ -110,7 +109,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def addresses() -> list[str]:
-    """The addresses at which other hosts may reach this host: those of its interfaces, then its name."""
+    """The addresses at which other hosts may reach this host: the addresses of its interfaces, then its name."""
     found = dict.fromkeys(each for _, name in socket.if_nameindex() for each in addresses_of(name))
     return [address for address in found if not is_loopback(address)] + [socket.gethostname()]
 
@@ -158,10 +157,13 @@ def _interfaces() -> list[tuple[str, str]]:
         found = [(name, address) for _, name in socket.if_nameindex() if (address := _ipv4_address(probe, name))]
     with contextlib.suppress(FileNotFoundError):  # the kernel has no IPv6
         lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        usable = [(int(flags, 16), name, digits) for digits, _, _, scope, flags, name in lines
-                  if int(scope, 16) != _LINK_LOCAL and not int(flags, 16) & _UNUSABLE]  # fmt: skip
-        for _, name, digits in sorted(usable, key=lambda each: bool(each[0] & _SECOND_CHOICE)):
-            found.append((name, str(ipaddress.IPv6Address(int(digits, 16)))))
+        first: list[tuple[str, str]] = []
+        second: list[tuple[str, str]] = []
+        for digits, _, _, scope, flags, name in lines:
+            if int(scope, 16) != _LINK_LOCAL and not int(flags, 16) & _UNUSABLE:
+                choice = second if int(flags, 16) & _SECOND_CHOICE else first
+                choice.append((name, str(ipaddress.IPv6Address(int(digits, 16)))))
+        found += first + second
     return found
 
 

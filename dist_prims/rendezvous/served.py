@@ -140,7 +140,7 @@ def answers(addresses: Collection[str], seconds: float) -> dict[str, bool]:
             error = probe.connect_ex((host, port))
             if error == errno.ECONNREFUSED:
                 found[address] = False
-            elif error in (0, errno.EINPROGRESS):  # another error, such as no route, is no answer
+            elif error in (0, errno.EINPROGRESS):  # after another error, such as no route, no answer comes
                 selector.register(probe, selectors.EVENT_WRITE, address)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):

@@ -185,16 +185,16 @@ def _decide_members(
         ends = [pair for low, high in _cut(view) for pair in ((low, high), (high, low))]
         unreached = {other for each, other in ends if hosts[each] == hosts[rank] and other in members}
         if unreached:
-            reason = f"whose host cannot reach those of the ranks {sorted(unreached)}"
+            reason = f"whose host cannot reach the hosts of the ranks {sorted(unreached)}"
         raise LeftOut(tuple(members), reason)
     return tuple(members)
 
 
 def without_cut_links(ranks: Sequence[int], cut: Iterable[tuple[int, int]], hosts: Sequence[Hashable]) -> list[int]:
-    """Return the ranks without those of so many hosts that all others reach each other.
+    """Return the ranks of hosts that all reach each other; the ranks of other hosts are left out.
 
-    Of the hosts of cut links the one with the most cut links is left out, then the one with the fewest ranks, then the
-    last one.
+    As long as there is a cut link, one host is left out: the host with the most cut links, of several the one with the
+    fewest ranks, of several the last one.
 
     >>> without_cut_links([0, 1, 2, 3], [(0, 2)], hosts="aabb")
     [0, 1]

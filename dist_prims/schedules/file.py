@@ -1,6 +1,6 @@
 """A schedule as a JSON file with named fields, so that it can be saved, compared and shipped.
 
-Equal schedules have equal files. A step is a line, whose columns are those of :class:`~.steps.Step`:
+Equal schedules have equal files. A step is a line with the columns of :class:`~.steps.Step`:
 
     {"format": "dist_prims schedule 1", "collective": "broadcast", "algorithm": "binomial", "size": 2, "chunks": 1,
      "scratch": 0, "root": 0, "same_bits": true, "parameters": {}, "steps": [
@@ -56,7 +56,7 @@ def write_schedule(schedule: ScheduleData, path: str | Path) -> Path:
 
 
 def read_schedule(path: str | Path) -> ScheduleData:
-    """Read the schedule of a file; ValueError for a file that is no schedule."""
+    """Read the schedule of a file; ValueError if the file does not contain one."""
     try:
         return _schedule(json.loads(Path(path).read_text(encoding="utf-8")))
     except ValueError as error:

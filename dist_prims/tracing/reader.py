@@ -184,7 +184,7 @@ def read_file(path: Path) -> ProcessTrace:
         raise ValueError(f"of format {version}; this version reads format {fmt.VERSION}")
     if offset + capacity * fmt.SLOT > len(data) or fmt.HEADER_BYTES + python * fmt.SLOT > len(data):
         raise ValueError("incomplete")
-    # 2. The slots: those of Python follow the header, those of C++ begin at ``offset``.
+    # 2. The slots: Python's follow the header, C++'s begin at ``offset``.
     written = min(taken, capacity)
     sources = [
         np.frombuffer(data, EVENTS, python, fmt.HEADER_BYTES),

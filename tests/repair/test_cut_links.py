@@ -114,7 +114,7 @@ def test_of_two_hosts_that_cannot_reach_each_other_one_is_left_out(
     check_cut(failed, *cut)
     last = hosts - 1
     assert {rank: ended[rank] for rank in range(last)} == {rank: f"as {rank} of {last}" for rank in range(last)}
-    reason = rf"gone on without this rank, whose host cannot reach those of the ranks \[{cut[0]}\]"
+    reason = rf"gone on without this rank, whose host cannot reach the hosts of the ranks \[{cut[0]}\]"
     assert re.match("with LeftOutError", ended[last]), ended
     assert re.search(reason, ended[last]), ended
 

@@ -27,7 +27,7 @@ T field(const py::handle& object, const char* name) {
     return object.attr(name).cast<T>();
 }
 
-// The dataclasses of dist_prims/schedules/program.py, whose fields have the names of those of C++.
+// The dataclasses of dist_prims/schedules/program.py, whose fields have the same names in C++.
 std::vector<RankProgram::Message> messages_of(const py::object& list) {
     std::vector<RankProgram::Message> messages;
     for (const py::handle message : list)

@@ -127,7 +127,7 @@ class StageWorker:
             cast = torch.is_autocast_enabled(device)  # the forward has chosen the types
             with torch.autocast(device, enabled=False) if cast else nullcontext():
                 torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
-        # 3. The gradients of the weights may follow in :meth:`weights`; those of the inputs are ready.
+        # 3. The gradients of the inputs are ready; the gradients of the weights may follow in weights().
         if saved.later is not None:
             self._later[micro] = saved.later
         learning = [each for each in saved.inputs if each.requires_grad]
