@@ -13,15 +13,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import importlib.util
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..rendezvous.mpi_exchange import is_mpi_inherited
-from ..rendezvous.network import PORTS, family_of, interface_of, listen
+from ..rendezvous.network import PORTS, at_free_port, family_of, interface_of
 from . import tcp_endpoint
 from .compile_native import UCX, Library, ucx, ucx_headers
 from .extension import extension
@@ -91,8 +93,8 @@ def make(store: Any, rank: int, size: int, address: str) -> Any:
     def endpoint() -> tuple[Any, str]:
         global _process
         _process = os.getpid()
-        listen(address).close()  # raises if no port is free; UCX would try the ports of a range without end
-        made = _library().make(list(settings(os.environ, address).items()))
+        with _free_ports(address) if os.environ.get(PORTS) else contextlib.nullcontext():
+            made = _library().make(list(settings(os.environ, address).items()))
         return made, made.address.hex()
 
     failure = "cannot create a worker of UCX (see UCX_LOG_LEVEL=info on that rank)"
@@ -117,6 +119,23 @@ def settings(environment: Mapping[str, str], address: str) -> dict[str, str]:
     if environment.get(PORTS):
         found["TCP_PORT_RANGE"] = environment[PORTS]
     return {name: value for name, value in found.items() if f"UCX_{name}" not in environment}
+
+
+@contextlib.contextmanager
+def _free_ports(address: str) -> Iterator[None]:
+    """Raise OSError if the ports of ``DIST_PRIMS_PORTS`` do not suffice for a worker, and make other ranks wait here.
+
+    UCX tries the ports of its range in random order and without end. It does not reuse the ports of connections that
+    were closed less than a minute ago.
+    """
+    family = socket.AF_INET6 if family_of(address) == "IPv6" else socket.AF_INET
+    with open(NATIVE.path(), "rb") as common:
+        fcntl.flock(common, fcntl.LOCK_EX)
+        with contextlib.ExitStack() as opened:
+            for _ in network_devices(address) or [""]:  # a worker listens at each
+                probe = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                at_free_port(lambda port, probe=probe: probe.bind((address, port)))  # type: ignore[misc]
+        yield
 
 
 def network_devices(address: str) -> list[str]:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
-from launching import clean, forked, free_port, listening, together
+from launching import clean, forked, free_port, free_ports, listening, together
 from netns import cluster, needs_hosts
 from ranks import span
 from transports import require
@@ -135,7 +135,7 @@ for init in (dist_prims.init, dist.init_process_group, dist_prims.init):
 
 def test_the_ranks_listen_at_the_given_ports_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts of two ranks: for repairs one port each, one for each group, and the store of the new group."""
-    monkeypatch.setenv(PORTS, "20300-20339")
+    monkeypatch.setenv(PORTS, free_ports(40))
 
     def body() -> set[int]:
         inherited = listening(os.getpid())
@@ -147,20 +147,21 @@ def test_the_ranks_listen_at_the_given_ports_only(monkeypatch: pytest.MonkeyPatc
         return {int(each.rpartition(":")[2], 16) for each in set(listening(os.getpid())) - set(inherited)}
 
     found = dist_prims.spawn(body, 4, init=False, timeout=90)
-    assert all(ports_of_rank <= set(range(20300, 20340)) for ports_of_rank in found), found
+    assert all(ports_of_rank <= set(ports()) for ports_of_rank in found), found
     assert sum(map(len, found)) == len(set().union(*found)) >= 3 * 4
 
 
 @pytest.mark.parametrize(
-    ("transport", "last", "failure"),
-    [("tcp", 3, "cannot listen for the ranks of other hosts"), ("ucx", 7, r"cannot create a worker of UCX \(.*\)")],
+    ("transport", "count", "failure"),
+    [("tcp", 4, "cannot listen for the ranks of other hosts"), ("ucx", 8, r"cannot create a worker of UCX \(.*\)")],
 )
 def test_an_end_of_the_given_ports_is_said_by_all_ranks(
-    transport: str, last: int, failure: str, monkeypatch: pytest.MonkeyPatch
+    transport: str, count: int, failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It advised to choose another interface, and UCX tried the ports of its range without end."""
     require(transport)
-    monkeypatch.setenv(PORTS, f"20400-2040{last}")
+    allowed = free_ports(count)
+    monkeypatch.setenv(PORTS, allowed)
     monkeypatch.setenv("DIST_PRIMS_TRANSPORT", transport)
 
     def body() -> str:
@@ -171,7 +172,7 @@ def test_an_end_of_the_given_ports_is_said_by_all_ranks(
         return "no error"
 
     for text in span("a b", body):
-        words = f"{failure}: all ports of DIST_PRIMS_PORTS=20400-2040{last} are in use on this host"
+        words = f"{failure}: all ports of DIST_PRIMS_PORTS={allowed} are in use on this host"
         assert re.search(rf"rank [01] {words}; give a wider range", text), text
         assert "GLOO_SOCKET_IFNAME" not in text
 
