@@ -201,6 +201,43 @@ def test_all_interleavings(size: int, budget: Budget) -> None:
     explore(start(survive, size, budget), following, check_members, most=3_000_000)
 
 
+IN_ROUND_0 = {rank: Record(0) for rank in range(3)}
+
+
+def requests_of_rank_0(*views: View) -> list[Any]:
+    """What rank 0 of three asks for, apart from looking, if it sees these views one after the other."""
+    agreement, found, left = survive(0, range(3)), [], list(views)
+    request = next(agreement)
+    while left or not isinstance(request, Look):
+        if isinstance(request, Look):
+            request = agreement.send(left.pop(0))
+        else:
+            found.append(request)
+            request = agreement.send(request.value if isinstance(request, Decide) else "address")
+    return found
+
+
+def test_a_death_is_announced_when_it_becomes_known_and_once() -> None:
+    """The others may not see it themselves, and would wait for the dead rank until they are late."""
+    alone, known = View({}, {}), View({}, {}, dead=frozenset({2}))
+    assert requests_of_rank_0(alone, alone, known, known) == [
+        Announce(Record(0)),
+        Announce(Record(0, gone=frozenset({2}))),
+    ]
+
+
+def test_a_rank_that_died_in_the_round_is_no_member() -> None:
+    *_, decided, _, _ = requests_of_rank_0(View({}, {}), View(IN_ROUND_0, {}, dead=frozenset({2})))
+    assert decided == Decide("members/0", "[0, 1]")
+
+
+def test_a_rank_that_was_left_out_is_not_waited_for_in_the_next_round() -> None:
+    failed = {"members/0": "[0, 1]", "outcome/0": "failed"}
+    in_round_1 = View({0: Record(1), 1: Record(1), 2: Record(0)}, failed)
+    *_, decided, _, _ = requests_of_rank_0(*[View(IN_ROUND_0, failed)] * 3, in_round_1)
+    assert decided == Decide("members/1", "[0, 1]")
+
+
 def grow_then_shrink(rank: int, ranks: range) -> Generator[Any, Any, Any]:
     """What the running ranks do if a call of grow() fails on one of them: shrink() afterwards, by another agreement."""
     yield Begin(GROW)
