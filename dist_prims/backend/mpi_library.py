@@ -47,7 +47,7 @@ def group_unusable_reason(ranks: Sequence[int], rank: int) -> str:
     """Return why MPI cannot be used for a group of these ranks in this process; an empty string if it can.
 
     ``rank`` is the rank of this process in the group. A working MPI is not sufficient: in a process that mpirun has not
-    started, but which has imported mpi4py, the world has one rank.
+    started, but which has initialised MPI, the world has one rank.
     """
     if reason := unusable_reason():
         return reason
@@ -61,15 +61,16 @@ def group_unusable_reason(ranks: Sequence[int], rank: int) -> str:
 def unusable_reason() -> str:
     """Return why MPI cannot be used in this process, with a remedy; an empty string if it can.
 
-    In a process that mpirun has not started, the function does not import mpi4py, which would initialise an MPI of one
-    rank.
+    In a process that mpirun has not started, the function does not initialise MPI, which would have one rank. To import
+    mpi4py may initialise it.
 
     >>> unusable_reason()
     'this process was started by python, not by mpirun; start it with: mpirun -n 4 python program.py'
     """
     if is_mpi_inherited():
         return "this process was forked from one that uses MPI; start it by spawn or forkserver instead of fork"
-    if "mpi4py.MPI" not in sys.modules:
+    imported = sys.modules.get("mpi4py.MPI")
+    if imported is None or not imported.Is_initialized():
         try:
             launcher = detect()
         except ValueError as error:  # a caller with a store of its own needs no launcher

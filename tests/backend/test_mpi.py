@@ -256,7 +256,22 @@ for method in ("env://", "mpi://"):
     assert "is for ranks that mpirun has started, and this one was started by python" in errors[1]
 
 
+def test_a_process_that_has_imported_mpi4py_only_stays_without_mpi() -> None:
+    """As doctor does. The first rank that made a group then initialised an MPI, which listened at ports of its own."""
+    code = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+from dist_prims.backend import mpi_library
+print(mpi_library.unusable_reason(), MPI.Is_initialized())
+"""
+    pytest.importorskip("mpi4py")
+    assert re.fullmatch(r"this process was started by python, .* False\n", run([sys.executable, "-c", code]).stdout)
+
+
 def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     assert re.fullmatch(r"mpi4py does not load: .*; pip install mpi4py", mpi_library.unusable_reason())
