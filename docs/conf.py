@@ -54,22 +54,12 @@ LIST = re.compile(r"\s*([-*] |\d+\. |\.\. )")
 EXAMPLE = re.compile(rf"\s*>>>|{LIST.pattern}")
 DESIGN = ["schedules", "shared_memory", "multi_host", "repair", "long_life", "training", "tracing"]
 NAVIGATION = {
-    "Guide": ["docs/installation", "docs/guide", "docs/pipelines"],
-    "How to": [
-        "docs/frameworks",
-        "docs/all_reduce",
-        "docs/data_splitters",
-        "docs/multi_host",
-        "docs/repair",
-        "docs/torch_distributed",
-        "docs/tracing",
-        "docs/environment",
-        "docs/security",
-    ],
-    "Patterns of training": ["docs/patterns/*"],
-    "Learning": ["docs/course/index", "docs/exercises", "docs/interactive_pages"],
+    "Guide": ["docs/installation", "docs/guide"],
+    "Training": ["docs/data_parallel", "docs/split_models", "docs/several_models", "docs/repair"],
+    "How to": ["docs/frameworks", "docs/multi_host", "docs/torch_distributed", "docs/tracing", "docs/security"],
+    "Learning": ["docs/course/index"],
     "Algorithms": ["docs/algorithms", "pictures/algorithms", "pictures/pipelines"],
-    "Reference": ["api/index", "docs/glossary"],
+    "Reference": ["api/index", "docs/design/glossary"],
     "Design": ["docs/architecture", *(f"docs/design/{page}" for page in DESIGN)],
     "Benchmarks": ["docs/benchmarks/README"],
     "Project": ["CONTRIBUTING", "CHANGELOG"],
@@ -80,7 +70,7 @@ def add_navigation(app: Sphinx, page: str, text: list[str]) -> None:
     """Append the navigation to the front page, which is the README."""
     if page == "index":
         for caption, entries in NAVIGATION.items():
-            lines = ["```{toctree}", ":hidden:", ":glob:", f":caption: {caption}", "", *entries, "```"]
+            lines = ["```{toctree}", ":hidden:", f":caption: {caption}", "", *entries, "```"]
             text[0] += "\n" + "\n".join(lines) + "\n"
 
 

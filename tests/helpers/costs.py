@@ -29,7 +29,7 @@ LIMITS = {
     "tests/cli": (17, 0),
     "tests/collectives": (75, 120),
     "tests/csrc": (5, 0),
-    "tests/integration": (120, 190),
+    "tests/integration": (102, 165),
     "tests/launch": (170, 165),
     "tests/learn": (42, 0),
     "tests/models": (35, 44),

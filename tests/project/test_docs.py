@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,9 @@ FOUND = {
     for number, blocks in enumerate(BLOCKS.findall(page.read_text()))
 }
 PROGRAMS = {name: program for name, (program, _) in FOUND.items()}
+# Pages whose sections have an example each; of their programs the default tier runs some.
+PATTERNS = ("data_parallel", "split_models", "several_models", "repair")
+OF_PATTERNS = [name for name in PROGRAMS if name.startswith(PATTERNS)]
 OUTPUTS = {name: output for name, (_, output) in FOUND.items() if output}
 SEVERAL_RANKS = [name for name, text in PROGRAMS.items() if "dist_prims.init(" in text]
 SOURCES = [
@@ -36,17 +40,26 @@ SOURCES = [
 
 @pytest.fixture
 def program(name: str, tmp_path: Path) -> Path:
+    """The program, beside the examples from which it imports."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAMS[name])
+    for example in re.findall(r"# (examples/\w+\.py)\n", PROGRAMS[name]):
+        shutil.copy(ROOT / example, tmp_path)
     return path
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in OF_PATTERNS])
 def test_programs_run(name: str, program: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A program for any number of ranks on 3; below, in the slow tier, also alone. The page has what it prints."""
     run_forked(program, ranks=3 if name in SEVERAL_RANKS else 1)
     if name in OUTPUTS:
         assert sorted(capfd.readouterr().out.splitlines()) == sorted(OUTPUTS[name].splitlines())
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", OF_PATTERNS)
+def test_programs_run_of_patterns(name: str, program: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    test_programs_run(name, program, capfd)
 
 
 @pytest.mark.slow
@@ -75,7 +88,7 @@ def test_the_table_of_algorithms_is_current() -> None:
 
 
 def test_the_table_of_pipelines_is_current() -> None:
-    page = (ROOT / "docs/pipelines.md").read_text()
+    page = (ROOT / "docs/split_models.md").read_text()
     table = page.partition("<!-- pipelines -->\n")[2].partition("<!-- /pipelines -->")[0]
     assert table.strip() == pipeline_table().strip(), "paste what `python -m dist_prims pipeline` prints"
 
@@ -84,10 +97,24 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_links_lead_to_a_file() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_to_a_file_and_a_heading() -> None:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for target, anchor in re.findall(r"\]\((?!\w+:)([^)#]*)#?([^)]*)\)", page.read_text()):
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(to), f"{page.name} links to {target}#{anchor}"
+
+
+def test_users_have_at_most_25_pages() -> None:
+    """Beside docs/design, which explains the inside. A new text becomes a section of a page."""
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.parent != ROOT / "docs/design"]
+    assert len(pages) <= 25, [page.name for page in pages]
 
 
 def test_every_page_is_linked_from_a_page_of_the_first_level() -> None:
@@ -99,7 +126,7 @@ def test_every_page_is_linked_from_a_page_of_the_first_level() -> None:
 
 
 def test_every_environment_variable_is_documented() -> None:
-    page = set(re.findall(r"DIST_PRIMS_[A-Z_]+[A-Z]", (ROOT / "docs/environment.md").read_text()))
+    page = set(re.findall(r"DIST_PRIMS_[A-Z_]+[A-Z]", (ROOT / "docs/installation.md").read_text()))
     texts = {path: path.read_text() for path in SOURCES}
     named = {name for text in texts.values() for name in re.findall(r"[\"'`{](DIST_PRIMS_[A-Z_]+[A-Z])", text)}
     macros = {
@@ -114,7 +141,7 @@ def test_every_environment_variable_is_documented() -> None:
 
 
 def test_every_name_of_the_glossary_exists() -> None:
-    lines = (ROOT / "docs/glossary.md").read_text().splitlines()
+    lines = (ROOT / "docs/design/glossary.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")][2:]
     assert len(rows) > 30
     python = "\n".join(path.read_text() for path in SOURCES if path.suffix == ".py")

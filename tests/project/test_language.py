@@ -1,6 +1,6 @@
 """The language of the project: words that no name contains, phrases that no text contains, one name for one class.
 
-docs/glossary.md has the terms to use instead.
+docs/design/glossary.md has the terms to use instead.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_no_name_contains_a_banned_word() -> None:
 
 
 def test_no_term_of_the_glossary_is_banned() -> None:
-    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs/design/glossary.md").read_text(), re.MULTILINE)
     assert not {word for row in rows for word in re.findall(r"\w+", row.lower())} & set(WORDS)
 
 

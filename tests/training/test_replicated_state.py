@@ -79,7 +79,7 @@ def train(
     more: dict[str, Any] | None = None,
     place: str = "",
 ) -> Any:
-    """The loop of docs/patterns/survive.md: the size of the group in each step, and the weights.
+    """The loop of docs/repair.md: the size of the group in each step, and the weights.
 
     With a ``place``, new ranks are admitted there.
     """
