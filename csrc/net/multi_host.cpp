@@ -282,6 +282,7 @@ MultiHostGroup::Verdict MultiHostGroup::decide(const Call& call, const Data& dat
 
 Terms MultiHostGroup::run(const Call& call, const Data& data, std::chrono::milliseconds timeout) {
     SlotExchange& slots = host_segment_.slots;
+    remote.begin_call(call, timeout);
     slots.open(call, timeout + RemotePeers::kLocalMargin, false);
     std::memcpy(slots.mine(), data.terms.data(), sizeof(data.terms));
     if (data.piggyback) data.piggyback->post(slots.mine() + kCacheLine);

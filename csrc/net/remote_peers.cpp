@@ -205,6 +205,7 @@ void RemotePeers::check_failures(const RemoteRequest& request) {
     if (const std::string refusal = transport_->refusal(); !refusal.empty() && !membership_.notice())
         throw_failure({CommError::Kind::kExhausted, membership_.number(membership_.rank())},
                       [&] { return text(request, refusal); });
+    if (tags.is_collective(request.tag)) slow_call_.look(*transport_, membership_);
     if (request.peer != Transport::kAnyone) diagnosis_->answer(request.peer);
     int culprit = membership_.dead_rank();
     if (culprit < 0 && request.peer == Transport::kAnyone) culprit = transport_->dead_rank();

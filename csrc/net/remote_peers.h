@@ -16,6 +16,7 @@
 
 #include "../common/trace.h"
 #include "../shm/membership.h"
+#include "slow_call.h"
 #include "tags.h"
 #include "timeout_diagnosis.h"
 #include "transport.h"
@@ -53,6 +54,8 @@ public:
     // A receive of a user from any rank. A receive that is posted in another place as well has the same claim.
     Handle receive_from_any(int tag, std::byte* data, std::size_t bytes, std::chrono::milliseconds timeout,
                             Transport::Owner owner, const ClaimPtr& claim);
+    // The messages of a collective follow, of which the rank reports if it is slow.
+    void begin_call(const Call& call, std::chrono::milliseconds timeout) { slow_call_.begin(call, timeout); }
     // Throws if the request fails. The group has ended then, unless the message had another length. `timeout` counts
     // from `since`, for a request that was posted early.
     void wait(const Handle& request);
@@ -116,6 +119,7 @@ private:
     NoticeMessage received_notice_{-1, -1, -1};
     Transport::Handle notice_request_;  // asked for
     std::atomic<bool> has_left_{false};
+    SlowCall slow_call_;
 
     std::mutex mutex_;  // of all below
     std::set<Transport::TransportRequest*> waiting_;

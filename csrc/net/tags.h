@@ -42,6 +42,8 @@ public:
     int agreement() const { return first_ + 3; }
     int barrier() const { return first_ + 4; }
     bool is_agreement(int tag) const { return tag == agreement(); }
+    // Whether the tag belongs to a collective, rather than to a message of a user or a monitored barrier.
+    bool is_collective(int tag) const { return tag == agreement() || tag > barrier(); }
     // Whether the tag is one of those that tell of failures.
     bool is_control(int tag) const { return tag >= notice() && tag <= diagnosis(); }
     // The number of the segment after `number`. Numbers begin again at a multiple of kSegments, so that the tags stay

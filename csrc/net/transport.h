@@ -3,6 +3,8 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -74,6 +76,14 @@ public:
     // The ranks of whose hosts no answer has come to bytes that this rank has sent, although they were sent again. The
     // host of a rank that does not read answers.
     virtual std::vector<int> unanswering() { return {}; }
+    // What the connection to a rank has delivered so far: the bytes of which its kernel has acknowledged the receipt,
+    // and the time in which there were bytes to deliver, and room for them at the rank.
+    struct Delivered {
+        std::uint64_t bytes = 0;
+        std::chrono::microseconds time{0};
+    };
+    // By rank; empty where the transport cannot tell.
+    virtual std::map<int, Delivered> delivered() { return {}; }
     // Why this rank has been unable to accept connections for a while; empty if it has not.
     virtual std::string refusal() { return ""; }
     // This rank is about to leave the group, and sends no more than notices. Called once.

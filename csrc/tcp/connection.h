@@ -41,6 +41,7 @@ public:
 
     bool has_unsent() const { return !queue_.empty(); }
     bool is_unanswered() const { return dist_prims::is_unanswered(socket_); }
+    Transport::Delivered delivered() const { return dist_prims::delivered(socket_); }
     const Failure& error() const { return error_; }  // empty as long as the connection is open
     int descriptor() const { return socket_.descriptor(); }
 

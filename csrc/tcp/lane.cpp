@@ -235,6 +235,13 @@ std::set<int> TcpLane::unanswering() {
     return found;
 }
 
+std::map<int, Transport::Delivered> TcpLane::delivered() {
+    const std::lock_guard lock(mutex_);
+    std::map<int, Transport::Delivered> found;
+    for (const auto& [peer, each] : outgoing_) found[peer] = each.connection.delivered();
+    return found;
+}
+
 void TcpLane::close(const std::string& reason) {
     const Guard guard(*this);
     if (!closed_.empty()) return;

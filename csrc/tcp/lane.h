@@ -60,6 +60,7 @@ public:
     int dead_rank();
     // The peers of which is_unanswered() holds.
     std::set<int> unanswering();
+    std::map<int, Transport::Delivered> delivered();  // see Transport
     // Fails all messages, also future ones.
     void close(const std::string& reason);
 

@@ -1,8 +1,8 @@
 #include "socket.h"
 
 #include <arpa/inet.h>
+#include <linux/tcp.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -109,6 +109,13 @@ bool is_unanswered(const Socket& socket) {
     // Probes: of a peer that does not read, whose kernel answers them, or where no route leads to the peer any more.
     return ::getsockopt(socket.descriptor(), IPPROTO_TCP, TCP_INFO, &info, &length) == 0 &&
            std::max(info.tcpi_retransmits, info.tcpi_probes) >= kSentAgain;
+}
+
+Transport::Delivered delivered(const Socket& socket) {
+    tcp_info info{};
+    socklen_t length = sizeof(info);
+    if (::getsockopt(socket.descriptor(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return {};
+    return {info.tcpi_bytes_acked, std::chrono::microseconds(info.tcpi_busy_time - info.tcpi_rwnd_limited)};
 }
 
 std::optional<Socket> accept_from(const Socket& listening) {

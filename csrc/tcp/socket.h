@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "../net/transport.h"
+
 namespace dist_prims {
 
 class Socket {
@@ -35,6 +37,8 @@ std::optional<Socket> accept_from(const Socket& listening);
 
 // Whether bytes that were sent have not been acknowledged, although the kernel has sent them again.
 bool is_unanswered(const Socket& socket);
+// See Transport.
+Transport::Delivered delivered(const Socket& socket);
 
 // Why a connection or a message has failed; empty if it has not. `number`: an errno, or 0.
 struct Failure {

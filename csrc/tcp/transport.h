@@ -57,6 +57,7 @@ public:
     void move_in_background() override;
     int dead_rank() override;
     std::vector<int> unanswering() override;
+    std::map<int, Delivered> delivered() override { return data_.delivered(); }
     std::string refusal() override;
     void leave() override;
 

@@ -54,10 +54,10 @@ class Job:
         self.name, self.process = name, process
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
 
-    def wait_for(self, words: str, times: int = 1, timeout: float = 60) -> None:
+    def wait_for(self, words: str, times: int = 1, timeout: float = 60, stream: str = "stdout") -> None:
         """Return when the words have been printed so many times."""
-        deadline = time.monotonic() + timeout
-        while self.stdout.read_text().count(words) < times:
+        deadline, written = time.monotonic() + timeout, self.stdout if stream == "stdout" else self.stderr
+        while written.read_text().count(words) < times:
             ended = self.process.poll() is not None
             if ended or time.monotonic() > deadline:
                 state = "the job has ended" if ended else f"{timeout:g} s have passed"
