@@ -6,13 +6,14 @@ compiles into one graph (``fullgraph=True``), including the backward pass, can b
 The operators differentiate the *sum of the losses of all ranks*. A loss that every rank computes from the result of an
 ``all_reduce`` therefore counts once for each rank. With ``op="avg"`` it counts once.
 
-A derivative is itself a collective. On every rank the argument must require a gradient, and every rank must do the
-backward pass through the result, if necessary by ``+ 0 * y.sum()``. Where only some ranks do, they wait for the others
-until the timeout of the group.
+The derivative of an operator is a collective too. So on every rank the argument must require a gradient, and every rank
+must do the backward pass through the result: a rank that does not use the result ``y`` adds ``0 * y.sum()`` to its
+loss. If a rank does not, the others wait for it until the timeout of the group.
 
 A compiler may move or remove an operator without side effects, and each rank compiles its own graph: where the graphs
 differ slightly, rank 0 could begin with a collective that rank 1 calls last, which is a deadlock. Each operator
-therefore has the effect "ordered": a token connects them in program order, in the forward and the backward pass.
+therefore has PyTorch's effect ORDERED: the compiler passes a token from each operator to the next one of the program,
+in the forward and in the backward pass, and so keeps their order.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ def all_reduce(x: torch.Tensor, op: str = "sum", group: dist.ProcessGroup | None
     >>> x.grad
     tensor([1., 1.])
 
-    "avg" divides before it adds, as gradient averaging does. "sum" and "avg" have a gradient.
+    "avg" divides each input by the number of ranks before it adds, so that float16 does not overflow. Only "sum" and
+    "avg" have a gradient.
     """
     members = _group(group)
-    return _all_reduce(*_summand(x, op, members), members.group_name)  # type: ignore[no-any-return]
+    return _all_reduce(*_as_sum(x, op, members), members.group_name)  # type: ignore[no-any-return]
 
 
 def all_gather(x: torch.Tensor, dim: int = 0, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Concatenate the tensors of all ranks, which have one shape, along ``dim`` on every rank.
+    """Concatenate the tensors of all ranks, which must have the same shape, along ``dim`` on every rank.
 
     >>> all_gather(torch.ones(2, 3), dim=1).shape
     torch.Size([2, 3])
@@ -63,7 +65,7 @@ def reduce_scatter(
     torch.Size([4, 3])
     """
     members = _group(group)
-    return _reduce_scatter(*_summand(x.movedim(dim, 0), op, members), members.group_name).movedim(0, dim)  # type: ignore[no-any-return]
+    return _reduce_scatter(*_as_sum(x.movedim(dim, 0), op, members), members.group_name).movedim(0, dim)  # type: ignore[no-any-return]
 
 
 def all_to_all(
@@ -96,25 +98,27 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return found
 
 
-def _summand(x: torch.Tensor, op: str, group: dist.ProcessGroup) -> tuple[torch.Tensor, str]:
-    """Return what to reduce, and how: an average is a sum of quotients, so that float16 does not overflow."""
+def _as_sum(x: torch.Tensor, op: str, group: dist.ProcessGroup) -> tuple[torch.Tensor, str]:
+    """Return what to reduce, and by which operation: an average is the sum of quotients."""
     return (x / group.size(), "sum") if op == "avg" else (x, op)
 
 
 _OPS = {name: getattr(dist.ReduceOp, name.upper()) for name in ("sum", "max", "min", "product")}
 
 
-def _operand(x: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
+def _contiguous_copy(x: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
     """Return a copy of ``x`` to reduce with ``_OPS[op]``."""
     if op not in _OPS:
-        raise ValueError(f"dist_prims.ops on rank {group.rank()}: op={op!r}: there are 'avg', {str([*_OPS])[1:-1]}")
+        raise ValueError(
+            f"dist_prims.ops on rank {group.rank()}: op={op!r}: op must be one of 'avg', {str([*_OPS])[1:-1]}"
+        )
     return x.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("dist_prims::all_reduce", mutates_args=())
 def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     process_group = group_named(group)
-    result = _operand(x, op, process_group)
+    result = _contiguous_copy(x, op, process_group)
     dist.all_reduce(result, _OPS[op], process_group)
     return result
 
@@ -131,7 +135,7 @@ def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
 def _reduce_scatter(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     process_group = group_named(group)
     result = x.new_empty(x.shape[0] // process_group.size(), *x.shape[1:])
-    reduce_scatter_single(result, _operand(x, op, process_group), op=_OPS[op], group=process_group)
+    reduce_scatter_single(result, _contiguous_copy(x, op, process_group), op=_OPS[op], group=process_group)
     return result
 
 
@@ -143,7 +147,7 @@ def _all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], gr
 
 
 def _fake(x: torch.Tensor, *shape: int | torch.SymInt) -> torch.Tensor:
-    _register_lowerings()  # shape propagation precedes every lowering
+    _register_lowerings()  # here, because Inductor is loaded late, and asks for shapes before it lowers an operator
     return x.new_empty(shape)
 
 
@@ -157,16 +161,16 @@ def _save_arguments(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> 
     _, *ctx.arguments, ctx.group = inputs
 
 
-def _group_of_sum(ctx: Any) -> str:
+def _group_if_sum(ctx: Any) -> str:
     if ctx.arguments != ["sum"]:
-        raise ValueError(f"dist_prims.ops: op={ctx.arguments[0]!r} has no gradient; reduce x.detach() or use 'sum'")
+        raise ValueError(f"dist_prims.ops: op={ctx.arguments[0]!r} has no gradient; use 'sum', or reduce x.detach()")
     return str(ctx.group)
 
 
 _DERIVATIVES = {
-    _all_reduce: lambda ctx, gradient: (_all_reduce(gradient, "sum", _group_of_sum(ctx)), None, None),
+    _all_reduce: lambda ctx, gradient: (_all_reduce(gradient, "sum", _group_if_sum(ctx)), None, None),
     _all_gather: lambda ctx, gradient: (_reduce_scatter(gradient, "sum", ctx.group), None),
-    _reduce_scatter: lambda ctx, gradient: (_all_gather(gradient, _group_of_sum(ctx)), None, None),
+    _reduce_scatter: lambda ctx, gradient: (_all_gather(gradient, _group_if_sum(ctx)), None, None),
     _all_to_all: lambda ctx, gradient: (_all_to_all(gradient, *ctx.arguments[::-1], ctx.group), None, None, None),
 }
 for _operator, _derivative in _DERIVATIVES.items():
@@ -175,10 +179,11 @@ for _operator, _derivative in _DERIVATIVES.items():
 
 
 def _register_lowerings() -> None:
-    """Make Inductor, if it is loaded, keep the order.
+    """Make Inductor, if it is loaded, keep the order of the operators.
 
-    Up to torch 2.13 it stores tokens under the name of a buffer, looks them up by the name of an operation, and finds
-    none (github.com/pytorch/pytorch/pull/189209). These lowerings add them under the name of the operation.
+    Up to torch 2.13 Inductor stores the tokens under the name of a buffer, but looks for them under the name of an
+    operation, finds none, and loses the order (github.com/pytorch/pytorch/pull/189209). These lowerings store the
+    tokens under the name of the operation as well.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
     for operator in [each._opoverload for each in _DERIVATIVES] if lowering else []:
@@ -191,8 +196,11 @@ def _lowering_after_previous(operator: Any) -> Any:
         from torch._inductor import ir
         from torch._inductor.virtualized import V
 
+        # 1. The operations before this one, and the last of them that has the effect.
         begin, previous = len(V.graph.operations), V.graph.effectful_ops.get(EffectType.ORDERED)
+        # 2. The operations of this operator.
         result = ir.FallbackKernel.create(operator, *args)
+        # 3. Each of them comes after the previous one with the effect.
         for operation in V.graph.operations[begin:] if previous else []:
             V.graph.additional_star_deps[operation.get_operation_name()].add(previous.get_name())  # type: ignore[union-attr]
         return tree_map(lambda each: each.wrap_for_lowering() if isinstance(each, ir.IRNode) else each, result)

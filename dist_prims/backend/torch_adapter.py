@@ -1,7 +1,7 @@
-"""The adapter: the compiled module between the core and the torch of this process.
+"""The adapter ``_backend``: the compiled module that connects the core, libdist_prims_core.so, to the installed torch.
 
-The package has adapters for some releases of torch (2.13.0 and 2.13.1 share one). For another torch, or after a build
-that has seen no torch, one is compiled at first use: see ``native_libraries.py``.
+The package contains adapters for some releases of torch (2.13.0 and 2.13.1 share one). If none fits, as after a build
+without torch, the adapter is compiled when it is first used: see ``native_libraries.py``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Adapter:
 
 @functools.cache
 def load() -> Adapter:
-    """Load the adapter for this torch, and compile it first if there is none; ImportError with a remedy."""
-    adapter = _adapter()
-    ctypes.CDLL(str(core().path()))  # by its path, so that an adapter in the cache need not find it
+    """Load the adapter for this torch. Compile it first if there is none. If both fail, ImportError with a remedy."""
+    adapter = _adapter_library()
+    ctypes.CDLL(str(core().path()))  # by its whole path: an adapter in the cache lies in another folder
     problem = "the package has none"
     if adapter.in_package.exists():
         try:
@@ -46,13 +46,13 @@ def load() -> Adapter:
         except ImportError as error:
             problem = f"the package's adapter does not load: {error}"
     when = "at an earlier use" if adapter.in_cache.exists() else "now"
-    file = adapter.compiled(problem)
+    file = adapter.compiled(problem)  # that in the cache, or a new one
     return Adapter(_import(file), file, f"compiled {when}, because {problem}")
 
 
 def ensure() -> None:
     """Compile an adapter if there is none for this torch; ImportError with a remedy."""
-    if not (core().exists() and _adapter().exists()):
+    if not (core().exists() and _adapter_library().exists()):
         load()
 
 
@@ -62,7 +62,7 @@ def describe() -> str:
     >>> describe().startswith("yes, by the adapter")
     True
     """
-    for library in (core(), _adapter()):
+    for library in (core(), _adapter_library()):
         if not library.exists():
             return f"not yet, without {library.title}; {library.status()}"
     try:
@@ -72,7 +72,7 @@ def describe() -> str:
     return f"yes, by the adapter {adapter.file} ({adapter.reason})"
 
 
-def _adapter() -> NativeLibrary:
+def _adapter_library() -> NativeLibrary:
     releases = sorted(path.parent.name.removeprefix("torch") for path in LIBRARIES.glob("torch*/*.so"))
     return NativeLibrary(
         f"the adapter for torch {torch.__version__}",

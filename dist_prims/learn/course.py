@@ -4,8 +4,8 @@
 >>> [(part.is_code, part.text, part.line) for part in parts]
 [(False, '# 1. A lesson', 4), (True, '1 + 1', 7)]
 
-``python -m dist_prims.learn.course LESSON OUTPUT`` executes a lesson as Jupyter would, and writes what each cell has
-printed and shown as JSON. The documentation site shows that below the cell.
+``python -m dist_prims.learn.course LESSON OUTPUT`` executes a lesson as Jupyter would, and writes the output of
+each cell as JSON. The documentation site shows the output below the cell.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def files() -> list[Path]:
 
 @dataclass(frozen=True)
 class LessonPart:
-    """A cell of code, or the text between two cells. ``line``: the number of its first line in the file."""
+    """A cell of code, or the text between two cells. ``line``: of code, the number of its first line in the file."""
 
     is_code: bool
     text: str

@@ -248,7 +248,7 @@ def test_a_forward_that_checkpointing_repeats_is_counted_once(momentum: float | 
         plain(part).sum().backward()
         with statistics.collected():
             loss = checkpoint(repeating, part, use_reentrant=False).sum()
-        with statistics.collected(again=True):
+        with statistics.collected(is_recompute=True):
             loss.backward()
         statistics.commit()
     for (name, a), b in zip(plain.state_dict().items(), repeating.state_dict().values(), strict=True):
@@ -261,7 +261,7 @@ def test_a_forward_that_checkpointing_repeats_is_counted_once(momentum: float | 
 def test_after_an_error_a_norm_is_as_before(again: bool) -> None:
     norm = nn.BatchNorm1d(1, momentum=0.3)
     counter, statistics = norm.num_batches_tracked, RunningStatistics([norm])
-    with pytest.raises(ValueError, match="expected 2D or 3D input"), statistics.collected(again):
+    with pytest.raises(ValueError, match="expected 2D or 3D input"), statistics.collected(is_recompute=again):
         norm(torch.randn(2))
     assert (norm.momentum, norm.num_batches_tracked is counter, counter.item()) == (0.3, True, 0)
     norm(torch.randn(2, 1))

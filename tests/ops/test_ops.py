@@ -229,7 +229,10 @@ def test_bad_calls_are_refused_before_anything_is_sent() -> None:
     def body() -> None:
         x = torch.ones(3, 2)
         for call, says in [
-            (lambda: ops.all_reduce(x, "average"), r"dist_prims.ops on rank \d: op='average': there are 'avg', 'sum'"),
+            (
+                lambda: ops.all_reduce(x, "average"),
+                r"dist_prims.ops on rank \d: op='average': op must be one of 'avg', 'sum'",
+            ),
             (lambda: ops.reduce_scatter(x), r"rank \d has room for 2 elements and gives 3 to itself"),
             (lambda: ops.all_to_all(x, send=[1, 2]), r"on rank \d: give both send=\[1, 2\] and receive=None"),
             (lambda: ops.all_to_all(x, [4, -1], [1, 1]), r"non-negative"),
@@ -237,7 +240,7 @@ def test_bad_calls_are_refused_before_anything_is_sent() -> None:
             with pytest.raises((ValueError, RuntimeError), match=says):
                 call()
         y = torch.ones(4, requires_grad=True)
-        with pytest.raises(ValueError, match=r"op='max' has no gradient; reduce x\.detach"):
+        with pytest.raises(ValueError, match=r"op='max' has no gradient; use 'sum', or reduce x\.detach"):
             ops.reduce_scatter(y, "max").sum().backward()
         dist_prims.barrier()  # nothing was sent, and no rank still waits
 

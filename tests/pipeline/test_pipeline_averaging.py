@@ -18,7 +18,7 @@ import dist_prims
 from dist_prims.errors import MismatchError
 from dist_prims.schedules.pipelines import PipelinePlan, pipeline_plan
 from dist_prims.training import DevicePipeline, GradientAverager, Pipeline
-from dist_prims.training.gradients.bucket_sender import Sending
+from dist_prims.training.gradients.bucket_sender import BucketSender
 from dist_prims.training.pipeline import StageFailedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,17 +30,17 @@ MICROS = 4
 def counted() -> Iterator[list[int]]:
     """The bytes of each bucket that this rank sends within."""
     found: list[int] = []
-    send = Sending._send
+    send = BucketSender._send
 
-    def counting(self: Sending, ahead: bool = True) -> None:
+    def counting(self: BucketSender, is_last: bool = False) -> None:
         found.append(self.layout.buckets[self.sent].flat.nbytes)
-        send(self, ahead)
+        send(self, is_last)
 
-    Sending._send = counting  # type: ignore[method-assign]
+    BucketSender._send = counting  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        Sending._send = send  # type: ignore[method-assign]
+        BucketSender._send = send  # type: ignore[method-assign]
 
 
 def grid() -> tuple[int, dist.ProcessGroup, dist.ProcessGroup]:

@@ -66,15 +66,15 @@ def test_buckets_follow_the_order_of_gradients_and_give_old_memory_back() -> Non
         averager = GradientAverager(model, bucket_mb=0.01)
         for _ in range(2):
             model[0](model[1](torch.ones(1, 64))).sum().backward()
-        numbers = [number for members in averager._averaging.sending.layout.members for number in members]
+        numbers = [number for members in averager._averaging.sender.layout.members for number in members]
         assert {*numbers[:2]} == {0, 1}  # the gradients of `second` come first
-        old = [weakref.ref(bucket.flat) for bucket in averager._averaging.sending.layout.buckets]
+        old = [weakref.ref(bucket.flat) for bucket in averager._averaging.sender.layout.buckets]
         for step in range(3):
             model.zero_grad()
             model[0](model[1](torch.ones(1, 64))).sum().backward()
             assert all(ref() is not None for ref in old), step  # not built again
         for parameter in model.parameters():
-            assert any(parameter.grad is view for b in averager._averaging.sending.layout.buckets for view in b.views)
+            assert any(parameter.grad is view for b in averager._averaging.sender.layout.buckets for view in b.views)
 
     spawn(body, 2)
 
@@ -101,7 +101,7 @@ def test_memory_beside_the_gradients_is_at_most_a_bucket() -> None:
                 time.sleep(0.1)  # gloo's thread lets go of what it has sent a moment after it has told that it is done
                 of.zero_grad()
                 of(x).sum().backward()
-                members.append(averager and averager._averaging.sending.layout.members)
+                members.append(averager and averager._averaging.sender.layout.members)
             return members
 
         # What an averager sends when it is made is sometimes freed by gloo's thread, and that is not recorded.

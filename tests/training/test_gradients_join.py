@@ -149,7 +149,7 @@ def test_buckets_on_a_gpu_are_sent_after_the_announcement() -> None:
             averager._device = torch.device(device)  # of the gradients, which are on the CPU in this test
             with averager.join():
                 middle = model[0](torch.ones(1, 1))
-                middle.register_hook(lambda _: sent.append(averager._averaging.sending.sent))
+                middle.register_hook(lambda _: sent.append(averager._averaging.sender.sent))
                 model[1](middle).sum().backward()
         return sent
 

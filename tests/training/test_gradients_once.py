@@ -36,7 +36,7 @@ def test_what_is_complete_is_sent_and_gets_no_more() -> None:
     def body() -> None:
         model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
         averager = GradientAverager(model, bucket_mb=1e-5)
-        sending = averager._averaging.sending
+        sending = averager._averaging.sender
         x, stranger = torch.ones(1, 2), nn.Parameter(torch.ones(1))
         with averager.once() as complete:
             (model[1](x).sum() * (1 + dist.get_rank())).backward()
@@ -93,7 +93,7 @@ def test_what_some_steps_do_not_use_holds_up_nothing(late: bool) -> None:
         model = Experts()
         averager = GradientAverager(model, bucket_mb=6e-5)  # a layer each
         averager._averaging.reads_late = late
-        sending = averager._averaging.sending
+        sending = averager._averaging.sender
         ahead = []
         model.get_parameter("body.0.weight").register_hook(lambda _: ahead.append(sending.sent))
         for step in range(5):

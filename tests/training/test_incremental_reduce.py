@@ -40,7 +40,7 @@ class Late(torch.nn.Module):
 def averaged(model: torch.nn.Module, bucket_mb: float, *, incrementally: bool, **options: Any) -> GradientAverager:
     incremental_reduce._LARGE = 0 if incrementally else 1 << 40
     averager = GradientAverager(model, bucket_mb=bucket_mb, **options)
-    buckets = averager._averaging.sending.layout.buckets
+    buckets = averager._averaging.sender.layout.buckets
     assert any(each.incremental for each in buckets) == incrementally
     return averager
 
@@ -88,7 +88,7 @@ def test_a_rank_far_behind_delays_no_other_and_little_memory_is_kept(slow: int) 
         other = Late()
         averager = averaged(model, bucket_mb, incrementally=True)
         averaged(other, bucket_mb, incrementally=False)
-        last, held = averager._averaging.sending.layout.buckets[-1].incremental, []
+        last, held = averager._averaging.sender.layout.buckets[-1].incremental, []
         for each in model.parameters():
             each.register_post_accumulate_grad_hook(lambda _: held.append(last._tensor.held()))
         for number in range(3):
@@ -108,7 +108,7 @@ def test_some_of_it_is_added_before_backward_has_ended() -> None:
     def body() -> None:
         model = Late()
         averager = averaged(model, 25, incrementally=True)
-        (bucket,) = averager._averaging.sending.layout.buckets
+        (bucket,) = averager._averaging.sender.layout.buckets
         held: list[int] = []
 
         def note(parameter: torch.Tensor) -> None:
@@ -180,7 +180,7 @@ def test_disagreement_leaves_nothing_that_would_be_added_twice() -> None:
         with pytest.raises(dist_prims.errors.MismatchError):
             disagreeing()
         if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match="other ranks had read some of it"):
+            with pytest.raises(RuntimeError, match="other ranks had read some of its"):
                 step(model, 1)
 
     spawn(body, 2, backend="dist_prims", timeout=60)
@@ -258,7 +258,7 @@ def test_a_backward_that_other_ranks_have_seen_is_not_started_again() -> None:
         step(other, 1)
         assert all(map(torch.equal, gradients(model), gradients(other)))
         failing(2)
-        with pytest.raises(RuntimeError, match=r"other ranks had read some of it \(0 of 1 buckets were sent"):
+        with pytest.raises(RuntimeError, match=r"other ranks had read some of its gradients \(0 of 1"):
             step(model, 3)
 
     spawn(body, 2, backend="dist_prims", timeout=60)
@@ -272,7 +272,7 @@ def test_pinned_schedules_and_groups_without_shared_tensors_reduce_whole_buckets
         for group in (ring, gloo):
             model, other = Late(), Late()
             averager = GradientAverager(model, group=group)
-            assert not any(each.incremental for each in averager._averaging.sending.layout.buckets)
+            assert not any(each.incremental for each in averager._averaging.sender.layout.buckets)
             averaged(other, 25, incrementally=True)
             step(model, 0)
             step(other, 0)

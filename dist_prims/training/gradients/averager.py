@@ -297,7 +297,7 @@ class GradientAverager:
             agree_on_overflow(0.0, self._group)
             return
         self._averaging.begin()
-        self._averaging.end(factor, shadow=True)
+        self._averaging.end(factor, only_zeros=True)
         for parameter in self._parameters:
             if parameter.requires_grad:
                 parameter.grad = None
@@ -365,7 +365,7 @@ class GradientAverager:
         nested = within_a_backward()
         if nested and self._outer is not None and self._outer() is not None:
             return  # a backward within ours, such as a checkpoint's: its gradients belong to the step that has begun
-        self._averaging.sending.refuse_shown()
+        self._averaging.sender.refuse_shown()
         if nested:
             raise RuntimeError(
                 f"rank {self._rank}: GradientAverager: the first gradients come from a backward within backward(), "
@@ -378,7 +378,7 @@ class GradientAverager:
         self._outer = weakref.ref(ending)
 
     def _begin(self, task: int) -> None:
-        self._averaging.sending.refuse_shown()
+        self._averaging.sender.refuse_shown()
         if self.has_ended():
             raise RuntimeError(
                 f"rank {self._rank}: GradientAverager: its group has been destroyed, as dist_prims.shrink() and grow() "

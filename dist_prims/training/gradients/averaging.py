@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..compressor import Compressor, Exact
-from .bucket_sender import Sending
+from .bucket_sender import BucketSender
 from .gradient_presence import DENSE, FROZEN, NONE, SPARSE, Agreement, Verdict, kind_of
 from .sparse import sparse_mean
 
@@ -59,7 +59,7 @@ class Averaging:
         self._kinds: list[int | None] = []  # what this rank's table was made from
         self._table = torch.empty(0)
         self._unread: Agreement | None = None
-        self.sending = Sending(parameters, compressor, limit, group)
+        self.sender = BucketSender(parameters, compressor, limit, group)
         self._follow()
         self.reset()
 
@@ -82,14 +82,14 @@ class Averaging:
     def reset(self) -> None:
         """Discard the gradients that have arrived."""
         self._seen: dict[int, None] = {}
-        self.sending.forget()
+        self.sender.forget()
 
     def keep(self, number: int) -> None:
         """Move a gradient that is not complete to its place in a bucket: autograd adds the rest there."""
         self._check_unchanged(number)
         gradient = self._parameters[number].grad
-        if self.sending.has_place(number) and gradient is not None and not gradient.is_sparse:
-            self.sending.store(number, 1.0)
+        if self.sender.has_place(number) and gradient is not None and not gradient.is_sparse:
+            self.sender.store(number, 1.0)
 
     def _check_unchanged(self, number: int) -> None:
         """A gradient of another shape would be written over its neighbours in the bucket."""
@@ -102,36 +102,40 @@ class Averaging:
     def count(self, number: int, send: bool = True) -> None:
         """Count a complete gradient; ``send``: send the buckets that are full now."""
         self._seen[number] = None
-        if self.sending.has_place(number) and self.sending.arrive(number, self._share) and send:
-            self.sending.send_full()
+        if self.sender.has_place(number) and self.sender.arrive(number, self._share) and send:
+            self.sender.send_full()
 
     @torch.no_grad()
-    def end(self, factor: float = 1.0, shadow: bool = False) -> None:
-        """Send the rest, wait for all, and apply what the ranks agree on. ``factor``: the means are multiplied by it;
-        ``shadow``: this rank has only zeros."""
+    def end(self, factor: float = 1.0, only_zeros: bool = False) -> None:
+        """Send the remaining buckets, wait for all, and apply what the ranks agree on.
+
+        Args:
+            factor: the means are multiplied by it.
+            only_zeros: this rank has no data left, and sends zeros.
+        """
         try:
-            self.sending.send_rest(self._seen, self._share, shadow)
-            self.sending.wait()  # first: a compressor launches more here than before on one rank, less on another
-            self._unread = agreement = self._agreement(shadow)
+            self.sender.send_rest(self._seen, self._share, only_zeros)
+            self.sender.wait()  # first: a compressor launches more here than before on one rank, less on another
+            self._unread = agreement = self._agreement(only_zeros)
             agreement.arrive()
             if factor != 1:
-                self.sending.scale(factor)
-            self._settle(factor / self._size, shadow)
+                self.sender.scale(factor)
+            self._settle(factor / self._size, only_zeros)
         finally:
             self.reset()
 
-    def _agreement(self, shadow: bool) -> Agreement:
-        kinds = [None if shadow else kind_of(parameter) for parameter in self._parameters]
+    def _agreement(self, only_zeros: bool) -> Agreement:
+        kinds = [None if only_zeros else kind_of(parameter) for parameter in self._parameters]
         if kinds != self._kinds:
             self._kinds, self._table = kinds, Agreement.table(kinds, self._rank, self._device)
         return Agreement(self._table, self._group)
 
-    def _settle(self, share: float, shadow: bool) -> None:
+    def _settle(self, share: float, only_zeros: bool) -> None:
         """Apply the agreement. On a GPU a rank whose parameters all have the expected gradients reads the agreement
         only in its next step, to find errors, and does not wait for the GPU now."""
         expected = [DENSE if n in self._dense else FROZEN for n in range(len(self._names))]
         if self._kinds != expected or not self.reads_late:
-            self._take(self._read(), share, shadow)
+            self._take(self._read(), share, only_zeros)
         if self._learning:
             self._learn()
 
@@ -147,18 +151,18 @@ class Averaging:
         self._rebuild |= bool(late)
         return verdict
 
-    def _take(self, verdict: Verdict | None, share: float, shadow: bool) -> None:
+    def _take(self, verdict: Verdict | None, share: float, only_zeros: bool) -> None:
         if verdict is None:
             return
         dense, sparse = verdict.of_kind(DENSE), verdict.of_kind(SPARSE)
         for number in sorted(dense):
             if number in self._dense:
-                self._parameters[number].grad = self.sending.place(number)
+                self._parameters[number].grad = self.sender.place(number)
             else:  # unfrozen since the buckets were made
-                self._average_alone(self._parameters[number], share, shadow)
+                self._average_alone(self._parameters[number], share, only_zeros)
         for number in sorted(sparse):
             parameter = self._parameters[number]
-            if shadow:
+            if only_zeros:
                 parameter.grad = None
             parameter.grad = sparse_mean(parameter, share, self._group)
         self._sparse = (self._sparse | sparse) - dense
@@ -166,8 +170,8 @@ class Averaging:
         if wanted != self._dense:
             self._dense, self._learning = wanted, True
 
-    def _average_alone(self, parameter: torch.Tensor, share: float, shadow: bool) -> None:
-        own = torch.zeros_like(parameter) if shadow or parameter.grad is None else parameter.grad
+    def _average_alone(self, parameter: torch.Tensor, share: float, only_zeros: bool) -> None:
+        own = torch.zeros_like(parameter) if only_zeros or parameter.grad is None else parameter.grad
         parameter.grad = own.contiguous() * share
         dist.all_reduce(parameter.grad, group=self._group)
 
@@ -180,5 +184,5 @@ class Averaging:
 
     def _follow(self) -> None:
         order = [n for n in self._order if n in self._dense]
-        self.sending.follow([n for n in order if n not in self._late], [n for n in order if n in self._late])
+        self.sender.follow([n for n in order if n not in self._late], [n for n in order if n in self._late])
         self._rebuild = False

@@ -1,7 +1,7 @@
 """Sender of the buckets of a model: collects gradients, and sends each full bucket.
 
-A bucket is sent when every gradient of it is there *and* every bucket before it has been sent: the order of collectives
-must be the same on all ranks, while gradients may come in another order on each.
+A bucket is sent when all its gradients have arrived *and* all buckets before it have been sent: the collectives must
+have the same order on all ranks, but the gradients may arrive in another order on each rank.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .bucket_layout import BucketLayout, lay_out, our_backend, plan
 __all__: list[str] = []
 
 
-class Sending:
-    """The buckets, and their progress in the backward that runs.
+class BucketSender:
+    """The buckets of a model, and which of their gradients have arrived in this backward pass.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> from ..compressor import Exact
-    >>> sending = Sending([weight], Exact(), 2**20, dist.group.WORLD)
-    >>> sending.follow([0])
+    >>> sender = BucketSender([weight], Exact(), 2**20, dist.group.WORLD)
+    >>> sender.follow([0])
     >>> weight.grad = torch.ones(2)
-    >>> sending.arrive(0, 0.5)
+    >>> sender.arrive(0, 0.5)
     True
-    >>> sending.send_full()
-    >>> sending.wait()
+    >>> sender.send_full()
+    >>> sender.wait()
     >>> weight.grad
     tensor([0.5000, 0.5000])
     """
@@ -47,13 +47,19 @@ class Sending:
         begin_from_environment()
 
     def follow(self, order: Sequence[int], last: Sequence[int] = ()) -> None:
-        """Make buckets for these parameters, in the order in which they fill; parameters of ``last`` come behind."""
+        """Make the buckets, if they change, and discard the gradients that have arrived.
+
+        Args:
+            order: the numbers of the parameters, in the expected order of their gradients.
+            last: the numbers of parameters whose buckets are sent after all others.
+        """
         members = plan(self._parameters, order, self._limit) + plan(self._parameters, last, self._limit)
         if members != self.layout.members:
-            for number in {*self.layout.place} - {*order, *last}:  # its gradient must not keep the memory of a bucket
+            # The gradient of a parameter that is in no bucket from now on must not keep the memory of its old bucket.
+            for number in {*self.layout.place} - {*order, *last}:
                 gradient = self._parameters[number].grad
                 self._parameters[number].grad = None if gradient is None else gradient.clone()
-            self.layout = BucketLayout([], [], {})  # frees its memory once no gradient lies in it
+            self.layout = BucketLayout([], [], {})  # its memory is freed before the new layout gets memory
             self.layout = lay_out(self._parameters, members, self._group)
             self._compressor.reset()
             if type(self._compressor) is Exact:
@@ -61,6 +67,7 @@ class Sending:
         self.forget()
 
     def _sum_incrementally(self) -> None:
+        """Let each bucket finish the sum of the bucket before it while its own gradients arrive."""
         backend, before = our_backend(self._group), None
         for bucket in self.layout.buckets:
             if backend and bucket.flat.device.type == "cpu":
@@ -80,12 +87,12 @@ class Sending:
         return len(self._endings)
 
     def refuse_shown(self) -> None:
-        """RuntimeError if other ranks may have read some of the gradients."""
+        """Raise RuntimeError if other ranks may have read gradients of a backward pass that has failed."""
         if self.sent or any(each.incremental and each.incremental.is_shown() for each in self.layout.buckets):
             raise RuntimeError(
                 f"rank {self._group.rank()}: GradientAverager: the last backward() has raised when other ranks had "
-                f"read some of it ({self.sent} of {len(self.layout.buckets)} buckets were sent), and they wait for the "
-                "rest; end this process, so that they do not wait until the timeout"
+                f"read some of its gradients ({self.sent} of {len(self.layout.buckets)} buckets were sent), and they "
+                "wait for the rest; end this process, so that they do not wait until the timeout"
             )
 
     def has_place(self, number: int) -> bool:
@@ -94,47 +101,56 @@ class Sending:
     def place(self, number: int) -> torch.Tensor:
         return self.layout.place[number][1]
 
-    def arrive(self, number: int, share: float) -> bool:
-        """Take a complete gradient; return whether its bucket is full now."""
+    def arrive(self, number: int, factor: float) -> bool:
+        """Take a complete gradient, times ``factor``; return whether its bucket is full now."""
         index, view = self.layout.place[number]
         parameter, incremental = self._parameters[number], self.layout.buckets[index].incremental
-        if incremental and incremental.put(view, parameter.grad, share):
+        if incremental and incremental.put(view, parameter.grad, factor):
             parameter.grad = view
         else:
-            self.store(number, share)
+            self.store(number, factor)
         self._missing[index] -= 1
         return not self._missing[index]
 
-    def store(self, number: int, share: float) -> None:
-        """Move a gradient to its place, times ``share``."""
+    def store(self, number: int, factor: float) -> None:
+        """Move a gradient to its place in the bucket, times ``factor``: 1 / size, or 1 if a compressor averages."""
         parameter, (index, view) = self._parameters[number], self.layout.place[number]
         gradient = parameter.grad
-        if gradient is None or gradient.layout != torch.strided:  # a sparse one is gathered when backward has ended
+        if gradient is None or gradient.layout != torch.strided:  # a sparse one is averaged after backward
             view.zero_()
             return
-        if gradient is not view or share != 1.0:
-            torch.mul(gradient, share, out=view)
+        if gradient is not view or factor != 1.0:
+            torch.mul(gradient, factor, out=view)
         parameter.grad = view
         if view.is_cuda:
             self._streams[index].add(torch.cuda.current_stream(view.device))
 
     def send_full(self) -> None:
-        """Send the full buckets; one that is summed incrementally, one bucket later: little of it is left to add
-        then."""
+        """Send the full buckets in their order.
+
+        A bucket that is summed incrementally is sent when the next one is full: its sum is nearly complete by then.
+        """
+        # The number of the first buckets that are full.
         full = next((index for index, missing in enumerate(self._missing) if missing), len(self._missing))
         while self.sent < full and (self.sent < full - 1 or not self.layout.buckets[self.sent].incremental):
             self._send()
 
-    def send_rest(self, seen: Collection[int], share: float, shadow: bool) -> None:
-        """Send the remaining buckets; a gradient that backward did not make is the ``.grad`` from before it, or zeros.
-        With ``shadow`` all are zeros."""
+    def send_rest(self, seen: Collection[int], factor: float, only_zeros: bool) -> None:
+        """Send the remaining buckets, at the end of backward.
+
+        Args:
+            seen: the numbers of the parameters whose gradients have arrived. Of the others the ``.grad`` from before
+                backward is sent, or zeros.
+            factor: of the gradients that have not arrived.
+            only_zeros: this rank has no data left, and sends zeros.
+        """
         while self.sent < len(self._missing):
             for number in self.layout.members[self.sent]:
-                if shadow:
+                if only_zeros:
                     self.place(number).zero_()
                 elif number not in seen:
-                    self.store(number, share)
-            self._send(ahead=False)
+                    self.store(number, factor)
+            self._send(is_last=True)
 
     def wait(self) -> None:
         for end in self._endings:
@@ -144,18 +160,18 @@ class Sending:
         for bucket in self.layout.buckets:
             bucket.flat.mul_(factor)
 
-    def _send(self, ahead: bool = True) -> None:
+    def _send(self, is_last: bool = False) -> None:
         for stream in self._streams[self.sent]:  # a layer may compute on a stream of its own
             torch.cuda.current_stream(stream.device).wait_stream(stream)
         bucket, begin = self.layout.buckets[self.sent], recorder.started()
         if bucket.incremental:
-            end: Callable[[], object] = bucket.incremental.send(ahead).wait
+            end: Callable[[], object] = bucket.incremental.send(ahead=not is_last).wait
         else:
             end = self._compressor.start(bucket, self._group)
         self._endings.append(functools.partial(_traced, end, self.sent, bucket.flat.nbytes, begin) if begin else end)
 
 
 def _traced(end: Callable[[], object], index: int, nbytes: int, begin: int) -> None:
-    """Wait for a bucket, and record it from its send to here."""
+    """Wait for the collective of a bucket, and record the time from its start to its end."""
     end()
     recorder.record(fmt.BUCKET, begin, name=f"bucket {index}", nbytes=nbytes)

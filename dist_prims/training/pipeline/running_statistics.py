@@ -1,14 +1,17 @@
-"""Running statistics of a stage under micro-batches: moved once a batch, by the statistics of the whole batch.
+"""Running statistics of a stage under micro-batches: updated once a batch, from the statistics of the whole batch.
 
-Stock norms move their running mean and variance in every forward. In a pipeline that is once a micro-batch: with
-momentum 0.1 and 8 micro-batches a step forgets 57 % of the past instead of 10 %, and the variance between micro-batches
-is lost. Norms of another class would remove the stock norms from the model of which a program still calls ``eval()``,
-``to()`` and ``state_dict()``. So the modules stay. While a micro-batch passes through a stage, each ``batch_norm`` and
-``instance_norm`` that would move a buffer of the stage gets scratch memory in place of it, with momentum 1, so that the
-kernel leaves its own statistics there. They are merged over the micro-batches, and the buffers are moved when the step
-has succeeded.
+The norms of torch.nn update their running mean and variance in every forward. In a pipeline that is once a micro-batch:
+with momentum 0.1 and 8 micro-batches a step forgets 57 % of the past instead of 10 %, and the variance between
+micro-batches is lost.
 
-A layer that is called several times in a forward moves its statistics that often, in that order, as without a pipeline.
+The norms cannot be replaced by a class of ours, because the program calls ``eval()``, ``to()`` and ``state_dict()`` of
+its own model. So the modules stay. While a micro-batch passes through a stage, this module intercepts ``batch_norm``
+and ``instance_norm``. A call that would update a buffer of the stage gets scratch memory instead of the buffer, and
+momentum 1, so that the kernel writes the statistics of the micro-batch there. The statistics of all micro-batches are
+merged, and the buffers are updated when the step has succeeded.
+
+If a layer is called several times in one forward, its buffers are updated once for each call, in the same order as
+without a pipeline.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class RunningStatistics:
     """The running statistics of some modules over the micro-batches of a batch.
 
     ``Pipeline`` and ``DevicePipeline`` use it by themselves. It is also for programs that pass micro-batches through a
-    model themselves, as in gradient accumulation. SyncBatchNorm moves its statistics in every forward.
+    model themselves, as in gradient accumulation. SyncBatchNorm updates its buffers itself, in every forward.
 
     >>> norm = torch.nn.BatchNorm1d(1)
     >>> statistics = RunningStatistics([norm])
@@ -49,51 +52,54 @@ class RunningStatistics:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._module = nn.ModuleList(modules)
-        self._calls: dict[tuple[int, int], _Merged] = {}  # by buffer, and how often it had been called in this forward
-        self._counts: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # of batches, and what is to be added
-        self._known: dict[int, torch.Tensor] | None = None  # the buffers; searched once a batch
+        # By the id of the running mean, and the number of earlier calls with it in the same forward.
+        self._calls: dict[tuple[int, int], _MergedBatchNorm] = {}
+        # The num_batches_tracked of each norm, and what is to be added to it; None before the first micro-batch.
+        self._counts: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._known: dict[int, torch.Tensor] | None = None  # the buffers of this batch; None: to be searched
 
     @contextmanager
-    def collected(self, again: bool = False) -> Iterator[None]:
-        """Within it, the statistics of a micro-batch's forward are collected, and no running statistic changes.
+    def collected(self, is_recompute: bool = False) -> Iterator[None]:
+        """Collect the statistics of the forward of a micro-batch inside this context. No buffer changes.
 
-        ``again``: the statistics are discarded, because the backward computes the forward again.
+        ``is_recompute``: the backward computes the forward again, and its statistics are discarded.
         """
-        if not self._buffers:
+        if not self._running_buffers:
             yield
             return
-        # 1. Remember what a forward changes, beside the buffers, in each norm.
-        norms: list[Any] = [each for each in self._module.modules() if _counts_batches(each, again)]
+        # 1. Remember the momentum and the count of batches of each norm.
+        norms: list[Any] = [each for each in self._module.modules() if _counts_batches(each, is_recompute)]
         before: list[tuple[float | None, torch.Tensor]] = [(each.momentum, each.num_batches_tracked) for each in norms]
-        # 2. Run the forward with counts and buffers that may be written.
-        # Without momentum a norm takes the mean over all batches, and so reads the count.
+        # 2. Run the forward with a scratch count and scratch buffers. A norm with momentum=None averages over all
+        #    batches, and reads its count, so that its scratch count begins with it.
         scratch = [
             count.clone() if momentum is None else torch.zeros((), dtype=torch.int64) for momentum, count in before
         ]
         try:
             for norm, count in zip(norms, scratch, strict=True):
                 norm.num_batches_tracked = count
-                norm.momentum = 0.0 if again else norm.momentum  # SyncBatchNorm calls a function of its own
-            with _InScratch(self._buffers, {} if again else self._calls):
+                # SyncBatchNorm does not call batch_norm and is not intercepted: momentum 0 keeps its buffers.
+                norm.momentum = 0.0 if is_recompute else norm.momentum
+            with _ScratchBuffers(self._running_buffers, {} if is_recompute else self._calls):
                 yield
         finally:
             # 3. Put back what was there.
             for norm, (momentum, count) in zip(norms, before, strict=True):
                 norm.momentum, norm.num_batches_tracked = momentum, count
-        # 4. The first micro-batch says how often each norm is called in a forward; the counts of others are dropped.
-        if self._counts is None and not again:
+        # 4. What is to be added to the counts is that of the first micro-batch; other micro-batches add nothing.
+        if self._counts is None and not is_recompute:
             self._counts = [
-                (count, more - count if momentum is None else more)
-                for (momentum, count), more in zip(before, scratch, strict=True)
+                (count, after - count if momentum is None else after)
+                for (momentum, count), after in zip(before, scratch, strict=True)
             ]
 
     @torch.no_grad()
     def commit(self) -> None:
-        """End the batch: move the running statistics by the statistics collected."""
+        """End the batch: update the buffers from the statistics collected."""
         for call in self._calls.values():
             call.commit()
-        for tracked, more in self._counts or ():
-            tracked.add_(more.to(tracked.device, non_blocking=True))
+        for tracked, increment in self._counts or ():
+            tracked.add_(increment.to(tracked.device, non_blocking=True))
         self.forget()
 
     def forget(self) -> None:
@@ -102,7 +108,7 @@ class RunningStatistics:
         self._counts = self._known = None
 
     @property
-    def _buffers(self) -> dict[int, torch.Tensor]:
+    def _running_buffers(self) -> dict[int, torch.Tensor]:
         """The buffers of this batch that may be running statistics, by id."""
         if self._known is None:
             every = (buffer for each in self._module.modules() for buffer in each._buffers.values())
@@ -112,13 +118,13 @@ class RunningStatistics:
         return self._known
 
 
-def _counts_batches(module: nn.Module, again: bool) -> bool:
-    own = isinstance(module, SyncBatchNorm) and not again  # it moves its statistics itself, in the first forward only
-    return isinstance(module, Norm) and not own and module.num_batches_tracked is not None
+def _counts_batches(module: nn.Module, is_recompute: bool) -> bool:
+    updates_itself = isinstance(module, SyncBatchNorm) and not is_recompute
+    return isinstance(module, Norm) and not updates_itself and module.num_batches_tracked is not None
 
 
 class _Call(NamedTuple):
-    """The arguments of ``batch_norm`` and ``instance_norm`` that matter here, which both take in these places."""
+    """Arguments of ``batch_norm`` and ``instance_norm``. Both functions have them at the same positions."""
 
     input: torch.Tensor
     running_mean: torch.Tensor | None = None
@@ -130,14 +136,16 @@ class _Call(NamedTuple):
     eps: float = 1e-5
 
 
-class _InScratch(TorchFunctionMode):
-    """Within it, on this thread and in the backward that it starts, norms write their statistics into scratch memory,
-    from which they are merged into ``calls``."""
+class _ScratchBuffers(TorchFunctionMode):
+    """Context in which norms write their statistics into scratch memory, which is merged into ``calls``.
 
-    def __init__(self, buffers: Container[int], calls: dict[tuple[int, int], _Merged]) -> None:
+    It holds for this thread, and for a backward pass that this thread starts.
+    """
+
+    def __init__(self, buffers: Container[int], calls: dict[tuple[int, int], _MergedBatchNorm]) -> None:
         super().__init__()
         self._buffers, self._calls = buffers, calls
-        self._turn: Counter[int] = Counter()
+        self._calls_of_buffer: Counter[int] = Counter()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -154,19 +162,19 @@ class _InScratch(TorchFunctionMode):
         mean, variance = call.running_mean, call.running_var
         if not call.training or mean is None or variance is None or id(mean) not in self._buffers:
             return func(*call)
-        seen = torch.zeros_like(mean), torch.zeros_like(variance)
-        output = func(*call._replace(running_mean=seen[0], running_var=seen[1], momentum=1.0))
-        key = id(mean), self._turn[id(mean)]
-        self._turn[id(mean)] += 1
+        scratch = torch.zeros_like(mean), torch.zeros_like(variance)
+        output = func(*call._replace(running_mean=scratch[0], running_var=scratch[1], momentum=1.0))
+        key = id(mean), self._calls_of_buffer[id(mean)]
+        self._calls_of_buffer[id(mean)] += 1
         if key not in self._calls:
-            kind = _Merged if func is F.batch_norm else _MergedInstances
+            kind = _MergedBatchNorm if func is F.batch_norm else _MergedInstanceNorm
             self._calls[key] = kind(mean, variance, call.momentum)
-        self._calls[key].add(*seen, call.input)
+        self._calls[key].add(*scratch, call.input)
         return output
 
 
-class _Merged:
-    """The statistics of one call over the micro-batches, and the buffers that they are to move."""
+class _MergedBatchNorm:
+    """The statistics of one call of ``batch_norm`` over the micro-batches, and the buffers to be updated from them."""
 
     def __init__(self, running_mean: torch.Tensor, running_var: torch.Tensor, momentum: float) -> None:
         self._running = running_mean, running_var
@@ -176,14 +184,16 @@ class _Merged:
 
     @torch.no_grad()
     def add(self, mean: torch.Tensor, variance: torch.Tensor, input: torch.Tensor) -> None:
-        """Merge the statistics of more elements by the rule of Chan, Golub and LeVeque, which unlike sums of squares
-        does not cancel."""
+        """Merge the statistics of a micro-batch by the formula of Chan, Golub and LeVeque.
+
+        Sums of squares would lose precision by cancellation.
+        """
         elements = input.numel() // input.shape[1]
         if elements:
             share = elements / (self._elements + elements)
-            apart = mean - self._mean
-            self._squares += variance * (elements - 1) + apart.square() * (self._elements * share)
-            self._mean += apart * share
+            difference = mean - self._mean
+            self._squares += variance * (elements - 1) + difference.square() * (self._elements * share)
+            self._mean += difference * share
             self._elements += elements
 
     def variance(self) -> torch.Tensor:
@@ -195,8 +205,9 @@ class _Merged:
             self._running[1].lerp_(self.variance(), self._momentum)
 
 
-class _MergedInstances(_Merged):
-    """Of ``instance_norm``, which moves its buffers by means over the items of the statistics of each."""
+class _MergedInstanceNorm(_MergedBatchNorm):
+    """The same of ``instance_norm``. It updates the buffers from the means of the statistics of all items, so that a
+    micro-batch counts by its number of items."""
 
     @torch.no_grad()
     def add(self, mean: torch.Tensor, variance: torch.Tensor, input: torch.Tensor) -> None:

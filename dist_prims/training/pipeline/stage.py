@@ -107,7 +107,7 @@ class StageWorker:
 
     def backward(self, micro: int, grads: Sequence[torch.Tensor | None]) -> Tensors:
         """The gradients of the inputs that require one. ``grads``: the gradients of the outputs; a loss needs none."""
-        with self.statistics.collected(again=True):
+        with self.statistics.collected(is_recompute=True):
             found = self._backward(micro, self._saved[micro], grads)
         del self._saved[micro]
         return found
